@@ -1,0 +1,164 @@
+"""Attention over one mask description: a prompt shared by rows that see it and themselves.
+
+A row of tokens is `[prompt | branch 0 | branch 1 | ...]`. The prompt is causal; each branch sees
+the prompt and, causally, itself. No score between two branches is ever computed, and the prompt's
+keys are never repeated: the branches (and the query heads of a group) are extra query rows of one
+matrix product per (prompt, kv head). Decoding is the same computation, with the branches' keys in
+a cache. Scores and softmax are float32. A token that sees nothing (padding) gets finite values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Query tokens (over all branches) whose scores are held at a time.
+_QUERY_CHUNK = 1024
+_MASKED = -1e30  # finite, so that a row without any visible key stays finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """Layout of a row: `prefix` prompt tokens, then `branches` responses of `length` tokens.
+
+    Tree(S, 0, 0) is a plain causal row of S tokens.
+    """
+
+    prefix: int
+    branches: int
+    length: int
+
+    @property
+    def size(self) -> int:
+        """Tokens in the row."""
+        return self.prefix + self.branches * self.length
+
+
+def attend_tree(
+    q: Float[Array, "B S K G H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    segments: Int[Array, "B S"],
+    tree: Tree,
+) -> Float[Array, "B S K G H"]:
+    """Attention of one row per prompt under the tree mask.
+
+    Args:
+        q, k, v: rotated queries and keys, and values, of the whole row.
+        segments: tokens see only tokens of their own segment; -1 is padding.
+        tree: the layout; its size is S.
+    """
+    if q.shape[1] != tree.size:
+        raise ValueError(f"{tree} has {tree.size} tokens, got rows of {q.shape[1]}; match them")
+    P = tree.prefix
+    # A prompt is a single branch without a prefix.
+    out = _attend_own(*(a[:, None, :P] for a in (q, k, v, segments)))[:, 0]
+    if not tree.branches:
+        return out
+    prefix = k[:, :P], v[:, :P], segments[:, :P]
+    rows = (q.shape[0], tree.branches, tree.length)
+    own = (a[:, P:].reshape(rows + a.shape[2:]) for a in (q, k, v, segments))
+    branches = _attend_own(*own, prefix=prefix)
+    return jnp.concatenate([out, branches.reshape(q[:, P:].shape)], axis=1)
+
+
+def _attend_own(q, k, v, segments, prefix=None):
+    """Branches [B, R, T, ...] see themselves causally, and a prefix [B, P, ...] if there is one.
+
+    Works through the queries in chunks, each against the keys that causality leaves it, and
+    recomputes a chunk's scores in the backward pass.
+    """
+    num_branches, length = q.shape[1:3]
+    size = max(_QUERY_CHUNK // num_branches, 1)
+
+    def chunk(q, k, v, segments, prefix, start, stop):
+        is_causal = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
+        is_visible = is_causal & _same_segment(segments[:, :, start:stop], segments[:, :, :stop])
+        k, v = (a[:, :, :stop].swapaxes(2, 3) for a in (k, v))
+        if prefix is None:
+            shared = None
+        else:
+            rows = segments[:, :, start:stop].reshape(segments.shape[0], -1)
+            is_shared = _same_segment(rows, prefix[2])
+            is_shared = is_shared.reshape(*is_visible.shape[:-1], -1)
+            shared = (prefix[0].swapaxes(1, 2), prefix[1].swapaxes(1, 2), is_shared)
+        return attend_cached(q[:, :, start:stop], shared, (k, v, is_visible))
+
+    if length > size:
+        chunk = jax.checkpoint(chunk, static_argnums=(5, 6))
+    starts = range(0, length, size)
+    outs = [chunk(q, k, v, segments, prefix, s, min(s + size, length)) for s in starts]
+    return jnp.concatenate(outs, axis=2)
+
+
+def _same_segment(queries: Int[Array, "... T"], keys: Int[Array, "... S"]) -> Array:
+    return (queries[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :]
+
+
+def attend_cached(
+    q: Float[Array, "B R T K G H"],
+    shared: tuple[Array, Array, Array] | None,
+    own: tuple[Array, Array, Array],
+) -> Float[Array, "B R T K G H"]:
+    """One softmax over keys shared by the R rows of a prompt and keys of each row's own.
+
+    Args:
+        q: rotated queries.
+        shared: keys [B, K, P, H], values [B, K, P, H] and which of them each query sees, bool
+            broadcasting to [B, R, T, P]; or None.
+        own: keys [B, R, K, S, H], values [B, R, K, S, H] and which of them each query sees, bool
+            broadcasting to [B, R, T, S].
+    """
+    q = q * q.shape[-1] ** -0.5
+    f32 = {"preferred_element_type": jnp.float32}
+    k, v, is_visible = own
+    scores = jnp.einsum("BRTKGH,BRKSH->BRKTGS", q, k, **f32)
+    scores = jnp.where(is_visible[:, :, None, :, None], scores, _MASKED)
+    top = scores.max(-1)
+    if shared is not None:
+        shared_k, shared_v, is_shared = shared
+        shared_scores = jnp.einsum("BRTKGH,BKPH->BKRTGP", q, shared_k, **f32)
+        shared_scores = jnp.where(is_shared[:, None, :, :, None], shared_scores, _MASKED)
+        top = jnp.maximum(top, shared_scores.max(-1).swapaxes(1, 2))
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    out = jnp.einsum("BRKTGS,BRKSH->BRTKGH", weights.astype(v.dtype), v, **f32)
+    if shared is not None:
+        weights = jnp.exp(shared_scores - top.swapaxes(1, 2)[..., None])
+        total = total + weights.sum(-1).swapaxes(1, 2)
+        out = out + jnp.einsum("BKRTGP,BKPH->BRTKGH", weights.astype(v.dtype), shared_v, **f32)
+    return (out / total.swapaxes(2, 3)[..., None]).astype(q.dtype)
+
+
+def attend_segments(
+    q: Float[Array, "B P N H"],
+    k: Float[Array, "B P N H"],
+    v: Float[Array, "B P N H"],
+    segments: Int[Array, "B P"],
+) -> Float[Array, "B P N H"]:
+    """Attention in both directions among tokens of equal segment >= 0, in chunks of queries."""
+
+    def chunk(q, k, v, queries, keys):
+        scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=jnp.float32)
+        scores = scores * q.shape[-1] ** -0.5
+        scores = jnp.where(_same_segment(queries, keys)[:, None], scores, _MASKED)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("BNTS,BSNH->BTNH", weights, v)
+
+    return _in_chunks(chunk, q, k, v, segments)
+
+
+def _in_chunks(chunk: Callable, q, k, v, segments):
+    length = q.shape[1]
+    if length > _QUERY_CHUNK:
+        chunk = jax.checkpoint(chunk)
+    outs = [
+        chunk(q[:, s : s + _QUERY_CHUNK], k, v, segments[:, s : s + _QUERY_CHUNK], segments)
+        for s in range(0, length, _QUERY_CHUNK)
+    ]
+    return jnp.concatenate(outs, axis=1)

@@ -1,0 +1,234 @@
+"""A backbone as pure functions over nested dicts of arrays; the one place where NNX is split.
+
+The dict has two layouts. `init` and `load` give the training layout: {"vision", "text"}, layers
+stacked on a leading axis. `to_decode_layout` gives the one decoding wants: text layers in a list,
+fused and cast. `encode_images`, `embed` and `unembed` take either; `forward` the first; `prefill`
+and `extend` the second.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from models import decoder, vision_qwen2_5, weights
+from models.attention import Tree
+from models.config import BackboneConfig
+from models.decoder import KeyValues
+from models.layers import Params
+from models.positions import ImagePatches
+
+
+class Backbone(nnx.Module):
+    """Declares every parameter; computes nothing."""
+
+    def __init__(self, rngs: nnx.Rngs, config: BackboneConfig, dtype: Any):
+        self.vision = vision_qwen2_5.VisionTower(rngs, config.vision, dtype)
+        self.text = decoder.Decoder(rngs, config.text, dtype)
+
+
+def init(config: BackboneConfig, rng: Array, dtype: Any = jnp.float32) -> Params:
+    """Random parameters in the training layout."""
+    _, state = nnx.split(Backbone(nnx.Rngs(params=rng), config, dtype))
+    return nnx.to_pure_dict(state)
+
+
+@functools.lru_cache
+def logical_axes(config: BackboneConfig) -> Params:
+    """The tree of `init` with a tuple of logical axis names at every leaf."""
+    model = nnx.eval_shape(lambda: Backbone(nnx.Rngs(params=0), config, jnp.float32))
+    _, state = nnx.split(model)
+    is_param = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=is_param))
+
+
+def encode_images(
+    params: Params,
+    images: ImagePatches,
+    config: BackboneConfig,
+    *,
+    dtype: Any,
+    remat: str = "none",
+) -> Float[Array, "B _ D"]:
+    """Merged image features of every prompt, computed in `dtype`.
+
+    Args:
+        params: either layout.
+        images: packed patches; P is their padded number, M patches make a feature.
+        remat: "none", or "layer" to recompute each layer in the backward pass.
+
+    Returns:
+        Features in prompt order, finite also at padding and in rows without images.
+    """
+    return vision_qwen2_5.encode(
+        params["vision"], images, config.vision, dtype=dtype, remat=_is_remat(remat)
+    )
+
+
+def embed(
+    params: Params,
+    tokens: Int[Array, "... S"],
+    *,
+    dtype: Any,
+    features: Float[Array, "B _ D"] | None = None,
+    slots: Int[Array, "B S"] | None = None,
+) -> Float[Array, "... S D"]:
+    """Token embeddings, with image features in the places that `slots` names (-1: none)."""
+    x = params["text"]["embed"]["table"][tokens].astype(dtype)
+    if features is None:
+        return x
+    at_slots = jnp.take_along_axis(features, jnp.maximum(slots, 0)[..., None], axis=1)
+    return jnp.where((slots >= 0)[..., None], at_slots.astype(dtype), x)
+
+
+def forward(
+    params: Params,
+    x: Float[Array, "B S D"],
+    positions: Int[Array, "B S 3"],
+    segments: Int[Array, "B S"],
+    config: BackboneConfig,
+    *,
+    tree: Tree,
+    remat: str = "none",
+) -> Float[Array, "B S D"]:
+    """Hidden states after the final norm, one row per prompt under the tree mask.
+
+    Args:
+        params: the training layout.
+        x: embedded rows of tree.size = S tokens.
+        positions: M-RoPE ids; a branch continues from the end of its prompt.
+        segments: tokens see only tokens of their own segment; -1 is padding.
+        tree: layout of the rows.
+        remat: "none", or "layer" to recompute each layer in the backward pass.
+    """
+    return decoder.run(
+        params["text"], x, positions, segments, config.text, tree=tree, remat=_is_remat(remat)
+    )
+
+
+def unembed(
+    params: Params, hidden: Float[Array, "... D"], config: BackboneConfig
+) -> Float[Array, "... V"]:
+    """Float32 logits over the vocabulary."""
+    return decoder.unembed(params["text"], hidden)
+
+
+def to_decode_layout(params: Params, config: BackboneConfig, dtype: Any) -> Params:
+    """The training layout unstacked, fused and cast for `prefill` and `extend`."""
+    text = decoder.to_decode_layout(params["text"], config.text)
+    return jax.tree.map(lambda a: a.astype(dtype), {"vision": params["vision"], "text": text})
+
+
+def prefill(
+    params: Params,
+    x: Float[Array, "B P D"],
+    positions: Int[Array, "B P 3"],
+    is_valid: Bool[Array, "B P"],
+    config: BackboneConfig,
+) -> tuple[Float[Array, "B P D"], KeyValues]:
+    """Hidden states of the prompts after the final norm, and their keys and values.
+
+    Args:
+        params: the decode layout.
+        x, positions: embedded prompts and their M-RoPE ids.
+        is_valid: false at padding, which no token sees.
+    """
+    return decoder.prefill(params["text"], x, positions, is_valid, config.text)
+
+
+def init_cache(
+    config: BackboneConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
+) -> KeyValues:
+    """An empty cache of `num_slots` suffix tokens for each of `num_rows` rows per prompt."""
+    return decoder.init_cache(config.text, batch_size, num_rows, num_slots, dtype)
+
+
+def extend(
+    params: Params,
+    x: Float[Array, "B R T D"],
+    positions: Int[Array, "B R T"],
+    index: Int[Array, ""],
+    prefix: KeyValues,
+    prefix_valid: Bool[Array, "B P"],
+    suffix: KeyValues,
+    suffix_valid: Bool[Array, "B R S"],
+    config: BackboneConfig,
+) -> tuple[Float[Array, "B R T D"], KeyValues]:
+    """Decodes T tokens of R rows per prompt.
+
+    The tokens are written to suffix slots index..index+T-1. Query j sees the valid prefix slots
+    and the suffix slots s <= index + j that are valid; the prefix is read once per prompt.
+
+    Args:
+        params: the decode layout.
+        x: embedded tokens.
+        positions: of the tokens; text, so one number for all three components.
+        index: first suffix slot to write, the same for all rows; may be traced.
+        prefix, prefix_valid: keys and values from `prefill`, and which slots are not padding.
+        suffix, suffix_valid: cache of the rows, and which slots hold a token (the new included).
+
+    Returns:
+        Hidden states after the final norm, and the suffix cache with the new tokens in it.
+    """
+    return decoder.extend(
+        params["text"],
+        x,
+        positions,
+        index,
+        prefix,
+        prefix_valid,
+        suffix,
+        suffix_valid,
+        config.text,
+    )
+
+
+def load(
+    folder: str | pathlib.Path, config: BackboneConfig | None = None, dtype: Any = jnp.float32
+) -> tuple[Params, BackboneConfig]:
+    """Reads a Hugging Face release from disk, in the training layout.
+
+    Args:
+        folder: holds config.json and safetensors, in one file or in shards with their index.
+        config: in place of the folder's config.json.
+        dtype: what the parameters are cast to.
+
+    Raises:
+        ValueError: the config asks for something that is not implemented, or tensors are missing,
+            unused or of the wrong shape.
+    """
+    if config is None:
+        text = (pathlib.Path(folder) / "config.json").read_text()
+        config = BackboneConfig.from_hf(json.loads(text))
+    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
+    return weights.load(folder, config, shapes, dtype), config
+
+
+def export(
+    folder: str | pathlib.Path,
+    params: Params,
+    config: BackboneConfig,
+    dtype: Any = jnp.bfloat16,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes the training layout as a Hugging Face release: config, weights, generation config.
+
+    Args:
+        folder: made if need be; an earlier export in it is replaced.
+        dtype: of the written tensors.
+        max_shard_bytes: larger weights are split over several files.
+    """
+    weights.export(folder, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+def _is_remat(remat: str) -> bool:
+    if remat not in ("none", "layer"):
+        raise ValueError(f"remat must be 'none' or 'layer', got {remat!r}; change model.remat")
+    return remat == "layer"

@@ -1,0 +1,260 @@
+"""The text decoder: one layer function for training, prefill and decoding.
+
+A layer projects, rotates, hands queries, keys and values to an `attend` function and adds what
+comes back, so that training (tree mask), prefill (keys and values kept) and decoding (cache read
+and written) differ only in that function. Training scans stacked layers; decoding unrolls a list
+of layers whose q, k, v and whose gate, up are fused, since single products are what a CPU or a
+small batch spends its time on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from models.attention import Tree, attend_cached, attend_tree
+from models.config import TextConfig
+from models.layers import (
+    MLP,
+    Linear,
+    Norm,
+    Params,
+    linear,
+    mlp,
+    normal,
+    outputs_first,
+    rms_norm,
+    stack,
+)
+from models.rope import rotate, text_rotary
+
+
+@flax.struct.dataclass
+class KeyValues:
+    """Keys and values by layer, as decoding reads them.
+
+    Attributes:
+        keys, values: one array per layer: [B, K, P, H] for a prefix that all rows of a prompt
+            share, [B, R, K, S, H] for the rows' own suffixes.
+    """
+
+    keys: list[Array]
+    values: list[Array]
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
+        D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        heads, kv_heads = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        self.q = Linear(rngs, (D,), (N, H), heads, dtype, bias=True)
+        self.k = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=True)
+        self.v = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=True)
+        self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=False)
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
+        D, F = config.hidden_size, config.intermediate_size
+        self.attention_norm = Norm(D, dtype)
+        self.attention = Attention(rngs, config, dtype)
+        self.mlp_norm = Norm(D, dtype)
+        self.mlp = MLP(rngs, D, F, dtype, bias=False)
+
+
+class Table(nnx.Module):
+    """A row of width D for every token of the vocabulary."""
+
+    def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
+        shape = (config.vocab_size, config.hidden_size)
+        self.table = normal(rngs, shape, ("vocab", "embed"), dtype)
+
+
+class Decoder(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
+        self.embed = Table(rngs, config, dtype)
+        self.layers = stack(lambda r: DecoderLayer(r, config, dtype), config.num_layers, rngs)
+        self.norm = Norm(config.hidden_size, dtype)
+        if not config.tie_embeddings:
+            self.unembed = Table(rngs, config, dtype)
+
+
+def decoder_layer(
+    p: Params,
+    x: Float[Array, "... D"],
+    rotary: tuple[Array, Array],
+    attend: Callable[[Array, Array, Array], tuple[Array, " Any"]],
+    config: TextConfig,
+) -> tuple[Float[Array, "... D"], Any]:
+    """One layer.
+
+    Args:
+        p: its parameters, in either layout.
+        x: [B, S, D], or [B, R, T, D] in decoding.
+        rotary: cosine and sine at each token.
+        attend: (q [..., K, G, H], k [..., K, H], v [..., K, H]) -> (output like q, what to keep).
+        config: shapes and ε.
+
+    Returns:
+        The layer's output, and what `attend` kept.
+    """
+    y = rms_norm(p["attention_norm"], x, config.norm_eps)
+    q, k, v = _project(p["attention"], y, config)
+    q = rotate(q.reshape(*q.shape[:-3], -1, q.shape[-1]), rotary).reshape(q.shape)
+    y, kept = attend(q, rotate(k, rotary), v)
+    y = y.reshape(*y.shape[:-3], config.num_heads, config.head_dim)
+    x = x + linear(p["attention"]["out"], y, num_inputs=2)
+    return x + mlp(p["mlp"], rms_norm(p["mlp_norm"], x, config.norm_eps)), kept
+
+
+def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Array]:
+    """Queries [..., K, G, H] grouped by the kv head they use, keys and values [..., K, H]."""
+    if "qkv" in p:
+        qkv = linear(p["qkv"], x)
+        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    q = linear(p["q"], x)
+    q = q.reshape(*q.shape[:-2], config.num_kv_heads, -1, config.head_dim)
+    return q, linear(p["k"], x), linear(p["v"], x)
+
+
+def run(
+    p: Params,
+    x: Float[Array, "B S D"],
+    positions: Int[Array, "B S 3"],
+    segments: Int[Array, "B S"],
+    config: TextConfig,
+    *,
+    tree: Tree,
+    remat: bool,
+) -> Float[Array, "B S D"]:
+    """All stacked layers and the final norm, over whole rows."""
+    rotary = text_rotary(positions, config)
+
+    def attend(q, k, v):
+        return attend_tree(q, k, v, segments, tree), None
+
+    def layer(x, p):
+        return decoder_layer(p, x, rotary, attend, config)
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, p["layers"])
+    return rms_norm(p["norm"], x, config.norm_eps)
+
+
+def to_decode_layout(p: Params, config: TextConfig) -> Params:
+    """Unstacks the layers, fuses what reads the same input, and puts output axes first.
+
+    q, k, v become one kernel [K, G + 2, H, D]: each kv head after the query heads that use it, so
+    that the fused kernel still splits over kv heads. gate, up become [2, F, D].
+    """
+    K, H = config.num_kv_heads, config.head_dim
+
+    def fuse_qkv(q, k, v):
+        q = q.reshape(*q.shape[:-2], K, -1, H)
+        return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
+
+    def fuse_gate_up(gate, up):
+        return jnp.stack([gate, up], axis=-2)
+
+    def decode_layer(l):
+        layer = jax.tree.map(lambda a: a[l], p["layers"])
+        attention, mlp = layer["attention"], layer["mlp"]
+        qkv = jax.tree.map(fuse_qkv, attention["q"], attention["k"], attention["v"])
+        gate_up = jax.tree.map(fuse_gate_up, mlp["gate"], mlp["up"])
+        return {
+            **layer,
+            "attention": {
+                "qkv": _transposed(qkv),
+                "out": _transposed(attention["out"], num_inputs=2),
+            },
+            "mlp": {"gate_up": _transposed(gate_up), "down": _transposed(mlp["down"])},
+        }
+
+    return {**p, "layers": [decode_layer(l) for l in range(config.num_layers)]}
+
+
+def _transposed(p: Params, num_inputs: int = 1) -> Params:
+    kernel = jnp.moveaxis(p["kernel"], range(num_inputs), range(-num_inputs, 0))
+    return {"transposed": kernel, **{name: a for name, a in p.items() if name != "kernel"}}
+
+
+def unembed(p: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """Float32 logits, from the embedding table where the two are tied."""
+    table = p["unembed" if "unembed" in p else "embed"]["table"].astype(hidden.dtype)
+    if isinstance(p["layers"], list):
+        return outputs_first(table, hidden, preferred_element_type=jnp.float32)
+    return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
+
+
+def prefill(
+    p: Params,
+    x: Float[Array, "B P D"],
+    positions: Int[Array, "B P 3"],
+    is_valid: Bool[Array, "B P"],
+    config: TextConfig,
+) -> tuple[Float[Array, "B P D"], KeyValues]:
+    """Runs the prompts and keeps their keys and values."""
+    rotary = text_rotary(positions, config)
+    segments = jnp.where(is_valid, 0, -1)
+    tree = Tree(x.shape[1], 0, 0)
+
+    def attend(q, k, v):
+        return attend_tree(q, k, v, segments, tree), (k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+    keys, values = [], []
+    for layer in p["layers"]:
+        x, (k, v) = decoder_layer(layer, x, rotary, attend, config)
+        keys.append(k)
+        values.append(v)
+    return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
+
+
+def init_cache(
+    config: TextConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
+) -> KeyValues:
+    """An empty suffix cache."""
+    shape = (batch_size, num_rows, config.num_kv_heads, num_slots, config.head_dim)
+
+    def zeros():
+        return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
+
+    return KeyValues(zeros(), zeros())
+
+
+def extend(
+    p: Params,
+    x: Float[Array, "B R T D"],
+    positions: Int[Array, "B R T"],
+    index: Int[Array, ""],
+    prefix: KeyValues,
+    prefix_valid: Bool[Array, "B P"],
+    suffix: KeyValues,
+    suffix_valid: Bool[Array, "B R S"],
+    config: TextConfig,
+) -> tuple[Float[Array, "B R T D"], KeyValues]:
+    """Runs T new tokens of every row against the prefix and the rows' own suffixes."""
+    rotary = text_rotary(jnp.broadcast_to(positions[..., None], (*positions.shape, 3)), config)
+    num_slots = suffix_valid.shape[-1]
+    is_causal = jnp.arange(num_slots) <= index + jnp.arange(x.shape[2])[:, None]
+    is_visible = suffix_valid[:, :, None] & is_causal
+    is_shared = prefix_valid[:, None, None]
+
+    keys, values = [], []
+    for l, layer in enumerate(p["layers"]):
+
+        def attend(q, k, v, l=l):
+            k, v = (
+                jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(2, 3), index, axis=3)
+                for cache, new in ((suffix.keys[l], k), (suffix.values[l], v))
+            )
+            shared = prefix.keys[l], prefix.values[l], is_shared
+            return attend_cached(q, shared, (k, v, is_visible)), (k, v)
+
+        x, (k, v) = decoder_layer(layer, x, rotary, attend, config)
+        keys.append(k)
+        values.append(v)
+    return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)

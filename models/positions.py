@@ -1,0 +1,202 @@
+"""Where tokens and patches stand, computed once per prompt on the host (numpy).
+
+The vision tower never reorders patches into windows. `pack_images` says which image each patch
+belongs to (full attention) and which window bin it visits (windowed attention), so the tower is a
+gather, a batched attention and a gather back, with shapes that depend on the padded patch count
+alone. Patches keep the order of Hugging Face processors: merge blocks in raster order, and within
+a block its merge_size x merge_size patches in raster order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.struct
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from models.config import BackboneConfig, VisionConfig
+
+
+@flax.struct.dataclass
+class ImagePatches:
+    """The patches of B prompts, each row padded to N patches.
+
+    W window bins of S slots hold the attention windows: S is the patches of a full window, and
+    several partial windows may share a bin.
+
+    Attributes:
+        patches: flattened pixels (channel, frame, row, column), normalised by the processor.
+        coordinates: (row, column) of each patch in its image, in patches.
+        segments: number of the image within its row, -1 at padding.
+        window_patches: index of the patch in each slot, -1 in an empty slot.
+        window_segments: number of the window in each slot, -1 in an empty slot.
+        window_slots: index into the W * S slots where each patch stands; 0 at padding.
+    """
+
+    patches: Float[Array, "B N C"]
+    coordinates: Int[Array, "B N 2"]
+    segments: Int[Array, "B N"]
+    window_patches: Int[Array, "B W S"]
+    window_segments: Int[Array, "B W S"]
+    window_slots: Int[Array, "B N"]
+
+
+def pack_images(
+    patches: Sequence[Float[np.ndarray, "_ C"]],
+    grids: Sequence[Int[np.ndarray, "_ 3"]],
+    config: VisionConfig,
+    num_patches: int,
+) -> ImagePatches:
+    """Packs each prompt's images into one padded row.
+
+    Args:
+        patches: per prompt, the patches of its images one after another; empty without images.
+        grids: per prompt, (frames, rows, columns) of each image, in patches; frames is 1.
+        config: the tower whose windows are built.
+        num_patches: N, patches that a row is padded to.
+
+    Returns:
+        ImagePatches of B = len(patches) rows, as numpy arrays.
+
+    Raises:
+        ValueError: a grid does not fit its patches, the tower, or num_patches.
+    """
+    if num_patches % config.merge_size**2:
+        raise ValueError(
+            f"num_patches {num_patches} must be a multiple of merge_size^2 = "
+            f"{config.merge_size**2}; round it up"
+        )
+    rows = [
+        _pack_row(patch, np.asarray(grid).reshape(-1, 3), config, num_patches)
+        for patch, grid in zip(patches, grids, strict=True)
+    ]
+    return ImagePatches(*(np.stack(field) for field in zip(*rows, strict=True)))
+
+
+def _pack_row(
+    patches: np.ndarray, grids: np.ndarray, config: VisionConfig, num_patches: int
+) -> tuple[np.ndarray, ...]:
+    """The fields of one row of `ImagePatches`, in order."""
+    total = int(grids.prod(-1).sum())
+    if total != len(patches) or total > num_patches:
+        raise ValueError(
+            f"grids {grids.tolist()} describe {total} patches: got {len(patches)} patches and room "
+            f"for {num_patches}; pass all patches and raise num_patches"
+        )
+    coordinates = np.zeros((num_patches, 2), np.int32)
+    segments = np.full(num_patches, -1, np.int32)
+    windows = np.full(num_patches, -1, np.int32)
+    pixels = np.zeros((num_patches, config.patch_dim), np.float32)
+    pixels[:total] = patches
+    start = num_windows = 0
+    for i, grid in enumerate(grids):
+        place = _block_order(grid, config.merge_size)
+        stop = start + len(place)
+        coordinates[start:stop] = place
+        segments[start:stop] = i
+        window = place // config.window_side
+        per_row = -(-int(grid[2]) // config.window_side)
+        windows[start:stop] = window[:, 0] * per_row + window[:, 1] + num_windows
+        num_windows = int(windows[start:stop].max()) + 1
+        start = stop
+    bins = _first_fit(windows, num_windows, config.window_side**2)
+    return pixels, coordinates, segments, *bins
+
+
+def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
+    """(row, column) of each patch of an image, in merge-block order."""
+    frames, height, width = (int(x) for x in grid)
+    if frames != 1 or height % merge or width % merge or height * width == 0:
+        raise ValueError(
+            f"grid {(frames, height, width)} must be one frame of rows and columns that are "
+            f"positive multiples of merge_size {merge}; resize the image"
+        )
+    place = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
+    place = place.reshape(height // merge, merge, width // merge, merge, 2)
+    return place.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+
+
+def _first_fit(
+    windows: np.ndarray, num_windows: int, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Puts each window, whole, into the first bin with room.
+
+    First fit leaves at most one bin half empty, so 2 * ceil(N / S) + 1 bins always suffice and
+    the number of bins need not depend on the images.
+
+    Args:
+        windows: window number of each patch, -1 at padding.
+        num_windows: windows in the row.
+        size: S, slots of a bin.
+
+    Returns:
+        window_patches, window_segments and window_slots of `ImagePatches`, for one row.
+    """
+    num_bins = 2 * -(-len(windows) // size) + 1
+    window_patches = np.full((num_bins, size), -1, np.int32)
+    window_segments = np.full((num_bins, size), -1, np.int32)
+    window_slots = np.zeros(len(windows), np.int32)
+    filled = np.zeros(num_bins, np.int64)
+    for window in range(num_windows):
+        members = np.flatnonzero(windows == window)
+        b = int(np.argmax(filled + len(members) <= size))
+        slots = slice(filled[b], filled[b] + len(members))
+        window_patches[b, slots] = members
+        window_segments[b, slots] = window
+        window_slots[members] = b * size + np.arange(slots.start, slots.stop)
+        filled[b] += len(members)
+    return window_patches, window_segments, window_slots
+
+
+def prompt_positions(
+    tokens: Int[np.ndarray, " L"], grids: Int[np.ndarray, "_ 3"], config: BackboneConfig
+) -> tuple[Int[np.ndarray, "L 3"], int]:
+    """M-RoPE position ids of an unpadded prompt.
+
+    Text advances all three components together. An image keeps time fixed, counts its merged rows
+    and columns from where it starts, and moves the text after it on by the longer of its sides.
+
+    Args:
+        tokens: the prompt, with one image token for each merged feature.
+        grids: (frames, rows, columns) of each image, in patches.
+        config: gives the image token and the merge size.
+
+    Returns:
+        Position ids (time, height, width), and the position of the first response token.
+
+    Raises:
+        ValueError: image tokens and grids disagree.
+    """
+    tokens, grids = np.asarray(tokens), np.asarray(grids).reshape(-1, 3)
+    merged = grids[:, 1:] // config.vision.merge_size
+    is_image = tokens == config.image_token_id
+    if is_image.sum() != merged.prod(-1).sum():
+        raise ValueError(
+            f"prompt has {int(is_image.sum())} image tokens but grids {grids.tolist()} give "
+            f"{int(merged.prod(-1).sum())} features; expand each image placeholder to its features"
+        )
+    positions = np.zeros((len(tokens), 3), np.int32)
+    index = position = 0
+    for height, width in merged:
+        start = index + int(np.argmax(is_image[index:]))
+        stop = start + int(height * width)
+        if not is_image[start:stop].all():
+            raise ValueError(
+                f"image tokens {start}..{stop - 1} of a {height} x {width} image must be "
+                "consecutive; do not truncate a prompt inside an image"
+            )
+        positions[index:start] = position + np.arange(start - index)[:, None]
+        position += start - index
+        rows, columns = np.divmod(np.arange(stop - start), width)
+        positions[start:stop] = position + np.stack([np.zeros_like(rows), rows, columns], -1)
+        position += int(max(height, width))
+        index = stop
+    positions[index:] = position + np.arange(len(tokens) - index)[:, None]
+    return positions, position + len(tokens) - index
+
+
+def image_slots(tokens: Int[np.ndarray, " L"], config: BackboneConfig) -> Int[np.ndarray, " L"]:
+    """Index of the merged feature at each image token of a prompt, -1 elsewhere."""
+    is_image = np.asarray(tokens) == config.image_token_id
+    return np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)

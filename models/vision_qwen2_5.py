@@ -1,0 +1,113 @@
+"""The vision tower of Qwen2.5-VL: windowed attention, a few layers over whole images, a merger.
+
+RMSNorm and gated SiLU throughout, rotary embeddings over rows and columns, one matrix product for
+the release's Conv3d patch embedding (its stride is its kernel). Patches stay in the processor's
+order: a windowed layer gathers queries, keys and values into window bins and gathers back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from models.attention import attend_segments
+from models.config import VisionConfig
+from models.layers import MLP, Linear, Norm, Params, linear, mlp, rms_norm, stack
+from models.positions import ImagePatches
+from models.rope import rotate, vision_rotary
+
+_NORM_EPS = 1e-6  # fixed by the family, absent from its config.json
+
+
+class VisionAttention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
+        D, N, H = config.hidden_size, config.num_heads, config.head_dim
+        axes = ("embed", None, "heads", "head_dim")
+        self.qkv = Linear(rngs, (D,), (3, N, H), axes, dtype, bias=True)
+        self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=True)
+
+
+class VisionLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
+        D, F = config.hidden_size, config.intermediate_size
+        self.attention_norm = Norm(D, dtype)
+        self.attention = VisionAttention(rngs, config, dtype)
+        self.mlp_norm = Norm(D, dtype)
+        self.mlp = MLP(rngs, D, F, dtype, bias=True)
+
+
+class Merger(nnx.Module):
+    """Joins merge_size² neighbouring patches into one feature of the text's width."""
+
+    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
+        M, D, F = (
+            config.merge_size**2,
+            config.hidden_size,
+            config.merge_size**2 * config.hidden_size,
+        )
+        self.norm = Norm(D, dtype)
+        self.up = Linear(rngs, (M, D), (F,), (None, "embed", "mlp"), dtype, bias=True)
+        self.down = Linear(rngs, (F,), (config.output_size,), ("mlp", "embed"), dtype, bias=True)
+
+
+class VisionTower(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
+        C, D = config.patch_dim, config.hidden_size
+        self.patch_embed = Linear(rngs, (C,), (D,), (None, "embed"), dtype, bias=False)
+        self.layers = stack(lambda r: VisionLayer(r, config, dtype), config.num_layers, rngs)
+        self.merger = Merger(rngs, config, dtype)
+
+
+def encode(
+    p: Params, images: ImagePatches, config: VisionConfig, *, dtype: Any, remat: bool
+) -> Float[Array, "B _ D"]:
+    """Features of every merge block, in the processor's order; padding gives finite values."""
+    x = linear(p["patch_embed"], images.patches.astype(dtype))
+    rotary = vision_rotary(images.coordinates, config)
+    is_full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
+
+    def layer(x, xs):
+        return vision_layer(xs[0], x, rotary, images, is_full=xs[1]), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (p["layers"], is_full))
+    x = rms_norm(p["merger"]["norm"], x, _NORM_EPS)
+    x = x.reshape(x.shape[0], -1, config.merge_size**2, x.shape[-1])
+    x = jax.nn.gelu(linear(p["merger"]["up"], x, num_inputs=2), approximate=False)
+    return linear(p["merger"]["down"], x)
+
+
+def vision_layer(
+    p: Params,
+    x: Float[Array, "B P D"],
+    rotary: tuple[Array, Array],
+    images: ImagePatches,
+    *,
+    is_full,
+) -> Float[Array, "B P D"]:
+    """One layer; `is_full` (a traced bool) chooses whole images over windows."""
+    y = rms_norm(p["attention_norm"], x, _NORM_EPS)
+    qkv = linear(p["attention"]["qkv"], y)
+    q, k, v = rotate(qkv[:, :, 0], rotary), rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
+    y = jax.lax.cond(is_full, _attend_images, _attend_windows, q, k, v, images)
+    x = x + linear(p["attention"]["out"], y, num_inputs=2)
+    return x + mlp(p["mlp"], rms_norm(p["mlp_norm"], x, _NORM_EPS))
+
+
+def _attend_images(q, k, v, images: ImagePatches):
+    return attend_segments(q, k, v, images.segments)
+
+
+def _attend_windows(q, k, v, images: ImagePatches):
+    B, W, S = images.window_patches.shape
+    slots = jnp.maximum(images.window_patches, 0).reshape(B, W * S, 1, 1)
+    q, k, v = (
+        jnp.take_along_axis(a, slots, axis=1).reshape(B * W, S, *a.shape[2:]) for a in (q, k, v)
+    )
+    out = attend_segments(q, k, v, images.window_segments.reshape(B * W, S))
+    out = out.reshape(B, W * S, *out.shape[2:])
+    return jnp.take_along_axis(out, images.window_slots[:, :, None, None], axis=1)

@@ -1,0 +1,53 @@
+"""Settings of every test: eight virtual CPU devices, exact matrix products, checked shapes.
+
+Set here, before jax initialises and before any module of ours is imported.
+"""
+
+import hashlib
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jaxtyping
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # configs and experiments are folders, not installed packages
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+
+# Pure functions of arrays: each call checks its annotated shapes.
+CHECKED_MODULES = [
+    "care_jax.advantages",
+    "care_jax.logprobs",
+    "care_jax.objective",
+    "care_jax.select",
+    "models.rope",
+]
+jaxtyping.install_import_hook(CHECKED_MODULES, "beartype.beartype")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs are kept in .pytest_cache, apart for each kind of CPU."""
+    cpu = pathlib.Path("/proc/cpuinfo")
+    if not hasattr(config, "cache") or not cpu.exists():
+        return
+    kinds = {
+        line for line in cpu.read_text().splitlines() if line.startswith(("model name", "flags"))
+    }
+    kind = hashlib.sha256("".join(sorted(kinds)).encode()).hexdigest()[:8]
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{kind}")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="session")
+def shared() -> pathlib.Path:
+    """The folder of test data beside the repository; the test is skipped where it is absent."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("needs the test data in ../shared")
+    return folder

@@ -1,0 +1,143 @@
+"""Small backbones with lively random weights, and prompts for them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import backbone
+from models.config import FAMILY, BackboneConfig, TextConfig, VisionConfig
+from models.positions import ImagePatches, image_slots, pack_images, prompt_positions
+
+
+@pytest.fixture(scope="session")
+def config() -> BackboneConfig:
+    """Untied, GQA, four tower layers of both kinds, windows of 4 x 4 patches."""
+    return BackboneConfig(
+        vision=VisionConfig(
+            num_layers=4,
+            hidden_size=32,
+            intermediate_size=44,
+            num_heads=2,
+            output_size=48,
+            patch_size=4,
+            temporal_patch_size=2,
+            in_channels=3,
+            merge_size=2,
+            window_size=16,
+            full_attention_layers=(1, 3),
+        ),
+        text=TextConfig(
+            num_layers=3,
+            hidden_size=48,
+            intermediate_size=80,
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=8,
+            vocab_size=120,
+            norm_eps=1e-5,
+            rope_theta=10000.0,
+            mrope_section=(1, 1, 2),
+            tie_embeddings=False,
+            max_position_embeddings=512,
+        ),
+        family=FAMILY,
+        image_token_id=110,
+        video_token_id=111,
+        vision_start_token_id=112,
+        vision_end_token_id=113,
+        eos_token_id=114,
+        pad_token_id=115,
+    )
+
+
+@pytest.fixture(scope="session")
+def tied_config(config) -> BackboneConfig:
+    return dataclasses.replace(
+        config, text=dataclasses.replace(config.text, tie_embeddings=True, num_kv_heads=3)
+    )
+
+
+@pytest.fixture(scope="session")
+def make_params():
+    """make_params(config) -> params that hide nothing: large weights, random biases and scales."""
+
+    def make(config: BackboneConfig) -> dict:
+        rng = np.random.default_rng(0)
+        spread = {"kernel": (0, 0.2), "bias": (0, 0.5), "scale": (1, 0.4), "table": (0, 0.7)}
+
+        def draw(path, leaf):
+            return jnp.asarray(rng.normal(*spread[path[-1].key], leaf.shape), jnp.float32)
+
+        shapes = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))
+        return jax.tree_util.tree_map_with_path(draw, shapes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def params(config, make_params) -> dict:
+    return make_params(config)
+
+
+@dataclasses.dataclass
+class Batch:
+    """Left-padded prompts, and the same as separate lists."""
+
+    tokens: np.ndarray  # [B, P]
+    is_valid: np.ndarray
+    positions: jax.Array
+    next_position: jax.Array
+    slots: np.ndarray
+    images: ImagePatches
+    patches: list[np.ndarray]
+    grids: list[np.ndarray]
+
+
+@pytest.fixture(scope="session")
+def make_batch(config):
+    """make_batch([[(rows, columns), ...] per prompt]) -> Batch; columns and rows in patches."""
+
+    def make(sizes, *, num_text=9, num_patches=160, seed=0) -> Batch:
+        rng = np.random.default_rng(seed)
+        texts, patches, grids = [], [], []
+        for i, prompt in enumerate(sizes):
+            tokens = list(rng.integers(0, 100, num_text + 3 * i))
+            for height, width in prompt:
+                image = [config.image_token_id] * (height * width // 4)
+                tokens += [config.vision_start_token_id, *image, config.vision_end_token_id]
+                tokens += list(rng.integers(0, 100, 4))
+            texts.append(np.asarray(tokens))
+            grids.append(np.array([[1, h, w] for h, w in prompt], np.int64).reshape(-1, 3))
+            num = sum(h * w for h, w in prompt)
+            patches.append(rng.normal(size=(num, config.vision.patch_dim)).astype(np.float32))
+        P = max(map(len, texts))
+        rows = []
+        for text, grid in zip(texts, grids, strict=True):
+            pad = P - len(text)
+            positions, after = prompt_positions(text, grid, config)
+            rows.append(
+                (
+                    np.pad(text, (pad, 0), constant_values=config.pad_token_id),
+                    np.arange(P) >= pad,
+                    np.pad(positions, ((pad, 0), (0, 0))),
+                    after,
+                    np.pad(image_slots(text, config), (pad, 0), constant_values=-1),
+                )
+            )
+        tokens, is_valid, positions, after, slots = map(np.stack, zip(*rows, strict=True))
+        images = pack_images(patches, grids, config.vision, num_patches)
+        return Batch(
+            tokens,
+            is_valid,
+            jnp.asarray(positions),
+            jnp.asarray(after),
+            slots,
+            jax.tree.map(jnp.asarray, images),
+            patches,
+            grids,
+        )
+
+    return make

@@ -1,0 +1,157 @@
+"""Qwen2.5-VL against transformers, float32, on random weights that hide nothing.
+
+Each of these mutations makes a test here fail: tanh for erf GELU in the merger; ε of the text norms
+doubled, ε of the tower's norms 1e-5; full attention in place of windows or the reverse; patches in
+raster order; row and column rotations swapped; M-RoPE sections reversed; a missing q, k or v bias;
+the MLP norm applied before the attention; gate and up swapped; no rescaling by head size; image
+features shifted by one; padding left visible; kv heads grouped in the wrong order.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import backbone
+from models.attention import Tree
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 5e-5
+PROMPTS = {
+    "text": [[]],
+    "one image": [[(10, 6)]],
+    "images of several sizes": [[(6, 10), (4, 4), (2, 6)]],
+    "left-padded batch": [[(4, 6)], [], [(8, 8), (2, 2)]],
+}
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def pair(request, config, tied_config, make_params, tmp_path_factory):
+    """(our params, config, transformers' model with the same weights, loaded from our export)."""
+    config = config if request.param == "untied" else tied_config
+    params = make_params(config)
+    folder = tmp_path_factory.mktemp(request.param)
+    backbone.export(folder, params, config, dtype=jnp.float32)
+    model, report = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return params, config, model.eval()
+
+
+def reference_inputs(batch, config):
+    """What transformers' processor would hand over; without the token types it ignores M-RoPE."""
+    inputs = {
+        "input_ids": torch.tensor(batch.tokens),
+        "attention_mask": torch.tensor(batch.is_valid.astype(np.int64)),
+        "mm_token_type_ids": torch.tensor((batch.tokens == config.image_token_id).astype(np.int64)),
+    }
+    if any(map(len, batch.grids)):
+        inputs["pixel_values"] = torch.tensor(np.concatenate(batch.patches))
+        inputs["image_grid_thw"] = torch.tensor(np.concatenate(batch.grids))
+    return inputs
+
+
+def embedded(params, batch, config):
+    features = None
+    if any(map(len, batch.grids)):
+        features = backbone.encode_images(params, batch.images, config, dtype=jnp.float32)
+    return backbone.embed(
+        params, batch.tokens, dtype=jnp.float32, features=features, slots=batch.slots
+    )
+
+
+def logits(params, batch, config):
+    hidden = backbone.forward(
+        params,
+        embedded(params, batch, config),
+        batch.positions,
+        np.where(batch.is_valid, 0, -1),
+        config,
+        tree=Tree(batch.tokens.shape[1], 0, 0),
+    )
+    return backbone.unembed(params, hidden, config)
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+def test_logits_equal_transformers(pair, make_batch, prompts):
+    params, config, model = pair
+    batch = make_batch(PROMPTS[prompts])
+    with torch.no_grad():
+        expected = model(**reference_inputs(batch, config)).logits.numpy()
+    ours = np.asarray(jax.jit(lambda p: logits(p, batch, config))(params))
+    assert np.abs(expected[batch.is_valid]).max() > 3
+    np.testing.assert_allclose(
+        ours[batch.is_valid], expected[batch.is_valid], rtol=0, atol=TOLERANCE
+    )
+
+
+def test_image_features_equal_transformers(pair, make_batch):
+    params, config, model = pair
+    batch = make_batch([[(10, 6), (2, 2), (4, 12)]])
+    with torch.no_grad():
+        expected = model.model.visual(
+            torch.tensor(batch.patches[0]), torch.tensor(batch.grids[0])
+        ).pooler_output.numpy()
+    encode = jax.jit(lambda p: backbone.encode_images(p, batch.images, config, dtype=jnp.float32))
+    ours = np.asarray(encode(params))[0, : len(expected)]
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_positions_equal_transformers(pair, make_batch):
+    _, config, model = pair
+    batch = make_batch(PROMPTS["left-padded batch"])
+    inputs = reference_inputs(batch, config)
+    del inputs["pixel_values"]
+    expected, delta = model.model.get_rope_index(**inputs)
+    expected = expected.permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(batch.positions[batch.is_valid], expected[batch.is_valid])
+    np.testing.assert_array_equal(batch.next_position - batch.is_valid.sum(1), delta[:, 0].numpy())
+
+
+def test_greedy_tokens_equal_transformers(pair, make_batch):
+    params, config, model = pair
+    batch = make_batch([[(10, 6)], [(4, 4), (6, 8)]])
+    B, P, T = *batch.tokens.shape, 64
+    with torch.no_grad():
+        expected = model.generate(
+            **reference_inputs(batch, config),
+            max_new_tokens=T,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=config.pad_token_id,
+        )[:, P:].numpy()
+
+    @jax.jit
+    def generate(params):
+        params = backbone.to_decode_layout(params, config, jnp.float32)
+        x = embedded(params, batch, config)
+        hidden, prefix = backbone.prefill(params, x, batch.positions, batch.is_valid, config)
+        token = backbone.unembed(params, hidden[:, -1:], config).argmax(-1)
+        suffix = backbone.init_cache(config, B, 1, T, jnp.float32)
+        is_valid = jnp.ones((B, 1, T), bool)
+
+        def step(carry, t):
+            token, suffix = carry
+            hidden, suffix = backbone.extend(
+                params,
+                backbone.embed(params, token[..., None], dtype=jnp.float32),
+                batch.next_position[:, None, None] + t,
+                t,
+                prefix,
+                batch.is_valid,
+                suffix,
+                is_valid,
+                config,
+            )
+            after = backbone.unembed(params, hidden[:, :, 0], config).argmax(-1)
+            return (after, suffix), token[:, 0]
+
+        _, tokens = jax.lax.scan(step, (token, suffix), jnp.arange(T))
+        return tokens.T
+
+    np.testing.assert_array_equal(generate(params), expected)
+    assert np.unique(expected).size > 4

@@ -1,0 +1,91 @@
+"""Positions by hand, and windows that are whole, disjoint and always find a bin."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.positions import image_slots, pack_images, prompt_positions
+
+
+def test_text_and_image_positions_by_hand(config):
+    image = [config.image_token_id]
+    tokens = np.array([5, 6, *image * 6, 7, *image * 1, 8])
+    grids = np.array([[1, 4, 6], [1, 2, 2]])
+    positions, after = prompt_positions(tokens, grids, config)
+    expected = [
+        *([0, 0, 0], [1, 1, 1]),
+        *([2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4]),
+        *([5, 5, 5], [6, 6, 6], [7, 7, 7]),
+    ]
+    np.testing.assert_array_equal(positions, expected)
+    assert after == 8
+    np.testing.assert_array_equal(
+        image_slots(tokens, config), [-1, -1, 0, 1, 2, 3, 4, 5, -1, 6, -1]
+    )
+
+
+def test_positions_of_text_alone_count_tokens(config):
+    positions, after = prompt_positions(np.arange(4), np.zeros((0, 3), int), config)
+    np.testing.assert_array_equal(positions, np.repeat(np.arange(4)[:, None], 3, axis=1))
+    assert after == 4
+
+
+@pytest.mark.parametrize("num_tokens", [5, 7])
+def test_image_tokens_that_do_not_match_the_grid_are_refused(config, num_tokens):
+    tokens = np.full(num_tokens, config.image_token_id)
+    with pytest.raises(ValueError, match=f"{num_tokens} image tokens but grids"):
+        prompt_positions(tokens, np.array([[1, 4, 6]]), config)
+
+
+def test_an_interrupted_image_is_refused(config):
+    tokens = np.full(7, config.image_token_id)
+    tokens[3] = 5
+    with pytest.raises(ValueError, match="must be consecutive"):
+        prompt_positions(tokens, np.array([[1, 4, 6]]), config)
+
+
+def test_coordinates_follow_merge_blocks(config):
+    images = pack_images([np.zeros((16, 96))], [np.array([[1, 4, 4]])], config.vision, 16)
+    expected = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    np.testing.assert_array_equal(images.coordinates[0, :8], expected)
+
+
+@pytest.mark.parametrize(
+    "grid, num_patches, message",
+    [
+        ((1, 4, 6), 16, "room for 16"),
+        ((1, 4, 5), 24, "got 24 patches"),
+        ((2, 4, 3), 24, "one frame"),
+        ((1, 3, 8), 24, "multiples of merge_size 2"),
+        ((1, 4, 6), 26, "multiple of merge_size"),
+    ],
+)
+def test_grids_that_do_not_fit_are_refused(config, grid, num_patches, message):
+    with pytest.raises(ValueError, match=message):
+        pack_images([np.zeros((24, 96))], [np.array([grid])], config.vision, num_patches)
+
+
+sizes = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), max_size=6)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(sizes=sizes, slack=st.integers(0, 9))
+def test_windows_are_whole_and_bins_depend_on_the_padded_number_alone(config, sizes, slack):
+    grid = np.array([(1, 2 * h, 2 * w) for h, w in sizes], int).reshape(-1, 3)
+    num = int(grid.prod(-1).sum())
+    N = num + 4 * slack
+    images = pack_images([np.zeros((num, 96))], [grid], config.vision, N)
+    size = 16
+    assert images.window_patches.shape == (1, 2 * -(-N // size) + 1, size)
+    flat, windows = images.window_patches.reshape(-1), images.window_segments.reshape(-1)
+    # Every patch stands in exactly one slot, and knows which.
+    assert sorted(flat[flat >= 0]) == list(range(num))
+    np.testing.assert_array_equal(flat[images.window_slots[0, :num]], np.arange(num))
+    np.testing.assert_array_equal(windows >= 0, flat >= 0)
+    # A window is the patches of one image in one 4 x 4 square, all in one bin.
+    square = np.concatenate([images.segments[0][:, None], images.coordinates[0] // 4], axis=1)
+    bins = np.arange(len(flat)) // size
+    squares = [tuple(square[n]) for n in flat[flat >= 0]]
+    members = list(zip(squares, windows[flat >= 0], bins[flat >= 0], strict=True))
+    assert len(set(members)) == len(set(squares)) == len({window for _, window, _ in members})

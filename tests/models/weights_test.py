@@ -1,0 +1,91 @@
+"""Files in and out: bit-exact, complete, and refused by name where they do not fit."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models import backbone
+
+Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
+
+
+@pytest.fixture
+def folder(params, config, tmp_path):
+    backbone.export(tmp_path, params, config, dtype=jnp.float32)
+    return tmp_path
+
+
+def assert_same(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 70_000])
+def test_round_trip_is_bit_exact(params, config, tmp_path, dtype, max_shard_bytes):
+    stored = jax.tree.map(lambda a: a.astype(dtype), params)
+    backbone.export(tmp_path, stored, config, dtype, max_shard_bytes)
+    loaded, loaded_config = backbone.load(tmp_path, dtype=dtype)
+    assert loaded_config == config
+    assert_same(loaded, stored)
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert (len(shards) > 3) == (max_shard_bytes < 10**9)
+    if len(shards) > 1:
+        header = 12_000
+        assert max(path.stat().st_size for path in shards) < max_shard_bytes + header
+
+
+def test_a_smaller_export_leaves_no_old_shards(params, config, folder):
+    backbone.export(folder, params, config, jnp.float32, max_shard_bytes=50_000)
+    backbone.export(folder, params, config, jnp.float32)
+    assert [path.name for path in folder.glob("model*")] == ["model.safetensors"]
+
+
+def test_generation_config_stops_at_the_end_of_sequence(folder, config):
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+
+
+def test_both_naming_schemes_load(params, folder):
+    """transformers 4.52 and later nest both halves under "model."."""
+    tensors = load_file(folder / "model.safetensors")
+    assert Q_BIAS in tensors and "visual.merger.ln_q.weight" in tensors
+
+    def renamed(name):
+        if name.startswith("visual."):
+            return "model." + name
+        return name.replace("model.", "model.language_model.", 1)
+
+    save_file({renamed(name): a for name, a in tensors.items()}, folder / "model.safetensors")
+    assert_same(backbone.load(folder)[0], params)
+
+
+def test_missing_unused_and_misshapen_tensors_are_named(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[Q_BIAS]
+    tensors["model.layers.7.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
+    tensors["visual.merger.mlp.2.bias"] = np.zeros(3, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        backbone.load(folder)
+    message = str(error.value)
+    assert f"missing {Q_BIAS}" in message
+    assert "unused model.layers.7.mlp.up_proj.weight" in message
+    assert "visual.merger.mlp.2.bias has shape (3,), expected (48,)" in message
+
+
+def test_a_tied_backbone_has_no_unembedding_of_its_own(tied_config, make_params, folder, tmp_path):
+    params = make_params(tied_config)
+    backbone.export(tmp_path / "tied", params, tied_config, jnp.float32)
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    loaded, config = backbone.load(tmp_path / "tied")
+    assert config == tied_config
+    assert_same(loaded, params)
+
+
+def test_a_folder_without_weights_is_refused(config, tmp_path):
+    with pytest.raises(ValueError, match=r"must hold model\.safetensors"):
+        backbone.load(tmp_path, config)
