@@ -1,0 +1,157 @@
+"""Who is contrasted with whom: the anchor and its hard negatives, for one prompt.
+
+P = {acc = 1}, F = {acc = 0}; a response with 0 < acc < 1 is in neither. The anchor is the shortest
+success; its hard negatives are failures that reason alike, the nearest ones thinned to a spread-out
+set by farthest-first traversal. Where all fail, the likeliest failure stands in as pseudo-anchor
+(rescue).
+
+Departure from the paper: the summed log-probability favours short, even malformed responses, so the
+pseudo-anchor is taken among the well-formed failures where there are any.
+
+G is rollouts per prompt, K the target number of negatives, M the number of candidates, D model.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+RULES = ("nearest", "nearest_diverse", "mixed", "farthest", "random")
+
+
+@flax.struct.dataclass
+class Subgroup:
+    """The rollouts of one prompt that take part in its update; under vmap, of a batch *B of them.
+
+    Attributes:
+        anchor: index of the anchor or, in a rescue, of the pseudo-anchor.
+        is_negative: the chosen hard negatives, K' = min(K, number there are to choose from).
+        hard_negative: index of the chosen negative nearest to the anchor, the one to reflect on.
+        is_rescue: nobody succeeded; `anchor` is a failure.
+        has_update: there is an anchor and at least one negative; else the indices mean nothing.
+    """
+
+    anchor: Int[Array, "*B"]
+    is_negative: Bool[Array, "*B G"]
+    hard_negative: Int[Array, "*B"]
+    is_rescue: Bool[Array, "*B"]
+    has_update: Bool[Array, "*B"]
+
+
+def select_subgroup(
+    acc: Float[Array, " G"],
+    num_think: Int[Array, " G"],
+    num_answer: Int[Array, " G"],
+    logp: Float[Array, " G"],
+    embedding: Float[Array, "G D"],
+    *,
+    K: int,
+    M: int,
+    rule: str = "nearest_diverse",
+    is_formatted: Bool[Array, " G"] | None = None,
+    rng: PRNGKeyArray | None = None,
+) -> Subgroup:
+    """Chooses the anchor and up to K hard negatives; ties go to the smaller index.
+
+    anchor = argmin over P of (num_think, num_answer, index);  in a rescue (P = ∅, |F| ≥ 2)
+    argmax over F of logp.  dᵢ = 1 - hᵢ·h₊, hᵢ of unit length.  K' = min(K, |F \\ {anchor}|).
+
+    Rules: `nearest`, the K' of least d; `nearest_diverse`, farthest-first among the M nearest,
+    seeded by the nearest; `mixed`, the ⌈K'/2⌉ nearest and the ⌊K'/2⌋ farthest; `farthest`;
+    `random`, uniform without replacement.
+
+    Args:
+        acc: correctness in [0, 1].
+        num_think, num_answer: tokens between the tags.
+        logp: log-probability of the whole response under the policy that sampled it (nats).
+        embedding: of the rationale; its length does not matter.
+        K: target number of negatives.
+        M: candidates of `nearest_diverse`, at least K.
+        rule: one of RULES.
+        is_formatted: well-formed responses, preferred as pseudo-anchor; None takes all as such.
+        rng: key for `random`, one per prompt.
+
+    Raises:
+        ValueError: unknown rule, `random` without rng, K < 1 or M < K.
+    """
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r}; choose one of {', '.join(RULES)}")
+    if rule == "random" and rng is None:
+        raise ValueError("rule 'random' needs a key, got rng=None; pass one per prompt")
+    if K < 1:
+        raise ValueError(f"K {K} negatives must be at least 1; set K to 1 or more")
+    if rule == "nearest_diverse" and M < K:
+        raise ValueError(f"M {M} candidates must hold K {K} negatives; set M to at least {K}")
+
+    is_success, is_failure = acc >= 1, acc <= 0
+    has_anchor = jnp.any(is_success)
+    is_rescue = ~has_anchor & (jnp.sum(is_failure) >= 2)
+
+    is_candidate = is_failure
+    if is_formatted is not None:
+        is_formatted_failure = is_failure & is_formatted
+        is_candidate = jnp.where(jnp.any(is_formatted_failure), is_formatted_failure, is_failure)
+    anchor = jnp.where(
+        has_anchor,
+        jnp.lexsort((num_answer, num_think, ~is_success))[0],
+        jnp.lexsort((-logp, ~is_candidate))[0],
+    )
+    is_eligible = is_failure & (jnp.arange(acc.shape[0]) != anchor)
+    num_negatives = jnp.minimum(K, jnp.sum(is_eligible))  # K'
+
+    distance = _cosine_distance(embedding)
+    to_anchor = distance[anchor]
+    is_negative = _choose(
+        to_anchor, distance, is_eligible, num_negatives, K=K, M=M, rule=rule, rng=rng
+    )
+    return Subgroup(
+        anchor=anchor,
+        is_negative=is_negative,
+        hard_negative=jnp.argmin(jnp.where(is_negative, to_anchor, jnp.inf)),
+        is_rescue=is_rescue,
+        has_update=num_negatives > 0,
+    )
+
+
+def _choose(to_anchor, distance, is_eligible, num_negatives, *, K, M, rule, rng):
+    """The mask of the chosen negatives under one rule."""
+    match rule:
+        case "nearest":
+            return _least(to_anchor, is_eligible, num_negatives)
+        case "farthest":
+            return _least(-to_anchor, is_eligible, num_negatives)
+        case "random":
+            return _least(jax.random.uniform(rng, to_anchor.shape), is_eligible, num_negatives)
+        case "mixed":
+            num_far = num_negatives // 2
+            is_near = _least(to_anchor, is_eligible, num_negatives - num_far)
+            return is_near | _least(-to_anchor, is_eligible & ~is_near, num_far)
+        case "nearest_diverse":
+            is_candidate = _least(to_anchor, is_eligible, M)
+            return _farthest_first(to_anchor, distance, is_candidate, num_negatives, K=K)
+
+
+def _farthest_first(to_anchor, distance, is_candidate, num_negatives, *, K):
+    """Starts from the nearest candidate, then adds the one farthest from those chosen."""
+    index = jnp.arange(to_anchor.shape[0])
+    is_chosen = _least(to_anchor, is_candidate, jnp.minimum(1, num_negatives))
+    for num_chosen in range(1, K):
+        to_chosen = jnp.min(jnp.where(is_chosen, distance, jnp.inf), axis=1)
+        farthest = jnp.argmax(jnp.where(is_candidate & ~is_chosen, to_chosen, -jnp.inf))
+        is_chosen |= (index == farthest) & (num_chosen < num_negatives)
+    return is_chosen
+
+
+def _least(score, is_eligible, number):
+    """The mask of the `number` eligible entries of least score, ties by index."""
+    rank = jnp.argsort(jnp.lexsort((score, ~is_eligible)))
+    return is_eligible & (rank < number)
+
+
+def _cosine_distance(embedding):
+    """1 - hᵢ·hⱼ of unit vectors, in float32 also where matmuls are not; a zero vector is at 1."""
+    h = embedding.astype(jnp.float32)
+    h *= jax.lax.rsqrt(jnp.maximum(jnp.sum(h * h, axis=1, keepdims=True), 1e-12))
+    return 1 - jnp.einsum("GD,ND->GN", h, h, precision="highest")

@@ -1,0 +1,212 @@
+"""Where the rationale and the answer stand in a response, on tokens (host, numpy).
+
+The policy writes `<think> rationale </think><answer> answer </answer>`. Tags are found in the
+response's bytes and mapped back to tokens, since a byte-level BPE cuts them anywhere: b"><" of
+`</think><answer>` can be one token, and so can b".</". T is the number of tokens of one response
+without padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """The spans of one response.
+
+    Attributes:
+        is_think, is_answer: tokens that share a byte with the span, its tags included. A token that
+            straddles two spans is in both. The final EOS is in the answer, where there is one.
+        num_think, num_answer: tokens strictly between the tags: one that holds a byte of a tag is
+            not counted, whatever else it holds. 0 without a span.
+        fmt: 1.0 for one think span, then one non-empty answer span, nothing else but whitespace,
+            and EOS; else 0.0.
+        has_answer: there is a well-formed answer span (see `parse`).
+        think: text between the tags; of a rationale that is not closed, the text up to the next
+            tag or the end; empty without a rationale.
+        answer: text between the tags, stripped; empty without a span.
+    """
+
+    is_think: Bool[np.ndarray, " T"]
+    is_answer: Bool[np.ndarray, " T"]
+    num_think: int
+    num_answer: int
+    fmt: float
+    has_answer: bool
+    think: str
+    answer: str
+
+
+def token_bytes(tokenizer: Any, vocab_size: int | None = None) -> list[bytes]:
+    """The bytes that each token id stands for.
+
+    Args:
+        tokenizer: a byte-level BPE tokenizer of transformers.
+        vocab_size: length of the list; the largest id + 1 where None. Give the model's, which is
+            often padded beyond the tokenizer's.
+
+    Returns:
+        One entry per id: the utf-8 text of added (special) tokens, b"" for ids without a token.
+
+    Raises:
+        ValueError: the vocabulary is not byte-level, or does not fit into `vocab_size`.
+    """
+    vocab, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    num_ids = max(vocab.values(), default=-1) + 1
+    if vocab_size is not None and vocab_size < num_ids:
+        raise ValueError(
+            f"vocab_size {vocab_size} must cover the tokenizer's {num_ids} ids; "
+            "use the tokenizer that belongs to the model"
+        )
+    byte_of = _byte_of_character()
+    table = [b""] * (num_ids if vocab_size is None else vocab_size)
+    for token, index in vocab.items():
+        if token in added:
+            table[index] = token.encode()
+            continue
+        try:
+            table[index] = bytes([byte_of[character] for character in token])
+        except KeyError as error:
+            raise ValueError(
+                f"expected a byte-level BPE vocabulary, got token {token!r} (id {index}); "
+                "use a tokenizer with a ByteLevel decoder"
+            ) from error
+    return table
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others for 256 + n."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
+
+
+def parse(
+    tokens: Sequence[int],
+    token_bytes: Sequence[bytes],
+    *,
+    eos_token_id: int,
+    think_tag: str = "think",
+) -> Spans:
+    """Finds the think and the answer span of one response, in linear time.
+
+    A think span is well-formed when each think tag occurs once, in order. An answer span is
+    well-formed when each answer tag occurs once, in order, with something but whitespace and no
+    other tag between them, and the rationale before it, if any, is closed. So there is no answer in
+    a response with two answers (which one is meant?), with an empty one, with one that is cut off,
+    or with one inside the rationale. An answer without any rationale, or with text around it, has
+    `fmt` 0 but can be read.
+
+    Args:
+        tokens: one response without padding, EOS included where it was reached. Ids beyond
+            `token_bytes` stand for no text.
+        token_bytes: bytes of each token id, from the function of that name.
+        eos_token_id: the token that ends a response; the last one only is looked at.
+        think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
+    """
+    is_complete = len(tokens) > 0 and int(tokens[-1]) == eos_token_id
+    pieces = [token_bytes[t] if t < len(token_bytes) else b"" for t in map(int, tokens)]
+    if is_complete:
+        pieces[-1] = b""
+    text = b"".join(pieces)
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    starts = ends - np.array([len(piece) for piece in pieces], np.int64)
+
+    tags = list(re.finditer(rb"</?(?:%s|answer)>" % re.escape(think_tag.encode()), text))
+    names = [tag.group() for tag in tags]
+    open_think, close_think = b"<%s>" % think_tag.encode(), b"</%s>" % think_tag.encode()
+
+    is_think, num_think, think = np.zeros(len(tokens), bool), 0, ""
+    if pair := _single_pair(names, open_think, close_think):
+        opening, closing = (tags[i] for i in pair)
+        think = _decode(text[opening.end() : closing.start()])
+        is_think = _overlaps(starts, ends, opening.start(), closing.end())
+        num_think = _count_within(starts, ends, opening.end(), closing.start())
+    elif open_think in names:
+        i = names.index(open_think)
+        think = _decode(text[tags[i].end() : tags[i + 1].start() if tags[i + 1 :] else None])
+
+    is_answer, num_answer, answer = np.zeros(len(tokens), bool), 0, ""
+    pair = _single_pair(names, b"<answer>", b"</answer>")
+    if pair and pair[1] == pair[0] + 1 and names[: pair[0]][-1:] != [open_think]:
+        opening, closing = (tags[i] for i in pair)
+        answer = _decode(text[opening.end() : closing.start()]).strip()
+    if has_answer := answer != "":
+        is_answer = _overlaps(starts, ends, opening.start(), closing.end())
+        is_answer[-1] |= is_complete
+        num_answer = _count_within(starts, ends, opening.end(), closing.start())
+
+    is_formatted = False
+    if is_complete and names == [open_think, close_think, b"<answer>", b"</answer>"]:
+        before, between, after = (
+            text[: tags[0].start()],
+            text[tags[1].end() : tags[2].start()],
+            text[tags[3].end() :],
+        )
+        is_formatted = has_answer and not _decode(before + between + after).strip()
+    return Spans(
+        is_think=is_think,
+        is_answer=is_answer,
+        num_think=num_think,
+        num_answer=num_answer,
+        fmt=float(is_formatted),
+        has_answer=has_answer,
+        think=think,
+        answer=answer,
+    )
+
+
+def closing_tag_table(
+    token_bytes: Sequence[bytes], think_tag: str = "think"
+) -> UInt8[np.ndarray, "states V"]:
+    """Follows the rationale's closing tag during decoding, whatever tokens it is cut into.
+
+    The Knuth-Morris-Pratt automaton over the bytes of `</think>`, run over whole tokens:
+    state' = table[state, token]. State 0 is the start, state i has seen the tag's first i bytes,
+    the last state has seen the whole tag and is never left.
+    """
+    tag = f"</{think_tag}>".encode()
+    step = np.full((len(tag) + 1, 256), len(tag), np.uint8)
+    for state in range(len(tag)):
+        for byte in range(256):
+            seen = tag[:state] + bytes([byte])
+            step[state, byte] = max(n for n in range(state + 2) if seen.endswith(tag[:n]))
+
+    lengths = np.array([len(piece) for piece in token_bytes], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    text = np.frombuffer(b"".join(token_bytes), np.uint8)
+    table = np.repeat(np.arange(len(tag) + 1, dtype=np.uint8)[:, None], len(lengths), axis=1)
+    for i in range(lengths.max(initial=0)):
+        tokens = np.flatnonzero(lengths > i)  # all those with a byte left, one byte at a time
+        table[:, tokens] = step[table[:, tokens], text[starts[tokens] + i]]
+    return table
+
+
+def _overlaps(starts: np.ndarray, ends: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Tokens with a byte in [start, end); those without text count where they stand inside."""
+    return (starts < end) & (ends > start)
+
+
+def _count_within(starts: np.ndarray, ends: np.ndarray, start: int, end: int) -> int:
+    """Number of tokens with all their bytes in [start, end)."""
+    return int(np.sum((starts >= start) & (ends <= end)))
+
+
+def _decode(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
+
+
+def _single_pair(names: list[bytes], opening: bytes, closing: bytes) -> tuple[int, int] | None:
+    """Indices of the two tags where each occurs once, in order."""
+    if [name for name in names if name in (opening, closing)] != [opening, closing]:
+        return None
+    return names.index(opening), names.index(closing)

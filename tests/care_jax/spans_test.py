@@ -1,0 +1,234 @@
+"""Tags are found whatever tokens they are cut into."""
+
+import itertools
+import re
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from care_jax import spans
+
+EOS = 256
+# One token per byte, EOS, then tokens that straddle what they can.
+PIECES = [b"><", b".</", b">A", b"</", b"think", b"answer", b"</think>", b"k></th", b"", b">\n"]
+TOKEN_BYTES = [bytes([byte]) for byte in range(256)] + [b"<|im_end|>", *PIECES]
+GOOD = "<think>two dots.</think><answer>12</answer>"
+
+
+def tokens_of(*pieces):
+    """Token ids of pieces: a str goes byte by byte, bytes are one token."""
+    ids = []
+    for piece in pieces:
+        ids += list(piece.encode()) if isinstance(piece, str) else [TOKEN_BYTES.index(piece, 256)]
+    return ids
+
+
+def parse(*pieces, eos=True, **kwargs):
+    tokens = tokens_of(*pieces) + [EOS] * eos
+    return spans.parse(tokens, TOKEN_BYTES, eos_token_id=EOS, **kwargs)
+
+
+def indices(mask):
+    return np.flatnonzero(mask).tolist()
+
+
+def test_clean_tokens_are_counted_strictly_between_the_tags():
+    found = parse(GOOD)
+    assert (found.num_think, found.num_answer) == (len("two dots."), len("12"))
+    assert (found.think, found.answer) == ("two dots.", "12")
+    assert (found.fmt, found.has_answer) == (1.0, True)
+
+
+def test_spans_include_their_tags_and_eos_is_the_answers():
+    found = parse(" ", GOOD, " ")
+    start_answer = 1 + GOOD.index("<answer>")
+    assert indices(found.is_think) == list(range(1, start_answer))
+    # The blank before EOS is in no span; EOS after it is.
+    assert indices(found.is_answer) == [*range(start_answer, 1 + len(GOOD)), len(GOOD) + 2]
+    assert found.is_think.shape == found.is_answer.shape == (len(GOOD) + 3,)
+
+
+def test_straddling_token_is_in_both_spans_and_in_neither_count():
+    # <think> | a | .</ | think | >< | answer | >A | </ | answer | > | EOS
+    found = parse("<think>a", b".</", b"think", b"><", b"answer", b">A", b"</", b"answer", ">")
+    straddling = 7 + 1 + 2
+    assert found.is_think[straddling] and found.is_answer[straddling]
+    assert not found.is_think[straddling + 1] and not found.is_answer[straddling - 1]
+    assert (found.num_think, found.num_answer) == (1, 0)
+    assert (found.think, found.answer, found.fmt) == ("a.", "A", 1.0)
+
+
+@given(st.data())
+def test_spans_follow_the_bytes_however_they_are_cut(data):
+    text = "\n<think>é = 2.</think>\n<answer> B </answer>".encode()
+    cuts = data.draw(st.sets(st.integers(1, len(text) - 1)).map(sorted))
+    pieces = list(itertools.pairwise([0, *cuts, len(text)]))
+    found = spans.parse([*range(len(pieces)), 99], [text[a:b] for a, b in pieces], eos_token_id=99)
+    think, rationale, answer = (text.index(x) for x in (b"<think>", "é".encode(), b"<answer>"))
+    close_think, end_think = rationale + len("é = 2.".encode()), answer - 1
+
+    assert indices(found.is_think) == [
+        i for i, (a, b) in enumerate(pieces) if {*range(a, b)} & {*range(think, end_think)}
+    ]
+    assert indices(found.is_answer) == [
+        *(i for i, (a, b) in enumerate(pieces) if {*range(a, b)} & {*range(answer, len(text))}),
+        len(pieces),
+    ]
+    assert found.num_think == sum(
+        {*range(a, b)} <= {*range(rationale, close_think)} for a, b in pieces
+    )
+    assert (found.think, found.answer, found.fmt) == ("é = 2.", "B", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "fmt", "answer"),
+    [
+        ("<think>r</think>\n <answer>3</answer>\n", 1.0, "3"),
+        ("<think></think><answer>3</answer>", 1.0, "3"),
+        ("so <think>r</think><answer>3</answer>", 0.0, "3"),
+        ("<think>r</think>so<answer>3</answer>", 0.0, "3"),
+        ("<think>r</think><answer>3</answer>!", 0.0, "3"),
+        ("<answer>3</answer>", 0.0, "3"),
+        ("r</think><answer>3</answer>", 0.0, "3"),
+        ("<answer>3</answer><think>r</think>", 0.0, "3"),
+        ("<think>r</think><think>r</think><answer>3</answer>", 0.0, "3"),
+        ("<think>r</think><answer> \n</answer>", 0.0, ""),
+        ("<think>r</think><answer>3</answer><answer>4</answer>", 0.0, ""),
+        ("<think>r</think><answer><answer>3</answer></answer>", 0.0, ""),
+        ("<think>r</think><answer>3", 0.0, ""),
+        ("<think>r</think></answer>3<answer>", 0.0, ""),
+        ("<think>r<answer>3</answer></think>", 0.0, ""),
+        ("<think>r<answer>3</answer>", 0.0, ""),
+        ("<think>r</think><answer>3</think></answer>", 0.0, ""),
+        ("<answer><think>r</think>3</answer>", 0.0, ""),
+        ("<think>the <answer> tag</think><answer>3</answer>", 0.0, ""),
+        ("<THINK>r</THINK><answer>3</answer>", 0.0, "3"),
+        ("3", 0.0, ""),
+        ("", 0.0, ""),
+    ],
+)
+def test_only_one_closed_rationale_then_one_answer_is_well_formed(text, fmt, answer):
+    found = parse(text)
+    assert (found.fmt, found.answer, found.has_answer) == (fmt, answer, answer != "")
+    assert found.is_answer.any() == found.has_answer
+
+
+def test_response_without_eos_is_not_well_formed():
+    found = parse(GOOD, eos=False)
+    assert (found.fmt, found.answer) == (0.0, "12")
+    assert found.is_answer.shape == (len(GOOD),)
+
+
+def test_empty_response_has_no_spans():
+    found = spans.parse([], TOKEN_BYTES, eos_token_id=EOS)
+    assert (found.fmt, found.has_answer, found.is_think.shape) == (0.0, False, (0,))
+
+
+def test_unclosed_rationale_has_text_but_no_span():
+    found = parse("<think>cut o", eos=False)
+    assert (found.think, found.num_think, found.is_think.any()) == ("cut o", 0, False)
+    assert parse("<think>r <answer>3</answer>").think == "r "
+
+
+def test_rationale_keeps_its_whitespace():
+    assert parse("<think>\n r\n</think><answer>3</answer>").think == "\n r\n"
+
+
+def test_tokens_without_text_belong_to_where_they_stand():
+    found = parse("<think>a", b"", "</think>", b"", "<answer>3</answer>")
+    assert found.num_think == 2
+    assert found.is_think[8] and not found.is_think[17] and not found.is_answer[17]
+    beyond = spans.parse([*GOOD.encode(), 10_000, EOS], TOKEN_BYTES, eos_token_id=EOS)
+    assert beyond.fmt == 1.0
+
+
+def test_think_tag_is_a_setting():
+    text = "<reasoning>r</reasoning><answer>3</answer>"
+    assert parse(text, think_tag="reasoning").fmt == 1.0
+    assert parse(text).fmt == 0.0
+    assert parse(GOOD, think_tag="reasoning").fmt == 0.0
+
+
+@pytest.mark.parametrize("unit", ["<think>", "<", "</answer", "<answer></answer>", " "])
+def test_parsing_takes_linear_time(unit):
+    tokens = list(unit.encode()) * (200_000 // len(unit))
+    start = time.perf_counter()
+    spans.parse(tokens, TOKEN_BYTES, eos_token_id=EOS)
+    assert time.perf_counter() - start < 3  # seconds; measured 0.1
+
+
+def test_automaton_ends_where_the_closing_tag_has_been_seen():
+    table = spans.closing_tag_table(TOKEN_BYTES)
+    assert table.shape == (9, len(TOKEN_BYTES)) and table.dtype == np.uint8
+
+    def run(tokens):
+        state = 0
+        for token in tokens:
+            state = table[state, token]
+        return state
+
+    assert run(tokens_of("</think>")) == run(tokens_of("a", b"</think>")) == 8
+    assert run(tokens_of("</", b"think")) == 7
+    assert run(tokens_of("<</thi")) == 5  # falls back to the second "<", not to the start
+    assert run(tokens_of("</</thin", b"k></th", "abc")) == 8  # closed stays closed
+    assert run(tokens_of("<think>")) == 0
+    assert run(tokens_of("</thi", b"", b"")) == 5
+
+
+@given(st.lists(st.sampled_from(range(len(TOKEN_BYTES))), max_size=12))
+def test_automaton_agrees_with_a_search_in_the_text(tail):
+    tokens = tokens_of("</thin")[: len(tail)] + tail
+    table, state = spans.closing_tag_table(TOKEN_BYTES), 0
+    text = b""
+    for token in tokens:
+        state, text = table[state, token], text + TOKEN_BYTES[token]
+        assert (state == 8) == (re.search(rb"</think>", text) is not None)
+
+
+def test_automaton_of_a_full_vocabulary_is_quick():
+    rng = np.random.default_rng(0)
+    text = rng.choice(np.frombuffer(b"</think> abc", np.uint8), 152_064 * 6).tobytes()
+    vocabulary = [text[i : i + 6] for i in range(0, len(text), 6)]
+    start = time.perf_counter()
+    table = spans.closing_tag_table(vocabulary)
+    assert table.shape == (9, 152_064)
+    assert time.perf_counter() - start < 5  # seconds; measured 0.4
+
+
+def byte_level_tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    vocab["Ġt"] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[("Ġ", "t")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<é>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+
+
+def test_token_bytes_are_what_the_tokenizer_encodes():
+    tokenizer = byte_level_tokenizer()
+    table = spans.token_bytes(tokenizer, vocab_size=300)
+    assert len(table) == 300 and table[-1] == b""
+    assert len(spans.token_bytes(tokenizer)) == len(tokenizer) == 259
+    assert sorted(table[:256]) == [bytes([byte]) for byte in range(256)]
+    text = "a tab\té 数\x00\n<é>√<|im_end|>"
+    ids = tokenizer.encode(text)
+    assert b"".join(table[i] for i in ids) == text.encode()
+    assert table[tokenizer.eos_token_id] == b"<|im_end|>"
+
+
+def test_token_bytes_refuses_other_vocabularies():
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"▁the": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    )
+    with pytest.raises(ValueError, match="byte-level BPE"):
+        spans.token_bytes(tokenizer)
+    with pytest.raises(ValueError, match="vocab_size 100 must cover"):
+        spans.token_bytes(byte_level_tokenizer(), vocab_size=100)
