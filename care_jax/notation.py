@@ -1,0 +1,444 @@
+"""Reads how answers are written: LaTeX wrapping, numbers with units, lists, option letters.
+
+Pure text, nothing is evaluated, and every scan is linear in the length of the text: whitespace is
+collapsed first, patterns have no nested repetition over the same characters, and an answer is cut
+at `MAX_CHARS`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import unicodedata
+from fractions import Fraction
+
+MAX_CHARS = 2000  # of an answer, whitespace collapsed; a longer one is cut and marked
+_MAX_DIGITS = 60  # of a number and of its power of ten, so that Fractions stay small
+_MAX_ITEMS = 64  # of a list
+
+# LaTeX commands as string escapes leave them where a source forgot to double its backslashes.
+_MANGLED = {
+    "\x0crac": "\\frac", "\text": "\\text", "\times": "\\times", "\right": "\\right",
+    "\tan": "\\tan", "\theta": "\\theta", "\x08oxed": "\\boxed", "\x08egin": "\\begin",
+}  # fmt: skip
+_SYMBOLS = {
+    "−": "-", "–": "-", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "÷": "/", "≤": "\\le ",
+    "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∞": "\\infty ", "∪": "\\cup ",
+    "∩": "\\cap ", "∈": "\\in ", "°": "^\\circ ", "∠": "\\angle ", "θ": "\\theta ", "。": ". ",
+    "，": ", ", "：": ":", "；": "; ",
+}  # fmt: skip
+_POWERS = {c: f"^{{{d}}}" for c, d in zip("⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "0123456789n", strict=True)}
+_TRANSLATION = {ord(key): value for key, value in (_SYMBOLS | _POWERS).items()}
+
+_ROOT_SIGN = re.compile(r"√ ?(\d+|\w)")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname) ?\{([^{}]*)\}"
+)
+_WORD_IN_BRACES = re.compile(r"(?<=[\d ])\{([a-zA-Z ]+)\}")
+_SIZES = re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
+_SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~")
+_DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|\\?\$|^\*\*|\*\*$")
+_THOUSANDS = re.compile(r"\{,\}|, ?\\! ?")
+_FRACTION_NAME = re.compile(r"\\[dtc]frac(?![a-z])")
+_FRACTION = re.compile(r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})")
+_ROOT = re.compile(r"\\sqrt ?(\d)")
+_DEGREES = re.compile(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])")
+_PERCENT = re.compile(r"\\?%|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])")
+_BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
+_PREFIX = re.compile(r"^(?:the )?(?:final )?answer(?: is|:)(?: :)? ", re.IGNORECASE)
+_PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
+_SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
+
+
+def clean(text: str) -> str:
+    """The content of an answer in one notation: unboxed, undelimited, single spaces, ASCII signs.
+
+    An answer longer than `MAX_CHARS` comes back cut, with its length as a mark.
+    """
+    for mangled, command in _MANGLED.items():
+        text = text.replace(mangled, command)
+    text = " ".join(text.split())
+    if "\\boxed" in text or "\\fbox" in text:
+        text = _unbox(text)
+    if len(text) > MAX_CHARS:
+        return f"{text[:MAX_CHARS]}\N{HORIZONTAL ELLIPSIS}{len(text)}"
+    text = _formula_of_sentence(_PREFIX.sub("", text))
+    text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(_TRANSLATION)
+    # A vulgar fraction after a digit is a mixed number: 5½ is "5 1/2", not "51/2".
+    text = "".join(f" {c}" if unicodedata.numeric(c, 0) % 1 else c for c in text)
+    text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
+    text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
+    text = _THOUSANDS.sub(",", text).replace("\\!", "").replace("!=", "\\ne ")
+    text = _SPACES.sub(" ", _SIZES.sub("", _DELIMITERS.sub("", text)))
+    text = _WORD_IN_BRACES.sub(r" \1 ", _TEXT.sub(r" \1 ", text))
+    text = _FRACTION.sub(_brace_fraction, _FRACTION_NAME.sub(r"\\frac", text))
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = _PERCENT.sub("%", _DEGREES.sub(" degrees ", text))
+    return " ".join(text.split()).rstrip(" .")
+
+
+def _brace_fraction(match: re.Match) -> str:
+    top, bottom = (part.strip("{}").strip() for part in match.groups())
+    return f"\\frac{{{top}}}{{{bottom}}}"
+
+
+def _unbox(text: str) -> str:
+    """What the last `\\boxed{}` holds, joined with those that a few words link to it."""
+    boxes: list[tuple[int, int, str]] = []
+    start = 0
+    while match := _BOX.search(text, start):
+        end = closing_brace(text, match.end())
+        if end < 0:
+            break
+        boxes.append((match.start(), end + 1, text[match.end() : end]))
+        start = end + 1
+    if not boxes:
+        return text.replace("\\boxed", "").replace("\\fbox", "")
+    contents = [boxes[-1][2]]
+    for (_, end, content), (begin, _, _) in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+        gap = _TEXT.sub(r" \1 ", text[end:begin]) if begin - end <= 80 else ". "
+        if _SENTENCE_END.search(gap) or len(_PLAIN_WORD.findall(gap)) > 4:
+            break
+        contents.append(content)
+    inner = ", ".join(reversed(contents))
+    # A box around a box says no more than the inner one.
+    return _unbox(inner) if _BOX.match(inner) and len(inner) <= MAX_CHARS else inner
+
+
+def closing_brace(text: str, start: int) -> int:
+    """Index of the brace that closes the one just before `start`; -1 if there is none."""
+    depth = 1
+    for match in re.compile(r"\\.|[{}]").finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return match.start()
+    return -1
+
+
+_LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
+
+
+def key(text: str) -> str:
+    """Text without what never tells two answers apart: case, spaces, quotes, outer brackets."""
+    # A space between two digits separates two numbers.
+    text = _LOOSE_SPACE.sub("", text.casefold()).strip("\"'“”`*")
+    if len(text) == 3 and text[0] in "([" and text[2] in ")]":
+        text = text[1]
+    return text
+
+
+# Numbers
+
+
+_DECIMAL = r"(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)?(?:\.\d*)?"
+_SCIENTIFIC = re.compile(
+    rf"({_DECIMAL})(?:[eE]([+-]?\d+)| ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{{? ?([+-]?\d+) ?\}}?)?"
+)
+_SLASH = re.compile(rf" ?/ ?({_DECIMAL})(?![a-zA-Z])")
+_MIXED = re.compile(r"(\d+) (\d+)/(\d+)")
+_LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_UNITS = {
+    "degrees": "degrees degree deg", "cm": "cm centimeter centimeters centimetre centimetres",
+    "m": "m meter meters metre metres", "mm": "mm millimeter millimeters",
+    "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
+    "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
+    "kg": "kg kilogram kilograms", "g": "g gram grams", "lb": "lb lbs pound pounds",
+    "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours",
+    "l": "L l liter liters litre litres", "ml": "mL ml", "$": "dollar dollars USD",
+    "": "unit units",
+    "square": "square sq", "cubic": "cubic", "per": "per",
+}  # fmt: skip
+_UNIT_NAMES = {alias: name for name, aliases in _UNITS.items() for alias in aliases.split()}
+# Words after a number that change or withdraw it.
+_NOT_UNITS = frozenset({
+    "and", "or", "not", "no", "nor", "to", "plus", "minus", "times", "over", "by", "of", "point",
+    "pi", "than", "between", "hundred", "thousand", "million", "billion", "trillion", "dozen",
+    "half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "is", "are",
+    "was", "but", "if", "maybe", "approximately", "about", "then", "else",
+})  # fmt: skip
+_UNIT_WORD = re.compile(r"([^\W\d_]+)(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number as it was written.
+
+    Attributes:
+        value: exactly what was written, a percent sign not applied.
+        is_percent: a percent sign follows.
+        unit: canonical name of the unit that follows; empty without.
+        is_decimal: it was written with a decimal point.
+    """
+
+    value: Fraction
+    is_percent: bool
+    unit: str
+    is_decimal: bool
+
+
+def read_number(text: str) -> Number | None:
+    """The number that the whole (cleaned) text is; None for everything else."""
+    text = text.strip()
+    while len(text) > 2 and text[0] == "(" and text.find(")") == len(text) - 1:
+        text = text[1:-1].strip()
+    is_negative = text.startswith("-")
+    body = text[1:] if text[:1] in ("-", "+") else text
+    body = body.lstrip("€£¥ ")
+    read = _read_magnitude(body)
+    if read is None:
+        return None
+    value, end = read
+    tail = body[end:].strip()
+    for word, scale in _SCALES.items():
+        if tail.startswith(word):
+            value, tail = value * scale, tail.removeprefix(word).strip()
+    is_percent = tail.startswith("%")
+    unit = _read_unit(tail[is_percent:].strip())
+    if unit is None:
+        return None
+    return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
+
+
+def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
+    """An unsigned number at the start of the text and where it ends."""
+    if match := _LATEX_FRACTION.match(text) or _MIXED.match(text):
+        whole, top, bottom = match.groups()
+        value = _divide(top, bottom)
+        return None if value is None else (Fraction(whole or 0) + value, match.end())
+    match = _SCIENTIFIC.match(text)
+    digits, *exponents = match.groups()
+    value = _fraction(digits)
+    exponent = int((exponents[0] or exponents[1] or "0")[:9])
+    if value is None or abs(exponent) > _MAX_DIGITS:
+        return None
+    value *= Fraction(10) ** exponent
+    if slash := _SLASH.match(text, match.end()):
+        value = _divide(str(value), slash.group(1))
+        return None if value is None else (value, slash.end())
+    return value, match.end()
+
+
+def _divide(top: str, bottom: str) -> Fraction | None:
+    numerator, denominator = _fraction(top), _fraction(bottom)
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _fraction(digits: str) -> Fraction | None:
+    digits = digits.replace(",", "").replace(" ", "")
+    if len(digits) > _MAX_DIGITS or not any(c.isdigit() for c in digits):
+        return None
+    return Fraction(digits.rstrip("."))
+
+
+def _read_unit(text: str) -> str | None:
+    """Canonical name of a unit; None where the text is anything but a unit."""
+    if text in ("€", "£", "¥", ""):
+        return ""
+    names = []
+    for word in text.replace(" ^", "^").replace("/", " per ").replace(".", " ").split()[:8]:
+        match = _UNIT_WORD.fullmatch(word)
+        if match is None or match.group(1).lower() in _NOT_UNITS:
+            return None
+        name = _UNIT_NAMES.get(match.group(1), match.group(1).lower())
+        # A letter or two are a variable, unless they are a known unit.
+        if match.group(1) not in _UNIT_NAMES and len(name) < 3 and name.isascii():
+            return None
+        power = match.group(2) or match.group(3)
+        names.append({"2": "square ", "3": "cubic ", None: ""}[power] + name)
+    return " ".join(names) if len(names) <= 5 else None
+
+
+def is_close(
+    prediction: Number, gold: Number, *, tolerance: float, num_decimals: int | None
+) -> bool:
+    """Whether two numbers agree, a percent being read as hundredths or as points.
+
+    Args:
+        tolerance: allowed |prediction - gold| / |gold|; 0 is exact.
+        num_decimals: decimals to which both are rounded first; None rounds to six, and only where
+            a decimal stands against a fraction that has no finite decimal form.
+    """
+    if prediction.unit and gold.unit and prediction.unit != gold.unit:
+        return False
+    pairs = [(prediction.value, gold.value)]
+    if prediction.is_percent != gold.is_percent:
+        shift = [value / 100 if number.is_percent else value
+                 for number in (prediction, gold) for value in (number.value,)]  # fmt: skip
+        pairs.append((shift[0], shift[1]))
+    if num_decimals is None and prediction.is_decimal != gold.is_decimal:
+        exact = gold.value if prediction.is_decimal else prediction.value
+        num_decimals = None if _is_finite(exact) else 6
+    for p, g in pairs:
+        if p == g or (tolerance > 0 and abs(p - g) <= Fraction(tolerance) * abs(g)):
+            return True
+        if num_decimals is not None and round(p, num_decimals) == round(g, num_decimals):
+            return True
+    return False
+
+
+def _is_finite(value: Fraction) -> bool:
+    """Whether the fraction has a finite decimal expansion."""
+    denominator = value.denominator
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator == 1
+
+
+# Assignments and lists
+
+
+_RELATION = re.compile(r"\\(?:lt|gt|leq?|geq?|neq?)(?![a-zA-Z])|[<>]|!=|\\(?:not|in)(?![a-zA-Z])")
+_SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
+_ARGUMENT = re.compile(r"(?<=[a-zA-Z])\([^()]*\)")
+_PUNCTUATION = re.compile(r"\\\\[{}]|[()\[\]{},;]")
+_CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
+
+
+def has_relation(text: str) -> bool:
+    """Whether a relation other than equality stands in the text."""
+    return _RELATION.search(text) is not None
+
+
+def split_assignment(text: str) -> tuple[str, str]:
+    """(name, value) of `name = ... = value`; ("", text) where there is no name on the left.
+
+    Of `exact \\approx rounded` the exact side is the value, unless it is absent.
+    """
+    exact, _, rounded = text.partition("\\approx")
+    if not rounded or has_relation(text):
+        exact = text if has_relation(text) or not rounded else exact
+    parts = [part.strip() for part in (exact if exact.strip() else rounded).split("=")]
+    name = _SUBSCRIPT.sub("", parts[0])
+    # `x \approx 11` names x as much as `x = 11` does.
+    if rounded and len(parts) == 1 and exact.strip() and _is_name(name):
+        return parts[0], rounded.strip()
+    if has_relation(text) or len(parts) == 1:
+        return "", parts[0] if len(parts) == 1 else text
+    return (parts[0], parts[-1]) if _is_name(name) else ("", text)
+
+
+def _is_name(text: str) -> bool:
+    text = _ARGUMENT.sub("", text)
+    return (
+        0 < len(text) <= 40
+        and any(c.isalpha() for c in text)
+        and not any(c.isdigit() or c in "+-*^" for c in text)
+    )
+
+
+def split_list(text: str) -> tuple[str, list[str]] | None:
+    """Brackets (opening and closing, "" for none) and items; None where the text is no list."""
+    text = text.strip()
+    opened: list[re.Match] = []
+    separators: dict[int, list[re.Match]] = {}  # by the number of brackets open around them
+    brackets = ""
+    for token in _PUNCTUATION.finditer(text):
+        mark = token.group()[-1]
+        if mark in "([{":
+            opened.append(token)
+        elif mark in ",;":
+            separators.setdefault(len(opened), []).append(token)
+        elif opened:
+            opening = opened.pop()
+            if opening.start() == 0 and token.end() == len(text):
+                brackets = opening.group()[-1] + mark
+                begin, end = opening.end(), token.start()
+        else:
+            return None
+    if opened:
+        return None
+    if not brackets:
+        begin, end = 0, len(text)
+    cuts = separators.get(1 if brackets else 0, [])
+    starts = [begin, *(cut.end() for cut in cuts)]
+    ends = [*(cut.start() for cut in cuts), end]
+    items = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    if not brackets:
+        items = [part.strip() for item in items for part in _CONNECTIVE.split(item)]
+    items = [item for item in items if item]
+    is_list = len(items) > 1 or brackets in ("{}", "[]")
+    return (brackets, items) if is_list and len(items) <= _MAX_ITEMS else None
+
+
+# Choices
+
+
+_LETTER = re.compile(r"[(\[]?([A-Z])[)\]]?[.:)]?")
+_LABELLED = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:]?|[.:)])(?= ?\S)")
+# An A or I before a small word is an article or a pronoun.
+_STANDALONE = re.compile(
+    r"(?<![a-zA-Z\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)[a-z]))(?![a-zA-Z'_])"
+)
+_CLAUSE = re.compile(r"[.,;:。\n]")
+_NEGATION = re.compile(r"(?<![a-zA-Z])(?:not|non|no|isn't|can't|cannot)(?![a-zA-Z])|n't|不是")
+
+
+def choice_letter(text: str, num_choices: int) -> str:
+    """The one option letter that the text settles on; empty where there is none or several.
+
+    Letters that a clause negates do not count: "C, not A" and "it can't be A, so C" say C.
+    """
+    text = text.strip()
+    allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
+    if match := _LETTER.fullmatch(text.upper()):
+        return match.group(1) if match.group(1) in allowed else ""
+    if (match := _LABELLED.match(text)) and match.group(1) in allowed:
+        rest = text[match.end() :]
+        if not any(letter in allowed for letter in _STANDALONE.findall(_affirmed(rest))):
+            return match.group(1)
+    found = {letter for letter in _STANDALONE.findall(_affirmed(text)) if letter in allowed}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _affirmed(text: str) -> str:
+    """The text without what follows a negation in its clause."""
+    return " . ".join(_NEGATION.split(clause, maxsplit=1)[0] for clause in _CLAUSE.split(text))
+
+
+# Whole texts
+
+
+_PHRASE = re.compile(
+    r"(?:answer|solution|result|réponse)(?: is| est| ?:)(?: (?:therefore|thus|then))? ?:?|"
+    r"答案(?:是|为|:|：)?",
+    re.IGNORECASE,
+)
+_FORMULA = re.compile(
+    r"\$\$[^$]+\$\$|\$[^$]+\$|\\\((?:[^\\]|\\[^()])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
+)
+_VALUE = re.compile(
+    _FORMULA.pattern + r"|(?<![a-zA-Z0-9.])[-−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+    r"(?:/\d+(?:\.\d+)?)?(?: ?\\?%)?"
+)
+_TAIL = 8000  # characters at the end of a text that are searched for its answer
+_NEAR = 15  # characters from "the answer is" to what it is
+
+
+def final_answer(text: str) -> str:
+    """What a free text settles on: boxes, the end of "the answer is", a last formula or number."""
+    if "\\boxed" in text or "\\fbox" in text:
+        return text
+    text = text[-_TAIL:]
+    phrase = next(iter(collections.deque(_PHRASE.finditer(text), maxlen=1)), None)
+    rest = text[phrase.end() :] if phrase else text
+    if phrase and (end := _SENTENCE_END.search(rest.lstrip())):
+        rest = rest.lstrip()[: end.start()]
+    values = list(_VALUE.finditer(rest))
+    if phrase and values and values[0].start() <= _NEAR:
+        return values[0].group()
+    return values[-1].group() if values else rest.strip()
+
+
+def _formula_of_sentence(text: str) -> str:
+    """The formula that ends a sentence ("We find that $x < 3$."), else the text."""
+    formulas = list(_FORMULA.finditer(text))
+    if len(formulas) != 1:
+        return text
+    before, after = text[: formulas[0].start()], text[formulas[0].end() :]
+    is_sentence = len(_PLAIN_WORD.findall(before)) >= 2 and not after.strip(" .")
+    if not is_sentence or _NEGATION.search(before) or any(c.isdigit() for c in before):
+        return text
+    return formulas[0].group()

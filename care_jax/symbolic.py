@@ -1,0 +1,277 @@
+"""Symbolic comparison of answers in guarded worker processes: both ends of the pipe.
+
+Computer algebra on text that a policy wrote may hang, eat memory or crash, so it never runs in
+the caller's process. `SymbolicPool` starts this very file as a script (`python -P symbolic.py`):
+no fork under JAX, no import of the caller's main module, nothing imported but math_verify. One
+question and one reply are one JSON line each way. Every question is bounded three times: CPU
+seconds and memory inside the worker, wall-clock seconds by a kill from the pool, after which the
+worker is replaced at its next question.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_START_SECONDS = 120.0  # importing sympy on a busy machine
+_MEMORY_BYTES = 2 << 30  # address space of one worker
+_CACHE_SIZE = 65536  # (gold, prediction) pairs whose outcome is remembered
+
+
+class Question(NamedTuple):
+    """Is `prediction` the same mathematical object as `gold`?
+
+    Attributes:
+        gold, prediction: LaTeX or plain mathematics, without `$` or `\\boxed` around it.
+        num_decimals: decimals to which numbers are rounded before they are compared.
+    """
+
+    gold: str
+    prediction: str
+    num_decimals: int
+
+
+class SymbolicPool:
+    """Worker processes that answer `Question`s; started at the first one, closed by `close`.
+
+    Args:
+        num_workers: processes, at most.
+        timeout: wall-clock seconds until a worker is killed; its CPU time is bounded at 40% of it.
+
+    Attributes:
+        counts: questions asked (`symbolic_calls`), remembered (`cached`), given up on (`timeouts`)
+            and lost with their worker (`crashes`), since the start.
+    """
+
+    def __init__(self, num_workers: int = 2, timeout: float = 5.0):
+        if num_workers < 1 or timeout <= 0:
+            raise ValueError(
+                f"expected num_workers >= 1 and timeout > 0, got {num_workers} and {timeout}"
+            )
+        self.num_workers = num_workers
+        self.timeout = timeout
+        self.counts = {"symbolic_calls": 0, "cached": 0, "timeouts": 0, "crashes": 0}
+        self._workers: list[_Worker] = []
+        self._outcomes: collections.OrderedDict[Question, str] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def ask(self, questions: Sequence[Question]) -> list[str]:
+        """Answers each question with "equal", "different", "refused: ...", "timeout" or "crash"."""
+        with self._lock:
+            pending = [q for q in dict.fromkeys(questions) if q not in self._outcomes]
+            self.counts["cached"] += len(questions) - len(pending)
+            self.counts["symbolic_calls"] += len(pending)
+            fresh = self._run(pending) if pending else {}
+            known = [fresh.get(q) or self._outcomes[q] for q in questions]
+            # A crash may be the machine's doing (memory pressure), so it is asked again next time.
+            self._outcomes.update((q, out) for q, out in fresh.items() if out != "crash")
+            while len(self._outcomes) > _CACHE_SIZE:
+                self._outcomes.popitem(last=False)
+            return known
+
+    def close(self) -> None:
+        """Ends the workers; the pool may be asked again and then starts new ones."""
+        with self._lock:
+            for worker in self._workers:
+                worker.stop()
+            self._workers.clear()
+
+    def _run(self, questions: list[Question]) -> dict[Question, str]:
+        while len(self._workers) < min(self.num_workers, len(questions)):
+            self._workers.append(_Worker(self.timeout))
+        waiting = collections.deque(questions)
+        outcomes: dict[Question, str] = {}
+        with selectors.DefaultSelector() as selector:
+            busy: set[_Worker] = set()
+            try:
+                while len(outcomes) < len(questions):
+                    for worker in self._workers:
+                        if waiting and worker not in busy:
+                            worker.send(waiting.popleft())
+                            selector.register(worker.replies, selectors.EVENT_READ, worker)
+                            busy.add(worker)
+                    wait = min(worker.deadline for worker in busy) - time.monotonic()
+                    ready = [key.data for key, _ in selector.select(max(wait, 0.0))]
+                    late = [w for w in busy if w not in ready and w.deadline <= time.monotonic()]
+                    for worker in ready + late:
+                        outcome = worker.receive() if worker in ready else worker.give_up()
+                        if outcome is None:
+                            continue  # it has only now started
+                        selector.unregister(worker.replies)
+                        busy.remove(worker)
+                        outcomes[worker.question] = outcome
+                        self.counts["timeouts"] += outcome == "timeout"
+                        self.counts["crashes"] += outcome == "crash"
+                        if outcome == "crash" or worker in late:
+                            worker.stop()
+            finally:
+                for worker in busy:  # an interrupt: replies to come would be taken for later ones
+                    worker.stop()
+        return outcomes
+
+
+class _Worker:
+    """The pool's end of one worker process."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.deadline = 0.0
+        self.question: Question | None = None
+        self._process: subprocess.Popen | None = None
+        self._is_ready = False
+
+    @property
+    def replies(self):
+        return self._process.stdout
+
+    def send(self, question: Question) -> None:
+        """Hands over a question, starting a process where none is alive."""
+        self.question = question
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()
+        if self._process is None:
+            self._start()
+        self.deadline = time.monotonic() + (self.timeout if self._is_ready else _START_SECONDS)
+        # On a broken pipe `receive` finds the other one closed and reports the crash.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+
+    def receive(self) -> str | None:
+        """Reads the reply that has come; None for the greeting of a started process.
+
+        Raises:
+            RuntimeError: the process could not start (math_verify missing, say).
+        """
+        line = self.replies.readline()
+        if not line and not self._is_ready:
+            raise RuntimeError("expected a symbolic worker to start, it died; see its memory limit")
+        if not line:
+            return "crash"
+        reply = json.loads(line)
+        if self._is_ready:
+            return reply
+        if reply != "ready":
+            raise RuntimeError(f"expected a symbolic worker to start, got {reply}; install it")
+        self._is_ready = True
+        self.deadline = time.monotonic() + self.timeout
+        return None
+
+    def give_up(self) -> str:
+        """What to say of a question whose deadline has passed."""
+        if not self._is_ready:
+            raise RuntimeError(f"expected a symbolic worker within {_START_SECONDS} s, got none")
+        return "timeout"
+
+    def stop(self) -> None:
+        """Kills the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.wait()
+        self._process = None
+        self._is_ready = False
+
+    def _start(self) -> None:
+        environment = {"SYMPY_GROUND_TYPES": "python", "PYTHONIOENCODING": "utf-8"}
+        for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME"):
+            if name in os.environ:
+                environment[name] = os.environ[name]
+        # -P: this folder must not be on the worker's path, its modules would hide the standard
+        # library's (`select`).
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(self.timeout)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+        )
+        self._is_ready = False
+
+
+class _OutOfTime(BaseException):
+    """Raised by the CPU timer; no `except Exception` inside sympy may swallow it."""
+
+
+def _compare(question: Question) -> str:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    gold, prediction = (
+        parse(
+            f"\\boxed{{{text}}}",
+            configs,
+            fallback_mode="no_fallback",
+            extraction_mode="first_match",
+            parsing_timeout=None,
+        )
+        for text in question[:2]
+    )
+    if not gold or not prediction:
+        return "different"
+    is_equal = verify(gold, prediction, float_rounding=question.num_decimals, timeout_seconds=None)
+    return "equal" if is_equal else "different"
+
+
+def _reply(question: Question, cpu_seconds: float) -> str:
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        return _compare(question)
+    except _OutOfTime:
+        return "timeout"
+    except MemoryError:
+        return "refused: memory"
+    except RecursionError:
+        return "refused: nesting"
+    except Exception as error:
+        return f"refused: {type(error).__name__}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _serve(timeout: float) -> None:
+    """The worker: reads questions from standard input until it closes."""
+
+    def out_of_time(signum, frame):
+        raise _OutOfTime
+
+    # Parsers print; only replies may reach the pool.
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        print(json.dumps(str(error)), file=replies)
+        return
+    sys.dont_write_bytecode = True
+    os.chdir("/")
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, out_of_time)
+    print(json.dumps("ready"), file=replies)
+    for line in sys.stdin:
+        # Should the pool die, the kernel still ends a worker that is stuck.
+        signal.alarm(int(timeout) + 10)
+        outcome = _reply(Question(*json.loads(line)), cpu_seconds=0.4 * timeout)
+        signal.alarm(0)
+        print(json.dumps(outcome), file=replies)
+
+
+if __name__ == "__main__":
+    _serve(float(sys.argv[1]))

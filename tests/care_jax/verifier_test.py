@@ -1,0 +1,191 @@
+"""Verdicts on whole responses, and the worker processes behind them."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from care_jax.batch import Example
+from care_jax.symbolic import Question, SymbolicPool
+from care_jax.verifier import Verdict, Verifier, extract_answer
+
+HOSTILE = Path(__file__).parents[2].parent / "shared" / "cases" / "hostile.jsonl"
+
+
+def response(answer: str, think: str = "because") -> str:
+    return f"<think>{think}</think><answer>{answer}</answer>"
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with Verifier(num_workers=2, timeout=20.0) as verifier:
+        yield verifier
+
+
+def example(answer: str, choices: tuple[str, ...] = ()) -> Example:
+    return Example(id="0", source="", images=(), question="", answer=answer, choices=choices)
+
+
+def test_right_and_wrong_answers(verifier):
+    assert verifier.verify([response("7"), response("8")], ["7", "7"]) == [
+        Verdict(acc=1.0, fmt=1.0, reason="equal"),
+        Verdict(acc=0.0, fmt=1.0, reason="different"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7",
+        "\\boxed{7}",
+        "<think>7</think>",
+        "<think>7</think>7",
+        "<think>7</think><answer>",
+        "<think>7</think><answer>7",
+        "<think>7</think><answer> </answer>",
+        "<think><answer>7</answer>",
+        "<think>a</think><answer>7</answer><answer>7</answer>",
+    ],
+)
+def test_nothing_but_an_answer_span_earns_acc(verifier, text):
+    (verdict,) = verifier.verify([text], ["7"])
+    assert (verdict.acc, verdict.fmt, verdict.reason) == (0.0, 0.0, "no answer span")
+
+
+def test_a_right_rationale_does_not_help_a_wrong_answer(verifier):
+    (verdict,) = verifier.verify([response("8", think="the answer is \\boxed{7}")], ["7"])
+    assert verdict.acc == 0.0
+
+
+def test_acc_and_format_are_judged_apart(verifier):
+    (verdict,) = verifier.verify(["Well: <answer>7</answer>"], ["7"])
+    assert (verdict.acc, verdict.fmt) == (1.0, 0.0)
+
+
+def test_a_response_cut_off_has_no_format(verifier):
+    verdicts = verifier.verify([response("7")] * 2, ["7"] * 2, is_complete=[True, False])
+    assert [(v.acc, v.fmt) for v in verdicts] == [(1.0, 1.0), (1.0, 0.0)]
+
+
+def test_the_think_tag_is_that_of_the_backbone():
+    text = "<reasoning>r</reasoning><answer>7</answer>"
+    with Verifier(think_tag="reasoning") as reasoning, Verifier() as think:
+        assert reasoning.verify([text], ["7"])[0].fmt == 1.0
+        assert think.verify([text], ["7"])[0].fmt == 0.0
+
+
+def test_choices_of_an_example_are_known(verifier):
+    gold = example("B", ("30", "45"))
+    verdicts = verifier.verify([response("45"), response("(B)"), response("30")], [gold] * 3)
+    assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0]
+
+
+def test_simple_answers_start_no_process():
+    with Verifier() as verifier:
+        verifier.verify([response("7"), response("red"), "7"], ["7.0", "blue", "7"])
+        assert verifier.counts == {
+            "fast_calls": 3, "symbolic_calls": 0, "cached": 0, "timeouts": 0, "crashes": 0,
+        }  # fmt: skip
+        assert not verifier._pool._workers
+
+
+def test_symbolic_answers_keep_their_places_and_are_remembered(verifier):
+    answers = ["\\sqrt{75}", "7", "\\sqrt{74}", "(x+1)^2", "\\sqrt{75}"]
+    golds = ["5\\sqrt{3}", "7", "5\\sqrt{3}", "x^2+2x+1", "5\\sqrt{3}"]
+    for _ in range(2):
+        verdicts = verifier.verify([response(a) for a in answers], golds)
+        assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0, 1.0, 1.0]
+    assert verifier.counts["symbolic_calls"] == 3
+    assert verifier.counts["cached"] == 5
+
+
+def test_lengths_must_agree(verifier):
+    with pytest.raises(ValueError, match="expected as many golds"):
+        verifier.verify([response("7")], [])
+
+
+def test_a_verdict_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Verdict(1.0, 1.0, "equal").acc = 0.0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = SymbolicPool(num_workers=1, timeout=20.0)
+    assert pool.ask([Question("4", "2+2", 6)]) == ["equal"]
+    yield pool
+    pool.close()
+
+
+def test_a_stuck_worker_is_killed_at_the_deadline_and_replaced(pool):
+    (worker,) = pool._workers
+    stuck = worker._process
+    os.kill(stuck.pid, signal.SIGSTOP)
+    worker.timeout = 1.0
+    start = time.monotonic()
+    assert pool.ask([Question("5", "2+3", 6)]) == ["timeout"]
+    assert time.monotonic() - start < 10.0
+    assert stuck.poll() is not None
+    worker.timeout = pool.timeout
+    assert pool.ask([Question("6", "3+3", 6)]) == ["equal"]
+    assert pool.counts["timeouts"] == 1
+
+
+def test_a_dead_worker_costs_one_answer_at_most(pool):
+    pool._workers[0]._process.kill()
+    assert pool.ask([Question("7", "3+4", 6)])[0] in ("crash", "equal")
+    assert pool.ask([Question("7", "3+4", 6)]) == ["equal"]
+
+
+def test_a_long_computation_is_stopped_inside_the_worker():
+    pool = SymbolicPool(num_workers=1, timeout=5.0)
+    assert pool.ask([Question("7", "(10^9)!", 6)]) == ["timeout"]
+    process = pool._workers[0]._process
+    assert process.poll() is None  # the worker lives on
+    pool.close()
+    assert process.poll() is not None
+
+
+def test_the_main_script_is_not_run_again(tmp_path):
+    script = tmp_path / "train.py"  # without a main guard
+    script.write_text(
+        "print('started')\n"
+        "from care_jax.answers import is_equivalent\n"
+        "print(is_equivalent('(r+5)(r+5)', '(r+5)^2'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["started", "True"], done.stderr
+
+
+def test_extraction_for_evaluation_is_looser():
+    assert extract_answer("<answer>6</answer> no, <answer>7</answer>") == "7"
+    assert extract_answer("<think>\\boxed{6}</think> so 7") == "7"
+    assert extract_answer("<think>it is \\boxed{7}") == ""
+    assert extract_answer("a</reasoning> 7", think_tag="reasoning") == "7"
+
+
+def test_hostile_answers_end_safely(tmp_path, monkeypatch):
+    if not HOSTILE.exists():
+        pytest.skip(f"{HOSTILE.name} is not beside this checkout")
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in HOSTILE.read_text().splitlines()]
+    pairs = [(row, gold) for row in rows for gold in (row["gold"], row["gold2"])]
+    with Verifier(num_workers=2, timeout=5.0) as verifier:
+        start = time.monotonic()
+        verdicts = verifier.verify(
+            [response(row["prediction"]) for row, _ in pairs], [gold for _, gold in pairs]
+        )
+        assert time.monotonic() - start < 60.0
+    for (row, _), verdict in zip(pairs, verdicts, strict=True):
+        assert row["expected"] is not False or verdict.acc == 0.0, row["id"]
+    assert not list(tmp_path.iterdir())
