@@ -1,0 +1,267 @@
+"""Charts and diagrams drawn on demand, with questions whose answers are computed.
+
+An example is a pure function of (seed, split, index): nothing is stored, and any index can be
+asked for. Pictures are laid on cells of 16 x 16 pixels, so that a backbone with 8-pixel patches
+and a 2 x 2 merge sees one cell per token. Diagrams hold 1 to 9 copies of one shape in one colour;
+charts hold bars of 1 to 9 units against ticks.
+
+The splits cannot share a picture with its question: every candidate has a content key (all that
+decides its pixels and its question), and `crc32(key) % 8` says which split it belongs to.
+Candidates of the other split are drawn again, whatever the seeds are.
+
+The teacher whose responses the cold start imitates may be made wrong on purpose: `teacher_error`
+is the share of its answers that miss by two, on the kinds that need counting or reading values.
+It is wrong in one direction per true answer (5 and less: two too many, else two too few), so a
+model that imitates it learns the mistake and not merely noise. Colours and comparisons stay clean,
+and so do the rows that demonstrate the repair cue: they end in the true answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from care_jax.batch import Example
+
+CELL = 16  # pixels
+UNIT = 6  # pixels of one unit of a bar
+MAX_VALUE = 9
+_MAX_OPERAND = 3  # added to or subtracted from a count
+COLOURS = {
+    "red": (225, 30, 30),
+    "green": (20, 160, 50),
+    "blue": (30, 70, 230),
+    "yellow": (245, 200, 0),
+    "purple": (150, 40, 190),
+}
+SHAPES = ("circle", "square", "triangle")
+DIAGRAM_KINDS = ("colour", "count", "sum", "difference")
+CHART_KINDS = ("bar_value", "bar_tallest", "bar_sum", "bar_difference")
+KINDS = DIAGRAM_KINDS + CHART_KINDS
+CLEAN_KINDS = ("colour", "bar_tallest")  # the teacher is never wrong on these
+SPLITS = ("train", "test")
+
+_DIAGRAM_GRIDS = ((3, 3), (4, 3), (3, 4), (4, 4))  # columns, rows
+_NUM_BARS = (2, 3)
+_CHART_HEIGHT = 4 * CELL  # pixels
+_BACKGROUND = (255, 255, 255)
+_INK = (40, 40, 40)
+_TEST_SHARE = 8  # one content key in so many belongs to the test split
+
+# kind -> (question, rationale, a rationale that names the wrong operation). `a` is what is asked
+# about, `b` the other bar or the number. Rationales leave the last reading to the answer.
+_TEXTS = {
+    "colour": ("What colour are the {a}s?", "Look at the {a}s.", "Count the {a}s."),
+    "count": ("How many {a}s?", "Count the {a}s.", "Look at the {a}s."),
+    "sum": ("How many {a}s with {b} more?", "Count the {a}s, add {b}.", "Count the {a}s."),
+    "difference": (
+        "How many {a}s with {b} fewer?",
+        "Count the {a}s, subtract {b}.",
+        "Count the {a}s, add {b}.",
+    ),
+    "bar_value": ("How high is the {a} bar?", "Read the {a} bar.", "Compare the bars."),
+    "bar_tallest": ("Which bar is tallest?", "Compare the bars.", "Read the {a} bar."),
+    "bar_sum": ("How high are {a} and {b} together?", "Add {a} and {b}.", "Read the {a} bar."),
+    "bar_difference": (
+        "How much higher is {a} than {b}?",
+        "Subtract {b} from {a}.",
+        "Add {a} and {b}.",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Diagram:
+    """Copies of a shape in some of the cells, which are numbered row by row."""
+
+    columns: int
+    rows: int
+    shape: str
+    colour: str
+    cells: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chart:
+    """Bars from left to right as (colour, value in units)."""
+
+    bars: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticSource:
+    """A random-access sequence of drawn examples.
+
+    Attributes:
+        num_examples: length of the sequence.
+        seed: another seed gives other examples of the same split.
+        split: "train" or "test"; the two share no (picture, question), whatever the seeds.
+        kinds: questions asked, in turn; a subset of `KINDS`.
+        teacher_error: share in [0, 1] of wrong answers in responses of the kinds outside
+            `CLEAN_KINDS`, among rows without a cue. `Example.answer` is always right.
+        cue_share: share in [0, 1] of rows whose rationale is a wrong one, the cue, a right one.
+        cue: the repair cue.
+        think_tag: name of the tag around the rationale.
+    """
+
+    num_examples: int
+    seed: int = 0
+    split: str = "train"
+    kinds: tuple[str, ...] = KINDS
+    teacher_error: float = 0.0
+    cue_share: float = 0.0
+    cue: str = " Wait, that is wrong."
+    think_tag: str = "think"
+
+    def __post_init__(self):
+        if self.num_examples < 1:
+            raise ValueError(f"num_examples must be at least 1, got {self.num_examples}")
+        if self.split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {self.split!r}")
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise ValueError(f"kinds must be taken from {', '.join(KINDS)}, got {self.kinds}")
+        for name in ("teacher_error", "cue_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < self.num_examples:
+            raise IndexError(f"index {index} is outside 0..{self.num_examples - 1}")
+        kind = self.kinds[index % len(self.kinds)]
+        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+        while True:
+            picture, names, answer = _SAMPLERS[kind](rng)
+            question, rationale, wrong = (text.format(**names) for text in _TEXTS[kind])
+            if _split_of(picture, question) == self.split:
+                break
+        response_answer = answer
+        if rng.random() < self.cue_share:
+            separator = "" if self.cue[:1].isspace() else " "
+            rationale = f"{wrong}{separator}{self.cue} {rationale}"
+        elif kind not in CLEAN_KINDS and rng.random() < self.teacher_error:
+            response_answer = _mistake(answer)
+        tag = self.think_tag
+        return Example(
+            id=f"{self.split}-{self.seed}-{index}",
+            source=f"synthetic/{kind}",
+            images=(draw(picture),),
+            question=f"<image>{question}",
+            answer=answer,
+            rationale=rationale,
+            response=f"<{tag}>{rationale}</{tag}><answer>{response_answer}</answer>",
+        )
+
+
+def draw(picture: _Diagram | _Chart) -> Image.Image:
+    """Renders a picture as RGB, both sides multiples of `CELL` pixels."""
+    return _draw_diagram(picture) if isinstance(picture, _Diagram) else _draw_chart(picture)
+
+
+def texts() -> Iterator[str]:
+    """Every question, rationale and answer that can occur, without the picture."""
+    for kind, templates in _TEXTS.items():
+        is_chart = kind in CHART_KINDS
+        for a in COLOURS if is_chart else SHAPES:
+            for b in COLOURS if is_chart else range(1, _MAX_OPERAND + 1):
+                yield from (text.format(a=a, b=b) for text in templates)
+    yield from COLOURS
+    yield from (str(number) for number in range(MAX_VALUE + 1))
+
+
+def _split_of(picture: _Diagram | _Chart, question: str) -> str:
+    key = f"{dataclasses.astuple(picture)}{question}".encode()
+    return "test" if zlib.crc32(key) % _TEST_SHARE == 0 else "train"
+
+
+def _mistake(answer: str) -> str:
+    """What the flawed teacher says for a count, a sum, a difference or a reading."""
+    value = int(answer)
+    return str(value + 2 if value <= 5 else value - 2)
+
+
+def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[_Diagram, dict[str, str], str]:
+    columns, rows = _DIAGRAM_GRIDS[rng.integers(len(_DIAGRAM_GRIDS))]
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    colour = list(COLOURS)[rng.integers(len(COLOURS))]
+    b = int(rng.integers(1, _MAX_OPERAND + 1))
+    # Answers stay within 0 to 9.
+    lowest = b if kind == "difference" else 1
+    highest = MAX_VALUE - b if kind == "sum" else MAX_VALUE
+    count = int(rng.integers(lowest, highest + 1))
+    cells = tuple(sorted(rng.permutation(columns * rows)[:count].tolist()))
+    answer = {
+        "colour": colour,
+        "count": str(count),
+        "sum": str(count + b),
+        "difference": str(count - b),
+    }[kind]
+    return _Diagram(columns, rows, shape, colour, cells), {"a": shape, "b": str(b)}, answer
+
+
+def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str, str], str]:
+    num_bars = _NUM_BARS[rng.integers(len(_NUM_BARS))]
+    colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[:num_bars]]
+    values = rng.integers(1, MAX_VALUE + 1, num_bars)
+    if kind == "bar_tallest":  # one bar alone is tallest
+        values = rng.permutation(MAX_VALUE)[:num_bars] + 1
+    a, b = rng.permutation(num_bars)[:2]
+    if kind == "bar_sum":  # sums stay within the range of single readings
+        values[a] = rng.integers(1, MAX_VALUE)
+        values[b] = rng.integers(1, MAX_VALUE + 1 - values[a])
+    if kind == "bar_difference" and values[a] < values[b]:
+        a, b = b, a
+    answer = {
+        "bar_value": str(values[a]),
+        "bar_tallest": colours[int(np.argmax(values))],
+        "bar_sum": str(values[a] + values[b]),
+        "bar_difference": str(values[a] - values[b]),
+    }[kind]
+    bars = tuple(zip(colours, values.tolist(), strict=True))
+    return _Chart(bars), {"a": colours[a], "b": colours[b]}, answer
+
+
+_Sample = tuple[_Diagram | _Chart, dict[str, str], str]
+_SAMPLERS: dict[str, Callable[[np.random.Generator], _Sample]] = {
+    **{kind: lambda rng, kind=kind: _sample_diagram(rng, kind) for kind in DIAGRAM_KINDS},
+    **{kind: lambda rng, kind=kind: _sample_chart(rng, kind) for kind in CHART_KINDS},
+}
+
+
+def _draw_diagram(diagram: _Diagram) -> Image.Image:
+    image = Image.new("RGB", (diagram.columns * CELL, diagram.rows * CELL), _BACKGROUND)
+    pen = ImageDraw.Draw(image)
+    fill = COLOURS[diagram.colour]
+    for cell in diagram.cells:
+        left, top = cell % diagram.columns * CELL + 2, cell // diagram.columns * CELL + 2
+        right, bottom = left + CELL - 5, top + CELL - 5
+        if diagram.shape == "circle":
+            pen.ellipse((left, top, right, bottom), fill=fill)
+        elif diagram.shape == "square":
+            pen.rectangle((left, top, right, bottom), fill=fill)
+        else:
+            apex = ((left + right) // 2, top)
+            pen.polygon((apex, (left, bottom), (right, bottom)), fill=fill)
+    return image
+
+
+def _draw_chart(chart: _Chart) -> Image.Image:
+    width = (1 + len(chart.bars)) * CELL  # the first column holds the axis
+    image = Image.new("RGB", (width, _CHART_HEIGHT), _BACKGROUND)
+    pen = ImageDraw.Draw(image)
+    base = _CHART_HEIGHT - 4
+    pen.line((CELL - 3, base - MAX_VALUE * UNIT, CELL - 3, base), fill=_INK)
+    pen.line((CELL - 3, base, width - 1, base), fill=_INK)
+    for value in range(MAX_VALUE + 1):
+        length = 7 if value % 5 == 0 else 4
+        pen.line((CELL - 3 - length, base - value * UNIT, CELL - 3, base - value * UNIT), fill=_INK)
+    for column, (colour, value) in enumerate(chart.bars, start=1):
+        left = column * CELL + 2
+        pen.rectangle((left, base - value * UNIT, left + CELL - 5, base - 1), fill=COLOURS[colour])
+    return image

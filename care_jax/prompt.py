@@ -1,0 +1,288 @@
+"""Examples to prompts: chat template, tokens, image patches, padding.
+
+Prompts are left-padded, so that the first response token's log-probability always comes from the
+last place. A batch is padded to the smallest of a few (tokens, patches) buckets, so that few
+shapes are compiled. A prompt that no bucket holds is reported (`fits`), never cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+from PIL import Image
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from care_jax.batch import Example, Prompts
+from care_jax.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from care_jax.patches import IMAGE_MEAN, IMAGE_STD, to_patches
+from models.config import BackboneConfig
+from models.positions import image_slots, pack_images, prompt_positions
+
+IMAGE_PLACEHOLDER = "<image>"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedPrompt:
+    """One prompt on the host, before any padding.
+
+    Attributes:
+        tokens: with one image token for each merged feature.
+        grids: (frames, rows, columns) of each image, in patches.
+        patches: those of all images, one image after another.
+    """
+
+    tokens: Int[np.ndarray, " L"]
+    grids: Int[np.ndarray, "I 3"]
+    patches: Float[np.ndarray, "n C"]
+
+
+def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
+    """Opens a tokenizer folder; an empty name gives the built-in tokenizer of 1000 tokens.
+
+    A tokenizer saved without a chat template gets that of Qwen2.5-VL.
+    """
+    if not folder:
+        return build_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"expected a tokenizer in {str(folder)!r}, got {str(error).splitlines()[0]!r}; point "
+            "model.tokenizer at a folder with tokenizer.json"
+        ) from error
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+class PromptBuilder:
+    """Turns examples into prompts for one backbone and one tokenizer.
+
+    Args:
+        tokenizer: with a chat template that takes content items.
+        config: the backbone; gives patch sizes and token ids.
+        min_pixels, max_pixels: images are resized into this range of height x width.
+        buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks.
+        system_prompt: text of the system turn.
+        instruction: appended to every question on a line of its own; empty for none.
+        think_tag: name of the tag around the rationale.
+        image_mean, image_std: per channel, of pixels in [0, 1].
+
+    Raises:
+        ValueError: the tokenizer and the backbone disagree, or a size cannot be.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: BackboneConfig,
+        *,
+        min_pixels: int,
+        max_pixels: int,
+        buckets: Sequence[tuple[int, int]],
+        system_prompt: str = "You are a helpful assistant.",
+        instruction: str = "",
+        think_tag: str = "think",
+        image_mean: tuple[float, ...] = IMAGE_MEAN,
+        image_std: tuple[float, ...] = IMAGE_STD,
+    ):
+        _check_tokenizer(tokenizer, config)
+        if not 0 < min_pixels <= max_pixels:
+            raise ValueError(
+                f"min_pixels must be positive and at most max_pixels, got {min_pixels} and "
+                f"{max_pixels}; change data.min_pixels or data.max_pixels"
+            )
+        block = config.vision.merge_size**2
+        if not buckets or any(p < 1 or n < block or n % block for p, n in buckets):
+            raise ValueError(
+                f"buckets must be pairs of (tokens, patches) with patches in multiples of {block}, "
+                f"got {tuple(buckets)}; change data.buckets"
+            )
+        buckets = tuple(sorted((int(p), int(n)) for p, n in buckets))
+        if buckets[-1][1] < max(n for _, n in buckets):
+            raise ValueError(
+                f"the bucket with most tokens must have most patches too, got {buckets}; else "
+                "prompts that fit one by one need not fit together"
+            )
+        self.tokenizer = tokenizer
+        self.config = config
+        self.min_pixels = min_pixels
+        self.max_pixels = max_pixels
+        self.buckets = buckets
+        self.system_prompt = system_prompt
+        self.instruction = instruction
+        self.think_tag = think_tag
+        self.image_mean = image_mean
+        self.image_std = image_std
+
+    def chat(self, example: Example) -> str:
+        """The prompt as text, one image token per image, up to the assistant's turn."""
+        texts = example.question.split(IMAGE_PLACEHOLDER)
+        if len(texts) - 1 != len(example.images):
+            raise ValueError(
+                f"example {example.id} of {example.source} has {len(example.images)} images and "
+                f"{len(texts) - 1} {IMAGE_PLACEHOLDER} in its question; make them agree"
+            )
+        if self.instruction:
+            texts[-1] = f"{texts[-1]}\n{self.instruction}"
+        content = [{"type": "text", "text": texts[0]}]
+        for text in texts[1:]:
+            content += [{"type": "image"}, {"type": "text", "text": text}]
+        messages = [
+            {"role": "system", "content": self.system_prompt},
+            {"role": "user", "content": [item for item in content if item.get("text") != ""]},
+        ]
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+
+    def tokenize(self, example: Example) -> TokenizedPrompt:
+        """Tokens and patches of one example.
+
+        Raises:
+            ValueError: the images and their places in the text disagree.
+            OSError: an image cannot be read.
+        """
+        tokens = self._encode(self.chat(example))
+        is_image = tokens == self.config.image_token_id
+        if is_image.sum() != len(example.images) or np.any(tokens == self.config.video_token_id):
+            raise ValueError(
+                f"example {example.id} of {example.source} spells out an image or video token in "
+                f"its text; write {IMAGE_PLACEHOLDER} for an image"
+            )
+        if not example.images:
+            empty = np.zeros((0, self.config.vision.patch_dim), np.float32)
+            return TokenizedPrompt(tokens, np.zeros((0, 3), np.int32), empty)
+        patches, grids = zip(*map(self._patches, example.images), strict=True)
+        grids = np.stack(grids)
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[is_image] = grids.prod(-1) // self.config.vision.merge_size**2
+        return TokenizedPrompt(np.repeat(tokens, repeats), grids, np.concatenate(patches))
+
+    def fits(self, record: TokenizedPrompt) -> bool:
+        """Whether some bucket holds the prompt."""
+        num_tokens, num_patches = len(record.tokens), len(record.patches)
+        return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
+
+    def batch(self, records: Sequence[TokenizedPrompt]) -> Prompts:
+        """Pads prompts to the smallest bucket that holds them all.
+
+        Args:
+            records: B prompts, each of which fits the largest bucket.
+
+        Returns:
+            Prompts of B rows as numpy arrays; `images` is None where no record has an image.
+
+        Raises:
+            ValueError: no bucket holds the batch.
+        """
+        num_tokens, num_patches = self._bucket(records)
+        shape = (len(records), num_tokens)
+        tokens = np.full(shape, self.config.pad_token_id, np.int32)
+        is_valid = np.zeros(shape, bool)
+        positions = np.zeros((*shape, 3), np.int32)
+        next_position = np.zeros(len(records), np.int32)
+        slots = np.full(shape, -1, np.int32)
+        for row, record in enumerate(records):
+            place = slice(num_tokens - len(record.tokens), num_tokens)
+            tokens[row, place] = record.tokens
+            is_valid[row, place] = True
+            positions[row, place], next_position[row] = prompt_positions(
+                record.tokens, record.grids, self.config
+            )
+            slots[row, place] = image_slots(record.tokens, self.config)
+        images = None
+        if any(len(record.grids) for record in records):
+            images = pack_images(
+                [record.patches for record in records],
+                [record.grids for record in records],
+                self.config.vision,
+                num_patches,
+            )
+        return Prompts(tokens, is_valid, positions, next_position, slots, images)
+
+    def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
+        """Tokens of a response, tags included, with the end-of-sequence token."""
+        return np.append(self._encode(text), np.int32(self.config.eos_token_id))
+
+    def save_processor(self, folder: str | pathlib.Path) -> None:
+        """Writes the tokenizer and the image processor's settings, as released folders have them.
+
+        `AutoTokenizer` and `AutoImageProcessor` open the folder; `AutoProcessor` does where
+        torchvision is installed, which its video part asks for.
+        """
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_pretrained(folder)
+        vision = self.config.vision
+        settings = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": "Qwen2_5_VLProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "resample": int(Image.Resampling.BICUBIC),
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.image_mean),
+            "image_std": list(self.image_std),
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.merge_size,
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _encode(self, text: str) -> Int[np.ndarray, " L"]:
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _patches(
+        self, image: Image.Image | pathlib.Path
+    ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        statistics = {"mean": self.image_mean, "std": self.image_std}
+        if isinstance(image, Image.Image):
+            return to_patches(image, self.config.vision, **limits, **statistics)
+        with Image.open(image) as opened:
+            return to_patches(opened, self.config.vision, **limits, **statistics)
+
+    def _bucket(self, records: Sequence[TokenizedPrompt]) -> tuple[int, int]:
+        """The smallest (P, N), by tokens and then by patches, that holds every record."""
+        num_tokens = max(len(record.tokens) for record in records)
+        num_patches = max(len(record.patches) for record in records)
+        for p, n in self.buckets:
+            if num_tokens <= p and num_patches <= n:
+                return p, n
+        raise ValueError(
+            f"a batch needs {num_tokens} tokens and {num_patches} patches, but the buckets are "
+            f"{self.buckets}; leave out prompts that do not fit or enlarge data.buckets"
+        )
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: BackboneConfig) -> None:
+    """The tokens that join text and images must have the same ids on both sides."""
+    expected = {
+        "<|image_pad|>": config.image_token_id,
+        "<|video_pad|>": config.video_token_id,
+        "<|vision_start|>": config.vision_start_token_id,
+        "<|vision_end|>": config.vision_end_token_id,
+    }
+    for token, token_id in expected.items():
+        actual = tokenizer.convert_tokens_to_ids(token)
+        if actual != token_id:
+            raise ValueError(
+                f"the backbone has {token} at {token_id} and the tokenizer at {actual}; use the "
+                "tokenizer of the backbone's release, or change the backbone's token ids"
+            )
+    if len(tokenizer) > config.text.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the backbone a vocabulary of "
+            f"{config.text.vocab_size}; raise the backbone's vocab_size"
+        )

@@ -1,0 +1,128 @@
+"""Files of JSON lines: usable rows in order, the others left out and counted by reason."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from care_jax.data import jsonl
+
+GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes rows (objects, or lines as they are) beside a few images."""
+    noise = Image.effect_noise((64, 64), 80).convert("RGB")
+    noise.save(tmp_path / "ok.png")
+    noise.rotate(90).save(tmp_path / "two.jpg")
+    for name in ("ok.png", "two.jpg"):
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / f"cut-{name}").write_bytes(data[: len(data) // 2])
+    (tmp_path / "text.png").write_text("no image")
+    Image.new("RGB", (401, 2)).save(tmp_path / "narrow.png")
+
+    def write(*rows):
+        path = tmp_path / "rows.jsonl"
+        lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+        path.write_bytes(b"\n".join(lines))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        ([GOOD], "not an object"),
+        (GOOD | {"question": None}, "no question"),
+        (GOOD | {"question": " "}, "no question"),
+        (GOOD | {"question": 5}, "question of a wrong type"),
+        (GOOD | {"answer": ""}, "no answer"),
+        (GOOD | {"answer": ["3"]}, "answer of a wrong type"),
+        (GOOD | {"answer": True}, "answer of a wrong type"),
+        (GOOD | {"options": "AB"}, "choices of a wrong type"),
+        (GOOD | {"options": [None]}, "choices of a wrong type"),
+        (GOOD | {"options": ["x"] * 27}, "more than 26 choices"),
+        (GOOD | {"image": 5}, "image of a wrong type"),
+        (GOOD | {"images": ["ok.png"]}, "both image and images"),
+        (GOOD | {"image": "gone.png"}, "image missing"),
+        (GOOD | {"image": "text.png"}, "image unreadable or truncated"),
+        (GOOD | {"image": "cut-ok.png"}, "image unreadable or truncated"),
+        (GOOD | {"image": "cut-two.jpg"}, "image unreadable or truncated"),
+        (GOOD | {"image": "narrow.png"}, "image too narrow"),
+        (GOOD | {"question": "<image><image>?"}, "images and placeholders differ in number"),
+        (
+            {"question": "<image1>?", "answer": "1", "images": ["ok.png", "two.jpg"]},
+            "images and placeholders differ in number",
+        ),
+        ({"question": "<image>?", "answer": "1"}, "images and placeholders differ in number"),
+        (GOOD | {"question": "<|image_pad|>?"}, "a special token in the text"),
+        (GOOD | {"question": "\ud800?"}, "half a character in the text"),
+    ],
+)
+def test_bad_row_is_left_out_and_counted(write, row, reason):
+    examples, skipped = jsonl.load(write(GOOD, row, GOOD | {"id": "b"}))
+    assert [example.id for example in examples] == ["a", "b"]
+    assert skipped == {reason: 1}
+
+
+def test_row_becomes_an_example(write):
+    row = {
+        "id": 7,
+        "question": "Which?\n<image>",
+        "options": ["one", "2"],
+        "answer": 4,
+        "images": ["ok.png"],
+        "rationale": "Count.",
+        "response": "<think>Count.</think><answer>4</answer>",
+    }
+    path = write(b"", row)
+    (example,), skipped = jsonl.load(path)
+    assert not skipped
+    assert example.id == "7"
+    assert example.source == "rows"
+    assert example.question == "Which?\n<image>\n(A) one\n(B) 2"
+    assert example.choices == ("one", "2")
+    assert example.answer == "4"
+    assert example.images == (path.parent / "ok.png",)
+    assert example.response == row["response"]
+    assert example.rationale == "Count."
+
+
+@pytest.mark.parametrize(
+    ("question", "images", "expected", "order"),
+    [
+        ("Which?", ["ok.png", "two.jpg"], "<image><image>Which?", (0, 1)),
+        ("Which?", [], "Which?", ()),
+        ("<image2> or <image1>?", ["ok.png", "two.jpg"], "<image> or <image>?", (1, 0)),
+        ("<image1> to <image2>?", ["ok.png"], "<image> to (picture 2)?", (0,)),
+    ],
+)
+def test_placeholders_and_images_are_brought_together(write, question, images, expected, order):
+    path = write({"question": question, "answer": "1", "images": images})
+    (example,), _ = jsonl.load(path)
+    assert example.question == expected
+    assert example.images == tuple(path.parent / images[i] for i in order)
+    assert example.id == "1"
+
+
+def test_file_without_a_usable_row_is_refused(write, tmp_path):
+    with pytest.raises(ValueError, match=r"no row of .* can be used: 2 x not JSON"):
+        jsonl.load(write(b"{", b"}"))
+    with pytest.raises(ValueError, match="the file is empty"):
+        jsonl.load(write())
+    with pytest.raises(ValueError, match=r"expected a file of JSON lines, got .*gone\.jsonl"):
+        jsonl.load(tmp_path / "gone.jsonl")
+
+
+def test_whole_of_math_vision_testmini_can_be_used(shared):
+    examples, skipped = jsonl.load(shared / "data" / "mathvision_mini" / "testmini.jsonl")
+    assert len(examples) == 304
+    assert not skipped
+    assert all(e.question.count("<image>") == len(e.images) == 1 for e in examples)
+    by_id = {example.id: example for example in examples}
+    assert by_id["27"].question.endswith("\n(E) $\\square, \\bullet, \\Delta$")

@@ -1,0 +1,73 @@
+"""Patches equal those of the published processor, bit for bit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
+
+from care_jax.patches import target_size, to_patches
+from models.config import VisionConfig
+
+VISION = VisionConfig(
+    num_layers=1,
+    hidden_size=16,
+    intermediate_size=16,
+    num_heads=2,
+    output_size=16,
+    patch_size=14,
+    temporal_patch_size=2,
+    in_channels=3,
+    merge_size=2,
+    window_size=112,
+    full_attention_layers=(0,),
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "patch"),
+    [
+        ("RGB", (96, 64), 8),  # kept as it is
+        ("RGB", (333, 71), 14),  # rounded
+        ("RGB", (300, 290), 14),  # shrunk
+        ("L", (20, 50), 14),  # enlarged
+        ("RGBA", (60, 57), 14),
+        ("LA", (60, 57), 14),
+        ("P", (60, 57), 14),
+        ("CMYK", (60, 57), 14),
+    ],
+)
+def test_patches_equal_the_published_processor(mode, size, patch):
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (size[1], size[0], bands), dtype=np.uint8)
+    image = Image.frombytes(mode, size, pixels.tobytes())
+    if mode == "P":
+        image.putpalette(rng.integers(0, 256, 768).tolist())
+        image.info["transparency"] = 3
+    limits = {"min_pixels": 4000, "max_pixels": 60000}
+
+    expected = Qwen2VLImageProcessorPil(patch_size=patch, **limits)(image)
+    patches, grid = to_patches(image, dataclasses.replace(VISION, patch_size=patch), **limits)
+
+    np.testing.assert_array_equal(patches, expected["pixel_values"])
+    np.testing.assert_array_equal([grid], expected["image_grid_thw"])
+
+
+def test_target_size_is_that_of_the_published_processor():
+    rng = np.random.default_rng(0)
+    for height, width in np.exp(rng.uniform(np.log(2), np.log(3000), (500, 2))).astype(int):
+        if max(height, width) > 200 * min(height, width):
+            continue
+        sizes = int(height), int(width)
+        limits = {"factor": 28, "min_pixels": 3136, "max_pixels": 1003520}
+        assert target_size(*sizes, **limits) == smart_resize(*sizes, **limits)
+
+
+def test_very_narrow_image_is_refused():
+    with pytest.raises(ValueError, match="one side more than 200 times the other"):
+        target_size(1, 201, factor=28, min_pixels=1, max_pixels=10**6)
