@@ -1,0 +1,138 @@
+"""The records that flow from data to update.
+
+Letters: B prompts, G rollouts per prompt, R = G + 1 rows per prompt (slot G holds the reflected
+row), P prompt tokens (left-padded), T response tokens (right-padded), N image patches, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import flax.struct
+from jaxtyping import Array, Bool, Float, Int
+from PIL import Image
+
+from models.positions import ImagePatches
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One question, on the host, before any tokenising.
+
+    Attributes:
+        id: unique inside its source.
+        source: name of the source, for metrics and reports.
+        images: in the order of the `<image>` placeholders; a path is opened when it is needed.
+        question: text with one `<image>` per image.
+        answer: gold answer.
+        choices: options of a multiple-choice question, in order (A, B, ...); empty otherwise.
+        rationale: the teacher's reasoning for the cold start; empty where there is none.
+        response: what the cold start imitates, tags included; empty where there is none.
+    """
+
+    id: str
+    source: str
+    images: tuple[Image.Image | pathlib.Path, ...]
+    question: str
+    answer: str
+    choices: tuple[str, ...] = ()
+    rationale: str = ""
+    response: str = ""
+
+
+@flax.struct.dataclass
+class Prompts:
+    """B tokenised prompts, each computed once for all rows that answer it.
+
+    Attributes:
+        tokens: left-padded token ids.
+        is_valid: true at prompt tokens, false at padding.
+        positions: M-RoPE ids (time, height, width), counted over unpadded tokens.
+        next_position: the position of the first response token (all three components).
+        slots: index into the row's image features at image tokens, -1 elsewhere.
+        images: packed patches, or None for a batch without any image.
+    """
+
+    tokens: Int[Array, "B P"]
+    is_valid: Bool[Array, "B P"]
+    positions: Int[Array, "B P 3"]
+    next_position: Int[Array, " B"]
+    slots: Int[Array, "B P"]
+    images: ImagePatches | None
+
+
+@flax.struct.dataclass
+class Rollouts:
+    """Responses to B prompts, R per prompt, as the sampler leaves them.
+
+    Attributes:
+        tokens: right-padded token ids: forced tokens first, then sampled ones, EOS included.
+        is_valid: true at forced and sampled tokens (EOS included), false at padding.
+        is_forced: true where the token was put there and not sampled (reflected context).
+        logp: log-probability (nats) of each sampled token under the policy that sampled it; 0
+            elsewhere.
+        embedding: mean final-layer hidden state over the rationale, unit length, stop-gradient.
+        is_complete: the row ended with EOS inside its budget of T tokens.
+    """
+
+    tokens: Int[Array, "B R T"]
+    is_valid: Bool[Array, "B R T"]
+    is_forced: Bool[Array, "B R T"]
+    logp: Float[Array, "B R T"]
+    embedding: Float[Array, "B R D"]
+    is_complete: Bool[Array, "B R"]
+
+
+@flax.struct.dataclass
+class Scores:
+    """What the verifier and the tag parser say of R rows for B prompts.
+
+    Attributes:
+        acc: correctness in [0, 1], read from the answer span alone.
+        fmt: 1 for exactly one think span, then one non-empty answer span, then EOS; else 0.
+        reward: (1 - λ)·acc + λ·fmt (eq:overall).
+        is_think, is_answer: token masks of the spans, tags included, EOS in the answer.
+        num_think, num_answer: tokens strictly between the tags.
+        has_answer: the row has a well-formed answer span.
+    """
+
+    acc: Float[Array, "B R"]
+    fmt: Float[Array, "B R"]
+    reward: Float[Array, "B R"]
+    is_think: Bool[Array, "B R T"]
+    is_answer: Bool[Array, "B R T"]
+    num_think: Int[Array, "B R"]
+    num_answer: Int[Array, "B R"]
+    has_answer: Bool[Array, "B R"]
+
+
+@flax.struct.dataclass
+class TrainBatch:
+    """One update's worth of rows, in the one-row-per-prompt layout.
+
+    The loss is Σ row_weight · Σ_t surrogate(token_advantage) / Σ prompt_weight, so that every
+    objective's own mean is a choice of weights and no number depends on how the batch is cut.
+
+    Attributes:
+        prompts: the B prompts.
+        tokens, is_valid: responses as in `Rollouts`.
+        token_advantage: a_t, zero on padding and on forced tokens.
+        old_logp: log-probability under the policy that sampled.
+        ref_logp: log-probability under the fixed reference; zeros where β = 0.
+        row_weight: share of each row in its prompt's loss.
+        prompt_weight: what the prompt adds to the loss's denominator.
+        is_trained: sampled tokens of the rows that take part; KL and entropy are means over them.
+        is_answer: answer span, for the diagnostics.
+    """
+
+    prompts: Prompts
+    tokens: Int[Array, "B R T"]
+    is_valid: Bool[Array, "B R T"]
+    token_advantage: Float[Array, "B R T"]
+    old_logp: Float[Array, "B R T"]
+    ref_logp: Float[Array, "B R T"]
+    row_weight: Float[Array, "B R"]
+    prompt_weight: Float[Array, " B"]
+    is_trained: Bool[Array, "B R T"]
+    is_answer: Bool[Array, "B R T"]

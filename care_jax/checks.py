@@ -1,0 +1,110 @@
+"""What a configuration must satisfy, checked before anything is loaded or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from care_jax import reflect, select, sharding
+
+STAGES = ("sft", "rl", "evaluate", "export")
+OBJECTIVES = ("care", "grpo")
+REMATS = ("none", "layer")
+CREDITS = ("as_sampled", "prompt_only")
+OLD_LOGPS = ("sampler", "trainer")
+
+
+def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = ()) -> None:
+    """Refuses a configuration that cannot run, naming the key to change.
+
+    Args:
+        config: of the run.
+        mesh: its devices.
+        overridden: keys set on the command line, such as "rl.beta"; those that mean nothing for
+            the chosen objective are refused.
+
+    Raises:
+        ValueError: one line, the first thing that is wrong.
+    """
+    for stage in config.stages:
+        _check_choice("stages", stage, STAGES)
+    _check_choice("model.remat", config.model.remat, REMATS)
+    _check_choice("model.compute_dtype", config.model.compute_dtype, ("float32", "bfloat16"))
+    for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
+        _check_positive(name, config[name])
+    if "sft" in config.stages:
+        _check_sft(config, mesh)
+    if "rl" in config.stages:
+        _check_rl(config, mesh, overridden)
+    if "evaluate" in config.stages:
+        sharding.check_divides("evaluate.batch_size", config.evaluate.batch_size, mesh)
+
+
+def _check_sft(config: ConfigDict, mesh: Mesh) -> None:
+    sft = config.sft
+    _check_positive("sft.num_steps", sft.num_steps)
+    sharding.check_divides("sft.microbatch_size", sft.microbatch_size, mesh)
+    _check_multiple("sft.batch_size", sft.batch_size, "sft.microbatch_size", sft.microbatch_size)
+
+
+def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> None:
+    rl, care = config.rl, config.care
+    _check_choice("rl.objective", rl.objective, OBJECTIVES)
+    _check_choice("rl.old_logp", rl.old_logp, OLD_LOGPS)
+    for key in overridden:
+        section = key.split(".")[0]
+        if section in OBJECTIVES and section != rl.objective:
+            raise ValueError(
+                f"--config.{key} means nothing under rl.objective {rl.objective!r}; leave it out "
+                f"or set rl.objective to {section!r}"
+            )
+    for name in ("num_steps", "prompts_per_step", "logprob_chunk", "max_response_tokens"):
+        _check_positive(f"rl.{name}", rl[name])
+    if rl.num_rollouts < 2:
+        raise ValueError(
+            f"rl.num_rollouts {rl.num_rollouts} must be at least 2: a group of one has nothing to "
+            "compare; set it to 8"
+        )
+    for name in ("prompts_per_microbatch", "decode_prompts"):
+        sharding.check_divides(f"rl.{name}", rl[name], mesh)
+    for name, divisor in (
+        ("prompts_per_step", "decode_prompts"),
+        ("prompts_per_step", "prompts_per_update"),
+        ("prompts_per_update", "prompts_per_microbatch"),
+    ):
+        _check_multiple(f"rl.{name}", rl[name], f"rl.{divisor}", rl[divisor])
+    if max(rl.response_buckets) != rl.max_response_tokens:
+        raise ValueError(
+            f"the largest of rl.response_buckets {tuple(rl.response_buckets)} must be "
+            f"rl.max_response_tokens {rl.max_response_tokens}; change one of them"
+        )
+    if rl.objective == "care":
+        _check_choice("care.rule", care.rule, select.RULES)
+        _check_choice("care.reflect_mode", care.reflect_mode, reflect.MODES)
+        _check_choice("care.reflect_credit", care.reflect_credit, CREDITS)
+        if care.reflect and care.max_context >= rl.max_response_tokens:
+            raise ValueError(
+                f"care.max_context {care.max_context} leaves nothing of rl.max_response_tokens "
+                f"{rl.max_response_tokens} to decode; set it to {rl.max_response_tokens // 2}"
+            )
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value < 1 or value % divisor:
+        raise ValueError(
+            f"{name} {value} must be a multiple of {divisor_name} {divisor}; set it to "
+            f"{max(value // divisor, 1) * divisor}"
+        )

@@ -1,0 +1,168 @@
+"""Who is credited for what: from scores to the advantages and weights of an update.
+
+Here the pure functions of `select`, `advantages` and `objective`, written for one prompt, are
+vmapped over the batch, once. Each objective's own mean becomes a choice of row and prompt weights
+(see `batch.TrainBatch`).
+
+Letters: B prompts, G rollouts per prompt, R = G + 1 rows where one may be reflected, T tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from care_jax import advantages, objective
+from care_jax.batch import Rollouts, Scores
+from care_jax.select import Subgroup, select_subgroup
+
+
+@flax.struct.dataclass
+class Credit:
+    """What each row's tokens are worth.
+
+    Attributes:
+        advantage: A of each row.
+        token_advantage: a_t, zero off the sampled tokens.
+        row_weight: share of the row in its prompt's loss.
+        prompt_weight: what the prompt adds to the loss's denominator.
+        is_trained: sampled tokens of the rows that take part.
+    """
+
+    advantage: Float[Array, "B R"]
+    token_advantage: Float[Array, "B R T"]
+    row_weight: Float[Array, "B R"]
+    prompt_weight: Float[Array, " B"]
+    is_trained: Bool[Array, "B R T"]
+
+
+def select_subgroups(
+    rollouts: Rollouts,
+    scores: Scores,
+    rng: PRNGKeyArray,
+    *,
+    num_negatives: int,
+    num_candidates: int,
+    rule: str,
+) -> Subgroup:
+    """Anchor and hard negatives of every prompt, from its G rollouts."""
+    select = functools.partial(select_subgroup, K=num_negatives, M=num_candidates, rule=rule)
+
+    def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):
+        return select(
+            acc, num_think, num_answer, logp, embedding, is_formatted=is_formatted, rng=rng
+        )
+
+    return jax.vmap(one)(
+        scores.acc,
+        scores.num_think,
+        scores.num_answer,
+        rollouts.logp.sum(-1),
+        rollouts.embedding,
+        scores.fmt == 1,
+        jax.random.split(rng, scores.acc.shape[0]),
+    )
+
+
+def care_credit(
+    rollouts: Rollouts,
+    scores: Scores,
+    subgroup: Subgroup,
+    has_reflection: Bool[Array, " B"],
+    *,
+    num_negatives: int,
+    negative_scale: float,
+    reflected_scale: float,
+    delta: float,
+    eps: float,
+    equalize: bool,
+    rescue: bool,
+    rescue_scale: float,
+    robust: bool,
+    gamma_pos: float,
+    weight_eps: float,
+) -> Credit:
+    """CARE: contrast inside the subgroup, credit by region, mean over its members.
+
+    The last of the R rows is the reflected one, absent where `has_reflection` is false. R may be G
+    where no prompt has one.
+    """
+    num_rows = scores.reward.shape[1]
+    reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
+    advantage = jax.vmap(
+        functools.partial(
+            advantages.care_advantages,
+            K=num_negatives,
+            s=negative_scale,
+            s_refl=reflected_scale,
+            delta=delta,
+            eps=eps,
+            equalize=equalize,
+            rescue=rescue,
+            rescue_scale=rescue_scale,
+            robust=robust,
+        )
+    )(reward, acc, subgroup, has_reflection)[:, :num_rows]
+    is_sampled = rollouts.is_valid & ~rollouts.is_forced
+    weights = _over_rows(functools.partial(objective.region_weights, gamma_pos=gamma_pos))(
+        scores.is_think, scores.is_answer, is_sampled, scores.acc == 1
+    )
+    in_subgroup = advantage != 0
+    num_members = in_subgroup.sum(-1, keepdims=True)
+    return Credit(
+        advantage=advantage,
+        token_advantage=_over_rows(functools.partial(objective.token_advantages, eps_w=weight_eps))(
+            advantage, weights
+        ),
+        row_weight=in_subgroup / jnp.maximum(num_members, 1),
+        prompt_weight=(num_members[:, 0] > 0).astype(jnp.float32),
+        is_trained=is_sampled & in_subgroup[..., None],
+    )
+
+
+def care_raw_advantages(
+    scores: Scores,
+    subgroup: Subgroup,
+    has_reflection: Bool[Array, " B"],
+    *,
+    delta: float,
+    eps: float,
+    robust: bool,
+) -> advantages.RawAdvantages:
+    """A_raw of every prompt's R = G + 1 rows, for the diagnostics."""
+    one = functools.partial(advantages.raw_advantages, delta=delta, eps=eps, robust=robust)
+    reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
+    return jax.vmap(one)(reward, acc, subgroup, has_reflection)
+
+
+def grpo_credit(rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int) -> Credit:
+    """GRPO: the whole group, uniform weights, sequence-mean of token means."""
+    advantage = jax.vmap(functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof))(
+        scores.reward
+    )
+    num_prompts, num_rows = advantage.shape
+    num_tokens = jnp.maximum(rollouts.is_valid.sum(-1, keepdims=True), 1)
+    return Credit(
+        advantage=advantage,
+        token_advantage=advantage[..., None] * rollouts.is_valid / num_tokens,
+        row_weight=jnp.full((num_prompts, num_rows), 1 / num_rows),
+        prompt_weight=jnp.ones(num_prompts),
+        is_trained=rollouts.is_valid,
+    )
+
+
+def with_reflected_slot(
+    reward: Float[Array, "B _"], acc: Float[Array, "B _"], subgroup: Subgroup
+) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
+    """Reward and acc with slot G, which is empty where nothing was reflected."""
+    missing = subgroup.is_negative.shape[-1] + 1 - reward.shape[1]
+    return tuple(jnp.pad(x, ((0, 0), (0, missing))) for x in (reward, acc))
+
+
+def _over_rows(function):
+    """vmap over prompts and their rows."""
+    return jax.vmap(jax.vmap(function))

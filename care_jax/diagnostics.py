@@ -1,0 +1,103 @@
+"""What a run logs about its groups, from host copies of one step's rollouts.
+
+A metric that is undefined at a step (no rescue, no reflection) is left out of it.
+
+Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from care_jax.advantages import RawAdvantages
+from care_jax.batch import Example, Rollouts, Scores
+from care_jax.select import Subgroup
+
+
+def rollout_metrics(
+    rollouts: Rollouts, scores: Scores, examples: Sequence[Example], num_rollouts: int
+) -> dict[str, float]:
+    """Means over the G rollouts of each prompt; the reflected row is left out.
+
+    Lengths are in tokens. `acc/<source>` is the mean of each source in the batch.
+    """
+    acc, fmt, reward = (
+        getattr(scores, name)[:, :num_rollouts] for name in ("acc", "fmt", "reward")
+    )
+    metrics = {
+        "reward": reward.mean(),
+        "acc": acc.mean(),
+        "fmt": fmt.mean(),
+        "all_correct_rate": (acc == 1).all(1).mean(),
+        "all_wrong_rate": (acc == 0).all(1).mean(),
+        "think_tokens": scores.num_think[:, :num_rollouts].mean(),
+        "answer_tokens": scores.num_answer[:, :num_rollouts].mean(),
+        "response_tokens": rollouts.is_valid[:, :num_rollouts].sum(-1).mean(),
+        "truncated_rate": 1 - rollouts.is_complete[:, :num_rollouts].mean(),
+    }
+    of_source = Counter(example.source for example in examples)
+    if len(of_source) > 1:
+        for source in sorted(of_source):
+            rows = [example.source == source for example in examples]
+            metrics[f"acc/{source}"] = acc[rows].mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def subgroup_metrics(
+    scores: Scores,
+    subgroup: Subgroup,
+    raw: RawAdvantages,
+    advantage: Float[np.ndarray, "B R"],
+    has_reflection: Bool[np.ndarray, " B"],
+) -> dict[str, float]:
+    """CARE's own diagnostics.
+
+    The √K' signature: for binary rewards A_raw is √K' at the anchor and -1/√K' at its K'
+    negatives. Where the negatives' rewards differ (format), the anchor's falls to α·√K' with
+
+        α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2),  Δ = r⁺ - mean(r⁻)
+
+    which `signature/*` reports over the groups with a true anchor and no reflected row.
+    """
+    num_prompts = len(has_reflection)
+    has_update = (advantage != 0).any(1)
+    num_negatives = raw.is_negative.sum(1)
+    metrics = {
+        "anchor_rate": np.mean(subgroup.has_update & ~subgroup.is_rescue),
+        "rescue_rate": np.mean(has_update & subgroup.is_rescue),
+        "skip_rate": np.mean(~has_update),
+        "reflect_rate": has_reflection.mean(),
+    }
+    if has_reflection.any():
+        metrics["reflect_success"] = scores.acc[has_reflection, -1].mean()
+    for count in range(1, int(num_negatives[has_update].max(initial=0)) + 1):
+        metrics[f"negatives/{count}"] = np.sum(has_update & (num_negatives == count)) / num_prompts
+
+    negatives = advantage[advantage < 0]
+    positives = advantage[advantage > 0]
+    if len(negatives) > 1 and len(positives) > 1 and positives.var() > 0:
+        metrics["variance_ratio"] = negatives.var() / positives.var()
+
+    ratios, alphas = [], []
+    plain = subgroup.has_update & ~subgroup.is_rescue & ~raw.is_reflected.any(1)
+    for group in np.flatnonzero(plain):
+        negative = raw.is_negative[group]
+        root = np.sqrt(negative.sum())
+        reward = scores.reward[group]
+        gap = reward[subgroup.anchor[group]] - reward[negative].mean()
+        if gap <= 0:
+            continue
+        ratios.append(raw.value[group, subgroup.anchor[group]] / root)
+        alphas.append((1 + (negative.sum() + 1) * reward[negative].var() / gap**2) ** -0.5)
+        key = f"signature/anchor_{negative.sum()}"
+        metrics.setdefault(key, []).append(raw.value[group, subgroup.anchor[group]])
+        key = f"signature/negative_{negative.sum()}"
+        metrics.setdefault(key, []).append(raw.value[group][negative].mean())
+    if ratios:
+        metrics["signature/ratio"] = np.mean(ratios)
+        metrics["signature/alpha"] = np.mean(alphas)
+    return {name: float(np.mean(value)) for name, value in metrics.items()}

@@ -1,0 +1,141 @@
+"""One run: `python -m care_jax.main --config=configs/tiny.py --workdir=runs/demo`.
+
+The stages of `config.stages` follow one another, each from the parameters that the one before
+left. A run that was stopped goes on where it was when it is started again with the same workdir.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from care_jax import evaluate, export, sft, train
+from care_jax.batch import Example
+from care_jax.checks import check_config
+from care_jax.data.sources import open_source
+from care_jax.metrics import MetricWriter, print_line
+from care_jax.policy import Policy, build_policy, initial_params
+from care_jax.run import Run
+from care_jax.sharding import make_mesh
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
+    config = _CONFIG.value
+    overridden = config_flags.get_override_values(flags.FLAGS["config"])
+    run_stages(config, pathlib.Path(_WORKDIR.value), overridden)
+
+
+def run_stages(
+    config: ConfigDict, workdir: pathlib.Path, overridden: Sequence[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Runs every stage of a configuration.
+
+    Args:
+        config: complete, see `configs/common.py`.
+        workdir: made where it does not exist.
+        overridden: keys set on the command line, see `checks.check_config`.
+
+    Returns:
+        the metrics of each evaluation, by the stage it followed.
+    """
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_config(config, mesh, overridden)
+    sources = {stage: open_stage(config, stage) for stage in config.stages if stage != "export"}
+    policy = policy_of(config)
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+    results = {}
+    with MetricWriter(workdir) as metrics:
+        run = Run(config, policy, mesh, workdir, metrics)
+        params = initial_params(policy, mesh, config.sharding_rules, seed=config.seed)
+        last = "start"
+        for stage in config.stages:
+            if stage == "sft":
+                params = sft.train(run, params, sources[stage])
+            elif stage == "rl":
+                params = train.train(run, params, sources[stage])
+            elif stage == "evaluate":
+                results[last] = evaluate.evaluate(run, params, sources[stage], name=last)
+                metrics.write(f"evaluate_{last}", 0, results[last])
+            elif stage == "export":
+                folder = export.export(run, params, workdir / "export")
+                print_line(f"exported to {folder}")
+            last = stage if stage in ("sft", "rl") else last
+    return results
+
+
+def policy_of(config: ConfigDict) -> Policy:
+    """The policy a configuration asks for, without its weights."""
+    return build_policy(
+        path=config.model.path,
+        backbone_fields=config.model.backbone.to_dict(),
+        tokenizer_path=config.model.tokenizer,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        buckets=config.data.buckets,
+        system_prompt=config.data.system_prompt,
+        instruction=config.data.instruction,
+        think_tag=config.data.think_tag,
+    )
+
+
+def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
+    """The examples a stage works on."""
+    section = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
+    source = config.data[section]
+    options: dict[str, Any] = {}
+    if source.source == "synthetic":
+        options["split"] = "test" if stage == "evaluate" else "train"
+        options["think_tag"] = config.data.think_tag
+        if stage == "sft":
+            options |= {
+                "teacher_error": config.data.teacher_error,
+                "cue_share": config.data.cue_share,
+                "cue": config.care.cue,
+            }
+    examples = open_source(
+        source.source,
+        path=source.path,
+        num_examples=source.num_examples,
+        seed=source.seed,
+        **options,
+    )
+    if stage == "sft" and not examples[0].response:
+        raise ValueError(
+            f"data.sft source {source.source!r} has no responses to imitate; give rows a "
+            '`response`, or leave "sft" out of stages'
+        )
+    return examples
+
+
+def run_main() -> None:
+    """Parses flags and runs; a mistake of the user's is one line, not a traceback."""
+    logging.set_verbosity(logging.WARNING)
+    logging.use_absl_handler()
+    try:
+        app.run(main, flags_parser=_parse_flags)
+    except (ValueError, FloatingPointError) as error:
+        if logging.level_debug():
+            raise
+        sys.exit(f"error: {error}")
+
+
+def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
+    try:
+        return flags.FLAGS(argv)
+    except (AttributeError, KeyError, TypeError, FileNotFoundError, flags.Error) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+if __name__ == "__main__":
+    run_main()

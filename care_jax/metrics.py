@@ -1,0 +1,190 @@
+"""Metrics of a run: metrics.jsonl and TensorBoard under the same names, and the console line.
+
+A run has stages ("sft", "rl", "evaluate"); a step is counted within its stage and is the number
+of updates done before it. Each line of metrics.jsonl is one flat object: stage, step, then the
+metrics by name. A resumed run drops what it is about to do again, so every step stands there once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import tensorboardX
+import tqdm
+
+Item = TypeVar("Item")
+Scalar = Any  # int, float, or an array of one element, on the host or on a device
+
+
+def _on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
+    """Python numbers, fetched in one explicit transfer (the loops forbid implicit ones)."""
+    fetched = jax.device_get(dict(metrics))
+    return {name: np.asarray(value).item() for name, value in fetched.items()}
+
+
+def check_finite(step: int, stage: str, metrics: Mapping[str, Scalar]) -> None:
+    """Stops a run that has diverged.
+
+    Raises:
+        FloatingPointError: names the stage, the step and the metrics that are NaN or infinite.
+    """
+    values = _on_host(metrics)
+    bad = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
+    if bad:
+        raise FloatingPointError(
+            f"{stage} step {step}: expected finite metrics, got {', '.join(bad)}; lower the "
+            "learning rate or resume from an earlier checkpoint"
+        )
+
+
+def format_line(
+    stage: str, step: int, num_steps: int, metrics: Mapping[str, Scalar], seconds: float
+) -> str:
+    """One line for the console: `rl   12/200  reward 0.5132  acc 0.4375  3.21 s`.
+
+    Args:
+        metrics: those to show, in this order.
+        seconds: wall time of the step.
+    """
+    width = len(str(num_steps))
+    values = (f"{name} {value:.4g}" for name, value in _on_host(metrics).items())
+    return "  ".join((f"{stage} {step:{width}d}/{num_steps}", *values, f"{seconds:.2f} s"))
+
+
+def print_line(line: str) -> None:
+    """Prints above the progress bar, on the first process alone."""
+    if jax.process_index() == 0:
+        tqdm.tqdm.write(line)
+
+
+def progress(items: Iterable[Item], name: str, start: int, stop: int) -> Iterator[Item]:
+    """Passes items through under a progress bar; none where the output is no terminal."""
+    bar = tqdm.tqdm(
+        items,
+        desc=name,
+        initial=start,
+        total=stop,
+        leave=False,
+        disable=True if jax.process_index() else None,
+    )
+    try:
+        yield from bar
+    finally:
+        bar.close()
+
+
+def device_memory() -> dict[str, float]:
+    """Peak memory of the first local device in GiB, where its backend counts it."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {} if peak is None else {"device_memory_gib": peak / 2**30}
+
+
+def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float]:
+    """The 95% Wilson score interval of an accuracy.
+
+        (p + z²/2n ± z·√(p(1-p)/n + z²/4n²)) / (1 + z²/n),  z = 1.96
+
+    Args:
+        num_correct: 0 to num_examples; partial credit counts in part.
+
+    Returns:
+        (low, high) in [0, 1].
+    """
+    if num_examples < 1 or not 0 <= num_correct <= num_examples:
+        raise ValueError(
+            f"expected 0 <= num_correct <= num_examples and at least one example, got "
+            f"{num_correct} of {num_examples}"
+        )
+    z, n, p = 1.959964, num_examples, num_correct / num_examples
+    center = p + z**2 / (2 * n)
+    spread = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    scale = 1 + z**2 / n
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
+
+
+class MetricWriter:
+    """Writes workdir/metrics.jsonl and workdir/tensorboard/<stage>, on the first process alone.
+
+    Args:
+        workdir: made where it does not exist.
+    """
+
+    def __init__(self, workdir: str | pathlib.Path):
+        self.path = pathlib.Path(workdir) / "metrics.jsonl"
+        self._is_writer = jax.process_index() == 0
+        self._file = None
+        self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+
+    def begin(self, stage: str, start_step: int = 0) -> None:
+        """Starts a stage, or resumes it: what it wrote from `start_step` on is dropped."""
+        if not self._is_writer:
+            return
+        if stage in self._boards:
+            raise ValueError(f"stage {stage} has begun already; one writer begins a stage once")
+        self._drop(stage, start_step)
+        self._boards[stage] = tensorboardX.SummaryWriter(
+            str(self.path.parent / "tensorboard" / stage), purge_step=start_step
+        )
+
+    def write(self, stage: str, step: int, metrics: Mapping[str, Scalar]) -> None:
+        """Appends one line; a stage that has not begun begins here.
+
+        Args:
+            metrics: finite scalars; a metric that is undefined at this step is left out.
+
+        Raises:
+            FloatingPointError: a metric is NaN or infinite.
+            ValueError: a metric is named "stage" or "step".
+        """
+        values = _on_host(metrics)
+        check_finite(step, stage, values)
+        if reserved := metrics.keys() & {"stage", "step"}:
+            raise ValueError(f"no metric may be named {sorted(reserved)[0]!r}; rename it")
+        if not self._is_writer:
+            return
+        if stage not in self._boards:
+            self.begin(stage, step)
+        self._file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._boards[stage].add_scalar(name, value, step)
+
+    def close(self) -> None:
+        for board in self._boards.values():
+            board.close()
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> MetricWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop(self, stage: str, start_step: int) -> None:
+        """Rewrites the file without the lines to be written again, whole or not at all."""
+        if self._file is not None:
+            self._file.close()
+        lines = []
+        if self.path.exists():
+            # A killed run may leave its last line without an end.
+            lines = [x for x in self.path.read_text().splitlines(keepends=True) if x[-1] == "\n"]
+        records = [json.loads(line) for line in lines]
+        kept = [
+            line
+            for line, record in zip(lines, records, strict=True)
+            if record["stage"] != stage or record["step"] < start_step
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        os.replace(temporary, self.path)
+        self._file = self.path.open("a")

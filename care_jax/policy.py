@@ -1,0 +1,165 @@
+"""The policy a run trains: backbone, tokenizer, prompt builder, and where its weights come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import UInt8
+
+from care_jax import sharding, spans
+from care_jax.data.tokenizer import build_tokenizer
+from care_jax.prompt import PromptBuilder, load_tokenizer
+from models import backbone
+from models.config import BackboneConfig
+
+# Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
+_TOKEN_NAMES = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "eos_token_id": "<|im_end|>",
+    "pad_token_id": "<|endoftext|>",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What stays the same while the parameters change.
+
+    Attributes:
+        config: of the backbone.
+        tokenizer: of transformers.
+        prompts: examples to tokens and patches.
+        token_bytes: bytes of every token id.
+        closing_tag: automaton that finds the end of a rationale while decoding.
+        think_tag: name of the rationale's tag.
+        folder: the release the weights come from; None for random ones.
+    """
+
+    config: BackboneConfig
+    tokenizer: Any
+    prompts: PromptBuilder
+    token_bytes: list[bytes]
+    closing_tag: UInt8[np.ndarray, "states V"]
+    think_tag: str
+    folder: pathlib.Path | None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that restores it."""
+        fields = self.config.to_hf()
+        nested = {
+            f"{part.removesuffix('_config')}.{key}": value
+            for part in ("vision_config", "text_config")
+            for key, value in fields.pop(part).items()
+        }
+        return fields | nested
+
+
+def build_policy(
+    *,
+    path: str,
+    backbone_fields: dict[str, Any],
+    tokenizer_path: str,
+    min_pixels: int,
+    max_pixels: int,
+    buckets: tuple[tuple[int, int], ...],
+    system_prompt: str,
+    instruction: str,
+    think_tag: str,
+) -> Policy:
+    """Reads everything but the weights.
+
+    Args:
+        path: folder or hub id of a release; empty to start from random weights.
+        backbone_fields: a `config.json` without token ids and vocabulary size, for random weights.
+        tokenizer_path: folder of a tokenizer; empty for the release's, or the built-in small one.
+        min_pixels, max_pixels: images are resized into this range.
+        buckets: (prompt tokens, image patches) that batches are padded to.
+        system_prompt, instruction: around the question.
+        think_tag: name of the rationale's tag.
+
+    Raises:
+        ValueError: no such folder, or neither or both of path and backbone are given.
+    """
+    if bool(path) == bool(backbone_fields):
+        raise ValueError(
+            f"expected either model.path or model.backbone, got path {path!r} and "
+            f"{len(backbone_fields)} fields of a backbone; set exactly one"
+        )
+    folder = find_release(path) if path else None
+    if tokenizer_path or folder:
+        tokenizer = load_tokenizer(tokenizer_path or str(folder))
+    else:
+        tokenizer = build_tokenizer()
+    if folder:
+        config = BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    else:
+        config = _random_config(backbone_fields, tokenizer)
+    token_bytes = spans.token_bytes(tokenizer, config.text.vocab_size)
+    return Policy(
+        config=config,
+        tokenizer=tokenizer,
+        prompts=PromptBuilder(
+            tokenizer,
+            config,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            buckets=buckets,
+            system_prompt=system_prompt,
+            instruction=instruction,
+            think_tag=think_tag,
+        ),
+        token_bytes=token_bytes,
+        closing_tag=spans.closing_tag_table(token_bytes, think_tag),
+        think_tag=think_tag,
+        folder=folder,
+    )
+
+
+def find_release(path: str) -> pathlib.Path:
+    """The folder of a release: a local one, or a hub id's snapshot (needs `huggingface_hub`)."""
+    folder = pathlib.Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or path.count("/") != 1:
+        raise ValueError(
+            f"model.path {path!r} holds no config.json; give a folder in Hugging Face layout or a "
+            "hub id such as Qwen/Qwen2.5-VL-7B-Instruct"
+        )
+    import huggingface_hub
+
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(path))
+    except Exception as error:
+        raise ValueError(
+            f"model.path {path!r} is no local folder and could not be fetched from the hub "
+            f"({type(error).__name__}); download it first and give its folder"
+        ) from error
+
+
+def initial_params(
+    policy: Policy, mesh: Mesh, rules: tuple[tuple[str, str], ...], *, seed: int
+) -> backbone.Params:
+    """float32 weights of the release, or random ones, laid over the mesh."""
+    shapes = jax.eval_shape(lambda key: backbone.init(policy.config, key), jax.random.key(0))
+    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), shapes, rules, mesh)
+    if policy.folder is None:
+        params = backbone.init(policy.config, jax.random.key(seed))
+    else:
+        params, _ = backbone.load(policy.folder, policy.config, dtype=jnp.float32)
+    return jax.device_put(params, shardings)
+
+
+def _random_config(fields: dict[str, Any], tokenizer: Any) -> BackboneConfig:
+    """The backbone of `fields`, with the tokenizer's ids and vocabulary size."""
+    ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
+    text = {"vocab_size": len(tokenizer), **fields["text_config"]}
+    return BackboneConfig.from_hf({**fields, **ids, "text_config": text})

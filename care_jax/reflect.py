@@ -1,0 +1,102 @@
+"""Reflection-guided resampling (RGR): who is repaired, and from which forced context.
+
+Where a prompt has an anchor, its nearest hard negative is given a second try: the prompt, its own
+rationale and a cue that asks for a repair, still inside the think span. The model goes on from
+there, closes the span and answers. In training the row is conditioned on exactly these tokens,
+which carry no weight, so that its importance ratio is exact.
+
+The context is the rationale's *text* between its tags, tokenised anew; a response without a
+think span gives all its text. A rationale longer than `max_context` loses its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from care_jax.batch import Rollouts, Scores
+from care_jax.sampler import Forced
+
+MODES = ("cue", "no_cue", "random")
+
+
+def cue_text(cue: str, mode: str, *, seed: int) -> str:
+    """The words put after a failed rationale.
+
+    Args:
+        cue: the repair cue.
+        mode: "cue" as it is; "no_cue" none; "random" the cue's own words shuffled, as many tokens
+            that ask for nothing.
+        seed: of the shuffle.
+    """
+    if mode == "cue":
+        return cue
+    if mode == "no_cue":
+        return ""
+    if mode == "random":
+        words = cue.split()
+        return " " + " ".join(np.random.default_rng(seed).permutation(words)) + " "
+    raise ValueError(f"care.reflect_mode {mode!r} is none of {', '.join(MODES)}")
+
+
+def forced_context(
+    rationales: Sequence[str | None],
+    cue: str,
+    encode: Callable[[str], list[int]],
+    *,
+    think_tag: str,
+    max_context: int,
+    pad_token_id: int,
+) -> Forced:
+    """The tokens that each triggered prompt's second decode starts from.
+
+    Args:
+        rationales: per prompt, the text of the failure to repair, or None where none is repaired.
+        cue: text after it.
+        encode: text to token ids, without special tokens.
+        think_tag: name of the rationale's tag.
+        max_context: most tokens of tag and rationale; the rest of the rationale is cut.
+        pad_token_id: fills the left.
+
+    Returns:
+        numpy arrays of width max_context + the cue's tokens, the same at every step.
+    """
+    cue_tokens = encode(cue) if cue else []
+    width = max_context + len(cue_tokens)
+    tokens = np.full((len(rationales), width), pad_token_id, np.int32)
+    is_valid = np.zeros((len(rationales), width), bool)
+    for row, rationale in enumerate(rationales):
+        if rationale is None:
+            continue
+        context = encode(f"<{think_tag}>{rationale}")[:max_context] + cue_tokens
+        tokens[row, width - len(context) :] = context
+        is_valid[row, width - len(context) :] = True
+    return Forced(tokens, is_valid, np.array([text is not None for text in rationales]))
+
+
+def without_context(
+    rollouts: Rollouts, scores: Scores, pad_token_id: int
+) -> tuple[Rollouts, Scores]:
+    """Drops forced tokens from the rows (`care.reflect_credit = "prompt_only"`, on the host).
+
+    The rows are then trained as answers to the prompt alone, which they were not sampled as: their
+    old log-probabilities must be computed anew. Verdicts stay, as they were read from all of it.
+    """
+    is_forced = np.asarray(rollouts.is_forced)
+    num_tokens = is_forced.shape[-1]
+    source = np.arange(num_tokens) + is_forced.sum(-1, keepdims=True)
+    is_inside = source < num_tokens
+    source = np.minimum(source, num_tokens - 1)
+
+    def shift(x, fill):
+        return np.where(is_inside, np.take_along_axis(np.asarray(x), source, -1), fill)
+
+    return rollouts.replace(
+        tokens=shift(rollouts.tokens, pad_token_id),
+        is_valid=shift(rollouts.is_valid, False),
+        logp=shift(rollouts.logp, 0.0),
+        is_forced=np.zeros_like(is_forced),
+    ), scores.replace(
+        is_think=shift(scores.is_think, False), is_answer=shift(scores.is_answer, False)
+    )

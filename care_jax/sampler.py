@@ -1,0 +1,257 @@
+"""Sampling: prefill once per prompt, then one `while_loop` that decodes all of its rows.
+
+The prefix (prompt and image) is stored once per prompt and read by its R rows as one matmul; each
+row owns only the cache of what it wrote. A reflected decode starts from the same prefix, with
+forced tokens in front of what is sampled.
+
+Letters: B prompts, R rows per prompt, P prompt tokens, T tokens of a row, C forced tokens,
+D model, V vocab.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
+
+from care_jax.batch import Prompts, Rollouts
+from care_jax.logprobs import policy_logits
+from models import backbone
+from models.config import BackboneConfig
+from models.decoder import KeyValues
+
+
+@flax.struct.dataclass
+class Prefix:
+    """What decoding needs of B prompts.
+
+    Attributes:
+        cache: keys and values of the prompt tokens.
+        is_valid: false at the prompt's left padding.
+        last_hidden: the state that predicts the first response token.
+        next_position: the position of the first response token.
+    """
+
+    cache: KeyValues
+    is_valid: Bool[Array, "B P"]
+    last_hidden: Float[Array, "B D"]
+    next_position: Int[Array, " B"]
+
+
+@flax.struct.dataclass
+class Forced:
+    """Tokens put in front of what is sampled, one row per prompt.
+
+    Attributes:
+        tokens: left-padded token ids.
+        is_valid: false at padding.
+        is_active: rows to decode; the others stay empty.
+    """
+
+    tokens: Int[Array, "B C"]
+    is_valid: Bool[Array, "B C"]
+    is_active: Bool[Array, " B"]
+
+
+@flax.struct.dataclass
+class _State:
+    """The loop's state before the token at `slot` is read.
+
+    `tokens`, `logp` and `is_valid` are filled up to and including `slot`.
+    """
+
+    slot: Int[Array, ""]
+    tokens: Int[Array, "B R T"]
+    logp: Float[Array, "B R T"]
+    is_valid: Bool[Array, "B R T"]
+    is_done: Bool[Array, "B R"]
+    is_complete: Bool[Array, "B R"]
+    cache: KeyValues
+    tag_state: UInt8[Array, "B R"]  # of the automaton that looks for the closing think tag
+    rationale: Float[Array, "B R D"]  # sum of the hidden states of the rationale
+    rng: PRNGKeyArray
+
+
+def prefill(
+    params: backbone.Params, prompts: Prompts, config: BackboneConfig, *, dtype: DTypeLike
+) -> Prefix:
+    """Runs prompts and images once; `params` are in the decode layout."""
+    features = None
+    if prompts.images is not None:
+        features = backbone.encode_images(params, prompts.images, config, dtype=dtype)
+    x = backbone.embed(params, prompts.tokens, dtype=dtype, features=features, slots=prompts.slots)
+    hidden, cache = backbone.prefill(params, x, prompts.positions, prompts.is_valid, config)
+    return Prefix(cache, prompts.is_valid, hidden[:, -1], prompts.next_position)
+
+
+def decode(
+    params: backbone.Params,
+    prefix: Prefix,
+    rng: PRNGKeyArray,
+    closing_tag: UInt8[Array, "states V"],
+    config: BackboneConfig,
+    *,
+    num_rows: int,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    dtype: DTypeLike,
+    forced: Forced | None = None,
+    stops: bool = True,
+) -> Rollouts:
+    """Samples `num_rows` responses to each prompt, until EOS or `max_tokens`.
+
+    Args:
+        params: in the decode layout.
+        prefix: of the B prompts.
+        rng: key of this decode.
+        closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
+            rationale embedding is taken over every token up to the one that closes the span (over
+            all of them if none does), the last sampled one excepted, whose state is never computed.
+        config: of the backbone.
+        num_rows: R; 1 where tokens are forced.
+        max_tokens: T, the budget of a row in tokens, forced ones and their padding included.
+        temperature: 0 takes the most likely token.
+        top_p: the least set of most likely tokens with at least this probability is kept.
+        dtype: of activations and cache.
+        forced: tokens in front of the sampled ones.
+        stops: whether EOS ends a row; false for measuring speed at equal lengths.
+
+    Returns:
+        the rows, forced tokens first and no gap between them and the sampled ones. `logp` is the
+        model's own at temperature 1, what the trainer's forward computes.
+    """
+    num_prompts, model_dim = prefix.last_hidden.shape
+    rows = (num_prompts, num_rows)
+    num_forced = 0 if forced is None else forced.tokens.shape[1]
+    if num_forced >= max_tokens:
+        raise ValueError(
+            f"{num_forced} forced tokens leave nothing of max_tokens {max_tokens} to sample; "
+            "set care.max_context lower or rl.max_response_tokens higher"
+        )
+    slots = jnp.arange(max_tokens)
+    forced_length = jnp.zeros(rows, jnp.int32)  # real forced tokens of each row
+    slot_is_used = jnp.ones((*rows, max_tokens), bool)  # false at the forced tokens' padding
+    cache = backbone.init_cache(config, num_prompts, num_rows, max_tokens, dtype)
+    hidden = jnp.broadcast_to(prefix.last_hidden[:, None], (*rows, model_dim))
+    tokens = jnp.zeros((*rows, max_tokens), jnp.int32)
+    is_done = jnp.zeros(rows, bool)
+
+    def extend(tokens, slot, cache):
+        """Reads tokens [B, R, n] at slots slot..slot+n-1; returns their hidden states."""
+        read = slot + jnp.arange(tokens.shape[-1])
+        skipped = num_forced - forced_length
+        positions = prefix.next_position[:, None, None] + read - skipped[..., None]
+        x = backbone.embed(params, tokens, dtype=dtype)
+        return backbone.extend(
+            params,
+            x,
+            jnp.maximum(positions, 0),
+            slot,
+            prefix.cache,
+            prefix.is_valid,
+            cache,
+            slot_is_used,
+            config,
+        )
+
+    if forced is not None:
+        forced_length = forced.is_valid.sum(-1, dtype=jnp.int32)[:, None]
+        slot_is_used = slot_is_used.at[:, 0, :num_forced].set(forced.is_valid)
+        is_done = ~forced.is_active[:, None]
+        forced_hidden, cache = extend(forced.tokens[:, None], 0, cache)
+        hidden = forced_hidden[:, :, -1]
+        tokens = tokens.at[:, 0, :num_forced].set(forced.tokens)
+
+    def sample(state: _State, hidden, slot) -> _State:
+        """Fills `slot` of every row that is not done from the hidden state before it."""
+        rng, key = jax.random.split(state.rng)
+        logits = policy_logits(params, hidden, config)
+        token = sample_token(logits, key, temperature=temperature, top_p=top_p)
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[..., None], -1)[..., 0]
+        is_new = ~state.is_done
+        is_eos = (token == config.eos_token_id) & is_new if stops else jnp.zeros_like(is_new)
+        return state.replace(
+            slot=slot,
+            tokens=state.tokens.at[:, :, slot].set(jnp.where(is_new, token, config.pad_token_id)),
+            logp=state.logp.at[:, :, slot].set(jnp.where(is_new, logp, 0.0)),
+            is_valid=state.is_valid.at[:, :, slot].set(is_new),
+            is_done=state.is_done | is_eos,
+            is_complete=state.is_complete | is_eos,
+            rng=rng,
+        )
+
+    def step(state: _State) -> _State:
+        """Reads the token at `slot`, then samples the one after it."""
+        token = state.tokens[:, :, state.slot]
+        hidden, cache = extend(token[..., None], state.slot, state.cache)
+        hidden = hidden[:, :, 0]
+        is_rationale = (state.tag_state < closing_tag.shape[0] - 1) & ~state.is_done
+        state = state.replace(
+            cache=cache,
+            tag_state=closing_tag[state.tag_state, token],
+            rationale=state.rationale + jnp.where(is_rationale[..., None], hidden, 0.0),
+        )
+        return sample(state, hidden, state.slot + 1)
+
+    state = _State(
+        slot=jnp.int32(num_forced),
+        tokens=tokens,
+        logp=jnp.zeros((*rows, max_tokens)),
+        is_valid=jnp.zeros((*rows, max_tokens), bool),
+        is_done=is_done,
+        is_complete=jnp.zeros(rows, bool),
+        cache=cache,
+        tag_state=jnp.zeros(rows, jnp.uint8),
+        rationale=jnp.zeros((*rows, model_dim)),
+        rng=rng,
+    )
+    state = sample(state, hidden, state.slot)
+    state = jax.lax.while_loop(
+        lambda state: (state.slot < max_tokens - 1) & ~state.is_done.all(), step, state
+    )
+
+    # Close the gap that the forced tokens' left padding leaves in front of a row.
+    is_forced = jnp.zeros_like(state.is_valid)
+    if forced is not None:
+        is_forced = is_forced.at[:, 0, :num_forced].set(forced.is_valid & forced.is_active[:, None])
+    source = slots + (num_forced - forced_length)[..., None]
+
+    def close_gap(x):
+        moved = jnp.take_along_axis(x, jnp.minimum(source, max_tokens - 1), -1)
+        return jnp.where(source < max_tokens, moved, jnp.zeros_like(moved))
+
+    is_forced = close_gap(is_forced)
+    is_valid = close_gap(state.is_valid) | is_forced
+    norm = jnp.linalg.norm(state.rationale, axis=-1, keepdims=True)
+    return Rollouts(
+        tokens=jnp.where(is_valid, close_gap(state.tokens), config.pad_token_id),
+        is_valid=is_valid,
+        is_forced=is_forced,
+        logp=close_gap(state.logp),
+        embedding=state.rationale / jnp.maximum(norm, 1e-6),
+        is_complete=state.is_complete,
+    )
+
+
+def sample_token(
+    logits: Float[Array, "*B V"], rng: PRNGKeyArray, *, temperature: float, top_p: float
+) -> Int[Array, "*B"]:
+    """One token id per row of logits."""
+    if temperature == 0:
+        return logits.argmax(-1).astype(jnp.int32)
+    logits = logits / temperature
+    if top_p < 1:
+        logits = jnp.where(is_nucleus(logits, top_p=top_p), logits, -jnp.inf)
+    return jax.random.categorical(rng, logits).astype(jnp.int32)
+
+
+def is_nucleus(logits: Float[Array, "*B V"], *, top_p: float) -> Bool[Array, "*B V"]:
+    """The least set of most likely tokens whose probability reaches `top_p`; never empty."""
+    descending = -jnp.sort(-jax.nn.softmax(logits), axis=-1)
+    before = jnp.cumsum(descending, -1) - descending
+    num_kept = (before < top_p).sum(-1, keepdims=True)
+    threshold = jnp.take_along_axis(descending, num_kept - 1, -1)
+    return jax.nn.softmax(logits) >= threshold

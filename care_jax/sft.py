@@ -1,0 +1,157 @@
+"""The cold start: supervised fine-tuning on rationales and answers, loss on the response only.
+
+One example is one row `[prompt | response]`, the layout of reinforcement learning with R = 1.
+Letters: B examples, T response tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jaxtyping import Array, Bool, Float, Int
+
+from care_jax import optimizer, sharding, spans
+from care_jax.batch import Example, Prompts
+from care_jax.checkpoint import Checkpoints
+from care_jax.data.pipeline import Batches
+from care_jax.logprobs import score_responses
+from care_jax.metrics import format_line, print_line, progress
+from care_jax.prompt import TokenizedPrompt
+from care_jax.run import Run
+from care_jax.train_step import init_state, update
+from models import backbone
+
+
+@flax.struct.dataclass
+class SftBatch:
+    """B prompts and the responses to imitate.
+
+    Attributes:
+        prompts: the prompts.
+        tokens, is_valid: right-padded responses, EOS included.
+        weight: of each token in the loss; 0 at padding.
+    """
+
+    prompts: Prompts
+    tokens: Int[Array, "B 1 T"]
+    is_valid: Bool[Array, "B 1 T"]
+    weight: Float[Array, "B 1 T"]
+
+
+def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> backbone.Params:
+    """Runs or resumes the SFT stage.
+
+    Args:
+        run: the run.
+        params: where it starts; float32, on the mesh. Consumed.
+        examples: with responses to imitate.
+
+    Returns:
+        the trained parameters.
+    """
+    config, sft = run.config, run.config.sft
+    learning_rate_at = optimizer.make_schedule(
+        learning_rate=sft.learning_rate,
+        warmup_steps=sft.warmup_steps,
+        num_steps=sft.num_steps,
+        schedule=sft.schedule,
+    )
+    adamw = optimizer.make_optimizer(
+        learning_rate_at,
+        weight_decay=sft.weight_decay,
+        max_grad_norm=sft.max_grad_norm,
+        trainable_mask={"vision": not config.model.freeze_vision, "text": True},
+    )
+
+    def sft_step(state, batch):
+        total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
+
+        def loss_fn(params, batch):
+            logp, _ = score_responses(
+                params,
+                batch.prompts,
+                batch.tokens,
+                batch.is_valid,
+                run.policy.config,
+                dtype=jnp.dtype(config.model.compute_dtype),
+                chunk=config.rl.logprob_chunk,
+                remat=config.model.remat,
+                freeze_vision=config.model.freeze_vision,
+            )
+            nll = -jnp.where(batch.is_valid, logp, 0.0)
+            num_tokens = batch.is_valid.sum().astype(jnp.float32)
+            return (batch.weight * nll).sum() / total_weight, {"nll": (nll.sum(), num_tokens)}
+
+        return update(state, batch, loss_fn, adamw, microbatch_size=sft.microbatch_size)
+
+    sft_step = jax.jit(sft_step, donate_argnums=0)
+    state = init_state(params, adamw, run.mesh)
+    batches = Batches(examples, run.policy.prompts, batch_size=sft.batch_size, seed=config.seed)
+    with Checkpoints(
+        run.workdir / "checkpoints" / "sft",
+        keep=config.keep_checkpoints,
+        fingerprint=run.policy.fingerprint(),
+    ) as checkpoints:
+        start = 0
+        if checkpoints.latest_step is not None:
+            restored = checkpoints.restore(sharding.abstract(state))
+            state, start = restored.state, restored.data_position
+        run.metrics.begin("sft", start)
+        for step, step_examples, records in progress(
+            batches.iterate(start, sft.num_steps), "sft", start, sft.num_steps
+        ):
+            began = time.perf_counter()
+            batch = sharding.put_batch(sft_batch(run, step_examples, records), run.mesh)
+            state, metrics = sft_step(state, batch)
+            is_last = step == sft.num_steps - 1
+            if step % config.log_every == 0 or is_last:
+                metrics = {name: float(value) for name, value in metrics.items()}
+                seconds = time.perf_counter() - began
+                metrics["learning_rate"] = float(learning_rate_at(step))
+                run.metrics.write("sft", step, metrics)
+                print_line(format_line("sft", step, sft.num_steps, metrics, seconds))
+            if (step + 1) % config.checkpoint_every == 0 or is_last:
+                checkpoints.save(step + 1, state, step + 1, config.seed, {})
+    return state.params
+
+
+def sft_batch(
+    run: Run, examples: Sequence[Example], records: Sequence[TokenizedPrompt]
+) -> SftBatch:
+    """Tokenises and pads the responses, answer tokens weighted by `sft.answer_weight`.
+
+    A response beyond `sft.max_response_tokens` gets weight 0 and is logged.
+    """
+    sft, policy = run.config.sft, run.policy
+    shape = (len(examples), 1, sft.max_response_tokens)
+    tokens = np.full(shape, policy.config.pad_token_id, np.int32)
+    is_valid = np.zeros(shape, bool)
+    weight = np.zeros(shape, np.float32)
+    for row, example in enumerate(examples):
+        response = policy.prompts.response_tokens(example.response)
+        if len(response) > sft.max_response_tokens:
+            logging.log_every_n(
+                logging.WARNING,
+                "left out the response of %s: %d tokens exceed sft.max_response_tokens %d",
+                100,
+                example.id,
+                len(response),
+                sft.max_response_tokens,
+            )
+            continue
+        span = spans.parse(
+            response,
+            policy.token_bytes,
+            eos_token_id=policy.config.eos_token_id,
+            think_tag=policy.think_tag,
+        )
+        tokens[row, 0, : len(response)] = response
+        is_valid[row, 0, : len(response)] = True
+        weight[row, 0, : len(response)] = np.where(span.is_answer, sft.answer_weight, 1.0)
+    return SftBatch(policy.prompts.batch(records), tokens, is_valid, weight)

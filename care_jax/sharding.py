@@ -1,0 +1,197 @@
+"""Where arrays live: the device mesh, parameters by their logical axes, batches by rows.
+
+The mesh has three axes. "data" repeats the parameters, "fsdp" cuts them and gathers them where
+they are used, "tensor" cuts the matrix products themselves; a batch is split over data x fsdp.
+A parameter names its axes ("embed", "mlp", ...) and ordered rules map these to mesh axes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+def make_mesh(
+    data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of all devices with axes ("data", "fsdp", "tensor").
+
+    Args:
+        data, fsdp, tensor: sizes, at least 1; one may be -1 and takes what the others leave.
+        devices: all devices of the run by default.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [data, fsdp, tensor]
+    named = " x ".join(f"mesh.{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"mesh sizes must be positive, one of them may be -1, not {named}")
+    known = data * fsdp * tensor
+    if known < 0:
+        free = sizes.index(-1)
+        if len(devices) % -known:
+            raise ValueError(
+                f"{named} cannot divide {len(devices)} devices; set the other sizes so that their "
+                f"product {-known} divides {len(devices)}"
+            )
+        sizes[free] = len(devices) // -known
+    elif known != len(devices):
+        raise ValueError(
+            f"{named} needs {known} devices, there are {len(devices)}; set one size to -1 or make "
+            f"their product {len(devices)}"
+        )
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
+    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=axis_types, devices=devices)
+
+
+@functools.cache
+def _log_replicated(logical: str, size: int, mesh_axis: str, mesh_size: int) -> None:
+    """Says once, not once per parameter, that an axis is not cut."""
+    logging.warning(
+        f"axis {logical!r} of size {size} does not divide by mesh.{mesh_axis}={mesh_size} and is "
+        "replicated"
+    )
+
+
+def _partition_spec(
+    path: str,
+    logical: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    rules: Sequence[tuple[str, str | None]],
+    mesh: Mesh,
+) -> PartitionSpec:
+    if len(logical) != len(shape):
+        raise ValueError(f"{path} has axes {logical} but shape {shape}; name each dimension once")
+    spec: list[str | None] = []
+    cut_by: dict[str, str] = {}  # mesh axis -> the logical axis that took it
+    for name, size in zip(logical, shape, strict=True):
+        mesh_axis = next((axis for rule, axis in rules if rule == name), None)
+        if mesh_axis is not None:
+            if mesh_axis in cut_by:
+                raise ValueError(
+                    f"{path}: axes {cut_by[mesh_axis]!r} and {name!r} are both mapped to mesh axis "
+                    f"{mesh_axis!r}; change one of them in sharding_rules"
+                )
+            cut_by[mesh_axis] = name
+            if size % mesh.shape[mesh_axis]:
+                _log_replicated(name, size, mesh_axis, mesh.shape[mesh_axis])
+                mesh_axis = None
+        spec.append(mesh_axis)
+    return PartitionSpec(*spec)
+
+
+def param_shardings(
+    logical_axes: Any, shapes: Any, rules: Sequence[tuple[str, str | None]], mesh: Mesh
+) -> Any:
+    """The sharding of every parameter.
+
+    The first rule that names a logical axis decides; an axis without a rule is replicated. So is
+    an axis whose size does not divide by its mesh axis (2 kv heads on tensor=4: each device then
+    holds the keys its query heads need), which is logged once per axis and size.
+
+    Args:
+        logical_axes: tree with a tuple of axis names for every parameter.
+        shapes: the same tree with arrays or `ShapeDtypeStruct`s.
+        rules: (logical axis, mesh axis) pairs, in order of precedence.
+
+    Raises:
+        ValueError: a rule names no mesh axis, or one parameter would be cut twice by the same.
+    """
+    for name, mesh_axis in rules:
+        if mesh_axis is not None and mesh_axis not in mesh.axis_names:
+            raise ValueError(
+                f"sharding_rules map {name!r} to {mesh_axis!r}, which is no mesh axis; "
+                f"choose one of {', '.join(mesh.axis_names)} or None"
+            )
+
+    def place(path: jax.tree_util.KeyPath, logical: tuple[str | None, ...], shape: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return NamedSharding(mesh, _partition_spec(name, logical, shape.shape, rules, mesh))
+
+    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(place, logical_axes, shapes, is_leaf=is_axes)
+
+
+def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
+    """Shardings of a tree that repeats the parameters' tree inside, as an optimizer state does.
+
+    A leaf whose path ends in a parameter's path lies as that parameter; any other is replicated.
+
+    Args:
+        tree: arrays or `ShapeDtypeStruct`s, such as `jax.eval_shape(optimizer.init, params)`.
+        shardings: the parameters' own, from `param_shardings`.
+    """
+    by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
+
+    def place(path: jax.tree_util.KeyPath, _: Any) -> NamedSharding:
+        tails = (path[start:] for start in range(len(path)))
+        own = next((tail for tail in tails if tail in by_path), None)
+        return replicated(mesh) if own is None else by_path[own]
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def abstract(tree: Any) -> Any:
+    """Shape, type and layout of every array, which is what a checkpoint is restored to."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The leading axis (prompts, rows) is split over data x fsdp, the others are whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def put_batch(batch: Any, mesh: Mesh) -> Any:
+    """Puts a tree of numpy arrays on the devices, split by their leading axis.
+
+    Args:
+        batch: arrays [B, ...]; None in place of an array stays None. In a run of several
+            processes each passes the rows of its own devices and B counts over all of them.
+
+    Raises:
+        ValueError: B does not divide by the devices of data x fsdp.
+    """
+    sharding = batch_sharding(mesh)
+    num_shards = mesh.local_mesh.shape["data"] * mesh.local_mesh.shape["fsdp"]
+
+    def put(path: jax.tree_util.KeyPath, array: Any) -> jax.Array:
+        if array.ndim == 0 or array.shape[0] % num_shards:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} of shape {array.shape} must have a leading "
+                f"axis divisible by {num_shards} devices (data x fsdp of this process)"
+            )
+        return jax.make_array_from_process_local_data(sharding, array)
+
+    return jax.tree_util.tree_map_with_path(put, batch)
+
+
+def check_divides(name: str, size: int, mesh: Mesh) -> None:
+    """Refuses a batch size that the mesh cannot split.
+
+    Args:
+        name: key of the size in the config, for the message.
+        size: rows or prompts of the whole batch, over all processes.
+    """
+    num_devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    if size < 1 or size % num_devices:
+        below = max(size, 0) // num_devices * num_devices
+        choices = " or ".join(str(n) for n in (below, below + num_devices) if n)
+        raise ValueError(
+            f"{name} {size} must be divisible by {num_devices} devices (data x fsdp); "
+            f"set it to {choices}"
+        )

@@ -1,0 +1,333 @@
+"""The reinforcement learning loop and every `jax.jit` of it; `rollout` is its host side.
+
+One step: a rollout batch is decoded in waves, verified, contrasted and repaired; then come the
+advantages, then one or more updates on rows of `[prompt | r_0 | ... | r_{R-1}]`.
+
+Letters: B prompts, G rollouts per prompt, R rows per prompt (G, or G + 1 with a reflected row),
+T response tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from care_jax import credit, diagnostics, optimizer, sampler, sharding
+from care_jax.advantages import RawAdvantages
+from care_jax.batch import Example, TrainBatch
+from care_jax.checkpoint import Checkpoints
+from care_jax.credit import Credit
+from care_jax.data.pipeline import Batches
+from care_jax.logprobs import score_responses
+from care_jax.metrics import device_memory, format_line, print_line, progress
+from care_jax.prompt import TokenizedPrompt
+from care_jax.rollout import Groups, Programs, roll_out
+from care_jax.run import Run
+from care_jax.train_step import init_state, join_batch, split_batch, train_step
+from care_jax.verifier import Verifier
+from models import backbone
+
+_SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePrograms:
+    """The compiled functions of the update; those of the rollout are `rollout.Programs`.
+
+    Attributes:
+        to_decode_layout: params -> params in the decode layout.
+        credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
+        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages.
+        score: (params, batch) -> log-probabilities [B, R, T].
+        update: (state, batch) -> (state, metrics).
+    """
+
+    to_decode_layout: Callable
+    credit: Callable
+    raw_advantages: Callable
+    score: Callable
+    update: Callable
+
+
+def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> backbone.Params:
+    """Runs or resumes the RL stage.
+
+    Args:
+        run: the run.
+        params: where RL starts, and the reference of the KL term; float32, on the mesh. Consumed.
+        examples: the prompts to learn from.
+
+    Returns:
+        the trained parameters.
+    """
+    config, rl = run.config, run.config.rl
+    updates_per_step = rl.prompts_per_step // rl.prompts_per_update
+    learning_rate_at = optimizer.make_schedule(
+        learning_rate=rl.learning_rate,
+        warmup_steps=rl.warmup_steps,
+        num_steps=rl.num_steps * updates_per_step,
+        schedule=rl.schedule,
+    )
+    adamw = optimizer.make_optimizer(
+        learning_rate_at,
+        weight_decay=rl.weight_decay,
+        max_grad_norm=rl.max_grad_norm,
+        trainable_mask={"vision": not config.model.freeze_vision, "text": True},
+    )
+    rollout_programs = compile_rollout(run)
+    programs = compile_update(run, adamw)
+    reference = jax.tree.map(jnp.copy, params) if rl.beta else None
+    state = init_state(params, adamw, run.mesh)
+    batches = Batches(
+        examples, run.policy.prompts, batch_size=rl.prompts_per_step, seed=config.seed
+    )
+    num_decoded = 0
+
+    with (
+        Checkpoints(
+            run.workdir / "checkpoints" / "rl",
+            keep=config.keep_checkpoints,
+            fingerprint=run.policy.fingerprint(),
+        ) as checkpoints,
+        Verifier(
+            num_workers=config.verifier.num_workers,
+            timeout=config.verifier.timeout,
+            think_tag=run.policy.think_tag,
+        ) as verifier,
+    ):
+        start = 0
+        if checkpoints.latest_step is not None:
+            restored = checkpoints.restore(sharding.abstract(state))
+            state, start = restored.state, restored.data_position
+            num_decoded = restored.metadata["num_decoded"]
+        run.metrics.begin("rl", start)
+        for step, step_examples, records in progress(
+            batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps
+        ):
+            began = time.perf_counter()
+            rng = jax.random.fold_in(jax.random.key(config.seed), step)
+            decode_params = programs.to_decode_layout(state.params)
+            groups = roll_out(
+                run, rollout_programs, decode_params, rng, step_examples, records, verifier
+            )
+            del decode_params  # its memory is the update's now
+            rolled_out = time.perf_counter()
+
+            credited, raw = assign_credit(run, programs, groups)
+            update_metrics = []
+            for first in range(0, rl.prompts_per_step, rl.prompts_per_update):
+                part = slice(first, first + rl.prompts_per_update)
+                batch = train_batch(run, records[part], groups, credited, part)
+                batch = with_logprobs(run, programs, batch, state.params, reference)
+                state, metrics = programs.update(state, batch)
+                update_metrics.append(metrics)
+            update_metrics = jax.device_get(update_metrics)
+            ended = time.perf_counter()
+
+            rollouts = groups.rollouts
+            num_tokens = int((rollouts.is_valid & ~rollouts.is_forced).sum())
+            num_decoded += num_tokens
+            metrics = diagnostics.rollout_metrics(
+                rollouts, groups.scores, step_examples, rl.num_rollouts
+            )
+            if raw is not None:
+                metrics |= diagnostics.subgroup_metrics(
+                    groups.scores, groups.subgroup, raw, credited.advantage, groups.has_reflection
+                )
+            metrics |= {
+                name: float(np.mean([metrics[name] for metrics in update_metrics]))
+                for name in update_metrics[0]
+            }
+            metrics |= {f"verifier/{name}": count for name, count in verifier.counts.items()}
+            metrics |= device_memory() | {
+                "learning_rate": float(learning_rate_at(step * updates_per_step)),
+                "decoded_tokens": num_decoded,
+                "rollout_tokens_per_second": num_tokens / (rolled_out - began),
+                "train_tokens_per_second": int(rollouts.is_valid.sum()) / (ended - rolled_out),
+                "rollout_seconds": rolled_out - began,
+                "train_seconds": ended - rolled_out,
+            }
+            run.metrics.write("rl", step, metrics)  # stops the run where one is not finite
+            if step % config.log_every == 0 or step == rl.num_steps - 1:
+                shown = {name: metrics[name] for name in _SHOWN if name in metrics}
+                print_line(format_line("rl", step, rl.num_steps, shown, ended - began))
+            if (step + 1) % config.checkpoint_every == 0 or step == rl.num_steps - 1:
+                metadata = {"num_decoded": num_decoded}
+                checkpoints.save(step + 1, state, step + 1, config.seed, metadata)
+    return state.params
+
+
+def assign_credit(
+    run: Run, programs: UpdatePrograms, groups: Groups
+) -> tuple[Credit, RawAdvantages | None]:
+    """Advantages and token weights of a rollout batch; under CARE A_raw too, for its metrics."""
+    if run.config.rl.objective == "grpo":
+        return jax.device_get(programs.credit(groups.rollouts, groups.scores)), None
+    arguments = groups.scores, groups.subgroup, groups.has_reflection
+    credited = programs.credit(groups.rollouts, *arguments)
+    return jax.device_get((credited, programs.raw_advantages(*arguments)))
+
+
+def train_batch(
+    run: Run, records: Sequence[TokenizedPrompt], groups: Groups, credited: Credit, part: slice
+) -> TrainBatch:
+    """The batch of one update, padded to the buckets that hold its prompts and rows."""
+    rollouts, scores, credited = jax.tree.map(
+        lambda x: x[part], (groups.rollouts, groups.scores, credited)
+    )
+    longest = rollouts.is_valid.sum(-1).max()
+    length = min(bucket for bucket in run.config.rl.response_buckets if bucket >= longest)
+    batch = TrainBatch(
+        prompts=run.policy.prompts.batch(records),
+        tokens=rollouts.tokens[..., :length],
+        is_valid=rollouts.is_valid[..., :length],
+        token_advantage=credited.token_advantage[..., :length],
+        old_logp=rollouts.logp[..., :length],
+        ref_logp=np.zeros_like(rollouts.logp[..., :length]),
+        row_weight=credited.row_weight,
+        prompt_weight=credited.prompt_weight,
+        is_trained=credited.is_trained[..., :length],
+        is_answer=scores.is_answer[..., :length],
+    )
+    return sharding.put_batch(batch, run.mesh)
+
+
+def with_logprobs(
+    run: Run,
+    programs: UpdatePrograms,
+    batch: TrainBatch,
+    params: backbone.Params,
+    reference: backbone.Params | None,
+) -> TrainBatch:
+    """Fills in what the sampler could not: the reference's log-probabilities, the trainer's own.
+
+    The sampler's are the model's at temperature 1 whatever the sampling settings, so they serve as
+    π_old unless the config asks for the trainer's numerics, or rows lost the context they had.
+    """
+    if reference is not None:
+        batch = batch.replace(ref_logp=programs.score(reference, batch))
+    is_reframed = (
+        run.config.rl.objective == "care" and run.config.care.reflect_credit == "prompt_only"
+    )
+    if run.config.rl.old_logp == "trainer" or is_reframed:
+        batch = batch.replace(old_logp=programs.score(params, batch))
+    return batch
+
+
+def compile_rollout(run: Run) -> Programs:
+    """The jitted functions of a rollout, each compiled once per bucket that occurs."""
+    rl, care, config = run.config.rl, run.config.care, run.policy.config
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+    rows = sharding.batch_sharding(run.mesh)
+    closing_tag = jnp.asarray(run.policy.closing_tag)
+
+    def prefill(params, prompts):
+        return sampler.prefill(params, prompts, config, dtype=dtype)
+
+    def decode(params, prefix, rng, forced=None):
+        return sampler.decode(
+            params,
+            prefix,
+            rng,
+            closing_tag,
+            config,
+            num_rows=rl.num_rollouts if forced is None else 1,
+            max_tokens=rl.max_response_tokens,
+            temperature=rl.temperature,
+            top_p=rl.top_p,
+            dtype=dtype,
+            forced=forced,
+        )
+
+    def reflect(params, prefix, rng, forced):
+        return decode(params, prefix, rng, forced)
+
+    def select(rollouts, scores, rng):
+        return credit.select_subgroups(
+            rollouts,
+            scores,
+            rng,
+            num_negatives=care.num_negatives,
+            num_candidates=care.num_candidates,
+            rule=care.rule,
+        )
+
+    return Programs(
+        prefill=jax.jit(prefill, out_shardings=rows),
+        decode=jax.jit(decode, out_shardings=rows),
+        reflect=jax.jit(reflect, out_shardings=rows),
+        select=jax.jit(select),
+    )
+
+
+def compile_update(run: Run, adamw: optax.GradientTransformation) -> UpdatePrograms:
+    """The jitted functions of an update, each compiled once per bucket that occurs."""
+    rl, care, grpo, model = run.config.rl, run.config.care, run.config.grpo, run.config.model
+    config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
+    scoring = dict(
+        dtype=dtype, chunk=rl.logprob_chunk, remat=model.remat, freeze_vision=model.freeze_vision
+    )
+
+    def to_decode_layout(params):
+        return backbone.to_decode_layout(params, config, dtype)
+
+    def score(params, batch):
+        def one(batch):
+            return score_responses(
+                params, batch.prompts, batch.tokens, batch.is_valid, config, **scoring
+            )[0]
+
+        return join_batch(jax.lax.map(one, split_batch(batch, rl.prompts_per_microbatch)))
+
+    def update(state, batch):
+        return train_step(
+            state,
+            batch,
+            config,
+            adamw,
+            microbatch_size=rl.prompts_per_microbatch,
+            beta=rl.beta,
+            clip_low=rl.clip_low,
+            clip_high=rl.clip_high,
+            **scoring,
+        )
+
+    def care_credit(rollouts, scores, subgroup, has_reflection):
+        return credit.care_credit(
+            rollouts,
+            scores,
+            subgroup,
+            has_reflection,
+            num_negatives=care.num_negatives,
+            negative_scale=care.negative_scale,
+            reflected_scale=care.reflected_scale,
+            delta=care.delta,
+            eps=care.advantage_eps,
+            equalize=care.equalize,
+            rescue=care.rescue,
+            rescue_scale=care.rescue_scale,
+            robust=care.robust,
+            gamma_pos=care.gamma_pos,
+            weight_eps=care.weight_eps,
+        )
+
+    def grpo_credit(rollouts, scores):
+        return credit.grpo_credit(rollouts, scores, eps=grpo.advantage_eps, ddof=grpo.ddof)
+
+    raw = functools.partial(
+        credit.care_raw_advantages, delta=care.delta, eps=care.advantage_eps, robust=care.robust
+    )
+    return UpdatePrograms(
+        to_decode_layout=jax.jit(to_decode_layout, out_shardings=sharding.replicated(run.mesh)),
+        credit=jax.jit(care_credit if rl.objective == "care" else grpo_credit),
+        raw_advantages=jax.jit(raw),
+        score=jax.jit(score, out_shardings=sharding.batch_sharding(run.mesh)),
+        update=jax.jit(update, donate_argnums=0),
+    )

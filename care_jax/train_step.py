@@ -1,0 +1,209 @@
+"""One optimizer update: pure (state, batch) -> (state, metrics), accumulated over microbatches.
+
+Every sum is divided by a denominator counted over the whole batch, so loss, gradient and metrics
+are the same however the batch is cut into microbatches or laid over devices.
+
+Letters: B prompts, R rows per prompt, T response tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from care_jax import objective, sharding
+from care_jax.batch import TrainBatch
+from care_jax.logprobs import score_responses
+from models.backbone import Params
+from models.config import BackboneConfig
+
+Batch = TypeVar("Batch")
+# Metric name -> (numerator, denominator), summed over microbatches and divided once.
+Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What an update changes.
+
+    Attributes:
+        params: float32 master weights, in the training layout.
+        opt_state: of the optimizer.
+        step: updates done.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    step: Int[Array, ""]
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The state before the first update; its optimizer state lies as the parameters do."""
+    opt_state = optimizer.init(params)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    opt_state = jax.device_put(opt_state, sharding.shardings_like(opt_state, shardings, mesh))
+    step = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
+    return TrainState(params, opt_state, step)
+
+
+def train_step(
+    state: TrainState,
+    batch: TrainBatch,
+    config: BackboneConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatch_size: int,
+    beta: float,
+    clip_low: float,
+    clip_high: float,
+    chunk: int,
+    dtype: DTypeLike,
+    remat: str,
+    freeze_vision: bool,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """One reinforcement learning update.
+
+        L = -Σᵢ row_weightᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
+            + β · mean over is_trained of k3(π_θ, π_ref)
+
+    Args:
+        state: before the update.
+        batch: B prompts and their rows.
+        config: of the backbone.
+        optimizer: made for `state.params`.
+        microbatch_size: prompts of one forward and backward; divides B.
+        beta: β; 0 leaves the KL out.
+        clip_low, clip_high: ε of the clipped ratio, below and above 1.
+        chunk: tokens of a prompt's row whose logits are held at a time.
+        dtype: of the activations.
+        remat: what the backward pass recomputes.
+        freeze_vision: the vision tower gets no gradient.
+
+    Returns:
+        the state after it, and metrics in nats and shares of tokens.
+    """
+    total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
+    num_trained = jnp.maximum(batch.is_trained.sum(), 1)
+
+    clip = dict(clip_low=clip_low, clip_high=clip_high)
+    surrogate = _over_rows(functools.partial(objective.clipped_surrogate, **clip))
+    clips = _over_rows(functools.partial(objective.is_clipped, **clip))
+    k3 = _over_rows(objective.k3)
+
+    def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Ratios]:
+        logp, entropy = score_responses(
+            params,
+            batch.prompts,
+            batch.tokens,
+            batch.is_valid,
+            config,
+            dtype=dtype,
+            chunk=chunk,
+            remat=remat,
+            freeze_vision=freeze_vision,
+        )
+        # Elsewhere (forced, padding, rows left out) the ratio is held at 1.
+        logp = jnp.where(batch.is_trained, logp, batch.old_logp)
+        terms = surrogate(logp, batch.old_logp, batch.token_advantage)
+        loss = -(batch.row_weight * terms.sum(-1)).sum() / total_weight
+        if beta:
+            kl = jnp.where(batch.is_trained, k3(logp, batch.ref_logp), 0.0)
+            loss += beta * kl.sum() / num_trained
+
+        is_clipped = clips(logp, batch.old_logp, batch.token_advantage)
+        has_credit = batch.token_advantage != 0
+        is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
+        ratios = {
+            "policy_loss": _ratio(-(batch.row_weight * terms.sum(-1)), batch.prompt_weight),
+            "entropy": _mean(entropy, batch.is_trained),
+            "kl_old": _mean(k3(logp, batch.old_logp), batch.is_trained),
+            "clip_rate": _mean(is_clipped, has_credit),
+            "clip_rate_negative_answer": _mean(is_clipped, is_negative_answer),
+        }
+        if beta:
+            ratios["kl_ref"] = _mean(kl, batch.is_trained)
+        return loss, ratios
+
+    return update(state, batch, loss_fn, optimizer, microbatch_size=microbatch_size)
+
+
+def update(
+    state: TrainState,
+    batch: Batch,
+    loss_fn: Callable[[Params, Batch], tuple[Float[Array, ""], Ratios]],
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatch_size: int,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """Sums `loss_fn`'s gradients over microbatches and applies them once.
+
+    Args:
+        state: before the update.
+        batch: arrays with a leading axis of B examples.
+        loss_fn: the share of the loss that a microbatch adds (already divided by the whole
+            batch's denominators), and metrics as (numerator, denominator).
+        optimizer: made for `state.params`.
+        microbatch_size: examples of one forward and backward; divides B.
+    """
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+    microbatches = split_batch(batch, microbatch_size)
+
+    def add(total, microbatch):
+        return jax.tree.map(jnp.add, total, value_and_grad(state.params, microbatch)), None
+
+    first = jax.tree.map(lambda x: x[0], microbatches)
+    shapes = jax.eval_shape(value_and_grad, state.params, first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    ((loss, ratios), grads), _ = jax.lax.scan(add, zeros, microbatches)
+
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+        name: numerator / jnp.maximum(denominator, 1e-9)
+        for name, (numerator, denominator) in ratios.items()
+    }
+    metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return TrainState(params, opt_state, state.step + 1), metrics
+
+
+def split_batch(batch: Batch, microbatch_size: int) -> Batch:
+    """[B, ...] to [B / microbatch_size, microbatch_size, ...], see `join_batch` for the way back.
+
+    Microbatch i takes every n-th example from i on, so that each keeps the batch's layout over
+    devices.
+    """
+    size = jax.tree.leaves(batch)[0].shape[0]
+    if size % microbatch_size:
+        raise ValueError(f"microbatch size {microbatch_size} must divide the batch of {size}")
+
+    def split(x):
+        return jnp.swapaxes(x.reshape(microbatch_size, size // microbatch_size, *x.shape[1:]), 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def join_batch(microbatches: Batch) -> Batch:
+    """Puts the examples of `split_batch` back in order."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), microbatches)
+
+
+def _over_rows(function: Callable) -> Callable:
+    """vmap over prompts and their rows."""
+    return jax.vmap(jax.vmap(function))
+
+
+def _mean(x: Array, mask: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    return jnp.where(mask, x, 0.0).sum(), mask.sum().astype(jnp.float32)
+
+
+def _ratio(numerators: Array, denominators: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    return numerators.sum(), denominators.sum()

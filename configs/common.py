@@ -1,0 +1,138 @@
+"""Every key of a run, with its default. Other config files start from here and change some.
+
+Defaults that the paper leaves open follow its code base's published configuration; they are
+marked (open).
+"""
+
+from ml_collections import ConfigDict
+
+# The repair cue of the paper (reflection-guided resampling).
+CUE = (
+    "\nYour previous reasoning was incorrect. Identify the failing operation, correct it, and "
+    "re-derive the necessary quantities. Keep this section concise. Do not restate the question.\n"
+)
+
+
+def get_config() -> ConfigDict:
+    """A complete configuration: Qwen2.5-VL sizes, CARE objective, no data source."""
+    config = ConfigDict()
+    # In this order, each from the parameters the one before left; "evaluate" may stand twice.
+    config.stages = ("sft", "rl", "evaluate")  # also "export"
+    config.seed = 0
+    config.log_every = 1  # steps between logged lines
+    config.checkpoint_every = 50  # steps; the last step of a stage is always saved
+    config.keep_checkpoints = 2
+
+    config.model = model = ConfigDict()
+    model.path = ""  # folder or hub id of a Hugging Face release; empty: random weights
+    model.backbone = ConfigDict()  # config.json of a backbone to start from random; with path empty
+    model.tokenizer = ""  # folder of a tokenizer; empty: that of model.path, or the built-in one
+    model.compute_dtype = "bfloat16"  # of activations; parameters are float32 master weights
+    model.remat = "layer"  # what the backward pass recomputes: "none" or "layer"
+    model.freeze_vision = False  # (open) the vision tower is trained
+
+    # Mesh sizes; -1 takes what the others leave. The batch is split over data x fsdp.
+    config.mesh = mesh = ConfigDict()
+    mesh.data = 1
+    mesh.fsdp = -1
+    mesh.tensor = 1
+    # Logical axis of a parameter -> mesh axis.
+    config.sharding_rules = (
+        ("embed", "fsdp"),
+        ("vocab", "tensor"),
+        ("heads", "tensor"),
+        ("kv_heads", "tensor"),
+        ("mlp", "tensor"),
+    )
+
+    config.data = data = ConfigDict()
+    data.train = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
+    data.sft = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
+    data.test = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
+    data.teacher_error = 0.0  # synthetic cold start: share of wrong labels (count, sum, difference)
+    data.cue_share = 0.0  # synthetic cold start: share of rationales that carry the repair cue
+    data.min_pixels = 262144  # (open) images are resized into this range
+    data.max_pixels = 1003520  # (open) of the mixture; 4194304 for geometry alone
+    # (prompt tokens, image patches) a batch is padded to; the smallest that holds it is taken.
+    # Longer prompts are dropped and counted.
+    data.buckets = ((512, 2048), (1024, 4096), (2048, 6144))
+    data.system_prompt = "You are a helpful assistant."
+    # Appended to the question, as the policy is told the format.
+    data.instruction = (
+        "First think about the reasoning process inside <think> </think> tags, then give the "
+        "final answer inside <answer> </answer> tags."
+    )
+    data.think_tag = "think"  # "reasoning" for Qwen3-VL
+
+    config.sft = sft = ConfigDict()
+    sft.num_steps = 1000
+    sft.batch_size = 128
+    sft.microbatch_size = 16  # rows per forward and backward; divides batch_size
+    sft.learning_rate = 1e-5
+    sft.warmup_steps = 50
+    sft.schedule = "cosine"  # "constant" or "cosine" (to 0)
+    sft.weight_decay = 0.01
+    sft.max_grad_norm = 1.0
+    sft.answer_weight = 1.0  # weight of answer tokens against rationale tokens
+    sft.max_response_tokens = 2048
+
+    config.rl = rl = ConfigDict()
+    rl.objective = "care"  # "care" or "grpo"
+    rl.num_steps = 200  # rollout batches
+    rl.num_rollouts = 8  # G
+    rl.prompts_per_step = 512  # (open) prompts of a rollout batch
+    rl.prompts_per_update = 128  # (open) prompts of one optimizer update
+    rl.prompts_per_microbatch = 8  # prompts of one forward and backward
+    rl.decode_prompts = 64  # prompts decoded at a time (one wave)
+    rl.max_response_tokens = 2048  # (open) T, forced tokens of a reflected row included
+    # Response lengths an update is padded to; the smallest that holds its longest row is taken.
+    rl.response_buckets = (512, 1024, 2048)
+    rl.temperature = 1.0  # (open)
+    rl.top_p = 1.0  # (open)
+    rl.learning_rate = 1e-6  # (open)
+    rl.warmup_steps = 0
+    rl.schedule = "constant"  # (open) "constant" or "cosine" (to 0)
+    rl.weight_decay = 0.01  # (open)
+    rl.max_grad_norm = 1.0  # (open)
+    rl.format_weight = 0.1  # λ of the reward (eq:overall)
+    rl.clip_low = 0.20
+    rl.clip_high = 0.28  # GRPO as published: 0.20
+    rl.beta = 0.02  # weight of the KL to the reference policy; 0 keeps no reference
+    # π_old: "sampler", as it sampled; "trainer", computed anew by the trainer's forward, which
+    # costs a forward and hides differences between the two programs' numerics.
+    rl.old_logp = "sampler"
+    rl.logprob_chunk = 1024  # tokens of each prompt's row whose logits are held at a time
+
+    # Chosen by rl.objective = "care"; refused when changed under another objective.
+    config.care = care = ConfigDict()
+    care.num_negatives = 4  # K
+    care.num_candidates = 6  # M, nearest failures among which the spread ones are taken
+    care.rule = "nearest_diverse"  # nearest, nearest_diverse, mixed, farthest, random
+    care.negative_scale = 0.5  # s
+    care.reflected_scale = 0.25  # s_refl = s/2
+    care.delta = 0.1  # δ of the pseudo-rewards
+    care.advantage_eps = 1e-6  # ε added to σ
+    care.equalize = True  # A <- sqrt(K / K_S) A
+    care.robust = False  # trimmed mean and median absolute deviation for μ, σ
+    care.rescue = True  # all-failed groups get a pseudo-anchor
+    care.rescue_scale = 1.0  # multiplies A of a rescued group
+    care.gamma_pos = 0.005  # weight of the rationale of a correct row
+    care.weight_eps = 1e-6  # ε_w
+    care.reflect = True  # reflection-guided resampling (RGR)
+    care.reflect_mode = "cue"  # "cue", "no_cue" or "random" (the cue's words shuffled)
+    care.reflect_credit = "as_sampled"  # "as_sampled" or "prompt_only"
+    care.max_context = 1024  # most tokens of tag and failed rationale a reflected row keeps: T/2
+    care.cue = CUE  # put right behind the rationale
+
+    config.grpo = grpo = ConfigDict()
+    grpo.ddof = 0  # 0: population standard deviation; 1: sample, as EasyR1, verl and TRL
+    grpo.advantage_eps = 1e-6
+
+    config.evaluate = evaluate = ConfigDict()
+    evaluate.batch_size = 64
+    evaluate.max_response_tokens = 2048
+
+    config.verifier = verifier = ConfigDict()
+    verifier.num_workers = 2  # processes for answers that need symbolic comparison
+    verifier.timeout = 5.0  # seconds until a worker is killed and its answer scores 0
+    return config

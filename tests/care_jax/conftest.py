@@ -1,0 +1,67 @@
+"""A small random policy and prompts for the tests of everything that runs a backbone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from care_jax.batch import Example, Rollouts
+from care_jax.data.sources import open_source
+from care_jax.main import policy_of
+from configs import tiny
+from models import backbone
+
+
+@pytest.fixture(scope="session")
+def policy():
+    config = tiny.get_config()
+    config.data.buckets = ((48, 96), (64, 96), (96, 192))
+    return policy_of(config)
+
+
+@pytest.fixture(scope="session")
+def params(policy):
+    """Random weights, larger than at the start of training, so that no term is negligible."""
+    params = backbone.init(policy.config, jax.random.key(0))
+    return jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, params)
+
+
+@pytest.fixture(scope="session")
+def examples():
+    """One image, another size, two images, none."""
+    source = open_source("synthetic", num_examples=8, seed=5)
+    two = Example(
+        id="two",
+        source="made",
+        images=(Image.new("RGB", (48, 32), "red"), source[4].images[0]),
+        question="<image><image>Which?",
+        answer="2",
+    )
+    none = Example(id="none", source="made", images=(), question="1 + 1?", answer="2")
+    return [source[0], source[5], two, none]
+
+
+@pytest.fixture(scope="session")
+def prompts(policy, examples):
+    prompts = policy.prompts.batch([policy.prompts.tokenize(example) for example in examples])
+    return jax.tree.map(jnp.asarray, prompts)
+
+
+@pytest.fixture(scope="session")
+def responses(policy):
+    """Four prompts' three rows of random tokens, of every length from 1 to 9."""
+    rng = np.random.default_rng(0)
+    shape = (4, 3, 9)
+    lengths = rng.permutation(np.arange(12) % 9 + 1).reshape(4, 3)
+    is_valid = np.arange(9) < lengths[..., None]
+    tokens = np.where(is_valid, rng.integers(0, 900, shape), policy.config.pad_token_id)
+    rollouts = Rollouts(
+        tokens=tokens.astype(np.int32),
+        is_valid=is_valid,
+        is_forced=np.zeros(shape, bool),
+        logp=np.where(is_valid, rng.normal(-7, 0.1, shape), 0).astype(np.float32),
+        embedding=rng.normal(size=(4, 3, policy.config.text.hidden_size)).astype(np.float32),
+        is_complete=np.ones((4, 3), bool),
+    )
+    return jax.tree.map(jnp.asarray, rollouts)

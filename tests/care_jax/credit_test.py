@@ -1,0 +1,144 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from care_jax import credit
+from care_jax.batch import Rollouts, Scores
+
+B, G, T, D = 3, 4, 6, 5
+CARE = dict(
+    num_negatives=2,
+    negative_scale=0.5,
+    reflected_scale=0.25,
+    delta=0.1,
+    eps=1e-6,
+    equalize=True,
+    rescue=True,
+    rescue_scale=1.0,
+    robust=False,
+    gamma_pos=0.005,
+    weight_eps=1e-6,
+)
+
+
+def rows(num_rows, acc, num_tokens=T):
+    """Responses of four rationale and two answer tokens."""
+    rng = np.random.default_rng(0)
+    acc = jnp.asarray(acc, jnp.float32)
+    shape = (len(acc), num_rows, num_tokens)
+    is_valid = jnp.broadcast_to(jnp.arange(num_tokens) < T, shape)
+    is_think = jnp.broadcast_to(jnp.arange(num_tokens) < 4, shape)
+    rollouts = Rollouts(
+        tokens=jnp.ones(shape, jnp.int32),
+        is_valid=is_valid,
+        is_forced=jnp.zeros(shape, bool),
+        logp=-jnp.ones(shape) * is_valid,
+        embedding=jnp.asarray(rng.normal(size=(len(acc), num_rows, D)), jnp.float32),
+        is_complete=jnp.ones(shape[:2], bool),
+    )
+    ones = jnp.ones(shape[:2])
+    scores = Scores(
+        acc=acc,
+        fmt=ones,
+        reward=0.9 * acc + 0.1 * ones,
+        is_think=is_think,
+        is_answer=is_valid & ~is_think,
+        num_think=jnp.full(shape[:2], 2),
+        num_answer=jnp.full(shape[:2], 1),
+        has_answer=ones > 0,
+    )
+    return rollouts, scores
+
+
+def select(rollouts, scores):
+    return credit.select_subgroups(
+        rollouts, scores, jax.random.key(0), num_negatives=2, num_candidates=3, rule="nearest"
+    )
+
+
+ACC = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_care_weights_members_equally_and_leaves_out_prompts_without_update(jit):
+    rollouts, scores = rows(G, ACC)
+    subgroup = select(rollouts, scores)
+    care = functools.partial(credit.care_credit, **CARE)
+    out = (jax.jit(care) if jit else care)(rollouts, scores, subgroup, jnp.zeros(B, bool))
+    np.testing.assert_array_equal(out.prompt_weight, [1, 1, 0])
+    np.testing.assert_array_equal(subgroup.is_rescue, [False, True, False])
+    root = np.sqrt(2)
+    np.testing.assert_allclose(out.advantage[0, 0], root, rtol=1e-4)
+    negatives = out.advantage[0][np.asarray(subgroup.is_negative[0])]
+    np.testing.assert_allclose(negatives, [-0.5 / root] * 2, rtol=1e-4)
+    np.testing.assert_allclose(out.row_weight.sum(-1), [1, 1, 0])
+    np.testing.assert_array_equal(out.row_weight[2], 0)
+    np.testing.assert_array_equal(out.is_trained.any(-1), np.asarray(out.advantage) != 0)
+
+
+def test_care_credit_of_a_row_is_its_advantage_shared_by_region():
+    rollouts, scores = rows(G, ACC)
+    subgroup = select(rollouts, scores)
+    out = credit.care_credit(rollouts, scores, subgroup, jnp.zeros(B, bool), **CARE)
+    np.testing.assert_allclose(out.token_advantage.sum(-1), out.advantage, rtol=1e-5)
+    total = 4 * 0.005 + 2
+    np.testing.assert_allclose(
+        out.token_advantage[0, 0],
+        np.array([0.005] * 4 + [1] * 2) / total * float(out.advantage[0, 0]),
+        rtol=1e-5,
+    )
+    negative = int(subgroup.hard_negative[0])
+    np.testing.assert_array_equal(out.token_advantage[0, negative, :4], 0)
+
+
+def test_forced_tokens_of_a_reflected_row_get_no_credit():
+    rollouts, scores = rows(G + 1, [[1, 0, 0, 0, 1], [1, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
+    rollouts = rollouts.replace(is_forced=rollouts.is_forced.at[:, -1, :3].set(True))
+    group = jax.tree.map(lambda x: x[:, :G], (rollouts, scores))
+    subgroup = select(*group)
+    has_reflection = jnp.array([True, True, False])
+    out = credit.care_credit(rollouts, scores, subgroup, has_reflection, **CARE)
+    np.testing.assert_array_equal(out.token_advantage[:, -1, :3], 0)
+    assert not out.is_trained[:, -1, :3].any()
+    np.testing.assert_allclose(out.token_advantage.sum(-1), out.advantage, rtol=1e-4)
+    assert out.advantage[0, -1] > 0 > out.advantage[1, -1]
+    assert out.advantage[2, -1] == 0 and not out.is_trained[2, -1].any()
+    np.testing.assert_array_equal(out.advantage[0, subgroup.hard_negative[0]], 0)
+
+
+def test_rows_without_a_reflected_slot_get_what_an_empty_slot_gives():
+    rollouts, scores = rows(G + 1, np.pad(np.array(ACC), ((0, 0), (0, 1))))
+    group = jax.tree.map(lambda x: x[:, :G], (rollouts, scores))
+    subgroup = select(*group)
+    none = jnp.zeros(B, bool)
+    with_slot = credit.care_credit(rollouts, scores, subgroup, none, **CARE)
+    without = credit.care_credit(*group, subgroup, none, **CARE)
+    np.testing.assert_array_equal(with_slot.advantage[:, :G], without.advantage)
+    np.testing.assert_array_equal(with_slot.token_advantage[:, :G], without.token_advantage)
+
+
+def test_padding_changes_no_credit():
+    subgroup = select(*rows(G, ACC))
+    none = jnp.zeros(B, bool)
+    short = credit.care_credit(*rows(G, ACC), subgroup, none, **CARE)
+    long = credit.care_credit(*rows(G, ACC, T + 3), subgroup, none, **CARE)
+    np.testing.assert_allclose(long.token_advantage[..., :T], short.token_advantage)
+    np.testing.assert_array_equal(long.token_advantage[..., T:], 0)
+
+
+def test_grpo_is_the_sequence_mean_of_token_means():
+    rollouts, scores = rows(G, [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    is_short = jnp.arange(T) < jnp.array([2, 6, 3, 6])[:, None]
+    rollouts = rollouts.replace(is_valid=rollouts.is_valid & is_short)
+    out = credit.grpo_credit(rollouts, scores, eps=1e-6, ddof=0)
+    np.testing.assert_allclose(out.advantage[0], np.array([3, -1, -1, -1]) / 3**0.5, rtol=1e-4)
+    np.testing.assert_allclose(out.advantage[1], [1, 1, -1, -1], rtol=1e-4)
+    np.testing.assert_array_equal(out.advantage[2], 0)
+    np.testing.assert_allclose(out.token_advantage.sum(-1), out.advantage, rtol=1e-5)
+    np.testing.assert_allclose(out.token_advantage[0, 0, :2], 3**0.5 / 2, rtol=1e-4)
+    np.testing.assert_array_equal(out.row_weight, np.full((3, 4), 0.25))
+    np.testing.assert_array_equal(out.prompt_weight, 1)
+    np.testing.assert_array_equal(out.is_trained, rollouts.is_valid)

@@ -1,0 +1,153 @@
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from care_jax import metrics
+from care_jax.metrics import MetricWriter
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder):
+    """(step, tag, value) of every scalar in a TensorBoard folder, oldest file first."""
+    found, purged = [], []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = event_pb2.Event.FromString(data[12 : 12 + size])
+            data = data[16 + size :]
+            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            purged += [event.step] if event.HasField("session_log") else []
+    return found, purged
+
+
+def test_a_metric_is_written_under_one_name_to_both_places(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write("rl", 0, {"acc": jnp.float32(0.5), "num_anchors": 3, "kl": np.float64(0.25)})
+        writer.write("rl", 1, {"acc": 0.75})
+    assert lines(tmp_path) == [
+        {"stage": "rl", "step": 0, "acc": 0.5, "num_anchors": 3, "kl": 0.25},
+        {"stage": "rl", "step": 1, "acc": 0.75},
+    ]
+    written, _ = events(tmp_path / "tensorboard" / "rl")
+    assert set(written) == {
+        (0, "acc", 0.5), (0, "num_anchors", 3.0), (0, "kl", 0.25), (1, "acc", 0.75)
+    }  # fmt: skip
+
+
+def test_a_resumed_stage_has_every_step_once(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        for stage, num_steps in (("sft", 3), ("rl", 5)):
+            for step in range(num_steps):
+                writer.write(stage, step, {"loss": step})
+    with MetricWriter(tmp_path) as writer:
+        writer.begin("rl", 2)
+        writer.write("rl", 2, {"loss": 20})
+        writer.write("rl", 3, {"loss": 30})
+    got = [(each["stage"], each["step"], each["loss"]) for each in lines(tmp_path)]
+    assert got[:3] == [("sft", 0, 0), ("sft", 1, 1), ("sft", 2, 2)]
+    assert got[3:] == [("rl", 0, 0), ("rl", 1, 1), ("rl", 2, 20), ("rl", 3, 30)]
+    assert 2 in events(tmp_path / "tensorboard" / "rl")[1]  # TensorBoard hides steps from 2 on
+    assert not (tmp_path / "metrics.tmp").exists()
+
+
+def test_a_stage_that_was_not_begun_begins_at_its_first_step(tmp_path):
+    for value in (1, 2):
+        with MetricWriter(tmp_path) as writer:
+            writer.write("evaluate", 4, {"acc": value})
+    assert [each["acc"] for each in lines(tmp_path)] == [2]
+
+
+def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"stage": "rl", "step": 0}\n{"stage": "rl", "st')
+    with MetricWriter(tmp_path) as writer:
+        writer.write("rl", 1, {})
+    assert [each["step"] for each in lines(tmp_path)] == [0, 1]
+
+
+def test_lines_are_on_disk_at_once(tmp_path):
+    writer = MetricWriter(tmp_path)
+    writer.write("rl", 0, {"acc": 1})
+    assert len(lines(tmp_path)) == 1
+    writer.close()
+
+
+def test_only_the_first_process_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    with MetricWriter(tmp_path / "run") as writer:
+        writer.begin("rl", 0)
+        writer.write("rl", 0, {"acc": 1})
+    metrics.print_line("a line")
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, jnp.float32(math.nan)])
+def test_divergence_names_stage_step_and_metric(tmp_path, value):
+    with pytest.raises(
+        FloatingPointError, match=r"rl step 12: expected finite .* got loss=(nan|-inf);"
+    ):
+        metrics.check_finite(12, "rl", {"acc": 0.5, "loss": value})
+    with MetricWriter(tmp_path) as writer, pytest.raises(FloatingPointError):
+        writer.write("rl", 12, {"loss": value})
+    metrics.check_finite(12, "rl", {"acc": 0.5, "count": 3, "loss": jnp.float32(2)})
+
+
+def test_misuse_is_refused(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.begin("rl")
+        with pytest.raises(ValueError, match="stage rl has begun already"):
+            writer.begin("rl")
+        with pytest.raises(ValueError, match="no metric may be named 'step'"):
+            writer.write("rl", 0, {"step": 1})
+
+
+def test_the_console_line_is_readable(capsys):
+    line = metrics.format_line("rl", 7, 200, {"reward": jnp.float32(0.51318), "rows": 64}, 3.2149)
+    assert line == "rl   7/200  reward 0.5132  rows 64  3.21 s"
+    metrics.print_line(line)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_progress_passes_every_item_and_draws_no_bar_into_a_file(capsys):
+    assert list(metrics.progress(iter("abc"), "rl", 2, 5)) == ["a", "b", "c"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_peak_memory_is_left_out_where_the_backend_does_not_count_it(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return self.stats
+
+    monkeypatch.setattr("jax.local_devices", lambda: [Device()])
+    Device.stats = {"peak_bytes_in_use": 3 * 2**29}
+    assert metrics.device_memory() == {"device_memory_gib": 1.5}
+    Device.stats = None
+    assert metrics.device_memory() == {}
+
+
+@pytest.mark.parametrize(
+    ("num_correct", "num_examples", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (29, 29, 0.8830, 1.0),
+    ],
+)
+def test_wilson_interval_equals_published_values(num_correct, num_examples, low, high):
+    """Newcombe (1998), table I."""
+    got = metrics.wilson_interval(num_correct, num_examples)
+    np.testing.assert_allclose(got, (low, high), atol=1e-4)
+
+
+def test_an_interval_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one example, got 0 of 0"):
+        metrics.wilson_interval(0, 0)

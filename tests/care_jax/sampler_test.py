@@ -1,0 +1,240 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from care_jax import logprobs, reflect, sampler
+from models import backbone
+from models.attention import Tree
+
+MAX_TOKENS = 14
+
+
+@pytest.fixture(scope="module")
+def decode_params(policy, params):
+    return backbone.to_decode_layout(params, policy.config, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def prefix(policy, decode_params, prompts):
+    return sampler.prefill(decode_params, prompts, policy.config, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def decode(policy, decode_params, prefix):
+    @functools.partial(jax.jit, static_argnames=("num_rows", "temperature", "top_p", "stops"))
+    def decode(rng, forced=None, num_rows=3, temperature=1.0, top_p=1.0, stops=True):
+        return sampler.decode(
+            decode_params,
+            prefix,
+            rng,
+            jnp.asarray(policy.closing_tag),
+            policy.config,
+            num_rows=num_rows,
+            max_tokens=MAX_TOKENS,
+            temperature=temperature,
+            top_p=top_p,
+            dtype=jnp.float32,
+            forced=forced,
+            stops=stops,
+        )
+
+    return decode
+
+
+_score = jax.jit(
+    functools.partial(logprobs.score_responses, dtype=jnp.float32, chunk=1000),
+    static_argnames="config",
+)
+
+
+def trainer_logp(policy, params, prompts, rollouts):
+    logp, _ = _score(params, prompts, rollouts.tokens, rollouts.is_valid, config=policy.config)
+    return np.asarray(logp)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (0.0, 1.0)])
+def test_log_probabilities_are_the_trainers_own_whatever_the_sampling(
+    policy, params, prompts, decode, temperature, top_p
+):
+    rollouts = decode(jax.random.key(1), temperature=temperature, top_p=top_p)
+    mask = np.asarray(rollouts.is_valid)
+    assert mask.sum() > 50
+    logp = trainer_logp(policy, params, prompts, rollouts)
+    np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)
+    assert np.all(np.asarray(rollouts.logp)[~mask] == 0)
+
+
+def test_greedy_rows_take_the_most_likely_token_of_the_full_forward(
+    policy, params, prompts, decode
+):
+    rollouts = decode(jax.random.key(1), num_rows=1, temperature=0.0)
+    tokens = np.asarray(rollouts.tokens)
+    for position in range(4):
+        best = np.zeros_like(tokens[:, 0, 0])
+        highest = np.full(len(best), -np.inf)
+        for token in set(tokens[:, 0, position]) | set(range(0, 1000, 37)):
+            changed = tokens.copy()
+            changed[:, 0, position] = token
+            logp = trainer_logp(
+                policy, params, prompts, rollouts.replace(tokens=jnp.asarray(changed))
+            )
+            is_better = logp[:, 0, position] > highest
+            best = np.where(is_better, token, best)
+            highest = np.where(is_better, logp[:, 0, position], highest)
+        np.testing.assert_array_equal(best, tokens[:, 0, position])
+
+
+def test_rows_end_with_their_first_eos(policy, decode_params, decode, prefix):
+    eos = policy.config.eos_token_id
+    seen = 0
+    for seed in range(30):
+        rollouts = decode(jax.random.key(seed), temperature=3.0)
+        tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
+        for row, mask, is_complete in zip(
+            tokens.reshape(-1, MAX_TOKENS),
+            is_valid.reshape(-1, MAX_TOKENS),
+            np.asarray(rollouts.is_complete).ravel(),
+            strict=True,
+        ):
+            length = mask.sum()
+            assert mask[:length].all()
+            ends = np.flatnonzero(row[:length] == eos)
+            assert list(ends) == ([length - 1] if is_complete else [])
+            assert is_complete or length == MAX_TOKENS
+            assert np.all(row[length:] == policy.config.pad_token_id)
+            seen += is_complete
+    assert seen > 0
+
+
+def test_rows_go_on_past_eos_when_told_not_to_stop(decode):
+    assert np.asarray(decode(jax.random.key(0), temperature=3.0, stops=False).is_valid).all()
+
+
+@pytest.fixture(scope="module")
+def forced(policy):
+    context = reflect.forced_context(
+        ["Count the circles.", None, "Add.", "x"],
+        " Wait.",
+        functools.partial(policy.tokenizer.encode, add_special_tokens=False),
+        think_tag="think",
+        max_context=6,
+        pad_token_id=policy.config.pad_token_id,
+    )
+    return jax.tree.map(jnp.asarray, context)
+
+
+def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
+    policy, params, prompts, decode, forced
+):
+    rollouts = decode(jax.random.key(2), forced=forced, num_rows=1)
+    is_forced, is_valid = (np.asarray(x)[:, 0] for x in (rollouts.is_forced, rollouts.is_valid))
+    tokens = np.asarray(rollouts.tokens)[:, 0]
+    for row in (0, 2, 3):
+        context = forced.tokens[row][forced.is_valid[row]]
+        np.testing.assert_array_equal(tokens[row, : len(context)], context)
+        assert is_forced[row].sum() == len(context)
+        length = is_valid[row].sum()
+        assert is_valid[row, :length].all()
+        assert len(context) < length <= len(context) + MAX_TOKENS - forced.tokens.shape[1]
+    assert not is_valid[1].any()
+
+    mask = is_valid & ~is_forced
+    logp = trainer_logp(policy, params, prompts, rollouts)[:, 0]
+    np.testing.assert_allclose(np.asarray(rollouts.logp)[:, 0][mask], logp[mask], atol=3e-5)
+    assert np.all(np.asarray(rollouts.logp)[:, 0][~mask] == 0)
+
+
+def test_forced_tokens_beyond_the_budget_are_refused(policy, decode_params, prefix):
+    tokens = jnp.zeros((4, MAX_TOKENS), jnp.int32)
+    forced = sampler.Forced(tokens, tokens == 0, jnp.ones(4, bool))
+    with pytest.raises(ValueError, match=r"set care\.max_context lower"):
+        sampler.decode(
+            decode_params,
+            prefix,
+            jax.random.key(0),
+            jnp.asarray(policy.closing_tag),
+            policy.config,
+            num_rows=1,
+            max_tokens=MAX_TOKENS,
+            temperature=1.0,
+            top_p=1.0,
+            dtype=jnp.float32,
+            forced=forced,
+        )
+
+
+def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
+    policy, params, decode_params, prompts, prefix
+):
+    """A row that is forced to `<think>a b</think>` and goes on for some tokens."""
+    encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
+    rollouts = jax.jit(
+        functools.partial(
+            sampler.decode,
+            config=policy.config,
+            num_rows=3,
+            max_tokens=MAX_TOKENS,
+            temperature=1.0,
+            top_p=1.0,
+            dtype=jnp.float32,
+            stops=False,
+        )
+    )(decode_params, prefix, jax.random.key(3), jnp.asarray(_closing_at_token(policy, 5)))
+    tokens, closing = np.asarray(rollouts.tokens), 5
+    assert encode("</think>")  # the automaton of the real tag is tested with the spans
+    _, num_rows, num_tokens = tokens.shape
+    length = prompts.tokens.shape[1]
+    offsets = jnp.tile(jnp.arange(num_tokens), num_rows)
+    positions = jnp.repeat((prompts.next_position[:, None] + offsets)[..., None], 3, -1)
+    features = backbone.encode_images(params, prompts.images, policy.config, dtype=jnp.float32)
+    x = jnp.concatenate(
+        [
+            backbone.embed(
+                params, prompts.tokens, dtype=jnp.float32, features=features, slots=prompts.slots
+            ),
+            backbone.embed(params, tokens.reshape(len(tokens), -1), dtype=jnp.float32),
+        ],
+        axis=1,
+    )
+    is_token = jnp.pad(prompts.is_valid, ((0, 0), (0, len(offsets))), constant_values=True)
+    hidden = backbone.forward(
+        params,
+        x,
+        jnp.concatenate([prompts.positions, positions], 1),
+        jnp.where(is_token, 0, -1),
+        policy.config,
+        tree=Tree(length, num_rows, num_tokens),
+    )[:, length:].reshape(*tokens.shape, -1)
+    mean = np.asarray(hidden)[:, :, : closing + 1].mean(2)
+    expected = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
+    np.testing.assert_allclose(rollouts.embedding, expected, atol=1e-5)
+
+
+def _closing_at_token(policy, count: int) -> np.ndarray:
+    """An automaton that closes with the token at index `count`, whatever it is."""
+    states = np.minimum(np.arange(count + 2) + 1, count + 1)
+    return np.repeat(states[:, None], policy.config.text.vocab_size, 1).astype(np.uint8)
+
+
+def test_nucleus_is_the_least_set_that_reaches_top_p():
+    logits = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]]))
+    for top_p, expected in (
+        (0.5, [[0, 1, 0, 0], [1, 0, 0, 0]]),
+        (0.51, [[0, 1, 0, 1], [1, 0, 0, 0]]),
+        (0.9, [[0, 1, 1, 1], [1, 0, 0, 0]]),
+        (0.95, [[1, 1, 1, 1], [1, 0, 0, 0]]),
+    ):
+        np.testing.assert_array_equal(sampler.is_nucleus(logits, top_p=top_p), expected)
+
+
+def test_tokens_are_sampled_in_proportion_within_the_nucleus():
+    logits = jnp.tile(jnp.log(jnp.array([0.1, 0.5, 0.15, 0.25])), (20000, 1))
+    tokens = sampler.sample_token(logits, jax.random.key(0), temperature=1.0, top_p=0.9)
+    shares = np.bincount(tokens, minlength=4) / len(tokens)
+    np.testing.assert_allclose(shares, np.array([0, 0.5, 0.15, 0.25]) / 0.9, atol=0.015)
+    hot = sampler.sample_token(logits, jax.random.key(0), temperature=2.0, top_p=1.0)
+    root = np.sqrt([0.1, 0.5, 0.15, 0.25])
+    np.testing.assert_allclose(np.bincount(hot) / len(hot), root / root.sum(), atol=0.015)

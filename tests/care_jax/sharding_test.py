@@ -1,0 +1,126 @@
+import logging
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from care_jax import sharding
+
+RULES = (("embed", "fsdp"), ("vocab", "tensor"), ("mlp", "tensor"), ("kv_heads", "tensor"))
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((1, -1, 1), (1, 8, 1)), ((2, 2, -1), (2, 2, 2)), ((-1, 2, 1), (4, 2, 1)), ((8, 1, 1),) * 2],
+)
+def test_one_free_size_takes_what_the_others_leave(sizes, expected):
+    mesh = sharding.make_mesh(*sizes)
+    assert tuple(mesh.shape.values()) == expected
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def test_a_mesh_may_take_some_of_the_devices():
+    assert sharding.make_mesh(1, -1, 2, devices=jax.devices()[:4]).shape["fsdp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 3, 1), r"mesh.fsdp=3 .* needs 3 devices, there are 8; set one size to -1"),
+        ((3, -1, 1), r"mesh.data=3 .* product 3 divides 8"),
+        ((-1, -1, 1), r"one of them may be -1, not mesh.data=-1 x mesh.fsdp=-1"),
+        ((1, 0, 8), r"mesh sizes must be positive.* mesh.fsdp=0"),
+        ((1, -2, 8), r"mesh sizes must be positive"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_the_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.make_mesh(*sizes)
+
+
+def test_first_rule_decides_and_axes_without_rule_are_replicated():
+    mesh = sharding.make_mesh(2, 2, 2)
+    axes = {"a": ("layers", "embed", "mlp"), "b": (None, "vocab"), "c": ()}
+    shapes = {"a": shape(3, 4, 6), "b": shape(5, 2), "c": shape()}
+    got = sharding.param_shardings(axes, shapes, (*RULES, ("embed", "tensor")), mesh)
+    specs = jax.tree.map(lambda each: each.spec, got)
+    assert specs == {"a": P(None, "fsdp", "tensor"), "b": P(None, "tensor"), "c": P()}
+
+
+def test_a_mesh_axis_used_twice_names_parameter_and_axes():
+    mesh = sharding.make_mesh(1, 4, 2)
+    with pytest.raises(ValueError, match=r"text/odd: axes 'vocab' and 'mlp' .* 'tensor'"):
+        sharding.param_shardings(
+            {"text": {"odd": ("vocab", "mlp")}}, {"text": {"odd": shape(2, 2)}}, RULES, mesh
+        )
+
+
+def test_an_axis_that_does_not_divide_is_replicated_and_logged_once(caplog):
+    mesh = sharding.make_mesh(1, 2, 4)
+    axes = {"k": ("embed", "kv_heads"), "v": ("embed", "kv_heads")}
+    with caplog.at_level(logging.WARNING):
+        got = sharding.param_shardings(axes, dict.fromkeys("kv", shape(8, 2)), RULES, mesh)
+    assert got["k"].spec == got["v"].spec == P("fsdp", None)
+    assert [r.getMessage() for r in caplog.records if "'kv_heads' of size 2" in r.getMessage()] == [
+        "axis 'kv_heads' of size 2 does not divide by mesh.tensor=4 and is replicated"
+    ]
+
+
+def test_wrong_rules_and_ranks_are_refused():
+    mesh = sharding.make_mesh(1, 8, 1)
+    with pytest.raises(ValueError, match="'mlp' to 'model', which is no mesh axis; choose one of"):
+        sharding.param_shardings({}, {}, (("mlp", "model"),), mesh)
+    with pytest.raises(ValueError, match=r"w has axes \('mlp',\) but shape \(2, 2\)"):
+        sharding.param_shardings({"w": ("mlp",)}, {"w": shape(2, 2)}, RULES, mesh)
+
+
+def test_optimizer_state_lies_as_its_parameters():
+    mesh = sharding.make_mesh(1, 4, 2)
+    axes = {"text": {"up": ("embed", "mlp")}, "scale": ("embed",)}
+    shapes = {"text": {"up": shape(8, 2)}, "scale": shape(8)}
+    own = sharding.param_shardings(axes, shapes, RULES, mesh)
+    state = jax.eval_shape(optax.adam(1e-3).init, shapes)
+    moments = sharding.shardings_like(state, own, mesh)[0]
+    assert moments.mu == moments.nu == own
+    assert moments.count.spec == P()
+
+
+def test_batch_is_split_by_rows_over_data_and_fsdp():
+    mesh = sharding.make_mesh(2, 2, 2)
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    batch = sharding.put_batch({"rows": rows, "images": None, "mask": rows[:, 0] > 3}, mesh)
+    assert batch["images"] is None
+    np.testing.assert_array_equal(batch["rows"], rows)
+    assert batch["rows"].sharding == sharding.batch_sharding(mesh)
+    assert {each.data.shape for each in batch["rows"].addressable_shards} == {(2, 3)}
+    assert {each.data.shape for each in batch["mask"].addressable_shards} == {(2,)}
+
+
+def test_a_batch_that_does_not_divide_names_the_array():
+    mesh = sharding.make_mesh(2, 2, 2)
+    with pytest.raises(ValueError, match=r"batch\['rows'\] of shape \(6, 3\) .* by 4 devices"):
+        sharding.put_batch({"rows": np.zeros((6, 3))}, mesh)
+
+
+def test_sizes_that_divide_pass_and_others_are_told_what_to_set():
+    mesh = sharding.make_mesh(2, 4, 1)
+    sharding.check_divides("rl.prompts_per_microbatch", 16, mesh)
+    for size, choices in ((12, "8 or 16"), (3, "8"), (0, "8")):
+        with pytest.raises(ValueError) as error:
+            sharding.check_divides("rl.prompts_per_microbatch", size, mesh)
+        assert str(error.value) == (
+            f"rl.prompts_per_microbatch {size} must be divisible by 8 devices (data x fsdp); "
+            f"set it to {choices}"
+        )
+
+
+def test_tensor_devices_do_not_count_for_the_batch():
+    sharding.check_divides("sft.microbatch_size", 4, sharding.make_mesh(2, 2, 2))

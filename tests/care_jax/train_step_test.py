@@ -1,0 +1,195 @@
+"""The update: equal however the batch is cut, laid out or padded.
+
+Gradients are read off as the change that plain gradient descent of rate 1 makes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from care_jax import logprobs, sharding
+from care_jax.batch import TrainBatch
+from care_jax.train_step import init_state, join_batch, split_batch, train_step
+from models import backbone
+
+SGD = optax.sgd(1.0)
+RULES = (
+    ("embed", "fsdp"),
+    ("vocab", "tensor"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
+)
+
+
+@pytest.fixture(scope="module")
+def batch(policy, params, prompts, responses):
+    """Rows that have moved away from the sampler and the reference, one prompt left out."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = responses.tokens.shape
+    logp, _ = jax.jit(
+        functools.partial(
+            logprobs.score_responses, config=policy.config, dtype=jnp.float32, chunk=1000
+        )
+    )(params, prompts, responses.tokens, responses.is_valid)
+    is_trained = responses.is_valid & (jnp.arange(4) != 2)[:, None, None]
+    return TrainBatch(
+        prompts=prompts,
+        tokens=responses.tokens,
+        is_valid=responses.is_valid,
+        token_advantage=is_trained * jax.random.normal(keys[0], shape),
+        old_logp=logp + 0.3 * jax.random.normal(keys[1], shape),
+        ref_logp=logp + 0.3 * jax.random.normal(keys[2], shape),
+        row_weight=jax.random.uniform(keys[3], shape[:2]),
+        prompt_weight=jnp.array([1.0, 1.0, 0.0, 1.0]),
+        is_trained=is_trained,
+        is_answer=responses.is_valid,
+    )
+
+
+@pytest.fixture(scope="module")
+def step(policy):
+    def step(state, batch, microbatch_size, beta=0.1, clip_low=0.2, clip_high=0.28):
+        return train_step(
+            state,
+            batch,
+            policy.config,
+            SGD,
+            microbatch_size=microbatch_size,
+            beta=beta,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            chunk=7,
+            dtype=jnp.float32,
+            remat="none",
+            freeze_vision=False,
+        )
+
+    return jax.jit(step, static_argnames=("microbatch_size", "beta", "clip_low", "clip_high"))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+@pytest.fixture(scope="module")
+def whole(step, params, batch, one_device):
+    """State and metrics after one update on the whole batch at once."""
+    return step(init_state(params, SGD, one_device), batch, 4)
+
+
+def assert_same_update(params, result, expected, tolerance=2e-5):
+    (state, metrics), (expected_state, expected_metrics) = result, expected
+    gradients = (
+        jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, s.params)
+        for s in (state, expected_state)
+    )
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(params))
+    for grad, want in zip(*map(jax.tree.leaves, gradients), strict=True):
+        # Gradients come as differences of parameters, so their last bits are the parameters'.
+        np.testing.assert_allclose(
+            grad, want, atol=tolerance * max(np.abs(want).max(), largest * 1e-2)
+        )
+    assert metrics.keys() == expected_metrics.keys()
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_loss_is_the_formula_with_hand_made_sums(policy, params, batch, whole):
+    logp, _ = logprobs.score_responses(
+        params,
+        batch.prompts,
+        batch.tokens,
+        batch.is_valid,
+        policy.config,
+        dtype=jnp.float32,
+        chunk=1000,
+    )
+    b = jax.tree.map(lambda x: np.asarray(x, np.float64), batch)
+    logp, total, kl, num_kl = np.asarray(logp, np.float64), 0.0, 0.0, 0
+    for prompt, row, token in np.argwhere(b.is_trained):
+        at = prompt, row, token
+        ratio, a = np.exp(logp[at] - b.old_logp[at]), b.token_advantage[at]
+        total -= b.row_weight[prompt, row] * min(ratio * a, np.clip(ratio, 0.8, 1.28) * a)
+        d = b.ref_logp[at] - logp[at]
+        kl, num_kl = kl + np.exp(d) - d - 1, num_kl + 1
+    np.testing.assert_allclose(whole[1]["policy_loss"], total / 3, rtol=1e-4)
+    np.testing.assert_allclose(whole[1]["kl_ref"], kl / num_kl, rtol=1e-4)
+    np.testing.assert_allclose(whole[1]["loss"], total / 3 + 0.1 * kl / num_kl, rtol=1e-4)
+    assert 0 < whole[1]["clip_rate"] < 1
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+def test_microbatches_change_nothing(step, params, batch, whole, one_device, microbatch_size):
+    result = step(init_state(params, SGD, one_device), batch, microbatch_size)
+    assert_same_update(params, result, whole)
+
+
+def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole):
+    mesh = sharding.make_mesh(1, 4, 2, jax.devices()[:8])
+    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
+    is_cut = [not s.is_fully_replicated for s in jax.tree.leaves(shardings)]
+    assert sum(is_cut) > len(is_cut) / 2
+    state = init_state(jax.device_put(params, shardings), SGD, mesh)
+    result = step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), mesh), 4)
+    assert_same_update(params, result, whole)
+
+
+def test_tree_rows_give_the_update_of_replicated_rows(step, params, batch, whole, one_device):
+    """Each row alone behind its own prompt; weights and denominators are the same sums."""
+    num_rows = batch.tokens.shape[1]
+
+    def alone(x):
+        return x.reshape(-1, 1, *x.shape[2:])
+
+    repeated = jax.tree.map(lambda x: jnp.repeat(x, num_rows, 0), batch.prompts)
+    first = jnp.arange(4 * num_rows) % num_rows == 0
+    weight = jnp.repeat(batch.prompt_weight, num_rows) * first
+    rows = jax.tree.map(alone, batch.replace(prompts=None, prompt_weight=None))
+    rows = rows.replace(prompts=repeated, prompt_weight=weight)
+    result = step(init_state(params, SGD, one_device), rows, 4)
+    assert_same_update(params, result, whole)
+
+
+def test_rows_without_credit_do_not_move_the_loss(step, params, batch, whole, one_device):
+    changed = batch.replace(
+        old_logp=jnp.where(batch.is_trained, batch.old_logp, -50.0),
+        ref_logp=jnp.where(batch.is_trained, batch.ref_logp, 0.0),
+    )
+    assert_same_update(params, step(init_state(params, SGD, one_device), changed, 4), whole)
+
+
+def test_a_batch_without_any_update_leaves_finite_parameters_alone(step, params, batch, one_device):
+    idle = batch.replace(
+        token_advantage=jnp.zeros_like(batch.token_advantage),
+        prompt_weight=jnp.zeros_like(batch.prompt_weight),
+        is_trained=jnp.zeros_like(batch.is_trained),
+    )
+    state, metrics = step(init_state(params, SGD, one_device), idle, 4)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch, one_device):
+    idle = batch.replace(token_advantage=jnp.zeros_like(batch.token_advantage))
+    state, before = step(init_state(params, optax.sgd(1.0), one_device), idle, 4)
+    small = jax.tree.map(lambda old, new: old + 1e-3 * (new - old), params, state.params)
+    _, after = step(init_state(small, SGD, one_device), idle, 4)
+    assert after["kl_ref"] < before["kl_ref"]
+
+
+def test_split_examples_come_back_in_order():
+    x = {"a": jnp.arange(12), "b": jnp.arange(24).reshape(12, 2)}
+    parts = split_batch(x, 3)
+    assert parts["b"].shape == (4, 3, 2)
+    jax.tree.map(np.testing.assert_array_equal, join_batch(parts), x)
+
+
+def test_microbatch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="microbatch size 5 must divide the batch of 12"):
+        split_batch(jnp.arange(12), 5)
