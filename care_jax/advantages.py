@@ -20,6 +20,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from care_jax.batch import HostOrDevice
 from care_jax.select import Subgroup
 
 # The trimmed mean drops one row in TRIM_ONE_IN at each end: one of five, none of four or fewer.
@@ -37,10 +38,10 @@ class RawAdvantages:
         is_reflected: slot G where it is in S.
     """
 
-    value: Float[Array, "*B R"]
-    is_positive: Bool[Array, "*B R"]
-    is_negative: Bool[Array, "*B R"]
-    is_reflected: Bool[Array, "*B R"]
+    value: Float[HostOrDevice, "*B R"]
+    is_positive: Bool[HostOrDevice, "*B R"]
+    is_negative: Bool[HostOrDevice, "*B R"]
+    is_reflected: Bool[HostOrDevice, "*B R"]
 
 
 def raw_advantages(

@@ -10,10 +10,14 @@ import dataclasses
 import pathlib
 
 import flax.struct
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from PIL import Image
 
 from models.positions import ImagePatches
+
+# Records hold jax arrays on the device and numpy arrays on the host.
+HostOrDevice = Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +58,11 @@ class Prompts:
         images: packed patches, or None for a batch without any image.
     """
 
-    tokens: Int[Array, "B P"]
-    is_valid: Bool[Array, "B P"]
-    positions: Int[Array, "B P 3"]
-    next_position: Int[Array, " B"]
-    slots: Int[Array, "B P"]
+    tokens: Int[HostOrDevice, "B P"]
+    is_valid: Bool[HostOrDevice, "B P"]
+    positions: Int[HostOrDevice, "B P 3"]
+    next_position: Int[HostOrDevice, " B"]
+    slots: Int[HostOrDevice, "B P"]
     images: ImagePatches | None
 
 
@@ -76,12 +80,12 @@ class Rollouts:
         is_complete: the row ended with EOS inside its budget of T tokens.
     """
 
-    tokens: Int[Array, "B R T"]
-    is_valid: Bool[Array, "B R T"]
-    is_forced: Bool[Array, "B R T"]
-    logp: Float[Array, "B R T"]
-    embedding: Float[Array, "B R D"]
-    is_complete: Bool[Array, "B R"]
+    tokens: Int[HostOrDevice, "B R T"]
+    is_valid: Bool[HostOrDevice, "B R T"]
+    is_forced: Bool[HostOrDevice, "B R T"]
+    logp: Float[HostOrDevice, "B R T"]
+    embedding: Float[HostOrDevice, "B R D"]
+    is_complete: Bool[HostOrDevice, "B R"]
 
 
 @flax.struct.dataclass
@@ -97,14 +101,14 @@ class Scores:
         has_answer: the row has a well-formed answer span.
     """
 
-    acc: Float[Array, "B R"]
-    fmt: Float[Array, "B R"]
-    reward: Float[Array, "B R"]
-    is_think: Bool[Array, "B R T"]
-    is_answer: Bool[Array, "B R T"]
-    num_think: Int[Array, "B R"]
-    num_answer: Int[Array, "B R"]
-    has_answer: Bool[Array, "B R"]
+    acc: Float[HostOrDevice, "B R"]
+    fmt: Float[HostOrDevice, "B R"]
+    reward: Float[HostOrDevice, "B R"]
+    is_think: Bool[HostOrDevice, "B R T"]
+    is_answer: Bool[HostOrDevice, "B R T"]
+    num_think: Int[HostOrDevice, "B R"]
+    num_answer: Int[HostOrDevice, "B R"]
+    has_answer: Bool[HostOrDevice, "B R"]
 
 
 @flax.struct.dataclass
@@ -127,12 +131,12 @@ class TrainBatch:
     """
 
     prompts: Prompts
-    tokens: Int[Array, "B R T"]
-    is_valid: Bool[Array, "B R T"]
-    token_advantage: Float[Array, "B R T"]
-    old_logp: Float[Array, "B R T"]
-    ref_logp: Float[Array, "B R T"]
-    row_weight: Float[Array, "B R"]
-    prompt_weight: Float[Array, " B"]
-    is_trained: Bool[Array, "B R T"]
-    is_answer: Bool[Array, "B R T"]
+    tokens: Int[HostOrDevice, "B R T"]
+    is_valid: Bool[HostOrDevice, "B R T"]
+    token_advantage: Float[HostOrDevice, "B R T"]
+    old_logp: Float[HostOrDevice, "B R T"]
+    ref_logp: Float[HostOrDevice, "B R T"]
+    row_weight: Float[HostOrDevice, "B R"]
+    prompt_weight: Float[HostOrDevice, " B"]
+    is_trained: Bool[HostOrDevice, "B R T"]
+    is_answer: Bool[HostOrDevice, "B R T"]

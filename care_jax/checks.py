@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from care_jax import reflect, select, sharding
+from care_jax import optimizer, reflect, select, sharding
 
 STAGES = ("sft", "rl", "evaluate", "export")
 OBJECTIVES = ("care", "grpo")
@@ -48,6 +48,7 @@ def _check_sft(config: ConfigDict, mesh: Mesh) -> None:
     _check_positive("sft.num_steps", sft.num_steps)
     sharding.check_divides("sft.microbatch_size", sft.microbatch_size, mesh)
     _check_multiple("sft.batch_size", sft.batch_size, "sft.microbatch_size", sft.microbatch_size)
+    _check_schedule("sft", sft, sft.num_steps)
 
 
 def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> None:
@@ -76,6 +77,7 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
         ("prompts_per_update", "prompts_per_microbatch"),
     ):
         _check_multiple(f"rl.{name}", rl[name], f"rl.{divisor}", rl[divisor])
+    _check_schedule("rl", rl, rl.num_steps * rl.prompts_per_step // rl.prompts_per_update)
     if max(rl.response_buckets) != rl.max_response_tokens:
         raise ValueError(
             f"the largest of rl.response_buckets {tuple(rl.response_buckets)} must be "
@@ -90,6 +92,18 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
                 f"care.max_context {care.max_context} leaves nothing of rl.max_response_tokens "
                 f"{rl.max_response_tokens} to decode; set it to {rl.max_response_tokens // 2}"
             )
+
+
+def _check_schedule(name: str, section: ConfigDict, num_updates: int) -> None:
+    try:
+        optimizer.make_schedule(
+            learning_rate=section.learning_rate,
+            warmup_steps=section.warmup_steps,
+            num_steps=num_updates,
+            schedule=section.schedule,
+        )
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -42,7 +42,7 @@ class TokenizedPrompt:
 
 
 def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
-    """Opens a tokenizer folder; an empty name gives the built-in tokenizer of 1000 tokens.
+    """Opens a tokenizer folder; an empty name gives the small built-in tokenizer.
 
     A tokenizer saved without a chat template gets that of Qwen2.5-VL.
     """

@@ -59,10 +59,13 @@ class Groups:
     has_reflection: Bool[np.ndarray, " B"]
 
     @staticmethod
-    def concatenate(groups: Sequence[Groups]) -> Groups:
+    def concatenate(groups: Sequence[Groups], order: Sequence[int]) -> Groups:
+        """Joins waves that hold the prompts `order`, and puts these back in their own order."""
+        places = np.argsort(order)
+
         def joined(name):
             parts = [getattr(group, name) for group in groups]
-            return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+            return jax.tree.map(lambda *arrays: np.concatenate(arrays)[places], *parts)
 
         return Groups(*(joined(field.name) for field in dataclasses.fields(Groups)))
 
@@ -102,15 +105,17 @@ def roll_out(
             format_weight=rl.format_weight,
         )
 
-    def launch(wave: slice):
-        rngs = jax.random.split(jax.random.fold_in(rng, wave.start), 3)
-        prompts = sharding.put_batch(policy.prompts.batch(records[wave]), run.mesh)
+    def launch(wave: list[int]):
+        rngs = jax.random.split(jax.random.fold_in(rng, wave[0]), 3)
+        prompts = policy.prompts.batch([records[i] for i in wave])
+        prompts = sharding.put_batch(prompts, run.mesh)
         prefix = programs.prefill(params, prompts)
         return wave, rngs, prefix, programs.decode(params, prefix, rngs[0])
 
-    def finish(wave: slice, rngs, prefix, rollouts) -> Groups:
+    def finish(wave: list[int], rngs, prefix, rollouts) -> Groups:
+        wave_examples = [examples[i] for i in wave]
         rollouts = jax.device_get(rollouts)
-        wave_scores, rationales = score(rollouts, examples[wave])
+        wave_scores, rationales = score(rollouts, wave_examples)
         subgroup = jax.device_get(programs.select(rollouts, wave_scores, rngs[1]))
         has_reflection = np.zeros(len(rationales), bool)
         if has_slot:
@@ -131,7 +136,7 @@ def roll_out(
             reflected = jax.device_get(
                 programs.reflect(params, prefix, rngs[2], sharding.put_batch(forced, run.mesh))
             )
-            reflected_scores, _ = score(reflected, examples[wave])
+            reflected_scores, _ = score(reflected, wave_examples)
             if care.reflect_credit == "prompt_only":
                 reflected, reflected_scores = reflect.without_context(
                     reflected, reflected_scores, policy.config.pad_token_id
@@ -142,12 +147,14 @@ def roll_out(
             )
         return Groups(rollouts, wave_scores, subgroup, has_reflection)
 
+    # Prompts of like size share a wave, so that few are padded to another's bucket.
+    by_size = sorted(range(len(records)), key=lambda i: (len(records[i].tokens), i))
     groups, launched = [], None
     for first in range(0, len(records), rl.decode_prompts):
         # Dispatch is asynchronous: the device decodes this wave while the host ends the last.
-        following = launch(slice(first, first + rl.decode_prompts))
+        following = launch(by_size[first : first + rl.decode_prompts])
         if launched:
             groups.append(finish(*launched))
         launched = following
     groups.append(finish(*launched))
-    return Groups.concatenate(groups)
+    return Groups.concatenate(groups, by_size)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from care_jax.batch import HostOrDevice
+
 RULES = ("nearest", "nearest_diverse", "mixed", "farthest", "random")
 
 
@@ -33,11 +35,11 @@ class Subgroup:
         has_update: there is an anchor and at least one negative; else the indices mean nothing.
     """
 
-    anchor: Int[Array, "*B"]
-    is_negative: Bool[Array, "*B G"]
-    hard_negative: Int[Array, "*B"]
-    is_rescue: Bool[Array, "*B"]
-    has_update: Bool[Array, "*B"]
+    anchor: Int[HostOrDevice, "*B"]
+    is_negative: Bool[HostOrDevice, "*B G"]
+    hard_negative: Int[HostOrDevice, "*B"]
+    is_rescue: Bool[HostOrDevice, "*B"]
+    has_update: Bool[HostOrDevice, "*B"]
 
 
 def select_subgroup(

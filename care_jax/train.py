@@ -111,7 +111,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         for step, step_examples, records in progress(
             batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps
         ):
-            began = time.perf_counter()
+            began, counted = time.perf_counter(), dict(verifier.counts)
             rng = jax.random.fold_in(jax.random.key(config.seed), step)
             decode_params = programs.to_decode_layout(state.params)
             groups = roll_out(
@@ -145,7 +145,10 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 name: float(np.mean([metrics[name] for metrics in update_metrics]))
                 for name in update_metrics[0]
             }
-            metrics |= {f"verifier/{name}": count for name, count in verifier.counts.items()}
+            metrics |= {
+                f"verifier/{name}": count - counted.get(name, 0)
+                for name, count in verifier.counts.items()
+            }
             metrics |= device_memory() | {
                 "learning_rate": float(learning_rate_at(step * updates_per_step)),
                 "decoded_tokens": num_decoded,

@@ -58,34 +58,34 @@ def get_config() -> ConfigDict:
     data.teacher_error = 0.65
     data.cue_share = 0.1
     data.min_pixels = 256
-    data.max_pixels = 16384
-    data.buckets = ((64, 96),)
+    data.max_pixels = 4096
+    data.buckets = ((48, 64),)
     data.system_prompt = "Answer."
     data.instruction = ""
 
     sft = config.sft
     sft.num_steps = 350
     sft.batch_size = 64
-    sft.microbatch_size = 64
-    sft.learning_rate = 1e-3
+    sft.microbatch_size = 8
+    sft.learning_rate = 2e-3
     sft.warmup_steps = 20
     sft.answer_weight = 6.0
-    sft.max_response_tokens = 32
+    sft.max_response_tokens = 36
 
     rl = config.rl
     rl.num_steps = 120
     rl.prompts_per_step = 64
-    rl.prompts_per_update = 64
-    rl.prompts_per_microbatch = 64
+    rl.prompts_per_update = 32
+    rl.prompts_per_microbatch = 4
     rl.decode_prompts = 64
-    rl.max_response_tokens = 40
-    rl.response_buckets = (24, 40)
+    rl.max_response_tokens = 36
+    rl.response_buckets = (24, 36)
     rl.learning_rate = 3e-4
     rl.warmup_steps = 15
     rl.schedule = "cosine"
     rl.beta = 0.0
-    config.care.max_context = 16
+    config.care.max_context = 11
     config.care.cue = " Wait, that is wrong."
     config.evaluate.batch_size = 64
-    config.evaluate.max_response_tokens = 32
+    config.evaluate.max_response_tokens = 36
     return config

@@ -4,7 +4,7 @@ A row of tokens is `[prompt | branch 0 | branch 1 | ...]`. The prompt is causal;
 the prompt and, causally, itself. No score between two branches is ever computed, and the prompt's
 keys are never repeated: the branches (and the query heads of a group) are extra query rows of one
 matrix product per (prompt, kv head). Decoding is the same computation, with the branches' keys in
-a cache. Scores and softmax are float32. A token that sees nothing (padding) gets finite values.
+a cache. Scores and softmax are float32. A query that sees nothing (an unused slot) stays finite.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attend_tree(
 
     Args:
         q, k, v: rotated queries and keys, and values, of the whole row.
-        segments: tokens see only tokens of their own segment; -1 is padding.
+        segments: tokens see only tokens of their own segment; -1 is padding, which sees itself.
         tree: the layout; its size is S.
     """
     if q.shape[1] != tree.size:
@@ -79,9 +79,8 @@ def _attend_own(q, k, v, segments, prefix=None):
         is_causal = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
         is_visible = is_causal & _same_segment(segments[:, :, start:stop], segments[:, :, :stop])
         k, v = (a[:, :, :stop].swapaxes(2, 3) for a in (k, v))
-        if prefix is None:
-            shared = None
-        else:
+        shared = None
+        if prefix is not None:
             rows = segments[:, :, start:stop].reshape(segments.shape[0], -1)
             is_shared = _same_segment(rows, prefix[2])
             is_shared = is_shared.reshape(*is_visible.shape[:-1], -1)
@@ -96,7 +95,7 @@ def _attend_own(q, k, v, segments, prefix=None):
 
 
 def _same_segment(queries: Int[Array, "... T"], keys: Int[Array, "... S"]) -> Array:
-    return (queries[..., :, None] == keys[..., None, :]) & (keys >= 0)[..., None, :]
+    return queries[..., :, None] == keys[..., None, :]
 
 
 def attend_cached(
@@ -113,15 +112,15 @@ def attend_cached(
         own: keys [B, R, K, S, H], values [B, R, K, S, H] and which of them each query sees, bool
             broadcasting to [B, R, T, S].
     """
-    q = q * q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5
     f32 = {"preferred_element_type": jnp.float32}
     k, v, is_visible = own
-    scores = jnp.einsum("BRTKGH,BRKSH->BRKTGS", q, k, **f32)
+    scores = scale * jnp.einsum("BRTKGH,BRKSH->BRKTGS", q, k, **f32)
     scores = jnp.where(is_visible[:, :, None, :, None], scores, _MASKED)
     top = scores.max(-1)
     if shared is not None:
         shared_k, shared_v, is_shared = shared
-        shared_scores = jnp.einsum("BRTKGH,BKPH->BKRTGP", q, shared_k, **f32)
+        shared_scores = scale * jnp.einsum("BRTKGH,BKPH->BKRTGP", q, shared_k, **f32)
         shared_scores = jnp.where(is_shared[:, None, :, :, None], shared_scores, _MASKED)
         top = jnp.maximum(top, shared_scores.max(-1).swapaxes(1, 2))
     top = jax.lax.stop_gradient(top)
@@ -141,7 +140,7 @@ def attend_segments(
     v: Float[Array, "B P N H"],
     segments: Int[Array, "B P"],
 ) -> Float[Array, "B P N H"]:
-    """Attention in both directions among tokens of equal segment >= 0, in chunks of queries."""
+    """Attention in both directions among tokens of equal segment, in chunks of queries."""
 
     def chunk(q, k, v, queries, keys):
         scores = jnp.einsum("BTNH,BSNH->BNTS", q, k, preferred_element_type=jnp.float32)

@@ -72,7 +72,7 @@ class Table(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
         shape = (config.vocab_size, config.hidden_size)
-        self.table = normal(rngs, shape, ("vocab", "embed"), dtype)
+        self.table = normal(rngs, shape, ("vocab", "embed"), dtype, fan_in=config.hidden_size)
 
 
 class Decoder(nnx.Module):

@@ -3,7 +3,7 @@
 An example is a pure function of (seed, split, index): nothing is stored, and any index can be
 asked for. Pictures are laid on cells of 16 x 16 pixels, so that a backbone with 8-pixel patches
 and a 2 x 2 merge sees one cell per token. Diagrams hold 1 to 9 copies of one shape in one colour;
-charts hold bars of 1 to 9 units against ticks.
+charts hold bars of 1 to 5 units against ticks.
 
 The splits cannot share a picture with its question: every candidate has a content key (all that
 decides its pixels and its question), and `crc32(key) % 8` says which split it belongs to.
@@ -28,8 +28,9 @@ from PIL import Image, ImageDraw
 from care_jax.batch import Example
 
 CELL = 16  # pixels
-UNIT = 6  # pixels of one unit of a bar
-MAX_VALUE = 9
+UNIT = 10  # pixels of one unit of a bar
+MAX_HEIGHT = 5  # units of the tallest bar
+MAX_VALUE = 9  # of an answer
 _MAX_OPERAND = 3  # added to or subtracted from a count
 COLOURS = {
     "red": (225, 30, 30),
@@ -208,13 +209,12 @@ def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[_Diagram, dict
 def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str, str], str]:
     num_bars = _NUM_BARS[rng.integers(len(_NUM_BARS))]
     colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[:num_bars]]
-    values = rng.integers(1, MAX_VALUE + 1, num_bars)
+    values = rng.integers(1, MAX_HEIGHT + 1, num_bars)
     if kind == "bar_tallest":  # one bar alone is tallest
-        values = rng.permutation(MAX_VALUE)[:num_bars] + 1
+        values = rng.permutation(MAX_HEIGHT)[:num_bars] + 1
     a, b = rng.permutation(num_bars)[:2]
-    if kind == "bar_sum":  # sums stay within the range of single readings
-        values[a] = rng.integers(1, MAX_VALUE)
-        values[b] = rng.integers(1, MAX_VALUE + 1 - values[a])
+    if kind == "bar_sum":
+        values[b] = rng.integers(1, min(MAX_HEIGHT, MAX_VALUE - values[a]) + 1)
     if kind == "bar_difference" and values[a] < values[b]:
         a, b = b, a
     answer = {
@@ -256,9 +256,9 @@ def _draw_chart(chart: _Chart) -> Image.Image:
     image = Image.new("RGB", (width, _CHART_HEIGHT), _BACKGROUND)
     pen = ImageDraw.Draw(image)
     base = _CHART_HEIGHT - 4
-    pen.line((CELL - 3, base - MAX_VALUE * UNIT, CELL - 3, base), fill=_INK)
+    pen.line((CELL - 3, base - MAX_HEIGHT * UNIT, CELL - 3, base), fill=_INK)
     pen.line((CELL - 3, base, width - 1, base), fill=_INK)
-    for value in range(MAX_VALUE + 1):
+    for value in range(MAX_HEIGHT + 1):
         length = 7 if value % 5 == 0 else 4
         pen.line((CELL - 3 - length, base - value * UNIT, CELL - 3, base - value * UNIT), fill=_INK)
     for column, (colour, value) in enumerate(chart.bars, start=1):

@@ -94,7 +94,7 @@ _ENGLISH = (
 )
 
 
-def build_tokenizer(vocab_size: int = 1000) -> PreTrainedTokenizerFast:
+def build_tokenizer(vocab_size: int = 640) -> PreTrainedTokenizerFast:
     """Trains the tokenizer; the same `vocab_size` always gives the same one.
 
     Args:

@@ -37,7 +37,7 @@ def inputs(size):
     segments = np.zeros((B, size), int)
     segments[1, :3] = -1
     segments[1, -1] = -1
-    segments[0, :2] = 1
+    segments[0, 2:] = 1
     return q, k, v, segments
 
 
@@ -64,6 +64,15 @@ def test_tree_equals_dense_mask_in_values_and_gradients(tree, chunk, monkeypatch
     assert np.isfinite(out).all()
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-6)
+
+
+def test_large_prompt_scores_do_not_overflow():
+    tree = Tree(6, 3, 4)
+    q, k, v, segments = inputs(tree.size)
+    k = k.at[:, : tree.prefix].multiply(200.0)
+    expected = dense_attention(q, k, v, dense_mask(tree, segments))
+    out = attend_tree(q, k, v, segments, tree)
+    np.testing.assert_allclose(out[0], expected[0], rtol=0, atol=1e-4)
 
 
 def test_rows_of_another_size_are_refused():

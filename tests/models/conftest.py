@@ -100,8 +100,8 @@ class Batch:
 def make_batch(config):
     """make_batch([[(rows, columns), ...] per prompt]) -> Batch; columns and rows in patches."""
 
-    def make(sizes, *, num_text=9, num_patches=160, seed=0) -> Batch:
-        rng = np.random.default_rng(seed)
+    def make(sizes, *, num_text=9, num_patches=160, contrast=1.0) -> Batch:
+        rng = np.random.default_rng(0)
         texts, patches, grids = [], [], []
         for i, prompt in enumerate(sizes):
             tokens = list(rng.integers(0, 100, num_text + 3 * i))
@@ -112,7 +112,8 @@ def make_batch(config):
             texts.append(np.asarray(tokens))
             grids.append(np.array([[1, h, w] for h, w in prompt], np.int64).reshape(-1, 3))
             num = sum(h * w for h, w in prompt)
-            patches.append(rng.normal(size=(num, config.vision.patch_dim)).astype(np.float32))
+            pixels = contrast * rng.normal(size=(num, config.vision.patch_dim))
+            patches.append(pixels.astype(np.float32))
         P = max(map(len, texts))
         rows = []
         for text, grid in zip(texts, grids, strict=True):

@@ -1,0 +1,19 @@
+"""Qwen2.5-VL-3B-Instruct: CARE on a file of verifiable questions with images.
+
+Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
+`data.test`; `data/jsonl.py` says how a row looks.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+    """Cold start, CARE, evaluation and export."""
+    config = common.get_config()
+    config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
+    config.model.path = "Qwen/Qwen2.5-VL-3B-Instruct"
+    for section in ("sft", "train", "test"):
+        config.data[section].source = "jsonl"
+    return config

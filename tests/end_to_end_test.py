@@ -1,0 +1,255 @@
+"""Whole runs, shrunk to seconds: stages, resuming, refusing, real images."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from care_jax import main
+from care_jax.sharding import make_mesh
+from configs import real_images, tiny
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def cpu_mesh(monkeypatch):
+    """One device, as on a laptop; the suite has eight virtual ones."""
+    monkeypatch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 1, 1, jax.devices()[:1]))
+
+
+def small_config(**changes):
+    config = tiny.get_config()
+    config.stages = ("sft", "rl", "evaluate")
+    config.log_every = 1
+    config.checkpoint_every = 2
+    config.data.test.num_examples = 12
+    config.sft.num_steps = 3
+    config.sft.batch_size = config.sft.microbatch_size = 8
+    config.sft.warmup_steps = 1
+    rl = config.rl
+    rl.num_steps = 4
+    rl.num_rollouts = 4
+    rl.prompts_per_step = 8
+    rl.prompts_per_update = rl.decode_prompts = 4
+    rl.prompts_per_microbatch = 2
+    rl.warmup_steps = 1
+    rl.beta = 0.02
+    config.evaluate.batch_size = 8
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def metrics_of(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def state_of(workdir):
+    """Parameters, optimizer state and step of the last RL checkpoint."""
+    return ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / "rl" / "4" / "state")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four RL steps without a break."""
+    workdir = tmp_path_factory.mktemp("unbroken")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 1, 1, jax.devices()[:1]))
+        results = main.run_stages(small_config(), workdir)
+    return workdir, results
+
+
+def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
+    workdir, results = finished
+    metrics = metrics_of(workdir)
+    stages = Counter(record["stage"] for record in metrics)
+    assert stages == {"sft": 3, "rl": 4, "evaluate_rl": 1}
+    rl = [record for record in metrics if record["stage"] == "rl"]
+    assert [record["step"] for record in rl] == [0, 1, 2, 3]
+    for name in (
+        *("reward", "acc", "fmt", "anchor_rate", "rescue_rate", "skip_rate", "reflect_rate"),
+        *("clip_rate", "clip_rate_negative_answer", "kl_ref", "kl_old", "entropy", "grad_norm"),
+        *("think_tokens", "answer_tokens", "response_tokens", "truncated_rate", "decoded_tokens"),
+        *("verifier/timeouts", "rollout_tokens_per_second", "train_tokens_per_second"),
+    ):
+        assert all(name in record for record in rl), name
+    samples = [json.loads(line) for line in (workdir / "samples_rl.jsonl").read_text().splitlines()]
+    assert len(samples) == results["rl"]["num_examples"] == 12
+    assert np.mean([sample["acc"] for sample in samples]) == pytest.approx(results["rl"]["acc"])
+    assert list((workdir / "tensorboard" / "rl").glob("events*"))
+
+
+def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
+    """Killed in its third RL step, after the checkpoint of the second."""
+    update = main.train.train_batch
+    seen = Counter()
+
+    def killed(*args):
+        seen["updates"] += 1
+        if seen["updates"] > 5:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    monkeypatch.setattr(main.train, "train_batch", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main.run_stages(small_config(), tmp_path)
+    monkeypatch.setattr(main.train, "train_batch", update)
+    assert main.run_stages(small_config(), tmp_path) == finished[1]
+
+    def without_times(records):
+        return [{k: v for k, v in record.items() if "second" not in k} for record in records]
+
+    unbroken, resumed = (
+        without_times([r for r in metrics_of(w) if r["stage"] != "sft"])
+        for w in (finished[0], tmp_path)
+    )
+    assert unbroken == resumed
+    jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
+
+
+def test_a_finished_run_trains_no_more(finished, monkeypatch):
+    monkeypatch.setattr(main.train, "roll_out", None)
+    assert main.run_stages(small_config(), finished[0]) == finished[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rl.objective": "grpo"},
+        {"care.reflect": False, "rl.beta": 0.0, "rl.temperature": 0.8, "rl.top_p": 0.9},
+        {"care.reflect_credit": "prompt_only", "care.rule": "random", "model.freeze_vision": True},
+        {"care.reflect_mode": "no_cue", "rl.old_logp": "trainer", "model.remat": "layer"},
+    ],
+)
+def test_every_option_of_the_loop_runs(tmp_path, changes):
+    config = small_config(stages=("rl",), **{"rl.num_steps": 2, **changes})
+    main.run_stages(config, tmp_path)
+    last = metrics_of(tmp_path)[-1]
+    assert last["step"] == 1 and np.isfinite(last["loss"])
+    assert ("anchor_rate" in last) == (config.rl.objective == "care")
+
+
+def test_nan_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
+    """The first update of the second step goes wrong."""
+    make, seen = main.train.train_batch, Counter()
+
+    def broken(*args):
+        batch = make(*args)
+        seen["updates"] += 1
+        return batch.replace(old_logp=batch.old_logp * np.nan) if seen["updates"] == 3 else batch
+
+    monkeypatch.setattr(main.train, "train_batch", broken)
+    with pytest.raises(FloatingPointError, match="rl step 1: expected finite metrics, got loss="):
+        main.run_stages(small_config(stages=("rl",)), tmp_path)
+    assert [record["step"] for record in metrics_of(tmp_path)] == [0]
+    assert not (tmp_path / "checkpoints" / "rl" / "2").exists()
+
+
+def test_another_backbones_checkpoint_is_refused(finished):
+    config = small_config()
+    config.model.backbone.text_config.intermediate_size = 128
+    with pytest.raises(ValueError, match=r"of another model: text\.intermediate_size"):
+        main.run_stages(config, finished[0])
+
+
+def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
+    """304 figures of many sizes go through rollout, verification and update."""
+    path = str(shared / "data" / "mathvision_mini" / "testmini.jsonl")
+    config = real_images.get_config()
+    config.stages = ("rl",)
+    config.data.train.path = path
+    config.rl.num_rollouts = 2
+    config.rl.max_response_tokens, config.rl.response_buckets = 20, (20,)
+    config.rl.beta = 0.0
+    programs = {}
+    for name in ("compile_rollout", "compile_update"):
+        compile_programs = getattr(main.train, name)
+
+        def kept(*args, name=name, compile_programs=compile_programs):
+            programs[name] = compile_programs(*args)
+            return programs[name]
+
+        monkeypatch.setattr(main.train, name, kept)
+    main.run_stages(config, tmp_path)
+    rl = metrics_of(tmp_path)
+    assert len(rl) * config.rl.prompts_per_step == 304
+    num_buckets = len(config.data.buckets)
+    counts = {
+        name: getattr(programs[owner], name)._cache_size()
+        for owner, names in (
+            ("compile_rollout", ("prefill", "decode", "reflect", "select")),
+            ("compile_update", ("update", "score", "credit")),
+        )
+        for name in names
+    }
+    assert 1 < counts["prefill"] <= num_buckets
+    assert all(count <= num_buckets for count in counts.values()), counts
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config.rl.learning_rat=1"], "learning_rat"),
+        (["--config=configs/huge.py"], "huge.py"),
+        (["--config.rl.decode_prompts=3", "--config.mesh.fsdp=2"], "mesh.fsdp=2"),
+        (
+            ["--config.rl.prompts_per_microbatch=5"],
+            "rl.prompts_per_update 64 must be a multiple of rl.prompts_per_microbatch 5; "
+            "set it to 60",
+        ),
+        (["--config.rl.objective=grpo", "--config.care.delta=0.2"], "means nothing under"),
+        (["--config.rl.objective=ppo"], "rl.objective must be one of care, grpo, got 'ppo'"),
+        (["--config.data.train.source=jsonl", "--config.data.train.path=no.jsonl"], "no.jsonl"),
+        (["--config.model.path=/nowhere/at/all"], "model.path"),
+        (["--config.sft.warmup_steps=1000"], "warmup_steps 1000"),
+    ],
+)
+def test_mistakes_of_the_user_are_one_line(tmp_path, flags, message):
+    if not any(flag.startswith("--config=") for flag in flags):
+        flags = ["--config=configs/tiny.py", *flags]
+    result = subprocess.run(
+        [sys.executable, "-m", "care_jax.main", *flags, f"--workdir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and re.search(re.escape(message), lines[0]), result.stderr
+
+
+def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 4, 2, jax.devices()[:8]))
+    config = small_config(**{"rl.prompts_per_microbatch": 2, "sft.microbatch_size": 8})
+    with pytest.raises(
+        ValueError, match=r"rl.prompts_per_microbatch 2 must be divisible by 4 devices .* set it to"
+    ):
+        main.run_stages(config, tmp_path)
+
+
+def test_unusable_rows_are_skipped_and_counted(tmp_path, shared, caplog):
+    figure = shared / "data" / "mathvision_mini" / "images" / "4.jpg"
+    (tmp_path / "cut.jpg").write_bytes(figure.read_bytes()[:300])
+    (tmp_path / "good.jpg").write_bytes(figure.read_bytes())
+    rows = [
+        {"question": "<image>How many?", "answer": "3", "image": "good.jpg"},
+        {"question": "<image>How many?", "answer": "3", "image": "cut.jpg"},
+        {"question": "<image>How many?", "image": "good.jpg"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    config = real_images.get_config()
+    config.data.train.path = str(path)
+    with caplog.at_level("WARNING"):
+        examples = main.open_stage(config, "rl")
+    assert len(examples) == 1
+    assert "left out 1 rows" in caplog.text
