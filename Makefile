@@ -20,7 +20,7 @@ demo: $(VENV)/installed
 	$(BIN)/python -m care_jax.main --config=configs/tiny.py --workdir=runs/demo
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

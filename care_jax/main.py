@@ -125,16 +125,16 @@ def run_main() -> None:
     try:
         app.run(main, flags_parser=_parse_flags)
     except (ValueError, FloatingPointError) as error:
-        if logging.level_debug():
-            raise
         sys.exit(f"error: {error}")
 
 
 def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
     try:
-        return flags.FLAGS(argv)
-    except (AttributeError, KeyError, TypeError, FileNotFoundError, flags.Error) as error:
+        rest = flags.FLAGS(argv)
+        _ = _CONFIG.value.stages  # a file that could not be loaded is reported when it is used
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
+    return rest
 
 
 if __name__ == "__main__":

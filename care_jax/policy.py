@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxtyping import UInt8
 
 from care_jax import sharding, spans
-from care_jax.data.tokenizer import build_tokenizer
 from care_jax.prompt import PromptBuilder, load_tokenizer
 from models import backbone
 from models.config import BackboneConfig
@@ -95,10 +94,7 @@ def build_policy(
             f"{len(backbone_fields)} fields of a backbone; set exactly one"
         )
     folder = find_release(path) if path else None
-    if tokenizer_path or folder:
-        tokenizer = load_tokenizer(tokenizer_path or str(folder))
-    else:
-        tokenizer = build_tokenizer()
+    tokenizer = load_tokenizer(tokenizer_path or str(folder or ""))
     if folder:
         config = BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
     else:

@@ -8,6 +8,7 @@ shapes are compiled. A prompt that no bucket holds is reported (`fits`), never c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -119,6 +120,8 @@ class PromptBuilder:
         self.think_tag = think_tag
         self.image_mean = image_mean
         self.image_std = image_std
+        # Rendering the template takes longer than drawing a small picture; questions come again.
+        self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
 
     def chat(self, example: Example) -> str:
         """The prompt as text, one image token per image, up to the assistant's turn."""
@@ -128,6 +131,10 @@ class PromptBuilder:
                 f"example {example.id} of {example.source} has {len(example.images)} images and "
                 f"{len(texts) - 1} {IMAGE_PLACEHOLDER} in its question; make them agree"
             )
+        return self._chat_of(example.question)
+
+    def _render(self, question: str) -> str:
+        texts = question.split(IMAGE_PLACEHOLDER)
         if self.instruction:
             texts[-1] = f"{texts[-1]}\n{self.instruction}"
         content = [{"type": "text", "text": texts[0]}]

@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     # 16 x 16 pixels are one token of this backbone.
     data.min_pixels = 4096
     data.max_pixels = 36864
-    data.buckets = ((256, 384), (384, 576), (1088, 576))
+    data.buckets = ((384, 576), (1088, 576))
     rl = config.rl
     rl.num_steps = 4
     rl.prompts_per_step = 76  # four steps see all of 304 questions

@@ -3,7 +3,7 @@
 An example is a pure function of (seed, split, index): nothing is stored, and any index can be
 asked for. Pictures are laid on cells of 16 x 16 pixels, so that a backbone with 8-pixel patches
 and a 2 x 2 merge sees one cell per token. Diagrams hold 1 to 9 copies of one shape in one colour;
-charts hold bars of 1 to 5 units against ticks.
+charts hold bars of 1 to 6 units against ticks.
 
 The splits cannot share a picture with its question: every candidate has a content key (all that
 decides its pixels and its question), and `crc32(key) % 8` says which split it belongs to.
@@ -28,8 +28,8 @@ from PIL import Image, ImageDraw
 from care_jax.batch import Example
 
 CELL = 16  # pixels
-UNIT = 10  # pixels of one unit of a bar
-MAX_HEIGHT = 5  # units of the tallest bar
+UNIT = 8  # pixels of one unit of a bar
+MAX_HEIGHT = 6  # units of the tallest bar
 MAX_VALUE = 9  # of an answer
 _MAX_OPERAND = 3  # added to or subtracted from a count
 COLOURS = {
@@ -255,7 +255,7 @@ def _draw_chart(chart: _Chart) -> Image.Image:
     width = (1 + len(chart.bars)) * CELL  # the first column holds the axis
     image = Image.new("RGB", (width, _CHART_HEIGHT), _BACKGROUND)
     pen = ImageDraw.Draw(image)
-    base = _CHART_HEIGHT - 4
+    base = _CHART_HEIGHT - UNIT
     pen.line((CELL - 3, base - MAX_HEIGHT * UNIT, CELL - 3, base), fill=_INK)
     pen.line((CELL - 3, base, width - 1, base), fill=_INK)
     for value in range(MAX_HEIGHT + 1):

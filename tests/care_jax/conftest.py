@@ -55,7 +55,7 @@ def responses(policy):
     shape = (4, 3, 9)
     lengths = rng.permutation(np.arange(12) % 9 + 1).reshape(4, 3)
     is_valid = np.arange(9) < lengths[..., None]
-    tokens = np.where(is_valid, rng.integers(0, 900, shape), policy.config.pad_token_id)
+    tokens = np.where(is_valid, rng.integers(0, 600, shape), policy.config.pad_token_id)
     rollouts = Rollouts(
         tokens=tokens.astype(np.int32),
         is_valid=is_valid,

@@ -9,6 +9,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from care_jax.batch import Example
 from care_jax.data.synthetic import SyntheticSource
+from care_jax.data.tokenizer import build_tokenizer
 from care_jax.prompt import PromptBuilder, load_tokenizer
 from models.config import BackboneConfig
 
@@ -52,7 +53,7 @@ BUCKETS = ((96, 256), (48, 64), (64, 128))  # in no order
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer()
+    return build_tokenizer(1000)
 
 
 @pytest.fixture(scope="module")
