@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     data.train = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
     data.sft = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
     data.test = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
-    data.teacher_error = 0.0  # synthetic cold start: share of wrong labels (count, sum, difference)
+    data.teacher_error = 0.0  # synthetic cold start: share of wrong sums and differences
     data.cue_share = 0.0  # synthetic cold start: share of rationales that carry the repair cue
     data.min_pixels = 262144  # (open) images are resized into this range
     data.max_pixels = 1003520  # (open) of the mixture; 4194304 for geometry alone

@@ -1,7 +1,7 @@
 """A small backbone on drawn charts and diagrams: the whole path on a laptop CPU, in minutes.
 
-The cold start's teacher is wrong on purpose: on counts, sums, differences and readings, most of its
-labels miss by two. Imitation learns the mistake; reward repairs it. See `data/synthetic.py`.
+The cold start's teacher is wrong on purpose: most of its sums and differences miss by two.
+Imitation learns the mistake; reward repairs it. See `data/synthetic.py`.
 """
 
 from ml_collections import ConfigDict
@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
     data.sft = ConfigDict({"source": "synthetic", "path": "", "num_examples": 32768, "seed": 1})
     data.train = ConfigDict({"source": "synthetic", "path": "", "num_examples": 32768, "seed": 2})
     data.test = ConfigDict({"source": "synthetic", "path": "", "num_examples": 512, "seed": 3})
-    data.teacher_error = 0.65
+    data.teacher_error = 0.75
     data.cue_share = 0.1
     data.min_pixels = 256
     data.max_pixels = 4096
@@ -64,7 +64,7 @@ def get_config() -> ConfigDict:
     data.instruction = ""
 
     sft = config.sft
-    sft.num_steps = 350
+    sft.num_steps = 400
     sft.batch_size = 64
     sft.microbatch_size = 8
     sft.learning_rate = 2e-3
@@ -73,14 +73,14 @@ def get_config() -> ConfigDict:
     sft.max_response_tokens = 36
 
     rl = config.rl
-    rl.num_steps = 120
+    rl.num_steps = 100
     rl.prompts_per_step = 64
     rl.prompts_per_update = 32
     rl.prompts_per_microbatch = 4
     rl.decode_prompts = 64
     rl.max_response_tokens = 36
     rl.response_buckets = (24, 36)
-    rl.learning_rate = 3e-4
+    rl.learning_rate = 5e-4
     rl.warmup_steps = 15
     rl.schedule = "cosine"
     rl.beta = 0.0

@@ -147,7 +147,7 @@ def test_nan_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
         return batch.replace(old_logp=batch.old_logp * np.nan) if seen["updates"] == 3 else batch
 
     monkeypatch.setattr(main.train, "train_batch", broken)
-    with pytest.raises(FloatingPointError, match="rl step 1: expected finite metrics, got .*=nan"):
+    with pytest.raises(FloatingPointError, match=r"rl step 1: expected finite metrics, got .*=nan"):
         main.run_stages(small_config(stages=("rl",)), tmp_path)
     assert [record["step"] for record in metrics_of(tmp_path)] == [0]
     assert not (tmp_path / "checkpoints" / "rl" / "2").exists()

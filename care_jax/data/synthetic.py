@@ -2,18 +2,18 @@
 
 An example is a pure function of (seed, split, index): nothing is stored, and any index can be
 asked for. Pictures are laid on cells of 16 x 16 pixels, so that a backbone with 8-pixel patches
-and a 2 x 2 merge sees one cell per token. Diagrams hold 1 to 9 copies of one shape in one colour;
-charts hold bars of 1 to 6 units against ticks.
+and a 2 x 2 merge sees one cell per token. Diagrams hold 1 to 6 copies of one shape in one colour;
+charts hold bars of 1 to 4 units against ticks.
 
 The splits cannot share a picture with its question: every candidate has a content key (all that
 decides its pixels and its question), and `crc32(key) % 8` says which split it belongs to.
 Candidates of the other split are drawn again, whatever the seeds are.
 
 The teacher whose responses the cold start imitates may be made wrong on purpose: `teacher_error`
-is the share of its answers that miss by two, on the kinds that need counting or reading values.
-It is wrong in one direction per true answer (5 and less: two too many, else two too few), so a
-model that imitates it learns the mistake and not merely noise. Colours and comparisons stay clean,
-and so do the rows that demonstrate the repair cue: they end in the true answer.
+is the share of its answers that miss by two, on the kinds that compute with what was read (sums
+and differences). It is wrong in one direction per true answer (5 and less: two too many, else two
+too few), so a model that imitates it learns the mistake and not merely noise. What is read directly
+stays clean, and so do the rows that demonstrate the repair cue: they end in the true answer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from PIL import Image, ImageDraw
 from care_jax.batch import Example
 
 CELL = 16  # pixels
-UNIT = 8  # pixels of one unit of a bar
-MAX_HEIGHT = 6  # units of the tallest bar
-MAX_VALUE = 9  # of an answer
+UNIT = 12  # pixels of one unit of a bar
+MAX_HEIGHT = 4  # units of the tallest bar
+MAX_COUNT = 6  # shapes in a diagram
 _MAX_OPERAND = 3  # added to or subtracted from a count
 COLOURS = {
     "red": (225, 30, 30),
@@ -43,7 +43,7 @@ SHAPES = ("circle", "square", "triangle")
 DIAGRAM_KINDS = ("colour", "count", "sum", "difference")
 CHART_KINDS = ("bar_value", "bar_tallest", "bar_sum", "bar_difference")
 KINDS = DIAGRAM_KINDS + CHART_KINDS
-CLEAN_KINDS = ("colour", "bar_tallest")  # the teacher is never wrong on these
+CLEAN_KINDS = ("colour", "count", "bar_value", "bar_tallest")  # read, not computed
 SPLITS = ("train", "test")
 
 _DIAGRAM_GRIDS = ((3, 3), (4, 3), (3, 4), (4, 4))  # columns, rows
@@ -173,7 +173,7 @@ def texts() -> Iterator[str]:
             for b in COLOURS if is_chart else range(1, _MAX_OPERAND + 1):
                 yield from (text.format(a=a, b=b) for text in templates)
     yield from COLOURS
-    yield from (str(number) for number in range(MAX_VALUE + 1))
+    yield from (str(number) for number in range(MAX_COUNT + _MAX_OPERAND + 1))
 
 
 def _split_of(picture: _Diagram | _Chart, question: str) -> str:
@@ -182,7 +182,7 @@ def _split_of(picture: _Diagram | _Chart, question: str) -> str:
 
 
 def _mistake(answer: str) -> str:
-    """What the flawed teacher says for a count, a sum, a difference or a reading."""
+    """What the flawed teacher says for a sum or a difference."""
     value = int(answer)
     return str(value + 2 if value <= 5 else value - 2)
 
@@ -192,10 +192,8 @@ def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[_Diagram, dict
     shape = SHAPES[rng.integers(len(SHAPES))]
     colour = list(COLOURS)[rng.integers(len(COLOURS))]
     b = int(rng.integers(1, _MAX_OPERAND + 1))
-    # Answers stay within 0 to 9.
     lowest = b if kind == "difference" else 1
-    highest = MAX_VALUE - b if kind == "sum" else MAX_VALUE
-    count = int(rng.integers(lowest, highest + 1))
+    count = int(rng.integers(lowest, MAX_COUNT + 1))
     cells = tuple(sorted(rng.permutation(columns * rows)[:count].tolist()))
     answer = {
         "colour": colour,
@@ -213,8 +211,6 @@ def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str
     if kind == "bar_tallest":  # one bar alone is tallest
         values = rng.permutation(MAX_HEIGHT)[:num_bars] + 1
     a, b = rng.permutation(num_bars)[:2]
-    if kind == "bar_sum":
-        values[b] = rng.integers(1, min(MAX_HEIGHT, MAX_VALUE - values[a]) + 1)
     if kind == "bar_difference" and values[a] < values[b]:
         a, b = b, a
     answer = {
