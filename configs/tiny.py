@@ -85,6 +85,9 @@ def get_config() -> ConfigDict:
     rl.schedule = "cosine"
     rl.beta = 0.0
     config.care.max_context = 11
+    # At this size a prompt that fails G times is mostly one the backbone cannot read, and a rescued
+    # guess at full strength teaches the guess.
+    config.care.rescue_scale = 0.1
     config.care.cue = " Wait, that is wrong."
     config.evaluate.batch_size = 64
     config.evaluate.max_response_tokens = 36
