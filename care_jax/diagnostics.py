@@ -7,7 +7,7 @@ Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,22 +82,18 @@ def subgroup_metrics(
     if len(negatives) > 1 and len(positives) > 1 and positives.var() > 0:
         metrics["variance_ratio"] = negatives.var() / positives.var()
 
-    ratios, alphas = [], []
+    signature = defaultdict(list)
     plain = subgroup.has_update & ~subgroup.is_rescue & ~raw.is_reflected.any(1)
     for group in np.flatnonzero(plain):
-        negative = raw.is_negative[group]
-        root = np.sqrt(negative.sum())
-        reward = scores.reward[group]
-        gap = reward[subgroup.anchor[group]] - reward[negative].mean()
+        anchor, negative = subgroup.anchor[group], raw.is_negative[group]
+        count, value, reward = negative.sum(), raw.value[group], scores.reward[group]
+        gap = reward[anchor] - reward[negative].mean()
         if gap <= 0:
             continue
-        ratios.append(raw.value[group, subgroup.anchor[group]] / root)
-        alphas.append((1 + (negative.sum() + 1) * reward[negative].var() / gap**2) ** -0.5)
-        key = f"signature/anchor_{negative.sum()}"
-        metrics.setdefault(key, []).append(raw.value[group, subgroup.anchor[group]])
-        key = f"signature/negative_{negative.sum()}"
-        metrics.setdefault(key, []).append(raw.value[group][negative].mean())
-    if ratios:
-        metrics["signature/ratio"] = np.mean(ratios)
-        metrics["signature/alpha"] = np.mean(alphas)
-    return {name: float(np.mean(value)) for name, value in metrics.items()}
+        alpha = (1 + (count + 1) * reward[negative].var() / gap**2) ** -0.5
+        signature["ratio"].append(value[anchor] / np.sqrt(count))
+        signature["alpha"].append(alpha)
+        signature[f"anchor_{count}"].append(value[anchor])
+        signature[f"negative_{count}"].append(value[negative].mean())
+    metrics |= {f"signature/{name}": np.mean(values) for name, values in signature.items()}
+    return {name: float(value) for name, value in metrics.items()}

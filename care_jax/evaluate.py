@@ -106,6 +106,11 @@ def evaluate(
                 }
                 samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
+    if not correct:
+        raise ValueError(
+            f"none of the {len(examples)} held-out prompts fits data.buckets "
+            f"{policy.prompts.buckets}; enlarge them or lower data.max_pixels"
+        )
     accs = np.concatenate(list(correct.values()))
     low, high = wilson_interval(float(accs.sum()), len(accs))
     metrics = {
