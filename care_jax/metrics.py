@@ -24,7 +24,7 @@ Scalar = Any  # int, float, or an array of one element, on the host or on a devi
 
 
 def _on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
-    """Python numbers, fetched in one explicit transfer (the loops forbid implicit ones)."""
+    """Python numbers, fetched in one transfer."""
     fetched = jax.device_get(dict(metrics))
     return {name: np.asarray(value).item() for name, value in fetched.items()}
 

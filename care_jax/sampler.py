@@ -22,6 +22,8 @@ from models import backbone
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 
+_BLOCK = 256  # ids searched at a time when sampling
+
 
 @flax.struct.dataclass
 class Prefix:
@@ -245,7 +247,31 @@ def sample_token(
     logits = logits / temperature
     if top_p < 1:
         logits = jnp.where(is_nucleus(logits, top_p=top_p), logits, -jnp.inf)
-    return jax.random.categorical(rng, logits).astype(jnp.int32)
+    return _sample_inverse(logits, rng)
+
+
+def _sample_inverse(logits: Float[Array, "*B V"], rng: PRNGKeyArray) -> Int[Array, "*B"]:
+    """Samples softmax(logits) by one uniform number per row, first a block of ids, then one in it.
+
+    The usual Gumbel noise takes a random number and two logarithms for each of V ids, which on a
+    CPU is a fifth of the time of decoding.
+    """
+    padding = -logits.shape[-1] % _BLOCK
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, padding)])
+    blocks = weights.reshape(*weights.shape[:-1], -1, _BLOCK)
+    upto_block = jnp.cumsum(blocks.sum(-1), -1)
+    u = jax.random.uniform(rng, logits.shape[:-1]) * upto_block[..., -1]
+    block = jnp.argmax(upto_block > u[..., None], -1)[..., None]
+    before = jnp.take_along_axis(upto_block - blocks.sum(-1), block, -1)
+    inside = jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :]
+    # Rounding may leave u beyond the block's sum: its last possible id is taken then, never one
+    # whose weight is 0.
+    upto = jnp.where(inside > 0, jnp.cumsum(inside, -1), -jnp.inf)
+    is_beyond = upto > (u[..., None] - before)
+    last = jnp.argmax(jnp.where(inside > 0, jnp.arange(_BLOCK), -1), -1)
+    place = jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, -1), last)
+    return (block[..., 0] * _BLOCK + place).astype(jnp.int32)
 
 
 def is_nucleus(logits: Float[Array, "*B V"], *, top_p: float) -> Bool[Array, "*B V"]:

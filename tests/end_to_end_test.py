@@ -137,6 +137,21 @@ def test_every_option_of_the_loop_runs(tmp_path, changes):
     assert ("anchor_rate" in last) == (config.rl.objective == "care")
 
 
+def test_an_exported_policy_is_a_release_that_runs_and_exports_the_same(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    main.run_stages(small_config(stages=("export",)), first)
+    config = small_config(stages=("evaluate", "export"))
+    config.model.path, config.model.backbone = str(first / "export"), {}
+    results = main.run_stages(config, second)
+    assert results["start"]["num_examples"] == 12
+    files = sorted(path.name for path in (first / "export").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    for name in files:
+        assert (first / "export" / name).read_bytes() == (second / "export" / name).read_bytes(), (
+            name
+        )
+
+
 def test_nan_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
     """The first update of the second step goes wrong."""
     make, seen = main.train.train_batch, Counter()

@@ -238,3 +238,16 @@ def test_tokens_are_sampled_in_proportion_within_the_nucleus():
     hot = sampler.sample_token(logits, jax.random.key(0), temperature=2.0, top_p=1.0)
     root = np.sqrt([0.1, 0.5, 0.15, 0.25])
     np.testing.assert_allclose(np.bincount(hot) / len(hot), root / root.sum(), atol=0.015)
+
+
+def test_sampling_never_takes_what_has_no_probability():
+    """Across blocks of ids, among them ones without any weight, and at the end of the vocabulary."""
+    allowed = np.array([3, 255, 256, 700, 1030])
+    logits = np.full((4000, 1031), -np.inf, np.float32)
+    logits[:, allowed] = np.log([0.3, 0.1, 0.2, 0.15, 0.25])
+    tokens = sampler.sample_token(
+        jnp.asarray(logits), jax.random.key(1), temperature=1.0, top_p=1.0
+    )
+    ids, counts = np.unique(tokens, return_counts=True)
+    np.testing.assert_array_equal(ids, allowed)
+    np.testing.assert_allclose(counts / len(tokens), [0.3, 0.1, 0.2, 0.15, 0.25], atol=0.03)
