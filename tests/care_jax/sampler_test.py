@@ -241,7 +241,7 @@ def test_tokens_are_sampled_in_proportion_within_the_nucleus():
 
 
 def test_sampling_never_takes_what_has_no_probability():
-    """Across blocks of ids, among them ones without any weight, and at the end of the vocabulary."""
+    """Across blocks of ids, some of them without any weight, and at the vocabulary's end."""
     allowed = np.array([3, 255, 256, 700, 1030])
     logits = np.full((4000, 1031), -np.inf, np.float32)
     logits[:, allowed] = np.log([0.3, 0.1, 0.2, 0.15, 0.25])
