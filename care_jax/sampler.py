@@ -143,14 +143,11 @@ def decode(
 
     def extend(tokens, slot, cache):
         """Reads tokens [B, R, n] at slots slot..slot+n-1; returns their hidden states."""
-        read = slot + jnp.arange(tokens.shape[-1])
-        skipped = num_forced - forced_length
-        positions = prefix.next_position[:, None, None] + read - skipped[..., None]
-        x = backbone.embed(params, tokens, dtype=dtype)
+        n = tokens.shape[-1]
         return backbone.extend(
             params,
-            x,
-            jnp.maximum(positions, 0),
+            backbone.embed(params, tokens, dtype=dtype),
+            tuple(jax.lax.dynamic_slice_in_dim(x, slot, n, axis=2) for x in rotary),
             slot,
             prefix.cache,
             prefix.is_valid,
@@ -162,6 +159,10 @@ def decode(
     if forced is not None:
         forced_length = forced.is_valid.sum(-1, dtype=jnp.int32)[:, None]
         slot_is_used = slot_is_used.at[:, 0, :num_forced].set(forced.is_valid)
+    skipped = num_forced - forced_length
+    positions = prefix.next_position[:, None, None] + slots - skipped[..., None]
+    rotary = backbone.text_rotary(jnp.maximum(positions, 0), config)
+    if forced is not None:
         is_done = ~forced.is_active[:, None]
         forced_hidden, cache = extend(forced.tokens[:, None], 0, cache)
         hidden = forced_hidden[:, :, -1]
@@ -219,7 +220,7 @@ def decode(
     is_forced = jnp.zeros_like(state.is_valid)
     if forced is not None:
         is_forced = is_forced.at[:, 0, :num_forced].set(forced.is_valid & forced.is_active[:, None])
-    source = slots + (num_forced - forced_length)[..., None]
+    source = slots + skipped[..., None]
 
     def close_gap(x):
         moved = jnp.take_along_axis(x, jnp.minimum(source, max_tokens - 1), -1)

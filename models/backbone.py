@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models import decoder, vision_qwen2_5, weights
+from models import decoder, rope, vision_qwen2_5, weights
 from models.attention import Tree
 from models.config import BackboneConfig
 from models.decoder import KeyValues
@@ -150,10 +150,20 @@ def init_cache(
     return decoder.init_cache(config.text, batch_size, num_rows, num_slots, dtype)
 
 
+def text_rotary(
+    positions: Int[Array, "*B"], config: BackboneConfig
+) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
+    """Cosine and sine at text positions, one number for all three components.
+
+    Decoding computes them before its loop: inside, a compiler puts the sines into every layer.
+    """
+    return rope.text_rotary(jnp.stack([positions] * 3, axis=-1), config.text)
+
+
 def extend(
     params: Params,
     x: Float[Array, "B R T D"],
-    positions: Int[Array, "B R T"],
+    rotary: tuple[Float[Array, "B R T half"], Float[Array, "B R T half"]],
     index: Int[Array, ""],
     prefix: KeyValues,
     prefix_valid: Bool[Array, "B P"],
@@ -169,7 +179,7 @@ def extend(
     Args:
         params: the decode layout.
         x: embedded tokens.
-        positions: of the tokens; text, so one number for all three components.
+        rotary: of the tokens' positions, see `text_rotary`.
         index: first suffix slot to write, the same for all rows; may be traced.
         prefix, prefix_valid: keys and values from `prefill`, and which slots are not padding.
         suffix, suffix_valid: cache of the rows, and which slots hold a token (the new included).
@@ -180,7 +190,7 @@ def extend(
     return decoder.extend(
         params["text"],
         x,
-        positions,
+        rotary,
         index,
         prefix,
         prefix_valid,

@@ -28,7 +28,6 @@ from models.layers import (
     linear,
     mlp,
     normal,
-    outputs_first,
     rms_norm,
     stack,
 )
@@ -40,8 +39,9 @@ class KeyValues:
     """Keys and values by layer, as decoding reads them.
 
     Attributes:
-        keys, values: one array per layer: [B, K, P, H] for a prefix that all rows of a prompt
-            share, [B, R, K, S, H] for the rows' own suffixes.
+        keys: one array per layer, turned: [B, K, H, P] for a prefix that all rows of a prompt
+            share, [B, R, K, H, S] for the rows' own suffixes.
+        values: likewise, [B, K, P, H] and [B, R, K, S, H].
     """
 
     keys: list[Array]
@@ -185,8 +185,6 @@ def _transposed(p: Params, num_inputs: int = 1) -> Params:
 def unembed(p: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Float32 logits, from the embedding table where the two are tied."""
     table = p["unembed" if "unembed" in p else "embed"]["table"].astype(hidden.dtype)
-    if isinstance(p["layers"], list):
-        return outputs_first(table, hidden, preferred_element_type=jnp.float32)
     return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
 
 
@@ -203,7 +201,10 @@ def prefill(
     tree = Tree(x.shape[1], 0, 0)
 
     def attend(q, k, v):
-        return attend_tree(q, k, v, segments, tree), (k.swapaxes(1, 2), v.swapaxes(1, 2))
+        return attend_tree(q, k, v, segments, tree), (
+            k.transpose(0, 2, 3, 1),
+            v.swapaxes(1, 2),
+        )
 
     keys, values = [], []
     for layer in p["layers"]:
@@ -217,18 +218,18 @@ def init_cache(
     config: TextConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
 ) -> KeyValues:
     """An empty suffix cache."""
-    shape = (batch_size, num_rows, config.num_kv_heads, num_slots, config.head_dim)
+    rows = (batch_size, num_rows, config.num_kv_heads)
 
-    def zeros():
-        return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
+    def zeros(*shape):
+        return [jnp.zeros(rows + shape, dtype) for _ in range(config.num_layers)]
 
-    return KeyValues(zeros(), zeros())
+    return KeyValues(zeros(config.head_dim, num_slots), zeros(num_slots, config.head_dim))
 
 
 def extend(
     p: Params,
     x: Float[Array, "B R T D"],
-    positions: Int[Array, "B R T"],
+    rotary: tuple[Array, Array],
     index: Int[Array, ""],
     prefix: KeyValues,
     prefix_valid: Bool[Array, "B P"],
@@ -237,7 +238,6 @@ def extend(
     config: TextConfig,
 ) -> tuple[Float[Array, "B R T D"], KeyValues]:
     """Runs T new tokens of every row against the prefix and the rows' own suffixes."""
-    rotary = text_rotary(jnp.broadcast_to(positions[..., None], (*positions.shape, 3)), config)
     num_slots = suffix_valid.shape[-1]
     is_causal = jnp.arange(num_slots) <= index + jnp.arange(x.shape[2])[:, None]
     is_visible = suffix_valid[:, :, None] & is_causal
@@ -247,10 +247,10 @@ def extend(
     for l, layer in enumerate(p["layers"]):
 
         def attend(q, k, v, l=l):
-            k, v = (
-                jax.lax.dynamic_update_slice_in_dim(cache, new.swapaxes(2, 3), index, axis=3)
-                for cache, new in ((suffix.keys[l], k), (suffix.values[l], v))
-            )
+            k = k.transpose(0, 1, 3, 4, 2)
+            k = jax.lax.dynamic_update_slice_in_dim(suffix.keys[l], k, index, axis=4)
+            v = v.swapaxes(2, 3)
+            v = jax.lax.dynamic_update_slice_in_dim(suffix.values[l], v, index, axis=3)
             shared = prefix.keys[l], prefix.values[l], is_shared
             return attend_cached(q, shared, (k, v, is_visible)), (k, v)
 

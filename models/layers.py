@@ -94,13 +94,13 @@ def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
     A parameter named "transposed" is a kernel with its output axes first (the decode layout).
     """
     if "transposed" in p:
-        y = outputs_first(p["transposed"].astype(x.dtype), x, num_inputs)
+        y = _outputs_first(p["transposed"].astype(x.dtype), x, num_inputs)
     else:
         y = jnp.tensordot(x, p["kernel"].astype(x.dtype), num_inputs)
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
-def outputs_first(kernel: Array, x: Array, num_inputs: int = 1, **dot_options: Any) -> Array:
+def _outputs_first(kernel: Array, x: Array, num_inputs: int) -> Array:
     """`linear` with a kernel [*outputs, *inputs], computed outputs first and then turned.
 
     For the few tokens of a decoding step a CPU takes 0.6 of the time that x @ kernel takes. The
@@ -108,7 +108,7 @@ def outputs_first(kernel: Array, x: Array, num_inputs: int = 1, **dot_options: A
     """
     inputs = tuple(range(kernel.ndim - num_inputs, kernel.ndim))
     contracted = tuple(range(x.ndim - num_inputs, x.ndim))
-    y = jax.lax.dot_general(kernel, x, ((inputs, contracted), ((), ())), **dot_options)
+    y = jax.lax.dot_general(kernel, x, ((inputs, contracted), ((), ())))
     num_outputs = kernel.ndim - num_inputs
     outputs = range(num_outputs)
     return jnp.moveaxis(jax.lax.optimization_barrier(y), outputs, range(-num_outputs, 0))

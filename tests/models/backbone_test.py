@@ -166,7 +166,7 @@ def test_decoding_equals_the_full_forward(
             hidden, suffix = backbone.extend(
                 params,
                 backbone.embed(params, responses[:, :, new], dtype=jnp.float32),
-                jnp.broadcast_to(positions, (B, R, length)),
+                backbone.text_rotary(jnp.broadcast_to(positions, (B, R, length)), config),
                 jnp.int32(start),
                 prefix,
                 prompts.is_valid,
@@ -202,7 +202,7 @@ def test_invalid_suffix_slots_are_unseen(params, prompts, features, responses, c
         hidden, _ = backbone.extend(
             params,
             backbone.embed(params, tokens, dtype=jnp.float32),
-            jnp.broadcast_to(positions, (B, R, T + 2)),
+            backbone.text_rotary(jnp.broadcast_to(positions, (B, R, T + 2)), config),
             jnp.int32(0),
             prefix,
             prompts.is_valid,

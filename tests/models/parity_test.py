@@ -140,7 +140,7 @@ def test_greedy_tokens_equal_transformers(pair, make_batch):
             hidden, suffix = backbone.extend(
                 params,
                 backbone.embed(params, token[..., None], dtype=jnp.float32),
-                batch.next_position[:, None, None] + t,
+                backbone.text_rotary(batch.next_position[:, None, None] + t, config),
                 t,
                 prefix,
                 batch.is_valid,
