@@ -33,6 +33,8 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         _check_choice("stages", stage, STAGES)
     _check_choice("model.remat", config.model.remat, REMATS)
     _check_choice("model.compute_dtype", config.model.compute_dtype, ("float32", "bfloat16"))
+    for name in ("sharding_rules", "decode_sharding_rules"):
+        sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
         _check_positive(name, config[name])
     if "sft" in config.stages:

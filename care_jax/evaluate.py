@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from care_jax import sampler, sharding
 from care_jax.batch import Example
 from care_jax.metrics import print_line, progress, wilson_interval
+from care_jax.policy import decode_shardings
 from care_jax.run import Run
 from care_jax.scores import row_texts, score_rollouts
 from care_jax.verifier import Verifier
@@ -38,11 +38,9 @@ def evaluate(
     dtype = jnp.dtype(config.model.compute_dtype)
     rows = sharding.batch_sharding(run.mesh)
 
-    @functools.partial(jax.jit, out_shardings=sharding.replicated(run.mesh))
     def to_decode_layout(params):
         return backbone.to_decode_layout(params, policy.config, dtype)
 
-    @functools.partial(jax.jit, out_shardings=rows)
     def answer(params, prompts):
         return sampler.decode(
             params,
@@ -57,7 +55,10 @@ def evaluate(
             dtype=dtype,
         )
 
-    decode_params = to_decode_layout(params)
+    rules = config.decode_sharding_rules
+    layout = decode_shardings(policy, run.mesh, rules)
+    decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
+    answer = jax.jit(sharding.placed(answer, rules, run.mesh), out_shardings=rows)
     correct, formatted = defaultdict(list), []
     path = run.workdir / f"samples_{name}.jsonl"
     batches = list(_batches(examples, config.evaluate.batch_size))

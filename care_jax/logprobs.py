@@ -20,6 +20,7 @@ from care_jax.batch import Prompts
 from models import backbone
 from models.attention import Tree
 from models.config import BackboneConfig
+from models.layers import constrain
 
 _NEVER = -1e30  # a logit no sample and no sum notices; finite, so that 0·logp stays 0
 
@@ -54,7 +55,9 @@ def token_logprobs(
 
     @jax.checkpoint
     def score(hidden, targets):
-        logp = jax.nn.log_softmax(policy_logits(params, hidden, config))
+        hidden = constrain(hidden, "batch", "tokens", None)
+        logits = constrain(policy_logits(params, hidden, config), "batch", "tokens", "vocab")
+        logp = jax.nn.log_softmax(logits)
         entropy = -(jnp.exp(logp) * logp).sum(-1)
         return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy
 

@@ -48,7 +48,7 @@ def run_stages(
     Returns:
         the metrics of each evaluation, by the stage it followed.
     """
-    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    mesh = make_mesh(**config.mesh)
     check_config(config, mesh, overridden)
     sources = {stage: open_stage(config, stage) for stage in config.stages if stage != "export"}
     policy = policy_of(config)

@@ -142,7 +142,7 @@ def find_release(path: str) -> pathlib.Path:
 
 
 def initial_params(
-    policy: Policy, mesh: Mesh, rules: tuple[tuple[str, str], ...], *, seed: int
+    policy: Policy, mesh: Mesh, rules: sharding.Rules, *, seed: int
 ) -> backbone.Params:
     """float32 weights of the release, or random ones, laid over the mesh."""
     shapes = jax.eval_shape(lambda key: backbone.init(policy.config, key), jax.random.key(0))
@@ -152,6 +152,18 @@ def initial_params(
     else:
         params, _ = backbone.load(policy.folder, policy.config, dtype=jnp.float32)
     return jax.device_put(params, shardings)
+
+
+def decode_shardings(policy: Policy, mesh: Mesh, rules: sharding.Rules) -> backbone.Params:
+    """Where the parameters lie in the decode layout: one reshard away from training's."""
+
+    def decode_layout(key):
+        return backbone.to_decode_layout(
+            backbone.init(policy.config, key), policy.config, jnp.float32
+        )
+
+    shapes = jax.eval_shape(decode_layout, jax.random.key(0))
+    return sharding.param_shardings(backbone.decode_axes(policy.config), shapes, rules, mesh)
 
 
 def _random_config(fields: dict[str, Any], tokenizer: Any) -> BackboneConfig:

@@ -21,6 +21,7 @@ from care_jax.logprobs import policy_logits
 from models import backbone
 from models.config import BackboneConfig
 from models.decoder import KeyValues
+from models.layers import constrain
 
 _BLOCK = 256  # ids searched at a time when sampling
 
@@ -171,7 +172,7 @@ def decode(
     def sample(state: _State, hidden, slot) -> _State:
         """Fills `slot` of every row that is not done from the hidden state before it."""
         rng, key = jax.random.split(state.rng)
-        logits = policy_logits(params, hidden, config)
+        logits = constrain(policy_logits(params, hidden, config), "batch", None, "vocab")
         token = sample_token(logits, key, temperature=temperature, top_p=top_p)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[..., None], -1)[..., 0]
         is_new = ~state.is_done

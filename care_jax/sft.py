@@ -90,6 +90,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
         return update(state, batch, loss_fn, adamw, microbatch_size=sft.microbatch_size)
 
+    sft_step = sharding.placed(sft_step, config.sharding_rules, run.mesh)
     sft_step = jax.jit(sft_step, donate_argnums=0)
     state = init_state(params, adamw, run.mesh)
     batches = Batches(examples, run.policy.prompts, batch_size=sft.batch_size, seed=config.seed)

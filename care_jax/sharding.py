@@ -1,42 +1,55 @@
-"""Where arrays live: the device mesh, parameters by their logical axes, batches by rows.
+"""Where arrays live: the device mesh, and everything on it by the names of its axes.
 
-The mesh has three axes. "data" repeats the parameters, "fsdp" cuts them and gathers them where
-they are used, "tensor" cuts the matrix products themselves; a batch is split over data x fsdp.
-A parameter names its axes ("embed", "mlp", ...) and ordered rules map these to mesh axes.
+The mesh has four axes. "data" repeats the parameters, "fsdp" cuts them and gathers them where
+they are used, "tensor" cuts the matrix products themselves, "sequence" cuts long rows between
+attentions, which take its devices for heads. A batch is split over data x fsdp. Parameters,
+activations and caches name their axes ("embed", "mlp", "tokens", ...) and ordered rules map these
+to mesh axes: one table while training, one while decoding.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "tensor")
+from models import layers
+
+MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH_AXES = ("data", "fsdp")
+
+# (logical axis, the mesh axes it is cut over), in order of precedence.
+Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
 def make_mesh(
-    data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = None
+    data: int,
+    fsdp: int,
+    tensor: int,
+    sequence: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh of all devices with axes ("data", "fsdp", "tensor").
+    """A mesh of all devices with the axes `MESH_AXES`.
 
     Args:
-        data, fsdp, tensor: sizes, at least 1; one may be -1 and takes what the others leave.
+        data, fsdp, tensor, sequence: sizes, at least 1; one may be -1 and takes what the others
+            leave.
         devices: all devices of the run by default.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [data, fsdp, tensor]
+    sizes = [data, fsdp, tensor, sequence]
     named = " x ".join(f"mesh.{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh sizes must be positive, one of them may be -1, not {named}")
-    known = data * fsdp * tensor
+    known = math.prod(sizes)
     if known < 0:
         free = sizes.index(-1)
         if len(devices) % -known:
@@ -63,63 +76,96 @@ def _log_replicated(logical: str, size: int, mesh_axis: str, mesh_size: int) -> 
     )
 
 
+def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
+    """What the first rule for a logical axis says."""
+    mesh_axes = next((axes for rule, axes in rules if rule == name), None) or ()
+    return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
+
+
 def _partition_spec(
-    path: str,
-    logical: tuple[str | None, ...],
-    shape: tuple[int, ...],
-    rules: Sequence[tuple[str, str | None]],
-    mesh: Mesh,
+    path: str, logical: layers.Axes, shape: tuple[int, ...], rules: Rules, mesh: Mesh
 ) -> PartitionSpec:
     if len(logical) != len(shape):
         raise ValueError(f"{path} has axes {logical} but shape {shape}; name each dimension once")
-    spec: list[str | None] = []
+    spec: list[tuple[str, ...] | str | None] = []
     cut_by: dict[str, str] = {}  # mesh axis -> the logical axis that took it
     for name, size in zip(logical, shape, strict=True):
-        mesh_axis = next((axis for rule, axis in rules if rule == name), None)
-        if mesh_axis is not None:
+        cut: list[str] = []
+        num_cuts = 1
+        for mesh_axis in _mesh_axes(name, rules):
             if mesh_axis in cut_by:
                 raise ValueError(
                     f"{path}: axes {cut_by[mesh_axis]!r} and {name!r} are both mapped to mesh axis "
-                    f"{mesh_axis!r}; change one of them in sharding_rules"
+                    f"{mesh_axis!r}; change one of them in the sharding rules"
                 )
             cut_by[mesh_axis] = name
-            if size % mesh.shape[mesh_axis]:
+            num_cuts *= mesh.shape[mesh_axis]
+            if size % num_cuts:
                 _log_replicated(name, size, mesh_axis, mesh.shape[mesh_axis])
-                mesh_axis = None
-        spec.append(mesh_axis)
+                break
+            cut.append(mesh_axis)
+        spec.append(tuple(cut) if len(cut) > 1 else cut[0] if cut else None)
     return PartitionSpec(*spec)
 
 
-def param_shardings(
-    logical_axes: Any, shapes: Any, rules: Sequence[tuple[str, str | None]], mesh: Mesh
-) -> Any:
-    """The sharding of every parameter.
-
-    The first rule that names a logical axis decides; an axis without a rule is replicated. So is
-    an axis whose size does not divide by its mesh axis (2 kv heads on tensor=4: each device then
-    holds the keys its query heads need), which is logged once per axis and size.
+def check_rules(name: str, rules: Rules) -> None:
+    """Refuses a table that names what is no mesh axis.
 
     Args:
-        logical_axes: tree with a tuple of axis names for every parameter.
+        name: key of the table in the config, for the message.
+        rules: the table.
+    """
+    for logical, _ in rules:
+        for mesh_axis in _mesh_axes(logical, rules):
+            if mesh_axis not in MESH_AXES:
+                raise ValueError(
+                    f"{name} maps {logical!r} to {mesh_axis!r}, which is no mesh axis; "
+                    f"choose among {', '.join(MESH_AXES)} or None"
+                )
+
+
+def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
+    """The sharding of every array of a tree: parameters, a cache.
+
+    The first rule that names a logical axis decides; an axis without a rule is replicated. An axis
+    is cut over as many of its rule's mesh axes, from the first on, as its size divides by; where
+    this is none (2 kv heads on tensor=4: each device then holds the keys its query heads need) or
+    not all of them, it is logged once per axis and size.
+
+    Args:
+        logical_axes: tree with a tuple of axis names for every array.
         shapes: the same tree with arrays or `ShapeDtypeStruct`s.
-        rules: (logical axis, mesh axis) pairs, in order of precedence.
+        rules: see `Rules`.
 
     Raises:
-        ValueError: a rule names no mesh axis, or one parameter would be cut twice by the same.
+        ValueError: one array would be cut twice by the same mesh axis.
     """
-    for name, mesh_axis in rules:
-        if mesh_axis is not None and mesh_axis not in mesh.axis_names:
-            raise ValueError(
-                f"sharding_rules map {name!r} to {mesh_axis!r}, which is no mesh axis; "
-                f"choose one of {', '.join(mesh.axis_names)} or None"
-            )
 
-    def place(path: jax.tree_util.KeyPath, logical: tuple[str | None, ...], shape: Any) -> Any:
+    def place(path: jax.tree_util.KeyPath, logical: layers.Axes, shape: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, _partition_spec(name, logical, shape.shape, rules, mesh))
 
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
     return jax.tree_util.tree_map_with_path(place, logical_axes, shapes, is_leaf=is_axes)
+
+
+def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
+    """`function`, traced with its backbone's activations laid out by `rules`.
+
+    The batch axis of activations follows that of batches, whatever the rules say.
+    """
+    rules = (("batch", BATCH_AXES), *rules)
+
+    def place(x: jax.Array, logical: layers.Axes) -> jax.Array:
+        spec = _partition_spec("activation", logical, x.shape, rules, mesh)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    @functools.wraps(function)
+    def traced(*args, **kwargs):
+        with layers.placement(place):
+            return function(*args, **kwargs)
+
+    return traced
 
 
 def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
@@ -129,7 +175,7 @@ def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
 
     Args:
         tree: arrays or `ShapeDtypeStruct`s, such as `jax.eval_shape(optimizer.init, params)`.
-        shardings: the parameters' own, from `param_shardings`.
+        shardings: the parameters' own.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
 

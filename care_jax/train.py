@@ -27,6 +27,7 @@ from care_jax.credit import Credit
 from care_jax.data.pipeline import Batches
 from care_jax.logprobs import score_responses
 from care_jax.metrics import device_memory, format_line, print_line, progress
+from care_jax.policy import decode_shardings
 from care_jax.prompt import TokenizedPrompt
 from care_jax.rollout import Groups, Programs, roll_out
 from care_jax.run import Run
@@ -229,6 +230,9 @@ def compile_rollout(run: Run) -> Programs:
     rl, care, config = run.config.rl, run.config.care, run.policy.config
     dtype = jnp.dtype(run.config.model.compute_dtype)
     rows = sharding.batch_sharding(run.mesh)
+    placed = functools.partial(
+        sharding.placed, rules=run.config.decode_sharding_rules, mesh=run.mesh
+    )
     closing_tag = jnp.asarray(run.policy.closing_tag)
 
     def prefill(params, prompts):
@@ -263,9 +267,9 @@ def compile_rollout(run: Run) -> Programs:
         )
 
     return Programs(
-        prefill=jax.jit(prefill, out_shardings=rows),
-        decode=jax.jit(decode, out_shardings=rows),
-        reflect=jax.jit(reflect, out_shardings=rows),
+        prefill=jax.jit(placed(prefill)),
+        decode=jax.jit(placed(decode), out_shardings=rows),
+        reflect=jax.jit(placed(reflect), out_shardings=rows),
         select=jax.jit(select),
     )
 
@@ -327,10 +331,12 @@ def compile_update(run: Run, adamw: optax.GradientTransformation) -> UpdateProgr
     raw = functools.partial(
         credit.care_raw_advantages, delta=care.delta, eps=care.advantage_eps, robust=care.robust
     )
+    placed = functools.partial(sharding.placed, rules=run.config.sharding_rules, mesh=run.mesh)
+    decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
     return UpdatePrograms(
-        to_decode_layout=jax.jit(to_decode_layout, out_shardings=sharding.replicated(run.mesh)),
+        to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
         credit=jax.jit(care_credit if rl.objective == "care" else grpo_credit),
         raw_advantages=jax.jit(raw),
-        score=jax.jit(score, out_shardings=sharding.batch_sharding(run.mesh)),
-        update=jax.jit(update, donate_argnums=0),
+        score=jax.jit(placed(score), out_shardings=sharding.batch_sharding(run.mesh)),
+        update=jax.jit(placed(update), donate_argnums=0),
     )

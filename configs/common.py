@@ -34,15 +34,25 @@ def get_config() -> ConfigDict:
     # Mesh sizes; -1 takes what the others leave. The batch is split over data x fsdp.
     config.mesh = mesh = ConfigDict()
     mesh.data = 1
-    mesh.fsdp = -1
-    mesh.tensor = 1
-    # Logical axis of a parameter -> mesh axis.
+    mesh.fsdp = -1  # cuts parameters, gathered where they are used
+    mesh.tensor = 1  # cuts matrix products
+    mesh.sequence = 1  # cuts long rows in training; their attention takes its devices for heads
+    # Logical axis of a parameter, an activation or a cache -> mesh axes: training, decoding.
     config.sharding_rules = (
         ("embed", "fsdp"),
         ("vocab", "tensor"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
         ("mlp", "tensor"),
+        ("tokens", "sequence"),
+        ("attended_heads", ("tensor", "sequence")),
+    )
+    config.decode_sharding_rules = (
+        ("vocab", ("tensor", "sequence")),
+        ("heads", ("tensor", "sequence")),
+        ("kv_heads", ("tensor", "sequence")),
+        ("mlp", ("tensor", "sequence")),
+        ("attended_heads", ("tensor", "sequence")),
     )
 
     config.data = data = ConfigDict()

@@ -126,6 +126,12 @@ def to_decode_layout(params: Params, config: BackboneConfig, dtype: Any) -> Para
     return jax.tree.map(lambda a: a.astype(dtype), {"vision": params["vision"], "text": text})
 
 
+def decode_axes(config: BackboneConfig) -> Params:
+    """The tree of `to_decode_layout` with a tuple of logical axis names at every leaf."""
+    axes = logical_axes(config)
+    return {"vision": axes["vision"], "text": decoder.decode_axes(axes["text"], config.text)}
+
+
 def prefill(
     params: Params,
     x: Float[Array, "B P D"],

@@ -25,6 +25,7 @@ from models.layers import (
     Linear,
     Norm,
     Params,
+    constrain,
     linear,
     mlp,
     normal,
@@ -103,10 +104,16 @@ def decoder_layer(
     Returns:
         The layer's output, and what `attend` kept.
     """
+    spread = (None,) * (x.ndim - 3)
+    x = constrain(x, "batch", *spread, "tokens", None)
     y = rms_norm(p["attention_norm"], x, config.norm_eps)
     q, k, v = _project(p["attention"], y, config)
     q = rotate(q.reshape(*q.shape[:-3], -1, q.shape[-1]), rotary).reshape(q.shape)
-    y, kept = attend(q, rotate(k, rotary), v)
+    q = constrain(q, "batch", *spread, None, "attended_heads", None, None)
+    k, v = (
+        constrain(a, "batch", *spread, None, "attended_heads", None) for a in (rotate(k, rotary), v)
+    )
+    y, kept = attend(q, k, v)
     y = y.reshape(*y.shape[:-3], config.num_heads, config.head_dim)
     x = x + linear(p["attention"]["out"], y, num_inputs=2)
     return x + mlp(p["mlp"], rms_norm(p["mlp_norm"], x, config.norm_eps)), kept
@@ -177,6 +184,25 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
     return {**p, "layers": [decode_layer(l) for l in range(config.num_layers)]}
 
 
+def decode_axes(axes: Params, config: TextConfig) -> Params:
+    """The tree of `to_decode_layout` with logical axis names, from that of the training layout."""
+    norm = {"scale": ("embed",)}
+    qkv = ("kv_heads", None, "head_dim")
+    layer = {
+        "attention_norm": norm,
+        "attention": {
+            "qkv": {"transposed": (*qkv, "embed"), "bias": qkv},
+            "out": {"transposed": ("embed", "heads", "head_dim")},
+        },
+        "mlp_norm": norm,
+        "mlp": {
+            "gate_up": {"transposed": (None, "mlp", "embed")},
+            "down": {"transposed": ("embed", "mlp")},
+        },
+    }
+    return {**axes, "layers": [layer] * config.num_layers}
+
+
 def _transposed(p: Params, num_inputs: int = 1) -> Params:
     kernel = jnp.moveaxis(p["kernel"], range(num_inputs), range(-num_inputs, 0))
     return {"transposed": kernel, **{name: a for name, a in p.items() if name != "kernel"}}
@@ -201,10 +227,9 @@ def prefill(
     tree = Tree(x.shape[1], 0, 0)
 
     def attend(q, k, v):
-        return attend_tree(q, k, v, segments, tree), (
-            k.transpose(0, 2, 3, 1),
-            v.swapaxes(1, 2),
-        )
+        kept = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+        kept = tuple(constrain(a, "batch", "kv_heads", None, None) for a in kept)
+        return attend_tree(q, k, v, segments, tree), kept
 
     keys, values = [], []
     for layer in p["layers"]:
@@ -221,7 +246,9 @@ def init_cache(
     rows = (batch_size, num_rows, config.num_kv_heads)
 
     def zeros(*shape):
-        return [jnp.zeros(rows + shape, dtype) for _ in range(config.num_layers)]
+        empty = jnp.zeros(rows + shape, dtype)
+        empty = constrain(empty, "batch", None, "kv_heads", None, None)
+        return [empty for _ in range(config.num_layers)]
 
     return KeyValues(zeros(config.head_dim, num_slots), zeros(num_slots, config.head_dim))
 

@@ -8,13 +8,16 @@ decoding. Weights are cast to the input's dtype where they are used; norms run i
 The dimension alphabet, here and in every einsum of this package: B batch, T query, S key, D model,
 N heads, K kv heads, G query heads per kv head, H head dim, F mlp, V vocab, P patches or prompt
 tokens, R rows per prompt, W window bins, C values of a patch, M patches merged into a feature.
-Logical axes: layers, embed, heads, kv_heads, head_dim, mlp, vocab, or None.
+Logical axes of parameters: layers, embed, heads, kv_heads, head_dim, mlp, vocab, or None; of
+activations and caches also batch, tokens, and attended_heads (kv heads while they attend).
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +27,25 @@ from jaxtyping import Array, Float
 
 Params = dict[str, Any]  # nested dicts of arrays
 Axes = tuple[str | None, ...]
+
+_place: contextvars.ContextVar[Callable[[Array, Axes], Array]] = contextvars.ContextVar(
+    "place", default=lambda x, axes: x
+)
+
+
+@contextlib.contextmanager
+def placement(place: Callable[[Array, Axes], Array]) -> Iterator[None]:
+    """What is traced inside lays its activations out by `place(x, logical axes)`."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def constrain(x: Array, *axes: str | None) -> Array:
+    """x, laid out over the devices by its logical axes if a `placement` says how."""
+    return _place.get()(x, axes)
 
 
 def normal(

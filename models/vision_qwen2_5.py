@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from models.attention import attend_segments
 from models.config import VisionConfig
-from models.layers import MLP, Linear, Norm, Params, linear, mlp, rms_norm, stack
+from models.layers import MLP, Linear, Norm, Params, constrain, linear, mlp, rms_norm, stack
 from models.positions import ImagePatches
 from models.rope import rotate, vision_rotary
 
@@ -90,6 +90,7 @@ def vision_layer(
     is_full,
 ) -> Float[Array, "B P D"]:
     """One layer; `is_full` (a traced bool) chooses whole images over windows."""
+    x = constrain(x, "batch", None, None)
     y = rms_norm(p["attention_norm"], x, _NORM_EPS)
     qkv = linear(p["attention"]["qkv"], y)
     q, k, v = rotate(qkv[:, :, 0], rotary), rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]

@@ -23,7 +23,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def cpu_mesh(monkeypatch):
     """One device, as on a laptop; the suite has eight virtual ones."""
-    monkeypatch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 1, 1, jax.devices()[:1]))
+    monkeypatch.setattr(
+        main, "make_mesh", lambda **_: make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    )
 
 
 def small_config(**changes):
@@ -62,7 +64,8 @@ def finished(tmp_path_factory):
     """A run of four RL steps without a break."""
     workdir = tmp_path_factory.mktemp("unbroken")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 1, 1, jax.devices()[:1]))
+        one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+        patch.setattr(main, "make_mesh", lambda **_: one_device)
         results = main.run_stages(small_config(), workdir)
     return workdir, results
 
@@ -240,7 +243,9 @@ def test_mistakes_of_the_user_are_one_line(tmp_path, flags, message):
 
 
 def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 4, 2, jax.devices()[:8]))
+    monkeypatch.setattr(
+        main, "make_mesh", lambda **_: make_mesh(1, 4, 2, devices=jax.devices()[:8])
+    )
     config = small_config(**{"rl.prompts_per_microbatch": 2, "sft.microbatch_size": 8})
     with pytest.raises(
         ValueError, match=r"rl.prompts_per_microbatch 2 must be divisible by 4 devices .* set it to"

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from care_jax import sharding
+from models import layers
 
 RULES = (("embed", "fsdp"), ("vocab", "tensor"), ("mlp", "tensor"), ("kv_heads", "tensor"))
 
@@ -18,13 +19,18 @@ def shape(*sizes):
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [((1, -1, 1), (1, 8, 1)), ((2, 2, -1), (2, 2, 2)), ((-1, 2, 1), (4, 2, 1)), ((8, 1, 1),) * 2],
+    [
+        ((1, -1, 1), (1, 8, 1, 1)),
+        ((2, 2, -1), (2, 2, 2, 1)),
+        ((1, 2, 1, -1), (1, 2, 1, 4)),
+        ((8, 1, 1, 1),) * 2,
+    ],
 )
 def test_one_free_size_takes_what_the_others_leave(sizes, expected):
     mesh = sharding.make_mesh(*sizes)
     assert tuple(mesh.shape.values()) == expected
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_names == ("data", "fsdp", "tensor", "sequence")
+    assert mesh.axis_types == (AxisType.Auto,) * 4
 
 
 def test_a_mesh_may_take_some_of_the_devices():
@@ -74,10 +80,37 @@ def test_an_axis_that_does_not_divide_is_replicated_and_logged_once(caplog):
     ]
 
 
+def test_an_axis_is_cut_over_as_many_mesh_axes_as_it_divides_by(caplog):
+    mesh = sharding.make_mesh(1, 1, 2, 4)
+    rules = (("heads", ("tensor", "sequence")),)
+    axes = {"all": ("heads", None), "some": ("heads", None)}
+    with caplog.at_level(logging.WARNING):
+        shapes = {"all": shape(16, 3), "some": shape(6, 3)}
+        got = sharding.param_shardings(axes, shapes, rules, mesh)
+    assert got["all"].spec == P(("tensor", "sequence"), None)
+    assert got["some"].spec == P("tensor", None)
+    assert "axis 'heads' of size 6 does not divide by mesh.sequence=4" in caplog.text
+
+
+def test_activations_are_laid_out_only_inside_a_placed_function():
+    mesh = sharding.make_mesh(2, 2, 1, 2)
+
+    def double(x):
+        return layers.constrain(2 * x, "batch", "tokens", None)
+
+    x = np.ones((4, 6, 3))
+    placed = jax.jit(sharding.placed(double, (("tokens", "sequence"),), mesh))(x)
+    assert placed.sharding.is_equivalent_to(
+        NamedSharding(mesh, P(("data", "fsdp"), "sequence", None)), 3
+    )
+    assert jax.jit(double)(x).sharding.is_fully_replicated
+
+
 def test_wrong_rules_and_ranks_are_refused():
     mesh = sharding.make_mesh(1, 8, 1)
-    with pytest.raises(ValueError, match="'mlp' to 'model', which is no mesh axis; choose one of"):
-        sharding.param_shardings({}, {}, (("mlp", "model"),), mesh)
+    message = "sharding_rules maps 'mlp' to 'model', which is no mesh axis; choose among data"
+    with pytest.raises(ValueError, match=message):
+        sharding.check_rules("sharding_rules", (("embed", None), ("mlp", ("tensor", "model"))))
     with pytest.raises(ValueError, match=r"w has axes \('mlp',\) but shape \(2, 2\)"):
         sharding.param_shardings({"w": ("mlp",)}, {"w": shape(2, 2)}, RULES, mesh)
 

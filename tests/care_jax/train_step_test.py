@@ -74,7 +74,7 @@ def step(policy):
 
 @pytest.fixture(scope="module")
 def one_device():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    return sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_microbatches_change_nothing(step, params, batch, whole, one_device, mic
 
 
 def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole):
-    mesh = sharding.make_mesh(1, 4, 2, jax.devices()[:8])
+    mesh = sharding.make_mesh(1, 4, 2, devices=jax.devices()[:8])
     shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
     is_cut = [not s.is_fully_replicated for s in jax.tree.leaves(shardings)]
     assert sum(is_cut) > len(is_cut) / 2
