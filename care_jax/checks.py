@@ -9,10 +9,12 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from care_jax import optimizer, reflect, select, sharding
+from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
 OBJECTIVES = ("care", "grpo")
-REMATS = ("none", "layer")
+DTYPES = ("float32", "bfloat16")
+OFFLOADS = ("reference", "optimizer")
 CREDITS = ("as_sampled", "prompt_only")
 OLD_LOGPS = ("sampler", "trainer")
 
@@ -31,8 +33,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     """
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
-    _check_choice("model.remat", config.model.remat, REMATS)
-    _check_choice("model.compute_dtype", config.model.compute_dtype, ("float32", "bfloat16"))
+    _check_model(config.model, mesh)
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
@@ -43,6 +44,23 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         _check_rl(config, mesh, overridden)
     if "evaluate" in config.stages:
         sharding.check_divides("evaluate.batch_size", config.evaluate.batch_size, mesh)
+
+
+def _check_model(model: ConfigDict, mesh: Mesh) -> None:
+    _check_choice("model.remat", model.remat, layers.REMATS)
+    for name in ("compute_dtype", "param_dtype", "moments_dtype"):
+        _check_choice(f"model.{name}", model[name], DTYPES)
+    for name in model.offload:
+        _check_choice("model.offload", name, OFFLOADS)
+    if model.offload and not sharding.has_host_memory(mesh):
+        raise ValueError(
+            f"model.offload {tuple(model.offload)} needs devices that can keep arrays in host "
+            f"memory, which {mesh.local_devices[0].device_kind} cannot; set it to ()"
+        )
+    if model.lora_rank < 0:
+        raise ValueError(f"model.lora_rank must be 0 or more, got {model.lora_rank}")
+    if model.lora_rank and not model.lora_alpha > 0:
+        raise ValueError(f"model.lora_alpha must be positive, got {model.lora_alpha}")
 
 
 def _check_sft(config: ConfigDict, mesh: Mesh) -> None:

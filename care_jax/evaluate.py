@@ -55,10 +55,9 @@ def evaluate(
             dtype=dtype,
         )
 
-    rules = config.decode_sharding_rules
-    layout = decode_shardings(policy, run.mesh, rules)
+    layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
     decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
-    answer = jax.jit(sharding.placed(answer, rules, run.mesh), out_shardings=rows)
+    answer = jax.jit(run.placed_to_decode(answer), out_shardings=rows)
     correct, formatted = defaultdict(list), []
     path = run.workdir / f"samples_{name}.jsonl"
     batches = list(_batches(examples, config.evaluate.batch_size))

@@ -85,7 +85,6 @@ def score_responses(
     dtype: DTypeLike,
     chunk: int,
     remat: str = "none",
-    freeze_vision: bool = False,
 ) -> tuple[Float[Array, "B R T"], Float[Array, "B R T"]]:
     """log π of every response token given its prompt and its own past, and the entropy there.
 
@@ -98,7 +97,6 @@ def score_responses(
         dtype: of the activations.
         chunk: tokens of each prompt's row whose logits are held at a time.
         remat: what the backward pass recomputes, see `models.backbone.forward`.
-        freeze_vision: no gradient reaches the vision tower.
 
     Returns:
         log-probabilities and entropies, in nats.
@@ -108,7 +106,6 @@ def score_responses(
     features = None
     if prompts.images is not None:
         features = backbone.encode_images(params, prompts.images, config, dtype=dtype, remat=remat)
-        features = jax.lax.stop_gradient(features) if freeze_vision else features
 
     def flat(x):
         return x.reshape(x.shape[0], num_rows * num_tokens, *x.shape[3:])

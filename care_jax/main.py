@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -57,7 +58,13 @@ def run_stages(
     results = {}
     with MetricWriter(workdir) as metrics:
         run = Run(config, policy, mesh, workdir, metrics)
-        params = initial_params(policy, mesh, config.sharding_rules, seed=config.seed)
+        params = initial_params(
+            policy,
+            mesh,
+            config.sharding_rules,
+            seed=config.seed,
+            dtype=jnp.dtype(config.model.param_dtype),
+        )
         last = "start"
         for stage in config.stages:
             if stage == "sft":

@@ -1,4 +1,4 @@
-"""AdamW behind a gradient-norm clip, with a warm-up.
+"""AdamW behind a gradient-norm clip, with a warm-up; what is trained, and in which type it lies.
 
 As in the method's published code (torch's AdamW over one parameter group), weight decay applies
 to every trained parameter, biases and norm scales included, and is scaled by the learning rate.
@@ -12,6 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PRNGKeyArray
+
+from models import lora
+from models.backbone import Params
 
 SCHEDULES = ("constant", "cosine")
 
@@ -56,11 +61,7 @@ def make_schedule(
 
 
 def make_optimizer(
-    learning_rate_at: optax.Schedule,
-    *,
-    weight_decay: float,
-    max_grad_norm: float,
-    trainable_mask: Any = None,
+    learning_rate_at: optax.Schedule, *, weight_decay: float, max_grad_norm: float
 ) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW (0.9, 0.999, ε 1e-8).
 
@@ -68,17 +69,66 @@ def make_optimizer(
         learning_rate_at: see `make_schedule`.
         weight_decay: decoupled, per update: lr·weight_decay of the parameter.
         max_grad_norm: of the gradient over all trained parameters; infinity never clips.
-        trainable_mask: bools over the parameters, or over the top of their tree
-            (`{"vision": False, "text": True}`). A frozen parameter gets a zero update, has no
-            optimizer state and does not count in the norm. None trains all.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive, not {max_grad_norm}; inf never clips")
-    optimizer = optax.chain(
+    return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
         optax.adamw(learning_rate_at, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay),
     )
-    if trainable_mask is None:
-        return optimizer
-    labels = jax.tree.map(lambda train: "trained" if train else "frozen", trainable_mask)
-    return optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+
+
+def partition(params: Params, *, freeze_vision: bool = False) -> tuple[Params, Params]:
+    """(trained, frozen) parameters; a frozen one has no gradient, no state and no share in norms.
+
+    Where there are adapters (`models.lora`) they alone are trained, else all but the vision tower
+    if that is frozen.
+    """
+    flat = flatten_dict(params)
+    has_adapters = any(map(lora.is_adapter, flat))
+
+    def is_trained(path):
+        return lora.is_adapter(path) if has_adapters else not freeze_vision or path[0] != "vision"
+
+    parts = {True: {}, False: {}}
+    for path, array in flat.items():
+        parts[is_trained(path)][path] = array
+    return unflatten_dict(parts[True]), unflatten_dict(parts[False])
+
+
+def combine(trained: Params, frozen: Params) -> Params:
+    """Puts together what `partition` took apart."""
+    return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
+
+
+def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:
+    """Arrays of `new` in the types of `old`, float32 to bfloat16 by stochastic rounding.
+
+    Rounding to nearest would lose every change below 2^-9 of a value, which is nearly every change
+    of a weight, and of a second moment that moves by a thousandth at a time. Rounding up with the
+    probability of the part cut off keeps the expected value.
+    """
+    leaves, structure = jax.tree.flatten(new)
+
+    def rounded(number, new, old):
+        if old.dtype != jnp.bfloat16 or new.dtype != jnp.float32:
+            return new.astype(old.dtype)
+        bits = jax.lax.bitcast_convert_type(new, jnp.uint32)
+        noise = jax.random.bits(jax.random.fold_in(rng, number), new.shape, jnp.uint16)
+        bits = (bits + noise) & jnp.uint32(0xFFFF0000)
+        nearest = new.astype(jnp.bfloat16)  # for infinities and NaN, which noise would break
+        return jnp.where(
+            jnp.isfinite(new),
+            jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16),
+            nearest,
+        )
+
+    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
+    return jax.tree.unflatten(
+        structure, [rounded(number, *pair) for number, pair in enumerate(pairs)]
+    )
+
+
+def widen(tree: Any) -> Any:
+    """bfloat16 arrays as float32, in which updates are computed; others as they are."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)

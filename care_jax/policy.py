@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import UInt8
 
 from care_jax import sharding, spans
 from care_jax.prompt import PromptBuilder, load_tokenizer
-from models import backbone
+from models import backbone, lora
 from models.config import BackboneConfig
 
 # Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
@@ -142,16 +143,32 @@ def find_release(path: str) -> pathlib.Path:
 
 
 def initial_params(
-    policy: Policy, mesh: Mesh, rules: sharding.Rules, *, seed: int
+    policy: Policy, mesh: Mesh, rules: sharding.Rules, *, seed: int, dtype: DTypeLike = jnp.float32
 ) -> backbone.Params:
-    """float32 weights of the release, or random ones, laid over the mesh."""
+    """Weights of the release, or random ones, laid over the mesh; `dtype` of the master weights."""
     shapes = jax.eval_shape(lambda key: backbone.init(policy.config, key), jax.random.key(0))
     shardings = sharding.param_shardings(backbone.logical_axes(policy.config), shapes, rules, mesh)
     if policy.folder is None:
-        params = backbone.init(policy.config, jax.random.key(seed))
+        params = backbone.init(policy.config, jax.random.key(seed), dtype)
     else:
-        params, _ = backbone.load(policy.folder, policy.config, dtype=jnp.float32)
+        params, _ = backbone.load(policy.folder, policy.config, dtype=dtype)
     return jax.device_put(params, shardings)
+
+
+def with_adapters(
+    params: backbone.Params,
+    policy: Policy,
+    mesh: Mesh,
+    rules: sharding.Rules,
+    *,
+    rank: int,
+    alpha: float,
+    seed: int,
+) -> backbone.Params:
+    """The parameters with new adapters at the decoder's linear layers, on the mesh."""
+    params = lora.add(params, jax.random.key(seed), rank=rank, alpha=alpha)
+    axes = lora.add_axes(backbone.logical_axes(policy.config))
+    return jax.device_put(params, sharding.param_shardings(axes, params, rules, mesh))
 
 
 def decode_shardings(policy: Policy, mesh: Mesh, rules: sharding.Rules) -> backbone.Params:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from care_jax import optimizer, sharding
 from care_jax.metrics import MetricWriter
-from care_jax.policy import Policy
+from care_jax.policy import Policy, with_adapters
+from care_jax.train_step import TrainState, init_state
+from models.backbone import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,3 +37,51 @@ class Run:
     mesh: Mesh
     workdir: pathlib.Path
     metrics: MetricWriter
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that restores it."""
+        return self.policy.fingerprint() | {"lora_rank": self.config.model.lora_rank}
+
+    def partition(self, params: Params) -> tuple[Params, Params]:
+        """(trained, frozen) parameters, see `optimizer.partition`."""
+        return optimizer.partition(params, freeze_vision=self.config.model.freeze_vision)
+
+    def placed(self, function: Callable) -> Callable:
+        """`function` with activations laid out for training."""
+        return sharding.placed(function, self.config.sharding_rules, self.mesh)
+
+    def placed_to_decode(self, function: Callable) -> Callable:
+        """`function` with activations laid out for decoding."""
+        return sharding.placed(function, self.config.decode_sharding_rules, self.mesh)
+
+
+def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
+    """The state a stage starts from: adapters added and optimizer state placed as configured.
+
+    Args:
+        run: the run.
+        params: without adapters, on the mesh. Consumed.
+        adamw: optimizer of the trained parameters.
+    """
+    model = run.config.model
+    if model.lora_rank:
+        params = with_adapters(
+            params,
+            run.policy,
+            run.mesh,
+            run.config.sharding_rules,
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            seed=run.config.seed,
+        )
+    state = init_state(
+        params,
+        adamw,
+        run.mesh,
+        partition=run.partition,
+        moments_dtype=jnp.dtype(model.moments_dtype),
+    )
+    if "optimizer" in model.offload:
+        opt_state = jax.device_put(state.opt_state, sharding.on_host(state.opt_state))
+        state = state.replace(opt_state=opt_state)
+    return state

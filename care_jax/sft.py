@@ -23,9 +23,9 @@ from care_jax.data.pipeline import Batches
 from care_jax.logprobs import score_responses
 from care_jax.metrics import format_line, print_line, progress
 from care_jax.prompt import TokenizedPrompt
-from care_jax.run import Run
-from care_jax.train_step import init_state, update
-from models import backbone
+from care_jax.run import Run, start_state
+from care_jax.train_step import update
+from models import backbone, lora
 
 
 @flax.struct.dataclass
@@ -66,8 +66,8 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         learning_rate_at,
         weight_decay=sft.weight_decay,
         max_grad_norm=sft.max_grad_norm,
-        trainable_mask={"vision": not config.model.freeze_vision, "text": True},
     )
+    state = start_state(run, params, adamw)
 
     def sft_step(state, batch):
         total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
@@ -82,22 +82,28 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 dtype=jnp.dtype(config.model.compute_dtype),
                 chunk=config.rl.logprob_chunk,
                 remat=config.model.remat,
-                freeze_vision=config.model.freeze_vision,
             )
             nll = -jnp.where(batch.is_valid, logp, 0.0)
             num_tokens = batch.is_valid.sum().astype(jnp.float32)
             return (batch.weight * nll).sum() / total_weight, {"nll": (nll.sum(), num_tokens)}
 
-        return update(state, batch, loss_fn, adamw, microbatch_size=sft.microbatch_size)
+        return update(
+            state,
+            batch,
+            loss_fn,
+            adamw,
+            microbatch_size=sft.microbatch_size,
+            partition=run.partition,
+        )
 
-    sft_step = sharding.placed(sft_step, config.sharding_rules, run.mesh)
-    sft_step = jax.jit(sft_step, donate_argnums=0)
-    state = init_state(params, adamw, run.mesh)
+    sft_step = jax.jit(
+        run.placed(sft_step), donate_argnums=0, out_shardings=(sharding.of(state), None)
+    )
     batches = Batches(examples, run.policy.prompts, batch_size=sft.batch_size, seed=config.seed)
     with Checkpoints(
         run.workdir / "checkpoints" / "sft",
         keep=config.keep_checkpoints,
-        fingerprint=run.policy.fingerprint(),
+        fingerprint=run.fingerprint(),
     ) as checkpoints:
         start = 0
         if checkpoints.latest_step is not None:
@@ -121,7 +127,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 print_line(format_line("sft", step, sft.num_steps, metrics, seconds))
             if (step + 1) % config.checkpoint_every == 0 or is_last:
                 checkpoints.save(step + 1, state, step + 1, config.seed, {})
-    return state.params
+    return lora.merged(state.params)
 
 
 def sft_batch(

@@ -187,6 +187,24 @@ def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def of(tree: Any) -> Any:
+    """The shardings of a tree's arrays."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def on_host(tree: Any) -> Any:
+    """Shardings of a tree's arrays with the host's memory in place of the device's."""
+    return jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), tree)
+
+
+def has_host_memory(mesh: Mesh) -> bool:
+    """Whether the devices can keep arrays in host memory."""
+    return all(
+        any(memory.kind == "pinned_host" for memory in device.addressable_memories())
+        for device in mesh.local_devices
+    )
+
+
 def abstract(tree: Any) -> Any:
     """Shape, type and layout of every array, which is what a checkpoint is restored to."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

@@ -30,10 +30,10 @@ from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.policy import decode_shardings
 from care_jax.prompt import TokenizedPrompt
 from care_jax.rollout import Groups, Programs, roll_out
-from care_jax.run import Run
-from care_jax.train_step import init_state, join_batch, split_batch, train_step
+from care_jax.run import Run, start_state
+from care_jax.train_step import TrainState, join_batch, split_batch, train_step
 from care_jax.verifier import Verifier
-from models import backbone
+from models import backbone, lora
 
 _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
 
@@ -80,12 +80,11 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         learning_rate_at,
         weight_decay=rl.weight_decay,
         max_grad_norm=rl.max_grad_norm,
-        trainable_mask={"vision": not config.model.freeze_vision, "text": True},
     )
+    reference = copy_reference(run, params)
+    state = start_state(run, params, adamw)
     rollout_programs = compile_rollout(run)
-    programs = compile_update(run, adamw)
-    reference = jax.tree.map(jnp.copy, params) if rl.beta else None
-    state = init_state(params, adamw, run.mesh)
+    programs = compile_update(run, adamw, sharding.of(state))
     batches = Batches(
         examples, run.policy.prompts, batch_size=rl.prompts_per_step, seed=config.seed
     )
@@ -95,7 +94,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         Checkpoints(
             run.workdir / "checkpoints" / "rl",
             keep=config.keep_checkpoints,
-            fingerprint=run.policy.fingerprint(),
+            fingerprint=run.fingerprint(),
         ) as checkpoints,
         Verifier(
             num_workers=config.verifier.num_workers,
@@ -122,11 +121,13 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             rolled_out = time.perf_counter()
 
             credited, raw = assign_credit(run, programs, groups)
-            update_metrics = []
+            update_batches = []  # all of them scored before the first update moves the policy
             for first in range(0, rl.prompts_per_step, rl.prompts_per_update):
                 part = slice(first, first + rl.prompts_per_update)
-                batch = train_batch(run, records[part], groups, credited, part)
-                batch = with_logprobs(run, programs, batch, state.params, reference)
+                update_batches.append(train_batch(run, records[part], groups, credited, part))
+            update_batches = with_logprobs(run, programs, update_batches, state.params, reference)
+            update_metrics = []
+            for batch in update_batches:
                 state, metrics = programs.update(state, batch)
                 update_metrics.append(metrics)
             update_metrics = jax.device_get(update_metrics)
@@ -165,7 +166,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             if (step + 1) % config.checkpoint_every == 0 or step == rl.num_steps - 1:
                 metadata = {"num_decoded": num_decoded}
                 checkpoints.save(step + 1, state, step + 1, config.seed, metadata)
-    return state.params
+    return lora.merged(state.params)
 
 
 def assign_credit(
@@ -203,26 +204,38 @@ def train_batch(
     return sharding.put_batch(batch, run.mesh)
 
 
+def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
+    """The reference policy of the KL term; None where there is none or adapters leave it alone."""
+    if not run.config.rl.beta or run.config.model.lora_rank:
+        return None
+    if "reference" in run.config.model.offload:
+        return jax.device_put(params, sharding.on_host(params))
+    return jax.tree.map(jnp.copy, params)
+
+
 def with_logprobs(
     run: Run,
     programs: UpdatePrograms,
-    batch: TrainBatch,
+    batches: Sequence[TrainBatch],
     params: backbone.Params,
     reference: backbone.Params | None,
-) -> TrainBatch:
+) -> list[TrainBatch]:
     """Fills in what the sampler could not: the reference's log-probabilities, the trainer's own.
 
     The sampler's are the model's at temperature 1 whatever the sampling settings, so they serve as
     π_old unless the config asks for the trainer's numerics, or rows lost the context they had.
     """
-    if reference is not None:
-        batch = batch.replace(ref_logp=programs.score(reference, batch))
-    is_reframed = (
-        run.config.rl.objective == "care" and run.config.care.reflect_credit == "prompt_only"
-    )
-    if run.config.rl.old_logp == "trainer" or is_reframed:
-        batch = batch.replace(old_logp=programs.score(params, batch))
-    return batch
+    rl = run.config.rl
+    if rl.beta:
+        if reference is None:  # adapters leave the weights they started from as they were
+            reference = lora.without(params)
+        elif "reference" in run.config.model.offload:
+            reference = jax.device_put(reference, sharding.of(lora.without(params)))
+        batches = [batch.replace(ref_logp=programs.score(reference, batch)) for batch in batches]
+    is_reframed = rl.objective == "care" and run.config.care.reflect_credit == "prompt_only"
+    if rl.old_logp == "trainer" or is_reframed:
+        batches = [batch.replace(old_logp=programs.score(params, batch)) for batch in batches]
+    return batches
 
 
 def compile_rollout(run: Run) -> Programs:
@@ -230,9 +243,6 @@ def compile_rollout(run: Run) -> Programs:
     rl, care, config = run.config.rl, run.config.care, run.policy.config
     dtype = jnp.dtype(run.config.model.compute_dtype)
     rows = sharding.batch_sharding(run.mesh)
-    placed = functools.partial(
-        sharding.placed, rules=run.config.decode_sharding_rules, mesh=run.mesh
-    )
     closing_tag = jnp.asarray(run.policy.closing_tag)
 
     def prefill(params, prompts):
@@ -267,20 +277,26 @@ def compile_rollout(run: Run) -> Programs:
         )
 
     return Programs(
-        prefill=jax.jit(placed(prefill)),
-        decode=jax.jit(placed(decode), out_shardings=rows),
-        reflect=jax.jit(placed(reflect), out_shardings=rows),
+        prefill=jax.jit(run.placed_to_decode(prefill)),
+        decode=jax.jit(run.placed_to_decode(decode), out_shardings=rows),
+        reflect=jax.jit(run.placed_to_decode(reflect), out_shardings=rows),
         select=jax.jit(select),
     )
 
 
-def compile_update(run: Run, adamw: optax.GradientTransformation) -> UpdatePrograms:
-    """The jitted functions of an update, each compiled once per bucket that occurs."""
+def compile_update(
+    run: Run, adamw: optax.GradientTransformation, state_shardings: TrainState
+) -> UpdatePrograms:
+    """The jitted functions of an update, each compiled once per bucket that occurs.
+
+    Args:
+        run: the run.
+        adamw: its optimizer.
+        state_shardings: where the state lies before and after an update.
+    """
     rl, care, grpo, model = run.config.rl, run.config.care, run.config.grpo, run.config.model
     config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
-    scoring = dict(
-        dtype=dtype, chunk=rl.logprob_chunk, remat=model.remat, freeze_vision=model.freeze_vision
-    )
+    scoring = dict(dtype=dtype, chunk=rl.logprob_chunk, remat=model.remat)
 
     def to_decode_layout(params):
         return backbone.to_decode_layout(params, config, dtype)
@@ -303,6 +319,7 @@ def compile_update(run: Run, adamw: optax.GradientTransformation) -> UpdateProgr
             beta=rl.beta,
             clip_low=rl.clip_low,
             clip_high=rl.clip_high,
+            partition=run.partition,
             **scoring,
         )
 
@@ -331,12 +348,11 @@ def compile_update(run: Run, adamw: optax.GradientTransformation) -> UpdateProgr
     raw = functools.partial(
         credit.care_raw_advantages, delta=care.delta, eps=care.advantage_eps, robust=care.robust
     )
-    placed = functools.partial(sharding.placed, rules=run.config.sharding_rules, mesh=run.mesh)
     decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
     return UpdatePrograms(
         to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
         credit=jax.jit(care_credit if rl.objective == "care" else grpo_credit),
         raw_advantages=jax.jit(raw),
-        score=jax.jit(placed(score), out_shardings=sharding.batch_sharding(run.mesh)),
-        update=jax.jit(placed(update), donate_argnums=0),
+        score=jax.jit(run.placed(score), out_shardings=sharding.batch_sharding(run.mesh)),
+        update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
     )

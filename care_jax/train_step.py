@@ -23,10 +23,12 @@ from jaxtyping import Array, Float, Int
 from care_jax import objective, sharding
 from care_jax.batch import TrainBatch
 from care_jax.logprobs import score_responses
+from care_jax.optimizer import combine, partition, round_like, widen
 from models.backbone import Params
 from models.config import BackboneConfig
 
 Batch = TypeVar("Batch")
+Partition = Callable[[Params], tuple[Params, Params]]
 # Metric name -> (numerator, denominator), summed over microbatches and divided once.
 Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 
@@ -36,8 +38,8 @@ class TrainState:
     """What an update changes.
 
     Attributes:
-        params: float32 master weights, in the training layout.
-        opt_state: of the optimizer.
+        params: master weights, in the training layout.
+        opt_state: of the optimizer, over the trained parameters.
         step: updates done.
     """
 
@@ -46,9 +48,27 @@ class TrainState:
     step: Int[Array, ""]
 
 
-def init_state(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state before the first update; its optimizer state lies as the parameters do."""
-    opt_state = optimizer.init(params)
+def init_state(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    partition: Partition = partition,
+    moments_dtype: DTypeLike = jnp.float32,
+) -> TrainState:
+    """The state before the first update; its optimizer state lies as the parameters do.
+
+    Args:
+        params: on the mesh.
+        optimizer: of the trained ones.
+        mesh: their devices.
+        partition: tells the trained from the frozen, see `optimizer.partition`.
+        moments_dtype: of the optimizer's arrays.
+    """
+    trained, _ = partition(params)
+    opt_state = optimizer.init(trained)
+    is_moment = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    opt_state = jax.tree.map(lambda x: x.astype(moments_dtype) if is_moment(x) else x, opt_state)
     shardings = jax.tree.map(lambda x: x.sharding, params)
     opt_state = jax.device_put(opt_state, sharding.shardings_like(opt_state, shardings, mesh))
     step = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
@@ -68,7 +88,7 @@ def train_step(
     chunk: int,
     dtype: DTypeLike,
     remat: str,
-    freeze_vision: bool,
+    partition: Partition = partition,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """One reinforcement learning update.
 
@@ -79,14 +99,14 @@ def train_step(
         state: before the update.
         batch: B prompts and their rows.
         config: of the backbone.
-        optimizer: made for `state.params`.
+        optimizer: of the trained parameters.
         microbatch_size: prompts of one forward and backward; divides B.
         beta: β; 0 leaves the KL out.
         clip_low, clip_high: ε of the clipped ratio, below and above 1.
         chunk: tokens of a prompt's row whose logits are held at a time.
         dtype: of the activations.
         remat: what the backward pass recomputes.
-        freeze_vision: the vision tower gets no gradient.
+        partition: tells the trained parameters from the frozen.
 
     Returns:
         the state after it, and metrics in nats and shares of tokens.
@@ -109,7 +129,6 @@ def train_step(
             dtype=dtype,
             chunk=chunk,
             remat=remat,
-            freeze_vision=freeze_vision,
         )
         # Elsewhere (forced, padding, rows left out) the ratio is held at 1.
         logp = jnp.where(batch.is_trained, logp, batch.old_logp)
@@ -133,7 +152,9 @@ def train_step(
             ratios["kl_ref"] = _mean(kl, batch.is_trained)
         return loss, ratios
 
-    return update(state, batch, loss_fn, optimizer, microbatch_size=microbatch_size)
+    return update(
+        state, batch, loss_fn, optimizer, microbatch_size=microbatch_size, partition=partition
+    )
 
 
 def update(
@@ -143,6 +164,7 @@ def update(
     optimizer: optax.GradientTransformation,
     *,
     microbatch_size: int,
+    partition: Partition = partition,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """Sums `loss_fn`'s gradients over microbatches and applies them once.
 
@@ -151,28 +173,38 @@ def update(
         batch: arrays with a leading axis of B examples.
         loss_fn: the share of the loss that a microbatch adds (already divided by the whole
             batch's denominators), and metrics as (numerator, denominator).
-        optimizer: made for `state.params`.
+        optimizer: of the trained parameters.
         microbatch_size: examples of one forward and backward; divides B.
+        partition: tells the trained parameters from the frozen.
+
+    Gradients are summed and applied in float32 whatever type the state is stored in.
     """
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+    trained, frozen = partition(state.params)
+    value_and_grad = jax.value_and_grad(
+        lambda trained, batch: loss_fn(combine(trained, frozen), batch), has_aux=True
+    )
     microbatches = split_batch(batch, microbatch_size)
 
     def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, value_and_grad(state.params, microbatch)), None
+        return jax.tree.map(jnp.add, total, widen(value_and_grad(trained, microbatch))), None
 
     first = jax.tree.map(lambda x: x[0], microbatches)
-    shapes = jax.eval_shape(value_and_grad, state.params, first)
+    shapes = jax.eval_shape(lambda *args: widen(value_and_grad(*args)), trained, first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     ((loss, ratios), grads), _ = jax.lax.scan(add, zeros, microbatches)
 
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    wide = widen(trained)
+    moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # they may lie on the host
+    updates, opt_state = optimizer.update(grads, widen(moments), wide)
+    updated = optax.apply_updates(wide, updates), opt_state
+    rng = jax.random.fold_in(jax.random.key(0), state.step)
+    trained, opt_state = round_like(updated, (trained, moments), rng)
     metrics = {
         name: numerator / jnp.maximum(denominator, 1e-9)
         for name, (numerator, denominator) in ratios.items()
     }
     metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
-    return TrainState(params, opt_state, state.step + 1), metrics
+    return TrainState(combine(trained, frozen), opt_state, state.step + 1), metrics
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:

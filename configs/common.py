@@ -27,9 +27,15 @@ def get_config() -> ConfigDict:
     model.path = ""  # folder or hub id of a Hugging Face release; empty: random weights
     model.backbone = ConfigDict()  # config.json of a backbone to start from random; with path empty
     model.tokenizer = ""  # folder of a tokenizer; empty: that of model.path, or the built-in one
-    model.compute_dtype = "bfloat16"  # of activations; parameters are float32 master weights
-    model.remat = "layer"  # what the backward pass recomputes: "none" or "layer"
+    model.compute_dtype = "bfloat16"  # of activations and of the weights that decode
     model.freeze_vision = False  # (open) the vision tower is trained
+    # What the memory allows.
+    model.remat = "layer"  # the backward pass recomputes "none", all but "dots", or each "layer"
+    model.param_dtype = "float32"  # of the master weights; "bfloat16" rounds stochastically
+    model.moments_dtype = "float32"  # of the optimizer's state; likewise
+    model.lora_rank = 0  # above 0, adapters on the decoder's linear layers are all that is trained
+    model.lora_alpha = 32.0  # their product is scaled by alpha / rank
+    model.offload = ()  # to host memory: "reference", "optimizer"
 
     # Mesh sizes; -1 takes what the others leave. The batch is split over data x fsdp.
     config.mesh = mesh = ConfigDict()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models import decoder, rope, vision_qwen2_5, weights
+from models import decoder, lora, rope, vision_qwen2_5, weights
 from models.attention import Tree
 from models.config import BackboneConfig
 from models.decoder import KeyValues
@@ -62,14 +62,12 @@ def encode_images(
     Args:
         params: either layout.
         images: packed patches; P is their padded number, M patches make a feature.
-        remat: "none", or "layer" to recompute each layer in the backward pass.
+        remat: what the backward pass recomputes, see `layers.checkpointed`.
 
     Returns:
         Features in prompt order, finite also at padding and in rows without images.
     """
-    return vision_qwen2_5.encode(
-        params["vision"], images, config.vision, dtype=dtype, remat=_is_remat(remat)
-    )
+    return vision_qwen2_5.encode(params["vision"], images, config.vision, dtype=dtype, remat=remat)
 
 
 def embed(
@@ -106,11 +104,9 @@ def forward(
         positions: M-RoPE ids; a branch continues from the end of its prompt.
         segments: tokens see only tokens of their own segment; -1 is padding.
         tree: layout of the rows.
-        remat: "none", or "layer" to recompute each layer in the backward pass.
+        remat: what the backward pass recomputes, see `layers.checkpointed`.
     """
-    return decoder.run(
-        params["text"], x, positions, segments, config.text, tree=tree, remat=_is_remat(remat)
-    )
+    return decoder.run(params["text"], x, positions, segments, config.text, tree=tree, remat=remat)
 
 
 def unembed(
@@ -121,7 +117,8 @@ def unembed(
 
 
 def to_decode_layout(params: Params, config: BackboneConfig, dtype: Any) -> Params:
-    """The training layout unstacked, fused and cast for `prefill` and `extend`."""
+    """The training layout merged, unstacked, fused and cast for `prefill` and `extend`."""
+    params = lora.merged(params)
     text = decoder.to_decode_layout(params["text"], config.text)
     return jax.tree.map(lambda a: a.astype(dtype), {"vision": params["vision"], "text": text})
 
@@ -242,9 +239,3 @@ def export(
         max_shard_bytes: larger weights are split over several files.
     """
     weights.export(folder, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
-
-
-def _is_remat(remat: str) -> bool:
-    if remat not in ("none", "layer"):
-        raise ValueError(f"remat must be 'none' or 'layer', got {remat!r}; change model.remat")
-    return remat == "layer"

@@ -25,6 +25,7 @@ from models.layers import (
     Linear,
     Norm,
     Params,
+    checkpointed,
     constrain,
     linear,
     mlp,
@@ -137,7 +138,7 @@ def run(
     config: TextConfig,
     *,
     tree: Tree,
-    remat: bool,
+    remat: str,
 ) -> Float[Array, "B S D"]:
     """All stacked layers and the final norm, over whole rows."""
     rotary = text_rotary(positions, config)
@@ -148,7 +149,7 @@ def run(
     def layer(x, p):
         return decoder_layer(p, x, rotary, attend, config)
 
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, p["layers"])
+    x, _ = jax.lax.scan(checkpointed(layer, remat), x, p["layers"])
     return rms_norm(p["norm"], x, config.norm_eps)
 
 

@@ -28,6 +28,8 @@ from jaxtyping import Array, Float
 Params = dict[str, Any]  # nested dicts of arrays
 Axes = tuple[str | None, ...]
 
+REMATS = ("none", "dots", "layer")
+
 _place: contextvars.ContextVar[Callable[[Array, Axes], Array]] = contextvars.ContextVar(
     "place", default=lambda x, axes: x
 )
@@ -113,12 +115,17 @@ def rms_norm(p: Params, x: Float[Array, "... D"], eps: float) -> Float[Array, ".
 def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
     """Product of the last `num_inputs` axes of x with the first of the kernel, plus any bias.
 
-    A parameter named "transposed" is a kernel with its output axes first (the decode layout).
+    A parameter named "transposed" is a kernel with its output axes first (the decode layout);
+    "lora_a" and "lora_b" are an adapter's, see `models.lora`.
     """
     if "transposed" in p:
         y = _outputs_first(p["transposed"].astype(x.dtype), x, num_inputs)
     else:
         y = jnp.tensordot(x, p["kernel"].astype(x.dtype), num_inputs)
+    if "lora_a" in p:
+        narrow = jnp.tensordot(x, p["lora_a"].astype(x.dtype), num_inputs)
+        change = jnp.tensordot(narrow, p["lora_b"].astype(x.dtype), 1)
+        y = y + p["lora_scale"].astype(x.dtype) * change
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
@@ -134,6 +141,22 @@ def _outputs_first(kernel: Array, x: Array, num_inputs: int) -> Array:
     num_outputs = kernel.ndim - num_inputs
     outputs = range(num_outputs)
     return jnp.moveaxis(jax.lax.optimization_barrier(y), outputs, range(-num_outputs, 0))
+
+
+def checkpointed(layer: Callable, remat: str) -> Callable:
+    """A scanned layer whose backward pass recomputes what `remat` says.
+
+    Args:
+        layer: of a scan.
+        remat: "none" keeps everything; "dots" keeps the products with weights and recomputes the
+            rest; "layer" keeps the layer's input alone.
+    """
+    if remat not in REMATS:
+        raise ValueError(f"remat must be one of {', '.join(REMATS)}, got {remat!r}")
+    if remat == "none":
+        return layer
+    keeps_dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(layer, policy=keeps_dots if remat == "dots" else None)
 
 
 def mlp(p: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

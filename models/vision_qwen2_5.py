@@ -17,7 +17,18 @@ from jaxtyping import Array, Float
 
 from models.attention import attend_segments
 from models.config import VisionConfig
-from models.layers import MLP, Linear, Norm, Params, constrain, linear, mlp, rms_norm, stack
+from models.layers import (
+    MLP,
+    Linear,
+    Norm,
+    Params,
+    checkpointed,
+    constrain,
+    linear,
+    mlp,
+    rms_norm,
+    stack,
+)
 from models.positions import ImagePatches
 from models.rope import rotate, vision_rotary
 
@@ -64,7 +75,7 @@ class VisionTower(nnx.Module):
 
 
 def encode(
-    p: Params, images: ImagePatches, config: VisionConfig, *, dtype: Any, remat: bool
+    p: Params, images: ImagePatches, config: VisionConfig, *, dtype: Any, remat: str
 ) -> Float[Array, "B _ D"]:
     """Features of every merge block, in the processor's order; padding gives finite values."""
     x = linear(p["patch_embed"], images.patches.astype(dtype))
@@ -74,7 +85,7 @@ def encode(
     def layer(x, xs):
         return vision_layer(xs[0], x, rotary, images, is_full=xs[1]), None
 
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (p["layers"], is_full))
+    x, _ = jax.lax.scan(checkpointed(layer, remat), x, (p["layers"], is_full))
     x = rms_norm(p["merger"]["norm"], x, _NORM_EPS)
     x = x.reshape(x.shape[0], -1, config.merge_size**2, x.shape[-1])
     x = jax.nn.gelu(linear(p["merger"]["up"], x, num_inputs=2), approximate=False)

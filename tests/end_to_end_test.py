@@ -130,6 +130,8 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
         {"care.reflect": False, "rl.beta": 0.0, "rl.temperature": 0.8, "rl.top_p": 0.9},
         {"care.reflect_credit": "prompt_only", "care.rule": "random", "model.freeze_vision": True},
         {"care.reflect_mode": "no_cue", "rl.old_logp": "trainer", "model.remat": "layer"},
+        {"model.offload": ("reference", "optimizer"), "model.moments_dtype": "bfloat16"},
+        {"model.lora_rank": 2, "model.param_dtype": "bfloat16"},
     ],
 )
 def test_every_option_of_the_loop_runs(tmp_path, changes):

@@ -5,17 +5,15 @@ import optax
 import pytest
 import torch
 
+from care_jax import optimizer
 from care_jax.optimizer import make_optimizer, make_schedule
 
 SCHEDULE = dict(learning_rate=0.1, warmup_steps=0, num_steps=10, schedule="constant")
 
 
-def optimizer_of(weight_decay=0.01, max_grad_norm=1.0, trainable_mask=None, **changes):
+def optimizer_of(weight_decay=0.01, max_grad_norm=1.0, **changes):
     return make_optimizer(
-        make_schedule(**SCHEDULE | changes),
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        trainable_mask=trainable_mask,
+        make_schedule(**SCHEDULE | changes), weight_decay=weight_decay, max_grad_norm=max_grad_norm
     )
 
 
@@ -26,10 +24,10 @@ def params():
     }
 
 
-def run(optimizer, start, grads):
-    state = optimizer.init(start)
+def run(adamw, start, grads):
+    state = adamw.init(start)
     for grad in grads:
-        updates, state = optimizer.update(grad, state, start)
+        updates, state = adamw.update(grad, state, start)
         start = optax.apply_updates(start, updates)
     return start, state
 
@@ -71,25 +69,45 @@ def test_learning_rate_is_the_same_on_host_and_device():
 
 def test_optimizer_follows_the_schedule():
     """With a constant gradient AdamW's step is the learning rate itself."""
-    optimizer = optimizer_of(warmup_steps=2, schedule="cosine", num_steps=4, weight_decay=0.0)
-    end, _ = run(optimizer, jnp.zeros(()), [jnp.ones(())] * 4)
+    adamw = optimizer_of(warmup_steps=2, schedule="cosine", num_steps=4, weight_decay=0.0)
+    end, _ = run(adamw, jnp.zeros(()), [jnp.ones(())] * 4)
     np.testing.assert_allclose(end, -(0.05 + 0.1 + 0.1 + 0.05), rtol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [{"vision": False, "text": True}, "full"])
-def test_frozen_parameters_have_no_update_no_state_and_no_share_in_the_norm(mask):
-    if mask == "full":
-        mask = {"vision": {"w": False}, "text": {"w": True, "b": True}}
-    start = params()
-    grads = jax.tree.map(jnp.ones_like, start)
-    grads["vision"]["w"] *= 1e6
-    masked, state = run(optimizer_of(trainable_mask=mask), start, [grads] * 2)
-    np.testing.assert_array_equal(masked["vision"]["w"], start["vision"]["w"])
-    assert sorted({leaf.shape for leaf in jax.tree.leaves(state)}) == [(), (2,), (3, 2)]
+def test_the_tower_is_frozen_on_request():
+    trained, frozen = optimizer.partition(params())
+    assert not frozen and trained.keys() == {"vision", "text"}
+    trained, frozen = optimizer.partition(params(), freeze_vision=True)
+    assert trained.keys() == {"text"} and frozen.keys() == {"vision"}
+    jax.tree.map(np.testing.assert_array_equal, optimizer.combine(trained, frozen), params())
 
-    text = {"text": start["text"]}
-    alone, _ = run(optimizer_of(), text, [{"text": grads["text"]}] * 2)
-    jax.tree.map(np.testing.assert_array_equal, masked["text"], alone["text"])
+
+def test_adapters_alone_are_trained():
+    tree = params()
+    tree["text"] |= {"lora_a": jnp.ones(2), "lora_b": jnp.ones(3), "lora_scale": jnp.ones(())}
+    trained, frozen = optimizer.partition(tree)
+    assert trained.keys() == {"text"} and trained["text"].keys() == {"lora_a", "lora_b"}
+    jax.tree.map(np.testing.assert_array_equal, optimizer.combine(trained, frozen), tree)
+
+
+def test_stochastic_rounding_keeps_the_mean_and_never_leaves_the_neighbours():
+    value = np.float32(1 + 2**-7 * 0.3)  # three tenths of the way to the next bfloat16
+    new = jnp.full((20000,), value)
+    old = jnp.zeros((20000,), jnp.bfloat16)
+    rounded = optimizer.round_like({"w": new}, {"w": old}, jax.random.key(0))["w"]
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.unique(rounded.astype(jnp.float32)), [1.0, 1 + 2**-7])
+    np.testing.assert_allclose(rounded.astype(jnp.float32).mean(), value, atol=2e-4)
+
+
+def test_rounding_keeps_what_it_need_not_change():
+    exact = jnp.array([0.0, -1.5, jnp.inf, -jnp.inf, jnp.nan])
+    rounded = optimizer.round_like(exact, exact.astype(jnp.bfloat16), jax.random.key(0))
+    np.testing.assert_array_equal(rounded.astype(jnp.float32), exact)
+    wide = jnp.array([1 + 2**-20])
+    np.testing.assert_array_equal(optimizer.round_like(wide, wide, jax.random.key(0)), wide)
+    count = jnp.int32(3)
+    assert optimizer.round_like(count, count, jax.random.key(0)).dtype == jnp.int32
 
 
 @pytest.mark.parametrize(

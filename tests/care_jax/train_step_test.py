@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from care_jax import logprobs, sharding
+from care_jax import logprobs, optimizer, sharding
 from care_jax.batch import TrainBatch
 from care_jax.train_step import init_state, join_batch, split_batch, train_step
-from models import backbone
+from models import backbone, lora
 
 SGD = optax.sgd(1.0)
 RULES = (
@@ -66,7 +66,6 @@ def step(policy):
             chunk=7,
             dtype=jnp.float32,
             remat="none",
-            freeze_vision=False,
         )
 
     return jax.jit(step, static_argnames=("microbatch_size", "beta", "clip_low", "clip_high"))
@@ -181,6 +180,80 @@ def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch, one_d
     small = jax.tree.map(lambda old, new: old + 1e-3 * (new - old), params, state.params)
     _, after = step(init_state(small, SGD, one_device), idle, 4)
     assert after["kl_ref"] < before["kl_ref"]
+
+
+def updated(policy, batch, state, adamw, partition=optimizer.partition):
+    return jax.jit(
+        functools.partial(
+            train_step,
+            config=policy.config,
+            optimizer=adamw,
+            microbatch_size=4,
+            beta=0.0,
+            clip_low=0.2,
+            clip_high=0.28,
+            chunk=1000,
+            dtype=jnp.float32,
+            remat="dots",
+            partition=partition,
+        )
+    )(state, batch)
+
+
+@pytest.fixture(scope="module")
+def adamw():
+    return optimizer.make_optimizer(lambda step: 1e-3, weight_decay=0.0, max_grad_norm=1e9)
+
+
+def test_frozen_parameters_stay_and_have_no_state(policy, params, batch, one_device, adamw, whole):
+    partition = functools.partial(optimizer.partition, freeze_vision=True)
+    state = init_state(params, adamw, one_device, partition=partition)
+    assert len(jax.tree.leaves(state.opt_state)) < 2 * len(jax.tree.leaves(params))
+    after, metrics = updated(policy, batch, state, adamw, partition)
+    jax.tree.map(np.testing.assert_array_equal, after.params["vision"], params["vision"])
+    is_moved = jax.tree.map(lambda a, b: bool((a != b).any()), after.params["text"], params["text"])
+    assert all(jax.tree.leaves(is_moved))
+    assert 0 < metrics["grad_norm"] < whole[1]["grad_norm"]
+
+
+def test_adapters_learn_and_leave_the_weights_alone(policy, params, batch, one_device, adamw):
+    adapted = lora.add(params, jax.random.key(1), rank=2, alpha=4.0)
+    state = init_state(jax.device_put(adapted, jax.devices()[0]), adamw, one_device)
+    after, _ = updated(policy, batch, state, adamw)
+    jax.tree.map(np.testing.assert_array_equal, lora.without(after.params), params)
+    layers = after.params["text"]["layers"]
+    assert all(np.abs(layers["mlp"][name]["lora_b"]).max() > 0 for name in ("gate", "up", "down"))
+
+
+def test_state_in_bfloat16_keeps_its_type_and_nearly_its_step(
+    policy, params, batch, one_device, adamw
+):
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    state = init_state(narrow, adamw, one_device, moments_dtype=jnp.bfloat16)
+    after, _ = updated(policy, batch, state, adamw)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    exact, _ = updated(
+        policy, batch, init_state(jax.tree.map(jnp.float32, narrow), adamw, one_device), adamw
+    )
+    # A step of 1e-3 is below half the distance between bfloat16 neighbours of most weights, so
+    # only stochastic rounding lets the weights move, on average as far as in float32.
+    moves = [
+        jax.tree.map(
+            lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64), s.params, narrow
+        )
+        for s in (after, exact)
+    ]
+    ours, theirs = (np.concatenate([x.ravel() for x in jax.tree.leaves(m["text"])]) for m in moves)
+    np.testing.assert_allclose((ours * theirs).sum() / (theirs**2).sum(), 1.0, atol=0.05)
+
+
+def test_moments_on_the_host_give_the_same_update(policy, params, batch, one_device, adamw):
+    state = init_state(params, adamw, one_device)
+    expected = updated(policy, batch, state, adamw)
+    moments = jax.device_put(state.opt_state, sharding.on_host(state.opt_state))
+    assert jax.tree.leaves(moments)[1].sharding.memory_kind == "pinned_host"
+    got = updated(policy, batch, state.replace(opt_state=moments), adamw)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_split_examples_come_back_in_order():

@@ -114,11 +114,12 @@ def test_tree_row_equals_replicated_rows_in_values_and_gradients(
     assert_close_gradients(tree, replicated, 1e-4)
 
 
+@pytest.mark.parametrize("remat", ["layer", "dots"])
 def test_decoder_remat_equals_no_remat(
-    params, prompts, features, responses, config, tree_gradients
+    remat, params, prompts, features, responses, config, tree_gradients
 ):
     recomputed, _ = gradients(
-        lambda p, f: tree_row(p, prompts, f, responses, config, remat="layer")[0],
+        lambda p, f: tree_row(p, prompts, f, responses, config, remat=remat)[0],
         params,
         features,
         config,
@@ -140,7 +141,7 @@ def test_tower_remat_equals_no_remat(params, prompts, config):
 
 
 def test_unknown_remat_is_refused(params, prompts, config):
-    with pytest.raises(ValueError, match="remat must be"):
+    with pytest.raises(ValueError, match="remat must be one of none, dots, layer, got 'full'"):
         backbone.encode_images(params, prompts.images, config, dtype=jnp.float32, remat="full")
 
 

@@ -1,0 +1,87 @@
+"""Low-rank adapters on the decoder's linear layers (LoRA, arXiv 2106.09685).
+
+An adapted layer computes x·W + scale · (x·A)·B, with A [*inputs, rank] and B [rank, *outputs]
+beside the kernel in the training layout; scale is α/rank. `merged` folds them into the kernels,
+which is what decoding and export take; `without` leaves the weights that the adapters started
+from. B starts at 0, so that adding adapters changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array
+
+from models.layers import Axes, Params
+
+_NUM_INPUTS = {"q": 1, "k": 1, "v": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
+_LEAVES = ("lora_a", "lora_b", "lora_scale")
+Path = tuple[str, ...]
+
+
+def add(params: Params, rng: Array, *, rank: int, alpha: float) -> Params:
+    """The parameters with an adapter at every linear layer of the decoder.
+
+    Args:
+        params: the training layout; adapters that are there already are replaced.
+        rng: draws A from N(0, 1/inputs).
+        rank: of A·B.
+        alpha: α; the product is scaled by α/rank.
+    """
+    flat = flatten_dict(without(params))
+    for number, path in enumerate(p for p in list(flat) if _is_adapted(p)):
+        kernel = flat[path]
+        num_layers, inputs, outputs = _split(path, kernel.shape)
+        key = jax.random.fold_in(rng, number)
+        a = jax.random.normal(key, (num_layers, *inputs, rank)) * math.prod(inputs) ** -0.5
+        flat[*path[:-1], "lora_a"] = a.astype(kernel.dtype)
+        flat[*path[:-1], "lora_b"] = jnp.zeros((num_layers, rank, *outputs), kernel.dtype)
+        flat[*path[:-1], "lora_scale"] = jnp.full((num_layers,), alpha / rank, jnp.float32)
+    return unflatten_dict(flat)
+
+
+def add_axes(axes: Params) -> Params:
+    """The tree of `add` with logical axes, from that of the parameters without adapters."""
+    flat: dict[Path, Axes] = flatten_dict(axes)
+    for path in [p for p in flat if _is_adapted(p)]:
+        layers, inputs, outputs = _split(path, flat[path])
+        flat[*path[:-1], "lora_a"] = (layers, *inputs, None)
+        flat[*path[:-1], "lora_b"] = (layers, None, *outputs)
+        flat[*path[:-1], "lora_scale"] = (layers,)
+    return unflatten_dict(flat)
+
+
+def merged(params: Params) -> Params:
+    """W + scale · A·B at every adapted layer, in the kernel's type, and no adapters."""
+    flat = flatten_dict(without(params))
+    adapters = flatten_dict(params)
+    for path in [p for p in adapters if p[-1] == "lora_a"]:
+        a, b, scale = (adapters[*path[:-1], name].astype(jnp.float32) for name in _LEAVES)
+        change = jax.vmap(lambda a, b, scale: scale * jnp.tensordot(a, b, 1))(a, b, scale)
+        kernel = flat[*path[:-1], "kernel"]
+        flat[*path[:-1], "kernel"] = (kernel + change).astype(kernel.dtype)
+    return unflatten_dict(flat)
+
+
+def without(params: Params) -> Params:
+    """The parameters without their adapters; no array is copied."""
+    return unflatten_dict({p: a for p, a in flatten_dict(params).items() if p[-1] not in _LEAVES})
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a parameter is an A or a B."""
+    return path[-1] in ("lora_a", "lora_b")
+
+
+def _is_adapted(path: Path) -> bool:
+    return path[:2] == ("text", "layers") and path[-1] == "kernel" and path[-2] in _NUM_INPUTS
+
+
+def _split(path: Path, dims: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """A stacked kernel's dimensions: layers, inputs, outputs."""
+    end = 1 + _NUM_INPUTS[path[-2]]
+    return dims[0], dims[1:end], dims[end:]

@@ -1,0 +1,77 @@
+"""Adapters: nothing at first, a low-rank change of the kernels afterwards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import backbone, lora
+from models.attention import Tree
+
+
+@pytest.fixture(scope="module")
+def adapted(params):
+    """Adapters that have learned something."""
+    adapted = lora.add(params, jax.random.key(1), rank=2, alpha=6.0)
+
+    def learned(path, x):
+        is_b = path[-1].key == "lora_b"
+        return 0.1 * jax.random.normal(jax.random.key(len(path)), x.shape) if is_b else x
+
+    return jax.tree_util.tree_map_with_path(learned, adapted)
+
+
+def hidden_states(params, config):
+    x = jax.random.normal(jax.random.key(2), (2, 5, config.text.hidden_size))
+    positions = jnp.broadcast_to(jnp.arange(5)[:, None], (2, 5, 3))
+    segments = jnp.zeros((2, 5), jnp.int32)
+    return backbone.forward(params, x, positions, segments, config, tree=Tree(5, 0, 0))
+
+
+def test_new_adapters_change_nothing(params, config):
+    new = lora.add(params, jax.random.key(1), rank=2, alpha=6.0)
+    np.testing.assert_array_equal(hidden_states(new, config), hidden_states(params, config))
+    jax.tree.map(np.testing.assert_array_equal, lora.without(new), params)
+    jax.tree.map(np.testing.assert_array_equal, lora.merged(new), params)
+
+
+def test_merged_weights_compute_the_same(adapted, params, config):
+    merged = lora.merged(adapted)
+    assert jax.tree.structure(merged) == jax.tree.structure(params)
+    expected = hidden_states(adapted, config)
+    assert np.abs(expected - hidden_states(params, config)).max() > 1e-2
+    np.testing.assert_allclose(hidden_states(merged, config), expected, atol=2e-5)
+
+
+def test_the_change_is_alpha_over_rank_times_the_product(adapted, params):
+    layer = adapted["text"]["layers"]["attention"]["out"]  # two input axes
+    a, b = layer["lora_a"][1], layer["lora_b"][1]
+    change = 6.0 / 2 * np.einsum("NHr,rD->NHD", a, b)
+    merged = lora.merged(adapted)["text"]["layers"]["attention"]["out"]["kernel"][1]
+    kernel = params["text"]["layers"]["attention"]["out"]["kernel"][1]
+    np.testing.assert_allclose(merged, kernel + change, atol=1e-6)
+
+
+def test_decoding_takes_the_merged_weights(adapted, config):
+    decoding = backbone.to_decode_layout(adapted, config, jnp.float32)
+    expected = backbone.to_decode_layout(lora.merged(adapted), config, jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, decoding, expected)
+
+
+def test_axes_name_every_dimension(adapted, config):
+    axes = lora.add_axes(backbone.logical_axes(config))
+    jax.tree.map(
+        lambda names, x: np.testing.assert_equal(len(names), x.ndim),
+        axes,
+        adapted,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    out = axes["text"]["layers"]["attention"]["out"]
+    assert out["lora_a"] == ("layers", "heads", "head_dim", None)
+    assert out["lora_b"] == ("layers", None, "embed")
+
+
+def test_adding_again_starts_anew(adapted, params):
+    again = lora.add(adapted, jax.random.key(3), rank=4, alpha=4.0)
+    jax.tree.map(np.testing.assert_array_equal, lora.merged(again), params)
+    assert again["text"]["layers"]["mlp"]["up"]["lora_a"].shape[-1] == 4
