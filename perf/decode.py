@@ -4,8 +4,7 @@
 
 4 prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, 64 sampled tokens each
 (EOS does not end a row on either side), prefill and vision tower included. The two sides take
-turns; the figure is the median of the ratios of neighbouring runs. `--tensor=2` cuts our matrix
-products over two devices of one core each, in place of two threads per product.
+turns; the figure is the median of the ratios of neighbouring runs.
 """
 
 import argparse
@@ -19,9 +18,8 @@ import numpy as np
 import torch
 import transformers
 
-from care_jax import sampler, sharding
+from care_jax import sampler
 from care_jax.batch import Prompts
-from configs import common
 from models import backbone
 from models.positions import image_slots, pack_images, prompt_positions
 from perf.backbones import IMAGE_SIDE, medium_config
@@ -66,10 +64,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tensor", type=int, default=1)
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", args.tensor)
-    mesh, rules = sharding.make_mesh(1, 1, args.tensor), common.get_config().decode_sharding_rules
 
     config = medium_config()
     params = backbone.init(config, jax.random.key(0))
@@ -82,6 +77,7 @@ def main() -> None:
         ).eval()
     closing_tag = jnp.zeros((2, config.text.vocab_size), jnp.uint8)  # no tag ever closes
 
+    @jax.jit
     def roll_out(params, prompts, rng):
         prefix = sampler.prefill(params, prompts, config, dtype=jnp.float32)
         return sampler.decode(
@@ -98,14 +94,7 @@ def main() -> None:
             stops=False,
         )
 
-    def to_decode_layout(params):
-        return backbone.to_decode_layout(params, config, jnp.float32)
-
-    shapes = jax.eval_shape(to_decode_layout, params)
-    layout = sharding.param_shardings(backbone.decode_axes(config), shapes, rules, mesh)
-    decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
-    roll_out = jax.jit(sharding.placed(roll_out, rules, mesh))
-    prompts = sharding.put_batch(prompts, mesh)
+    decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, jnp.float32))(params)
 
     def ours(repeat: int) -> float:
         began = time.perf_counter()
@@ -138,7 +127,7 @@ def main() -> None:
     print(
         f"{num_params / 1e6:.0f}M parameters, {args.prompts} prompts of "
         f"{prompts.tokens.shape[1]} tokens, G = {args.rollouts}, {args.tokens} new tokens, "
-        f"{torch.get_num_threads()} threads, {args.tensor} device(s)"
+        f"{torch.get_num_threads()} threads"
     )
     ratios = []
     for repeat in range(args.repeats):
