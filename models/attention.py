@@ -154,7 +154,7 @@ def attend_segments(
         scores = q.shape[-1] ** -0.5 * _matmul("BNTH,BNHS->BNTS", q, k)
         scores = jnp.where(_same_segment(queries, keys)[:, None], scores, _MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("BNTS,BNSH->BNTH", weights, v)
+        return _matmul("BNTS,BNSH->BNTH", weights, v).astype(v.dtype)
 
     q, k, v = q.swapaxes(1, 2), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
     length = q.shape[2]

@@ -30,6 +30,7 @@ from models.layers import (
     linear,
     mlp,
     normal,
+    outputs_first,
     rms_norm,
     stack,
 )
@@ -212,6 +213,8 @@ def _transposed(p: Params, num_inputs: int = 1) -> Params:
 def unembed(p: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Float32 logits, from the embedding table where the two are tied."""
     table = p["unembed" if "unembed" in p else "embed"]["table"].astype(hidden.dtype)
+    if isinstance(p["layers"], list):
+        return outputs_first(table, hidden)
     return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
 
 

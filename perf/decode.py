@@ -64,22 +64,24 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
 
-    config = medium_config()
+    config, dtype = medium_config(), jnp.dtype(args.dtype)
     params = backbone.init(config, jax.random.key(0))
     num_params = sum(x.size for x in jax.tree.leaves(params))
     prompts, inputs = make_prompts(config, args.prompts, 25, np.random.default_rng(0))
     with tempfile.TemporaryDirectory() as folder:
         backbone.export(folder, params, config, dtype=jnp.float32)
         reference = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32
+            folder, dtype=getattr(torch, args.dtype)
         ).eval()
+    inputs["pixel_values"] = inputs["pixel_values"].to(reference.dtype)
     closing_tag = jnp.zeros((2, config.text.vocab_size), jnp.uint8)  # no tag ever closes
 
     @jax.jit
     def roll_out(params, prompts, rng):
-        prefix = sampler.prefill(params, prompts, config, dtype=jnp.float32)
+        prefix = sampler.prefill(params, prompts, config, dtype=dtype)
         return sampler.decode(
             params,
             prefix,
@@ -90,11 +92,11 @@ def main() -> None:
             max_tokens=args.tokens,
             temperature=1.0,
             top_p=1.0,
-            dtype=jnp.float32,
+            dtype=dtype,
             stops=False,
         )
 
-    decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, jnp.float32))(params)
+    decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, dtype))(params)
 
     def ours(repeat: int) -> float:
         began = time.perf_counter()
@@ -127,7 +129,7 @@ def main() -> None:
     print(
         f"{num_params / 1e6:.0f}M parameters, {args.prompts} prompts of "
         f"{prompts.tokens.shape[1]} tokens, G = {args.rollouts}, {args.tokens} new tokens, "
-        f"{torch.get_num_threads()} threads"
+        f"{args.dtype}, {torch.get_num_threads()} threads"
     )
     ratios = []
     for repeat in range(args.repeats):
