@@ -1,10 +1,10 @@
 """Weights in the Hugging Face layout: one table, read in both directions.
 
-Each row of the table names a tensor of a release, the parameter it is, and how many input axes its
-kernel has. A kernel is stored there as [outputs, inputs] (a Conv3d with its input axes spread) and
-here as [*inputs, *outputs]; everything else differs in shape alone. Stacked parameters take one
-tensor per layer. Files are checked whole before the first tensor is read, then read one tensor at
-a time.
+The table has rows that both families share and rows of each. A row names a tensor of a release,
+the parameter it is, and how many input axes its kernel has. A kernel is stored there as [outputs,
+inputs] (a Conv3d with its input axes spread) and here as [*inputs, *outputs]; everything else
+differs in shape alone. Stacked parameters take one tensor per layer. Files are checked whole before
+the first tensor is read, then read one tensor at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from models.config import BackboneConfig
 from models.layers import Params
 
 # (name in the release, our path, input axes of a kernel or 0 for anything else); {} is the layer.
-_TABLE = (
+_SHARED = (
     ("model.embed_tokens.weight", "text/embed/table", 0),
     ("model.norm.weight", "text/norm/scale", 0),
     ("lm_head.weight", "text/unembed/table", 0),
@@ -49,6 +49,8 @@ _TABLE = (
     ("visual.blocks.{}.attn.proj.weight", "vision/layers/attention/out/kernel", 2),
     ("visual.blocks.{}.attn.proj.bias", "vision/layers/attention/out/bias", 0),
     ("visual.blocks.{}.norm2.weight", "vision/layers/mlp_norm/scale", 0),
+)
+_QWEN2_5_VL = (
     ("visual.blocks.{}.mlp.gate_proj.weight", "vision/layers/mlp/gate/kernel", 1),
     ("visual.blocks.{}.mlp.gate_proj.bias", "vision/layers/mlp/gate/bias", 0),
     ("visual.blocks.{}.mlp.up_proj.weight", "vision/layers/mlp/up/kernel", 1),
@@ -61,8 +63,35 @@ _TABLE = (
     ("visual.merger.mlp.2.weight", "vision/merger/down/kernel", 1),
     ("visual.merger.mlp.2.bias", "vision/merger/down/bias", 0),
 )
-# Newer files nest both halves under "model."; the table has the published releases' names.
+_QWEN3_VL = (
+    ("model.layers.{}.self_attn.q_norm.weight", "text/layers/attention/q_norm/scale", 0),
+    ("model.layers.{}.self_attn.k_norm.weight", "text/layers/attention/k_norm/scale", 0),
+    ("visual.patch_embed.proj.bias", "vision/patch_embed/bias", 0),
+    ("visual.pos_embed.weight", "vision/positions/table", 0),
+    ("visual.blocks.{}.norm1.bias", "vision/layers/attention_norm/bias", 0),
+    ("visual.blocks.{}.norm2.bias", "vision/layers/mlp_norm/bias", 0),
+    ("visual.blocks.{}.mlp.linear_fc1.weight", "vision/layers/mlp/up/kernel", 1),
+    ("visual.blocks.{}.mlp.linear_fc1.bias", "vision/layers/mlp/up/bias", 0),
+    ("visual.blocks.{}.mlp.linear_fc2.weight", "vision/layers/mlp/down/kernel", 1),
+    ("visual.blocks.{}.mlp.linear_fc2.bias", "vision/layers/mlp/down/bias", 0),
+    ("visual.merger.norm.weight", "vision/merger/norm/scale", 0),
+    ("visual.merger.norm.bias", "vision/merger/norm/bias", 0),
+    ("visual.merger.linear_fc1.weight", "vision/merger/up/kernel", 2),
+    ("visual.merger.linear_fc1.bias", "vision/merger/up/bias", 0),
+    ("visual.merger.linear_fc2.weight", "vision/merger/down/kernel", 1),
+    ("visual.merger.linear_fc2.bias", "vision/merger/down/bias", 0),
+    ("visual.deepstack_merger_list.{}.norm.weight", "vision/deepstack/norm/scale", 0),
+    ("visual.deepstack_merger_list.{}.norm.bias", "vision/deepstack/norm/bias", 0),
+    ("visual.deepstack_merger_list.{}.linear_fc1.weight", "vision/deepstack/up/kernel", 2),
+    ("visual.deepstack_merger_list.{}.linear_fc1.bias", "vision/deepstack/up/bias", 0),
+    ("visual.deepstack_merger_list.{}.linear_fc2.weight", "vision/deepstack/down/kernel", 1),
+    ("visual.deepstack_merger_list.{}.linear_fc2.bias", "vision/deepstack/down/bias", 0),
+)
+_TABLES = {"qwen2_5_vl": _SHARED + _QWEN2_5_VL, "qwen3_vl": _SHARED + _QWEN3_VL}
+# Qwen3-VL's releases, and files that newer transformers write of either family, nest both halves
+# under "model."; either naming is read.
 _RENAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+_NESTED_FAMILIES = ("qwen3_vl",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +147,10 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
     }
     table = {}
-    for name, path, num_inputs in _TABLE:
-        if path not in leaves:  # a tied backbone has no unembedding
+    for name, path, num_inputs in _TABLES[config.family]:
+        if path not in leaves:  # no unembedding of its own, no biases
             continue
+        name = _release_name(name, config.family)
         shape = tuple(leaves.pop(path).shape)
         spread = conv if path == "vision/patch_embed/kernel" else ()
         if "{}" in name:
@@ -135,6 +165,18 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
     return table
 
 
+def _release_name(name: str, family: str) -> str:
+    """The name in the family's releases of a tensor that is named so in either scheme."""
+    for nested, flat in _RENAMES:
+        if name.startswith(nested):
+            name = flat + name[len(nested) :]
+    if family in _NESTED_FAMILIES:
+        for nested, flat in _RENAMES:
+            if name.startswith(flat):
+                return nested + name[len(flat) :]
+    return name
+
+
 def load(folder: str | pathlib.Path, config: BackboneConfig, shapes: Params, dtype: Any) -> Params:
     """Reads a release's safetensors into the tree of `shapes`, cast to `dtype`.
 
@@ -142,7 +184,7 @@ def load(folder: str | pathlib.Path, config: BackboneConfig, shapes: Params, dty
         ValueError: tensors are missing, unused or of the wrong shape; all are named.
     """
     folder = pathlib.Path(folder)
-    files = _files_by_name(folder)
+    files = _files_by_name(folder, config.family)
     table = tensors(config, shapes)
     _check(folder, files, [tensor for row in table.values() for tensor in row])
     params: Params = {}
@@ -165,8 +207,8 @@ def load(folder: str | pathlib.Path, config: BackboneConfig, shapes: Params, dty
     return params
 
 
-def _files_by_name(folder: pathlib.Path) -> dict[str, tuple[str, str]]:
-    """(file, name in that file) of every tensor, by its name in the table."""
+def _files_by_name(folder: pathlib.Path, family: str) -> dict[str, tuple[str, str]]:
+    """(file, name in that file) of every tensor, by its name in the family's releases."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = json.loads(index.read_text())["weight_map"]
@@ -178,14 +220,7 @@ def _files_by_name(folder: pathlib.Path) -> dict[str, tuple[str, str]]:
             f"{folder} must hold model.safetensors or model.safetensors.index.json, got "
             f"{sorted(path.name for path in folder.iterdir())}; pass the folder of a release"
         )
-    named = {}
-    for name, file in files.items():
-        ours = name
-        for theirs, short in _RENAMES:
-            if name.startswith(theirs):
-                ours = short + name[len(theirs) :]
-        named[ours] = (file, name)
-    return named
+    return {_release_name(name, family): (file, name) for name, file in files.items()}
 
 
 def _check(folder: pathlib.Path, files: dict[str, tuple[str, str]], expected: list[Tensor]) -> None:
