@@ -180,6 +180,11 @@ def test_anchors_are_pushed_as_the_objectives_options_say(changes, anchors):
     advantage = np.take_along_axis(np.asarray(out.advantage), subgroup.anchor[:, None], 1)[:, 0]
     np.testing.assert_allclose(advantage, anchors, rtol=1e-4)
     np.testing.assert_array_equal(out.prompt_weight, np.array(anchors) != 0)
+    options = {name: (CARE | changes)[name] for name in ("delta", "eps", "robust")}
+    raw = jax.jit(functools.partial(credit.care_raw_advantages, **options))
+    value = np.asarray(raw(scores, subgroup, jnp.zeros(B, bool)).value)
+    value = np.take_along_axis(value, subgroup.anchor[:, None], 1)[:, 0]
+    np.testing.assert_allclose(value, [anchors[0], 2**0.5, 1], rtol=1e-4)
 
 
 def test_rows_without_a_reflected_slot_get_what_an_empty_slot_gives():

@@ -83,10 +83,12 @@ def test_signature_leaves_out_reflected_and_rescued_groups():
     assert not any(name.startswith("signature") for name in {**reflected, **rescued})
 
 
-def test_group_whose_advantages_are_zero_is_skipped_and_not_rescued():
-    metrics = care_metrics([[0, 0, 0, 0, 0]], np.ones((1, 5)), [False], np.zeros((1, 5)))
-    assert (metrics["skip_rate"], metrics["rescue_rate"]) == (1, 0)
-    assert not any(name.startswith("negatives") for name in metrics)
+def test_groups_whose_advantages_are_zero_are_skipped_and_count_nowhere_else():
+    acc = [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
+    advantage = np.array([[3, -1, -1, -1, 0]] + [[0] * 5] * 3)
+    metrics = care_metrics(acc, np.ones((4, 5)), [False] * 4, advantage)
+    assert (metrics["skip_rate"], metrics["rescue_rate"]) == (0.75, 0)
+    assert metrics["negatives/3"] == 0.25
 
 
 def test_variance_ratio_is_that_of_negative_to_positive_advantages():

@@ -184,10 +184,18 @@ def test_mode_changes_the_words_behind_the_rationale(roll, mode, cue):
     assert script.forced[0] == f"<think>row 2 of 0{cue}"
 
 
+def test_context_is_cut_to_its_budget_before_the_cue(roll):
+    _, script, _ = roll({"care.max_context": 4})
+    kept = script.policy.tokenizer.decode(script.encode("<think>row 2 of 0")[:4])
+    assert script.forced[0] == f"{kept}{CUE}" != f"<think>row 2 of 0{CUE}"
+
+
 def test_prompt_only_drops_the_context_and_keeps_the_verdict(roll, policy):
     groups, _, _ = roll({"care.reflect_credit": "prompt_only"})
     assert texts(policy, groups.rollouts)[1][3] == " So</think><answer>1</answer>"
     assert not groups.rollouts.is_forced.any()
+    answer = policy.tokenizer.decode(groups.rollouts.tokens[1, 3, groups.scores.is_answer[1, 3]])
+    assert answer.endswith(f"<answer>1</answer>{policy.tokenizer.eos_token}")
     np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
     np.testing.assert_array_equal(groups.scores.fmt[:, 3], 1)
 
