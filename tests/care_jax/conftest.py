@@ -1,4 +1,4 @@
-"""A small random policy and prompts for the tests of everything that runs a backbone."""
+"""A small random policy, prompts and runs for the tests of everything that needs a backbone."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,9 @@ from PIL import Image
 from care_jax.batch import Example, Rollouts
 from care_jax.data.sources import open_source
 from care_jax.main import policy_of
+from care_jax.metrics import MetricWriter
+from care_jax.run import Run
+from care_jax.sharding import make_mesh
 from configs import tiny
 from models import backbone
 
@@ -67,3 +70,34 @@ def responses(policy):
         is_complete=np.ones((4, 3), bool),
     )
     return jax.tree.map(jnp.asarray, rollouts)
+
+
+@pytest.fixture
+def make_run(policy, tmp_path):
+    """Makes runs of the tiny configuration with some keys changed, each in a named folder."""
+    runs = []
+
+    def make(changes, folder="run"):
+        config = tiny.get_config()
+        config.update_from_flattened_dict(changes)
+        mesh, workdir = make_mesh(1, 1, 1, jax.devices()[:1]), tmp_path / folder
+        workdir.mkdir(exist_ok=True)
+        runs.append(Run(config, policy, mesh, workdir, MetricWriter(workdir)))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.metrics.close()
+
+
+@pytest.fixture(scope="session")
+def questions():
+    """Makes text-only questions whose answers are their numbers, no two prompts of one length."""
+
+    def make(lengths):
+        return [
+            Example(f"q{i}", "made", (), "1?" + " 1" * length, str(i))
+            for i, length in enumerate(lengths)
+        ]
+
+    return make

@@ -53,13 +53,54 @@ def rows(num_rows, acc, num_tokens=T):
     return rollouts, scores
 
 
-def select(rollouts, scores):
+@functools.partial(jax.jit, static_argnums=2)
+def select(rollouts, scores, rule="nearest", seed=0):
     return credit.select_subgroups(
-        rollouts, scores, jax.random.key(0), num_negatives=2, num_candidates=3, rule="nearest"
+        rollouts, scores, jax.random.key(seed), num_negatives=2, num_candidates=3, rule=rule
     )
 
 
 ACC = [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
+
+
+def test_subgroups_are_selected_by_what_belongs_to_each_prompt():
+    """Anchors: fewest rationale tokens, then answer's; in a rescue the well-formed likeliest."""
+    rollouts, scores = rows(G, [[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    lengths = jnp.array([6, 4, 6, 6])
+    logp = jnp.array([-0.1, -0.5, -0.4, -1.0])[:, None] * (jnp.arange(T) < lengths[:, None])
+    rollouts = rollouts.replace(
+        is_valid=rollouts.is_valid & (jnp.arange(T) < lengths[:, None]),
+        logp=jnp.broadcast_to(logp, rollouts.logp.shape),
+    )
+    scores = scores.replace(
+        num_think=scores.num_think.at[0].set(jnp.array([5, 4, 1, 1])),
+        num_answer=scores.num_answer.at[0].set(jnp.array([1, 2, 1, 1])),
+        fmt=scores.fmt.at[1, 0].set(0),
+    )
+    subgroup = select(rollouts, scores)
+    # Summed log-probabilities are -0.6, -2, -2.4, -6; row 0 of prompt 1 is malformed.
+    np.testing.assert_array_equal(subgroup.anchor, [1, 1, 0])
+    np.testing.assert_array_equal(subgroup.is_rescue, [False, True, True])
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("nearest", [1, 2]), ("nearest_diverse", [1, 3]), ("farthest", [2, 3])]
+)
+def test_negatives_are_selected_by_the_rule_and_the_embeddings(rule, expected):
+    """The anchor stands at 0 degrees, the failures at 10, 20 and 60."""
+    rollouts, scores = rows(G, [[1, 0, 0, 0]] * B)
+    angle = np.deg2rad([0, 10, 20, 60])
+    circle = np.pad(np.stack([np.cos(angle), np.sin(angle)], 1), ((0, 0), (0, D - 2)))
+    rollouts = rollouts.replace(embedding=jnp.broadcast_to(circle, (B, G, D)))
+    subgroup = select(rollouts, scores, rule)
+    for mask in np.asarray(subgroup.is_negative):
+        assert np.flatnonzero(mask).tolist() == expected
+
+
+def test_random_negatives_are_drawn_for_each_prompt_anew():
+    rollouts, scores = rows(G, [[1, 0, 0, 0]] * B)
+    picks = [np.asarray(select(rollouts, scores, "random", seed).is_negative) for seed in range(4)]
+    assert any((pick[0] != pick[1]).any() or (pick[0] != pick[2]).any() for pick in picks)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -107,6 +148,43 @@ def test_forced_tokens_of_a_reflected_row_get_no_credit():
     assert out.advantage[0, -1] > 0 > out.advantage[1, -1]
     assert out.advantage[2, -1] == 0 and not out.is_trained[2, -1].any()
     np.testing.assert_array_equal(out.advantage[0, subgroup.hard_negative[0]], 0)
+    # A failed repair joins three others of the anchor's group, with half a negative's scale.
+    negative = int(subgroup.hard_negative[1])
+    np.testing.assert_allclose(
+        out.advantage[1, jnp.array([0, negative, -1])],
+        [3**0.5, -0.5 / 3**0.5, -0.25 / 3**0.5],
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "anchors"),
+    [
+        ({}, [2**0.5, 2**0.5, 2**0.5]),
+        ({"equalize": False}, [2**0.5, 2**0.5, 1]),
+        ({"rescue": False}, [2**0.5, 0, 2**0.5]),
+        ({"rescue_scale": 0.3}, [2**0.5, 0.3 * 2**0.5, 2**0.5]),
+        # Of rewards 1, 0.1 and 0: the mean is 1.1/3, the median deviation 0.1.
+        ({"robust": True}, [(1 - 1.1 / 3) / 0.1, 2**0.5, 2**0.5]),
+    ],
+)
+def test_anchors_are_pushed_as_the_objectives_options_say(changes, anchors):
+    """Of two negatives, of a rescue's two, and of the only one there is."""
+    rollouts, scores = rows(G, [[1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]])
+    subgroup = select(rollouts, scores)
+    if "robust" in changes:
+        first = int(jnp.argmax(subgroup.is_negative[0]))
+        scores = scores.replace(reward=scores.reward.at[0, first].set(0))
+    care = jax.jit(functools.partial(credit.care_credit, **CARE | changes))
+    out = care(rollouts, scores, subgroup, jnp.zeros(B, bool))
+    advantage = np.take_along_axis(np.asarray(out.advantage), subgroup.anchor[:, None], 1)[:, 0]
+    np.testing.assert_allclose(advantage, anchors, rtol=1e-4)
+    np.testing.assert_array_equal(out.prompt_weight, np.array(anchors) != 0)
+    options = {name: (CARE | changes)[name] for name in ("delta", "eps", "robust")}
+    raw = jax.jit(functools.partial(credit.care_raw_advantages, **options))
+    value = np.asarray(raw(scores, subgroup, jnp.zeros(B, bool)).value)
+    value = np.take_along_axis(value, subgroup.anchor[:, None], 1)[:, 0]
+    np.testing.assert_allclose(value, [anchors[0], 2**0.5, 1], rtol=1e-4)
 
 
 def test_rows_without_a_reflected_slot_get_what_an_empty_slot_gives():
@@ -142,3 +220,6 @@ def test_grpo_is_the_sequence_mean_of_token_means():
     np.testing.assert_array_equal(out.row_weight, np.full((3, 4), 0.25))
     np.testing.assert_array_equal(out.prompt_weight, 1)
     np.testing.assert_array_equal(out.is_trained, rollouts.is_valid)
+    # The sample's σ of 1, 0, 0, 0 is 1/2.
+    sample = credit.grpo_credit(rollouts, scores, eps=1e-6, ddof=1)
+    np.testing.assert_allclose(sample.advantage[0], [1.5, -0.5, -0.5, -0.5], rtol=1e-4)

@@ -1,5 +1,6 @@
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,21 +34,23 @@ def rollouts_of(shape):
     )
 
 
-def care_metrics(acc, fmt, has_reflection):
+select = jax.jit(
+    functools.partial(credit.select_subgroups, num_negatives=4, num_candidates=6, rule="nearest")
+)
+raw_advantages = jax.jit(
+    functools.partial(credit.care_raw_advantages, delta=0.1, eps=1e-6, robust=False)
+)
+
+
+def care_metrics(acc, fmt, has_reflection, advantage=None):
+    """Of a batch whose advantages are the raw ones, or those given."""
     scores = scores_of(acc, fmt)
-    on_device = jax.tree.map(jnp.asarray, scores)
-    group = jax.tree.map(lambda x: x[:, :4], on_device)
-    rollouts = jax.tree.map(jnp.asarray, rollouts_of((len(acc), 4)))
-    subgroup = credit.select_subgroups(
-        rollouts, group, jax.random.key(0), num_negatives=4, num_candidates=6, rule="nearest"
-    )
-    reflected = jnp.array(has_reflection)
-    raw = credit.care_raw_advantages(
-        on_device, subgroup, reflected, delta=0.1, eps=1e-6, robust=False
-    )
-    return diagnostics.subgroup_metrics(
-        scores, jax.device_get(subgroup), jax.device_get(raw), raw.value, np.array(has_reflection)
-    )
+    group = jax.tree.map(lambda x: x[:, :4], scores)
+    subgroup = select(rollouts_of((len(acc), 4)), group, jax.random.key(0))
+    raw = raw_advantages(scores, subgroup, np.array(has_reflection))
+    subgroup, raw = jax.device_get((subgroup, raw))
+    advantage = raw.value if advantage is None else np.array(advantage)
+    return diagnostics.subgroup_metrics(scores, subgroup, raw, advantage, np.array(has_reflection))
 
 
 def test_rates_count_anchors_rescues_reflections_and_skips():
@@ -73,6 +76,28 @@ def test_alpha_predicts_the_ratio_where_negatives_differ_in_format():
     assert metrics["signature/ratio"] == pytest.approx(metrics["signature/alpha"], rel=1e-4)
 
 
+def test_signature_leaves_out_reflected_and_rescued_groups():
+    reflected = care_metrics([[1, 0, 0, 0, 0]], np.ones((1, 5)), [True])
+    rescued = care_metrics([[0, 0, 0, 0, 0]], [[1, 0, 0, 0, 0]], [False])
+    assert reflected["reflect_rate"] == rescued["rescue_rate"] == 1
+    assert not any(name.startswith("signature") for name in {**reflected, **rescued})
+
+
+def test_groups_whose_advantages_are_zero_are_skipped_and_count_nowhere_else():
+    acc = [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
+    advantage = np.array([[3, -1, -1, -1, 0]] + [[0] * 5] * 3)
+    metrics = care_metrics(acc, np.ones((4, 5)), [False] * 4, advantage)
+    assert (metrics["skip_rate"], metrics["rescue_rate"]) == (0.75, 0)
+    assert metrics["negatives/3"] == 0.25
+
+
+def test_variance_ratio_is_that_of_negative_to_positive_advantages():
+    """Of -1, -4 and 2, 3: (9/4) / (1/4)."""
+    advantage = [[2, -1, -4, 0, 3]]
+    metrics = care_metrics([[1, 0, 0, 0, 1]], np.ones((1, 5)), [True], advantage)
+    assert metrics["variance_ratio"] == pytest.approx(9)
+
+
 def test_undefined_metrics_are_left_out():
     metrics = care_metrics([[1, 1, 1, 1, 0]], np.ones((1, 5)), [False])
     assert metrics["skip_rate"] == 1
@@ -82,10 +107,18 @@ def test_undefined_metrics_are_left_out():
 
 
 def test_means_leave_the_reflected_row_out_and_split_by_source():
-    scores = scores_of([[1, 0, 0, 0, 1], [1, 1, 1, 1, 0]], np.ones((2, 5)))
+    """Every number of the reflected row is one that its group has nowhere else."""
+    scores = scores_of([[1, 0, 0, 0, 1], [1, 1, 1, 1, 0]], [[1, 1, 1, 0, 1], [1, 1, 1, 1, 0]])
+    rollouts = rollouts_of((2, 5))
+    scores.num_think[:, 4], scores.num_answer[:, 4] = 30, 40
+    rollouts.is_valid[:, 4, 2], rollouts.is_complete[:, 4] = False, False
+    rollouts.is_complete[0, 0] = False
     examples = [Example(str(i), source, (), "?", "1") for i, source in enumerate("ab")]
-    metrics = diagnostics.rollout_metrics(rollouts_of((2, 5)), scores, examples, num_rollouts=4)
+    metrics = diagnostics.rollout_metrics(rollouts, scores, examples, num_rollouts=4)
     assert metrics["acc"] == pytest.approx(5 / 8)
+    assert metrics["fmt"] == pytest.approx(7 / 8)
+    assert metrics["reward"] == pytest.approx((0.9 * 5 + 0.1 * 7) / 8)
     assert (metrics["acc/a"], metrics["acc/b"]) == (0.25, 1.0)
     assert metrics["all_correct_rate"] == 0.5 and metrics["all_wrong_rate"] == 0
-    assert metrics["response_tokens"] == 3 and metrics["truncated_rate"] == 0
+    assert (metrics["think_tokens"], metrics["answer_tokens"]) == (2, 1)
+    assert (metrics["response_tokens"], metrics["truncated_rate"]) == (3, 1 / 8)

@@ -13,14 +13,14 @@ def encode(text):
 
 def test_context_is_tag_rationale_and_cue_left_padded():
     forced = reflect.forced_context(
-        ["abc", None], "!?", encode, think_tag="t", max_context=8, pad_token_id=0
+        ["abc", None, ""], "!?", encode, think_tag="t", max_context=8, pad_token_id=7
     )
-    assert forced.tokens.shape == (2, 10)
-    text = "".join(map(chr, np.asarray(forced.tokens)[0][forced.is_valid[0]]))
-    assert text == "<t>abc!?"
+    assert forced.tokens.shape == (3, 10)
+    texts = ["".join(map(chr, forced.tokens[i, forced.is_valid[i]])) for i in range(3)]
+    assert texts == ["<t>abc!?", "", "<t>!?"]
     np.testing.assert_array_equal(forced.is_valid[0], [False] * 2 + [True] * 8)
-    np.testing.assert_array_equal(forced.is_active, [True, False])
-    assert not forced.is_valid[1].any()
+    np.testing.assert_array_equal(forced.is_active, [True, False, True])
+    np.testing.assert_array_equal(forced.tokens[~forced.is_valid], 7)
 
 
 def test_long_rationale_loses_its_end_and_keeps_the_cue():
@@ -45,15 +45,15 @@ def test_modes_are_the_cue_nothing_and_its_words_shuffled():
 
 
 def test_rows_without_context_keep_what_was_sampled():
-    tokens = np.array([[[5, 6, 7, 8, 0]], [[7, 8, 9, 0, 0]]])
-    is_valid = tokens > 0
+    tokens = np.array([[[5, 6, 7, 8, 2]], [[7, 8, 9, 2, 2]]])
+    is_valid = tokens > 2
     is_forced = np.zeros_like(is_valid)
     is_forced[0, 0, :2] = True
     rollouts = Rollouts(
         tokens=tokens,
         is_valid=is_valid,
         is_forced=is_forced,
-        logp=-tokens.astype(np.float32) * ~is_forced,
+        logp=-tokens.astype(np.float32) * (is_valid & ~is_forced),
         embedding=np.zeros((2, 1, 1), np.float32),
         is_complete=np.ones((2, 1), bool),
     )
@@ -66,10 +66,10 @@ def test_rows_without_context_keep_what_was_sampled():
         num_answer=jnp.ones((2, 1)),
         has_answer=np.ones((2, 1), bool),
     )
-    rollouts, scores = reflect.without_context(rollouts, scores, pad_token_id=0)
-    np.testing.assert_array_equal(rollouts.tokens[:, 0], [[7, 8, 0, 0, 0], [7, 8, 9, 0, 0]])
-    np.testing.assert_array_equal(rollouts.is_valid, rollouts.tokens > 0)
-    np.testing.assert_array_equal(rollouts.logp, -rollouts.tokens)
+    rollouts, scores = reflect.without_context(rollouts, scores, pad_token_id=2)
+    np.testing.assert_array_equal(rollouts.tokens[:, 0], [[7, 8, 2, 2, 2], [7, 8, 9, 2, 2]])
+    np.testing.assert_array_equal(rollouts.is_valid, rollouts.tokens > 2)
+    np.testing.assert_array_equal(rollouts.logp, -rollouts.tokens * rollouts.is_valid)
     np.testing.assert_array_equal(scores.is_answer, rollouts.tokens >= 8)
     np.testing.assert_array_equal(scores.is_think, rollouts.tokens == 7)
     assert not rollouts.is_forced.any()

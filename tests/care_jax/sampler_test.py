@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -113,6 +114,17 @@ def test_rows_go_on_past_eos_when_told_not_to_stop(decode):
     assert np.asarray(decode(jax.random.key(0), temperature=3.0, stops=False).is_valid).all()
 
 
+def test_each_token_of_each_row_is_drawn_anew(decode):
+    """At a high temperature all ids are about as likely, so equal draws would give like ids."""
+    tokens = np.asarray(decode(jax.random.key(0), temperature=3.0, stops=False).tokens)
+    for one, other in (
+        (tokens[:, :, :-1], tokens[:, :, 1:]),
+        (tokens[:, :-1], tokens[:, 1:]),
+        (tokens[:-1], tokens[1:]),
+    ):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.35
+
+
 @pytest.fixture(scope="module")
 def forced(policy):
     context = reflect.forced_context(
@@ -140,6 +152,9 @@ def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
         assert is_valid[row, :length].all()
         assert len(context) < length <= len(context) + MAX_TOKENS - forced.tokens.shape[1]
     assert not is_valid[1].any()
+    np.testing.assert_array_equal(
+        np.asarray(rollouts.is_complete)[:, 0], (tokens == policy.config.eos_token_id).any(1)
+    )
 
     mask = is_valid & ~is_forced
     logp = trainer_logp(policy, params, prompts, rollouts)[:, 0]
@@ -167,24 +182,30 @@ def test_forced_tokens_beyond_the_budget_are_refused(policy, decode_params, pref
 
 
 def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
-    policy, params, decode_params, prompts, prefix
+    policy, params, decode_params, prompts, prefix, decode
 ):
-    """A row that is forced to `<think>a b</think>` and goes on for some tokens."""
-    encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
+    """The token at index 5 closes the span, whatever it is; one row ends with EOS before it.
+
+    EOS is what that row takes at index 3, so a first decode must tell.
+    """
+    closing, rng = 5, jax.random.key(3)
+    eos = int(decode(rng).tokens[1, 2, 3])
     rollouts = jax.jit(
         functools.partial(
             sampler.decode,
-            config=policy.config,
+            config=dataclasses.replace(policy.config, eos_token_id=eos),
             num_rows=3,
             max_tokens=MAX_TOKENS,
             temperature=1.0,
             top_p=1.0,
             dtype=jnp.float32,
-            stops=False,
         )
-    )(decode_params, prefix, jax.random.key(3), jnp.asarray(_closing_at_token(policy, 5)))
-    tokens, closing = np.asarray(rollouts.tokens), 5
-    assert encode("</think>")  # the automaton of the real tag is tested with the spans
+    )(decode_params, prefix, rng, jnp.asarray(_closing_at_token(policy, closing)))
+    tokens = np.asarray(rollouts.tokens)
+    is_eos = tokens == eos
+    end = np.where(is_eos.any(-1), is_eos.argmax(-1), MAX_TOKENS)
+    assert end[1, 2] <= 3 and (end > closing).sum() > 6
+    in_mean = np.arange(MAX_TOKENS) < np.minimum(end, closing + 1)[..., None]
     _, num_rows, num_tokens = tokens.shape
     length = prompts.tokens.shape[1]
     offsets = jnp.tile(jnp.arange(num_tokens), num_rows)
@@ -208,7 +229,7 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
         policy.config,
         tree=Tree(length, num_rows, num_tokens),
     )[:, length:].reshape(*tokens.shape, -1)
-    mean = np.asarray(hidden)[:, :, : closing + 1].mean(2)
+    mean = np.asarray(hidden * in_mean[..., None]).sum(2)
     expected = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
     np.testing.assert_allclose(rollouts.embedding, expected, atol=1e-5)
 
@@ -238,6 +259,14 @@ def test_tokens_are_sampled_in_proportion_within_the_nucleus():
     hot = sampler.sample_token(logits, jax.random.key(0), temperature=2.0, top_p=1.0)
     root = np.sqrt([0.1, 0.5, 0.15, 0.25])
     np.testing.assert_allclose(np.bincount(hot) / len(hot), root / root.sum(), atol=0.015)
+
+
+def test_nucleus_is_that_of_the_distribution_at_the_temperature():
+    """At temperature 1/2 the odds 10:50:15:25 are 4:100:9:25, and 0.9 of it is the two largest."""
+    logits = jnp.tile(jnp.log(jnp.array([0.1, 0.5, 0.15, 0.25])), (4000, 1))
+    tokens = sampler.sample_token(logits, jax.random.key(0), temperature=0.5, top_p=0.9)
+    shares = np.bincount(tokens, minlength=4) / len(tokens)
+    np.testing.assert_allclose(shares, [0, 0.8, 0, 0.2], atol=0.03)
 
 
 def test_sampling_never_takes_what_has_no_probability():

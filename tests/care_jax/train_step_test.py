@@ -4,6 +4,8 @@ Gradients are read off as the change that plain gradient descent of rate 1 makes
 """
 
 import functools
+import sys
+from collections import defaultdict
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import pytest
 
 from care_jax import logprobs, optimizer, sharding
 from care_jax.batch import TrainBatch
-from care_jax.train_step import init_state, join_batch, split_batch, train_step
+from care_jax.train_step import init_state, join_batch, split_batch, train_step, update
 from models import backbone, lora
 
 SGD = optax.sgd(1.0)
@@ -28,7 +30,10 @@ RULES = (
 
 @pytest.fixture(scope="module")
 def batch(policy, params, prompts, responses):
-    """Rows that have moved away from the sampler and the reference, one prompt left out."""
+    """Rows that have moved away from the sampler and the reference, one prompt left out.
+
+    The first token of a row has no credit, the first three are no answer.
+    """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = responses.tokens.shape
     logp, _ = jax.jit(
@@ -41,13 +46,13 @@ def batch(policy, params, prompts, responses):
         prompts=prompts,
         tokens=responses.tokens,
         is_valid=responses.is_valid,
-        token_advantage=is_trained * jax.random.normal(keys[0], shape),
-        old_logp=logp + 0.3 * jax.random.normal(keys[1], shape),
+        token_advantage=is_trained * (jnp.arange(9) > 0) * jax.random.normal(keys[0], shape),
+        old_logp=logp + 0.5 * jax.random.normal(keys[1], shape),
         ref_logp=logp + 0.3 * jax.random.normal(keys[2], shape),
         row_weight=jax.random.uniform(keys[3], shape[:2]),
         prompt_weight=jnp.array([1.0, 1.0, 0.0, 1.0]),
         is_trained=is_trained,
-        is_answer=responses.is_valid,
+        is_answer=responses.is_valid & (jnp.arange(9) > 2),
     )
 
 
@@ -99,8 +104,8 @@ def assert_same_update(params, result, expected, tolerance=2e-5):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_loss_is_the_formula_with_hand_made_sums(policy, params, batch, whole):
-    logp, _ = logprobs.score_responses(
+def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(policy, params, batch, whole):
+    logp, entropy = logprobs.score_responses(
         params,
         batch.prompts,
         batch.tokens,
@@ -110,17 +115,28 @@ def test_loss_is_the_formula_with_hand_made_sums(policy, params, batch, whole):
         chunk=1000,
     )
     b = jax.tree.map(lambda x: np.asarray(x, np.float64), batch)
-    logp, total, kl, num_kl = np.asarray(logp, np.float64), 0.0, 0.0, 0
+    logp, total, sums = np.asarray(logp, np.float64), 0.0, defaultdict(list)
     for prompt, row, token in np.argwhere(b.is_trained):
         at = prompt, row, token
         ratio, a = np.exp(logp[at] - b.old_logp[at]), b.token_advantage[at]
         total -= b.row_weight[prompt, row] * min(ratio * a, np.clip(ratio, 0.8, 1.28) * a)
-        d = b.ref_logp[at] - logp[at]
-        kl, num_kl = kl + np.exp(d) - d - 1, num_kl + 1
-    np.testing.assert_allclose(whole[1]["policy_loss"], total / 3, rtol=1e-4)
-    np.testing.assert_allclose(whole[1]["kl_ref"], kl / num_kl, rtol=1e-4)
-    np.testing.assert_allclose(whole[1]["loss"], total / 3 + 0.1 * kl / num_kl, rtol=1e-4)
-    assert 0 < whole[1]["clip_rate"] < 1
+        for name, other in (("kl_ref", b.ref_logp), ("kl_old", b.old_logp)):
+            d = other[at] - logp[at]
+            sums[name].append(np.exp(d) - d - 1)
+        sums["entropy"].append(entropy[at])
+        if a:
+            is_clipped = ratio > 1.28 if a > 0 else ratio < 0.8
+            sums["clip_rate"].append(is_clipped)
+            if a < 0 and b.is_answer[at]:
+                sums["clip_rate_negative_answer"].append(is_clipped)
+    state, metrics = whole
+    expected = {name: np.mean(values) for name, values in sums.items()} | {"policy_loss": total / 3}
+    expected["loss"] = expected["policy_loss"] + 0.1 * expected["kl_ref"]
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+    assert metrics.keys() == expected.keys() | {"grad_norm"}
+    assert 0 < expected["clip_rate_negative_answer"] != expected["clip_rate"] < 1
+    assert state.step == 1
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
@@ -257,6 +273,38 @@ def test_moments_on_the_host_give_the_same_update(policy, params, batch, one_dev
     assert jax.tree.leaves(moments)[1].sharding.memory_kind == "pinned_host"
     got = updated(policy, batch, state.replace(opt_state=moments), adamw)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_scorer_is_called_as_the_step_was(policy, batch, one_device, monkeypatch):
+    seen = {}
+
+    def score_responses(params, prompts, tokens, is_valid, config, **settings):
+        seen.update(settings)
+        return (params["w"] * jnp.zeros(tokens.shape),) * 2
+
+    monkeypatch.setattr(sys.modules[train_step.__module__], "score_responses", score_responses)
+    settings = dict(chunk=7, dtype=jnp.bfloat16, remat="layer", freeze_vision=True)
+    state = init_state({"w": jnp.ones(())}, SGD, one_device)
+    clip = dict(clip_low=0.2, clip_high=0.28)
+    step = functools.partial(train_step, microbatch_size=2, beta=0.1, **clip, **settings)
+    jax.eval_shape(lambda state, batch: step(state, batch, policy.config, SGD), state, batch)
+    assert seen == settings
+
+
+def test_update_descends_the_summed_gradient_and_reports_its_norm(one_device):
+    """Of Σ w·x / 6 over six rows cut in three, by rate 0.1; x counts from 0 to 11."""
+    x = jnp.arange(12.0).reshape(6, 2)
+
+    def loss_fn(params, x):
+        return (x @ params["w"]).sum() / 6, {"mean": (x.sum(), jnp.float32(x.size))}
+
+    sgd = optax.sgd(0.1)
+    state = init_state({"w": jnp.ones(2)}, sgd, one_device)
+    state, metrics = update(state, x, loss_fn, sgd, microbatch_size=2)
+    np.testing.assert_allclose(state.params["w"], [1 - 0.5, 1 - 0.6], rtol=1e-6)
+    assert metrics["grad_norm"] == pytest.approx((5**2 + 6**2) ** 0.5)
+    assert (metrics["loss"], metrics["mean"]) == (pytest.approx(11), pytest.approx(5.5))
+    assert state.step == 1
 
 
 def test_split_examples_come_back_in_order():

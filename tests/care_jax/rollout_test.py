@@ -1,0 +1,215 @@
+"""The host side of a step around scripted programs: who is decoded, judged, repaired and joined.
+
+Prompt i asks for the answer i. Its rollouts are right, wrong and wrong, unless a test says
+otherwise; the scripted selector takes the last failure for the hard negative.
+"""
+
+import functools
+from collections import defaultdict
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax.batch import Rollouts
+from care_jax.rollout import Programs, roll_out
+from care_jax.select import Subgroup
+from care_jax.verifier import Verifier
+
+T = 48
+LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order
+ACCS = ((1, 0, 0),) * len(LENGTHS)
+CUE = " Wait."
+
+
+def said(rationale, answer):
+    return f"<think>{rationale}</think><answer>{answer}</answer>"
+
+
+class Script:
+    """Stands in for the compiled programs and keeps what they were asked.
+
+    Args:
+        policy: whose tokens are written.
+        examples: the prompts, told apart by their lengths.
+        accs: per prompt, which of its rollouts are right.
+        repaired: prompts whose reflected row is right.
+    """
+
+    def __init__(self, policy, examples, accs, repaired):
+        self.policy, self.accs, self.repaired = policy, accs, repaired
+        self.encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
+        self.index_of = {
+            len(policy.prompts.tokenize(example).tokens): i for i, example in enumerate(examples)
+        }
+        self.calls, self.keys, self.forced = [], defaultdict(list), {}
+
+    def programs(self):
+        return Programs(self.prefill, self.decode, self.reflect, self.select)
+
+    def prefill(self, params, prompts):
+        return [self.index_of[length] for length in np.asarray(prompts.is_valid).sum(1).tolist()]
+
+    def decode(self, params, prefix, rng):
+        self.note("decode", rng)
+        rows = [
+            [
+                said(f"row {g} of {i}", i if is_right else 99)
+                for g, is_right in enumerate(self.accs[i])
+            ]
+            for i in prefix
+        ]
+        return self.rollouts([[self.response(text) for text in texts] for texts in rows])
+
+    def reflect(self, params, prefix, rng, forced):
+        self.note("reflect", rng)
+        tokens, is_valid, is_active = map(np.asarray, jax.tree.leaves(forced))
+        rows, num_forced = [], []
+        for i, row, mask, is_triggered in zip(prefix, tokens, is_valid, is_active, strict=True):
+            context = row[mask]
+            self.forced[i] = self.policy.tokenizer.decode(context) if is_triggered else None
+            answer = i if i in self.repaired else 98
+            sampled = self.response(f" So</think><answer>{answer}</answer>")
+            rows.append([np.append(context, sampled) if is_triggered else np.array([], np.int32)])
+            num_forced.append([len(context)])
+        return self.rollouts(rows, num_forced)
+
+    def select(self, rollouts, scores, rng):
+        self.note("select", rng)
+        is_success = scores.acc == 1
+        return Subgroup(
+            anchor=is_success.argmax(1),
+            is_negative=~is_success,
+            hard_negative=is_success.shape[1] - 1 - (~is_success[:, ::-1]).argmax(1),
+            is_rescue=~is_success.any(1),
+            has_update=~is_success.all(1),
+        )
+
+    def note(self, program, rng):
+        self.calls.append(program)
+        self.keys[program].append(jax.random.key_data(rng).tolist())
+
+    def response(self, text):
+        return self.policy.prompts.response_tokens(text)
+
+    def rollouts(self, rows, num_forced=None):
+        """Rows of tokens as records; a token's log-probability is its negative id."""
+        shape = (len(rows), len(rows[0]), T)
+        tokens = np.full(shape, self.policy.config.pad_token_id, np.int32)
+        lengths = np.array([[len(row) for row in group] for group in rows])
+        is_valid = np.arange(T) < lengths[..., None]
+        tokens[is_valid] = np.concatenate([row for group in rows for row in group])
+        num_forced = np.zeros(shape[:2], int) if num_forced is None else np.array(num_forced)
+        is_forced = np.arange(T) < num_forced[..., None]
+        return Rollouts(
+            tokens=tokens,
+            is_valid=is_valid,
+            is_forced=is_forced,
+            logp=-tokens * (is_valid & ~is_forced).astype(np.float32),
+            embedding=np.zeros((*shape[:2], 2), np.float32),
+            is_complete=lengths > 0,
+        )
+
+
+@pytest.fixture
+def roll(make_run, questions, policy):
+    """Rolls out prompts under a script; returns the groups, the script and the examples."""
+
+    def roll(changes=(), accs=ACCS, repaired=(1, 4), seed=0):
+        examples = questions(LENGTHS[: len(accs)])
+        script = Script(policy, examples, accs, repaired)
+        run = make_run({"rl.decode_prompts": 2, "care.cue": CUE, **dict(changes)})
+        records = [policy.prompts.tokenize(example) for example in examples]
+        rng = jax.random.key(seed)
+        with Verifier() as verifier:
+            groups = roll_out(run, script.programs(), None, rng, examples, records, verifier)
+        return groups, script, examples
+
+    return roll
+
+
+def texts(policy, rollouts):
+    """The text of every row, [B][R]; EOS stays out."""
+    is_text = rollouts.is_valid & (rollouts.tokens != policy.config.eos_token_id)
+    return [
+        [policy.tokenizer.decode(row[mask]) for row, mask in zip(*group, strict=True)]
+        for group in zip(rollouts.tokens, is_text, strict=True)
+    ]
+
+
+def test_rows_come_back_to_their_prompts_whatever_the_waves(roll, policy):
+    groups, _, _ = roll()
+    for i, rows in enumerate(texts(policy, groups.rollouts)):
+        assert rows[:3] == [
+            said(f"row 0 of {i}", i),
+            said(f"row 1 of {i}", 99),
+            said(f"row 2 of {i}", 99),
+        ]
+    np.testing.assert_array_equal(groups.scores.acc[:, :3], [[1, 0, 0]] * 6)
+    np.testing.assert_array_equal(groups.subgroup.hard_negative, [2] * 6)
+
+
+def test_hard_negative_is_repaired_from_its_own_rationale(roll, policy):
+    groups, script, _ = roll()
+    assert script.forced == {i: f"<think>row 2 of {i}{CUE}" for i in range(6)}
+    rows = texts(policy, groups.rollouts)
+    assert rows[1][3] == f"<think>row 2 of 1{CUE} So</think><answer>1</answer>"
+    np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
+    np.testing.assert_allclose(groups.scores.reward[:, 3], [0.1, 1, 0.1, 0.1, 1, 0.1], rtol=1e-6)
+    assert groups.has_reflection.all()
+    length = [len(script.encode(context)) for context in script.forced.values()]
+    np.testing.assert_array_equal(groups.rollouts.is_forced.sum(-1)[:, 3], length)
+
+
+def test_only_prompts_with_an_anchor_and_a_failure_are_repaired(roll):
+    accs = ((1, 1, 1), (0, 0, 0), (1, 0, 0), (0, 1, 0))
+    groups, script, _ = roll(accs=accs)
+    np.testing.assert_array_equal(groups.has_reflection, [False, False, True, True])
+    repaired = {i for i, context in script.forced.items() if context is not None}
+    assert repaired == {2, 3}
+    np.testing.assert_array_equal(groups.rollouts.is_valid[:, 3].any(-1), groups.has_reflection)
+    np.testing.assert_array_equal(groups.scores.reward[:2, 3], 0)
+
+
+@pytest.mark.parametrize("changes", [{"rl.objective": "grpo"}, {"care.reflect": False}])
+def test_no_row_is_reflected_where_the_objective_has_none(roll, changes):
+    groups, script, _ = roll(changes)
+    assert groups.rollouts.tokens.shape[1] == groups.scores.acc.shape[1] == 3
+    assert not groups.has_reflection.any() and "reflect" not in script.calls
+
+
+@pytest.mark.parametrize(("mode", "cue"), [("no_cue", ""), ("random", " Wait. ")])
+def test_mode_changes_the_words_behind_the_rationale(roll, mode, cue):
+    _, script, _ = roll({"care.reflect_mode": mode})
+    assert script.forced[0] == f"<think>row 2 of 0{cue}"
+
+
+def test_context_is_cut_to_its_budget_before_the_cue(roll):
+    _, script, _ = roll({"care.max_context": 4})
+    kept = script.policy.tokenizer.decode(script.encode("<think>row 2 of 0")[:4])
+    assert script.forced[0] == f"{kept}{CUE}" != f"<think>row 2 of 0{CUE}"
+
+
+def test_prompt_only_drops_the_context_and_keeps_the_verdict(roll, policy):
+    groups, _, _ = roll({"care.reflect_credit": "prompt_only"})
+    assert texts(policy, groups.rollouts)[1][3] == " So</think><answer>1</answer>"
+    assert not groups.rollouts.is_forced.any()
+    answer = policy.tokenizer.decode(groups.rollouts.tokens[1, 3, groups.scores.is_answer[1, 3]])
+    assert answer.endswith(f"<answer>1</answer>{policy.tokenizer.eos_token}")
+    np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
+    np.testing.assert_array_equal(groups.scores.fmt[:, 3], 1)
+
+
+def test_next_wave_is_dispatched_before_the_last_is_judged_and_no_key_serves_twice(roll):
+    _, script, _ = roll()
+    ending = ["select", "reflect"]
+    assert script.calls == ["decode", "decode", *ending, "decode", *ending, *ending]
+    keys = [tuple(key) for of_program in script.keys.values() for key in of_program]
+    assert len(keys) == len(set(keys)) == 9
+    _, other, _ = roll(seed=1)
+    assert not {tuple(key) for key in other.keys["decode"]} & set(keys)
+
+
+def test_rewards_weigh_the_format_as_configured(roll):
+    groups, _, _ = roll({"rl.format_weight": 0.4})
+    np.testing.assert_allclose(groups.scores.reward[:, :3], [[1, 0.4, 0.4]] * 6, rtol=1e-6)
