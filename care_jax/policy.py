@@ -148,10 +148,9 @@ def initial_params(
     shapes = jax.eval_shape(lambda key: backbone.init(policy.config, key), jax.random.key(0))
     shardings = sharding.param_shardings(backbone.logical_axes(policy.config), shapes, rules, mesh)
     if policy.folder is None:
-        params = backbone.init(policy.config, jax.random.key(seed))
-    else:
-        params, _ = backbone.load(policy.folder, policy.config, dtype=jnp.float32)
-    return jax.device_put(params, shardings)
+        return jax.device_put(backbone.init(policy.config, jax.random.key(seed)), shardings)
+    params, _ = backbone.load(policy.folder, policy.config, jnp.float32, shardings)
+    return params
 
 
 def _random_config(fields: dict[str, Any], tokenizer: Any) -> BackboneConfig:
