@@ -160,17 +160,24 @@ def test_a_tokenizer_from_elsewhere_is_the_runs(release, policy, params, tmp_pat
         assert (folder / name).read_bytes() == (release / name).read_bytes(), name
 
 
-def test_what_a_release_lacks_is_added(release, params, tmp_path):
+def test_a_processor_that_a_release_lacks_is_the_runs(release, params, tmp_path):
     (release / PROCESSOR[0]).unlink()
+    start = opened(release)
+    folder = export.export(run_of(start), params, tmp_path / "export")
+    settings = json.loads((folder / PROCESSOR[0]).read_text())
+    assert settings["max_pixels"] == start.prompts.max_pixels
+    for name in names_of(release):
+        assert (folder / name).read_bytes() == (release / name).read_bytes(), name
+
+
+def test_a_chat_template_that_a_release_lacks_is_the_runs(release, params, tmp_path):
     tokenizer = json.loads((release / "tokenizer_config.json").read_text())
     del tokenizer["chat_template"]
     (release / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     start = opened(release)
     folder = export.export(run_of(start), params, tmp_path / "export")
-    added = {PROCESSOR[0], "chat_template.jinja"}
-    assert names_of(folder) == names_of(release) | added
-    text = (folder / "chat_template.jinja").read_text()
-    assert text == start.tokenizer.chat_template
+    assert names_of(folder) == names_of(release) | {"chat_template.jinja"}
+    assert (folder / "chat_template.jinja").read_text() == start.tokenizer.chat_template
 
 
 def test_an_export_over_its_own_release_keeps_the_files(release, params):
