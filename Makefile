@@ -14,6 +14,7 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/export_test.py
 	touch $@
 
 demo: $(VENV)/installed

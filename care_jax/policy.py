@@ -150,9 +150,9 @@ def initial_params(
     shardings = sharding.param_shardings(backbone.logical_axes(policy.config), shapes, rules, mesh)
     if policy.folder is None:
         params = backbone.init(policy.config, jax.random.key(seed), dtype)
-    else:
-        params, _ = backbone.load(policy.folder, policy.config, dtype=dtype)
-    return jax.device_put(params, shardings)
+        return jax.device_put(params, shardings)
+    params, _ = backbone.load(policy.folder, policy.config, dtype, shardings)
+    return params
 
 
 def with_adapters(

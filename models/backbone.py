@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models import decoder, lora, rope, vision_qwen2_5, vision_qwen3, weights
+from models import decoder, lora, rope, transfer, vision_qwen2_5, vision_qwen3
 from models.attention import Tree
 from models.config import BackboneConfig
 from models.decoder import KeyValues
@@ -239,24 +239,29 @@ def extend(
 
 
 def load(
-    folder: str | pathlib.Path, config: BackboneConfig | None = None, dtype: Any = jnp.float32
+    folder: str | pathlib.Path,
+    config: BackboneConfig | None = None,
+    dtype: Any = jnp.float32,
+    shardings: Params | None = None,
 ) -> tuple[Params, BackboneConfig]:
     """Reads a Hugging Face release from disk, in the training layout.
 
     Args:
-        folder: holds config.json and safetensors, in one file or in shards with their index.
+        folder: holds config.json and safetensors, in one file or in several with their index.
         config: in place of the folder's config.json.
         dtype: what the parameters are cast to.
+        shardings: tree of `logical_axes` with where each parameter lies; what a process does not
+            hold it does not read. None: everything on the default device.
 
     Raises:
-        ValueError: the config asks for something that is not implemented, or tensors are missing,
-            unused or of the wrong shape.
+        ValueError: the config asks for something that is not implemented, files are missing or cut
+            short, or tensors are missing, unused or of the wrong shape.
     """
     if config is None:
         text = (pathlib.Path(folder) / "config.json").read_text()
         config = BackboneConfig.from_hf(json.loads(text))
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
-    return weights.load(folder, config, shapes, dtype), config
+    return transfer.load(folder, config, shapes, dtype, shardings), config
 
 
 def export(
@@ -268,9 +273,11 @@ def export(
 ) -> None:
     """Writes the training layout as a Hugging Face release: config, weights, generation config.
 
+    In a run of several processes all of them call this and the first one writes.
+
     Args:
         folder: made if need be; an earlier export in it is replaced.
         dtype: of the written tensors.
         max_shard_bytes: larger weights are split over several files.
     """
-    weights.export(folder, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    transfer.export(folder, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)

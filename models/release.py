@@ -1,0 +1,167 @@
+"""Safetensors of a release: headers checked before any data, slices read, files streamed out.
+
+A release keeps its tensors in `model.safetensors`, or in several such files beside an index that
+says which tensor is in which. A file is eight bytes of header length, a JSON header with every
+tensor's type, shape and place, and the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, so that safetensors needs no torch
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's name for them
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor as its file's header has it.
+
+    Attributes:
+        path: of the file.
+        name: in that file.
+        shape: as stored.
+        dtype: the format's name for it, such as "BF16".
+    """
+
+    path: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
+    """Every tensor of a release by its name; reads no data.
+
+    Raises:
+        ValueError: there are no weights, a file is missing or cut short, two files hold the same
+            tensor, or the index and the files disagree; all such faults are named.
+    """
+    folder = pathlib.Path(folder)
+    index = None if (folder / SINGLE).exists() else _read_index(folder)
+    entries: dict[str, Entry] = {}
+    problems, unread = [], set()
+    for file in [SINGLE] if index is None else sorted(set(index.values())):
+        try:
+            header = _read_header(folder / file)
+        except (OSError, SafetensorError) as error:
+            unread.add(file)
+            problems.append(f"{file} is missing or cut short ({error})")
+            continue
+        problems += [
+            f"{name} is in {entries[name].path.name} and in {file}"
+            for name in sorted(header.keys() & entries.keys())
+        ]
+        entries |= header
+    if index is not None:
+        problems += [
+            f"{name} is not in {file}, where the index has it"
+            for name, file in sorted(index.items())
+            if file not in unread and (name not in entries or entries[name].path.name != file)
+        ]
+        problems += [
+            f"{name} is in {entries[name].path.name} and not in the index"
+            for name in sorted(entries.keys() - index.keys())
+        ]
+    if problems:
+        raise ValueError(
+            f"{folder} is no whole release: {'; '.join(problems)}; fetch or export it again"
+        )
+    return entries
+
+
+def _read_index(folder: pathlib.Path) -> dict[str, str]:
+    """File of every tensor, by the tensor's name."""
+    path = folder / INDEX
+    if not path.exists():
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
+        raise ValueError(
+            f"{folder} must hold {SINGLE} or {INDEX}, got {found}; pass the folder of a release"
+        )
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} must be JSON with a weight_map of names to files, got {error!r}; fetch or "
+            "export the release again"
+        ) from error
+
+
+def _read_header(path: pathlib.Path) -> dict[str, Entry]:
+    with safe_open(path, framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: Entry(path, name, tuple(each.get_shape()), each.get_dtype())
+            for name, each in slices.items()
+        }
+
+
+@contextlib.contextmanager
+def open_tensor(entry: Entry) -> Iterator[Any]:
+    """What reads a tensor: `source[i:j, k:l]` is an array of that part alone.
+
+    The file is mapped while this is open and no longer, so that its pages do not pile up in the
+    process.
+    """
+    with safe_open(entry.path, framework="numpy") as file:
+        yield file.get_slice(entry.name)
+
+
+def write_file(
+    path: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    blocks: Iterable[np.ndarray],
+) -> None:
+    """Writes one safetensors file without holding it in memory.
+
+    Args:
+        path: replaced if it exists.
+        shapes: of the tensors, by name.
+        dtype: of all of them.
+        blocks: their values in the order of `shapes`, cut anywhere, of this dtype and contiguous.
+
+    Raises:
+        ValueError: the blocks are not as long as the tensors.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": DTYPES[dtype.name],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data is aligned
+    written = 0
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for block in blocks:
+            written += file.write(block.reshape(-1).view(np.uint8))
+    if written != end:
+        raise ValueError(f"{path} needs {end} bytes of tensors, got {written}; check the blocks")
+
+
+def write_index(folder: pathlib.Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Says which tensor is in which file.
+
+    Args:
+        weight_map: file of every tensor, by the tensor's name.
+        total_size: bytes of all tensors.
+    """
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
