@@ -133,6 +133,7 @@ def score_responses(
         config,
         tree=Tree(prompt_length, num_rows, num_tokens),
         remat=remat,
+        deepstack=backbone.deepstack_at(features, prompts.slots),
     )
     # A response's first token is predicted by the prompt's last, every other by the one before.
     last = hidden[:, prompt_length - 1]

@@ -1,8 +1,9 @@
 """Images to the flattened, normalised patches that the vision tower reads (host numpy).
 
-The same numbers, bit for bit, as transformers' `Qwen2VLImageProcessorPil` (a test holds this), at
-a fraction of its time: a pixel has 256 values per channel, so rescaling and normalising are one
-table, and importing the library's image stack is not needed.
+The families differ in patch size and channel statistics alone. The same numbers, bit for bit, as
+transformers' `Qwen2VLImageProcessorPil`, the processor of both (a test holds this), at a fraction
+of its time: a pixel has 256 values per channel, so rescaling and normalising are one table, and
+importing the library's image stack is not needed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from PIL import Image
 
 from models.config import VisionConfig
 
-# The published processors' channel statistics (those of CLIP).
-IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
-IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+# (mean, standard deviation) per channel of pixels in [0, 1], as the published processors of each
+# family have them; those of Qwen2.5-VL are CLIP's.
+IMAGE_STATISTICS = {
+    "qwen2_5_vl": (
+        (0.48145466, 0.4578275, 0.40821073),
+        (0.26862954, 0.26130258, 0.27577711),
+    ),
+    "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
 MAX_ASPECT_RATIO = 200
 
 
@@ -60,8 +67,8 @@ def to_patches(
     *,
     min_pixels: int,
     max_pixels: int,
-    mean: tuple[float, ...] = IMAGE_MEAN,
-    std: tuple[float, ...] = IMAGE_STD,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
 ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
     """Resizes, normalises and cuts one image.
 

@@ -20,11 +20,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from care_jax.batch import Example, Prompts
 from care_jax.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from care_jax.patches import IMAGE_MEAN, IMAGE_STD, to_patches
+from care_jax.patches import IMAGE_STATISTICS, to_patches
 from models.config import BackboneConfig
 from models.positions import image_slots, pack_images, prompt_positions
 
 IMAGE_PLACEHOLDER = "<image>"
+# Classes that releases name in their preprocessor_config.json.
+_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +68,12 @@ class PromptBuilder:
 
     Args:
         tokenizer: with a chat template that takes content items.
-        config: the backbone; gives patch sizes and token ids.
+        config: the backbone; gives patch sizes, channel statistics and token ids.
         min_pixels, max_pixels: images are resized into this range of height x width.
         buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks.
         system_prompt: text of the system turn.
         instruction: appended to every question on a line of its own; empty for none.
         think_tag: name of the tag around the rationale.
-        image_mean, image_std: per channel, of pixels in [0, 1].
 
     Raises:
         ValueError: the tokenizer and the backbone disagree, or a size cannot be.
@@ -89,8 +90,6 @@ class PromptBuilder:
         system_prompt: str = "You are a helpful assistant.",
         instruction: str = "",
         think_tag: str = "think",
-        image_mean: tuple[float, ...] = IMAGE_MEAN,
-        image_std: tuple[float, ...] = IMAGE_STD,
     ):
         _check_tokenizer(tokenizer, config)
         if not 0 < min_pixels <= max_pixels:
@@ -118,8 +117,7 @@ class PromptBuilder:
         self.system_prompt = system_prompt
         self.instruction = instruction
         self.think_tag = think_tag
-        self.image_mean = image_mean
-        self.image_std = image_std
+        self.image_mean, self.image_std = IMAGE_STATISTICS[config.family]
         # Rendering the template takes longer than drawing a small picture; questions come again.
         self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
 
@@ -229,7 +227,7 @@ class PromptBuilder:
         vision = self.config.vision
         settings = {
             "image_processor_type": "Qwen2VLImageProcessor",
-            "processor_class": "Qwen2_5_VLProcessor",
+            "processor_class": _PROCESSORS[self.config.family],
             "do_convert_rgb": True,
             "do_resize": True,
             "resample": int(Image.Resampling.BICUBIC),

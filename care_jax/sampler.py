@@ -84,7 +84,10 @@ def prefill(
     if prompts.images is not None:
         features = backbone.encode_images(params, prompts.images, config, dtype=dtype)
     x = backbone.embed(params, prompts.tokens, dtype=dtype, features=features, slots=prompts.slots)
-    hidden, cache = backbone.prefill(params, x, prompts.positions, prompts.is_valid, config)
+    deepstack = backbone.deepstack_at(features, prompts.slots)
+    hidden, cache = backbone.prefill(
+        params, x, prompts.positions, prompts.is_valid, config, deepstack=deepstack
+    )
     return Prefix(cache, prompts.is_valid, hidden[:, -1], prompts.next_position)
 
 

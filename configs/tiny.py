@@ -1,55 +1,29 @@
 """A small backbone on drawn charts and diagrams: the whole path on a laptop CPU, in minutes.
 
 The cold start's teacher is wrong on purpose: most of its sums and differences miss by two.
-Imitation learns the mistake; reward repairs it. See `data/synthetic.py`.
+Imitation learns the mistake; reward repairs it. See `data/synthetic.py`. The backbone has the form
+of Qwen2.5-VL, or that of Qwen3-VL with `--config=configs/tiny.py:qwen3_vl`.
 """
 
 from ml_collections import ConfigDict
 
 from configs import common
 
+THINK_TAGS = {"qwen2_5_vl": "think", "qwen3_vl": "reasoning"}
 
-def get_config() -> ConfigDict:
+
+def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     """`make demo`."""
+    if family not in THINK_TAGS:
+        raise ValueError(f"configs/tiny.py has {' and '.join(THINK_TAGS)}, not {family!r}")
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate")
     config.log_every = 10
 
     config.model.compute_dtype = "float32"
     config.model.remat = "none"
-    config.model.backbone = ConfigDict(
-        {
-            "model_type": "qwen2_5_vl",
-            "tie_word_embeddings": True,
-            "text_config": {
-                "hidden_size": 96,
-                "intermediate_size": 256,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 24,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 10000.0,
-                "rope_scaling": {"type": "mrope", "mrope_section": [4, 4, 4]},
-                "hidden_act": "silu",
-                "max_position_embeddings": 4096,
-            },
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 96,
-                "intermediate_size": 192,
-                "num_heads": 4,
-                "out_hidden_size": 96,
-                "patch_size": 8,
-                "temporal_patch_size": 2,
-                "in_channels": 3,
-                "spatial_merge_size": 2,
-                "window_size": 64,
-                "fullatt_block_indexes": [0],
-                "hidden_act": "silu",
-            },
-        }
-    )
+    config.model.backbone = ConfigDict(_backbone(family))
+    config.data.think_tag = THINK_TAGS[family]
 
     data = config.data
     data.sft = ConfigDict({"source": "synthetic", "path": "", "num_examples": 32768, "seed": 1})
@@ -92,3 +66,44 @@ def get_config() -> ConfigDict:
     config.evaluate.batch_size = 64
     config.evaluate.max_response_tokens = 36
     return config
+
+
+def _backbone(family: str) -> dict:
+    """config.json of about 0.6M parameters."""
+    of_family = {
+        "qwen2_5_vl": {"hidden_act": "silu", "window_size": 64, "fullatt_block_indexes": [0]},
+        "qwen3_vl": {
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    }
+    return {
+        "model_type": family,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": 96,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 4, 4]},
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+        },
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 96,
+            "intermediate_size": 192,
+            "num_heads": 4,
+            "out_hidden_size": 96,
+            "patch_size": 8,
+            "temporal_patch_size": 2,
+            "in_channels": 3,
+            "spatial_merge_size": 2,
+            **of_family[family],
+        },
+    }

@@ -18,19 +18,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models import decoder, rope, transfer, vision_qwen2_5
+from models import decoder, rope, transfer, vision_qwen2_5, vision_qwen3
 from models.attention import Tree
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import Params
 from models.positions import ImagePatches
+from models.vision import ImageFeatures
+
+_TOWERS = {"qwen2_5_vl": vision_qwen2_5, "qwen3_vl": vision_qwen3}
 
 
 class Backbone(nnx.Module):
     """Declares every parameter; computes nothing."""
 
     def __init__(self, rngs: nnx.Rngs, config: BackboneConfig, dtype: Any):
-        self.vision = vision_qwen2_5.VisionTower(rngs, config.vision, dtype)
+        self.vision = _TOWERS[config.family].VisionTower(rngs, config.vision, dtype)
         self.text = decoder.Decoder(rngs, config.text, dtype)
 
 
@@ -56,8 +59,8 @@ def encode_images(
     *,
     dtype: Any,
     remat: str = "none",
-) -> Float[Array, "B _ D"]:
-    """Merged image features of every prompt, computed in `dtype`.
+) -> ImageFeatures:
+    """Image features of every prompt, computed in `dtype`.
 
     Args:
         params: either layout.
@@ -67,7 +70,7 @@ def encode_images(
     Returns:
         Features in prompt order, finite also at padding and in rows without images.
     """
-    return vision_qwen2_5.encode(
+    return _TOWERS[config.family].encode(
         params["vision"], images, config.vision, dtype=dtype, remat=_is_remat(remat)
     )
 
@@ -77,15 +80,31 @@ def embed(
     tokens: Int[Array, "... S"],
     *,
     dtype: Any,
-    features: Float[Array, "B _ D"] | None = None,
+    features: ImageFeatures | None = None,
     slots: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "... S D"]:
     """Token embeddings, with image features in the places that `slots` names (-1: none)."""
     x = params["text"]["embed"]["table"][tokens].astype(dtype)
     if features is None:
         return x
+    return _at_slots(features.merged.astype(dtype), slots, x)
+
+
+def deepstack_at(
+    features: ImageFeatures | None, slots: Int[Array, "B P"]
+) -> Float[Array, "L B P D"] | None:
+    """DeepStack features in the places that `slots` names, zeros elsewhere.
+
+    None where there are no images, or no DeepStack; `forward` and `prefill` take either.
+    """
+    if features is None or features.deepstack is None:
+        return None
+    return jax.vmap(lambda layer: _at_slots(layer, slots, 0.0))(features.deepstack)
+
+
+def _at_slots(features: Float[Array, "B _ D"], slots: Int[Array, "B S"], elsewhere) -> Array:
     at_slots = jnp.take_along_axis(features, jnp.maximum(slots, 0)[..., None], axis=1)
-    return jnp.where((slots >= 0)[..., None], at_slots.astype(dtype), x)
+    return jnp.where((slots >= 0)[..., None], at_slots, elsewhere)
 
 
 def forward(
@@ -97,6 +116,7 @@ def forward(
     *,
     tree: Tree,
     remat: str = "none",
+    deepstack: Float[Array, "L B P D"] | None = None,
 ) -> Float[Array, "B S D"]:
     """Hidden states after the final norm, one row per prompt under the tree mask.
 
@@ -107,9 +127,17 @@ def forward(
         segments: tokens see only tokens of their own segment; -1 is padding.
         tree: layout of the rows.
         remat: "none", or "layer" to recompute each layer in the backward pass.
+        deepstack: of the first P tokens, those of the prompts, from `deepstack_at`.
     """
     return decoder.run(
-        params["text"], x, positions, segments, config.text, tree=tree, remat=_is_remat(remat)
+        params["text"],
+        x,
+        positions,
+        segments,
+        config.text,
+        tree=tree,
+        remat=_is_remat(remat),
+        deepstack=deepstack,
     )
 
 
@@ -132,6 +160,8 @@ def prefill(
     positions: Int[Array, "B P 3"],
     is_valid: Bool[Array, "B P"],
     config: BackboneConfig,
+    *,
+    deepstack: Float[Array, "L B P D"] | None = None,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
     """Hidden states of the prompts after the final norm, and their keys and values.
 
@@ -139,8 +169,9 @@ def prefill(
         params: the decode layout.
         x, positions: embedded prompts and their M-RoPE ids.
         is_valid: false at padding, which no token sees.
+        deepstack: from `deepstack_at`.
     """
-    return decoder.prefill(params["text"], x, positions, is_valid, config.text)
+    return decoder.prefill(params["text"], x, positions, is_valid, config.text, deepstack=deepstack)
 
 
 def init_cache(

@@ -5,6 +5,9 @@ comes back, so that training (tree mask), prefill (keys and values kept) and dec
 and written) differ only in that function. Training scans stacked layers; decoding unrolls a list
 of layers whose q, k, v and whose gate, up are fused, since single products are what a CPU or a
 small batch spends its time on.
+
+DeepStack: where the tower gives features of its middle layers too, those of number l are added to
+the prompt's image tokens behind decoder layer l. Responses have no images, so decoding adds none.
 """
 
 from __future__ import annotations
@@ -52,10 +55,13 @@ class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         heads, kv_heads = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.q = Linear(rngs, (D,), (N, H), heads, dtype, bias=True)
-        self.k = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=True)
-        self.v = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=True)
+        self.q = Linear(rngs, (D,), (N, H), heads, dtype, bias=config.qkv_bias)
+        self.k = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=config.qkv_bias)
+        self.v = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=config.qkv_bias)
         self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=False)
+        if config.qk_norm:
+            self.q_norm = Norm(H, dtype, "head_dim")
+            self.k_norm = Norm(H, dtype, "head_dim")
 
 
 class DecoderLayer(nnx.Module):
@@ -116,10 +122,14 @@ def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Arr
     """Queries [..., K, G, H] grouped by the kv head they use, keys and values [..., K, H]."""
     if "qkv" in p:
         qkv = linear(p["qkv"], x)
-        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-    q = linear(p["q"], x)
-    q = q.reshape(*q.shape[:-2], config.num_kv_heads, -1, config.head_dim)
-    return q, linear(p["k"], x), linear(p["v"], x)
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    else:
+        q, k, v = linear(p["q"], x), linear(p["k"], x), linear(p["v"], x)
+        q = q.reshape(*q.shape[:-2], config.num_kv_heads, -1, config.head_dim)
+    if config.qk_norm:
+        q = rms_norm(p["q_norm"], q, config.norm_eps)
+        k = rms_norm(p["k_norm"], k, config.norm_eps)
+    return q, k, v
 
 
 def run(
@@ -131,17 +141,30 @@ def run(
     *,
     tree: Tree,
     remat: bool,
+    deepstack: Float[Array, "L B P D"] | None = None,
 ) -> Float[Array, "B S D"]:
-    """All stacked layers and the final norm, over whole rows."""
+    """All stacked layers and the final norm, over whole rows.
+
+    `deepstack` is added behind the first L layers to the rows' first P tokens.
+    """
     rotary = text_rotary(positions, config)
+    if deepstack is not None:
+        num_added = len(deepstack)  # the last slice is of zeros, for the layers after them
+        deepstack = jnp.pad(deepstack, ((0, 1), (0, 0), (0, 0), (0, 0)))
 
     def attend(q, k, v):
         return attend_tree(q, k, v, segments, tree), None
 
-    def layer(x, p):
-        return decoder_layer(p, x, rotary, attend, config)
+    def layer(x, xs):
+        p, l = xs
+        x, _ = decoder_layer(p, x, rotary, attend, config)
+        if deepstack is not None:
+            added = deepstack[jnp.minimum(l, num_added)]
+            x = x.at[:, : added.shape[1]].add(added)
+        return x, None
 
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, p["layers"])
+    layers = p["layers"], jnp.arange(config.num_layers)
+    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, layers)
     return rms_norm(p["norm"], x, config.norm_eps)
 
 
@@ -168,6 +191,7 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
         return {
             **layer,
             "attention": {
+                **{name: attention[name] for name in ("q_norm", "k_norm") if name in attention},
                 "qkv": _transposed(qkv),
                 "out": _transposed(attention["out"], num_inputs=2),
             },
@@ -194,8 +218,11 @@ def prefill(
     positions: Int[Array, "B P 3"],
     is_valid: Bool[Array, "B P"],
     config: TextConfig,
+    *,
+    deepstack: Float[Array, "L B P D"] | None = None,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
     """Runs the prompts and keeps their keys and values."""
+    num_added = 0 if deepstack is None else len(deepstack)
     rotary = text_rotary(positions, config)
     segments = jnp.where(is_valid, 0, -1)
     tree = Tree(x.shape[1], 0, 0)
@@ -207,8 +234,10 @@ def prefill(
         )
 
     keys, values = [], []
-    for layer in p["layers"]:
+    for l, layer in enumerate(p["layers"]):
         x, (k, v) = decoder_layer(layer, x, rotary, attend, config)
+        if l < num_added:
+            x = x + deepstack[l]
         keys.append(k)
         values.append(v)
     return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)

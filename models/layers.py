@@ -39,10 +39,18 @@ def normal(
 
 
 class Norm(nnx.Module):
-    """Scale of an RMSNorm over the model axis."""
+    """Scale of an RMSNorm over one axis, the model's unless another is named."""
 
-    def __init__(self, size: int, dtype: Any):
-        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=("embed",))
+    def __init__(self, size: int, dtype: Any, axis: str = "embed"):
+        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(axis,))
+
+
+class LayerNorm(nnx.Module):
+    """Scale and bias of a LayerNorm over all axes of `shape`."""
+
+    def __init__(self, shape: tuple[int, ...], axes: Axes, dtype: Any):
+        self.scale = nnx.Param(jnp.ones(shape, dtype), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
 
 class Linear(nnx.Module):
@@ -86,6 +94,16 @@ def rms_norm(p: Params, x: Float[Array, "... D"], eps: float) -> Float[Array, ".
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * p["scale"].astype(x.dtype)
+
+
+def layer_norm(p: Params, x: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
+    """(x - mean) / sqrt(var + ε) over the axes that the scale has, scaled and shifted; float32."""
+    axes = tuple(range(-p["scale"].ndim, 0))
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axes, keepdims=True) + eps)
+    scale, bias = (p[name].astype(jnp.float32) for name in ("scale", "bias"))
+    return (wide * scale + bias).astype(x.dtype)
 
 
 def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:

@@ -3,8 +3,9 @@
 The vision tower never reorders patches into windows. `pack_images` says which image each patch
 belongs to (full attention) and which window bin it visits (windowed attention), so the tower is a
 gather, a batched attention and a gather back, with shapes that depend on the padded patch count
-alone. Patches keep the order of Hugging Face processors: merge blocks in raster order, and within
-a block its merge_size x merge_size patches in raster order.
+alone. For a tower with learned positions it says which rows of their table a patch reads. Patches
+keep the order of Hugging Face processors: merge blocks in raster order, and within a block its
+merge_size x merge_size patches in raster order.
 """
 
 from __future__ import annotations
@@ -29,17 +30,23 @@ class ImagePatches:
         patches: flattened pixels (channel, frame, row, column), normalised by the processor.
         coordinates: (row, column) of each patch in its image, in patches.
         segments: number of the image within its row, -1 at padding.
-        window_patches: index of the patch in each slot, -1 in an empty slot.
+        window_patches: index of the patch in each slot, -1 in an empty slot; this and the next
+            two are None where the tower has no windows.
         window_segments: number of the window in each slot, -1 in an empty slot.
         window_slots: index into the W * S slots where each patch stands; 0 at padding.
+        position_rows: the four rows of the position table around each patch; this and the next
+            are None where the tower has no such table.
+        position_weights: their shares, which sum to 1; 0 at padding.
     """
 
     patches: Float[Array, "B N C"]
     coordinates: Int[Array, "B N 2"]
     segments: Int[Array, "B N"]
-    window_patches: Int[Array, "B W S"]
-    window_segments: Int[Array, "B W S"]
-    window_slots: Int[Array, "B N"]
+    window_patches: Int[Array, "B W S"] | None = None
+    window_segments: Int[Array, "B W S"] | None = None
+    window_slots: Int[Array, "B N"] | None = None
+    position_rows: Int[Array, "B N 4"] | None = None
+    position_weights: Float[Array, "B N 4"] | None = None
 
 
 def pack_images(
@@ -53,7 +60,7 @@ def pack_images(
     Args:
         patches: per prompt, the patches of its images one after another; empty without images.
         grids: per prompt, (frames, rows, columns) of each image, in patches; frames is 1.
-        config: the tower whose windows are built.
+        config: the tower whose windows or table rows are wanted.
         num_patches: N, patches that a row is padded to.
 
     Returns:
@@ -71,37 +78,37 @@ def pack_images(
         _pack_row(patch, np.asarray(grid).reshape(-1, 3), config, num_patches)
         for patch, grid in zip(patches, grids, strict=True)
     ]
-    return ImagePatches(*(np.stack(field) for field in zip(*rows, strict=True)))
+    return ImagePatches(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
 
 
 def _pack_row(
     patches: np.ndarray, grids: np.ndarray, config: VisionConfig, num_patches: int
-) -> tuple[np.ndarray, ...]:
-    """The fields of one row of `ImagePatches`, in order."""
+) -> dict[str, np.ndarray]:
+    """The fields of one row of `ImagePatches`."""
     total = int(grids.prod(-1).sum())
     if total != len(patches) or total > num_patches:
         raise ValueError(
             f"grids {grids.tolist()} describe {total} patches: got {len(patches)} patches and room "
             f"for {num_patches}; pass all patches and raise num_patches"
         )
-    coordinates = np.zeros((num_patches, 2), np.int32)
-    segments = np.full(num_patches, -1, np.int32)
-    windows = np.full(num_patches, -1, np.int32)
     pixels = np.zeros((num_patches, config.patch_dim), np.float32)
     pixels[:total] = patches
-    start = num_windows = 0
+    coordinates = np.zeros((num_patches, 2), np.int32)
+    segments = np.full(num_patches, -1, np.int32)
+    start = 0
     for i, grid in enumerate(grids):
         place = _block_order(grid, config.merge_size)
         stop = start + len(place)
         coordinates[start:stop] = place
         segments[start:stop] = i
-        window = place // config.window_side
-        per_row = -(-int(grid[2]) // config.window_side)
-        windows[start:stop] = window[:, 0] * per_row + window[:, 1] + num_windows
-        num_windows = int(windows[start:stop].max()) + 1
         start = stop
-    bins = _first_fit(windows, num_windows, config.window_side**2)
-    return pixels, coordinates, segments, *bins
+    fields = {"patches": pixels, "coordinates": coordinates, "segments": segments}
+    sizes = grids[:, 1:]
+    if config.window_size:
+        fields |= _window_bins(coordinates[:total], segments, sizes, config.window_side)
+    if config.num_position_embeddings:
+        fields |= _table_rows(coordinates[:total], segments, sizes, config.position_side)
+    return fields
 
 
 def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
@@ -117,27 +124,30 @@ def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
     return place.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
-def _first_fit(
-    windows: np.ndarray, num_windows: int, size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _window_bins(
+    coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
+) -> dict[str, np.ndarray]:
     """Puts each window, whole, into the first bin with room.
 
     First fit leaves at most one bin half empty, so 2 * ceil(N / S) + 1 bins always suffice and
     the number of bins need not depend on the images.
 
     Args:
-        windows: window number of each patch, -1 at padding.
-        num_windows: windows in the row.
-        size: S, slots of a bin.
+        coordinates: (row, column) of each patch, without padding.
+        segments: image of each of the N patches, -1 at padding.
+        sizes: (rows, columns) of each image, in patches.
+        side: patches per side of a full window.
 
     Returns:
         window_patches, window_segments and window_slots of `ImagePatches`, for one row.
     """
-    num_bins = 2 * -(-len(windows) // size) + 1
+    size = side**2  # S, slots of a bin
+    num_bins = 2 * -(-len(segments) // size) + 1
     window_patches = np.full((num_bins, size), -1, np.int32)
     window_segments = np.full((num_bins, size), -1, np.int32)
-    window_slots = np.zeros(len(windows), np.int32)
+    window_slots = np.zeros(len(segments), np.int32)
     filled = np.zeros(num_bins, np.int64)
+    windows, num_windows = _windows(coordinates, segments, sizes, side)
     for window in range(num_windows):
         members = np.flatnonzero(windows == window)
         b = int(np.argmax(filled + len(members) <= size))
@@ -146,7 +156,48 @@ def _first_fit(
         window_segments[b, slots] = window
         window_slots[members] = b * size + np.arange(slots.start, slots.stop)
         filled[b] += len(members)
-    return window_patches, window_segments, window_slots
+    return {
+        "window_patches": window_patches,
+        "window_segments": window_segments,
+        "window_slots": window_slots,
+    }
+
+
+def _windows(
+    coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
+) -> tuple[np.ndarray, int]:
+    """The window of each patch, numbered image by image and row by row, and how many there are."""
+    across = -(-sizes // side)  # windows per side of each image
+    first = np.cumsum([0, *across.prod(-1)])
+    image = segments[: len(coordinates)]
+    row, column = coordinates.T // side
+    return first[image] + row * across[image, 1] + column, int(first[-1])
+
+
+def _table_rows(
+    coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
+) -> dict[str, np.ndarray]:
+    """Bilinear interpolation of a side x side table stretched over each image, corner to corner.
+
+    Args:
+        coordinates, segments, sizes: as of `_window_bins`.
+        side: rows and columns of the table.
+
+    Returns:
+        position_rows and position_weights of `ImagePatches`, for one row.
+    """
+    num = len(coordinates)
+    steps = np.maximum(sizes[segments[:num]] - 1, 1).astype(np.float32)
+    place = coordinates.astype(np.float32) * np.float32(side - 1) / steps  # in cells of the table
+    before = np.floor(place)
+    after = np.minimum(before + 1, side - 1)
+    cells = np.stack([before, after], -1).astype(np.int32)  # [num, (row, column), 2]
+    shares = np.stack([1 - (place - before), place - before], -1)
+    rows = np.zeros((len(segments), 4), np.int32)
+    weights = np.zeros((len(segments), 4), np.float32)
+    rows[:num] = (cells[:, 0, :, None] * side + cells[:, 1, None]).reshape(num, 4)
+    weights[:num] = (shares[:, 0, :, None] * shares[:, 1, None]).reshape(num, 4)
+    return {"position_rows": rows, "position_weights": weights}
 
 
 def prompt_positions(

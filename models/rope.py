@@ -1,8 +1,9 @@
 """Rotary position embeddings: one, two or three position components share the head's frequencies.
 
 Each frequency of a head turns with one component of the position. Which one is data: text M-RoPE
-gives consecutive sections of the frequencies to time, height and width; the vision tower gives
-the first half to rows and the second to columns. Angles and the rotation itself are float32.
+gives consecutive sections of the frequencies to time, height and width, or lets height and width
+take every third one each; the vision tower gives the first half to rows and the second to columns.
+Angles and the rotation itself are float32.
 """
 
 from __future__ import annotations
@@ -31,9 +32,22 @@ def _cos_sin(
 def text_rotary(
     positions: Int[Array, "... 3"], config: TextConfig
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
-    """Cosine and sine of every frequency of a text head, sectioned M-RoPE."""
-    component = np.repeat(np.arange(3), config.mrope_section)
-    return _cos_sin(positions, _frequencies(config.head_dim, config.rope_theta), component)
+    """Cosine and sine of every frequency of a text head, sectioned or interleaved M-RoPE."""
+    frequencies = _frequencies(config.head_dim, config.rope_theta)
+    return _cos_sin(positions, frequencies, _mrope_component(config))
+
+
+def _mrope_component(config: TextConfig) -> np.ndarray:
+    """Which of time (0), height (1) and width (2) each frequency turns with.
+
+    Sections (3, 2, 2) are 0 0 0 1 1 2 2, and interleaved 0 1 2 0 1 2 0.
+    """
+    if not config.mrope_interleaved:
+        return np.repeat(np.arange(3), config.mrope_section)
+    component = np.zeros(config.head_dim // 2, int)
+    for axis in (1, 2):
+        component[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return component
 
 
 def vision_rotary(

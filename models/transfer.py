@@ -45,7 +45,7 @@ def load(
     """
     table = weights.tensors(config, shapes)
     every = [tensor for row in table.values() for tensor in row]
-    entries = _find(pathlib.Path(folder), every)
+    entries = _find(pathlib.Path(folder), every, config.family)
     dtype = np.dtype(dtype)
     staged = _staged_bytes(every, dtype)
     placed = weights.leaves_by_path(shardings) if shardings else dict.fromkeys(table)
@@ -59,12 +59,14 @@ def load(
     return params
 
 
-def _find(folder: pathlib.Path, expected: list[weights.Tensor]) -> dict[str, release.Entry]:
-    """Where the release has each tensor, by the table's name."""
+def _find(
+    folder: pathlib.Path, expected: list[weights.Tensor], family: str
+) -> dict[str, release.Entry]:
+    """Where the folder has each tensor, by its name in the family's releases."""
     found: dict[str, release.Entry] = {}
     problems = []
     for entry in release.read_headers(folder).values():
-        name = weights.table_name(entry.name)
+        name = weights.release_name(entry.name, family)
         if name in found:
             problems.append(f"{name} is there twice, as {found[name].name} and {entry.name}")
         found[name] = entry

@@ -19,17 +19,8 @@ from models.attention import attend_segments
 from models.config import VisionConfig
 from models.layers import MLP, Linear, Norm, Params, linear, mlp, rms_norm, stack
 from models.positions import ImagePatches
-from models.rope import rotate, vision_rotary
-
-_NORM_EPS = 1e-6  # fixed by the family, absent from its config.json
-
-
-class VisionAttention(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
-        D, N, H = config.hidden_size, config.num_heads, config.head_dim
-        axes = ("embed", None, "heads", "head_dim")
-        self.qkv = Linear(rngs, (D,), (3, N, H), axes, dtype, bias=True)
-        self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=True)
+from models.rope import vision_rotary
+from models.vision import NORM_EPS, ImageFeatures, Merger, VisionAttention, merge, self_attention
 
 
 class VisionLayer(nnx.Module):
@@ -41,31 +32,17 @@ class VisionLayer(nnx.Module):
         self.mlp = MLP(rngs, D, F, dtype, bias=True)
 
 
-class Merger(nnx.Module):
-    """Joins merge_size² neighbouring patches into one feature of the text's width."""
-
-    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
-        M, D, F = (
-            config.merge_size**2,
-            config.hidden_size,
-            config.merge_size**2 * config.hidden_size,
-        )
-        self.norm = Norm(D, dtype)
-        self.up = Linear(rngs, (M, D), (F,), (None, "embed", "mlp"), dtype, bias=True)
-        self.down = Linear(rngs, (F,), (config.output_size,), ("mlp", "embed"), dtype, bias=True)
-
-
 class VisionTower(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
         C, D = config.patch_dim, config.hidden_size
         self.patch_embed = Linear(rngs, (C,), (D,), (None, "embed"), dtype, bias=False)
         self.layers = stack(lambda r: VisionLayer(r, config, dtype), config.num_layers, rngs)
-        self.merger = Merger(rngs, config, dtype)
+        self.merger = Merger(rngs, config, Norm(D, dtype), dtype)
 
 
 def encode(
     p: Params, images: ImagePatches, config: VisionConfig, *, dtype: Any, remat: bool
-) -> Float[Array, "B _ D"]:
+) -> ImageFeatures:
     """Features of every merge block, in the processor's order; padding gives finite values."""
     x = linear(p["patch_embed"], images.patches.astype(dtype))
     rotary = vision_rotary(images.coordinates, config)
@@ -75,10 +52,7 @@ def encode(
         return vision_layer(xs[0], x, rotary, images, is_full=xs[1]), None
 
     x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, (p["layers"], is_full))
-    x = rms_norm(p["merger"]["norm"], x, _NORM_EPS)
-    x = x.reshape(x.shape[0], -1, config.merge_size**2, x.shape[-1])
-    x = jax.nn.gelu(linear(p["merger"]["up"], x, num_inputs=2), approximate=False)
-    return linear(p["merger"]["down"], x)
+    return ImageFeatures(merge(p["merger"], x, config, rms_norm))
 
 
 def vision_layer(
@@ -90,12 +64,13 @@ def vision_layer(
     is_full,
 ) -> Float[Array, "B P D"]:
     """One layer; `is_full` (a traced bool) chooses whole images over windows."""
-    y = rms_norm(p["attention_norm"], x, _NORM_EPS)
-    qkv = linear(p["attention"]["qkv"], y)
-    q, k, v = rotate(qkv[:, :, 0], rotary), rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
-    y = jax.lax.cond(is_full, _attend_images, _attend_windows, q, k, v, images)
-    x = x + linear(p["attention"]["out"], y, num_inputs=2)
-    return x + mlp(p["mlp"], rms_norm(p["mlp_norm"], x, _NORM_EPS))
+
+    def attend(q, k, v):
+        return jax.lax.cond(is_full, _attend_images, _attend_windows, q, k, v, images)
+
+    y = rms_norm(p["attention_norm"], x, NORM_EPS)
+    x = x + self_attention(p["attention"], y, rotary, attend)
+    return x + mlp(p["mlp"], rms_norm(p["mlp_norm"], x, NORM_EPS))
 
 
 def _attend_images(q, k, v, images: ImagePatches):

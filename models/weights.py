@@ -1,9 +1,9 @@
 """Weights in the Hugging Face layout: one table, read in both directions.
 
-Each row of the table names a tensor of a release, the parameter it is, and how many input axes its
-kernel has. A kernel is stored there as [outputs, inputs] (a Conv3d with its input axes spread) and
-here as [*inputs, *outputs]; everything else differs in shape alone. Stacked parameters take one
-tensor per layer.
+The table has rows that both families share and rows of each. A row names a tensor of a release,
+the parameter it is, and how many input axes its kernel has. A kernel is stored there as [outputs,
+inputs] (a Conv3d with its input axes spread) and here as [*inputs, *outputs]; everything else
+differs in shape alone. Stacked parameters take one tensor per layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from models.config import BackboneConfig
 from models.layers import Params
 
 # (name in the release, our path, input axes of a kernel or 0 for anything else); {} is the layer.
-_TABLE = (
+_SHARED = (
     ("model.embed_tokens.weight", "text/embed/table", 0),
     ("model.norm.weight", "text/norm/scale", 0),
     ("lm_head.weight", "text/unembed/table", 0),
@@ -43,6 +43,8 @@ _TABLE = (
     ("visual.blocks.{}.attn.proj.weight", "vision/layers/attention/out/kernel", 2),
     ("visual.blocks.{}.attn.proj.bias", "vision/layers/attention/out/bias", 0),
     ("visual.blocks.{}.norm2.weight", "vision/layers/mlp_norm/scale", 0),
+)
+_QWEN2_5_VL = (
     ("visual.blocks.{}.mlp.gate_proj.weight", "vision/layers/mlp/gate/kernel", 1),
     ("visual.blocks.{}.mlp.gate_proj.bias", "vision/layers/mlp/gate/bias", 0),
     ("visual.blocks.{}.mlp.up_proj.weight", "vision/layers/mlp/up/kernel", 1),
@@ -55,8 +57,35 @@ _TABLE = (
     ("visual.merger.mlp.2.weight", "vision/merger/down/kernel", 1),
     ("visual.merger.mlp.2.bias", "vision/merger/down/bias", 0),
 )
-# Newer files nest both halves under "model."; the table has the published releases' names.
+_QWEN3_VL = (
+    ("model.layers.{}.self_attn.q_norm.weight", "text/layers/attention/q_norm/scale", 0),
+    ("model.layers.{}.self_attn.k_norm.weight", "text/layers/attention/k_norm/scale", 0),
+    ("visual.patch_embed.proj.bias", "vision/patch_embed/bias", 0),
+    ("visual.pos_embed.weight", "vision/positions/table", 0),
+    ("visual.blocks.{}.norm1.bias", "vision/layers/attention_norm/bias", 0),
+    ("visual.blocks.{}.norm2.bias", "vision/layers/mlp_norm/bias", 0),
+    ("visual.blocks.{}.mlp.linear_fc1.weight", "vision/layers/mlp/up/kernel", 1),
+    ("visual.blocks.{}.mlp.linear_fc1.bias", "vision/layers/mlp/up/bias", 0),
+    ("visual.blocks.{}.mlp.linear_fc2.weight", "vision/layers/mlp/down/kernel", 1),
+    ("visual.blocks.{}.mlp.linear_fc2.bias", "vision/layers/mlp/down/bias", 0),
+    ("visual.merger.norm.weight", "vision/merger/norm/scale", 0),
+    ("visual.merger.norm.bias", "vision/merger/norm/bias", 0),
+    ("visual.merger.linear_fc1.weight", "vision/merger/up/kernel", 2),
+    ("visual.merger.linear_fc1.bias", "vision/merger/up/bias", 0),
+    ("visual.merger.linear_fc2.weight", "vision/merger/down/kernel", 1),
+    ("visual.merger.linear_fc2.bias", "vision/merger/down/bias", 0),
+    ("visual.deepstack_merger_list.{}.norm.weight", "vision/deepstack/norm/scale", 0),
+    ("visual.deepstack_merger_list.{}.norm.bias", "vision/deepstack/norm/bias", 0),
+    ("visual.deepstack_merger_list.{}.linear_fc1.weight", "vision/deepstack/up/kernel", 2),
+    ("visual.deepstack_merger_list.{}.linear_fc1.bias", "vision/deepstack/up/bias", 0),
+    ("visual.deepstack_merger_list.{}.linear_fc2.weight", "vision/deepstack/down/kernel", 1),
+    ("visual.deepstack_merger_list.{}.linear_fc2.bias", "vision/deepstack/down/bias", 0),
+)
+_TABLES = {"qwen2_5_vl": _SHARED + _QWEN2_5_VL, "qwen3_vl": _SHARED + _QWEN3_VL}
+# Qwen3-VL's releases, and files that newer transformers write of either family, nest both halves
+# under "model."; either naming is read.
 _RENAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+_NESTED_FAMILIES = ("qwen3_vl",)
 
 Bounds = Sequence[tuple[int, int]]  # (start, stop) along every axis
 _BLOCK_SIZE = 2**17  # elements
@@ -156,9 +185,10 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
     conv = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     leaves = leaves_by_path(shapes)
     table = {}
-    for name, path, num_inputs in _TABLE:
-        if path not in leaves:  # a tied backbone has no unembedding
+    for name, path, num_inputs in _TABLES[config.family]:
+        if path not in leaves:  # no unembedding of its own, no biases
             continue
+        name = release_name(name, config.family)
         shape = tuple(leaves.pop(path).shape)
         spread = conv if path == "vision/patch_embed/kernel" else ()
         if "{}" in name:
@@ -173,11 +203,15 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
     return table
 
 
-def table_name(name: str) -> str:
-    """The table's name for a tensor of a release under either naming."""
-    for theirs, ours in _RENAMES:
-        if name.startswith(theirs):
-            return ours + name[len(theirs) :]
+def release_name(name: str, family: str) -> str:
+    """The name in the family's releases of a tensor that is named so in either scheme."""
+    for nested, flat in _RENAMES:
+        if name.startswith(nested):
+            name = flat + name[len(nested) :]
+    if family in _NESTED_FAMILIES:
+        for nested, flat in _RENAMES:
+            if name.startswith(flat):
+                return nested + name[len(flat) :]
     return name
 
 

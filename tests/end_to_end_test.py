@@ -16,6 +16,7 @@ import pytest
 from care_jax import main
 from care_jax.sharding import make_mesh
 from configs import real_images, tiny
+from models.config import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -26,8 +27,8 @@ def cpu_mesh(monkeypatch):
     monkeypatch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 1, 1, jax.devices()[:1]))
 
 
-def small_config(**changes):
-    config = tiny.get_config()
+def small_config(family="qwen2_5_vl", **changes):
+    config = tiny.get_config(family)
     config.stages = ("sft", "rl", "evaluate")
     config.log_every = 1
     config.checkpoint_every = 2
@@ -126,7 +127,10 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
         {"rl.objective": "grpo"},
         {"care.reflect": False, "rl.beta": 0.0, "rl.temperature": 0.8, "rl.top_p": 0.9},
         {"care.reflect_credit": "prompt_only", "care.rule": "random", "model.freeze_vision": True},
-        {"care.reflect_mode": "no_cue", "rl.old_logp": "trainer", "model.remat": "layer"},
+        {
+            **{"care.reflect_mode": "no_cue", "rl.old_logp": "trainer", "model.remat": "layer"},
+            "family": "qwen3_vl",
+        },
     ],
 )
 def test_every_option_of_the_loop_runs(tmp_path, changes):
@@ -137,10 +141,11 @@ def test_every_option_of_the_loop_runs(tmp_path, changes):
     assert ("anchor_rate" in last) == (config.rl.objective == "care")
 
 
-def test_an_exported_policy_is_a_release_that_runs_and_exports_the_same(tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_policy_is_a_release_that_runs_and_exports_the_same(tmp_path, family):
     first, second = tmp_path / "first", tmp_path / "second"
-    main.run_stages(small_config(stages=("export",)), first)
-    config = small_config(stages=("evaluate", "export"))
+    main.run_stages(small_config(family, stages=("export",)), first)
+    config = small_config(family, stages=("evaluate", "export"))
     config.model.path, config.model.backbone = str(first / "export"), {}
     results = main.run_stages(config, second)
     assert results["start"]["num_examples"] == 12

@@ -14,8 +14,12 @@ from models import backbone
 
 
 @pytest.fixture(scope="session")
-def policy():
-    config = tiny.get_config()
+def policy(request):
+    """Of Qwen2.5-VL's form; a test of the other family asks for it:
+
+    @pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
+    """
+    config = tiny.get_config(getattr(request, "param", "qwen2_5_vl"))
     config.data.buckets = ((48, 96), (64, 96), (96, 192))
     return policy_of(config)
 

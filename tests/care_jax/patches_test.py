@@ -10,7 +10,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     smart_resize,
 )
 
-from care_jax.patches import target_size, to_patches
+from care_jax.patches import IMAGE_STATISTICS, target_size, to_patches
 from models.config import VisionConfig
 
 VISION = VisionConfig(
@@ -28,20 +28,22 @@ VISION = VisionConfig(
 )
 
 
+@pytest.mark.parametrize(("family", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
 @pytest.mark.parametrize(
-    ("mode", "size", "patch"),
+    ("mode", "size"),
     [
-        ("RGB", (96, 64), 8),  # kept as it is
-        ("RGB", (333, 71), 14),  # rounded
-        ("RGB", (300, 290), 14),  # shrunk
-        ("L", (20, 50), 14),  # enlarged
-        ("RGBA", (60, 57), 14),
-        ("LA", (60, 57), 14),
-        ("P", (60, 57), 14),
-        ("CMYK", (60, 57), 14),
+        ("RGB", (112, 224)),  # kept as it is by patches of 14
+        ("RGB", (96, 64)),  # and by patches of 16
+        ("RGB", (333, 71)),  # rounded
+        ("RGB", (300, 290)),  # shrunk
+        ("L", (20, 50)),  # enlarged
+        ("RGBA", (60, 57)),
+        ("LA", (60, 57)),
+        ("P", (60, 57)),
+        ("CMYK", (60, 57)),
     ],
 )
-def test_patches_equal_the_published_processor(mode, size, patch):
+def test_patches_equal_the_published_processor(mode, size, family, patch):
     bands = len(Image.new(mode, (1, 1)).getbands())
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (size[1], size[0], bands), dtype=np.uint8)
@@ -51,8 +53,12 @@ def test_patches_equal_the_published_processor(mode, size, patch):
         image.info["transparency"] = 3
     limits = {"min_pixels": 4000, "max_pixels": 60000}
 
-    expected = Qwen2VLImageProcessorPil(patch_size=patch, **limits)(image)
-    patches, grid = to_patches(image, dataclasses.replace(VISION, patch_size=patch), **limits)
+    # The class's own statistics are Qwen2.5-VL's; the releases of Qwen3-VL override them.
+    override = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family == "qwen3_vl" else {}
+    expected = Qwen2VLImageProcessorPil(patch_size=patch, **override, **limits)(image)
+    mean, std = IMAGE_STATISTICS[family]
+    config = dataclasses.replace(VISION, patch_size=patch)
+    patches, grid = to_patches(image, config, mean=mean, std=std, **limits)
 
     np.testing.assert_array_equal(patches, expected["pixel_values"])
     np.testing.assert_array_equal([grid], expected["image_grid_thw"])

@@ -48,6 +48,24 @@ FIELDS = {
     },
 }
 CONFIG = BackboneConfig.from_hf(FIELDS)
+QWEN3_FIELDS = {
+    **FIELDS,
+    "model_type": "qwen3_vl",
+    "text_config": FIELDS["text_config"]
+    | {"head_dim": 16, "rope_scaling": {"mrope_section": [4, 2, 2]}},
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+}
 BUCKETS = ((96, 256), (48, 64), (64, 128))  # in no order
 
 
@@ -197,8 +215,15 @@ def test_settings_that_cannot_work_are_refused(tokenizer, change, message):
         PromptBuilder(tokenizer, BackboneConfig.from_hf(fields), **settings)
 
 
-def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(builder, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+@pytest.mark.parametrize("fields", [FIELDS, QWEN3_FIELDS], ids=lambda fields: fields["model_type"])
+def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(
+    tokenizer, tmp_path, fields
+):
+    config = BackboneConfig.from_hf(fields)
+    builder = PromptBuilder(
+        tokenizer, config, min_pixels=256, max_pixels=16384, buckets=((96, 256),)
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
     builder.save_processor(tmp_path)
     drawn = SyntheticSource(1)[0]
 
@@ -209,6 +234,7 @@ def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(builde
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     record = builder.tokenize(drawn)
     np.testing.assert_array_equal(processor(drawn.images[0])["pixel_values"], record.patches)
+    assert builder.batch([record]).images.patches.shape == (1, 256, config.vision.patch_dim)
 
 
 def test_missing_tokenizer_folder_is_named(tmp_path):

@@ -251,3 +251,11 @@ def test_sampling_never_takes_what_has_no_probability():
     ids, counts = np.unique(tokens, return_counts=True)
     np.testing.assert_array_equal(ids, allowed)
     np.testing.assert_allclose(counts / len(tokens), [0.3, 0.1, 0.2, 0.15, 0.25], atol=0.03)
+
+
+@pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
+def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, params, prompts, decode):
+    rollouts = decode(jax.random.key(0))
+    mask = np.asarray(rollouts.is_valid)
+    logp = trainer_logp(policy, params, prompts, rollouts)
+    np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)

@@ -140,7 +140,7 @@ def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole
     assert_same_update(params, result, whole)
 
 
-def test_tree_rows_give_the_update_of_replicated_rows(step, params, batch, whole, one_device):
+def replicated_rows(batch):
     """Each row alone behind its own prompt; weights and denominators are the same sums."""
     num_rows = batch.tokens.shape[1]
 
@@ -151,8 +151,11 @@ def test_tree_rows_give_the_update_of_replicated_rows(step, params, batch, whole
     first = jnp.arange(4 * num_rows) % num_rows == 0
     weight = jnp.repeat(batch.prompt_weight, num_rows) * first
     rows = jax.tree.map(alone, batch.replace(prompts=None, prompt_weight=None))
-    rows = rows.replace(prompts=repeated, prompt_weight=weight)
-    result = step(init_state(params, SGD, one_device), rows, 4)
+    return rows.replace(prompts=repeated, prompt_weight=weight)
+
+
+def test_tree_rows_give_the_update_of_replicated_rows(step, params, batch, whole, one_device):
+    result = step(init_state(params, SGD, one_device), replicated_rows(batch), 4)
     assert_same_update(params, result, whole)
 
 
@@ -193,3 +196,19 @@ def test_split_examples_come_back_in_order():
 def test_microbatch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="microbatch size 5 must divide the batch of 12"):
         split_batch(jnp.arange(12), 5)
+
+
+@pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
+def test_layouts_and_devices_change_nothing_for_qwen3_vl_either(
+    policy, step, params, batch, whole, one_device
+):
+    """DeepStack reaches the prompt's image tokens alone, however rows are laid out or sharded."""
+    moved = jax.tree.map(lambda old, new: jnp.abs(old - new).max(), params, whole[0].params)
+    assert moved["vision"]["deepstack"]["up"]["kernel"] > 1e-6
+    replicated = step(init_state(params, SGD, one_device), replicated_rows(batch), 4)
+    assert_same_update(params, replicated, whole)
+    mesh = sharding.make_mesh(1, 4, 2, jax.devices()[:8])
+    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
+    state = init_state(jax.device_put(params, shardings), SGD, mesh)
+    sharded = step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), mesh), 4)
+    assert_same_update(params, sharded, whole)

@@ -28,9 +28,11 @@ def features(params, prompts, config):
 
 
 def embed_prompts(params, prompts, features):
-    return backbone.embed(
+    """Embedded prompts, and what DeepStack adds to them."""
+    x = backbone.embed(
         params, prompts.tokens, dtype=jnp.float32, features=features, slots=prompts.slots
     )
+    return x, backbone.deepstack_at(features, prompts.slots)
 
 
 def response_positions(prompts):
@@ -41,7 +43,7 @@ def response_positions(prompts):
 
 def tree_row(params, prompts, features, responses, config, remat="none"):
     """Hidden states [B, R, T, D] of responses that share one row, and the prompt's [B, P, D]."""
-    x = embed_prompts(params, prompts, features)
+    x, deepstack = embed_prompts(params, prompts, features)
     P = x.shape[1]
     own = backbone.embed(params, responses.reshape(B, -1), dtype=jnp.float32)
     own_positions = jnp.tile(response_positions(prompts), (1, R, 1))
@@ -54,13 +56,14 @@ def tree_row(params, prompts, features, responses, config, remat="none"):
         config,
         tree=Tree(P, R, T),
         remat=remat,
+        deepstack=deepstack,
     )
     return hidden[:, P:].reshape(B, R, T, -1), hidden[:, :P]
 
 
 def replicated_rows(params, prompts, features, responses, config):
     """The same from R rows that each repeat the prompt."""
-    x = embed_prompts(params, prompts, features)
+    x, deepstack = embed_prompts(params, prompts, features)
     P = x.shape[1]
     segments = np.where(np.pad(prompts.is_valid, ((0, 0), (0, T)), constant_values=True), 0, -1)
     positions = jnp.concatenate([prompts.positions, response_positions(prompts)], axis=1)
@@ -69,7 +72,10 @@ def replicated_rows(params, prompts, features, responses, config):
         own = backbone.embed(params, tokens, dtype=jnp.float32)
         x_row = jnp.concatenate([x, own], axis=1)
         tree = Tree(P + T, 0, 0)
-        return backbone.forward(params, x_row, positions, segments, config, tree=tree)[:, P:]
+        hidden = backbone.forward(
+            params, x_row, positions, segments, config, tree=tree, deepstack=deepstack
+        )
+        return hidden[:, P:]
 
     return jax.lax.map(row, responses.swapaxes(0, 1)).swapaxes(0, 1)
 
@@ -132,7 +138,7 @@ def test_tower_remat_equals_no_remat(params, prompts, config):
             features = backbone.encode_images(
                 {"vision": vision}, prompts.images, config, dtype=jnp.float32, remat=remat
             )
-            return jnp.square(features).mean()
+            return sum(jnp.square(leaf).mean() for leaf in jax.tree.leaves(features))
 
         return jax.jit(jax.grad(loss))(params["vision"])
 
@@ -153,9 +159,9 @@ def test_decoding_equals_the_full_forward(
     @jax.jit
     def decode(params):
         params = backbone.to_decode_layout(params, config, jnp.float32)
-        x = embed_prompts(params, prompts, features)
+        x, deepstack = embed_prompts(params, prompts, features)
         prompt_hidden, prefix = backbone.prefill(
-            params, x, prompts.positions, prompts.is_valid, config
+            params, x, prompts.positions, prompts.is_valid, config, deepstack=deepstack
         )
         suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
         is_valid = jnp.ones((B, R, T + 2), bool)
@@ -194,8 +200,10 @@ def test_invalid_suffix_slots_are_unseen(params, prompts, features, responses, c
     @jax.jit
     def decode(params):
         params = backbone.to_decode_layout(params, config, jnp.float32)
-        x = embed_prompts(params, prompts, features)
-        _, prefix = backbone.prefill(params, x, prompts.positions, prompts.is_valid, config)
+        x, deepstack = embed_prompts(params, prompts, features)
+        _, prefix = backbone.prefill(
+            params, x, prompts.positions, prompts.is_valid, config, deepstack=deepstack
+        )
         suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
         tokens = np.pad(responses, ((0, 0), (0, 0), (2, 0)))
         positions = prompts.next_position[:, None, None] + jnp.arange(-2, T)
@@ -222,7 +230,11 @@ def test_axes_name_every_dimension_and_every_model_axis(config):
     jax.tree.map(lambda s, a: None if s.ndim == len(a) else pytest.fail(f"{s} {a}"), shapes, axes)
     sizes = {
         "embed": {config.text.hidden_size, config.vision.hidden_size},
-        "layers": {config.text.num_layers, config.vision.num_layers},
+        "layers": {
+            config.text.num_layers,
+            config.vision.num_layers,
+            len(config.vision.deepstack_layers),
+        },
         "vocab": {config.text.vocab_size},
     }
     for shape, names in zip(
@@ -239,7 +251,8 @@ def test_init_has_variance_one_over_fan_in_and_differs_by_layer(config):
     table = params["embed"]["table"]
     np.testing.assert_allclose(np.std(table), config.text.hidden_size**-0.5, rtol=0.05)
     assert not np.array_equal(up[0], up[1])
-    assert not np.any(params["layers"]["attention"]["q"]["bias"])
+    if config.text.qkv_bias:
+        assert not np.any(params["layers"]["attention"]["q"]["bias"])
     assert np.all(params["norm"]["scale"] == 1)
 
 
@@ -248,8 +261,8 @@ def test_bfloat16_features_stay_close_to_float32(params, prompts, features, conf
     encode = jax.jit(
         lambda p: backbone.encode_images(p, prompts.images, config, dtype=jnp.bfloat16)
     )
-    ours = encode(half)
-    assert ours.dtype == jnp.bfloat16
     used = np.asarray(prompts.images.segments)[:, ::4] >= 0
-    error = np.abs(ours.astype(jnp.float32) - features)[used]
-    assert error.mean() < 0.05 * np.abs(features[used]).mean()
+    for ours, exact in zip(*map(jax.tree.leaves, (encode(half), features)), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        error = np.abs(ours.astype(jnp.float32) - exact)[..., used, :]
+        assert error.mean() < 0.05 * np.abs(exact[..., used, :]).mean()

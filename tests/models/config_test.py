@@ -1,24 +1,53 @@
-"""config.json in both layouts, and what is refused."""
+"""config.json in its layouts, what is refused, and the presets against the published numbers."""
 
 import dataclasses
 
 import pytest
 
-from models.config import QWEN2_5_VL_3B, QWEN2_5_VL_7B, BackboneConfig
+from models.config import (
+    QWEN2_5_VL_3B,
+    QWEN2_5_VL_7B,
+    QWEN3_VL_4B,
+    QWEN3_VL_8B,
+    BackboneConfig,
+)
 
-PRESETS = {"3b": QWEN2_5_VL_3B, "7b": QWEN2_5_VL_7B}
+PRESETS = {
+    "qwen2.5-vl-3b": QWEN2_5_VL_3B,
+    "qwen2.5-vl-7b": QWEN2_5_VL_7B,
+    "qwen3-vl-4b": QWEN3_VL_4B,
+    "qwen3-vl-8b": QWEN3_VL_8B,
+}
+# As the releases' own config.json have them.
+PUBLISHED_TEXT = {
+    # hidden, mlp, layers, heads, kv heads, vocabulary, tied, rope theta, M-RoPE sections
+    "qwen2.5-vl-3b": (2048, 11008, 36, 16, 2, 151936, True, 1e6, (16, 24, 24)),
+    "qwen2.5-vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 1e6, (16, 24, 24)),
+    "qwen3-vl-4b": (2560, 9728, 36, 32, 8, 151936, True, 5e6, (24, 20, 20)),
+    "qwen3-vl-8b": (4096, 12288, 36, 32, 8, 151936, False, 5e6, (24, 20, 20)),
+}
+PUBLISHED_VISION = {
+    # depth, width, mlp, output, patch, window, full attention, positions, DeepStack
+    "qwen2.5-vl-3b": (32, 1280, 3420, 2048, 14, 112, (7, 15, 23, 31), 0, ()),
+    "qwen2.5-vl-7b": (32, 1280, 3420, 3584, 14, 112, (7, 15, 23, 31), 0, ()),
+    "qwen3-vl-4b": (24, 1024, 4096, 2560, 16, 0, (), 2304, (5, 11, 17)),
+    "qwen3-vl-8b": (27, 1152, 4304, 4096, 16, 0, (), 2304, (8, 16, 24)),
+}
+TOKENS = {
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
 
 
-def flat_release() -> dict:
+def qwen2_5_release() -> dict:
     """The 3B release's config.json, text fields at the top level."""
     return {
         "model_type": "qwen2_5_vl",
         "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653,
-        "image_token_id": 151655,
-        "video_token_id": 151656,
+        **TOKENS,
         "hidden_act": "silu",
         "hidden_size": 2048,
         "intermediate_size": 11008,
@@ -53,24 +82,106 @@ def flat_release() -> dict:
     }
 
 
-def test_flat_release_is_the_preset():
-    assert BackboneConfig.from_hf(flat_release()) == QWEN2_5_VL_3B
+def qwen3_release() -> dict:
+    """The 4B release's config.json, text fields nested, no padding token."""
+    tokens = dict(TOKENS)
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "eos_token_id": tokens.pop("eos_token_id"),
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 262144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+                "rope_type": "default",
+            },
+            "rope_theta": 5000000,
+            "tie_word_embeddings": True,
+            "vocab_size": 151936,
+        },
+        "tie_word_embeddings": True,
+        **tokens,
+        "vision_config": {
+            "deepstack_visual_indexes": [5, 11, 17],
+            "depth": 24,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1024,
+            "in_channels": 3,
+            "intermediate_size": 4096,
+            "model_type": "qwen3_vl",
+            "num_heads": 16,
+            "num_position_embeddings": 2304,
+            "out_hidden_size": 2560,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    }
+
+
+RELEASES = {"qwen2.5-vl-3b": qwen2_5_release(), "qwen3-vl-4b": qwen3_release()}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_release_is_the_preset(name):
+    assert BackboneConfig.from_hf(RELEASES[name]) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_published_numbers(name):
+    config = PRESETS[name]
+    text, vision = config.text, config.vision
+    assert PUBLISHED_TEXT[name] == (
+        *(text.hidden_size, text.intermediate_size, text.num_layers, text.num_heads),
+        *(text.num_kv_heads, text.vocab_size, text.tie_embeddings, text.rope_theta),
+        text.mrope_section,
+    )
+    assert PUBLISHED_VISION[name] == (
+        *(vision.num_layers, vision.hidden_size, vision.intermediate_size, vision.output_size),
+        *(vision.patch_size, vision.window_size, vision.full_attention_layers),
+        *(vision.num_position_embeddings, vision.deepstack_layers),
+    )
+    assert (text.head_dim, text.norm_eps, vision.num_heads, vision.merge_size) == (128, 1e-6, 16, 2)
+    assert {token: getattr(config, token) for token in TOKENS} == TOKENS
+    assert config.pad_token_id == 151643
+    is_third = name.startswith("qwen3")
+    assert (text.qkv_bias, text.qk_norm, text.mrope_interleaved) == (
+        *(not is_third, is_third, is_third),
+    )
+
+
+def opened_by_transformers(fields: dict):
+    transformers = pytest.importorskip("transformers")
+    name = {"qwen2_5_vl": "Qwen2_5_VLConfig", "qwen3_vl": "Qwen3VLConfig"}[fields["model_type"]]
+    return getattr(transformers, name)(**fields)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_config_survives_its_own_file_and_transformers(name):
-    transformers = pytest.importorskip("transformers")
     config = PRESETS[name]
     assert BackboneConfig.from_hf(config.to_hf()) == config
-    opened = transformers.Qwen2_5_VLConfig(**config.to_hf())
+    opened = opened_by_transformers(config.to_hf())
     assert opened.text_config.rope_parameters["rope_theta"] == config.text.rope_theta
     assert BackboneConfig.from_hf(opened.to_dict()) == config
 
 
-def test_transformers_reads_the_flat_release_as_we_do():
-    transformers = pytest.importorskip("transformers")
-    opened = transformers.Qwen2_5_VLConfig(**flat_release())
-    assert BackboneConfig.from_hf(opened.to_dict()) == QWEN2_5_VL_3B
+@pytest.mark.parametrize("name", RELEASES)
+def test_transformers_reads_the_release_as_we_do(name):
+    opened = opened_by_transformers(RELEASES[name])
+    assert BackboneConfig.from_hf(opened.to_dict()) == PRESETS[name]
 
 
 def test_config_is_hashable():
@@ -80,11 +191,12 @@ def test_config_is_hashable():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"use_sliding_window": True}, "use_sliding_window must be false"),
+        ({"use_sliding_window": True}, "use_sliding_window must be False"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
-        ({"model_type": "qwen2_vl"}, "family must be 'qwen2_5_vl'"),
+        ({"model_type": "qwen2_vl"}, "family must be one of qwen2_5_vl, qwen3_vl, got 'qwen2_vl'"),
         ({"rope_scaling": {"type": "yarn", "mrope_section": [1, 1, 1]}}, "rope type must be"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, "must sum to head_dim"),
+        ({"rope_scaling": {"mrope_interleaved": True}}, "mrope_interleaved must be False"),
         ({"rms_norm_eps": None}, "must have 'rms_norm_eps'"),
         ({"num_key_value_heads": 3}, "num_heads 16 must be a multiple"),
         ({"hidden_size": 4096}, "must equal text hidden_size"),
@@ -92,8 +204,38 @@ def test_config_is_hashable():
     ],
 )
 def test_what_is_not_implemented_is_refused(change, message):
-    config = flat_release() | change
+    config = qwen2_5_release() | change
     if "hidden_size" in change:
         config["num_attention_heads"] = 32
+    with pytest.raises(ValueError, match=message):
+        BackboneConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    "part, change, message",
+    [
+        ("text_config", {"attention_bias": True}, "attention_bias must be False"),
+        ("text_config", {"head_dim": None}, "must have 'head_dim'"),
+        ("text_config", {"num_hidden_layers": 2}, "must not outnumber the 2 decoder layers"),
+        (
+            "text_config",
+            {"rope_scaling": {"mrope_section": [20, 22, 22]}},
+            "every third of the 64 frequencies",
+        ),
+        (
+            "text_config",
+            {"rope_scaling": {"mrope_section": [24, 20, 20], "mrope_interleaved": False}},
+            "mrope_interleaved must be True",
+        ),
+        ("vision_config", {"hidden_act": "silu"}, "hidden_act must be 'gelu_pytorch_tanh'"),
+        ("vision_config", {"num_position_embeddings": 2000}, "2000 must be a square"),
+        ("vision_config", {"deepstack_visual_indexes": [5, 24]}, "layers of a tower of 24"),
+        ("vision_config", {"deepstack_visual_indexes": [11, 5]}, "must be increasing"),
+        ("vision_config", {"deepstack_visual_indexes": None}, "must have 'deepstack_visual_index"),
+    ],
+)
+def test_what_is_not_implemented_of_qwen3_vl_is_refused(part, change, message):
+    config = qwen3_release()
+    config[part] |= change
     with pytest.raises(ValueError, match=message):
         BackboneConfig.from_hf(config)

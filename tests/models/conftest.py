@@ -1,4 +1,4 @@
-"""Small backbones with lively random weights, and prompts for them."""
+"""Small backbones of both families with lively random weights, and prompts for them."""
 
 import dataclasses
 
@@ -8,12 +8,25 @@ import numpy as np
 import pytest
 
 from models import backbone
-from models.config import FAMILY, BackboneConfig, TextConfig, VisionConfig
+from models.config import FAMILIES, BackboneConfig, TextConfig, VisionConfig
 from models.positions import ImagePatches, image_slots, pack_images, prompt_positions
 
 
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request) -> str:
+    """Every test that asks for a backbone runs for both; one about a single family names it:
+
+    @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+    """
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def config() -> BackboneConfig:
+def config(family) -> BackboneConfig:
+    return {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}[family]()
+
+
+def qwen2_5_vl() -> BackboneConfig:
     """Untied, GQA, four tower layers of both kinds, windows of 4 x 4 patches."""
     return BackboneConfig(
         vision=VisionConfig(
@@ -43,7 +56,7 @@ def config() -> BackboneConfig:
             tie_embeddings=False,
             max_position_embeddings=512,
         ),
-        family=FAMILY,
+        family="qwen2_5_vl",
         image_token_id=110,
         video_token_id=111,
         vision_start_token_id=112,
@@ -51,6 +64,27 @@ def config() -> BackboneConfig:
         eos_token_id=114,
         pad_token_id=115,
     )
+
+
+def qwen3_vl() -> BackboneConfig:
+    """Heads that are not hidden_size / num_heads, two DeepStack layers of four, 5 x 5 positions."""
+    other = qwen2_5_vl()
+    vision = dataclasses.replace(
+        other.vision,
+        window_size=0,
+        full_attention_layers=(),
+        num_position_embeddings=25,
+        deepstack_layers=(0, 2),
+    )
+    text = dataclasses.replace(
+        other.text,
+        head_dim=16,
+        mrope_section=(4, 2, 2),
+        qkv_bias=False,
+        qk_norm=True,
+        mrope_interleaved=True,
+    )
+    return dataclasses.replace(other, vision=vision, text=text, family="qwen3_vl")
 
 
 @pytest.fixture(scope="session")

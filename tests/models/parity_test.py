@@ -1,10 +1,11 @@
-"""Qwen2.5-VL against transformers, float32, on random weights that hide nothing.
+"""Qwen2.5-VL and Qwen3-VL against transformers, float32, on random weights that hide nothing.
 
-Each of these mutations makes a test here fail: tanh for erf GELU in the merger; ε of the text norms
-doubled, ε of the tower's norms 1e-5; full attention in place of windows or the reverse; patches in
-raster order; row and column rotations swapped; M-RoPE sections reversed; a missing q, k or v bias;
-the MLP norm applied before the attention; gate and up swapped; no rescaling by head size; image
-features shifted by one; padding left visible; kv heads grouped in the wrong order.
+Each of these mutations makes a test here fail. Of both: tanh for erf GELU in the merger; ε of the
+text norms doubled, ε of the tower's norms 1e-5; patches in raster order; row and column rotations
+swapped; M-RoPE sections reversed; the MLP norm applied before the attention; gate and up swapped;
+no rescaling by head size; image features shifted by one; padding left visible; kv heads grouped in
+the wrong order. Of Qwen2.5-VL: full attention in place of windows or the reverse; a missing q, k or
+v bias.
 """
 
 import jax
@@ -34,9 +35,8 @@ def pair(request, config, tied_config, make_params, tmp_path_factory):
     params = make_params(config)
     folder = tmp_path_factory.mktemp(request.param)
     backbone.export(folder, params, config, dtype=jnp.float32)
-    model, report = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder, output_loading_info=True
-    )
+    architecture = getattr(transformers, config.to_hf()["architectures"][0])
+    model, report = architecture.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     return params, config, model.eval()
 
@@ -55,22 +55,26 @@ def reference_inputs(batch, config):
 
 
 def embedded(params, batch, config):
+    """Embedded prompts, and what DeepStack adds to them."""
     features = None
     if any(map(len, batch.grids)):
         features = backbone.encode_images(params, batch.images, config, dtype=jnp.float32)
-    return backbone.embed(
+    x = backbone.embed(
         params, batch.tokens, dtype=jnp.float32, features=features, slots=batch.slots
     )
+    return x, backbone.deepstack_at(features, batch.slots)
 
 
 def logits(params, batch, config):
+    x, deepstack = embedded(params, batch, config)
     hidden = backbone.forward(
         params,
-        embedded(params, batch, config),
+        x,
         batch.positions,
         np.where(batch.is_valid, 0, -1),
         config,
         tree=Tree(batch.tokens.shape[1], 0, 0),
+        deepstack=deepstack,
     )
     return backbone.unembed(params, hidden, config)
 
@@ -93,13 +97,15 @@ def test_image_features_equal_transformers(pair, make_batch, contrast):
     params, config, model = pair
     batch = make_batch([[(10, 6), (2, 2), (4, 12)]], contrast=contrast)
     with torch.no_grad():
-        expected = model.model.visual(
-            torch.tensor(batch.patches[0]), torch.tensor(batch.grids[0])
-        ).pooler_output.numpy()
+        output = model.model.visual(torch.tensor(batch.patches[0]), torch.tensor(batch.grids[0]))
     encode = jax.jit(lambda p: backbone.encode_images(p, batch.images, config, dtype=jnp.float32))
-    ours = np.asarray(encode(params))[0, : len(expected)]
-    assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(ours, expected, rtol=0, atol=TOLERANCE)
+    features = encode(params)
+    deepstack = output.deepstack_features if config.vision.deepstack_layers else []
+    ours = [features.merged, *(features.deepstack if deepstack else [])]
+    for own, expected in zip(ours, [output.pooler_output, *deepstack], strict=True):
+        expected = expected.numpy()
+        assert np.abs(expected).max() > 1
+        np.testing.assert_allclose(own[0, : len(expected)], expected, rtol=0, atol=TOLERANCE)
 
 
 def test_positions_equal_transformers(pair, make_batch):
@@ -129,8 +135,10 @@ def test_greedy_tokens_equal_transformers(pair, make_batch):
     @jax.jit
     def generate(params):
         params = backbone.to_decode_layout(params, config, jnp.float32)
-        x = embedded(params, batch, config)
-        hidden, prefix = backbone.prefill(params, x, batch.positions, batch.is_valid, config)
+        x, deepstack = embedded(params, batch, config)
+        hidden, prefix = backbone.prefill(
+            params, x, batch.positions, batch.is_valid, config, deepstack=deepstack
+        )
         token = backbone.unembed(params, hidden[:, -1:], config).argmax(-1)
         suffix = backbone.init_cache(config, B, 1, T, jnp.float32)
         is_valid = jnp.ones((B, 1, T), bool)

@@ -69,6 +69,34 @@ def test_grids_that_do_not_fit_are_refused(config, grid, num_patches, message):
 sizes = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), max_size=6)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_table_rows_and_shares_by_hand(config):
+    """A 5 x 5 table stretched over 4 x 6 patches: a patch down is 4/3 cells, one across 4/5."""
+    images = pack_images([np.zeros((24, 96))], [np.array([[1, 4, 6]])], config.vision, 28)
+    place = images.coordinates[0].tolist()
+    inner, corner = place.index([1, 1]), place.index([3, 5])
+    np.testing.assert_array_equal(images.position_rows[0, inner], [5, 6, 10, 11])
+    shares = np.outer([2 / 3, 1 / 3], [1 / 5, 4 / 5]).ravel()
+    np.testing.assert_allclose(images.position_weights[0, inner], shares, atol=1e-6)
+    assert images.position_weights[0, corner] @ images.position_rows[0, corner] == 24
+    assert not images.position_weights[0, 24:].any()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(sizes=sizes)
+def test_a_table_of_coordinates_gives_each_patch_its_place_in_its_image(config, sizes):
+    grid = np.array([(1, 2 * h, 2 * w) for h, w in sizes], int).reshape(-1, 3)
+    num = int(grid.prod(-1).sum())
+    images = pack_images([np.zeros((num, 96))], [grid], config.vision, num + 4)
+    table = np.stack(np.divmod(np.arange(25), 5), -1) / 4
+    place = (images.position_weights[0][..., None] * table[images.position_rows[0]]).sum(1)
+    last = grid[images.segments[0, :num], 1:] - 1
+    np.testing.assert_allclose(place[:num], images.coordinates[0, :num] / last, atol=1e-6)
+    assert images.window_patches is images.window_segments is images.window_slots is None
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(sizes=sizes, slack=st.integers(0, 9))
 def test_windows_are_whole_and_bins_depend_on_the_padded_number_alone(config, sizes, slack):
@@ -77,6 +105,7 @@ def test_windows_are_whole_and_bins_depend_on_the_padded_number_alone(config, si
     N = num + 4 * slack
     images = pack_images([np.zeros((num, 96))], [grid], config.vision, N)
     size = 16
+    assert images.position_rows is images.position_weights is None
     assert images.window_patches.shape == (1, 2 * -(-N // size) + 1, size)
     flat, windows = images.window_patches.reshape(-1), images.window_segments.reshape(-1)
     # Every patch stands in exactly one slot, and knows which.

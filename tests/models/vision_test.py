@@ -13,11 +13,18 @@ SIZES = [(10, 6), (4, 4), (2, 6)]
 
 @pytest.fixture(scope="module")
 def encode(params, config):
+    """images -> features [B, N, width]: those merged last, then those of DeepStack."""
+
     @jax.jit
     def run(images):
         return backbone.encode_images(params, images, config, dtype=jnp.float32)
 
-    return lambda images: np.asarray(run(jax.tree.map(jnp.asarray, images)))
+    def encode(images):
+        features = run(jax.tree.map(jnp.asarray, images))
+        deepstack = () if features.deepstack is None else features.deepstack
+        return np.concatenate([features.merged, *deepstack], axis=-1)
+
+    return encode
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,7 @@ def test_a_row_without_images_is_finite_with_finite_gradients(together, params, 
 
     def loss(p):
         features = backbone.encode_images(p, batch.images, config, dtype=jnp.float32)
-        return jnp.square(features[0, :5]).mean()
+        return sum(jnp.square(leaf[..., 0, :5, :]).mean() for leaf in jax.tree.leaves(features))
 
     gradients = jax.jit(jax.grad(loss))(params)["vision"]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))

@@ -10,7 +10,16 @@ from safetensors.numpy import load_file, save_file
 
 from models import backbone
 
-Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
+# Where a family's releases put the decoder and the tower.
+PREFIXES = {
+    "qwen2_5_vl": ("model.", "visual."),
+    "qwen3_vl": ("model.language_model.", "model.visual."),
+}
+
+
+@pytest.fixture
+def prefixes(family):
+    return PREFIXES[family]
 
 
 @pytest.fixture
@@ -49,32 +58,39 @@ def test_generation_config_stops_at_the_end_of_sequence(folder, config):
     assert generation == {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
 
 
-def test_both_naming_schemes_load(params, folder):
-    """transformers 4.52 and later nest both halves under "model."."""
+@pytest.mark.parametrize("scheme", PREFIXES)
+def test_both_naming_schemes_load(params, folder, prefixes, scheme):
+    """transformers 4.52 and later nest both halves of Qwen2.5-VL under "model." too."""
     tensors = load_file(folder / "model.safetensors")
-    assert Q_BIAS in tensors and "visual.merger.ln_q.weight" in tensors
+
+    text, visual = prefixes
+    assert {f"{text}norm.weight", f"{visual}patch_embed.proj.weight"} <= tensors.keys()
 
     def renamed(name):
-        if name.startswith("visual."):
-            return "model." + name
-        return name.replace("model.", "model.language_model.", 1)
+        for own, other in zip(prefixes, PREFIXES[scheme], strict=True):
+            if name.startswith(own):
+                return other + name.removeprefix(own)
+        return name
 
     save_file({renamed(name): a for name, a in tensors.items()}, folder / "model.safetensors")
     assert_same(backbone.load(folder)[0], params)
 
 
-def test_missing_unused_and_misshapen_tensors_are_named(folder):
+def test_missing_unused_and_misshapen_tensors_are_named(folder, prefixes):
+    text, visual = prefixes
+    missing, unused = f"{text}layers.1.mlp.up_proj.weight", f"{text}layers.7.mlp.up_proj.weight"
+    misshapen = f"{visual}blocks.1.attn.proj.bias"
     tensors = load_file(folder / "model.safetensors")
-    del tensors[Q_BIAS]
-    tensors["model.layers.7.mlp.up_proj.weight"] = np.zeros((2, 2), np.float32)
-    tensors["visual.merger.mlp.2.bias"] = np.zeros(3, np.float32)
+    del tensors[missing]
+    tensors[unused] = np.zeros((2, 2), np.float32)
+    tensors[misshapen] = np.zeros(3, np.float32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError) as error:
         backbone.load(folder)
     message = str(error.value)
-    assert f"missing {Q_BIAS}" in message
-    assert "unused model.layers.7.mlp.up_proj.weight" in message
-    assert "visual.merger.mlp.2.bias has shape (3,), expected (48,)" in message
+    assert f"missing {missing}" in message
+    assert f"unused {unused}" in message
+    assert f"{misshapen} has shape (3,), expected (32,)" in message
 
 
 def test_a_tied_backbone_has_no_unembedding_of_its_own(tied_config, make_params, folder, tmp_path):

@@ -1,0 +1,24 @@
+"""Qwen3-VL-4B-Instruct: CARE on a file of verifiable questions with images.
+
+Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
+`data.test`; `data/jsonl.py` says how a row looks. The rationale stands in <reasoning> tags.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+    """Cold start, CARE, evaluation and export."""
+    config = common.get_config()
+    config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
+    config.model.path = "Qwen/Qwen3-VL-4B-Instruct"
+    config.data.think_tag = "reasoning"
+    config.data.instruction = (
+        "First think about the reasoning process inside <reasoning> </reasoning> tags, then give "
+        "the final answer inside <answer> </answer> tags."
+    )
+    for section in ("sft", "train", "test"):
+        config.data[section].source = "jsonl"
+    return config
