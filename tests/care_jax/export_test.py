@@ -125,6 +125,7 @@ print(json.dumps(inputs["input_ids"][0]))
 """
 
 
+@pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 @pytest.mark.skipif(not TORCHVISION.is_dir(), reason=f"needs torchvision in {TORCHVISION}")
 def test_the_stock_processor_opens_and_gives_the_policys_tokens(exported, policy):
     image = Image.new("RGB", (48, 32), "red")
@@ -137,8 +138,9 @@ def test_the_stock_processor_opens_and_gives_the_policys_tokens(exported, policy
     )
     lines = result.stdout.splitlines()[-2:]
     assert lines, result.stderr
-    patch_size = policy.config.vision.patch_size
-    assert json.loads(lines[0]) == ["Qwen2_5_VLProcessor", patch_size]
+    name = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+    expected = [name[policy.config.family], policy.config.vision.patch_size]
+    assert json.loads(lines[0]) == expected
     assert json.loads(lines[1]) == policy.prompts.tokenize(example).tokens.tolist()
 
 

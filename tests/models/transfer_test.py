@@ -126,7 +126,7 @@ def test_no_more_is_read_than_the_shards_hold(released, monkeypatch):
 
     class Counted:
         def __init__(self, entry):
-            self.name, self.context = weights.release_name(entry.name, config.family), opened(entry)
+            self.name, self.context = entry.name, opened(entry)
 
         def __enter__(self):
             self.source = self.context.__enter__()
@@ -143,14 +143,12 @@ def test_no_more_is_read_than_the_shards_hold(released, monkeypatch):
     monkeypatch.setattr(release, "open_tensor", Counted)
     monkeypatch.setattr(weights, "_BLOCK_SIZE", 500)
     backbone.load(folder, shardings=make_shardings(config, LAYOUTS["as trained"]))
-    expected = {"model.embed_tokens.weight": 120 * 48, "visual.patch_embed.proj.weight": 32 * 96}
-    expected |= {
-        f"model.layers.{l}.mlp.{n}_proj.weight": 48 * 80 for n in ("up", "down") for l in range(3)
-    }
-    expected |= {"model.layers.2.self_attn.o_proj.weight": 48 * 48}
-    for name, size in expected.items():
-        assert sum(read[name]) == size, name
-        assert len(read[name]) > 4 and max(read[name]) <= 500, name
+    part_wise = ("embed_tokens.weight", "patch_embed.proj.weight", "mlp.up_proj.weight")
+    for name, entry in release.read_headers(folder).items():
+        if name.endswith((*part_wise, "mlp.down_proj.weight", "o_proj.weight")):
+            assert sum(read[name]) == np.prod(entry.shape), name
+            assert len(read[name]) >= 4 and max(read[name]) <= 500, name
+    assert sum(name.endswith(part_wise) for name in read) >= 5
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +185,7 @@ def host_memory(run):
     return peak, held
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 @pytest.mark.parametrize("layout", ["one device", "as trained"])
 def test_loading_and_export_hold_less_than_one_and_a_half_tensors(wide, tmp_path, layout):
     folder, config, largest = wide
@@ -205,6 +204,7 @@ def test_loading_and_export_hold_less_than_one_and_a_half_tensors(wide, tmp_path
     assert peak < 1.5 * largest and held < 0.1 * largest
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_an_accelerators_host_holds_no_more_than_the_largest_tensor(wide, monkeypatch):
     """There a stacked parameter goes over in groups of layers."""
     folder, _, largest = wide
@@ -222,13 +222,17 @@ def test_an_accelerators_host_holds_no_more_than_the_largest_tensor(wide, monkey
 def test_tensors_of_integers_or_under_two_names_are_refused(released, tmp_path):
     folder, _, config = released
     stored = {n: a for path in folder.glob("*.safetensors") for n, a in load_file(path).items()}
-    up, norm = "layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
-    stored[f"model.language_model.{up}"] = stored[f"model.{up}"]
+    up, norm = (
+        weights.release_name(f"model.layers.0.{name}.weight", config.family)
+        for name in ("mlp.up_proj", "input_layernorm")
+    )
+    for prefix in ("model.", "model.language_model."):
+        stored[f"{prefix}layers.0.mlp.up_proj.weight"] = stored[up]
     stored[norm] = stored[norm].astype(np.int8)
     save_file(stored, tmp_path / release.SINGLE)
     with pytest.raises(ValueError) as error:
         backbone.load(tmp_path, config)
-    assert f"model.{up} is there twice, as model." in str(error.value)
+    assert f"{up} is there twice, as model." in str(error.value)
     assert f"{norm} is I8, expected" in str(error.value)
 
 
@@ -259,6 +263,7 @@ backbone.export(target + str(rank), params, config, "bfloat16", 40_000)
 """
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_two_processes_load_their_parts_and_the_first_one_exports(config, make_params, tmp_path):
     stored = jax.tree.map(lambda a: a.astype(jnp.bfloat16), make_params(config))
     backbone.export(tmp_path / "given", stored, config, max_shard_bytes=40_000)
