@@ -17,6 +17,7 @@ DTYPES = ("float32", "bfloat16")
 OFFLOADS = ("reference", "optimizer")
 CREDITS = ("as_sampled", "prompt_only")
 OLD_LOGPS = ("sampler", "trainer")
+ATTENTIONS = ("auto", "xla", "splash")
 
 
 def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = ()) -> None:
@@ -48,6 +49,12 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
 
 def _check_model(model: ConfigDict, mesh: Mesh) -> None:
     _check_choice("model.remat", model.remat, layers.REMATS)
+    _check_choice("model.attention", model.attention, ATTENTIONS)
+    platform = mesh.devices.flat[0].platform
+    if model.attention == "splash" and platform != "tpu":
+        raise ValueError(
+            f"model.attention 'splash' needs a TPU, the devices are {platform}; set it to 'auto'"
+        )
     for name in ("compute_dtype", "param_dtype", "moments_dtype"):
         _check_choice(f"model.{name}", model[name], DTYPES)
     for name in model.offload:

@@ -44,7 +44,7 @@ def evaluate(
     def answer(params, prompts):
         return sampler.decode(
             params,
-            sampler.prefill(params, prompts, policy.config, dtype=dtype),
+            sampler.prefill(params, prompts, policy.config, dtype=dtype, attention=attention),
             jax.random.key(0),
             jnp.asarray(policy.closing_tag),
             policy.config,
@@ -55,6 +55,9 @@ def evaluate(
             dtype=dtype,
         )
 
+    attention = sharding.attention_kernel(
+        config.model.attention, config.decode_sharding_rules, run.mesh
+    )
     layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
     decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
     answer = jax.jit(run.placed_to_decode(answer), out_shardings=rows)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from care_jax.batch import Prompts
 from models import backbone
-from models.attention import Tree
+from models.attention import XLA, Kernel, Tree
 from models.config import BackboneConfig
 from models.layers import constrain
 
@@ -85,6 +85,7 @@ def score_responses(
     dtype: DTypeLike,
     chunk: int,
     remat: str = "none",
+    attention: Kernel = XLA,
 ) -> tuple[Float[Array, "B R T"], Float[Array, "B R T"]]:
     """log π of every response token given its prompt and its own past, and the entropy there.
 
@@ -97,6 +98,7 @@ def score_responses(
         dtype: of the activations.
         chunk: tokens of each prompt's row whose logits are held at a time.
         remat: what the backward pass recomputes, see `models.backbone.forward`.
+        attention: what computes attention over the rows.
 
     Returns:
         log-probabilities and entropies, in nats.
@@ -134,6 +136,7 @@ def score_responses(
         tree=Tree(prompt_length, num_rows, num_tokens),
         remat=remat,
         deepstack=backbone.deepstack_at(features, prompts.slots),
+        attention=attention,
     )
     # A response's first token is predicted by the prompt's last, every other by the one before.
     last = hidden[:, prompt_length - 1]

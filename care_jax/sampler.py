@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
 from care_jax.batch import Prompts, Rollouts
 from care_jax.logprobs import policy_logits
 from models import backbone
+from models.attention import XLA, Kernel
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import constrain
@@ -78,7 +79,12 @@ class _State:
 
 
 def prefill(
-    params: backbone.Params, prompts: Prompts, config: BackboneConfig, *, dtype: DTypeLike
+    params: backbone.Params,
+    prompts: Prompts,
+    config: BackboneConfig,
+    *,
+    dtype: DTypeLike,
+    attention: Kernel = XLA,
 ) -> Prefix:
     """Runs prompts and images once; `params` are in the decode layout."""
     features = None
@@ -87,7 +93,13 @@ def prefill(
     x = backbone.embed(params, prompts.tokens, dtype=dtype, features=features, slots=prompts.slots)
     deepstack = backbone.deepstack_at(features, prompts.slots)
     hidden, cache = backbone.prefill(
-        params, x, prompts.positions, prompts.is_valid, config, deepstack=deepstack
+        params,
+        x,
+        prompts.positions,
+        prompts.is_valid,
+        config,
+        deepstack=deepstack,
+        attention=attention,
     )
     return Prefix(cache, prompts.is_valid, hidden[:, -1], prompts.next_position)
 

@@ -7,12 +7,13 @@ Letters: B examples, T response tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,7 +25,7 @@ from care_jax.logprobs import score_responses
 from care_jax.metrics import format_line, print_line, progress
 from care_jax.prompt import TokenizedPrompt
 from care_jax.run import Run, start_state
-from care_jax.train_step import update
+from care_jax.train_step import TrainState, update
 from models import backbone, lora
 
 
@@ -56,49 +57,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         the trained parameters.
     """
     config, sft = run.config, run.config.sft
-    learning_rate_at = optimizer.make_schedule(
-        learning_rate=sft.learning_rate,
-        warmup_steps=sft.warmup_steps,
-        num_steps=sft.num_steps,
-        schedule=sft.schedule,
-    )
-    adamw = optimizer.make_optimizer(
-        learning_rate_at,
-        weight_decay=sft.weight_decay,
-        max_grad_norm=sft.max_grad_norm,
-    )
+    learning_rate_at, adamw = make_adamw(run)
     state = start_state(run, params, adamw)
-
-    def sft_step(state, batch):
-        total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
-
-        def loss_fn(params, batch):
-            logp, _ = score_responses(
-                params,
-                batch.prompts,
-                batch.tokens,
-                batch.is_valid,
-                run.policy.config,
-                dtype=jnp.dtype(config.model.compute_dtype),
-                chunk=config.rl.logprob_chunk,
-                remat=config.model.remat,
-            )
-            nll = -jnp.where(batch.is_valid, logp, 0.0)
-            num_tokens = batch.is_valid.sum().astype(jnp.float32)
-            return (batch.weight * nll).sum() / total_weight, {"nll": (nll.sum(), num_tokens)}
-
-        return update(
-            state,
-            batch,
-            loss_fn,
-            adamw,
-            microbatch_size=sft.microbatch_size,
-            partition=run.partition,
-        )
-
-    sft_step = jax.jit(
-        run.placed(sft_step), donate_argnums=0, out_shardings=(sharding.of(state), None)
-    )
+    sft_step = compile_step(run, adamw, sharding.of(state))
     batches = Batches(examples, run.policy.prompts, batch_size=sft.batch_size, seed=config.seed)
     with Checkpoints(
         run.workdir / "checkpoints" / "sft",
@@ -128,6 +89,67 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             if (step + 1) % config.checkpoint_every == 0 or is_last:
                 checkpoints.save(step + 1, state, step + 1, config.seed, {})
     return lora.merged(state.params)
+
+
+def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """The learning rate of each update, and the optimizer."""
+    sft = run.config.sft
+    learning_rate_at = optimizer.make_schedule(
+        learning_rate=sft.learning_rate,
+        warmup_steps=sft.warmup_steps,
+        num_steps=sft.num_steps,
+        schedule=sft.schedule,
+    )
+    adamw = optimizer.make_optimizer(
+        learning_rate_at,
+        weight_decay=sft.weight_decay,
+        max_grad_norm=sft.max_grad_norm,
+    )
+    return learning_rate_at, adamw
+
+
+def compile_step(
+    run: Run, adamw: optax.GradientTransformation, state_shardings: TrainState
+) -> Callable:
+    """The jitted (state, batch) -> (state, metrics), compiled once per bucket that occurs.
+
+    Args:
+        run: the run.
+        adamw: its optimizer.
+        state_shardings: where the state lies before and after a step.
+    """
+    config, model = run.config, run.config.model
+    attention = sharding.attention_kernel(model.attention, config.sharding_rules, run.mesh)
+
+    def sft_step(state, batch):
+        total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
+
+        def loss_fn(params, batch):
+            logp, _ = score_responses(
+                params,
+                batch.prompts,
+                batch.tokens,
+                batch.is_valid,
+                run.policy.config,
+                dtype=jnp.dtype(model.compute_dtype),
+                chunk=config.rl.logprob_chunk,
+                remat=model.remat,
+                attention=attention,
+            )
+            nll = -jnp.where(batch.is_valid, logp, 0.0)
+            num_tokens = batch.is_valid.sum().astype(jnp.float32)
+            return (batch.weight * nll).sum() / total_weight, {"nll": (nll.sum(), num_tokens)}
+
+        return update(
+            state,
+            batch,
+            loss_fn,
+            adamw,
+            microbatch_size=config.sft.microbatch_size,
+            partition=run.partition,
+        )
+
+    return jax.jit(run.placed(sft_step), donate_argnums=0, out_shardings=(state_shardings, None))
 
 
 def sft_batch(

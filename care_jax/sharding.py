@@ -19,6 +19,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models import layers
+from models.attention import Kernel
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH_AXES = ("data", "fsdp")
@@ -218,6 +219,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The leading axis (prompts, rows) is split over data x fsdp, the others are whole."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def attention_kernel(name: str, rules: Rules, mesh: Mesh) -> Kernel:
+    """What computes attention over whole rows on a mesh.
+
+    Args:
+        name: "xla", "splash", or "auto" for splash on a TPU and xla elsewhere.
+        rules: say which mesh axes the heads are cut over while they attend.
+        mesh: the devices.
+    """
+    if name == "auto":
+        name = "splash" if mesh.devices.flat[0].platform == "tpu" else "xla"
+    return Kernel(name, mesh, BATCH_AXES, _mesh_axes("attended_heads", rules))
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:

@@ -70,17 +70,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     """
     config, rl = run.config, run.config.rl
     updates_per_step = rl.prompts_per_step // rl.prompts_per_update
-    learning_rate_at = optimizer.make_schedule(
-        learning_rate=rl.learning_rate,
-        warmup_steps=rl.warmup_steps,
-        num_steps=rl.num_steps * updates_per_step,
-        schedule=rl.schedule,
-    )
-    adamw = optimizer.make_optimizer(
-        learning_rate_at,
-        weight_decay=rl.weight_decay,
-        max_grad_norm=rl.max_grad_norm,
-    )
+    learning_rate_at, adamw = make_adamw(run)
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
     rollout_programs = compile_rollout(run)
@@ -169,6 +159,23 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     return lora.merged(state.params)
 
 
+def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """The learning rate of each update, and the optimizer."""
+    rl = run.config.rl
+    learning_rate_at = optimizer.make_schedule(
+        learning_rate=rl.learning_rate,
+        warmup_steps=rl.warmup_steps,
+        num_steps=rl.num_steps * rl.prompts_per_step // rl.prompts_per_update,
+        schedule=rl.schedule,
+    )
+    adamw = optimizer.make_optimizer(
+        learning_rate_at,
+        weight_decay=rl.weight_decay,
+        max_grad_norm=rl.max_grad_norm,
+    )
+    return learning_rate_at, adamw
+
+
 def assign_credit(
     run: Run, programs: UpdatePrograms, groups: Groups
 ) -> tuple[Credit, RawAdvantages | None]:
@@ -243,10 +250,13 @@ def compile_rollout(run: Run) -> Programs:
     rl, care, config = run.config.rl, run.config.care, run.policy.config
     dtype = jnp.dtype(run.config.model.compute_dtype)
     rows = sharding.batch_sharding(run.mesh)
+    attention = sharding.attention_kernel(
+        run.config.model.attention, run.config.decode_sharding_rules, run.mesh
+    )
     closing_tag = jnp.asarray(run.policy.closing_tag)
 
     def prefill(params, prompts):
-        return sampler.prefill(params, prompts, config, dtype=dtype)
+        return sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
 
     def decode(params, prefix, rng, forced=None):
         return sampler.decode(
@@ -296,7 +306,12 @@ def compile_update(
     """
     rl, care, grpo, model = run.config.rl, run.config.care, run.config.grpo, run.config.model
     config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
-    scoring = dict(dtype=dtype, chunk=rl.logprob_chunk, remat=model.remat)
+    scoring = dict(
+        dtype=dtype,
+        chunk=rl.logprob_chunk,
+        remat=model.remat,
+        attention=sharding.attention_kernel(model.attention, run.config.sharding_rules, run.mesh),
+    )
 
     def to_decode_layout(params):
         return backbone.to_decode_layout(params, config, dtype)

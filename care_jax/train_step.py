@@ -24,6 +24,7 @@ from care_jax import objective, sharding
 from care_jax.batch import TrainBatch
 from care_jax.logprobs import score_responses
 from care_jax.optimizer import combine, partition, round_like, widen
+from models.attention import XLA, Kernel
 from models.backbone import Params
 from models.config import BackboneConfig
 
@@ -89,6 +90,7 @@ def train_step(
     dtype: DTypeLike,
     remat: str,
     partition: Partition = partition,
+    attention: Kernel = XLA,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """One reinforcement learning update.
 
@@ -107,6 +109,7 @@ def train_step(
         dtype: of the activations.
         remat: what the backward pass recomputes.
         partition: tells the trained parameters from the frozen.
+        attention: what computes attention over the rows.
 
     Returns:
         the state after it, and metrics in nats and shares of tokens.
@@ -129,6 +132,7 @@ def train_step(
             dtype=dtype,
             chunk=chunk,
             remat=remat,
+            attention=attention,
         )
         # Elsewhere (forced, padding, rows left out) the ratio is held at 1.
         logp = jnp.where(batch.is_trained, logp, batch.old_logp)

@@ -28,6 +28,8 @@ def get_config() -> ConfigDict:
     model.backbone = ConfigDict()  # config.json of a backbone to start from random; with path empty
     model.tokenizer = ""  # folder of a tokenizer; empty: that of model.path, or the built-in one
     model.compute_dtype = "bfloat16"  # of activations and of the weights that decode
+    # Attention over whole rows: "xla", "splash" (the TPU's kernel), "auto" (splash on a TPU).
+    model.attention = "auto"
     model.freeze_vision = False  # (open) the vision tower is trained
     # What the memory allows.
     model.remat = "layer"  # the backward pass recomputes "none", all but "dots", or each "layer"

@@ -5,19 +5,33 @@ the prompt and, causally, itself. No score between two branches is ever computed
 keys are never repeated: the branches (and the query heads of a group) are extra query rows of one
 matrix product per (prompt, kv head). Decoding is the same computation, with the branches' keys in
 a cache. Scores and softmax are float32. A query that sees nothing (an unused slot) stays finite.
+
+On a TPU whole rows go through its splash kernel instead, which holds no score outside a block and
+skips the blocks that the tree leaves empty; padding and segments are masked inside the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 # Query tokens (over all branches) whose scores are held at a time.
 _QUERY_CHUNK = 1024
 _MASKED = -1e30  # finite, so that a row without any visible key stays finite
+# Tokens per side of a splash block, by preference; the last is the least that the kernel takes.
+_BLOCKS = (512, 256, 128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +51,36 @@ class Tree:
         return self.prefix + self.branches * self.length
 
 
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What computes attention over whole rows.
+
+    Attributes:
+        name: "xla", products of the compiler's own, or "splash", the TPU's kernel.
+        mesh: the devices that rows and heads are split over, which the compiler cannot do to a
+            kernel; None for one device. It means nothing to "xla".
+        batch_axes: mesh axes that split the rows.
+        head_axes: mesh axes that split the heads, as many of them, from the first on, as divide.
+        interpret: runs the kernel step by step on any device, for tests.
+    """
+
+    name: str
+    mesh: Mesh | None = None
+    batch_axes: tuple[str, ...] = ()
+    head_axes: tuple[str, ...] = ()
+    interpret: bool = False
+
+
+XLA = Kernel("xla")
+
+
 def attend_tree(
     q: Float[Array, "B S K G H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     segments: Int[Array, "B S"],
     tree: Tree,
+    kernel: Kernel = XLA,
 ) -> Float[Array, "B S K G H"]:
     """Attention of one row per prompt under the tree mask.
 
@@ -50,19 +88,124 @@ def attend_tree(
         q, k, v: rotated queries and keys, and values, of the whole row.
         segments: tokens see only tokens of their own segment; -1 is padding, which sees itself.
         tree: the layout; its size is S.
+        kernel: what computes it.
     """
     if q.shape[1] != tree.size:
         raise ValueError(f"{tree} has {tree.size} tokens, got rows of {q.shape[1]}; match them")
-    P = tree.prefix
+    if kernel.name == "splash":
+        return _attend_splash(q, k, v, segments, tree, kernel)
+    start = tree.prefix
     # A prompt is a single branch without a prefix.
-    out = _attend_own(*(a[:, None, :P] for a in (q, k, v, segments)))[:, 0]
+    out = _attend_own(*(a[:, None, :start] for a in (q, k, v, segments)))[:, 0]
     if not tree.branches:
         return out
-    prefix = k[:, :P], v[:, :P], segments[:, :P]
+    prefix = k[:, :start], v[:, :start], segments[:, :start]
     rows = (q.shape[0], tree.branches, tree.length)
-    own = (a[:, P:].reshape(rows + a.shape[2:]) for a in (q, k, v, segments))
+    own = (a[:, start:].reshape(rows + a.shape[2:]) for a in (q, k, v, segments))
     branches = _attend_own(*own, prefix=prefix)
-    return jnp.concatenate([out, branches.reshape(q[:, P:].shape)], axis=1)
+    return jnp.concatenate([out, branches.reshape(q[:, start:].shape)], axis=1)
+
+
+def _attend_splash(q, k, v, segments, tree: Tree, kernel: Kernel):
+    """`attend_tree` by the TPU's block-sparse kernel, on each device for its rows and heads."""
+    size, num_kv_heads, group = q.shape[1:4]
+    # The largest block that pads a row by an eighth at most.
+    block = next((b for b in _BLOCKS if -size % b <= size // 8), _BLOCKS[-1])
+    padding = -size % block
+    scale = q.shape[-1] ** -0.5
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(*q.shape[:2], -1, q.shape[-1])
+    head_axes, copies = _split_heads(num_kv_heads, group, kernel)
+    if copies > 1:  # a kv head for each of the devices that hold its query heads
+        k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
+
+    def heads_first(a):
+        return jnp.pad(a, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
+
+    def attend(q, k, v, segments):
+        splash = _splash_kernel(tree, size + padding, q.shape[1], block, kernel.interpret)
+        ids = splash_attention_kernel.SegmentIds(segments, segments)
+        return jax.vmap(splash)(q, k, v, ids)
+
+    if kernel.mesh is not None:
+        rows, heads = P(kernel.batch_axes), P(kernel.batch_axes, head_axes)
+        attend = jax.shard_map(
+            attend,
+            mesh=kernel.mesh,
+            in_specs=(heads, heads, heads, rows),
+            out_specs=heads,
+            check_vma=False,
+        )
+    segments = jnp.pad(segments, ((0, 0), (0, padding)), constant_values=-1)
+    out = attend(heads_first(q), heads_first(k), heads_first(v), segments)
+    out = out.swapaxes(1, 2)[:, :size]
+    return out.reshape(*out.shape[:2], num_kv_heads, group, out.shape[-1])
+
+
+def _split_heads(num_kv_heads: int, group: int, kernel: Kernel) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that heads are split over, and how many copies of a kv head that takes."""
+    for num_axes in range(len(kernel.head_axes), 0, -1):
+        axes = kernel.head_axes[:num_axes]
+        parts = math.prod(kernel.mesh.shape[axis] for axis in axes)
+        copies = parts // math.gcd(parts, num_kv_heads)
+        if group % copies == 0:
+            return axes, copies
+    return (), 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _TreeMask(splash_attention_mask.Mask):
+    """The tree mask of a row padded to `padded` tokens, worked out block by block."""
+
+    tree: Tree
+    padded: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.padded, self.padded
+
+    def __getitem__(self, slices: tuple[slice, slice]) -> np.ndarray:
+        queries, keys = (np.arange(self.padded)[s] for s in slices)
+        queries, keys = queries[:, None], keys[None]
+        is_causal = keys <= queries
+        if not self.tree.branches:
+            return is_causal
+        branch_of_query, branch_of_key = (
+            (tokens - self.tree.prefix) // self.tree.length for tokens in (queries, keys)
+        )
+        return is_causal & ((keys < self.tree.prefix) | (branch_of_key == branch_of_query))
+
+
+@functools.lru_cache
+def _splash_kernel(tree: Tree, padded: int, num_heads: int, block: int, interpret: bool):
+    """The kernel of one layout: (q [N, S, H], k, v [K, S, H], segments) -> [N, S, H].
+
+    Gradients of q and of k, v are two kernels: the fused one holds as many copies of q's gradient
+    as there are blocks of keys.
+    """
+    sizes = dict.fromkeys(
+        (
+            "block_q",
+            "block_kv",
+            "block_kv_compute",
+            "block_q_dkv",
+            "block_kv_dkv",
+            "block_kv_dkv_compute",
+            "block_q_dq",
+            "block_kv_dq",
+        ),
+        block,
+    )
+    mask = splash_attention_mask.MultiHeadMask([_TreeMask(tree, padded)] * num_heads)
+    with jax.ensure_compile_time_eval():
+        kernel = splash_attention_kernel.make_splash_mha(
+            mask,
+            block_sizes=splash_attention_kernel.BlockSizes(**sizes),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+    # Kept on the host: the cache outlives any trace and any device.
+    return jax.tree.map(np.asarray, kernel)
 
 
 def _attend_own(q, k, v, segments, prefix=None):

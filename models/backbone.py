@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from models import decoder, lora, rope, transfer, vision_qwen2_5, vision_qwen3
-from models.attention import Tree
+from models.attention import XLA, Kernel, Tree
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import Params
@@ -117,6 +117,7 @@ def forward(
     tree: Tree,
     remat: str = "none",
     deepstack: Float[Array, "L B P D"] | None = None,
+    attention: Kernel = XLA,
 ) -> Float[Array, "B S D"]:
     """Hidden states after the final norm, one row per prompt under the tree mask.
 
@@ -128,6 +129,7 @@ def forward(
         tree: layout of the rows.
         remat: what the backward pass recomputes, see `layers.checkpointed`.
         deepstack: of the first P tokens, those of the prompts, from `deepstack_at`.
+        attention: what computes attention.
     """
     return decoder.run(
         params["text"],
@@ -138,6 +140,7 @@ def forward(
         tree=tree,
         remat=remat,
         deepstack=deepstack,
+        attention=attention,
     )
 
 
@@ -169,6 +172,7 @@ def prefill(
     config: BackboneConfig,
     *,
     deepstack: Float[Array, "L B P D"] | None = None,
+    attention: Kernel = XLA,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
     """Hidden states of the prompts after the final norm, and their keys and values.
 
@@ -177,8 +181,17 @@ def prefill(
         x, positions: embedded prompts and their M-RoPE ids.
         is_valid: false at padding, which no token sees.
         deepstack: from `deepstack_at`.
+        attention: what computes attention.
     """
-    return decoder.prefill(params["text"], x, positions, is_valid, config.text, deepstack=deepstack)
+    return decoder.prefill(
+        params["text"],
+        x,
+        positions,
+        is_valid,
+        config.text,
+        deepstack=deepstack,
+        attention=attention,
+    )
 
 
 def init_cache(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import Tree, attend_cached, attend_tree
+from models.attention import XLA, Kernel, Tree, attend_cached, attend_tree
 from models.config import TextConfig
 from models.layers import (
     MLP,
@@ -151,6 +151,7 @@ def run(
     tree: Tree,
     remat: str,
     deepstack: Float[Array, "L B P D"] | None = None,
+    attention: Kernel = XLA,
 ) -> Float[Array, "B S D"]:
     """All stacked layers and the final norm, over whole rows.
 
@@ -162,7 +163,7 @@ def run(
         deepstack = jnp.pad(deepstack, ((0, 1), (0, 0), (0, 0), (0, 0)))
 
     def attend(q, k, v):
-        return attend_tree(q, k, v, segments, tree), None
+        return attend_tree(q, k, v, segments, tree, attention), None
 
     def layer(x, xs):
         p, l = xs
@@ -255,6 +256,7 @@ def prefill(
     config: TextConfig,
     *,
     deepstack: Float[Array, "L B P D"] | None = None,
+    attention: Kernel = XLA,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
     """Runs the prompts and keeps their keys and values."""
     num_added = 0 if deepstack is None else len(deepstack)
@@ -265,7 +267,7 @@ def prefill(
     def attend(q, k, v):
         kept = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
         kept = tuple(constrain(a, "batch", "kv_heads", None, None) for a in kept)
-        return attend_tree(q, k, v, segments, tree), kept
+        return attend_tree(q, k, v, segments, tree, attention), kept
 
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
