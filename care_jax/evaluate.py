@@ -37,6 +37,9 @@ def evaluate(
     config, policy = run.config, run.policy
     dtype = jnp.dtype(config.model.compute_dtype)
     rows = sharding.batch_sharding(run.mesh)
+    attention = sharding.attention_kernel(
+        config.model.attention, config.decode_sharding_rules, run.mesh
+    )
 
     def to_decode_layout(params):
         return backbone.to_decode_layout(params, policy.config, dtype)
@@ -55,9 +58,6 @@ def evaluate(
             dtype=dtype,
         )
 
-    attention = sharding.attention_kernel(
-        config.model.attention, config.decode_sharding_rules, run.mesh
-    )
     layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
     decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
     answer = jax.jit(run.placed_to_decode(answer), out_shardings=rows)

@@ -80,7 +80,7 @@ def make_run(policy, tmp_path):
     def make(changes, folder="run"):
         config = tiny.get_config()
         config.update_from_flattened_dict(changes)
-        mesh, workdir = make_mesh(1, 1, 1, jax.devices()[:1]), tmp_path / folder
+        mesh, workdir = make_mesh(1, 1, 1, devices=jax.devices()[:1]), tmp_path / folder
         workdir.mkdir(exist_ok=True)
         runs.append(Run(config, policy, mesh, workdir, MetricWriter(workdir)))
         return runs[-1]

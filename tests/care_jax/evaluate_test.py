@@ -61,11 +61,12 @@ def asked(policy, examples, monkeypatch):
             is_complete=is_valid.any(-1),
         )
 
-    def prefill(params, prompts, config, *, dtype):
+    def prefill(params, prompts, config, *, dtype, attention):
         return prompts
 
     monkeypatch.setattr(evaluate, "sampler", SimpleNamespace(prefill=prefill, decode=decode))
     monkeypatch.setattr(evaluate.backbone, "to_decode_layout", lambda params, *_: params)
+    monkeypatch.setattr(evaluate, "decode_shardings", lambda *_: None)
     return texts, calls
 
 

@@ -81,11 +81,12 @@ def scripted(monkeypatch):
     seen = []
 
     def score_responses(params, prompts, tokens, is_valid, config, **settings):
-        expected = {"dtype": jnp.float32, "chunk": 77, "remat": "layer", "freeze_vision": True}
-        assert settings == expected
+        assert settings.pop("attention").name == "xla"
+        assert settings == {"dtype": jnp.float32, "chunk": 77, "remat": "layer"}
         return jnp.asarray(logp)[tokens], None
 
-    def update(state, batch, loss_fn, optimizer, *, microbatch_size):
+    def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition):
+        assert partition(state.params)[0].keys() == {"text"}
         assert microbatch_size == SETTINGS["sft.microbatch_size"]
         parts = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
         shares, metrics = zip(*(loss_fn(state.params, part) for part in parts), strict=True)

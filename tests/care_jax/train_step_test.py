@@ -17,6 +17,7 @@ from care_jax import logprobs, optimizer, sharding
 from care_jax.batch import TrainBatch
 from care_jax.train_step import init_state, join_batch, split_batch, train_step, update
 from models import backbone, lora
+from models.attention import Kernel
 
 SGD = optax.sgd(1.0)
 RULES = (
@@ -283,7 +284,7 @@ def test_scorer_is_called_as_the_step_was(policy, batch, one_device, monkeypatch
         return (params["w"] * jnp.zeros(tokens.shape),) * 2
 
     monkeypatch.setattr(sys.modules[train_step.__module__], "score_responses", score_responses)
-    settings = dict(chunk=7, dtype=jnp.bfloat16, remat="layer", freeze_vision=True)
+    settings = dict(chunk=7, dtype=jnp.bfloat16, remat="layer", attention=Kernel("splash"))
     state = init_state({"w": jnp.ones(())}, SGD, one_device)
     clip = dict(clip_low=0.2, clip_high=0.28)
     step = functools.partial(train_step, microbatch_size=2, beta=0.1, **clip, **settings)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax import optimizer, sft, train
+from care_jax import optimizer, sft, sharding, train
 from care_jax.batch import Scores
 from care_jax.credit import Credit
 from care_jax.rollout import Groups
@@ -100,19 +100,31 @@ def test_log_probabilities_come_from_whom_they_should(
     make_run, groups, records, changes, is_recomputed
 ):
     """The scorer gives the name of its parameters, a number."""
-    run = make_run({"rl.response_buckets": (9,), **changes})
+    run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, **changes})
     shape = groups.rollouts.tokens.shape
     batch = train.train_batch(run, records, groups, credit_of(shape), slice(0, B))
     programs = scripted_update(score=lambda params, batch: jnp.full(batch.tokens.shape, params))
     sampled = groups.rollouts.logp
-    scored = train.with_logprobs(run, programs, batch, 5.0, 7.0)
-    np.testing.assert_array_equal(scored.ref_logp, np.full(shape, 7.0))
-    np.testing.assert_array_equal(
-        scored.old_logp, np.full(shape, 5.0) if is_recomputed else sampled
-    )
-    np.testing.assert_array_equal(
-        train.with_logprobs(run, programs, batch, 5.0, None).ref_logp, np.zeros(shape)
-    )
+    for scored in train.with_logprobs(run, programs, [batch] * 2, 5.0, 7.0):
+        np.testing.assert_array_equal(scored.ref_logp, np.full(shape, 7.0))
+        np.testing.assert_array_equal(
+            scored.old_logp, np.full(shape, 5.0) if is_recomputed else sampled
+        )
+    without_kl = make_run({"rl.response_buckets": (9,), "rl.beta": 0.0, **changes}, "without_kl")
+    (scored,) = train.with_logprobs(without_kl, programs, [batch], 5.0, None)
+    np.testing.assert_array_equal(scored.ref_logp, np.zeros(shape))
+
+
+def test_adapters_leave_their_reference_in_place(make_run, groups, records):
+    run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, "model.lora_rank": 2})
+    params = {"text": {"kernel": 3.0, "lora_a": 1.0, "lora_b": 2.0, "lora_scale": 1.0}}
+    assert train.copy_reference(run, params) is None
+    shape = groups.rollouts.tokens.shape
+    batch = train.train_batch(run, records, groups, credit_of(shape), slice(0, B))
+    seen = []
+    programs = scripted_update(score=lambda params, batch: seen.append(params) or batch.ref_logp)
+    train.with_logprobs(run, programs, [batch], params, None)
+    assert seen == [{"text": {"kernel": 3.0}}]
 
 
 CARE = dict(
@@ -146,7 +158,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.num_candidates": 5, "care.rule": "mixed", "care.advantage_eps": 3e-6}
     changes |= {"grpo.ddof": 1, "grpo.advantage_eps": 4e-6}
-    changes |= {"model.remat": "layer", "model.freeze_vision": True}
+    changes |= {"model.remat": "layer"}
     run, grpo = make_run(changes), make_run(changes | {"rl.objective": "grpo"}, "grpo")
     seen = {}
     for module, name in (
@@ -165,7 +177,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
         monkeypatch.setattr(module, name, noted)
 
-    rollout, update = train.compile_rollout(run), train.compile_update(run, None)
+    rollout, update = train.compile_rollout(run), train.compile_update(run, None, None)
     two = jnp.zeros(2)
     decoding = {"max_tokens": 33, "temperature": 0.7, "top_p": 0.9, "dtype": jnp.float32}
     jax.eval_shape(rollout.decode, 0, two, two)
@@ -179,12 +191,13 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
     assert seen["care_raw_advantages"] == {"delta": 0.11, "eps": 3e-6, "robust": True}
-    jax.eval_shape(train.compile_update(grpo, None).credit, 0, 0)
+    jax.eval_shape(train.compile_update(grpo, None, None).credit, 0, 0)
     assert seen["grpo_credit"] == {"eps": 4e-6, "ddof": 1}
-    scoring = {"dtype": jnp.float32, "chunk": 77, "remat": "layer", "freeze_vision": True}
+    attention = sharding.attention_kernel("xla", run.config.sharding_rules, run.mesh)
+    scoring = {"dtype": jnp.float32, "chunk": 77, "remat": "layer", "attention": attention}
     clip = {"beta": 0.3, "clip_low": 0.1, "clip_high": 0.4, "microbatch_size": 2}
     jax.eval_shape(update.update, 0, 0)
-    assert seen["train_step"] == scoring | clip
+    assert seen["train_step"] == scoring | clip | {"partition": run.partition}
 
 
 def test_log_probabilities_come_back_in_the_order_of_the_prompts(
@@ -200,20 +213,14 @@ def test_log_probabilities_come_back_in_the_order_of_the_prompts(
         return tokens.astype(jnp.float32), None
 
     monkeypatch.setattr(train, "score_responses", score_responses)
-    logp = train.compile_update(run, None).score(0, batch)
+    logp = train.compile_update(run, None, None).score(0, batch)
     np.testing.assert_array_equal(logp, groups.rollouts.tokens)
 
 
 @pytest.mark.parametrize(("stage", "module"), [("rl", train), ("sft", sft)])
-@pytest.mark.parametrize("freeze_vision", [True, False])
-def test_each_stage_makes_its_optimizer_of_its_own_keys(
-    make_run, monkeypatch, stage, module, freeze_vision
-):
+def test_each_stage_makes_its_optimizer_of_its_own_keys(make_run, monkeypatch, stage, module):
     keys = {"weight_decay": 0.3, "max_grad_norm": 0.7}
-    run = make_run(
-        {f"{stage}.{key}": value for key, value in keys.items()}
-        | {"model.freeze_vision": freeze_vision}
-    )
+    run = make_run({f"{stage}.{key}": value for key, value in keys.items()})
     seen = {}
 
     def make_optimizer(schedule, **settings):
@@ -223,7 +230,7 @@ def test_each_stage_makes_its_optimizer_of_its_own_keys(
     monkeypatch.setattr(optimizer, "make_optimizer", make_optimizer)
     with pytest.raises(KeyboardInterrupt):
         module.train(run, None, [])
-    assert seen == keys | {"trainable_mask": {"vision": not freeze_vision, "text": True}}
+    assert seen == keys
 
 
 def scripted_update(**programs):
@@ -301,7 +308,7 @@ def run_loop(make_run, questions, responses, monkeypatch):
         run = make_run(LOOP, folder)
         monkeypatch.setattr(train, "roll_out", script.roll_out)
         monkeypatch.setattr(train, "compile_rollout", lambda run: None)
-        monkeypatch.setattr(train, "compile_update", lambda run, adamw: script.programs())
+        monkeypatch.setattr(train, "compile_update", lambda *_: script.programs())
         params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}
         params = train.train(run, params, questions(range(10)))
         return script, params, metrics_of(run)
