@@ -156,3 +156,13 @@ def test_resumed_stage_does_what_the_unbroken_one_did(make_run, examples, script
     assert metrics_of(resumed) == metrics_of(whole)
     rates = [record["learning_rate"] for record in metrics_of(whole)]
     np.testing.assert_allclose(rates, [0.25, 0.5, 0.5])
+
+
+def test_checkpoint_of_another_backbone_is_refused(
+    make_run, policy, examples, scripted, monkeypatch
+):
+    sft.train(make_run(SETTINGS), params(), examples)
+    other = policy.fingerprint() | {"text.hidden_size": 97}
+    monkeypatch.setattr(type(policy), "fingerprint", lambda self: other)
+    with pytest.raises(ValueError, match=r"of another model: .*text\.hidden_size"):
+        sft.train(make_run(SETTINGS), params(), examples)

@@ -373,3 +373,11 @@ def test_resumed_loop_does_what_the_unbroken_one_did(run_loop, unbroken):
     kept = ("step", "loss", "decoded_tokens", "learning_rate")
     for got, want in zip(metrics, expected, strict=True):
         assert {name: got[name] for name in kept} == {name: want[name] for name in kept}
+
+
+def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch):
+    run_loop()
+    other = policy.fingerprint() | {"text.hidden_size": 97}
+    monkeypatch.setattr(type(policy), "fingerprint", lambda self: other)
+    with pytest.raises(ValueError, match=r"of another model: .*text\.hidden_size"):
+        run_loop()
