@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from care_jax import credit, diagnostics
-from care_jax.batch import Example, Rollouts, Scores
+from care_jax.batch import Rollouts, Scores
 
 
 def scores_of(acc, fmt):
@@ -83,8 +83,7 @@ def test_undefined_metrics_are_left_out():
 
 def test_means_leave_the_reflected_row_out_and_split_by_source():
     scores = scores_of([[1, 0, 0, 0, 1], [1, 1, 1, 1, 0]], np.ones((2, 5)))
-    examples = [Example(str(i), source, (), "?", "1") for i, source in enumerate("ab")]
-    metrics = diagnostics.rollout_metrics(rollouts_of((2, 5)), scores, examples, num_rollouts=4)
+    metrics = diagnostics.rollout_metrics(rollouts_of((2, 5)), scores, "ab", num_rollouts=4)
     assert metrics["acc"] == pytest.approx(5 / 8)
     assert (metrics["acc/a"], metrics["acc/b"]) == (0.25, 1.0)
     assert metrics["all_correct_rate"] == 0.5 and metrics["all_wrong_rate"] == 0
