@@ -39,8 +39,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+class _Manager(ocp.CheckpointManager):
+    """Leaves preemption to the run: steps of a save among its sync points would confuse them."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class Checkpoints:
-    """The checkpoints in one folder.
+    """The checkpoints in one folder, which all processes of a run share.
 
     Saving returns once the arrays are copied; the files are written behind the run's back and a
     step exists only when all of them are there, so that a kill at any time leaves the step before
@@ -60,7 +67,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, cleanup_tmp_directories=True
         )
-        self._manager = ocp.CheckpointManager(
+        self._manager = _Manager(
             self.folder,
             options=options,
             item_handlers={

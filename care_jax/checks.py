@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from care_jax import optimizer, reflect, select, sharding
+from care_jax import distributed, optimizer, reflect, select, sharding
 from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
@@ -32,6 +32,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     Raises:
         ValueError: one line, the first thing that is wrong.
     """
+    distributed.check_mesh(mesh)
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
     _check_model(config.model, mesh)

@@ -1,5 +1,7 @@
 """What a run logs about its groups, from host copies of one step's rollouts.
 
+Texts, log-probabilities and spans are not looked at and may be missing in the records.
+
 A metric that is undefined at a step (no rescue, no reflection) is left out of it.
 
 Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
@@ -7,23 +9,24 @@ Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from care_jax.advantages import RawAdvantages
-from care_jax.batch import Example, Rollouts, Scores
+from care_jax.batch import Rollouts, Scores
 from care_jax.select import Subgroup
 
 
 def rollout_metrics(
-    rollouts: Rollouts, scores: Scores, examples: Sequence[Example], num_rollouts: int
+    rollouts: Rollouts, scores: Scores, sources: Sequence[str], num_rollouts: int
 ) -> dict[str, float]:
     """Means over the G rollouts of each prompt; the reflected row is left out.
 
-    Lengths are in tokens. `acc/<source>` is the mean of each source in the batch.
+    Lengths are in tokens. `acc/<source>` is the mean of each source in the batch, `sources` naming
+    that of each prompt.
     """
     acc, fmt, reward = (
         getattr(scores, name)[:, :num_rollouts] for name in ("acc", "fmt", "reward")
@@ -39,10 +42,9 @@ def rollout_metrics(
         "response_tokens": rollouts.is_valid[:, :num_rollouts].sum(-1).mean(),
         "truncated_rate": 1 - rollouts.is_complete[:, :num_rollouts].mean(),
     }
-    of_source = Counter(example.source for example in examples)
-    if len(of_source) > 1:
-        for source in sorted(of_source):
-            rows = [example.source == source for example in examples]
+    if len(set(sources)) > 1:
+        for source in sorted(set(sources)):
+            rows = [each == source for each in sources]
             metrics[f"acc/{source}"] = acc[rows].mean()
     return {name: float(value) for name, value in metrics.items()}
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import operator
+import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import sampler, sharding
+from care_jax import distributed, sampler, sharding
 from care_jax.batch import Example
 from care_jax.metrics import print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
+from care_jax.prompt import prompt_sizes
 from care_jax.run import Run
 from care_jax.scores import row_texts, score_rollouts
 from care_jax.verifier import Verifier
@@ -33,8 +36,13 @@ def evaluate(
 
     Returns:
         accuracy and format in [0, 1], the accuracy's 95% Wilson interval, and accuracy by source.
+
+    Raises:
+        ValueError: no example's prompt fits a bucket.
+        distributed.Preempted: the run is to end.
     """
     config, policy = run.config, run.policy
+    size = config.evaluate.batch_size
     dtype = jnp.dtype(config.model.compute_dtype)
     rows = sharding.batch_sharding(run.mesh)
     attention = sharding.attention_kernel(
@@ -61,31 +69,35 @@ def evaluate(
     layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
     decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
     answer = jax.jit(run.placed_to_decode(answer), out_shardings=rows)
+    own = sharding.local_rows(size, run.mesh)
+    # Stands in rows without a prompt, whose answers are dropped; no shorter prompt is possible.
+    filler = policy.prompts.tokenize(Example("filler", "", (), "", ""))
+    firsts = range(0, len(examples) if policy.prompts.fits(filler) else 0, size)
     correct, formatted = defaultdict(list), []
-    path = run.workdir / f"samples_{name}.jsonl"
-    batches = list(_batches(examples, config.evaluate.batch_size))
-    num_dropped = 0
+    path = run.workdir / f"samples_{name}.jsonl" if jax.process_index() == 0 else os.devnull
     with (
         Verifier(
             num_workers=config.verifier.num_workers,
             timeout=config.verifier.timeout,
             think_tag=policy.think_tag,
         ) as verifier,
-        path.open("w") as samples,
+        open(path, "w") as samples,
     ):
-        for batch in progress(batches, f"evaluate {name}", 0, len(batches)):
+        for first in progress(firsts, f"evaluate {name}", 0, len(firsts)):
+            if distributed.is_preempted():
+                raise distributed.Preempted(f"in the evaluation after {name}")
+            places = [int(place) for place in first + own if place < len(examples)]
+            batch = [examples[place] for place in places]
             records = [policy.prompts.tokenize(example) for example in batch]
-            fits = [policy.prompts.fits(record) for record in records]
-            batch = [example for example, fit in zip(batch, fits, strict=True) if fit]
-            records = [record for record, fit in zip(records, fits, strict=True) if fit]
-            num_dropped += len(fits) - len(batch)
-            if not batch:
-                continue
-            # The last batch is filled up with its first prompt, whose extra answers are dropped.
-            padding = [records[0]] * (config.evaluate.batch_size - len(records))
-            prompts = sharding.put_batch(policy.prompts.batch(records + padding), run.mesh)
-            rollouts = jax.device_get(answer(decode_params, prompts))
-            rollouts = jax.tree.map(lambda x: x[: len(batch)], rollouts)  # noqa: B023
+            kept = [row for row, record in enumerate(records) if policy.prompts.fits(record)]
+            padded = [filler] * len(own)
+            for row in kept:
+                padded[row] = records[row]
+            sizes = distributed.gather_rows(prompt_sizes(padded), own)
+            prompts = sharding.put_batch(policy.prompts.batch(padded, sizes), run.mesh)
+            rollouts = distributed.fetch(answer(decode_params, prompts))
+            rollouts = jax.tree.map(lambda x: x[kept], rollouts)  # noqa: B023
+            batch = [batch[row] for row in kept]
             scores, _ = score_rollouts(
                 rollouts,
                 batch,
@@ -96,17 +108,26 @@ def evaluate(
                 format_weight=0.0,
             )
             texts = row_texts(rollouts, policy.token_bytes, eos_token_id=policy.config.eos_token_id)
-            formatted.extend(scores.fmt[:, 0])
-            for example, acc, (text,) in zip(batch, scores.acc[:, 0], texts, strict=True):
-                correct[example.source].append(acc)
-                sample = {
+            answered = [
+                {
+                    "place": places[row],
                     "id": example.id,
                     "source": example.source,
                     "question": example.question,
                     "answer": example.answer,
                     "response": text,
                     "acc": float(acc),
+                    "fmt": float(fmt),
                 }
+                for row, example, (text,), (acc,), (fmt,) in zip(
+                    kept, batch, texts, scores.acc, scores.fmt, strict=True
+                )
+            ]
+            gathered = [sample for part in distributed.gather_json(answered) for sample in part]
+            for sample in sorted(gathered, key=operator.itemgetter("place")):
+                del sample["place"]
+                correct[sample["source"]].append(sample["acc"])
+                formatted.append(sample["fmt"])
                 samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     if not correct:
@@ -122,7 +143,7 @@ def evaluate(
         "acc_high": high,
         "fmt": float(np.mean(formatted)),
         "num_examples": len(accs),
-        "num_dropped": num_dropped,
+        "num_dropped": len(examples) - len(accs),
     }
     if len(correct) > 1:
         metrics |= {f"acc/{source}": float(np.mean(correct[source])) for source in sorted(correct)}
@@ -131,8 +152,3 @@ def evaluate(
         f"{len(accs)} held-out examples, format {metrics['fmt']:.1%})"
     )
     return metrics
-
-
-def _batches(examples: Sequence[Example], size: int) -> Iterator[list[Example]]:
-    for first in range(0, len(examples), size):
-        yield [examples[index] for index in range(first, min(first + size, len(examples)))]

@@ -2,20 +2,23 @@
 
 The stages of `config.stages` follow one another, each from the parameters that the one before
 left. A run that was stopped goes on where it was when it is started again with the same workdir.
+Several processes are one run with one workdir that all of them can write to; see `distributed`.
 """
 
 from __future__ import annotations
 
 import pathlib
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import evaluate, export, sft, train
+from care_jax import distributed, evaluate, export, sft, train
 from care_jax.batch import Example
 from care_jax.checks import check_config
 from care_jax.data.sources import open_source
@@ -26,11 +29,16 @@ from care_jax.sharding import make_mesh
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
+# Found by JAX on TPU pods, Slurm and Open MPI; one process alone needs none of them.
+_COORDINATOR = flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the whole run.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
+    distributed.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     config = _CONFIG.value
     overridden = config_flags.get_override_values(flags.FLAGS["config"])
     run_stages(config, pathlib.Path(_WORKDIR.value), overridden)
@@ -54,7 +62,8 @@ def run_stages(
     sources = {stage: open_stage(config, stage) for stage in config.stages if stage != "export"}
     policy = policy_of(config)
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+    if jax.process_index() == 0:
+        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
     results = {}
     with MetricWriter(workdir) as metrics:
         run = Run(config, policy, mesh, workdir, metrics)
@@ -126,13 +135,21 @@ def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
 
 
 def run_main() -> None:
-    """Parses flags and runs; a mistake of the user's is one line, not a traceback."""
+    """Parses flags and runs; a mistake of the user's is one line, not a traceback.
+
+    Ends with status 75 where it was told to end before it was done.
+    """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     try:
         app.run(main, flags_parser=_parse_flags)
+    except distributed.Preempted as place:
+        message = f"stopped by SIGTERM {place}; the same command goes on from there"
+        distributed.leave(message, is_preempted=True)
     except (ValueError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
+        distributed.leave(f"error: {error}")
+    except Exception:
+        distributed.leave(traceback.format_exc())
 
 
 def _parse_flags(argv: Sequence[str]) -> Sequence[str]:

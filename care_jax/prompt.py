@@ -44,6 +44,12 @@ class TokenizedPrompt:
     patches: Float[np.ndarray, "n C"]
 
 
+def prompt_sizes(records: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
+    """Tokens and patches of each prompt."""
+    sizes = [(len(record.tokens), len(record.patches)) for record in records]
+    return np.array(sizes, np.int32).reshape(-1, 2)
+
+
 def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
     """Opens a tokenizer folder; an empty name gives the small built-in tokenizer.
 
@@ -174,19 +180,23 @@ class PromptBuilder:
         num_tokens, num_patches = len(record.tokens), len(record.patches)
         return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
 
-    def batch(self, records: Sequence[TokenizedPrompt]) -> Prompts:
+    def batch(
+        self, records: Sequence[TokenizedPrompt], sizes: Int[np.ndarray, "N 2"] | None = None
+    ) -> Prompts:
         """Pads prompts to the smallest bucket that holds them all.
 
         Args:
             records: B prompts, each of which fits the largest bucket.
+            sizes: of all prompts of the batch, where these are one process's share of it.
 
         Returns:
-            Prompts of B rows as numpy arrays; `images` is None where no record has an image.
+            Prompts of B rows as numpy arrays; `images` is None where the batch has no image.
 
         Raises:
             ValueError: no bucket holds the batch.
         """
-        num_tokens, num_patches = self._bucket(records)
+        sizes = prompt_sizes(records) if sizes is None else sizes
+        num_tokens, num_patches = self._bucket(sizes)
         shape = (len(records), num_tokens)
         tokens = np.full(shape, self.config.pad_token_id, np.int32)
         is_valid = np.zeros(shape, bool)
@@ -202,7 +212,7 @@ class PromptBuilder:
             )
             slots[row, place] = image_slots(record.tokens, self.config)
         images = None
-        if any(len(record.grids) for record in records):
+        if sizes[:, 1].any():
             images = pack_images(
                 [record.patches for record in records],
                 [record.grids for record in records],
@@ -258,10 +268,9 @@ class PromptBuilder:
         with Image.open(image) as opened:
             return to_patches(opened, self.config.vision, **limits, **statistics)
 
-    def _bucket(self, records: Sequence[TokenizedPrompt]) -> tuple[int, int]:
-        """The smallest (P, N), by tokens and then by patches, that holds every record."""
-        num_tokens = max(len(record.tokens) for record in records)
-        num_patches = max(len(record.patches) for record in records)
+    def _bucket(self, sizes: Int[np.ndarray, "N 2"]) -> tuple[int, int]:
+        """The smallest (P, N), by tokens and then by patches, that holds every prompt."""
+        num_tokens, num_patches = sizes.max(0).tolist()
         for p, n in self.buckets:
             if num_tokens <= p and num_patches <= n:
                 return p, n

@@ -3,7 +3,11 @@
 The host side of a step. While the device decodes one wave, the host verifies the wave before,
 chooses its anchors and failures and has the device repair them from the same prefix cache.
 
-Letters: B prompts, G rollouts per prompt, R rows per prompt (G, or G + 1 with a reflected row).
+In a run of several processes each does this for its own prompts. Those are the same in decoding and
+in training (see `plan_waves`), so that no prompt, image or response crosses the network.
+
+Letters: N prompts of a step, B prompts of this process, W prompts of a wave, G rollouts per prompt,
+R rows per prompt (G, or G + 1 with a reflected row).
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Bool, PRNGKeyArray
+from jaxtyping import Bool, Int, PRNGKeyArray
 
-from care_jax import reflect, sharding
+from care_jax import distributed, reflect, sharding
 from care_jax.batch import Example, Rollouts, Scores
-from care_jax.prompt import TokenizedPrompt
+from care_jax.prompt import TokenizedPrompt, prompt_sizes
 from care_jax.run import Run
 from care_jax.scores import score_rollouts
 from care_jax.select import Subgroup
@@ -44,8 +48,35 @@ class Programs:
 
 
 @dataclasses.dataclass(frozen=True)
+class Roster:
+    """What every process knows of all prompts of a step.
+
+    Attributes:
+        own: places in the step of this process's B prompts, ascending.
+        sizes: tokens and patches of each of the N prompts.
+        sources: where each of them comes from.
+    """
+
+    own: Int[np.ndarray, " B"]
+    sizes: Int[np.ndarray, "N 2"]
+    sources: list[str]
+
+    @staticmethod
+    def call(
+        own: Int[np.ndarray, " B"], examples: Sequence[Example], records: Sequence[TokenizedPrompt]
+    ) -> Roster:
+        """Gathers it from all processes."""
+        sources = [
+            [int(place), example.source] for place, example in zip(own, examples, strict=True)
+        ]
+        known = sorted(pair for pairs in distributed.gather_json(sources) for pair in pairs)
+        sizes = distributed.gather_rows(prompt_sizes(records), own)
+        return Roster(own, sizes, [source for _, source in known])
+
+
+@dataclasses.dataclass(frozen=True)
 class Groups:
-    """What one rollout batch came to, as numpy arrays over its B prompts.
+    """What one rollout batch came to, as numpy arrays over B prompts.
 
     Attributes:
         rollouts, scores: of all rows; a reflected row stands last.
@@ -70,11 +101,37 @@ class Groups:
         return Groups(*(joined(field.name) for field in dataclasses.fields(Groups)))
 
 
+def plan_waves(
+    num_tokens: Int[np.ndarray, " N"],
+    *,
+    prompts_per_update: int,
+    decode_prompts: int,
+    num_shards: int,
+) -> Int[np.ndarray, "waves W"]:
+    """Which prompts each wave decodes, in the order of its rows.
+
+    Prompts of like size share a wave, so that few are padded to another's bucket: each shard of the
+    devices takes its own prompts from the shortest to the longest. A prompt belongs to the shard
+    on which its update places it.
+
+    Args:
+        num_tokens: of each prompt of the step.
+        prompts_per_update: divides N.
+        decode_prompts: W, divides N.
+        num_shards: that a batch is split into; divides W and prompts_per_update.
+    """
+    place = np.arange(len(num_tokens))
+    shard = place % prompts_per_update // (prompts_per_update // num_shards)
+    by_shard = np.lexsort((num_tokens, shard)).reshape(num_shards, -1, decode_prompts // num_shards)
+    return by_shard.swapaxes(0, 1).reshape(-1, decode_prompts)
+
+
 def roll_out(
     run: Run,
     programs: Programs,
     params: backbone.Params,
     rng: PRNGKeyArray,
+    roster: Roster,
     examples: Sequence[Example],
     records: Sequence[TokenizedPrompt],
     verifier: Verifier,
@@ -86,8 +143,15 @@ def roll_out(
         programs: compiled for it.
         params: in the decode layout.
         rng: key of this step.
-        examples, records: the B prompts, as questions and as tokens.
+        roster: of the step's prompts.
+        examples, records: this process's, as questions and as tokens.
         verifier: compares answers.
+
+    Returns:
+        the groups of this process's prompts, in the order of `roster.own`.
+
+    Raises:
+        distributed.Preempted: the run is to end; nothing of this step is kept.
     """
     rl, care, policy = run.config.rl, run.config.care, run.policy
     cue = reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
@@ -105,18 +169,23 @@ def roll_out(
             format_weight=rl.format_weight,
         )
 
-    def launch(wave: list[int]):
-        rngs = jax.random.split(jax.random.fold_in(rng, wave[0]), 3)
-        prompts = policy.prompts.batch([records[i] for i in wave])
+    def launch(wave: Int[np.ndarray, " W"]):
+        if distributed.is_preempted():
+            raise distributed.Preempted
+        rngs = jax.random.split(jax.random.fold_in(rng, int(wave[0])), 3)
+        own = [index_of[place] for place in wave.tolist() if place in index_of]
+        prompts = policy.prompts.batch([records[i] for i in own], roster.sizes[wave])
         prompts = sharding.put_batch(prompts, run.mesh)
         prefix = programs.prefill(params, prompts)
-        return wave, rngs, prefix, programs.decode(params, prefix, rngs[0])
+        return own, rngs, prefix, programs.decode(params, prefix, rngs[0])
 
-    def finish(wave: list[int], rngs, prefix, rollouts) -> Groups:
-        wave_examples = [examples[i] for i in wave]
-        rollouts = jax.device_get(rollouts)
+    def finish(own: list[int], rngs, prefix, decoded: Rollouts) -> Groups:
+        wave_examples = [examples[i] for i in own]
+        rollouts = distributed.fetch(decoded)
         wave_scores, rationales = score(rollouts, wave_examples)
-        subgroup = jax.device_get(programs.select(rollouts, wave_scores, rngs[1]))
+        subgroup = distributed.fetch(
+            programs.select(decoded, sharding.put_batch(wave_scores, run.mesh), rngs[1])
+        )
         has_reflection = np.zeros(len(rationales), bool)
         if has_slot:
             has_reflection = subgroup.has_update & ~subgroup.is_rescue
@@ -133,7 +202,7 @@ def roll_out(
                 max_context=care.max_context,
                 pad_token_id=policy.config.pad_token_id,
             )
-            reflected = jax.device_get(
+            reflected = distributed.fetch(
                 programs.reflect(params, prefix, rngs[2], sharding.put_batch(forced, run.mesh))
             )
             reflected_scores, _ = score(reflected, wave_examples)
@@ -147,14 +216,20 @@ def roll_out(
             )
         return Groups(rollouts, wave_scores, subgroup, has_reflection)
 
-    # Prompts of like size share a wave, so that few are padded to another's bucket.
-    by_size = sorted(range(len(records)), key=lambda i: (len(records[i].tokens), i))
-    groups, launched = [], None
-    for first in range(0, len(records), rl.decode_prompts):
+    index_of = {int(place): index for index, place in enumerate(roster.own)}
+    waves = plan_waves(
+        roster.sizes[:, 0],
+        prompts_per_update=rl.prompts_per_update,
+        decode_prompts=rl.decode_prompts,
+        num_shards=run.mesh.shape["data"] * run.mesh.shape["fsdp"],
+    )
+    groups, order, launched = [], [], None
+    for wave in waves:
         # Dispatch is asynchronous: the device decodes this wave while the host ends the last.
-        following = launch(by_size[first : first + rl.decode_prompts])
+        following = launch(wave)
+        order += following[0]
         if launched:
             groups.append(finish(*launched))
         launched = following
     groups.append(finish(*launched))
-    return Groups.concatenate(groups, by_size)
+    return Groups.concatenate(groups, order)

@@ -17,13 +17,13 @@ import optax
 from absl import logging
 from jaxtyping import Array, Bool, Float, Int
 
-from care_jax import optimizer, sharding, spans
+from care_jax import distributed, optimizer, sharding, spans
 from care_jax.batch import Example, Prompts
 from care_jax.checkpoint import Checkpoints
 from care_jax.data.pipeline import Batches
 from care_jax.logprobs import score_responses
 from care_jax.metrics import format_line, print_line, progress
-from care_jax.prompt import TokenizedPrompt
+from care_jax.prompt import TokenizedPrompt, prompt_sizes
 from care_jax.run import Run, start_state
 from care_jax.train_step import TrainState, update
 from models import backbone, lora
@@ -55,12 +55,18 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
     Returns:
         the trained parameters.
+
+    Raises:
+        distributed.Preempted: the run is to end; the state reached is saved.
     """
     config, sft = run.config, run.config.sft
     learning_rate_at, adamw = make_adamw(run)
     state = start_state(run, params, adamw)
     sft_step = compile_step(run, adamw, sharding.of(state))
-    batches = Batches(examples, run.policy.prompts, batch_size=sft.batch_size, seed=config.seed)
+    rows = sharding.local_rows(sft.batch_size, run.mesh)
+    batches = Batches(
+        examples, run.policy.prompts, batch_size=sft.batch_size, seed=config.seed, rows=rows
+    )
     with Checkpoints(
         run.workdir / "checkpoints" / "sft",
         keep=config.keep_checkpoints,
@@ -75,7 +81,12 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         for step, step_examples, records in progress(
             batches.iterate(start, sft.num_steps), "sft", start, sft.num_steps
         ):
-            batch = sharding.put_batch(sft_batch(run, step_examples, records), run.mesh)
+            if distributed.is_preempted():
+                if step > (checkpoints.latest_step or 0):
+                    checkpoints.save(step, state, step, config.seed, {})
+                raise distributed.Preempted(f"before sft step {step}")
+            sizes = distributed.gather_rows(prompt_sizes(records), rows)
+            batch = sharding.put_batch(sft_batch(run, step_examples, records, sizes), run.mesh)
             state, metrics = sft_step(state, batch)
             is_last = step == sft.num_steps - 1
             if step % config.log_every == 0 or is_last:
@@ -153,11 +164,15 @@ def compile_step(
 
 
 def sft_batch(
-    run: Run, examples: Sequence[Example], records: Sequence[TokenizedPrompt]
+    run: Run,
+    examples: Sequence[Example],
+    records: Sequence[TokenizedPrompt],
+    sizes: Int[np.ndarray, "N 2"],
 ) -> SftBatch:
     """Tokenises and pads the responses, answer tokens weighted by `sft.answer_weight`.
 
-    A response beyond `sft.max_response_tokens` gets weight 0 and is logged.
+    The examples are this process's, `sizes` those of the whole batch's prompts. A response beyond
+    `sft.max_response_tokens` gets weight 0 and is logged.
     """
     sft, policy = run.config.sft, run.policy
     shape = (len(examples), 1, sft.max_response_tokens)
@@ -185,4 +200,4 @@ def sft_batch(
         tokens[row, 0, : len(response)] = response
         is_valid[row, 0, : len(response)] = True
         weight[row, 0, : len(response)] = np.where(span.is_answer, sft.answer_weight, 1.0)
-    return SftBatch(policy.prompts.batch(records), tokens, is_valid, weight)
+    return SftBatch(policy.prompts.batch(records, sizes), tokens, is_valid, weight)

@@ -16,7 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
 
 from models import layers
 from models.attention import Kernel
@@ -37,13 +40,17 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of all devices with the axes `MESH_AXES`.
 
+    Between slices, whose network is slow, lies "data"; "tensor" and "sequence" stay on one host
+    where they fit.
+
     Args:
         data, fsdp, tensor, sequence: sizes, at least 1; one may be -1 and takes what the others
             leave.
         devices: all devices of the run by default.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: the sizes do not multiply to the number of devices, or "data" is no multiple of
+            the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [data, fsdp, tensor, sequence]
@@ -64,8 +71,36 @@ def make_mesh(
             f"{named} needs {known} devices, there are {len(devices)}; set one size to -1 or make "
             f"their product {len(devices)}"
         )
-    axis_types = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(tuple(sizes), MESH_AXES, axis_types=axis_types, devices=devices)
+    return Mesh(_grid(tuple(sizes), devices), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+
+
+def _grid(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in the shape of the mesh, near ones along its later axes."""
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    if len(slices) == 1:
+        grid = jax.make_mesh(sizes, MESH_AXES, devices=devices).devices
+    elif sizes[0] % len(slices):
+        raise ValueError(
+            f"mesh.data={sizes[0]} must be a multiple of {len(slices)} slices, between which the "
+            f"network is slow; set it to {len(slices)}"
+        )
+    else:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            (sizes[0] // len(slices), *sizes[1:]),
+            (len(slices), 1, 1, 1),
+            devices,
+            allow_split_physical_axes=True,
+        )
+    of_a_row = grid.reshape(-1, sizes[2] * sizes[3])
+    hosts = [{device.process_index for device in row} for row in of_a_row]
+    if max(map(len, hosts)) == 1:
+        return grid
+    # A row of a batch would be of several hosts: take the devices host by host.
+    slice_of = {
+        device: place[0] * len(slices) // sizes[0] for place, device in np.ndenumerate(grid)
+    }
+    by_host = sorted(devices, key=lambda x: (slice_of[x], x.process_index, x.id))
+    return np.array(by_host).reshape(sizes)
 
 
 @functools.cache
@@ -234,18 +269,28 @@ def attention_kernel(name: str, rules: Rules, mesh: Mesh) -> Kernel:
     return Kernel(name, mesh, BATCH_AXES, _mesh_axes("attended_heads", rules))
 
 
+def local_rows(size: int, mesh: Mesh) -> Int[np.ndarray, " n"]:
+    """Rows of a batch that lie on this process's devices, ascending; not always one run of them.
+
+    Args:
+        size: rows of the whole batch, a multiple of the devices of data x fsdp.
+    """
+    places = batch_sharding(mesh).addressable_devices_indices_map((size,)).values()
+    return np.array(sorted({row for (place,) in places for row in range(size)[place]}))
+
+
 def put_batch(batch: Any, mesh: Mesh) -> Any:
     """Puts a tree of numpy arrays on the devices, split by their leading axis.
 
     Args:
         batch: arrays [B, ...]; None in place of an array stays None. In a run of several
-            processes each passes the rows of its own devices and B counts over all of them.
+            processes each passes its `local_rows` and B counts over all of them.
 
     Raises:
         ValueError: B does not divide by the devices of data x fsdp.
     """
     sharding = batch_sharding(mesh)
-    num_shards = mesh.local_mesh.shape["data"] * mesh.local_mesh.shape["fsdp"]
+    num_shards = len(local_rows(mesh.shape["data"] * mesh.shape["fsdp"], mesh))
 
     def put(path: jax.tree_util.KeyPath, array: Any) -> jax.Array:
         if array.ndim == 0 or array.shape[0] % num_shards:

@@ -252,7 +252,9 @@ def _serve(timeout: float) -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
+    # What ends the run is sent to its children too; they end with it, by the closing pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         import math_verify  # noqa: F401
     except ImportError as error:

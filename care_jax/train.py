@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Bool, Float, Int
 
-from care_jax import credit, diagnostics, optimizer, sampler, sharding
+from care_jax import credit, diagnostics, distributed, optimizer, sampler, sharding
 from care_jax.advantages import RawAdvantages
-from care_jax.batch import Example, TrainBatch
+from care_jax.batch import Example, Rollouts, Scores, TrainBatch
 from care_jax.checkpoint import Checkpoints
 from care_jax.credit import Credit
 from care_jax.data.pipeline import Batches
@@ -29,8 +30,9 @@ from care_jax.logprobs import score_responses
 from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.policy import decode_shardings
 from care_jax.prompt import TokenizedPrompt
-from care_jax.rollout import Groups, Programs, roll_out
+from care_jax.rollout import Groups, Programs, Roster, roll_out
 from care_jax.run import Run, start_state
+from care_jax.select import Subgroup
 from care_jax.train_step import TrainState, join_batch, split_batch, train_step
 from care_jax.verifier import Verifier
 from models import backbone, lora
@@ -67,6 +69,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
     Returns:
         the trained parameters.
+
+    Raises:
+        distributed.Preempted: the run is to end; the state before the unfinished step is saved.
     """
     config, rl = run.config, run.config.rl
     updates_per_step = rl.prompts_per_step // rl.prompts_per_update
@@ -75,8 +80,15 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     state = start_state(run, params, adamw)
     rollout_programs = compile_rollout(run)
     programs = compile_update(run, adamw, sharding.of(state))
+    # This process's prompts of an update, and of a step: of every update the same ones.
+    own = sharding.local_rows(rl.prompts_per_update, run.mesh)
+    own = np.arange(0, rl.prompts_per_step, rl.prompts_per_update)[:, None] + own
     batches = Batches(
-        examples, run.policy.prompts, batch_size=rl.prompts_per_step, seed=config.seed
+        examples,
+        run.policy.prompts,
+        batch_size=rl.prompts_per_step,
+        seed=config.seed,
+        rows=own.ravel(),
     )
     num_decoded = 0
 
@@ -103,18 +115,34 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         ):
             began, counted = time.perf_counter(), dict(verifier.counts)
             rng = jax.random.fold_in(jax.random.key(config.seed), step)
+            roster = Roster.call(own.ravel(), step_examples, records)
             decode_params = programs.to_decode_layout(state.params)
-            groups = roll_out(
-                run, rollout_programs, decode_params, rng, step_examples, records, verifier
-            )
+            try:
+                groups = roll_out(
+                    run,
+                    rollout_programs,
+                    decode_params,
+                    rng,
+                    roster,
+                    step_examples,
+                    records,
+                    verifier,
+                )
+            except distributed.Preempted:
+                if step > (checkpoints.latest_step or 0):
+                    checkpoints.save(step, state, step, config.seed, {"num_decoded": num_decoded})
+                raise distributed.Preempted(f"before rl step {step}") from None
             del decode_params  # its memory is the update's now
             rolled_out = time.perf_counter()
 
             credited, raw = assign_credit(run, programs, groups)
-            update_batches = []  # all of them scored before the first update moves the policy
-            for first in range(0, rl.prompts_per_step, rl.prompts_per_update):
-                part = slice(first, first + rl.prompts_per_update)
-                update_batches.append(train_batch(run, records[part], groups, credited, part))
+            rollouts, scores, *contrast = gather_groups(roster, groups, credited, raw)
+            num_tokens = rollouts.is_valid.sum(-1).max(1)
+            # All of them are scored before the first update moves the policy.
+            update_batches = [
+                train_batch(run, roster, records, groups, credited, num_tokens, index)
+                for index in range(updates_per_step)
+            ]
             update_batches = with_logprobs(run, programs, update_batches, state.params, reference)
             update_metrics = []
             for batch in update_batches:
@@ -123,28 +151,26 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             update_metrics = jax.device_get(update_metrics)
             ended = time.perf_counter()
 
-            rollouts = groups.rollouts
-            num_tokens = int((rollouts.is_valid & ~rollouts.is_forced).sum())
-            num_decoded += num_tokens
-            metrics = diagnostics.rollout_metrics(
-                rollouts, groups.scores, step_examples, rl.num_rollouts
-            )
+            num_sampled = int((rollouts.is_valid & ~rollouts.is_forced).sum())
+            num_decoded += num_sampled
+            metrics = diagnostics.rollout_metrics(rollouts, scores, roster.sources, rl.num_rollouts)
             if raw is not None:
-                metrics |= diagnostics.subgroup_metrics(
-                    groups.scores, groups.subgroup, raw, credited.advantage, groups.has_reflection
-                )
+                metrics |= diagnostics.subgroup_metrics(scores, *contrast)
             metrics |= {
                 name: float(np.mean([metrics[name] for metrics in update_metrics]))
                 for name in update_metrics[0]
             }
+            new_counts = distributed.gather_json(
+                {name: count - counted.get(name, 0) for name, count in verifier.counts.items()}
+            )
             metrics |= {
-                f"verifier/{name}": count - counted.get(name, 0)
-                for name, count in verifier.counts.items()
+                f"verifier/{name}": sum(counts[name] for counts in new_counts)
+                for name in verifier.counts
             }
             metrics |= device_memory() | {
                 "learning_rate": float(learning_rate_at(step * updates_per_step)),
                 "decoded_tokens": num_decoded,
-                "rollout_tokens_per_second": num_tokens / (rolled_out - began),
+                "rollout_tokens_per_second": num_sampled / (rolled_out - began),
                 "train_tokens_per_second": int(rollouts.is_valid.sum()) / (ended - rolled_out),
                 "rollout_seconds": rolled_out - began,
                 "train_seconds": ended - rolled_out,
@@ -187,17 +213,59 @@ def assign_credit(
     return jax.device_get((credited, programs.raw_advantages(*arguments)))
 
 
+def gather_groups(
+    roster: Roster, groups: Groups, credited: Credit, raw: RawAdvantages | None
+) -> tuple[
+    Rollouts,
+    Scores,
+    Subgroup,
+    RawAdvantages | None,
+    Float[np.ndarray, "N R"],
+    Bool[np.ndarray, " N"],
+]:
+    """What bucket sizes and metrics need of all N prompts, without the texts of the responses."""
+    return distributed.gather_rows(
+        (
+            groups.rollouts.replace(tokens=None, logp=None, embedding=None),
+            groups.scores.replace(is_think=None, is_answer=None),
+            groups.subgroup,
+            raw,
+            credited.advantage,
+            groups.has_reflection,
+        ),
+        roster.own,
+    )
+
+
 def train_batch(
-    run: Run, records: Sequence[TokenizedPrompt], groups: Groups, credited: Credit, part: slice
+    run: Run,
+    roster: Roster,
+    records: Sequence[TokenizedPrompt],
+    groups: Groups,
+    credited: Credit,
+    num_tokens: Int[np.ndarray, " N"],
+    index: int,
 ) -> TrainBatch:
-    """The batch of one update, padded to the buckets that hold its prompts and rows."""
+    """The batch of one update, padded to the buckets that hold its prompts and rows.
+
+    Args:
+        run: the run.
+        roster: of the step's N prompts.
+        records, groups, credited: of this process's.
+        num_tokens: of the longest row of each of the N.
+        index: of the update in its step.
+    """
+    rl = run.config.rl
+    whole = slice(index * rl.prompts_per_update, (index + 1) * rl.prompts_per_update)
+    num_own = len(records) * rl.prompts_per_update // rl.prompts_per_step
+    part = slice(index * num_own, (index + 1) * num_own)
     rollouts, scores, credited = jax.tree.map(
         lambda x: x[part], (groups.rollouts, groups.scores, credited)
     )
-    longest = rollouts.is_valid.sum(-1).max()
-    length = min(bucket for bucket in run.config.rl.response_buckets if bucket >= longest)
+    longest = num_tokens[whole].max()
+    length = min(bucket for bucket in rl.response_buckets if bucket >= longest)
     batch = TrainBatch(
-        prompts=run.policy.prompts.batch(records),
+        prompts=run.policy.prompts.batch(records[part], roster.sizes[whole]),
         tokens=rollouts.tokens[..., :length],
         is_valid=rollouts.is_valid[..., :length],
         token_advantage=credited.token_advantage[..., :length],
@@ -290,7 +358,7 @@ def compile_rollout(run: Run) -> Programs:
         prefill=jax.jit(run.placed_to_decode(prefill)),
         decode=jax.jit(run.placed_to_decode(decode), out_shardings=rows),
         reflect=jax.jit(run.placed_to_decode(reflect), out_shardings=rows),
-        select=jax.jit(select),
+        select=jax.jit(select, out_shardings=rows),
     )
 
 

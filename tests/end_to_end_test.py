@@ -232,6 +232,7 @@ def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
         (["--config.data.train.source=jsonl", "--config.data.train.path=no.jsonl"], "no.jsonl"),
         (["--config.model.path=/nowhere/at/all"], "model.path"),
         (["--config.sft.warmup_steps=1000"], "warmup_steps 1000"),
+        (["--num_processes=2"], "--coordinator_address, --num_processes and --process_id together"),
     ],
 )
 def test_mistakes_of_the_user_are_one_line(tmp_path, flags, message):

@@ -4,6 +4,7 @@ Which examples a step sees is a pure function of the step: position p of the str
 of the source, shuffled anew each time the source has been gone through. A run that resumes at a
 step therefore sees exactly what an unbroken run would have seen. A prompt that fits no bucket
 gives its place to the example that stands at the same place of the next pass, and is counted.
+Each place is filled by itself, so a process of several prepares its own rows and no others.
 """
 
 from __future__ import annotations
@@ -29,13 +30,20 @@ class Batches:
         builder: makes prompts of them.
         batch_size: examples of one step; may exceed the source.
         seed: of the shuffling.
+        rows: of every batch, those that are wanted; all by default.
 
     Attributes:
         num_dropped: prompts met so far that fit no bucket.
     """
 
     def __init__(
-        self, examples: Sequence[Example], builder: PromptBuilder, *, batch_size: int, seed: int
+        self,
+        examples: Sequence[Example],
+        builder: PromptBuilder,
+        *,
+        batch_size: int,
+        seed: int,
+        rows: Sequence[int] | None = None,
     ):
         if not len(examples):
             raise ValueError("expected a source with at least one example, got an empty one")
@@ -46,11 +54,12 @@ class Batches:
         self._stream = grain.MapDataset.source(examples).shuffle(seed).repeat()
         self._builder = builder
         self._batch_size = batch_size
+        self._rows = range(batch_size) if rows is None else [int(row) for row in rows]
 
     def batch(self, step: int) -> tuple[list[Example], list[TokenizedPrompt]]:
-        """The examples of a step and their prompts, the same whenever it is asked for."""
+        """The examples of a step and their prompts, the same whenever they are asked for."""
         first = step * self._batch_size
-        pairs = [self._at(first + row) for row in range(self._batch_size)]
+        pairs = [self._at(first + row) for row in self._rows]
         examples, records = zip(*pairs, strict=True)
         return list(examples), list(records)
 

@@ -89,6 +89,16 @@ def test_restoring_at_once_waits_for_the_files(tmp_path, monkeypatch):
         assert_equal(saved.restore(abstract(make_state())).state, make_state(4.0))
 
 
+def test_saving_leaves_the_sync_points_of_preemption_to_the_run(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "jax.experimental.multihost_utils.reached_preemption_sync_point", seen.append
+    )
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(), 1, 0, {})
+    assert not seen
+
+
 def test_an_empty_folder_says_so(tmp_path):
     with checkpoints(tmp_path) as saved, pytest.raises(ValueError, match=r"found steps \[\]"):
         saved.restore(abstract(make_state()))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from care_jax import credit, diagnostics
-from care_jax.batch import Example, Rollouts, Scores
+from care_jax.batch import Rollouts, Scores
 
 
 def scores_of(acc, fmt):
@@ -113,8 +113,7 @@ def test_means_leave_the_reflected_row_out_and_split_by_source():
     scores.num_think[:, 4], scores.num_answer[:, 4] = 30, 40
     rollouts.is_valid[:, 4, 2], rollouts.is_complete[:, 4] = False, False
     rollouts.is_complete[0, 0] = False
-    examples = [Example(str(i), source, (), "?", "1") for i, source in enumerate("ab")]
-    metrics = diagnostics.rollout_metrics(rollouts, scores, examples, num_rollouts=4)
+    metrics = diagnostics.rollout_metrics(rollouts, scores, "ab", num_rollouts=4)
     assert metrics["acc"] == pytest.approx(5 / 8)
     assert metrics["fmt"] == pytest.approx(7 / 8)
     assert metrics["reward"] == pytest.approx((0.9 * 5 + 0.1 * 7) / 8)

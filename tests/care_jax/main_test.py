@@ -35,7 +35,8 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
         seen.append((name, params))
         return {"acc": len(params) / 2}
 
-    monkeypatch.setattr(main, "make_mesh", lambda *_: make_mesh(1, 1, 1, jax.devices()[:1]))
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main, "initial_params", lambda *_, **__: [])
     monkeypatch.setattr(main.sft, "train", trained("sft"))
     monkeypatch.setattr(main.train, "train", trained("rl"))

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -10,7 +11,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from care_jax.batch import Example
 from care_jax.data.synthetic import SyntheticSource
 from care_jax.data.tokenizer import build_tokenizer
-from care_jax.prompt import PromptBuilder, load_tokenizer
+from care_jax.prompt import PromptBuilder, load_tokenizer, prompt_sizes
 from models.config import BackboneConfig
 
 FIELDS = {
@@ -144,6 +145,15 @@ def test_batch_is_left_padded_and_keeps_each_prompt(builder):
 
 def test_batch_without_any_image_has_none(builder):
     assert builder.batch([builder.tokenize(example("1 + 1?"))]).images is None
+
+
+def test_a_share_of_a_batch_is_padded_as_the_whole(builder):
+    records = [builder.tokenize(example("1 + 1?")), builder.tokenize(example("<image>", (80, 64)))]
+    whole = builder.batch(records)
+    for row in range(2):
+        share = builder.batch(records[row : row + 1], prompt_sizes(records))
+        rows = jax.tree.map(lambda x: x[row : row + 1], whole)  # noqa: B023
+        jax.tree.map(np.testing.assert_array_equal, share, rows)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from care_jax import sft
 from care_jax.batch import Example
+from care_jax.prompt import prompt_sizes
 
 B, T = 4, 16
 RESPONSES = (
@@ -43,7 +44,8 @@ def examples():
 @pytest.fixture
 def batch_of(policy):
     def batch_of(run, examples):
-        return sft.sft_batch(run, examples, [policy.prompts.tokenize(e) for e in examples])
+        records = [policy.prompts.tokenize(example) for example in examples]
+        return sft.sft_batch(run, examples, records, prompt_sizes(records))
 
     return batch_of
 
@@ -97,9 +99,9 @@ def scripted(monkeypatch):
 
     make_batch = sft.sft_batch
 
-    def noted(run, examples, records):
+    def noted(run, examples, records, sizes):
         seen.append([example.id for example in examples])
-        return make_batch(run, examples, records)
+        return make_batch(run, examples, records, sizes)
 
     monkeypatch.setattr(sft, "score_responses", score_responses)
     monkeypatch.setattr(sft, "update", update)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from care_jax import optimizer, sft, sharding, train
-from care_jax.batch import Scores
+from care_jax.batch import Example, Scores
 from care_jax.credit import Credit
-from care_jax.rollout import Groups
+from care_jax.prompt import prompt_sizes
+from care_jax.rollout import Groups, Roster
 
 STEPS, B, R, T = 4, 4, 3, 9
 
@@ -58,6 +59,28 @@ def records(policy, questions):
     return [policy.prompts.tokenize(example) for example in questions((7, 0, 5, 2))]
 
 
+@pytest.fixture
+def whole_batch(records):
+    """Makes the batch of one update over all B prompts, of one process."""
+
+    def whole_batch(run, groups):
+        run.config.rl.update(prompts_per_step=B, prompts_per_update=B)
+        credited = credit_of(groups.rollouts.tokens.shape)
+        roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+        num_tokens = num_tokens_of(groups.rollouts.is_valid)
+        return train.train_batch(run, roster, records, groups, credited, num_tokens, 0)
+
+    return whole_batch
+
+
+def num_tokens_of(is_valid):
+    """Of the longest row of each prompt."""
+    return is_valid.sum(-1).max(1)
+
+
+PARTS = {"rl.prompts_per_step": B, "rl.prompts_per_update": 2}
+
+
 def test_update_gets_its_part_of_the_rows_in_the_smallest_bucket(make_run, groups, records):
     rollouts, scores = groups.rollouts, groups.scores
     is_valid = rollouts.is_valid.copy()
@@ -65,8 +88,10 @@ def test_update_gets_its_part_of_the_rows_in_the_smallest_bucket(make_run, group
     is_valid[2, 1, :5] = True
     groups = Groups(rollouts.replace(is_valid=is_valid), scores, None, groups.has_reflection)
     credited = credit_of(is_valid.shape)
-    run = make_run({"rl.response_buckets": (4, 5, 7, 9)})
-    batch = train.train_batch(run, records[2:4], groups, credited, slice(2, 4))
+    run = make_run(PARTS | {"rl.response_buckets": (4, 5, 7, 9)})
+    roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+    num_tokens = num_tokens_of(is_valid)
+    batch = train.train_batch(run, roster, records, groups, credited, num_tokens, 1)
     expected = {
         "tokens": rollouts.tokens,
         "is_valid": is_valid,
@@ -83,8 +108,36 @@ def test_update_gets_its_part_of_the_rows_in_the_smallest_bucket(make_run, group
     prompts = run.policy.prompts.batch(records[2:4])
     np.testing.assert_array_equal(batch.prompts.tokens, prompts.tokens)
 
-    first = train.train_batch(run, records[:2], groups, credited, slice(0, 2))
+    first = train.train_batch(run, roster, records, groups, credited, num_tokens, 0)
     assert first.tokens.shape[-1] == (9 if is_valid[:2, :, 7:].any() else 7)
+
+
+def test_process_gives_an_update_its_own_rows_in_the_bucket_of_all(make_run, responses, policy):
+    """It has the second of each two prompts; the long prompts and rows are the other process's."""
+    own = np.array([1, 3])
+    questions = [Example(f"q{i}", "made", (), "1?" + " 1" * i, "") for i in (15, 0, 15, 0)]
+    records = [policy.prompts.tokenize(example) for example in questions]
+    sizes = prompt_sizes(records)
+    rollouts = jax.tree.map(lambda x: np.asarray(x)[own], responses)
+    is_valid = rollouts.is_valid & (np.arange(T) < 4)
+    rollouts = rollouts.replace(is_valid=is_valid)
+    scores = jax.tree.map(lambda x: x[own], groups_of(responses).scores)
+    groups = Groups(rollouts, scores, None, np.zeros(2, bool))
+    run = make_run(PARTS | {"rl.response_buckets": (4, 9)})
+    for index in range(2):
+        batch = train.train_batch(
+            run,
+            Roster(own, sizes, ["made"] * B),
+            [records[place] for place in own],
+            groups,
+            credit_of(is_valid.shape),
+            np.array([9, 4, 9, 4]),
+            index,
+        )
+        np.testing.assert_array_equal(batch.tokens, rollouts.tokens[index : index + 1])
+        prompts = policy.prompts.batch(records[own[index] : own[index] + 1], sizes)
+        assert prompts.tokens.shape[1] > policy.prompts.batch([records[1]]).tokens.shape[1]
+        np.testing.assert_array_equal(batch.prompts.tokens, prompts.tokens)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +150,12 @@ def test_update_gets_its_part_of_the_rows_in_the_smallest_bucket(make_run, group
     ],
 )
 def test_log_probabilities_come_from_whom_they_should(
-    make_run, groups, records, changes, is_recomputed
+    make_run, groups, whole_batch, changes, is_recomputed
 ):
     """The scorer gives the name of its parameters, a number."""
     run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, **changes})
     shape = groups.rollouts.tokens.shape
-    batch = train.train_batch(run, records, groups, credit_of(shape), slice(0, B))
+    batch = whole_batch(run, groups)
     programs = scripted_update(score=lambda params, batch: jnp.full(batch.tokens.shape, params))
     sampled = groups.rollouts.logp
     for scored in train.with_logprobs(run, programs, [batch] * 2, 5.0, 7.0):
@@ -115,12 +168,11 @@ def test_log_probabilities_come_from_whom_they_should(
     np.testing.assert_array_equal(scored.ref_logp, np.zeros(shape))
 
 
-def test_adapters_leave_their_reference_in_place(make_run, groups, records):
+def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
     run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, "model.lora_rank": 2})
     params = {"text": {"kernel": 3.0, "lora_a": 1.0, "lora_b": 2.0, "lora_scale": 1.0}}
     assert train.copy_reference(run, params) is None
-    shape = groups.rollouts.tokens.shape
-    batch = train.train_batch(run, records, groups, credit_of(shape), slice(0, B))
+    batch = whole_batch(run, groups)
     seen = []
     programs = scripted_update(score=lambda params, batch: seen.append(params) or batch.ref_logp)
     train.with_logprobs(run, programs, [batch], params, None)
@@ -201,13 +253,11 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
 
 def test_log_probabilities_come_back_in_the_order_of_the_prompts(
-    make_run, groups, records, monkeypatch
+    make_run, groups, whole_batch, monkeypatch
 ):
     """Scored in parts of two prompts; the scorer gives the tokens themselves."""
     run = make_run({"rl.response_buckets": (T,), "rl.prompts_per_microbatch": 2})
-    batch = train.train_batch(
-        run, records, groups, credit_of(groups.rollouts.tokens.shape), slice(0, B)
-    )
+    batch = whole_batch(run, groups)
 
     def score_responses(params, prompts, tokens, *args, **kwargs):
         return tokens.astype(jnp.float32), None
@@ -246,7 +296,7 @@ class Script:
         self.responses, self.dies_at = responses, dies_at
         self.seen = defaultdict(list)
 
-    def roll_out(self, run, programs, params, rng, examples, records, verifier):
+    def roll_out(self, run, programs, params, rng, roster, examples, records, verifier):
         step = len(self.seen["rng"])
         if step == self.dies_at:
             raise KeyboardInterrupt
@@ -254,6 +304,8 @@ class Script:
         self.seen["decoded_with"].append(float(params["text"]["w"]))
         self.seen["examples"].append([example.id for example in examples])
         self.seen["prompts"].append([record.tokens.tolist() for record in records])
+        assert roster.own.tolist() == list(range(B)) and roster.sources == ["made"] * B
+        np.testing.assert_array_equal(roster.sizes, prompt_sizes(records))
         verifier.verify(["<answer>1</answer>"] * 3, ["1"] * 3)
         groups = groups_of(self.responses, step)
         is_forced = groups.rollouts.is_valid & (np.arange(R) == 1)[:, None] & (np.arange(T) < 2)

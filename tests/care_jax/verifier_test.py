@@ -144,6 +144,14 @@ def test_a_dead_worker_costs_one_answer_at_most(pool):
     assert pool.ask([Question("7", "3+4", 6)]) == ["equal"]
 
 
+def test_a_worker_outlives_the_signal_that_ends_the_run(pool):
+    assert pool.ask([Question("x+1", "1+x", 6)]) == ["equal"]
+    process = pool._workers[0]._process
+    process.send_signal(signal.SIGTERM)
+    assert pool.ask([Question("x+2", "2+x", 6)]) == ["equal"]
+    assert pool._workers[0]._process is process and process.poll() is None
+
+
 def test_a_long_computation_is_stopped_inside_the_worker():
     pool = SymbolicPool(num_workers=1, timeout=5.0)
     assert pool.ask([Question("7", "(10^9)!", 6)]) == ["timeout"]

@@ -65,6 +65,16 @@ def test_batch_may_exceed_the_source():
     assert sorted(set(ids(make(num_examples=3, batch_size=8).batch(0)[0]))) == [0, 1, 2]
 
 
+def test_rows_of_a_process_are_those_of_the_whole_batch():
+    items, rows = [Item(i) for i in range(10)], (1, 3)
+    own = Batches(items, Builder({2, 5}), batch_size=4, seed=0, rows=rows)
+    whole = make(too_long={2, 5})
+    for step in range(6):
+        examples, records = own.batch(step)
+        assert ids(examples) == [ids(whole.batch(step)[0])[row] for row in rows]
+        assert ids(examples) == [record.tokens[0] for record in records]
+
+
 def test_prompt_too_long_gives_its_place_to_the_next_pass_and_is_counted():
     batches = make(num_examples=10, batch_size=10, too_long={2})
     whole = make(num_examples=10, batch_size=10)

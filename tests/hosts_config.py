@@ -1,0 +1,40 @@
+"""The run of `hosts_test.py`: everything small, on eight devices.
+
+Sixteen questions are learned by heart, so that sampled answers are both right and wrong. The RL
+learning rate is one at which rounding, which Adam turns into whole steps where a gradient is 0,
+does not change what is sampled.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import tiny
+
+SFT_STEPS = 120
+
+
+def get_config() -> ConfigDict:
+    """SFT, evaluation, two RL steps of two updates and two waves each."""
+    config = tiny.get_config()
+    config.stages = ("sft", "evaluate", "rl")
+    config.log_every = 1
+    config.checkpoint_every = SFT_STEPS - 2
+    text, vision = config.model.backbone.text_config, config.model.backbone.vision_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = 32, 64, 1
+    text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 16
+    text.rope_scaling.mrope_section = [2, 3, 3]
+    vision.hidden_size = vision.out_hidden_size = 32
+    vision.intermediate_size, vision.num_heads = 64, 2
+    data, sft, rl = config.data, config.sft, config.rl
+    data.sft.num_examples = data.train.num_examples = 16
+    data.sft.seed = data.train.seed
+    data.teacher_error = data.cue_share = 0.0
+    data.test.num_examples = 12
+    sft.num_steps, sft.warmup_steps, sft.learning_rate = SFT_STEPS, 2, 1e-2
+    sft.batch_size = sft.microbatch_size = 16
+    rl.num_steps, rl.num_rollouts = 2, 4
+    rl.prompts_per_step = 16
+    rl.prompts_per_update = rl.prompts_per_microbatch = rl.decode_prompts = 8
+    rl.response_buckets = (36,)
+    rl.warmup_steps, rl.schedule, rl.learning_rate = 0, "constant", 2e-5
+    config.evaluate.batch_size = 8
+    return config

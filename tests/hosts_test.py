@@ -1,0 +1,135 @@
+"""Two processes train as one does, and a run that is told to end goes on where it was."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import hosts_config
+import jax
+import pytest
+from hosts_config import SFT_STEPS
+
+from care_jax import main
+from care_jax.sharding import make_mesh
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CONFIG = pathlib.Path(hosts_config.__file__)
+
+
+def launch(workdir, *flags, num_devices):
+    """Starts one process of a run of `hosts_config`; its output goes to its standard error."""
+    cache = jax.config.jax_compilation_cache_dir
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "care_jax.main", f"--config={CONFIG}"),
+            *(f"--workdir={workdir}", *flags),
+        ],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(num_devices),
+            **({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {}),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def metrics_of(workdir):
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line[-1] == "\n"]
+
+
+def wait_for(workdir, stage, step, processes):
+    """Returns once the step stands in metrics.jsonl; ends the processes where it never will."""
+    deadline = time.monotonic() + 600
+    while not any((r["stage"], r["step"]) == (stage, step) for r in metrics_of(workdir)):
+        if time.monotonic() > deadline or any(p.poll() is not None for p in processes):
+            for process in processes:
+                process.kill()
+            pytest.fail("\n".join(process.communicate()[1] for process in processes))
+        time.sleep(0.1)
+
+
+def end_of(process):
+    """Exit status and the line that says why."""
+    error = process.communicate(timeout=300)[1]
+    lines = [line for line in error.splitlines() if line.startswith(("stopped", "error"))]
+    return process.returncode, " ".join(lines) or error
+
+
+def test_two_processes_train_as_one_and_stop_together(tmp_path):
+    """The last two SFT steps, evaluation and two RL steps; then SIGTERM to one of the two."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    main.run_stages(hosts_config.get_config(), one)
+    name = str(SFT_STEPS - 2)
+    shutil.copytree(one / "checkpoints" / "sft" / name, two / "checkpoints" / "sft" / name)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        launch(
+            two,
+            "--config.rl.num_steps=100000",
+            f"--coordinator_address=127.0.0.1:{port}",
+            "--num_processes=2",
+            f"--process_id={index}",
+            num_devices=4,
+        )
+        for index in range(2)
+    ]
+    wait_for(two, "rl", 1, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    ends = [end_of(process) for process in processes]
+
+    expected = [r for r in metrics_of(one) if r["stage"] != "sft" or r["step"] >= SFT_STEPS - 2]
+    got = {(record["stage"], record["step"]): record for record in metrics_of(two)}
+    assert [(r["stage"], r["step"]) for r in expected] == list(got)[: len(expected)]
+    for record in expected:
+        names = [name for name in record if "second" not in name and "verifier" not in name]
+        values = [got[record["stage"], record["step"]].get(name) for name in names]
+        assert values == pytest.approx([record[name] for name in names], abs=1e-5), record["stage"]
+    first = got["rl", 0]
+    assert 0 < first["acc"] < 1 and first["anchor_rate"] and first["reflect_rate"]
+    samples = [(folder / "samples_sft.jsonl").read_text() for folder in (one, two)]
+    assert samples[0] == samples[1] and samples[0].count("\n") == 12
+
+    step = metrics_of(two)[-1]["step"] + 1
+    message = f"stopped by SIGTERM before rl step {step}; the same command goes on from there"
+    assert ends == [(75, message)] * 2
+    assert (two / "checkpoints" / "rl" / str(step) / "state").is_dir()
+
+
+def test_a_run_told_to_end_saves_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    flags = ("--config.stages=('sft',)", "--config.checkpoint_every=100000")
+    process = launch(tmp_path, *flags, "--config.sft.num_steps=100000", num_devices=1)
+    wait_for(tmp_path, "sft", 2, [process])
+    process.send_signal(signal.SIGTERM)
+    status, message = end_of(process)
+    steps = [record["step"] for record in metrics_of(tmp_path)]
+    assert (status, message) == (
+        75,
+        f"stopped by SIGTERM before sft step {len(steps)}; the same command goes on from there",
+    )
+
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    config = hosts_config.get_config()
+    config.stages = ("sft",)
+    config.sft.num_steps = len(steps) + 2
+    main.run_stages(config, tmp_path)
+    records = metrics_of(tmp_path)
+    assert [record["step"] for record in records] == list(range(len(steps) + 2))
+    # A run from new weights would be back at its first loss.
+    assert records[-1]["loss"] < 0.8 * records[0]["loss"]
