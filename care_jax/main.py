@@ -102,6 +102,7 @@ def policy_of(config: ConfigDict) -> Policy:
         system_prompt=config.data.system_prompt,
         instruction=config.data.instruction,
         think_tag=config.data.think_tag,
+        patch_dtype=jnp.dtype(config.model.compute_dtype),
     )
 
 

@@ -232,12 +232,13 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     rollout, update = train.compile_rollout(run), train.compile_update(run, None, None)
     two = jnp.zeros(2)
     decoding = {"max_tokens": 33, "temperature": 0.7, "top_p": 0.9, "dtype": jnp.float32}
-    jax.eval_shape(rollout.decode, 0, two, two)
+    rng, places = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
+    jax.eval_shape(rollout.decode, 0, two, rng, places)
     assert seen["decode"] == decoding | {"num_rows": 6, "forced": None}
-    jax.eval_shape(rollout.reflect, 0, two, two, two)
+    jax.eval_shape(rollout.reflect, 0, two, rng, places, two)
     assert seen["decode"].pop("forced") is not None
     assert seen["decode"] == decoding | {"num_rows": 1}
-    jax.eval_shape(rollout.select, 0, 0, 0)
+    jax.eval_shape(rollout.select, 0, 0, rng, places)
     assert seen["select_subgroups"] == {"num_negatives": 3, "num_candidates": 5, "rule": "mixed"}
     jax.eval_shape(update.credit, 0, 0, 0, 0)
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
