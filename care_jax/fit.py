@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from care_jax import roofline, sft, shapes, train
-from care_jax.checks import check_config
+from care_jax.checks import check_config, fill_in
 from care_jax.roofline import CHIPS, Chip, Layout, Rows, Work
 from care_jax.run import Run, abstract_state
 from care_jax.sharding import make_mesh
@@ -121,6 +121,7 @@ def fit(config: ConfigDict, topology: str) -> Fit:
     """
     chip, devices = find_topology(topology)
     mesh = make_mesh(**config.mesh, devices=devices)
+    config = fill_in(config, mesh)
     check_config(config, mesh)
     run = Run(config, shapes.policy(config), mesh, pathlib.Path(), None)
     programs, decode_prompts = [], None
