@@ -19,6 +19,7 @@ import logging as python_logging
 import math
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import jax
 from absl import app, flags, logging
@@ -106,41 +107,39 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{math.ceil(seconds / 6) / 10} min"
 
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration to compile.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "Chips and their shape, such as v5e:4x4.")
-
-
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
-    jax.config.update("jax_platforms", "cpu")  # what accelerator there may be is left alone
-    result = fit(_CONFIG.value, _TOPOLOGY.value)
-    print(report(result))
-    sys.exit(0 if result.is_fitting else 1)
-
-
 def run_main() -> None:
     """Parses flags and compiles; a mistake of the user's is one line."""
+    # Not at the top, where they would meet those of `main` in a process that imports both.
+    config = config_flags.DEFINE_config_file("config", None, "Configuration to compile.")
+    topology = flags.DEFINE_string("topology", None, "Chips and their shape, such as v5e:4x4.")
+    flags.mark_flags_as_required(["config", "topology"])
     logging.set_verbosity(logging.INFO)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.WARNING)
-    flags.mark_flags_as_required(["config", "topology"])
-    try:
-        app.run(main, flags_parser=_parse_flags)
-    except ValueError as error:
-        _leave(error)
+
+    def parse_flags(argv: Sequence[str]) -> Sequence[str]:
+        try:
+            rest = flags.FLAGS(argv)
+            _ = config.value.stages  # a file that could not be loaded is reported when it is used
+        except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
+            _leave(error)
+        if len(rest) > 1:
+            _leave(f"expected flags alone, got {rest[1]!r}; write --config.<key>=<value>")
+        return rest
+
+    def main(_: Sequence[str]) -> None:
+        jax.config.update("jax_platforms", "cpu")  # what accelerator there may be is left alone
+        try:
+            result = fit(config.value, topology.value)
+        except ValueError as error:
+            _leave(error)
+        print(report(result))
+        sys.exit(0 if result.is_fitting else 1)
+
+    app.run(main, flags_parser=parse_flags)
 
 
-def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
-    try:
-        rest = flags.FLAGS(argv)
-        _ = _CONFIG.value.stages  # a file that could not be loaded is reported when it is used
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
-        _leave(error)
-    return rest
-
-
-def _leave(error: Exception) -> None:
+def _leave(error: Exception | str) -> NoReturn:
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
 

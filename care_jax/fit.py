@@ -9,6 +9,7 @@ batches.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -38,6 +39,7 @@ _HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a compiler need not be the only one
 }
 
 
@@ -149,12 +151,16 @@ def find_topology(name: str) -> tuple[Chip, Sequence[jax.Device]]:
         )
     for question, answer in _HOST.items():
         os.environ.setdefault(question, answer)
+    shape = [int(size) for size in re.findall(r"\d+", name.partition(":")[2])]
+    host = {}
+    if math.prod(shape) < 4:  # less than a host of four
+        host = {"chips_per_host_bounds": (shape + [1, 1, 1])[:3]}
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **host)
     except Exception as error:
         reason = " ".join(str(error).split())
-        if "libtpu" in reason:
-            reason = f"its compiler is not installed; run pip install 'care_jax[tpu]' ({reason})"
+        if "not installed" in reason:
+            reason = "its compiler is not there; run: pip install 'care_jax[tpu]'"
         raise ValueError(f"--topology {name!r} cannot be compiled for: {reason}") from error
     return CHIPS[kind], found.devices
 
