@@ -154,7 +154,7 @@ def find_topology(name: str) -> tuple[Chip, Sequence[jax.Device]]:
     shape = [int(size) for size in re.findall(r"\d+", name.partition(":")[2])]
     host = {}
     if math.prod(shape) < 4:  # less than a host of four
-        host = {"chips_per_host_bounds": (shape + [1, 1, 1])[:3]}
+        host = {"chips_per_host_bounds": [*shape, 1, 1, 1][:3]}
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **host)
     except Exception as error:
@@ -312,7 +312,7 @@ def _layout(run: Run, is_decoding: bool = False) -> Layout:
     sizes = run.mesh.shape
     return Layout(
         batch_parts=sizes["data"] * sizes["fsdp"],
-        weight_parts=sizes["fsdp"],
+        weight_parts=sizes["fsdp"] * sizes["sequence"],
         product_parts=sizes["tensor"] * (sizes["sequence"] if is_decoding else 1),
         itemsize=jnp.dtype(run.config.model.compute_dtype).itemsize,
     )

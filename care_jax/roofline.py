@@ -96,7 +96,7 @@ class Layout:
 
     Attributes:
         batch_parts: parts of a batch, data x fsdp.
-        weight_parts: parts of the weights that are gathered where they are used, fsdp.
+        weight_parts: parts of the weights that are gathered where they are used, fsdp x sequence.
         product_parts: parts of every product, tensor while training, all that cuts heads while
             decoding.
         itemsize: bytes of a weight or activation that is computed with.

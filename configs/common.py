@@ -44,10 +44,10 @@ def get_config() -> ConfigDict:
     mesh.data = 1
     mesh.fsdp = -1  # cuts parameters, gathered where they are used
     mesh.tensor = 1  # cuts matrix products
-    mesh.sequence = 1  # cuts long rows in training; their attention takes its devices for heads
+    mesh.sequence = 1  # cuts long rows in training, and parameters; attention cuts heads instead
     # Logical axis of a parameter, an activation or a cache -> mesh axes: training, decoding.
     config.sharding_rules = (
-        ("embed", "fsdp"),
+        ("embed", ("fsdp", "sequence")),
         ("vocab", "tensor"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
