@@ -13,6 +13,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+from jaxtyping import Int
+
 from models.config import BackboneConfig, TextConfig, VisionConfig
 
 GIB = 2**30
@@ -40,6 +43,19 @@ CHIPS = {
     "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9),
     "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9),
     "v6e": Chip(918e12, 31.25 * GIB, 1640e9, 448e9),
+}
+
+
+# bfloat16 FLOPs per second of what jax calls `device_kind`, without sparsity.
+PEAK_FLOPS = {
+    "TPU v5 lite": CHIPS["v5e"].flops,
+    "TPU v5": CHIPS["v5p"].flops,
+    "TPU v5p": CHIPS["v5p"].flops,
+    "TPU v6 lite": CHIPS["v6e"].flops,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
 }
 
 
@@ -108,7 +124,7 @@ class Layout:
     itemsize: int
 
 
-def _causal(num_tokens: int) -> int:
+def _causal(num_tokens):
     return num_tokens * (num_tokens + 1) // 2
 
 
@@ -169,6 +185,27 @@ def train_flops(
     num_tower = 1 if freeze_vision or has_adapters else 3 + is_recomputed
     num_text = 2 if has_adapters else 3
     return num_tower * tower + (num_text + is_recomputed) * layers + (num_text + 1) * logits
+
+
+def model_flops(
+    config: BackboneConfig,
+    prompt_sizes: Int[np.ndarray, "N 2"],
+    num_row_tokens: Int[np.ndarray, "N R"],
+) -> float:
+    """What one update over N prompts is worth: three forwards of real tokens, nothing recomputed.
+
+    Args:
+        config: of the backbone.
+        prompt_sizes: tokens and patches of each prompt.
+        num_row_tokens: response tokens of each of its R rows.
+    """
+    num_prompt_tokens, num_patches = prompt_sizes[:, 0], prompt_sizes[:, 1]
+    rows = num_row_tokens.astype(np.int64)
+    num_pairs = _causal(num_prompt_tokens.astype(np.int64)).sum()
+    num_pairs += (rows * num_prompt_tokens[:, None] + _causal(rows)).sum()
+    num_tokens = int(num_prompt_tokens.sum() + rows.sum())
+    towers = sum(tower_flops(config.vision, config.family, int(n)) for n in num_patches)
+    return 3 * (towers + decoder_flops(config.text, num_tokens, int(num_pairs), int(rows.sum())))
 
 
 def train_work(

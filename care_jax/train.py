@@ -31,6 +31,7 @@ from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.policy import decode_shardings
 from care_jax.prompt import TokenizedPrompt
 from care_jax.rollout import Groups, Programs, Roster, roll_out
+from care_jax.roofline import PEAK_FLOPS, model_flops
 from care_jax.run import Run, start_state
 from care_jax.select import Subgroup
 from care_jax.train_step import TrainState, join_batch, split_batch, train_step
@@ -174,6 +175,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 "rollout_seconds": rolled_out - began,
                 "train_seconds": ended - rolled_out,
             }
+            metrics |= utilisation(run, roster, rollouts, ended - rolled_out)
             run.metrics.write("rl", step, metrics)  # stops the run where one is not finite
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
@@ -182,6 +184,18 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 metadata = {"num_decoded": num_decoded}
                 checkpoints.save(step + 1, state, step + 1, config.seed, metadata)
     return lora.merged(state.params)
+
+
+def utilisation(run: Run, roster: Roster, rollouts: Rollouts, seconds: float) -> dict[str, float]:
+    """TFLOPs per second and device that updates were worth, and their share of the device's peak.
+
+    Padding and what is recomputed count as nothing; the share is left out where the peak of such a
+    device is not known.
+    """
+    num_tokens = rollouts.is_valid.sum(-1)
+    rate = model_flops(run.policy.config, roster.sizes, num_tokens) / seconds / run.mesh.size
+    peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
+    return {"train_tflops": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
 
 
 def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:

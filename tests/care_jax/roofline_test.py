@@ -87,6 +87,15 @@ def test_training_is_three_forwards_and_what_is_recomputed():
         assert roofline.train_flops(SMALL, ROWS, **settings) == expected, settings
 
 
+def test_an_update_is_worth_three_forwards_of_what_is_not_padding():
+    """Prompts of 3 and 2 tokens; rows of 2 and 1, and of 0 and 4."""
+    sizes, lengths = np.array([[3, 8], [2, 0]]), np.array([[2, 1], [0, 4]])
+    pairs = (6 + 2 * 3 + 3 + 3 + 1) + (3 + 4 * 2 + 10)
+    decoder = roofline.decoder_flops(TEXT, 12, pairs, 7)
+    worth = roofline.model_flops(SMALL, sizes, lengths)
+    assert worth == 3 * (decoder + roofline.tower_flops(TOWER, "qwen2_5_vl", 8))
+
+
 def test_decoding_reads_weights_and_cache_for_every_sampled_token():
     """328 weights; 2 prompts of 3 tokens and 4 rows of 2 keep 14 keys and values of 2, 2 layers."""
     work = roofline.decode_work(SMALL, ROWS, LAYOUT)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax import optimizer, sft, sharding, train
+from care_jax import optimizer, roofline, sft, sharding, train
 from care_jax.batch import Example, Scores
 from care_jax.credit import Credit
 from care_jax.prompt import prompt_sizes
@@ -284,6 +284,17 @@ def test_each_stage_makes_its_optimizer_of_its_own_keys(make_run, monkeypatch, s
     assert seen == keys
 
 
+def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, records, monkeypatch):
+    run = make_run({})
+    roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+    num_tokens = groups.rollouts.is_valid.sum(-1)
+    worth = roofline.model_flops(run.policy.config, roster.sizes, num_tokens)
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setitem(roofline.PEAK_FLOPS, kind, worth)
+    metrics = train.utilisation(run, roster, groups.rollouts, 4.0)
+    assert metrics == {"train_tflops": pytest.approx(worth / 4e12), "train_mfu": 0.25}
+
+
 def scripted_update(**programs):
     """UpdatePrograms of which a test gives some; the others must not be called."""
     names = ("to_decode_layout", "credit", "raw_advantages", "score", "update")
@@ -409,6 +420,8 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
     schedule = optimizer.make_schedule(
         learning_rate=0.5, warmup_steps=5, num_steps=2 * STEPS, schedule="cosine"
     )
+    for record in metrics:  # the peak of a CPU is not known
+        assert record["train_tflops"] * record["train_seconds"] > 0 and "train_mfu" not in record
     rates = [record["learning_rate"] for record in metrics]
     np.testing.assert_allclose(rates, [schedule(2 * step) for step in range(STEPS)], rtol=1e-6)
 
