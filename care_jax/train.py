@@ -195,7 +195,7 @@ def utilisation(run: Run, roster: Roster, rollouts: Rollouts, seconds: float) ->
     num_tokens = rollouts.is_valid.sum(-1)
     rate = model_flops(run.policy.config, roster.sizes, num_tokens) / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
-    return {"train_tflops": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
+    return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
 
 
 def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:

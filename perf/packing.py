@@ -3,7 +3,7 @@
     python -m perf.packing
 
 Equal examples of 256 tokens with an image of 64, first as one row of four, then as four rows: no
-padding either way, so the ratio is what packing itself costs. Then examples of 64 to 512 tokens:
+padding either way, so the ratio is what packing itself costs. Then examples of 80 to 512 tokens:
 packed, against rows padded to the longest. Gradients are the same. The layouts take turns; the
 figures are medians of the ratios of neighbouring runs.
 """
@@ -23,7 +23,7 @@ from models import backbone
 from perf.backbones import medium_config
 
 IMAGE = 16  # patches per side: 64 tokens
-LENGTHS = (512, 64, 128, 300, 96, 200, 440, 150)  # of the mixed examples
+LENGTHS = (512, 80, 128, 300, 96, 200, 440, 150)  # of the mixed examples
 
 
 def make_sample(config, num_tokens: int, rng) -> Sample:

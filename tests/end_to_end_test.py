@@ -86,7 +86,7 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
             "verifier/timeouts",
             "rollout_tokens_per_second",
             "train_tokens_per_second",
-            "train_tflops",
+            "train_tflops_per_second",
         ),
     ):
         assert all(name in record for record in rl), name
