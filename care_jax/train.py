@@ -326,11 +326,14 @@ def compile_rollout(run: Run) -> Programs:
     def prefill(params, prompts):
         return sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
 
-    def decode(params, prefix, rng, forced=None):
+    def keys_of(rng, places):
+        return jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
+
+    def decode(params, prefix, rng, places, forced=None):
         return sampler.decode(
             params,
             prefix,
-            rng,
+            keys_of(rng, places),
             closing_tag,
             config,
             num_rows=rl.num_rollouts if forced is None else 1,
@@ -341,14 +344,14 @@ def compile_rollout(run: Run) -> Programs:
             forced=forced,
         )
 
-    def reflect(params, prefix, rng, forced):
-        return decode(params, prefix, rng, forced)
+    def reflect(params, prefix, rng, places, forced):
+        return decode(params, prefix, rng, places, forced)
 
-    def select(rollouts, scores, rng):
+    def select(rollouts, scores, rng, places):
         return credit.select_subgroups(
             rollouts,
             scores,
-            rng,
+            keys_of(rng, places),
             num_negatives=care.num_negatives,
             num_candidates=care.num_candidates,
             rule=care.rule,
