@@ -23,7 +23,8 @@ LAYERS = (
     ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
                                    "metrics", "report")),
     ("over a backbone",           ("logprobs", "sampler", "reflect", "train_step")),
-    ("one run",                   ("policy", "run", "checks", "rollout")),
+    ("one run",                   ("policy", "run", "checks", "rollout",
+                                   "scoreboard")),
     ("loops",                     ("sft", "evaluate", "train", "export", "aot")),
     ("entry",                     ("main",)),
 )
