@@ -18,7 +18,7 @@ import string
 from fractions import Fraction
 from typing import Any
 
-from care_jax import notation
+from care_jax import notation, quantities
 from care_jax.benchmarks import response
 from care_jax.benchmarks.rows import Question, gold_of, read_options
 
@@ -64,7 +64,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
         return _parse_list(text)
     value = _number(text, row)
     if value is None and is_wrapped:
-        read = notation.read_number(notation.clean(text))
+        read = quantities.read_number(notation.clean(text))
         value = None if read is None else _number(_decimal(read.value), row)
     if value is None and len(_WORD.findall(text)) >= 3:
         value = _number(_last_number(text), row)
