@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from care_jax import distributed, optimizer, reflect, select, sharding
 from care_jax.benchmarks.suite import RELEASES
+from care_jax.verifier import load_reward
 from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
@@ -37,6 +38,8 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
     _check_model(config.model, mesh)
+    if config.verifier.reward:
+        load_reward(config.verifier.reward)
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):

@@ -64,6 +64,7 @@ def evaluate(
             num_workers=config.verifier.num_workers,
             timeout=config.verifier.timeout,
             think_tag=policy.think_tag,
+            reward=config.verifier.reward,
         ) as verifier,
         open(path, "w") as samples,
     ):

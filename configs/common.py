@@ -163,4 +163,7 @@ def get_config() -> ConfigDict:
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # processes for answers that need symbolic comparison
     verifier.timeout = 5.0  # seconds until a worker is killed and its answer scores 0
+    # "module:function" that judges instead: called with question, response and Example, it returns
+    # (acc, fmt), each in [0, 1]. Empty: the built-in comparison with the gold answer.
+    verifier.reward = ""
     return config
