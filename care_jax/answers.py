@@ -90,19 +90,30 @@ def compare(
         "equal", "different", "refused: ..." or the question that is left.
     """
     same = functools.partial(_compare_clean, tolerance=tolerance, num_decimals=num_decimals)
-    prediction, gold = notation.clean(prediction), notation.clean(gold)
+    prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different"
     if choices:
-        return _compare_choice(prediction, gold, [notation.clean(c) for c in choices], same)
+        return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
     return same(prediction, gold)
 
 
-def _compare_choice(prediction, gold, choices, same) -> str | Question:
+# Each gold answer is compared with a whole group of rollouts.
+_clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
+
+
+@functools.lru_cache(maxsize=4096)
+def _clean_choices(choices: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The choices in one notation, and the keys they are found by."""
+    cleaned = [notation.clean(choice) for choice in choices]
+    return cleaned, [notation.key(choice) for choice in cleaned]
+
+
+def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
     """A prediction names an option by its letter or by its content."""
+    choices, texts = cleaned
 
     def option(text: str) -> int:
-        texts = [notation.key(choice) for choice in choices]
         if texts.count(notation.key(text)) == 1:
             return texts.index(notation.key(text))
         letter = notation.choice_letter(text, len(choices))

@@ -52,11 +52,19 @@ _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 
 
+# Text that `clean` leaves as it is, but for spaces and the full stop at its end.
+_PLAIN = re.compile(
+    r"(?!.*(?:pi|pct|percent|answer))[a-z0-9.,/()=+: -]{1,100}", re.IGNORECASE | re.ASCII
+)
+
+
 def clean(text: str) -> str:
     """The content of an answer in one notation: unboxed, undelimited, single spaces, ASCII signs.
 
     An answer longer than `MAX_CHARS` comes back cut, with its length as a mark.
     """
+    if _PLAIN.fullmatch(text):
+        return " ".join(text.split()).rstrip(" .")
     for mangled, command in _MANGLED.items():
         text = text.replace(mangled, command)
     text = " ".join(text.split())

@@ -6,6 +6,7 @@ Pure text to exact Fractions, nothing is evaluated; every scan is linear in the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from fractions import Fraction
 
@@ -71,6 +72,7 @@ class Number:
     is_decimal: bool
 
 
+@functools.lru_cache(maxsize=16384)  # the rollouts of a question agree more often than not
 def read_number(text: str) -> Number | None:
     """The number that the whole (cleaned) text is; None for everything else."""
     text = text.strip()
@@ -85,13 +87,15 @@ def read_number(text: str) -> Number | None:
         return None
     value, end = read
     tail = body[end:].strip()
-    for word, scale in _SCALES.items():
-        if tail.startswith(word):
-            value, tail = value * scale, tail.removeprefix(word).strip()
-    is_percent = tail.startswith("%")
-    unit = _read_unit(tail[is_percent:].strip())
-    if unit is None:
-        return None
+    is_percent, unit = False, ""
+    if tail:
+        for word, scale in _SCALES.items():
+            if tail.startswith(word):
+                value, tail = value * scale, tail.removeprefix(word).strip()
+        is_percent = tail.startswith("%")
+        unit = _read_unit(tail[is_percent:].strip())
+        if unit is None:
+            return None
     return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
 
 
@@ -107,7 +111,7 @@ def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
     exponent = int((exponents[0] or exponents[1] or "0")[:9])
     if value is None or abs(exponent) > _MAX_DIGITS:
         return None
-    value *= Fraction(10) ** exponent
+    value *= Fraction(10) ** exponent if exponent else 1
     if slash := _SLASH.match(text, match.end()):
         value = _divide(str(value), slash.group(1))
         return None if value is None else (value, slash.end())

@@ -353,3 +353,14 @@ def test_agreement_on_recorded_cases():
     assert shares["author"] == 1.0
     assert not false_positives
     assert set(missed) <= set(MISSED)
+
+
+PIECES = ("pi", " ", "  ", "percent", "pct", "Answer is ", "the answer: ", "7", "1,000", "x", "=",
+          ".", "(", ")", "5 1/2", "+")  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
+@settings(deadline=None, max_examples=300)
+def test_the_short_way_through_cleaning_leads_to_the_same_place(text):
+    """A formula that is empty sends a text the long way round."""
+    assert clean(text) == clean(text + "\\!")
