@@ -147,7 +147,8 @@ def test_a_task_file_names_functions_with_the_parameters_the_harness_looks_for(p
         task["generation_kwargs"]["max_new_tokens"]
         == common.get_config().evaluate.max_response_tokens
     )
-    assert task["reasoning_tags"] == "none"
+    tags = [[f"<{tag}>", f"</{tag}>"] for tag in ("think", "reasoning")]
+    assert task["reasoning_tags"] == tags
     kwargs = task["lmms_eval_specific_kwargs"]["default"]
 
     def function(name):
