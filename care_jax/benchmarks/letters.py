@@ -45,7 +45,8 @@ def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> st
         return letters[same[0]]
     if has_marker and (found := _after_marker(text, letters)):
         return found
-    if found := _by_rules(text, options, letters):
+    # The rules take a response as it comes, line breaks at its end included.
+    if found := _by_rules(answer if answer.strip() == text else text, options, letters):
         return found
     if (box := response.last_box(text)) is not None and box != text:
         return parse_letter(box, options, has_marker=has_marker)

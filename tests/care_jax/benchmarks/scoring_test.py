@@ -87,6 +87,8 @@ def test_mmmu_takes_the_last_of_several_letters():
     assert mmmu.parse("Of A and D it must be A here", MMMU_CHOICE) == "A"
     assert mmmu.parse("You have to walk a long way round the garden, not 30 cm", MMMU_CHOICE) == "A"
     assert mmmu.parse("Answer: C, not A ", MMMU_CHOICE) == "A"
+    # As published: a full stop before the last line break is not at the end, so C is no word.
+    assert mmmu.parse("A C. \n", MMMU_CHOICE) == "A"
 
 
 def test_mmmu_pro_reads_what_follows_answer_first():
