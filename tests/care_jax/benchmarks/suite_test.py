@@ -198,6 +198,13 @@ def test_what_is_not_there_is_named(tmp_path):
         Benchmark("chartqa", tmp_path)
     with pytest.raises(ValueError, match=r"expected test-\*\.parquet .*'vision'.* point evaluate"):
         Benchmark("mmmu_pro_vision", tmp_path)
+    other = tmp_path / "standard (4 options)" / "test-00000-of-00001.parquet"
+    write(tmp_path, "mmmu_pro", [ROWS["mmmu_pro"]]).rename(tmp_path / "moved")
+    other.parent.mkdir()
+    (tmp_path / "moved").rename(other)
+    with pytest.raises(ValueError, match=r"under 'standard \(10 options\)'"):
+        Benchmark("mmmu_pro", tmp_path)
+    assert len(Benchmark("mmmu_pro", other)) == 1
     (tmp_path / "testmini.jsonl").write_text("{")
     with pytest.raises(ValueError, match="expected JSON on line 1"):
         Benchmark("mathvision_testmini", tmp_path)
