@@ -26,7 +26,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     """Refuses a configuration that cannot run, naming the key to change.
 
     Args:
-        config: of the run.
+        config: of the run, filled in.
         mesh: its devices.
         overridden: keys set on the command line, such as "rl.beta"; those that mean nothing for
             the chosen objective are refused.
@@ -50,6 +50,15 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         _check_rl(config, mesh, overridden)
     if "evaluate" in config.stages:
         _check_evaluate(config.evaluate, mesh)
+
+
+def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
+    """A copy of a configuration in which sizes that are left to the mesh are numbers."""
+    config = config.copy_and_resolve_references()
+    num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    config.sft.microbatch_size = config.sft.microbatch_size or num_shards
+    config.rl.prompts_per_microbatch = config.rl.prompts_per_microbatch or num_shards
+    return config
 
 
 def _check_model(model: ConfigDict, mesh: Mesh) -> None:

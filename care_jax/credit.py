@@ -49,7 +49,7 @@ def select_subgroups(
     num_candidates: int,
     rule: str,
 ) -> Subgroup:
-    """Anchor and hard negatives of every prompt, from its G rollouts; `rngs` holds a key of each."""
+    """Anchor and hard negatives of every prompt, from its G rollouts; a key of `rngs` for each."""
     select = functools.partial(select_subgroup, K=num_negatives, M=num_candidates, rule=rule)
 
     def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):

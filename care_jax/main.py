@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_flags
 
 from care_jax import distributed, evaluate, export, sft, train
 from care_jax.batch import Example
-from care_jax.checks import check_config
+from care_jax.checks import check_config, fill_in
 from care_jax.data.sources import open_source
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
@@ -58,6 +58,7 @@ def run_stages(
         the metrics of each evaluation, by the stage it followed.
     """
     mesh = make_mesh(**config.mesh)
+    config = fill_in(config, mesh)
     check_config(config, mesh, overridden)
     sources = {
         stage: open_stage(config, stage)
@@ -110,6 +111,7 @@ def policy_of(config: ConfigDict) -> Policy:
         system_prompt=config.data.system_prompt,
         instruction=config.data.instruction,
         think_tag=config.data.think_tag,
+        patch_dtype=jnp.dtype(config.model.compute_dtype),
     )
 
 

@@ -74,6 +74,7 @@ def build_policy(
     system_prompt: str,
     instruction: str,
     think_tag: str,
+    patch_dtype: DTypeLike = np.float32,
 ) -> Policy:
     """Reads everything but the weights.
 
@@ -85,6 +86,7 @@ def build_policy(
         buckets: (prompt tokens, image patches) that batches are padded to.
         system_prompt, instruction: around the question.
         think_tag: name of the rationale's tag.
+        patch_dtype: of image patches.
 
     Raises:
         ValueError: no such folder, or neither or both of path and backbone are given.
@@ -99,7 +101,7 @@ def build_policy(
     if folder:
         config = BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
     else:
-        config = _random_config(backbone_fields, tokenizer)
+        config = random_config(backbone_fields, tokenizer)
     token_bytes = spans.token_bytes(tokenizer, config.text.vocab_size)
     return Policy(
         config=config,
@@ -113,6 +115,7 @@ def build_policy(
             system_prompt=system_prompt,
             instruction=instruction,
             think_tag=think_tag,
+            patch_dtype=patch_dtype,
         ),
         token_bytes=token_bytes,
         closing_tag=spans.closing_tag_table(token_bytes, think_tag),
@@ -146,13 +149,36 @@ def initial_params(
     policy: Policy, mesh: Mesh, rules: sharding.Rules, *, seed: int, dtype: DTypeLike = jnp.float32
 ) -> backbone.Params:
     """Weights of the release, or random ones, laid over the mesh; `dtype` of the master weights."""
-    shapes = jax.eval_shape(lambda key: backbone.init(policy.config, key), jax.random.key(0))
-    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), shapes, rules, mesh)
+    shardings = sharding.of(abstract_params(policy, mesh, rules))
     if policy.folder is None:
         params = backbone.init(policy.config, jax.random.key(seed), dtype)
         return jax.device_put(params, shardings)
     params, _ = backbone.load(policy.folder, policy.config, dtype, shardings)
     return params
+
+
+def abstract_params(
+    policy: Policy,
+    mesh: Mesh,
+    rules: sharding.Rules,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    lora_rank: int = 0,
+) -> backbone.Params:
+    """Shape, type and layout of every parameter, with adapters where `lora_rank` is above 0."""
+
+    def init(key):
+        params = backbone.init(policy.config, key, dtype)
+        return lora.add(params, key, rank=lora_rank, alpha=1.0) if lora_rank else params
+
+    axes = backbone.logical_axes(policy.config)
+    axes = lora.add_axes(axes) if lora_rank else axes
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        sharding.param_shardings(axes, shapes, rules, mesh),
+    )
 
 
 def with_adapters(
@@ -183,7 +209,7 @@ def decode_shardings(policy: Policy, mesh: Mesh, rules: sharding.Rules) -> backb
     return sharding.param_shardings(backbone.decode_axes(policy.config), shapes, rules, mesh)
 
 
-def _random_config(fields: dict[str, Any], tokenizer: Any) -> BackboneConfig:
+def random_config(fields: dict[str, Any], tokenizer: Any) -> BackboneConfig:
     """The backbone of `fields`, with the tokenizer's ids and vocabulary size."""
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
     text = {"vocab_size": len(tokenizer), **fields["text_config"]}

@@ -188,9 +188,7 @@ def roll_out(
         rollouts = distributed.fetch(decoded)
         wave_scores, rationales = score(rollouts, wave_examples)
         subgroup = distributed.fetch(
-            programs.select(
-                decoded, sharding.put_batch(wave_scores, run.mesh), select_rng, places
-            )
+            programs.select(decoded, sharding.put_batch(wave_scores, run.mesh), select_rng, places)
         )
         has_reflection = np.zeros(len(rationales), bool)
         if has_slot:

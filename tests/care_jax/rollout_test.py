@@ -210,7 +210,7 @@ def test_next_wave_is_dispatched_before_the_last_is_judged_and_no_key_serves_twi
     _, script, _ = roll()
     ending = ["select", "reflect"]
     assert script.calls == ["decode", "decode", *ending, "decode", *ending, *ending]
-    keys = sum(script.keys.values(), [])
+    keys = [key for of_program in script.keys.values() for key in of_program]
     assert len(keys) == len(set(keys)) == 3 * 6
     _, other, _ = roll(seed=1)
     assert not set(other.keys["decode"]) & set(keys)

@@ -200,7 +200,12 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
             top_p=1.0,
             dtype=jnp.float32,
         )
-    )(decode_params, prefix, jax.random.split(rng, 4), jnp.asarray(_closing_at_token(policy, closing)))
+    )(
+        decode_params,
+        prefix,
+        jax.random.split(rng, 4),
+        jnp.asarray(_closing_at_token(policy, closing)),
+    )
     tokens = np.asarray(rollouts.tokens)
     is_eos = tokens == eos
     end = np.where(is_eos.any(-1), is_eos.argmax(-1), MAX_TOKENS)
