@@ -147,8 +147,9 @@ def test_a_reward_function_that_is_not_there_is_named(rewards, name, message):
 
 
 def test_a_reward_out_of_range_stops_the_run(rewards):
-    with Verifier(reward="some_rewards:broken") as verifier, pytest.raises(
-        ValueError, match=r"must return \(acc, fmt\) in \[0, 1\], got \(2.0, 0.0\)"
+    with (
+        Verifier(reward="some_rewards:broken") as verifier,
+        pytest.raises(ValueError, match=r"must return \(acc, fmt\) in \[0, 1\], got \(2.0, 0.0\)"),
     ):
         verifier.verify(["7"], ["7"])
 
