@@ -14,7 +14,7 @@ import functools
 import re
 from collections.abc import Sequence
 
-from care_jax import notation
+from care_jax import notation, quantities
 from care_jax.symbolic import Question, SymbolicPool
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -33,8 +33,11 @@ _EXPENSIVE = re.compile(
     r"!(?!=)|\\(?:sum|int|oint|prod|lim|binom|dbinom|tbinom|choose)(?![a-z])|factorial|binomial"
 )
 _EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)(\{)?|\(([^()]*)(\()?|(\d+|.))")
-_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
-_TWO_NUMBERS = re.compile(r"\d \d")
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
+_TWO_NUMBERS = re.compile(r"(?<!_)\d \d")
+# Factorials and binomials small enough to compute.
+_SMALL = re.compile(r"(?<![\d^)}])\d{1,2}!(?!!)|\\[dt]?binom\{\d{1,2}\}\{\d{1,2}\}")
+_FIRST_CJK = "\u2e80"
 _NUMBER_ABOVE = re.compile(r"\d{3,}")
 
 
@@ -87,19 +90,30 @@ def compare(
         "equal", "different", "refused: ..." or the question that is left.
     """
     same = functools.partial(_compare_clean, tolerance=tolerance, num_decimals=num_decimals)
-    prediction, gold = notation.clean(prediction), notation.clean(gold)
+    prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different"
     if choices:
-        return _compare_choice(prediction, gold, [notation.clean(c) for c in choices], same)
+        return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
     return same(prediction, gold)
 
 
-def _compare_choice(prediction, gold, choices, same) -> str | Question:
+# Each gold answer is compared with a whole group of rollouts.
+_clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
+
+
+@functools.lru_cache(maxsize=4096)
+def _clean_choices(choices: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The choices in one notation, and the keys they are found by."""
+    cleaned = [notation.clean(choice) for choice in choices]
+    return cleaned, [notation.key(choice) for choice in cleaned]
+
+
+def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
     """A prediction names an option by its letter or by its content."""
+    choices, texts = cleaned
 
     def option(text: str) -> int:
-        texts = [notation.key(choice) for choice in choices]
         if texts.count(notation.key(text)) == 1:
             return texts.index(notation.key(text))
         letter = notation.choice_letter(text, len(choices))
@@ -124,6 +138,11 @@ def _compare_clean(
     decided = _compare_values(prediction, gold, **limits)
     if decided is not None:
         return "equal" if decided else "different"
+    (body, unit), (gold_body, gold_unit) = map(quantities.split_unit, (prediction, gold))
+    if unit and gold_unit and unit != gold_unit:
+        return "different"
+    if (body, gold_body) != (prediction, gold):
+        return _compare_clean(body, gold_body, **limits)
     if not _is_mathematics(gold) or not _is_mathematics(prediction):
         return "different"
     if notation.has_relation(prediction) and not (
@@ -151,13 +170,14 @@ def _compare_values(
     if notation.key(prediction) == notation.key(gold):
         return True
     texts = prediction, gold
-    numbers = [notation.read_number(text) for text in texts]
+    numbers = [quantities.read_number(text) for text in texts]
     if all(numbers):
-        return notation.is_close(*numbers, **limits)
+        return quantities.is_close(*numbers, **limits)
     lists = [notation.split_list(text) for text in texts]
     if all(lists):
         return _compare_lists(*lists, **limits)
     if any(lists) and any(numbers):
+        # 2,3 are two numbers; 1,22 beside one number is one.
         if any(_DECIMAL_COMMA.fullmatch(text) for text in texts):
             return _compare_values(*(text.replace(",", ".") for text in texts), **limits)
         return None if "\\pm" in prediction + gold else False
@@ -217,6 +237,8 @@ def _is_mathematics(text: str) -> bool:
     """Whether a text is worth computer algebra: no prose, no program."""
     if any(c in text for c in '"`@#?…') or "__" in text or _TWO_NUMBERS.search(text):
         return False
+    if any(c >= _FIRST_CJK for c in text):
+        return False
     # Two letters are a product or a segment; up to four are the corners of a figure.
     return all(
         word.startswith("\\") or word in _FUNCTIONS or len(word) <= (2 if word.islower() else 4)
@@ -235,7 +257,7 @@ def _refusal(prediction: str, gold: str) -> str:
     if deepest > _MAX_DEPTH:
         return "nesting"
     licensed = set(_EXPENSIVE.findall(gold))
-    for construct in _EXPENSIVE.findall(prediction):
+    for construct in _EXPENSIVE.findall(_SMALL.sub("", prediction)):
         if construct not in licensed:
             return construct.lstrip("\\")
     if _has_tower(prediction) and not _has_tower(gold):

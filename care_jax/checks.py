@@ -9,6 +9,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from care_jax import distributed, optimizer, reflect, select, sharding
+from care_jax.benchmarks.suite import RELEASES
+from care_jax.verifier import load_reward
 from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
@@ -36,6 +38,8 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
     _check_model(config.model, mesh)
+    if config.verifier.reward:
+        load_reward(config.verifier.reward)
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
@@ -45,7 +49,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     if "rl" in config.stages:
         _check_rl(config, mesh, overridden)
     if "evaluate" in config.stages:
-        sharding.check_divides("evaluate.batch_size", config.evaluate.batch_size, mesh)
+        _check_evaluate(config.evaluate, mesh)
 
 
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
@@ -78,6 +82,31 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
         raise ValueError(f"model.lora_rank must be 0 or more, got {model.lora_rank}")
     if model.lora_rank and not model.lora_alpha > 0:
         raise ValueError(f"model.lora_alpha must be positive, got {model.lora_alpha}")
+
+
+def _check_evaluate(evaluate: ConfigDict, mesh: Mesh) -> None:
+    sharding.check_divides("evaluate.batch_size", evaluate.batch_size, mesh)
+    _check_positive("evaluate.max_response_tokens", evaluate.max_response_tokens)
+    for pair in evaluate.benchmarks:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise ValueError(
+                f"evaluate.benchmarks must be pairs (name, path), got {pair!r}; write "
+                "(('mmmu', 'path/of/MMMU'),)"
+            )
+        _check_choice("a name in evaluate.benchmarks", pair[0], tuple(RELEASES))
+    names = [name for name, _ in evaluate.benchmarks]
+    if len(names) != len(set(names)):
+        raise ValueError(f"evaluate.benchmarks names a benchmark twice: {', '.join(names)}")
+    if evaluate.judge_url and not (evaluate.judge_model and evaluate.benchmarks):
+        raise ValueError(
+            "evaluate.judge_url needs evaluate.judge_model and evaluate.benchmarks; set them or "
+            "clear it"
+        )
+    if evaluate.judge_timeout <= 0 or evaluate.judge_retries < 0:
+        raise ValueError(
+            "evaluate.judge_timeout must be positive and evaluate.judge_retries not negative, got "
+            f"{evaluate.judge_timeout} and {evaluate.judge_retries}"
+        )
 
 
 def _check_sft(config: ConfigDict, mesh: Mesh) -> None:

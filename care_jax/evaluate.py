@@ -1,19 +1,31 @@
-"""Accuracy on held-out questions: one greedy answer each, judged by the verifier."""
+"""Accuracy on held-out questions and on benchmarks: one greedy answer each.
+
+Held-out questions are judged by the verifier, as in training; benchmarks by their own published
+rules, and on request the free answers these call wrong by a language model. Samples of a benchmark
+are written as they come, in the layout of lmms-eval's, and a run that was stopped goes on behind
+them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import operator
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import distributed, sampler, sharding
-from care_jax.batch import Example
+from care_jax import distributed, sampler, scoreboard, sharding
+from care_jax.batch import Example, Prompts, Rollouts
+from care_jax.benchmarks import response
+from care_jax.benchmarks.judge import Case, Judge
+from care_jax.benchmarks.suite import Benchmark
 from care_jax.metrics import print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
 from care_jax.prompt import prompt_sizes
@@ -21,6 +33,9 @@ from care_jax.run import Run
 from care_jax.scores import row_texts, score_rollouts
 from care_jax.verifier import Verifier
 from models import backbone
+
+Sample = dict[str, Any]
+Ask = Callable[[Prompts], Rollouts]
 
 
 def evaluate(
@@ -42,37 +57,6 @@ def evaluate(
         distributed.Preempted: the run is to end.
     """
     config, policy = run.config, run.policy
-    size = config.evaluate.batch_size
-    dtype = jnp.dtype(config.model.compute_dtype)
-    rows = sharding.batch_sharding(run.mesh)
-    attention = sharding.attention_kernel(
-        config.model.attention, config.decode_sharding_rules, run.mesh
-    )
-
-    def to_decode_layout(params):
-        return backbone.to_decode_layout(params, policy.config, dtype)
-
-    def answer(params, prompts):
-        return sampler.decode(
-            params,
-            sampler.prefill(params, prompts, policy.config, dtype=dtype, attention=attention),
-            jax.random.split(jax.random.key(0), size),  # greedy: nothing is drawn
-            jnp.asarray(policy.closing_tag),
-            policy.config,
-            num_rows=1,
-            max_tokens=config.evaluate.max_response_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            dtype=dtype,
-        )
-
-    layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
-    decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
-    answer = jax.jit(run.placed_to_decode(answer), out_shardings=rows)
-    own = sharding.local_rows(size, run.mesh)
-    # Stands in rows without a prompt, whose answers are dropped; no shorter prompt is possible.
-    filler = policy.prompts.tokenize(Example("filler", "", (), "", ""))
-    firsts = range(0, len(examples) if policy.prompts.fits(filler) else 0, size)
     correct, formatted = defaultdict(list), []
     path = run.workdir / f"samples_{name}.jsonl" if jax.process_index() == 0 else os.devnull
     with (
@@ -80,37 +64,23 @@ def evaluate(
             num_workers=config.verifier.num_workers,
             timeout=config.verifier.timeout,
             think_tag=policy.think_tag,
+            reward=config.verifier.reward,
         ) as verifier,
         open(path, "w") as samples,
     ):
-        for first in progress(firsts, f"evaluate {name}", 0, len(firsts)):
-            if distributed.is_preempted():
-                raise distributed.Preempted(f"in the evaluation after {name}")
-            places = [int(place) for place in first + own if place < len(examples)]
-            batch = [examples[place] for place in places]
-            records = [policy.prompts.tokenize(example) for example in batch]
-            kept = [row for row, record in enumerate(records) if policy.prompts.fits(record)]
-            padded = [filler] * len(own)
-            for row in kept:
-                padded[row] = records[row]
-            sizes = distributed.gather_rows(prompt_sizes(padded), own)
-            prompts = sharding.put_batch(policy.prompts.batch(padded, sizes), run.mesh)
-            rollouts = distributed.fetch(answer(decode_params, prompts))
-            rollouts = jax.tree.map(lambda x: x[kept], rollouts)  # noqa: B023
-            batch = [batch[row] for row in kept]
+        for batch in _answers(run, prepare(run, params), examples, range(len(examples)), name):
             scores, _ = score_rollouts(
-                rollouts,
-                batch,
+                batch.rollouts,
+                batch.examples,
                 verifier,
                 policy.token_bytes,
                 eos_token_id=policy.config.eos_token_id,
                 think_tag=policy.think_tag,
                 format_weight=0.0,
             )
-            texts = row_texts(rollouts, policy.token_bytes, eos_token_id=policy.config.eos_token_id)
             answered = [
                 {
-                    "place": places[row],
+                    "place": place,
                     "id": example.id,
                     "source": example.source,
                     "question": example.question,
@@ -119,12 +89,11 @@ def evaluate(
                     "acc": float(acc),
                     "fmt": float(fmt),
                 }
-                for row, example, (text,), (acc,), (fmt,) in zip(
-                    kept, batch, texts, scores.acc, scores.fmt, strict=True
+                for place, example, text, (acc,), (fmt,) in zip(
+                    batch.places, batch.examples, batch.texts, scores.acc, scores.fmt, strict=True
                 )
             ]
-            gathered = [sample for part in distributed.gather_json(answered) for sample in part]
-            for sample in sorted(gathered, key=operator.itemgetter("place")):
+            for sample in _gathered(answered, "place"):
                 del sample["place"]
                 correct[sample["source"]].append(sample["acc"])
                 formatted.append(sample["fmt"])
@@ -152,3 +121,253 @@ def evaluate(
         f"{len(accs)} held-out examples, format {metrics['fmt']:.1%})"
     )
     return metrics
+
+
+def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict[str, float]:
+    """Answers `evaluate.benchmarks` greedily and scores each by its own rules.
+
+    Args:
+        run: the run.
+        params: in the training layout.
+        name: of this evaluation; results.json, results.md and samples_<benchmark>.jsonl go to
+            `workdir/benchmarks_<name>`. Samples that are there from the same weights and settings
+            are not asked for again.
+
+    Returns:
+        accuracy of each benchmark and their mean, in [0, 1].
+
+    Raises:
+        ValueError: a benchmark's files are not there.
+        distributed.Preempted: the run is to end.
+    """
+    config = run.config.evaluate
+    benchmarks = [Benchmark(which, path) for which, path in config.benchmarks]
+    judge = None
+    if config.judge_url:
+        judge = Judge(
+            config.judge_url,
+            config.judge_model,
+            timeout=config.judge_timeout,
+            num_retries=config.judge_retries,
+            prices=tuple(config.judge_prices),
+        )
+    folder = run.workdir / f"benchmarks_{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    ask = prepare(run, params)
+    settings = _settings(run, params)
+    results: dict[str, Any] = {"benchmarks": {}}
+    for benchmark in benchmarks:
+        samples = _benchmark_samples(run, ask, benchmark, judge, folder, settings)
+        results["benchmarks"][benchmark.name] = scoreboard.score(benchmark, samples)
+    results["macro"] = scoreboard.macro_average(results["benchmarks"])
+    results["settings"] = settings
+    if judge is not None:
+        # Of this process and this start: what is resumed was paid for before.
+        results["judge"] = judge.counts | {"cost": judge.cost}
+    markdown = scoreboard.to_markdown(results)
+    if jax.process_index() == 0:
+        text = json.dumps(results, indent=2, ensure_ascii=False)
+        (folder / "results.json").write_text(text + "\n")
+        (folder / "results.md").write_text(markdown)
+    print_line(markdown.partition("\n\n")[0])
+    return {
+        f"{which}/{key}": figures[key]
+        for which, figures in (results["benchmarks"] | {"mean": results["macro"]}).items()
+        for key in ("acc", "acc_low", "acc_high")
+    }
+
+
+def prepare(run: Run, params: backbone.Params) -> Ask:
+    """The compiled greedy decoder with the weights laid out for it.
+
+    Returns:
+        Prompts of `evaluate.batch_size` rows to this process's rows of their rollouts, on the host.
+    """
+    config, policy = run.config, run.policy
+    dtype = jnp.dtype(config.model.compute_dtype)
+    attention = sharding.attention_kernel(
+        config.model.attention, config.decode_sharding_rules, run.mesh
+    )
+
+    def to_decode_layout(params):
+        return backbone.to_decode_layout(params, policy.config, dtype)
+
+    def answer(params, prompts):
+        return sampler.decode(
+            params,
+            sampler.prefill(params, prompts, policy.config, dtype=dtype, attention=attention),
+            # Greedy: nothing is drawn.
+            jax.random.split(jax.random.key(0), config.evaluate.batch_size),
+            jnp.asarray(policy.closing_tag),
+            policy.config,
+            num_rows=1,
+            max_tokens=config.evaluate.max_response_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            dtype=dtype,
+        )
+
+    layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
+    decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
+    rows = sharding.batch_sharding(run.mesh)
+    answer = jax.jit(run.placed_to_decode(answer), out_shardings=rows)
+    return lambda prompts: distributed.fetch(answer(decode_params, prompts))
+
+
+class _Batch(NamedTuple):
+    """This process's share of a batch: what was answered, and the places no bucket holds."""
+
+    places: list[int]
+    examples: list[Example]
+    rollouts: Rollouts
+    texts: list[str]
+    dropped: list[int]
+
+
+def _answers(
+    run: Run, ask: Ask, examples: Sequence[Example], places: Sequence[int], name: str
+) -> Iterator[_Batch]:
+    """Asks for the examples at the given places, a batch at a time."""
+    policy, size = run.policy, run.config.evaluate.batch_size
+    own = sharding.local_rows(size, run.mesh)
+    # Stands in rows without a prompt, whose answers are dropped; no shorter prompt is possible.
+    filler = policy.prompts.tokenize(Example("filler", "", (), "", ""))
+    firsts = range(0, len(places) if policy.prompts.fits(filler) else 0, size)
+    for first in progress(firsts, f"evaluate {name}", 0, len(firsts)):
+        if distributed.is_preempted():
+            raise distributed.Preempted(f"in the evaluation {name}")
+        mine = [int(places[row]) for row in first + own if row < len(places)]
+        batch = [examples[place] for place in mine]
+        records = [policy.prompts.tokenize(example) for example in batch]
+        kept = [row for row, record in enumerate(records) if policy.prompts.fits(record)]
+        padded = [filler] * len(own)
+        for row in kept:
+            padded[row] = records[row]
+        sizes = distributed.gather_rows(prompt_sizes(padded), own)
+        rollouts = ask(sharding.put_batch(policy.prompts.batch(padded, sizes), run.mesh))
+        rollouts = jax.tree.map(lambda x: x[kept], rollouts)  # noqa: B023
+        texts = row_texts(rollouts, policy.token_bytes, eos_token_id=policy.config.eos_token_id)
+        yield _Batch(
+            places=[mine[row] for row in kept],
+            examples=[batch[row] for row in kept],
+            rollouts=rollouts,
+            texts=[text for (text,) in texts],
+            dropped=[mine[row] for row in range(len(mine)) if row not in kept],
+        )
+
+
+def _gathered(samples: list[Sample], key: str) -> list[Sample]:
+    """The samples of all processes, in order."""
+    gathered = [sample for part in distributed.gather_json(samples) for sample in part]
+    return sorted(gathered, key=operator.itemgetter(key))
+
+
+def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
+    """What samples must share to stand in one file: weights, prompts, lengths and the judge."""
+    config = run.config
+
+    def checksum(params):
+        leaves = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
+        return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
+
+    replicated = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
+    total = jax.jit(checksum, out_shardings=replicated)(params)
+    return {
+        "model": config.model.path,
+        "weights": repr(float(np.asarray(total.addressable_data(0)))),
+        "max_response_tokens": config.evaluate.max_response_tokens,
+        "min_pixels": config.data.min_pixels,
+        "max_pixels": config.data.max_pixels,
+        "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],
+        "system_prompt": config.data.system_prompt,
+        "instruction": config.data.instruction,
+        "judge": [config.evaluate.judge_url, config.evaluate.judge_model],
+    }
+
+
+def _benchmark_samples(
+    run: Run, ask: Ask, benchmark: Benchmark, judge: Judge | None, folder, settings
+) -> list[Sample]:
+    """A sample for every row: those already in the benchmark's file, and the rest, appended."""
+    path = folder / f"samples_{benchmark.name}.jsonl"
+    stamp = folder / f"settings_{benchmark.name}.json"
+    is_same = stamp.exists() and json.loads(stamp.read_text()) == settings
+    lines = path.read_text().splitlines(keepends=True) if is_same and path.exists() else []
+    lines = [line for line in lines if line.endswith("\n")]  # a killed run leaves half a line
+    samples = [json.loads(line) for line in lines]
+    done = {sample["doc_id"] for sample in samples}
+    distributed.gather_json(len(done))  # all have read it before it is written to
+    file = contextlib.nullcontext()
+    if jax.process_index() == 0:
+        path.write_text("".join(lines))
+        stamp.write_text(json.dumps(settings, indent=2) + "\n")
+        file = path.open("a")
+    todo = [place for place in range(len(benchmark)) if place not in done]
+    with file as out:
+        for batch in _answers(run, ask, benchmark, todo, benchmark.name):
+            fresh = _scored(benchmark, batch, judge)
+            fresh = _gathered(fresh, "doc_id")
+            samples += fresh
+            if out is not None:
+                out.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in fresh)
+                out.flush()
+    if not samples or all(sample["is_dropped"] for sample in samples):
+        raise ValueError(
+            f"none of the {len(benchmark)} prompts of {benchmark.name} fits data.buckets "
+            f"{run.policy.prompts.buckets}; enlarge them or lower data.max_pixels"
+        )
+    return samples
+
+
+def _scored(benchmark: Benchmark, batch: _Batch, judge: Judge | None) -> list[Sample]:
+    """Samples in the layout of lmms-eval's, with what `scoreboard.score` asks for."""
+    is_complete = np.asarray(batch.rollouts.is_complete)[:, 0]
+    samples = [
+        _sample(benchmark, place, example, text, bool(ended))
+        for place, example, text, ended in zip(
+            batch.places, batch.examples, batch.texts, is_complete, strict=True
+        )
+    ]
+    if judge is not None:
+        # Free answers that the rules read and call wrong.
+        rest = [
+            (sample, Case(example.question, example.answer, sample["filtered_resps"][0]))
+            for sample, example in zip(samples, batch.examples, strict=True)
+            if not sample["acc"] and sample["is_parsed"] and not example.choices
+        ]
+        for (sample, _), verdict in zip(
+            rest, judge.verdicts([case for _, case in rest]), strict=True
+        ):
+            sample["acc_judged"] = None if verdict is None else float(verdict)
+    dropped = [
+        _sample(benchmark, place, benchmark[place], "", False) | {"is_dropped": True}
+        for place in batch.dropped
+    ]
+    return samples + dropped
+
+
+def _sample(
+    benchmark: Benchmark, place: int, example: Example, text: str, is_complete: bool
+) -> Sample:
+    row, scorer = benchmark.rows[place], benchmark.scorer
+    document = json.dumps(row, ensure_ascii=False, default=str)
+    return {
+        "doc_id": place,
+        "doc": json.loads(document),
+        "target": example.answer,
+        "input": example.question,
+        "resps": [text],
+        "filtered_resps": [response.unwrap(text)],
+        "doc_hash": _hash(document),
+        "prompt_hash": _hash(example.question),
+        "target_hash": _hash(example.answer),
+        "acc": float(scorer.is_correct(text, row)),
+        "acc_judged": None,
+        "is_parsed": scorer.parse(text, row) is not None,
+        "is_complete": is_complete,
+        "is_dropped": False,
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

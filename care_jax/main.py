@@ -60,7 +60,11 @@ def run_stages(
     mesh = make_mesh(**config.mesh)
     config = fill_in(config, mesh)
     check_config(config, mesh, overridden)
-    sources = {stage: open_stage(config, stage) for stage in config.stages if stage != "export"}
+    sources = {
+        stage: open_stage(config, stage)
+        for stage in config.stages
+        if stage != "export" and not (stage == "evaluate" and asks_benchmarks_alone(config))
+    }
     policy = policy_of(config)
     workdir.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0:
@@ -82,7 +86,11 @@ def run_stages(
             elif stage == "rl":
                 params = train.train(run, params, sources[stage])
             elif stage == "evaluate":
-                results[last] = evaluate.evaluate(run, params, sources[stage], name=last)
+                results[last] = {}
+                if stage in sources:
+                    results[last] |= evaluate.evaluate(run, params, sources[stage], name=last)
+                if config.evaluate.benchmarks:
+                    results[last] |= evaluate.evaluate_benchmarks(run, params, name=last)
                 metrics.write(f"evaluate_{last}", 0, results[last])
             elif stage == "export":
                 folder = export.export(run, params, workdir / "export")
@@ -105,6 +113,13 @@ def policy_of(config: ConfigDict) -> Policy:
         think_tag=config.data.think_tag,
         patch_dtype=jnp.dtype(config.model.compute_dtype),
     )
+
+
+def asks_benchmarks_alone(config: ConfigDict) -> bool:
+    """Whether there are benchmarks to evaluate, and no held-out questions are named."""
+    test = config.data.test
+    is_named = bool(test.path) if test.source == "jsonl" else bool(test.source)
+    return bool(config.evaluate.benchmarks) and not is_named
 
 
 def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:

@@ -1,4 +1,4 @@
-"""Reads how answers are written: LaTeX wrapping, numbers with units, lists, option letters.
+"""Reads how answers are written: LaTeX wrapping, lists, option letters; numbers: `quantities`.
 
 Pure text, nothing is evaluated, and every scan is linear in the length of the text: whitespace is
 collapsed first, patterns have no nested repetition over the same characters, and an answer is cut
@@ -8,13 +8,10 @@ at `MAX_CHARS`.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 import unicodedata
-from fractions import Fraction
 
 MAX_CHARS = 2000  # of an answer, whitespace collapsed; a longer one is cut and marked
-_MAX_DIGITS = 60  # of a number and of its power of ten, so that Fractions stay small
 _MAX_ITEMS = 64  # of a list
 
 # LaTeX commands as string escapes leave them where a source forgot to double its backslashes.
@@ -25,15 +22,16 @@ _MANGLED = {
 _SYMBOLS = {
     "−": "-", "–": "-", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "÷": "/", "≤": "\\le ",
     "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∞": "\\infty ", "∪": "\\cup ",
-    "∩": "\\cap ", "∈": "\\in ", "°": "^\\circ ", "∠": "\\angle ", "θ": "\\theta ", "。": ". ",
-    "，": ", ", "：": ":", "；": "; ",
+    "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°": "^\\circ ", "∠": "\\angle ",
+    "θ": "\\theta ", "。": ". ", "，": ", ", "：": ":", "；": "; ",
 }  # fmt: skip
 _POWERS = {c: f"^{{{d}}}" for c, d in zip("⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "0123456789n", strict=True)}
 _TRANSLATION = {ord(key): value for key, value in (_SYMBOLS | _POWERS).items()}
 
 _ROOT_SIGN = re.compile(r"√ ?(\d+|\w)")
 _TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname) ?\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname) ?"
+    r"\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
 _WORD_IN_BRACES = re.compile(r"(?<=[\d ])\{([a-zA-Z ]+)\}")
 _SIZES = re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
@@ -43,6 +41,9 @@ _THOUSANDS = re.compile(r"\{,\}|, ?\\! ?")
 _FRACTION_NAME = re.compile(r"\\[dtc]frac(?![a-z])")
 _FRACTION = re.compile(r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})")
 _ROOT = re.compile(r"\\sqrt ?(\d)")
+_PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
+_LINE = re.compile(r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}")
+_BRACED = re.compile(r"\{([^{},;]*)\}")
 _DEGREES = re.compile(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])")
 _PERCENT = re.compile(r"\\?%|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])")
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
@@ -51,11 +52,19 @@ _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 
 
+# Text that `clean` leaves as it is, but for spaces and the full stop at its end.
+_PLAIN = re.compile(
+    r"(?!.*(?:pi|pct|percent|answer))[a-z0-9.,/()=+: -]{1,100}", re.IGNORECASE | re.ASCII
+)
+
+
 def clean(text: str) -> str:
     """The content of an answer in one notation: unboxed, undelimited, single spaces, ASCII signs.
 
     An answer longer than `MAX_CHARS` comes back cut, with its length as a mark.
     """
+    if _PLAIN.fullmatch(text):
+        return " ".join(text.split()).rstrip(" .")
     for mangled, command in _MANGLED.items():
         text = text.replace(mangled, command)
     text = " ".join(text.split())
@@ -71,11 +80,14 @@ def clean(text: str) -> str:
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
     text = _THOUSANDS.sub(",", text).replace("\\!", "").replace("!=", "\\ne ")
     text = _SPACES.sub(" ", _SIZES.sub("", _DELIMITERS.sub("", text)))
-    text = _WORD_IN_BRACES.sub(r" \1 ", _TEXT.sub(r" \1 ", text))
+    text = _TEXT.sub(r" \1 ", _TEXT.sub(r" \1 ", text))  # a text may stand in a text
+    text = _WORD_IN_BRACES.sub(r" \1 ", text)
     text = _FRACTION.sub(_brace_fraction, _FRACTION_NAME.sub(r"\\frac", text))
     text = _ROOT.sub(r"\\sqrt{\1}", text)
     text = _PERCENT.sub("%", _DEGREES.sub(" degrees ", text))
-    return " ".join(text.split()).rstrip(" .")
+    text = _PI.sub(r"\\pi ", _LINE.sub(r"\1", text)).replace("\\varnothing", "\\emptyset")
+    text = " ".join(text.split()).rstrip(" .\\")
+    return braced.group(1).strip() if (braced := _BRACED.fullmatch(text)) else text
 
 
 def _brace_fraction(match: re.Match) -> str:
@@ -126,165 +138,6 @@ def key(text: str) -> str:
     if len(text) == 3 and text[0] in "([" and text[2] in ")]":
         text = text[1]
     return text
-
-
-# Numbers
-
-
-_DECIMAL = r"(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)?(?:\.\d*)?"
-_SCIENTIFIC = re.compile(
-    rf"({_DECIMAL})(?:[eE]([+-]?\d+)| ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{{? ?([+-]?\d+) ?\}}?)?"
-)
-_SLASH = re.compile(rf" ?/ ?({_DECIMAL})(?![a-zA-Z])")
-_MIXED = re.compile(r"(\d+) (\d+)/(\d+)")
-_LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_UNITS = {
-    "degrees": "degrees degree deg", "cm": "cm centimeter centimeters centimetre centimetres",
-    "m": "m meter meters metre metres", "mm": "mm millimeter millimeters",
-    "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
-    "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
-    "kg": "kg kilogram kilograms", "g": "g gram grams", "lb": "lb lbs pound pounds",
-    "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours",
-    "l": "L l liter liters litre litres", "ml": "mL ml", "$": "dollar dollars USD",
-    "": "unit units",
-    "square": "square sq", "cubic": "cubic", "per": "per",
-}  # fmt: skip
-_UNIT_NAMES = {alias: name for name, aliases in _UNITS.items() for alias in aliases.split()}
-# Words after a number that change or withdraw it.
-_NOT_UNITS = frozenset({
-    "and", "or", "not", "no", "nor", "to", "plus", "minus", "times", "over", "by", "of", "point",
-    "pi", "than", "between", "hundred", "thousand", "million", "billion", "trillion", "dozen",
-    "half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "is", "are",
-    "was", "but", "if", "maybe", "approximately", "about", "then", "else",
-})  # fmt: skip
-_UNIT_WORD = re.compile(r"([^\W\d_]+)(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
-
-
-@dataclasses.dataclass(frozen=True)
-class Number:
-    """A number as it was written.
-
-    Attributes:
-        value: exactly what was written, a percent sign not applied.
-        is_percent: a percent sign follows.
-        unit: canonical name of the unit that follows; empty without.
-        is_decimal: it was written with a decimal point.
-    """
-
-    value: Fraction
-    is_percent: bool
-    unit: str
-    is_decimal: bool
-
-
-def read_number(text: str) -> Number | None:
-    """The number that the whole (cleaned) text is; None for everything else."""
-    text = text.strip()
-    while len(text) > 2 and text[0] == "(" and text.find(")") == len(text) - 1:
-        text = text[1:-1].strip()
-    is_negative = text.startswith("-")
-    body = text[1:] if text[:1] in ("-", "+") else text
-    body = body.lstrip("€£¥ ")
-    read = _read_magnitude(body)
-    if read is None:
-        return None
-    value, end = read
-    tail = body[end:].strip()
-    for word, scale in _SCALES.items():
-        if tail.startswith(word):
-            value, tail = value * scale, tail.removeprefix(word).strip()
-    is_percent = tail.startswith("%")
-    unit = _read_unit(tail[is_percent:].strip())
-    if unit is None:
-        return None
-    return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
-
-
-def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
-    """An unsigned number at the start of the text and where it ends."""
-    if match := _LATEX_FRACTION.match(text) or _MIXED.match(text):
-        whole, top, bottom = match.groups()
-        value = _divide(top, bottom)
-        return None if value is None else (Fraction(whole or 0) + value, match.end())
-    match = _SCIENTIFIC.match(text)
-    digits, *exponents = match.groups()
-    value = _fraction(digits)
-    exponent = int((exponents[0] or exponents[1] or "0")[:9])
-    if value is None or abs(exponent) > _MAX_DIGITS:
-        return None
-    value *= Fraction(10) ** exponent
-    if slash := _SLASH.match(text, match.end()):
-        value = _divide(str(value), slash.group(1))
-        return None if value is None else (value, slash.end())
-    return value, match.end()
-
-
-def _divide(top: str, bottom: str) -> Fraction | None:
-    numerator, denominator = _fraction(top), _fraction(bottom)
-    return numerator / denominator if numerator is not None and denominator else None
-
-
-def _fraction(digits: str) -> Fraction | None:
-    digits = digits.replace(",", "").replace(" ", "")
-    if len(digits) > _MAX_DIGITS or not any(c.isdigit() for c in digits):
-        return None
-    return Fraction(digits.rstrip("."))
-
-
-def _read_unit(text: str) -> str | None:
-    """Canonical name of a unit; None where the text is anything but a unit."""
-    if text in ("€", "£", "¥", ""):
-        return ""
-    names = []
-    for word in text.replace(" ^", "^").replace("/", " per ").replace(".", " ").split()[:8]:
-        match = _UNIT_WORD.fullmatch(word)
-        if match is None or match.group(1).lower() in _NOT_UNITS:
-            return None
-        name = _UNIT_NAMES.get(match.group(1), match.group(1).lower())
-        # A letter or two are a variable, unless they are a known unit.
-        if match.group(1) not in _UNIT_NAMES and len(name) < 3 and name.isascii():
-            return None
-        power = match.group(2) or match.group(3)
-        names.append({"2": "square ", "3": "cubic ", None: ""}[power] + name)
-    return " ".join(names) if len(names) <= 5 else None
-
-
-def is_close(
-    prediction: Number, gold: Number, *, tolerance: float, num_decimals: int | None
-) -> bool:
-    """Whether two numbers agree, a percent being read as hundredths or as points.
-
-    Args:
-        tolerance: allowed |prediction - gold| / |gold|; 0 is exact.
-        num_decimals: decimals to which both are rounded first; None rounds to six, and only where
-            a decimal stands against a fraction that has no finite decimal form.
-    """
-    if prediction.unit and gold.unit and prediction.unit != gold.unit:
-        return False
-    pairs = [(prediction.value, gold.value)]
-    if prediction.is_percent != gold.is_percent:
-        shift = [value / 100 if number.is_percent else value
-                 for number in (prediction, gold) for value in (number.value,)]  # fmt: skip
-        pairs.append((shift[0], shift[1]))
-    if num_decimals is None and prediction.is_decimal != gold.is_decimal:
-        exact = gold.value if prediction.is_decimal else prediction.value
-        num_decimals = None if _is_finite(exact) else 6
-    for p, g in pairs:
-        if p == g or (tolerance > 0 and abs(p - g) <= Fraction(tolerance) * abs(g)):
-            return True
-        if num_decimals is not None and round(p, num_decimals) == round(g, num_decimals):
-            return True
-    return False
-
-
-def _is_finite(value: Fraction) -> bool:
-    """Whether the fraction has a finite decimal expansion."""
-    denominator = value.denominator
-    for prime in (2, 5):
-        while denominator % prime == 0:
-            denominator //= prime
-    return denominator == 1
 
 
 # Assignments and lists
@@ -407,14 +260,17 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _FORMULA = re.compile(
-    r"\$\$[^$]+\$\$|\$[^$]+\$|\\\((?:[^\\]|\\[^()])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
+    r"\$\$[^$]+\$\$|\$[^$]+\$|\\\((?:[^\\\n]|\\[^()\n])*\\\)|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
 )
 _VALUE = re.compile(
-    _FORMULA.pattern + r"|(?<![a-zA-Z0-9.])[-−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+    _FORMULA.pattern + r"|\\[dt]?frac ?\{[^{}]*\} ?\{[^{}]*\}"
+    r"|(?<![a-zA-Z0-9.])[-−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
     r"(?:/\d+(?:\.\d+)?)?(?: ?\\?%)?"
 )
 _TAIL = 8000  # characters at the end of a text that are searched for its answer
 _NEAR = 15  # characters from "the answer is" to what it is
+_COPULA = re.compile(r"(?<!\w)(?:is|est)(?!\w)|[=是为]")
+_SUM = re.compile(r"[\d\s.,+*/×·÷()−-]*=")
 
 
 def final_answer(text: str) -> str:
@@ -427,9 +283,18 @@ def final_answer(text: str) -> str:
     if phrase and (end := _SENTENCE_END.search(rest.lstrip())):
         rest = rest.lstrip()[: end.start()]
     values = list(_VALUE.finditer(rest))
-    if phrase and values and values[0].start() <= _NEAR:
-        return values[0].group()
-    return values[-1].group() if values else rest.strip()
+    if "\\(" in _FORMULA.sub("", rest):
+        return text  # a formula within a line that goes over it is none, and no number in it counts
+    if not phrase or not values or values[0].start() > _NEAR:
+        return values[-1].group() if values else rest.strip()
+    # "The volume of $V$ is 12" and "3 + 4 = 7" come to their answer later.
+    first = values[0]
+    if not any(c.isdigit() for c in first.group()) and len(values) > 1:
+        gap = rest[first.end() : values[1].start()]
+        return values[1].group() if _COPULA.search(gap) else first.group()
+    if (chain := _SUM.match(rest, first.start())) and (value := _VALUE.search(rest, chain.end())):
+        return value.group()
+    return first.group()
 
 
 def _formula_of_sentence(text: str) -> str:

@@ -81,7 +81,9 @@ def score_rollouts(
         return padded.reshape(tokens.shape)
 
     acc = table([verdict.acc for verdict in verdicts])
-    fmt = table([span.fmt for span in flat])
+    # Whether a row ended is known from its tokens alone, which a reward function never sees.
+    formats = [verdict.fmt for verdict in verdicts] if verifier.is_replaced else None
+    fmt = table(formats or [span.fmt for span in flat])
     scores = Scores(
         acc=acc,
         fmt=fmt,

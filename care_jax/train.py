@@ -103,6 +103,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             num_workers=config.verifier.num_workers,
             timeout=config.verifier.timeout,
             think_tag=run.policy.think_tag,
+            reward=config.verifier.reward,
         ) as verifier,
     ):
         start = 0

@@ -9,11 +9,16 @@ answer and are killed when they take too long.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import importlib
+import math
+from collections.abc import Callable, Sequence
 
 from care_jax import answers, notation, spans
 from care_jax.batch import Example
 from care_jax.symbolic import Question, SymbolicPool
+
+# (prompt, response, example) -> (acc, fmt), each in [0, 1]; the prompt is the example's question.
+RewardFunction = Callable[[str, str, Example], tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Verdict:
     Attributes:
         acc: 1.0 where the answer is right, else 0.0.
         fmt: 1.0 for one think span, then one non-empty answer span, then the end; else 0.0.
-        reason: "equal", "different", "no answer span", "timeout", "crash" or "refused: ...".
+        reason: "equal", "different", "no answer span", "timeout", "crash", "refused: ..." or
+            "reward function".
     """
 
     acc: float
@@ -41,9 +47,14 @@ class Verifier:
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
         tolerance: relative error allowed between numbers.
         num_decimals: decimals to which numbers are rounded before they are compared; None is exact.
+        reward: "module:function" that judges in place of all this; empty for none. It runs in this
+            process, so what it makes of a hostile response is its own affair.
+
+    Attributes:
+        is_replaced: a reward function judges.
 
     Raises:
-        ValueError: num_workers or timeout is not positive.
+        ValueError: num_workers or timeout is not positive, or there is no such function.
     """
 
     def __init__(
@@ -54,7 +65,11 @@ class Verifier:
         think_tag: str = "think",
         tolerance: float = 0.0,
         num_decimals: int | None = None,
+        reward: str = "",
     ):
+        self.is_replaced = bool(reward)
+        self._reward = load_reward(reward) if reward else None
+        self._reward_name = reward
         self.think_tag = think_tag
         self._limits = {"tolerance": tolerance, "num_decimals": num_decimals}
         self._pool = SymbolicPool(num_workers, timeout)
@@ -98,6 +113,8 @@ class Verifier:
                 "expected as many golds and is_complete as responses, got "
                 f"{len(golds)}, {len(is_complete)} and {len(responses)}; pass one for each"
             )
+        if self._reward is not None:
+            return [self._judge_by_function(*pair) for pair in zip(responses, golds, strict=True)]
         parsed = [
             parse_text(text, is_complete=bool(ended), think_tag=self.think_tag)
             for text, ended in zip(responses, is_complete, strict=True)
@@ -115,10 +132,45 @@ class Verifier:
             for span, reason in zip(parsed, reasons, strict=True)
         ]
 
+    def _judge_by_function(self, response: str, gold: str | Example) -> Verdict:
+        if isinstance(gold, str):
+            gold = Example(id="", source="", images=(), question="", answer=gold)
+        result = self._reward(gold.question, response, gold)
+        try:
+            acc, fmt = map(float, result)
+        except (TypeError, ValueError):
+            acc = fmt = math.nan
+        if not (0 <= acc <= 1 and 0 <= fmt <= 1):
+            raise ValueError(
+                f"verifier.reward {self._reward_name} must return (acc, fmt) in [0, 1], got "
+                f"{result!r} for example {gold.id!r}; correct the function"
+            )
+        self._num_fast += 1
+        return Verdict(acc=acc, fmt=fmt, reason="reward function")
+
     def _compare(self, answer: str, gold: str | Example) -> str | Question:
         if isinstance(gold, str):
             return answers.compare(answer, gold, **self._limits)
         return answers.compare(answer, gold.answer, choices=gold.choices, **self._limits)
+
+
+def load_reward(name: str) -> RewardFunction:
+    """The function that "module:function" names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"expected verifier.reward as module:function on the Python path, got {name!r} "
+            f"({error}); correct it or set PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"verifier.reward {name!r} is no function; name one")
+    return found
 
 
 def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think") -> spans.Spans:

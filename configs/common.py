@@ -154,8 +154,21 @@ def get_config() -> ConfigDict:
     config.evaluate = evaluate = ConfigDict()
     evaluate.batch_size = 64
     evaluate.max_response_tokens = 2048
+    # (name, path of its downloaded release), beside or in place of data.test; names are mathvista,
+    # mathverse, mathvision, mathvision_testmini, mmmu, mmmu_pro and mmmu_pro_vision.
+    evaluate.benchmarks = ()
+    # An OpenAI-compatible endpoint, up to /chat/completions, that is asked about the free answers
+    # the rules call wrong; its key in the environment as JUDGE_API_KEY. Empty: nobody is asked.
+    evaluate.judge_url = ""
+    evaluate.judge_model = ""
+    evaluate.judge_timeout = 60.0  # seconds for one request
+    evaluate.judge_retries = 3  # further requests after one that failed
+    evaluate.judge_prices = (0.0, 0.0)  # of a million prompt and completion tokens, to count cost
 
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # processes for answers that need symbolic comparison
     verifier.timeout = 5.0  # seconds until a worker is killed and its answer scores 0
+    # "module:function" that judges instead: called with question, response and Example, it returns
+    # (acc, fmt), each in [0, 1]. Empty: the built-in comparison with the gold answer.
+    verifier.reward = ""
     return config

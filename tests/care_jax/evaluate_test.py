@@ -1,6 +1,8 @@
 """Evaluation around a scripted sampler: who is asked, how, and what the figures mean."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ import pytest
 
 from care_jax import evaluate
 from care_jax.batch import Example, Rollouts
+from care_jax.benchmarks import mathvision
+from care_jax.benchmarks.rows import Question
 from care_jax.metrics import wilson_interval
 
 T = 16
@@ -116,3 +120,123 @@ def test_prompts_that_all_exceed_the_buckets_are_refused(make_run, asked):
     too_long = Example("long", "a", (), "1?" + " 1" * 300, "0")
     with pytest.raises(ValueError, match=r"none of the 1 held-out prompts fits data\.buckets"):
         evaluate.evaluate(make_run(SETTINGS), {}, [too_long], name="rl")
+
+
+@pytest.fixture
+def release(tmp_path, examples, policy):
+    """The questions as a benchmark of their own, with prompts as long as the examples'."""
+    rows = [
+        {"id": i, "question": example.question, "answer": example.answer, "subject": example.source}
+        for i, example in enumerate(examples)
+    ]
+    (tmp_path / "testmini.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "testmini.jsonl"
+
+
+@pytest.fixture
+def benchmark_run(make_run, release, monkeypatch):
+    """Makes runs that evaluate the release, asked without a picture or a preamble."""
+
+    def question(row):
+        return Question(row["question"], ())
+
+    monkeypatch.setattr(mathvision, "question", question)
+
+    def make(**changes):
+        benchmarks = (("mathvision_testmini", str(release)),)
+        return make_run(SETTINGS | {"evaluate.benchmarks": benchmarks} | changes)
+
+    return make
+
+
+PARAMS = {"w": jnp.arange(3.0)}
+
+
+def samples_of(run):
+    path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_benchmark_is_scored_by_its_own_rules(benchmark_run, asked):
+    run = benchmark_run()
+    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    assert metrics["mathvision_testmini/acc"] == metrics["mean/acc"] == pytest.approx(3 / 5)
+    assert metrics["mathvision_testmini/acc_low"] == wilson_interval(3, 5)[0]
+    results = json.loads((run.workdir / "benchmarks_rl" / "results.json").read_text())
+    figures = results["benchmarks"]["mathvision_testmini"]
+    assert figures["categories"]["subject/a"]["acc"] == 1
+    assert "judge" not in results
+    assert "| 60.0 |" in (run.workdir / "benchmarks_rl" / "results.md").read_text()
+    samples = samples_of(run)
+    assert [sample["doc_id"] for sample in samples] == list(range(5))
+    assert [sample["resps"] for sample in samples] == [[text] for text in asked[0]]
+    assert [sample["filtered_resps"] for sample in samples] == [[x] for _, x, _ in ROWS]
+    assert [sample["target"] for sample in samples] == ["0", "1", "2", "3", "4"]
+    assert samples[2]["doc"]["question"] == samples[2]["input"] == "1? 1 1"
+
+
+def test_an_evaluation_goes_on_behind_the_samples_it_has(benchmark_run, asked):
+    run = benchmark_run()
+    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
+    whole = path.read_text()
+    first, second, *_ = whole.splitlines(keepends=True)
+    path.write_text(first.replace('"acc": 1.0', '"acc": 0.0') + second + '{"doc_id": 2, "ac')
+    again = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    # What was kept is believed, so the changed verdict shows; the rest is asked again.
+    assert again["mean/acc"] == pytest.approx(metrics["mean/acc"] - 1 / 5)
+    assert [sample["doc_id"] for sample in samples_of(run)] == list(range(5))
+    assert path.read_text().splitlines()[1:] == whole.splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes"),
+    [({"w": jnp.arange(3.0) + 1e-4}, {}), (PARAMS, {"data.instruction": "Think."})],
+)
+def test_samples_of_other_weights_or_settings_are_not_believed(
+    benchmark_run, asked, weights, changes
+):
+    evaluate.evaluate_benchmarks(benchmark_run(), PARAMS, name="rl")
+    run = benchmark_run(**changes)
+    path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
+    whole = path.read_text()
+    path.write_text(whole.replace('"acc": 1.0', '"acc": 0.0'))
+    evaluate.evaluate_benchmarks(run, weights, name="rl")
+    assert path.read_text() == whole
+
+
+def test_a_prompt_that_fits_no_bucket_counts_as_wrong(benchmark_run, release, asked):
+    row = {"id": 9, "question": "1?" + " 1" * 300, "answer": "0", "subject": "c"}
+    release.write_text(json.dumps(row) + "\n" + release.read_text())
+    run = benchmark_run()
+    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    assert metrics["mean/acc"] == pytest.approx(3 / 6)
+    assert [sample["is_dropped"] for sample in samples_of(run)] == [True] + [False] * 5
+
+
+def test_the_judge_is_asked_about_wrong_free_answers_alone(benchmark_run, asked):
+    """Two of five answers are wrong; the judge takes both."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{"message": {"content": "1"}}]}')
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    run = benchmark_run(**{"evaluate.judge_url": url, "evaluate.judge_model": "m"})
+    evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    server.shutdown()
+    server.server_close()
+    results = json.loads((run.workdir / "benchmarks_rl" / "results.json").read_text())
+    figures = results["benchmarks"]["mathvision_testmini"]
+    assert (figures["acc"], figures["acc_judged"]) == (pytest.approx(3 / 5), 1.0)
+    assert results["judge"]["requests"] == len(seen) == 2
+    assert all("Model's answer:\n9" in body["messages"][1]["content"] for body in seen)

@@ -59,3 +59,34 @@ def test_each_stage_works_on_its_own_examples(opened):
     assert [options["seed"] for options in opened] == [11, 12, 13]
     assert [options["split"] for options in opened] == ["train", "train", "test"]
     assert ["teacher_error" in options for options in opened] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("test", "is_held_out"),
+    [
+        ({"source": "", "path": ""}, False),
+        ({"source": "jsonl", "path": ""}, False),
+        ({"source": "jsonl", "path": "test.jsonl"}, True),
+        ({"source": "synthetic", "path": ""}, True),
+    ],
+)
+def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
+    monkeypatch, opened, tmp_path, test, is_held_out
+):
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr(main, "initial_params", lambda *_, **__: "weights")
+    monkeypatch.setattr(main.evaluate, "evaluate", lambda *_, name: {"acc": 0.5})
+    monkeypatch.setattr(
+        main.evaluate,
+        "evaluate_benchmarks",
+        lambda run, params, *, name: {f"mmmu/{name}": float(params == "weights")},
+    )
+    config = tiny.get_config()
+    config.stages = ("evaluate",)
+    config.data.test.update(test)
+    config.evaluate.benchmarks = (("mmmu", "releases/MMMU"),)
+    results = main.run_stages(config, tmp_path)
+    held_out = {"acc": 0.5} if is_held_out else {}
+    assert results == {"start": {"mmmu/start": 1.0} | held_out}
+    assert len(opened) == is_held_out

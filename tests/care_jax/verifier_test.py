@@ -9,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from care_jax.batch import Example
+from care_jax.scores import score_rollouts
 from care_jax.symbolic import Question, SymbolicPool
 from care_jax.verifier import Verdict, Verifier, extract_answer
 
@@ -85,6 +87,71 @@ def test_choices_of_an_example_are_known(verifier):
     gold = example("B", ("30", "45"))
     verdicts = verifier.verify([response("45"), response("(B)"), response("30")], [gold] * 3)
     assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0]
+
+
+# A module of its own for the reward functions below.
+REWARDS = """
+def length(prompt, response, example):
+    return len(response) / 10, float(prompt == "How long?" and example.id == "0")
+
+def broken(prompt, response, example):
+    return 2.0, 0.0
+
+constant = 1.0
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    (tmp_path / "some_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "some_rewards", raising=False)
+
+
+def test_a_reward_function_judges_in_place_of_the_verifier(rewards):
+    asked = dataclasses.replace(example("7"), question="How long?")
+    with Verifier(reward="some_rewards:length") as verifier:
+        assert verifier.verify(["1234", "<answer>7</answer>"[:10]], [asked, "7"]) == [
+            Verdict(acc=0.4, fmt=1.0, reason="reward function"),
+            Verdict(acc=1.0, fmt=0.0, reason="reward function"),
+        ]
+
+
+def test_scores_take_both_figures_of_a_reward_function(rewards, policy, examples, responses):
+    with Verifier(reward="some_rewards:length") as verifier:
+        settings = {"eos_token_id": policy.config.eos_token_id, "think_tag": "think"}
+        asked = [
+            dataclasses.replace(each, question="How long?", id=str(place))
+            for place, each in enumerate(examples)
+        ]
+        short = [b"a"] * len(policy.token_bytes)
+        scores, _ = score_rollouts(responses, asked, verifier, short, format_weight=0.1, **settings)
+    lengths = np.asarray(responses.is_valid).sum(-1)
+    np.testing.assert_allclose(scores.acc, lengths / 10, rtol=1e-6)
+    np.testing.assert_array_equal(scores.fmt, np.repeat([[1.0], [0], [0], [0]], 3, 1))
+    np.testing.assert_allclose(scores.reward, 0.9 * scores.acc + 0.1 * scores.fmt, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("some_rewards:absent", "expected verifier.reward as module:function .* correct it or set"),
+        ("no_such_module:f", "expected verifier.reward as module:function"),
+        ("some_rewards", "expected verifier.reward as module:function"),
+        ("some_rewards:constant", "is no function"),
+    ],
+)
+def test_a_reward_function_that_is_not_there_is_named(rewards, name, message):
+    with pytest.raises(ValueError, match=message):
+        Verifier(reward=name)
+
+
+def test_a_reward_out_of_range_stops_the_run(rewards):
+    with (
+        Verifier(reward="some_rewards:broken") as verifier,
+        pytest.raises(ValueError, match=r"must return \(acc, fmt\) in \[0, 1\], got \(2.0, 0.0\)"),
+    ):
+        verifier.verify(["7"], ["7"])
 
 
 def test_simple_answers_start_no_process():

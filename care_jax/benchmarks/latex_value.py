@@ -1,0 +1,244 @@
+"""The numeric value of LaTeX arithmetic, by descent through its grammar; nothing is evaluated.
+
+The official scorer of MATH-Vision parses LaTeX with a grammar that reads as far as it can, prints
+the result as Python and evaluates that. This reads the same language as far as numbers go and
+keeps its conventions: text behind the expression is ignored where a closing bracket, a full stop
+or the like ends it; juxtaposition binds closer than a slash (6/2(3) is 1); a colon divides; 2 1/2
+side by side is a product; a value that needed no division is an int. Letters, relations, lists and
+signs outside the grammar have no value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+_MAX_CHARS = 400
+_MAX_BITS = 2048  # of an integer power
+_MAX_FACTORIAL = 170
+
+_SPACES = re.compile(r"\\(?:displaystyle|quad|qquad|,)|[~$\s]")
+_SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])")
+_TOKEN = re.compile(
+    r"(?P<number>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?(?:E[-+]?\d+)?|\d*\.?\d+(?:E[-+]?\d+)?)"
+    r"|(?P<command>\\(?:[a-zA-Z]+|[{}|%]))"
+    r"|(?P<sign>[-+*/:^!(){}\[\]|.'_&]|\\\\)"
+)
+_STOPS = frozenset({")", "}", "]", ".", "_", "&", "\\}", "\\\\", "\\choose", ""})
+_CLOSING = {
+    "(": ")",
+    "{": "}",
+    "[": "]",
+    "\\{": "\\}",
+    "\\lfloor": "\\rfloor",
+    "\\lceil": "\\rceil",
+}
+_FUNCTIONS: dict[str, Callable[[float], float]] = {
+    "\\sin": math.sin, "\\cos": math.cos, "\\tan": math.tan, "\\arcsin": math.asin,
+    "\\arccos": math.acos, "\\arctan": math.atan, "\\sinh": math.sinh, "\\cosh": math.cosh,
+    "\\tanh": math.tanh, "\\log": math.log10,
+}  # fmt: skip
+_STARTS = frozenset({
+    "(", "{", "[", "\\{", "\\lfloor", "\\lceil", "\\frac", "\\sqrt", "\\binom", "\\pi", *_FUNCTIONS,
+})  # fmt: skip
+
+
+class _NoValue(Exception):
+    """The text is no arithmetic that has a value."""
+
+
+def value(text: str) -> int | float | None:
+    """The value at the start of a LaTeX text; None where there is none.
+
+    Args:
+        text: LaTeX; more than 400 characters have no value.
+    """
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = _SPACES.sub(" ", _SIZES.sub("", text)).strip()
+    if not text or len(text) > _MAX_CHARS:
+        return None
+    try:
+        reader = _Reader(text)
+        result = reader.sum()
+        if reader.peek() not in _STOPS:
+            return None
+        return result if math.isfinite(result) else None
+    except (_NoValue, ArithmeticError, ValueError, RecursionError):
+        return None
+
+
+class _Reader:
+    """Reads one expression; every method consumes what it is named for and returns its value."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self._place = 0
+
+    def peek(self) -> str:
+        """The next token; empty at the end."""
+        match = self._match()
+        return match.group().strip() if match else ""
+
+    def _match(self) -> re.Match | None:
+        while self._place < len(self._text) and self._text[self._place] == " ":
+            self._place += 1
+        if self._place == len(self._text):
+            return None
+        match = _TOKEN.match(self._text, self._place)
+        if match is None:
+            raise _NoValue
+        return match
+
+    def _take(self) -> str:
+        match = self._match()
+        if match is None:
+            raise _NoValue
+        self._place = match.end()
+        return match.group()
+
+    def _expect(self, token: str) -> None:
+        if self._take() != token:
+            raise _NoValue
+
+    def sum(self) -> int | float:
+        total = self._product()
+        while (sign := self.peek()) in ("+", "-"):
+            self._take()
+            term = self._product()
+            total = total + term if sign == "+" else total - term
+        return total
+
+    def _product(self, *, in_function: bool = False) -> int | float:
+        result = self._signed(in_function)
+        while (sign := self.peek()) in ("*", "\\times", "\\cdot", "/", "\\div", ":"):
+            self._take()
+            factor = self._signed(in_function)
+            result = result * factor if sign in ("*", "\\times", "\\cdot") else result / factor
+        return result
+
+    def _signed(self, in_function: bool) -> int | float:
+        if (sign := self.peek()) in ("+", "-"):
+            self._take()
+            return -self._signed(in_function) if sign == "-" else self._signed(in_function)
+        result = self._power()
+        while self._starts_factor(in_function):
+            result *= self._power()
+        return result
+
+    def _starts_factor(self, in_function: bool) -> bool:
+        match = self._match()
+        if match is None or (in_function and match.group() in _FUNCTIONS):
+            return False
+        return match.lastgroup == "number" or match.group() in _STARTS or self._is_other(match)
+
+    @staticmethod
+    def _is_other(match: re.Match) -> bool:
+        """Whether a command stands there that would be a further factor without a value."""
+        return match.lastgroup == "command" and match.group() not in (
+            *_STOPS, "\\times", "\\cdot", "\\div", "\\rfloor", "\\rceil",
+        )  # fmt: skip
+
+    def _power(self) -> int | float:
+        result = self._postfix(self._atom())
+        if self.peek() != "^":
+            return result
+        self._take()
+        return self._postfix(_raise(result, self._exponent()))
+
+    def _exponent(self) -> int | float:
+        match = self._match()
+        if match is not None and match.lastgroup == "number":
+            return _literal(self._take())
+        if self.peek() != "{":
+            raise _NoValue
+        return self._group()
+
+    def _postfix(self, result: int | float) -> int | float:
+        while (sign := self.peek()) in ("!", "'"):
+            self._take()
+            # A prime transposes, which leaves a number as it is.
+            result = math.factorial(_whole(result)) if sign == "!" else result
+        return result
+
+    def _atom(self) -> int | float:
+        match = self._match()
+        if match is None:
+            raise _NoValue
+        token = match.group()
+        if match.lastgroup == "number":
+            self._take()
+            if self.peek() == "\\%":
+                self._take()
+                return _literal(token) / 100
+            return _literal(token)
+        if token in _CLOSING:
+            return self._group()
+        self._take()
+        if token == "\\pi":
+            return math.pi
+        if token == "\\frac":
+            return self._group() / self._group()
+        if token == "\\binom":
+            return math.comb(_whole(self._group()), _whole(self._group()))
+        if token == "\\sqrt":
+            index = self._group() if self.peek() == "[" else 2
+            radicand = self._group()
+            return math.sqrt(radicand) if index == 2 else radicand ** (1 / index)
+        if token in _FUNCTIONS:
+            return self._function(token)
+        raise _NoValue
+
+    def _function(self, name: str) -> float:
+        power, base = None, None
+        if name == "\\log" and self.peek() == "_":
+            self._take()
+            base = self._exponent()
+        if self.peek() == "^":
+            self._take()
+            power = self._exponent()
+        # Brackets end an argument; without them it is the whole product, up to a further function.
+        argument = self._group() if self.peek() == "(" else self._product(in_function=True)
+        if base is not None:
+            return math.log(argument) / math.log(base)
+        if power == -1:
+            inverse = name.replace("\\", "\\arc")
+            if inverse not in _FUNCTIONS:
+                raise _NoValue
+            return _FUNCTIONS[inverse](argument)
+        result = _FUNCTIONS[name](argument)
+        return result if power is None else _raise(result, power)
+
+    def _group(self) -> int | float:
+        opening = self._take()
+        if opening not in _CLOSING:
+            raise _NoValue
+        result = self.sum()
+        self._expect(_CLOSING[opening])
+        if opening in ("\\lfloor", "\\lceil"):
+            return math.floor(result) if opening == "\\lfloor" else math.ceil(result)
+        return result
+
+
+def _literal(text: str) -> int | float:
+    number, _, exponent = text.replace(",", "").partition("E")
+    if len(number) > 60 or len(exponent) > 4:
+        raise _NoValue
+    exact = Fraction(number) * Fraction(10) ** int(exponent or 0)
+    return exact.numerator if exact.denominator == 1 else exact.numerator / exact.denominator
+
+
+def _raise(base: float, exponent: float) -> int | float:
+    if isinstance(base, int) and abs(exponent) * base.bit_length() > _MAX_BITS:
+        raise _NoValue
+    result = base**exponent
+    if isinstance(result, complex):
+        raise _NoValue
+    return result
+
+
+def _whole(number: float) -> int:
+    if number != int(number) or not 0 <= number <= _MAX_FACTORIAL:
+        raise _NoValue
+    return int(number)

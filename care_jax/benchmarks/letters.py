@@ -1,0 +1,98 @@
+"""The option letter that a response settles on, by the rules of MMMU and MMMU-Pro.
+
+In order: letters in brackets; letters before a space; letters before a full stop; and, in a
+response of more than five words, the options' texts. Of several the last mentioned wins. What the
+published parsers answer with a random letter stays empty here, after two readings they lack: a
+box, and a lone letter in any dress. A bare letter and the exact text of one option are taken
+before all rules.
+
+Source: MMMU `eval/eval_utils.py`, MMMU-Pro `evaluate.py`, both as lmms-eval 0.7 has them.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Sequence
+
+from care_jax.benchmarks import response
+
+_PUNCTUATION = ",.!?;:'"
+_MARKER = "Answer:"
+_MIN_WORDS = 6  # of a response in which the options' texts are looked for
+_LONE_LETTER = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
+
+
+def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> str:
+    """The letter of the option that an answer names.
+
+    Args:
+        answer: a letter, the text of an option, an answer span or a whole response.
+        options: in order (A, B, ...).
+        has_marker: what follows the last "Answer:" comes first, as in MMMU-Pro.
+
+    Returns:
+        A capital letter; empty where the answer names no option.
+    """
+    letters = string.ascii_uppercase[: len(options)]
+    text = response.unwrap(answer)
+    if not text:
+        return ""
+    if (bare := text.strip("(). ")) and len(bare) == 1 and bare in letters:
+        return bare
+    same = [k for k, option in enumerate(options) if _plain(option) == _plain(text)]
+    if len(same) == 1:
+        return letters[same[0]]
+    if has_marker and (found := _after_marker(text, letters)):
+        return found
+    # The rules take a response as it comes, line breaks at its end included.
+    if found := _by_rules(answer if answer.strip() == text else text, options, letters):
+        return found
+    if (box := response.last_box(text)) is not None and box != text:
+        return parse_letter(box, options, has_marker=has_marker)
+    lone = _LONE_LETTER.fullmatch(text)
+    return lone.group(1).upper() if lone and lone.group(1).upper() in letters else ""
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).strip("$ .").casefold()
+
+
+def _after_marker(text: str, letters: str) -> str:
+    _, marker, rest = text.rpartition(_MARKER)
+    found = [letter for letter in letters if letter in rest] if marker else []
+    return found[0] if len(found) == 1 else ""
+
+
+def _by_rules(text: str, options: Sequence[str], letters: str) -> str:
+    for mark in _PUNCTUATION:
+        text = text.strip(mark)
+    text = f" {text} "
+    # (how a candidate shows, how its place is found when there are several)
+    rules: list[tuple[Callable[[str], str], Callable[[str], str]]] = [
+        (lambda letter: f"({letter})", lambda letter: f"({letter})"),
+        (lambda letter: f"{letter} ", lambda letter: f" {letter} "),
+        (lambda letter: f"{letter}.", lambda letter: f" {letter} "),
+    ]
+    for shows, stands in rules:
+        if found := [letter for letter in letters if shows(letter) in text]:
+            # Of those that stand nowhere (all at -1) the first is taken, as published.
+            return max(found, key=lambda letter: text.rfind(stands(letter)))
+    if len(text.split()) < _MIN_WORDS:
+        return ""
+    text = text.lower()
+    places = {
+        letter: place
+        for letter, option in zip(letters, options, strict=True)
+        if (place := text.rfind(option.lower())) >= 0
+    }
+    return max(places, key=places.__getitem__) if places else ""
+
+
+def with_options(question: str, options: Sequence[str]) -> str:
+    """The question and its options, one a line: "A. first"."""
+    lines = [
+        f"{letter}. {option}"
+        for letter, option in zip(string.ascii_uppercase, options, strict=False)
+    ]
+    return "\n".join([question, *lines])

@@ -1,0 +1,162 @@
+"""MATH-Vision: competition mathematics with figures, five-way choices and free answers.
+
+Published: the response settles on a letter at its end, on what stands behind "the answer is", or on
+its last box; that is stripped of units, degrees and spacing; it is right when it equals the gold
+letter, the gold option or the gold answer as text, as a tuple or list at two decimals by element,
+or in value at two decimals. The value is read by `latex_value`.
+
+Release: `MathLLMs/MathVision`, test and testmini.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+from care_jax.benchmarks import response
+from care_jax.benchmarks.latex_value import value
+from care_jax.benchmarks.rows import Question, gold_of, read_options
+
+INSTRUCTION = 'Please solve the problem step by step and put your answer in one "\\boxed{}".'
+CHOICE_INSTRUCTION = "Answer the question with the option's letter from the given choices directly."
+
+_MAX_CHARS = 50_000  # of a response, its end kept
+_PHRASES = (
+    "the final answer is", "The final answer is", "the answer is", "The answer is",
+    "the correct answer is", "The correct answer is", "the answer should be",
+    "The answer should be",
+)  # fmt: skip
+_BOX = re.compile(r"oxed\{(.*)\}", re.DOTALL)
+# In this order; what goes first decides what the later ones find.
+_REMOVED = (
+    " ", "\\,", "+\\infty", "\n", "\\text", "\\mbox", "\\left", "\\right", "^{\\circ}", "^\\circ",
+    "{m}^3", "m^3", "{units}", "units", "{km}", "km", "\\!", "\\$", "$", "\\%",
+)  # fmt: skip
+_LETTER = re.compile(r"\(([a-e])\)|\{([a-e])\}")
+_SLASH = re.compile(r"(-?\d+)/(-?\d+)")
+_ROOT = re.compile(r"\\sqrt(?=[^{])(.)")
+
+
+def parse(answer: str, row: dict[str, Any]) -> str | None:
+    """What the answer settles on, in lower case and stripped; None where that is nothing."""
+    text, _ = response.span_of(answer)
+    return _stripped(_settled(text[-_MAX_CHARS:])) or None
+
+
+def is_correct(answer: str, row: dict[str, Any]) -> bool:
+    """Whether the answer is the row's.
+
+    Args:
+        answer: a letter, a value, the text of an option, an answer span or a whole response.
+        row: of the release.
+    """
+    gold, options = gold_of(row), read_options(row)
+    golds = [gold]
+    if options and gold in string.ascii_uppercase[: len(options)]:
+        golds.append(options[string.ascii_uppercase.index(gold)])
+        if _plain(response.unwrap(answer)) == _plain(golds[1]):
+            return True
+    parsed = parse(answer, row)
+    return parsed is not None and any(_is_equal(gold, parsed) for gold in golds)
+
+
+def question(row: dict[str, Any]) -> Question:
+    """What is asked, as the official harness words it."""
+    options = read_options(row)
+    text = INSTRUCTION + row["question"]
+    if options:
+        lines = [f"{a}. {b}" for a, b in zip(string.ascii_uppercase, options, strict=False)]
+        text += "\nChoices: " + "\n".join([*lines, CHOICE_INSTRUCTION])
+    return Question(f"<image>{text}", ("decoded_image",), options)
+
+
+def categories(row: dict[str, Any]) -> list[str]:
+    """The groups a row is counted in."""
+    return [f"{key}/{row[key]}" for key in ("subject", "level") if row.get(key) is not None]
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split()).strip("$.").casefold()
+
+
+def _settled(text: str) -> str:
+    text = text.strip()
+    for letter in "ABCDE":
+        if text.endswith((f" {letter}.", f" ({letter}).")) or text.startswith(
+            (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
+        ):
+            text = letter
+    tail = text.rpartition("is ")[2].rstrip(".")
+    if _is_float(tail):
+        text = tail
+    if "oxed{" in text:
+        box = text.rpartition("oxed{")[2]
+        return "\\boxed{" + box if text.count("oxed{") > 1 else text
+    for phrase in _PHRASES:
+        _, found, rest = text.rpartition(phrase)
+        text = rest.strip()
+        if found:
+            text = text.partition("\n")[0].partition(". ")[0]
+    return text
+
+
+def _is_float(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _stripped(text: str) -> str:
+    text = text.lower().replace("{}", "")
+    boxes = _BOX.findall(text)
+    text = boxes[-1] if boxes else text
+    closing, opening = text.find("}"), text.find("{")
+    if closing >= 0 and (opening < 0 or closing < opening):
+        text = text[:closing]
+    text = text.rpartition("=")[2].rpartition("\\approx")[2]
+    text = text.replace("∞", "\\infty").replace("\\\\", "\\")
+    for removed in _REMOVED:
+        text = text.replace(removed, "\\infty" if removed == "+\\infty" else "")
+    text = text.replace("bmatrix", "pmatrix").replace("tfrac", "frac").replace("dfrac", "frac")
+    text = text.replace("{.", "{0.")
+    text = f"0{text}" if text.startswith(".") else text
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = "\\frac{1}{2}" if text == "0.5" else text
+    if fraction := _SLASH.fullmatch(text):
+        text = f"\\frac{{{fraction.group(1)}}}{{{fraction.group(2)}}}"
+    # One after the other: brackets, then braces, as "({a})" shows.
+    text = _LETTER.sub(lambda match: match.group(1) or match.group(0), text)
+    text = _LETTER.sub(lambda match: match.group(2) or match.group(0), text)
+    return text.rstrip(".").lstrip(":").strip()
+
+
+def _is_equal(gold: str, answer: str) -> bool:
+    gold, answer = gold.lower(), answer.lower()
+    if not gold.strip() or not answer.strip():
+        return False
+    if gold.strip() == answer.strip():
+        return True
+    gold, answer = _by_element(gold), _by_element(answer)
+    if gold == answer:
+        return True
+    values = value(gold), value(answer)
+    if None in values:
+        return False
+    return round(values[0], 2) == round(values[1], 2)
+
+
+def _by_element(text: str) -> str:
+    """A tuple or list with each element at two decimals; any other text as it is."""
+    items = text[1:-1].split(",")
+    if len(items) < 2 or text[:1] + text[-1:] not in ("()", "[]"):
+        return text
+    rounded = []
+    for item in items:
+        number = None if "infty" in item or item in ("a", "-a") else value(item)
+        if number is None and not ("infty" in item or item in ("a", "-a")):
+            return text
+        rounded.append(item if number is None else str(round(number, 2)))
+    return f"{text[0]}{','.join(rounded)}{text[-1]}"

@@ -1,0 +1,194 @@
+"""MathVista: figures, charts and diagrams with typed answers.
+
+Published: a judge extracts the answer from the response; an option's letter, or else the option
+nearest in edit distance; an integer as int(x); a float rounded to `precision`; equality as
+strings. Those rules apply to the text of an answer as it stands. A tag, a box or a sentence around
+it, which the judge would have taken off, is taken off by rule; where that finds nothing, the
+answer is unparsable and wrong. (The published code, without a judge, chooses the shortest option
+then.)
+
+Release: `AI4Math/MathVista`, testmini.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import string
+from fractions import Fraction
+from typing import Any
+
+from care_jax import notation, quantities
+from care_jax.benchmarks import response
+from care_jax.benchmarks.rows import Question, gold_of, read_options
+
+_MAX_EXTRACTION = 200  # characters of what may be an extracted answer; more is a response
+_BRACKETED = re.compile(r"\(([a-zA-Z])\)")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_NUMBER = re.compile(r"(?<![\w.])[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?![\w])")
+_PHRASE = re.compile(
+    r"(?:answer|option|choice)\**(?: is| would be| should be)?\s*:?\s*\**\s*(.+)", re.IGNORECASE
+)
+_LETTER = re.compile(r"[\W_]*([A-Z])(?![\w'])")
+_HINTS = {
+    "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
+    "float1": (
+        "requiring a floating-point number with one decimal place and provide the final value, "
+        "e.g., 1.2, 1.3, 1.4"
+    ),
+    "float2": (
+        "requiring a floating-point number with two decimal places and provide the final value, "
+        "e.g., 1.23, 1.34, 1.45"
+    ),
+    "list": (
+        "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], "
+        "[1.2, 1.3, 1.4]"
+    ),
+    "choice": "and provide the correct option letter, e.g., A, B, C, D",
+}
+
+
+def parse(answer: str, row: dict[str, Any]) -> str | None:
+    """The answer in the form of the gold answer; None where there is none."""
+    text, is_span = response.span_of(answer)
+    boxed = response.last_box(text)
+    is_wrapped = is_span or boxed is not None
+    text = text if boxed is None else boxed
+    if not text:
+        return None
+    choices = read_options(row)
+    if choices:
+        return _parse_choice(text, choices)
+    kind = row["answer_type"]
+    if kind == "list":
+        return _parse_list(text)
+    value = _number(text, row)
+    if value is None and is_wrapped:
+        read = quantities.read_number(notation.clean(text))
+        value = None if read is None else _number(_decimal(read.value), row)
+    if value is None and len(_WORD.findall(text)) >= 3:
+        value = _number(_last_number(text), row)
+    return value
+
+
+def is_correct(answer: str, row: dict[str, Any]) -> bool:
+    """Whether the answer is the row's.
+
+    Args:
+        answer: a letter, a value, the text of an option, an answer span or a whole response.
+        row: of the release.
+    """
+    return parse(answer, row) == gold_of(row).strip()
+
+
+def question(row: dict[str, Any]) -> Question:
+    """What is asked, as the official harness words it ("reason first" is left to the policy)."""
+    choices = read_options(row)
+    kind = "choice" if choices else row["answer_type"]
+    kind = f"float{_precision(row)}" if kind == "float" else kind
+    lines = [f"Hint: Please answer the question {_HINTS[kind]}, at the end."]
+    unit = f" (Unit: {row['unit']})" if row.get("unit") else ""
+    lines.append(f"Question: {row['question']}{unit}")
+    if choices:
+        lines.append("Choices:")
+        lines += [f"({a}) {b}" for a, b in zip(string.ascii_uppercase, choices, strict=False)]
+    return Question("<image>" + "\n".join(lines), ("decoded_image",), choices)
+
+
+def categories(row: dict[str, Any]) -> list[str]:
+    """The groups a row is counted in; each of its skills is one."""
+    metadata = row.get("metadata") or {}
+    fields = row | metadata
+    names = ("question_type", "answer_type", "language", "source", "category", "task", "context",
+             "grade")  # fmt: skip
+    groups = [f"{name}/{fields[name]}" for name in names if fields.get(name)]
+    return groups + [f"skill/{skill}" for skill in metadata.get("skills") or ()]
+
+
+def _parse_choice(text: str, choices: tuple[str, ...]) -> str | None:
+    letters = string.ascii_uppercase[: len(choices)]
+    if text in choices:
+        return text
+    if (bare := text.strip("(). ")) and len(bare) == 1 and bare in letters:
+        return choices[letters.index(bare)]
+    if len(text) > _MAX_EXTRACTION or "\n" in text or _is_phrase(text, choices, letters):
+        text = _settled(text, choices, letters)
+        if text is None:
+            return None
+    text = text.strip()
+    bracketed = _BRACKETED.findall(text)
+    text = bracketed[0].upper() if bracketed else text
+    if text in letters:
+        return choices[letters.index(text)]
+    return nearest(text, choices)
+
+
+def _is_phrase(text: str, choices: tuple[str, ...], letters: str) -> bool:
+    """Whether a short text says "the answer is" before a letter or an option."""
+    return _settled(text, choices, letters) is not None and not _BRACKETED.search(text)
+
+
+def _settled(text: str, choices: tuple[str, ...], letters: str) -> str | None:
+    """The letter or option behind the last "answer is" of a response, or its last "(A)"."""
+    for phrase in reversed(_PHRASE.findall(text)):
+        plain = phrase.strip(" .*\"'`$").casefold()
+        for choice in choices:
+            if plain == choice.strip().casefold():
+                return choice
+        if (match := _LETTER.match(phrase)) and match.group(1) in letters:
+            return match.group(1)
+    bracketed = [letter for letter in _BRACKETED.findall(text) if letter.upper() in letters]
+    return bracketed[-1].upper() if bracketed else None
+
+
+def nearest(text: str, choices: tuple[str, ...]) -> str:
+    """The first of the choices at the least edit distance from the text."""
+    return min(choices, key=lambda choice: edit_distance(text, choice))
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Insertions, deletions and replacements of characters that turn one text into the other."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        diagonal, row[0] = row[0], i
+        for j, y in enumerate(b, start=1):
+            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (x != y))
+    return row[-1]
+
+
+def _number(text: str, row: dict[str, Any]) -> str | None:
+    """The number a text is, as the gold answer is written; None where it is none."""
+    if len(text) > _MAX_EXTRACTION:
+        return None
+    try:
+        if row["answer_type"] == "float":
+            return str(round(float(text), _precision(row)))
+        # int(float("1.50")) would be 1; the recorded verdicts take no such answer.
+        value = Fraction(text.strip())
+        return str(value.numerator) if value.denominator == 1 else None
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return None
+
+
+def _decimal(value: Fraction) -> str:
+    return str(value.numerator if value.denominator == 1 else float(value))
+
+
+def _precision(row: dict[str, Any]) -> int:
+    # A float in the release's parquet, at which round() would raise.
+    return int(row.get("precision") or 1)
+
+
+def _last_number(text: str) -> str:
+    found = [
+        match.group() for match in _NUMBER.finditer(text) if any(map(str.isdigit, match.group()))
+    ]
+    return found[-1].replace(",", "").replace("−", "-") if found else ""
+
+
+def _parse_list(text: str) -> str:
+    found = re.findall(r"\[[^\[\]]*\]", text)
+    try:
+        return str(list(ast.literal_eval(found[-1]))) if found else text
+    except (SyntaxError, ValueError, TypeError):
+        return text

@@ -1,0 +1,132 @@
+"""MMMU: college questions in thirty subjects, multiple choice and open.
+
+Multiple choice is scored by `letters`. Of an open response the shortest tails of its lines behind
+"is", "so", "answer" and the like are the candidates, with the numbers in them; it is right when the
+gold answer stands in a candidate text, or equals a candidate number at two decimals.
+
+Release: `MMMU/MMMU` (or `lmms-lab/MMMU`), validation; `options` is a Python literal, and so is the
+gold answer of an open question that has several.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from care_jax.benchmarks import letters, response
+from care_jax.benchmarks.rows import Question, gold_of, place_images, read_options
+
+CHOICE_INSTRUCTION = "Answer with the option's letter from the given choices directly."
+OPEN_INSTRUCTION = "Answer the question using a single word or phrase."
+
+_MAX_CHARS = 20_000  # of a response, its end kept
+# The tail of a line behind the last of one of these is a candidate.
+_INDICATORS = (
+    "could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ",
+)  # fmt: skip
+_TRIVIAL = frozenset({":", ",", ".", "!", "?", ";", "'"})
+_NUMBERS = (
+    re.compile(r"-?\b\d{1,3}(?:,\d{3})+\b"),
+    re.compile(r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
+    re.compile(r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
+)
+_ID = re.compile(r"^[^_]+_(.+)_\d+$")
+
+
+def parse(answer: str, row: dict[str, Any]) -> str | frozenset[str | float] | None:
+    """The letter or the candidates of an answer; None where there is none."""
+    if is_choice(row):
+        return letters.parse_letter(answer, read_options(row), has_marker=False) or None
+    return frozenset(_candidates(response.unwrap(answer)[-_MAX_CHARS:])) or None
+
+
+def is_correct(answer: str, row: dict[str, Any]) -> bool:
+    """Whether the answer names the row's option, or holds its open answer.
+
+    Args:
+        answer: a letter, the text of an option, an answer span or a whole response.
+        row: of the release.
+    """
+    parsed = parse(answer, row)
+    if parsed is None or isinstance(parsed, str):
+        return parsed == gold_of(row).strip()
+    golds = {value for gold in _open_golds(row) for value in _normalize(gold)}
+    texts = [gold for gold in golds if isinstance(gold, str)]
+    return any(
+        any(text in candidate for text in texts)
+        if isinstance(candidate, str)
+        else candidate in golds
+        for candidate in parsed
+    )
+
+
+def is_choice(row: dict[str, Any]) -> bool:
+    """Whether the row has options to choose from."""
+    kind = row.get("question_type")
+    return kind == "multiple-choice" if kind else bool(read_options(row))
+
+
+def question(row: dict[str, Any]) -> Question:
+    """What is asked, as the official harness words it."""
+    if not is_choice(row):
+        return Question(*place_images(f"{row['question']}\n\n{OPEN_INSTRUCTION}"))
+    options = read_options(row)
+    text = letters.with_options(row["question"], options)
+    return Question(*place_images(f"{text}\n\n{CHOICE_INSTRUCTION}"), options)
+
+
+def categories(row: dict[str, Any]) -> list[str]:
+    """The groups a row is counted in; the subject is in the id, `validation_<subject>_<number>`."""
+    subject = _ID.match(str(row.get("id", "")))
+    groups = [f"subject/{subject.group(1)}"] if subject else []
+    names = ("question_type", "topic_difficulty")
+    return groups + [f"{name}/{row[name]}" for name in names if row.get(name)]
+
+
+def _open_golds(row: dict[str, Any]) -> list[str]:
+    gold = gold_of(row)
+    if gold.startswith("[") and gold.endswith("]"):
+        try:
+            values = ast.literal_eval(gold)
+        except (SyntaxError, ValueError):
+            return [gold]
+        return [str(value) for value in values]
+    return [gold]
+
+
+def _candidates(text: str) -> Iterator[str | float]:
+    text = text.strip().strip(".").lower()
+    if not text:
+        return
+    *lines, last = text.split("\n")
+    tails = [tail for line in lines if (tail := _tail(line, _INDICATORS))]
+    # The last line may be an equation.
+    tails += [tail] if (tail := _tail(last, (*_INDICATORS, "="))) else []
+    for tail in tails or [text]:
+        yield from _normalize(tail)
+        for pattern in _NUMBERS:
+            for number in pattern.findall(tail):
+                yield from _normalize(number)
+
+
+def _tail(line: str, indicators: tuple[str, ...]) -> str:
+    """The shortest text behind an indicator; empty without one."""
+    found = [line.rpartition(word)[2].strip() for word in indicators if word in line]
+    # An empty tail gives way to the next one, as published.
+    shortest = ""
+    for tail in found:
+        if not shortest or len(tail) < len(shortest):
+            shortest = tail
+    return "" if shortest in _TRIVIAL else shortest
+
+
+def _normalize(text: str) -> list[str | float]:
+    """A number at two decimals, or lower-case text; one letter must stand beside a space."""
+    text = text.strip()
+    try:
+        return [round(float(text.replace(",", "")), 2)]
+    except ValueError:
+        text = text.lower()
+    return [f" {text}", f"{text} "] if len(text) == 1 else [text]

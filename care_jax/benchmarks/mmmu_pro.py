@@ -1,0 +1,48 @@
+"""MMMU-Pro: up to ten options, in two forms.
+
+*standard*: question, options and up to seven images. *vision*: one screenshot that shows the
+question and its options; the text only asks for the letter. Both are scored by `letters`, with what
+follows "Answer:" first. The official harness wants a vision response to equal its letter; here both
+forms are read alike.
+
+Release: `MMMU/MMMU_Pro`, configurations "standard (10 options)" and "vision"; `options` is a Python
+literal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from care_jax.benchmarks import letters
+from care_jax.benchmarks.rows import Question, gold_of, place_images, read_options
+
+INSTRUCTION = "Answer with the option letter from the given choices directly."
+
+
+def parse(answer: str, row: dict[str, Any]) -> str | None:
+    """The letter an answer names; None where it names none."""
+    return letters.parse_letter(answer, read_options(row), has_marker=True) or None
+
+
+def is_correct(answer: str, row: dict[str, Any]) -> bool:
+    """Whether the answer names the row's option.
+
+    Args:
+        answer: a letter, the text of an option, an answer span or a whole response.
+        row: of the release.
+    """
+    return parse(answer, row) == gold_of(row).strip()
+
+
+def question(row: dict[str, Any]) -> Question:
+    """What is asked, as the official harness words it."""
+    options = read_options(row)
+    if "question" not in row:
+        return Question(f"<image>{INSTRUCTION}", ("image",), options)
+    text = letters.with_options(row["question"], options)
+    return Question(*place_images(f"{text}\n\n{INSTRUCTION}"), options)
+
+
+def categories(row: dict[str, Any]) -> list[str]:
+    """The groups a row is counted in."""
+    return [f"{key}/{row[key]}" for key in ("subject", "topic_difficulty") if row.get(key)]

@@ -1,0 +1,67 @@
+"""From a recorded answer to the text that a benchmark's published rules are meant for.
+
+The rules were written for responses without tags. An answer span is therefore taken out of a
+response first, and a box around the whole of it is opened; otherwise the rules of MMMU see no
+letter in `<answer> \\boxed{A} </answer>` and draw one at random.
+"""
+
+from __future__ import annotations
+
+import re
+
+from care_jax import notation
+
+_CLOSED = re.compile(r"</(?:think|thinking|reasoning)>")
+_OPENED = re.compile(r"<(?:think|thinking|reasoning)>")
+_BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|tt)|mbox|operatorname) ?\{([^{}]*)\}"
+)
+
+
+def span_of(answer: str) -> tuple[str, bool]:
+    """What a recorded answer settles on, and whether that is the content of an answer span.
+
+    The last `<answer>` span, else what follows the rationale, else all of it. Empty where the
+    rationale never closes.
+    """
+    _, opening, last = answer.rpartition("<answer>")
+    if opening and "</answer>" in last:
+        return last.partition("</answer>")[0].strip(), True
+    rationales = list(_CLOSED.finditer(answer))
+    if rationales:
+        answer = answer[rationales[-1].end() :]
+    elif _OPENED.search(answer):
+        return "", False
+    return answer.replace("<answer>", "").strip(), False
+
+
+def last_box(text: str) -> str | None:
+    """What the last balanced box holds, boxes and text commands in it opened too; None without."""
+    start, content = 0, None
+    while match := _BOX.search(text, start):
+        end = notation.closing_brace(text, match.end())
+        if end < 0:
+            break
+        content, start = text[match.end() : end], end + 1
+    if content is None:
+        return None
+    inner = last_box(content) if len(content) <= notation.MAX_CHARS else None
+    return _TEXT.sub(r"\1", content if inner is None else inner).strip()
+
+
+def is_one_box(text: str) -> bool:
+    """Whether nothing but a box and punctuation stands in the text."""
+    match = _BOX.search(text)
+    if match is None or text[: match.start()].strip(" $*\n\\([") != "":
+        return False
+    end = notation.closing_brace(text, match.end())
+    return end >= 0 and text[end + 1 :].strip(" $*\n.\\)]") == ""
+
+
+def unwrap(answer: str) -> str:
+    """`span_of`, with a box opened where it stands in an answer span or is all there is."""
+    text, is_span = span_of(answer)
+    if (is_span or is_one_box(text)) and (content := last_box(text)) is not None:
+        return content
+    return text

@@ -1,0 +1,62 @@
+"""Fields of the releases' rows: gold answers, options, and where images stand in a question."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any, NamedTuple
+
+_PLACEHOLDER = re.compile(r"<image (\d)>")
+
+
+class Question(NamedTuple):
+    """What a row asks.
+
+    Attributes:
+        text: with one `<image>` for each image.
+        images: names of the row's fields that hold them, in that order.
+        options: the choices; empty for an open question.
+    """
+
+    text: str
+    images: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+def gold_of(row: dict[str, Any]) -> str:
+    """The reference answer: `answer` in a release, `gold` in recorded cases."""
+    for key in ("answer", "gold"):
+        if row.get(key) is not None:
+            return str(row[key])
+    raise ValueError(f"expected a row with an answer, got the fields {', '.join(sorted(row))}")
+
+
+def read_options(row: dict[str, Any]) -> tuple[str, ...]:
+    """The options of a row: a list, or a Python literal of one; empty for an open question."""
+    options = row.get("options")
+    if options is None:
+        options = row.get("choices")
+    if options is None:
+        return ()
+    if isinstance(options, str):
+        options = ast.literal_eval(options) if options.strip() else []
+    return tuple(str(option) for option in options)
+
+
+def place_images(text: str) -> tuple[str, tuple[str, ...]]:
+    """Turns `<image 1>` into `<image>` at its first mention and into words at a later one.
+
+    Returns:
+        the text, and the fields (image_1, ...) in the order in which they stand in it.
+    """
+    names: list[str] = []
+
+    def place(match: re.Match) -> str:
+        name = f"image_{match.group(1)}"
+        if name in names:
+            return f"image {match.group(1)}"
+        names.append(name)
+        return "<image>"
+
+    placed = _PLACEHOLDER.sub(place, text)
+    return placed, tuple(names)

@@ -1,0 +1,198 @@
+"""The benchmarks by name, opened from the files of their releases.
+
+A release is a parquet file, a folder of them (as `huggingface-cli download --repo-type dataset`
+leaves it: the split is the start of a file's name, a configuration a folder above it), or a file of
+JSON lines with the images beside it. Rows stay as released, less their images; those are read when
+an example is asked for, a row group at a time.
+
+A module that scores a benchmark has `parse`, `is_correct`, `question` and `categories`; see
+`mathvision` for the plainest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from PIL import Image
+
+from care_jax.batch import Example
+from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
+from care_jax.benchmarks.rows import gold_of
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """Where a benchmark stands among the files of its release.
+
+    Attributes:
+        scorer: the module that asks and scores.
+        split: start of the files' names.
+        configuration: folder the files are in, where a release has several; empty for any.
+        in_average: whether it is one of the six whose mean is reported.
+    """
+
+    scorer: ModuleType
+    split: str
+    configuration: str = ""
+    in_average: bool = True
+
+
+RELEASES = {
+    "mathvista": Release(mathvista, "testmini"),
+    "mathverse": Release(mathverse, "testmini"),
+    "mathvision": Release(mathvision, "test"),
+    # A part of the one above, so left out of the mean.
+    "mathvision_testmini": Release(mathvision, "testmini", in_average=False),
+    "mmmu": Release(mmmu, "validation"),
+    "mmmu_pro": Release(mmmu_pro, "test", "standard (10 options)"),
+    "mmmu_pro_vision": Release(mmmu_pro, "test", "vision"),
+}
+
+
+class Benchmark(Sequence[Example]):
+    """The questions of a benchmark; their rows, for scoring, are in `rows`.
+
+    Args:
+        name: of `RELEASES`.
+        path: file or folder of the release.
+
+    Attributes:
+        rows: as released, without images, in order.
+        ids: of the rows.
+
+    Raises:
+        ValueError: no such benchmark, or no file of it at the path.
+    """
+
+    def __init__(self, name: str, path: str | pathlib.Path):
+        if name not in RELEASES:
+            raise ValueError(
+                f"evaluate.benchmarks names {name!r}; it must be one of {', '.join(RELEASES)}"
+            )
+        self.name = name
+        self.release = RELEASES[name]
+        self.scorer = self.release.scorer
+        self.rows: list[Row] = []
+        self._images: list[Callable[[], Row]] = []
+        for file in _files(pathlib.Path(path).expanduser(), self.release):
+            read = _read_parquet if file.suffix == ".parquet" else _read_json_lines
+            rows, images = read(file)
+            self.rows += rows
+            self._images += images
+        if not self.rows:
+            raise ValueError(
+                f"expected rows of {name} in {str(path)!r}, got none; download it again"
+            )
+        self.ids = [str(_first(row, "pid", "id", "sample_index")) for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Example:
+        row = self.rows[place] | self._images[place]()
+        question = self.scorer.question(row)
+        return Example(
+            id=self.ids[place],
+            source=self.name,
+            images=tuple(self._image(row, field) for field in question.images),
+            question=question.text,
+            answer=gold_of(row),
+            choices=question.options,
+        )
+
+    def _image(self, row: Row, field: str) -> Image.Image:
+        # `image` is the path of what `decoded_image` holds, or stands alone beside a local file.
+        value = row.get(field) or row.get("image")
+        if isinstance(value, dict) and value.get("bytes"):
+            image = Image.open(io.BytesIO(value["bytes"]))
+        elif path := value.get("path") if isinstance(value, dict) else value:
+            image = Image.open(row["folder"] / path)
+        else:
+            raise ValueError(
+                f"row {_first(row, 'pid', 'id', 'sample_index')} of {self.name} has no image in "
+                f"its field {field!r}; download the release again"
+            )
+        with image:
+            return image.convert("RGB")  # as the official harness does
+
+
+def _first(row: Row, *fields: str) -> Any:
+    return next((row[field] for field in fields if row.get(field) is not None), "")
+
+
+def _files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
+    if path.is_file():
+        return [path]
+    for suffix in ("parquet", "jsonl"):
+        files = sorted(path.rglob(f"*.{suffix}")) if path.is_dir() else []
+        if release.configuration:
+            named = [f for f in files if release.configuration in f.relative_to(path).parts]
+            # The path may be that of the configuration itself.
+            files = named or (files if path.name == release.configuration else [])
+        # test-00000-of-00001.parquet, not testmini-...
+        files = [f for f in files if f.stem.partition("-")[0] == release.split]
+        if files:
+            return files
+    raise ValueError(
+        f"expected {release.split}-*.parquet or {release.split}.jsonl "
+        f"{f'under {release.configuration!r} ' if release.configuration else ''}in {str(path)!r}, "
+        "got no such file; point evaluate.benchmarks at a downloaded release"
+    )
+
+
+def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
+    rows = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"expected JSON on line {number} of {str(path)!r}, got {error}; repair the file"
+            ) from error
+        rows.append(row)
+    return rows, [lambda: {"folder": path.parent}] * len(rows)
+
+
+def _read_parquet(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            f"reading {str(path)!r} needs pyarrow; install the data extra: pip install -e '.[data]'"
+        ) from error
+    file = pyarrow.parquet.ParquetFile(path)
+    names = file.schema_arrow.names
+    images = [name for name in names if _is_image(file.schema_arrow.field(name).type)]
+    rows = file.read(columns=[name for name in names if name not in images]).to_pylist()
+
+    @functools.lru_cache(maxsize=1)  # examples are asked for in order
+    def group_of(group: int) -> list[Row]:
+        return file.read_row_group(group, columns=images).to_pylist()
+
+    def image_of(group: int, place: int) -> Row:
+        return group_of(group)[place] | {"folder": path.parent}
+
+    places = [
+        functools.partial(image_of, group, place)
+        for group in range(file.num_row_groups)
+        for place in range(file.metadata.row_group(group).num_rows)
+    ]
+    return rows, places
+
+
+def _is_image(kind: Any) -> bool:
+    """Whether a column holds the {bytes, path} of images."""
+    import pyarrow
+
+    return pyarrow.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}

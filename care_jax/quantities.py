@@ -1,0 +1,222 @@
+"""Numbers as answers write them: with commas, fractions, percents, currencies and units.
+
+Pure text to exact Fractions, nothing is evaluated; every scan is linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from fractions import Fraction
+
+_MAX_DIGITS = 60  # of a number and of its power of ten, so that Fractions stay small
+
+_DECIMAL = r"(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)?(?:\.\d*)?"
+_SCIENTIFIC = re.compile(
+    rf"({_DECIMAL})(?:[eE]([+-]?\d+)| ?(?:\\times|\\cdot|\*) ?10 ?\^ ?\{{? ?([+-]?\d+) ?\}}?)?"
+)
+_SLASH = re.compile(rf" ?/ ?({_DECIMAL})(?![a-zA-Z])")
+_MIXED = re.compile(r"(\d+) (\d+)/(\d+)")
+_LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
+_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_UNITS = {
+    "degrees": "degrees degree deg", "cm": "cm centimeter centimeters centimetre centimetres",
+    "m": "m meter meters metre metres", "mm": "mm millimeter millimeters",
+    "km": "km kilometer kilometers kilometre kilometres", "in": "in inch inches",
+    "ft": "ft foot feet", "yd": "yd yard yards", "mi": "mi mile miles",
+    "kg": "kg kilogram kilograms", "g": "g gram grams", "mg": "mg milligram milligrams",
+    "lb": "lb lbs pound pounds",
+    "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours",
+    "l": "L l liter liters litre litres", "ml": "mL ml", "$": "dollar dollars USD",
+    "": "unit units",
+    "square": "square sq", "cubic": "cubic", "per": "per", "mi per h": "mph", "cents": "cent cents",
+}  # fmt: skip
+_UNIT_NAMES = {alias: name for name, aliases in _UNITS.items() for alias in aliases.split()}
+# What one of a unit is in the smallest of its kind.
+_SIZES_OF_UNITS = (
+    {"mm": 1, "cm": 10, "m": 1000, "km": 10**6},
+    {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
+    {"mg": 1, "g": 1000, "kg": 10**6},
+    {"s": 1, "min": 60, "h": 3600},
+    {"ml": 1, "l": 1000},
+    {"cents": 1, "$": 100},
+)
+# Words after a number that change or withdraw it.
+_NOT_UNITS = frozenset({
+    "and", "or", "not", "no", "nor", "to", "plus", "minus", "times", "over", "by", "of", "point",
+    "pi", "than", "between", "hundred", "thousand", "million", "billion", "trillion", "dozen",
+    "half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "is", "are",
+    "was", "but", "if", "maybe", "approximately", "about", "then", "else",
+})  # fmt: skip
+_UNIT_WORD = re.compile(r"([^\W\d_]+)(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
+
+
+_CURRENCY = re.compile(r"(?:[€£¥ ]|(?:USD|EUR|GBP|CNY|Rs\.?|US) ?(?=[\d.]))*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A number as it was written.
+
+    Attributes:
+        value: exactly what was written, a percent sign not applied.
+        is_percent: a percent sign follows.
+        unit: canonical name of the unit that follows; empty without.
+        is_decimal: it was written with a decimal point.
+    """
+
+    value: Fraction
+    is_percent: bool
+    unit: str
+    is_decimal: bool
+
+
+@functools.lru_cache(maxsize=16384)  # the rollouts of a question agree more often than not
+def read_number(text: str) -> Number | None:
+    """The number that the whole (cleaned) text is; None for everything else."""
+    text = text.strip()
+    while len(text) > 2 and text[0] == "(" and text.find(")") == len(text) - 1:
+        text = text[1:-1].strip()
+    is_negative = text.startswith("-")
+    body = text[1:] if text[:1] in ("-", "+") else text
+    currency = _CURRENCY.match(body)
+    body = body[currency.end() :]
+    read = _read_magnitude(body)
+    if read is None:
+        return None
+    value, end = read
+    tail = body[end:].strip()
+    is_percent, unit = False, ""
+    if tail:
+        for word, scale in _SCALES.items():
+            if tail.startswith(word):
+                value, tail = value * scale, tail.removeprefix(word).strip()
+        is_percent = tail.startswith("%")
+        unit = _read_unit(tail[is_percent:].strip())
+        if unit is None:
+            return None
+    return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
+
+
+def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
+    """An unsigned number at the start of the text and where it ends."""
+    if match := _LATEX_FRACTION.match(text) or _MIXED.match(text):
+        whole, top, bottom = match.groups()
+        value = _divide(top, bottom)
+        return None if value is None else (Fraction(whole or 0) + value, match.end())
+    match = _SCIENTIFIC.match(text)
+    digits, *exponents = match.groups()
+    value = _fraction(digits)
+    exponent = int((exponents[0] or exponents[1] or "0")[:9])
+    if value is None or abs(exponent) > _MAX_DIGITS:
+        return None
+    value *= Fraction(10) ** exponent if exponent else 1
+    if slash := _SLASH.match(text, match.end()):
+        value = _divide(str(value), slash.group(1))
+        return None if value is None else (value, slash.end())
+    return value, match.end()
+
+
+def _divide(top: str, bottom: str) -> Fraction | None:
+    numerator, denominator = _fraction(top), _fraction(bottom)
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _fraction(digits: str) -> Fraction | None:
+    digits = digits.replace(",", "").replace(" ", "")
+    if len(digits) > _MAX_DIGITS or not any(c.isdigit() for c in digits):
+        return None
+    return Fraction(digits.rstrip("."))
+
+
+def _read_unit(text: str) -> str | None:
+    """Canonical name of a unit; None where the text is anything but a unit."""
+    if text in ("€", "£", "¥", ""):
+        return ""
+    names = []
+    for word in text.replace(" ^", "^").replace("/", " per ").replace(".", " ").split()[:8]:
+        match = _UNIT_WORD.fullmatch(word)
+        if match is None or match.group(1).lower() in _NOT_UNITS:
+            return None
+        name = _UNIT_NAMES.get(match.group(1), match.group(1).lower())
+        # A letter or two are a variable, unless they are a known unit.
+        if match.group(1) not in _UNIT_NAMES and len(name) < 3 and name.isascii():
+            return None
+        power = match.group(2) or match.group(3)
+        names.append({"2": "square ", "3": "cubic ", None: ""}[power] + name)
+    return " ".join(names) if len(names) <= 5 else None
+
+
+def is_close(
+    prediction: Number, gold: Number, *, tolerance: float, num_decimals: int | None
+) -> bool:
+    """Whether two numbers agree, a percent being read as hundredths or as points.
+
+    Args:
+        tolerance: allowed |prediction - gold| / |gold|; 0 is exact.
+        num_decimals: decimals to which both are rounded first; None rounds to six, and only where
+            a decimal stands against a fraction that has no finite decimal form.
+    """
+    if prediction.unit and gold.unit and prediction.unit != gold.unit:
+        factor = _conversion(prediction.unit, gold.unit)
+        if factor is None:
+            return False
+        prediction = dataclasses.replace(prediction, value=prediction.value * factor)
+    pairs = [(prediction.value, gold.value)]
+    if prediction.is_percent != gold.is_percent:
+        shift = [value / 100 if number.is_percent else value
+                 for number in (prediction, gold) for value in (number.value,)]  # fmt: skip
+        pairs.append((shift[0], shift[1]))
+    if num_decimals is None and prediction.is_decimal != gold.is_decimal:
+        exact = gold.value if prediction.is_decimal else prediction.value
+        num_decimals = None if _is_finite(exact) else 6
+    for p, g in pairs:
+        if p == g or (tolerance > 0 and abs(p - g) <= Fraction(tolerance) * abs(g)):
+            return True
+        if num_decimals is not None and round(p, num_decimals) == round(g, num_decimals):
+            return True
+    return False
+
+
+def _conversion(unit: str, other: str) -> Fraction | None:
+    """How many of the other unit one of a unit is; None where they measure different things."""
+    powers = {"square ": 2, "cubic ": 3}
+    power = next((n for word, n in powers.items() if unit.startswith(word)), 1)
+    if power != next((n for word, n in powers.items() if other.startswith(word)), 1):
+        return None
+    unit, other = (name.removeprefix("square ").removeprefix("cubic ") for name in (unit, other))
+    for sizes in _SIZES_OF_UNITS:
+        if unit in sizes and other in sizes:
+            return Fraction(sizes[unit], sizes[other]) ** power
+    return None
+
+
+def split_unit(text: str) -> tuple[str, str]:
+    """An expression and the name of the unit behind it; ("", text) is (text, "") without one.
+
+    Letters that may be a variable count as a unit only behind a space.
+    """
+    match = _UNIT_AT_END.search(text)
+    if match is None or not text[: match.start()].strip():
+        return text, ""
+    return text[: match.start()].strip(), _read_unit(match.group().strip()) or ""
+
+
+def _is_finite(value: Fraction) -> bool:
+    """Whether the fraction has a finite decimal expansion."""
+    denominator = value.denominator
+    for prime in (2, 5):
+        while denominator % prime == 0:
+            denominator //= prime
+    return denominator == 1
+
+
+_ALIASES = sorted((alias for alias in _UNIT_NAMES if alias not in ("per", "square", "sq", "cubic")),
+                  key=len, reverse=True)  # fmt: skip
+_UNIT_AT_END = re.compile(
+    r"(?<=[\w})\])] )(?:square |cubic |sq )?(?:" + "|".join(map(re.escape, _ALIASES)) + r")"
+    r"(?: ?\^ ?\{? ?[23] ?\}?)?$|(?<=[\d})\]])(?:"
+    + "|".join(re.escape(alias) for alias in _ALIASES if len(alias) > 1)
+    + r")(?: ?\^ ?\{? ?[23] ?\}?)?$"
+)

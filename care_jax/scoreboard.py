@@ -1,0 +1,115 @@
+"""What the samples of benchmarks add up to: accuracies with intervals, as JSON and as markdown.
+
+Of one benchmark and of each of its categories: accuracy and the 95% Wilson interval. Of the
+benchmarks together: the mean of their accuracies, each counting alike, with an interval made of
+theirs (the method of variance estimates recovery):
+
+    m ± √(Σ (pᵢ - bᵢ)²) / k,   bᵢ the Wilson bound of pᵢ on that side
+
+Rows count as independent, also where a release asks the same problem in several versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from care_jax.benchmarks.suite import RELEASES, Benchmark
+from care_jax.metrics import wilson_interval
+
+Sample = Mapping[str, Any]
+
+
+def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The figures of one benchmark.
+
+    Args:
+        benchmark: for the categories of its rows.
+        samples: one for each row, with doc_id (its place), acc, acc_judged or None, is_parsed,
+            is_complete and is_dropped.
+
+    Returns:
+        accuracies in [0, 1] and counts; what was dropped or not parsed counts as wrong.
+    """
+    groups = defaultdict(list)
+    for sample in samples:
+        for group in benchmark.scorer.categories(benchmark.rows[sample["doc_id"]]):
+            groups[group].append(sample["acc"])
+    figures = _accuracy([sample["acc"] for sample in samples])
+    judged = [sample["acc_judged"] for sample in samples]
+    if any(acc is not None for acc in judged):
+        figures["acc_judged"] = sum(
+            sample["acc"] if acc is None else acc
+            for sample, acc in zip(samples, judged, strict=True)
+        ) / len(samples)
+    answered = [sample for sample in samples if not sample["is_dropped"]]
+    return figures | {
+        "num_unparsable": sum(not sample["is_parsed"] for sample in answered),
+        "num_truncated": sum(not sample["is_complete"] for sample in answered),
+        "num_dropped": len(samples) - len(answered),
+        "categories": {group: _accuracy(groups[group]) for group in sorted(groups)},
+    }
+
+
+def _accuracy(accs: Sequence[float]) -> dict[str, float]:
+    low, high = wilson_interval(sum(accs), len(accs))
+    return {"acc": sum(accs) / len(accs), "acc_low": low, "acc_high": high, "num_rows": len(accs)}
+
+
+def macro_average(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The mean over benchmarks; a part of another one is left out unless it stands alone.
+
+    Returns:
+        acc, acc_low and acc_high in [0, 1], and the names it is over.
+    """
+    names = [name for name in scores if RELEASES[name].in_average] or list(scores)
+    accs = [scores[name]["acc"] for name in names]
+    mean = sum(accs) / len(accs)
+
+    def spread(bound: str) -> float:
+        return math.sqrt(sum((scores[name]["acc"] - scores[name][bound]) ** 2 for name in names))
+
+    return {
+        "acc": mean,
+        "acc_low": max(0.0, mean - spread("acc_low") / len(names)),
+        "acc_high": min(1.0, mean + spread("acc_high") / len(names)),
+        "benchmarks": names,
+    }
+
+
+def to_markdown(results: Mapping[str, Any]) -> str:
+    """Tables of `{"benchmarks": {name: score(...)}, "macro": macro_average(...)}`."""
+    head = (
+        "| | accuracy | 95% interval | rows | unparsable | truncated | dropped |",
+        "|---|---|---|---|---|---|---|",
+    )
+    lines = [*head]
+    for name, figures in results["benchmarks"].items():
+        counts = (figures[f"num_{key}"] for key in ("rows", "unparsable", "truncated", "dropped"))
+        lines.append(_line(name, figures, *counts))
+    macro = results["macro"]
+    lines.append(_line(f"mean of {len(macro['benchmarks'])}", macro, "", "", "", ""))
+    for name, figures in results["benchmarks"].items():
+        if "acc_judged" in figures:
+            lines += ["", f"{name} with the judge's word: {100 * figures['acc_judged']:.1f}"]
+    for name, figures in results["benchmarks"].items():
+        if figures["categories"]:
+            lines += ["", f"## {name}", ""]
+            lines += ["| | accuracy | 95% interval | rows |", "|---|---|---|---|"]
+            lines += [
+                _line(group, values, values["num_rows"])
+                for group, values in figures["categories"].items()
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, figures: Mapping[str, Any], *counts: int | str) -> str:
+    cells = (
+        name.replace("|", "\\|"),
+        f"{100 * figures['acc']:.1f}",
+        f"{100 * figures['acc_low']:.1f} to {100 * figures['acc_high']:.1f}",
+        *map(str, counts),
+    )
+    return f"| {' | '.join(cells)} |"
