@@ -89,6 +89,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         batch_size=rl.prompts_per_step,
         seed=config.seed,
         rows=own.ravel(),
+        num_workers=config.data.num_workers,
     )
     num_decoded = 0
 

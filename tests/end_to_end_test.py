@@ -273,8 +273,8 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path, shared, caplog):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     config = real_images.get_config()
-    config.data.train.path = str(path)
+    config.data.test.path = str(path)
     with caplog.at_level("WARNING"):
-        examples = main.open_stage(config, "rl")
+        examples = main.open_stage(config, "evaluate")
     assert len(examples) == 1
     assert "left out 1 rows" in caplog.text
