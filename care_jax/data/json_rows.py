@@ -15,8 +15,9 @@ from typing import Any
 
 from care_jax.batch import Unusable
 
-# What decides where a value of an array ends; a string is one token, its brackets and all.
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
+# What decides where a value of an array ends; a string is one token, its brackets and all, and a
+# quotation mark by itself opens one that is never closed.
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
 
 
 class JsonRows:
@@ -78,6 +79,8 @@ class JsonRows:
         depth, start, number = 0, 0, 1
         for token in _TOKEN.finditer(self._data):
             mark = token.group()[:1]
+            if token.group() == b'"':
+                break
             if depth == 1 and mark in b",]":
                 self._add(start, token.start(), number)
                 start, number = token.end(), number + 1
