@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from care_jax import distributed, optimizer, reflect, select, sharding
-from care_jax.data.mixture import check_weights
-from care_jax.data.sources import SOURCES
+from care_jax.data.sources import check_section
 from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
@@ -38,7 +37,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
     _check_model(config.model, mesh)
-    check_data(config)
+    _check_data(config)
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
@@ -51,38 +50,17 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         sharding.check_divides("evaluate.batch_size", config.evaluate.batch_size, mesh)
 
 
-def check_data(config: ConfigDict) -> None:
-    """The part of `check_config` that is about sources."""
+def _check_data(config: ConfigDict) -> None:
     data = config.data
     _check_positive("data.num_workers", data.num_workers)
     for stage, name in (("sft", "sft"), ("rl", "train"), ("evaluate", "test")):
         if stage in config.stages:
-            _check_source(f"data.{name}", data[name], data)
-
-
-def _check_source(name: str, section: ConfigDict, data: ConfigDict) -> None:
-    parts = section.parts
-    if section.source != "mixture":
-        _check_choice(f"{name}.source", section.source, (*SOURCES, "mixture"))
-        if parts:
-            raise ValueError(
-                f"{name}.parts are those of a mixture, but {name}.source is {section.source!r}; "
-                "set it to 'mixture', or parts to ()"
+            check_section(
+                f"data.{name}",
+                data[name],
+                min_pixels=data.min_pixels,
+                max_pixels=data.max_pixels,
             )
-        parts = (section,)
-    elif not parts:
-        raise ValueError(f"{name}.source 'mixture' needs sources in {name}.parts")
-    check_weights([part.weight for part in parts])
-    for part in parts:
-        _check_choice(f"{name}: source", part.source, SOURCES)
-        low, high = part.min_pixels or data.min_pixels, part.max_pixels or data.max_pixels
-        if not 0 < low <= high:
-            raise ValueError(
-                f"{name}: images of {part.source} would have {low} to {high} pixels; change its "
-                "min_pixels or max_pixels, or those of data"
-            )
-        if not 0 <= part.tolerance < 1:
-            raise ValueError(f"{name}: tolerance must lie in [0, 1), got {part.tolerance}")
 
 
 def _check_model(model: ConfigDict, mesh: Mesh) -> None:

@@ -24,7 +24,7 @@ from care_jax.batch import Example
 from care_jax.checks import check_config
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable
-from care_jax.data.sources import open_source, options_of
+from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.run import Run
@@ -112,7 +112,7 @@ def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
     """The examples a stage works on; held-out ones are checked, all of them, before it starts."""
     name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
     section = config.data[name]
-    parts = section.parts if section.source == "mixture" else (section,)
+    parts = section.parts if section.source == MIXTURE else (section,)
     opened = [
         open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
         for part in parts

@@ -12,7 +12,8 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -29,6 +30,15 @@ from models.positions import image_slots, pack_images, prompt_positions
 IMAGE_PLACEHOLDER = "<image>"
 # Classes that releases name in their preprocessor_config.json.
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+# Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
+_TOKEN_NAMES = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "eos_token_id": "<|im_end|>",
+    "pad_token_id": "<|endoftext|>",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +79,17 @@ def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def backbone_config(
+    folder: pathlib.Path | None, fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> BackboneConfig:
+    """The backbone of a release's folder; without one, of `fields` with the tokenizer's ids."""
+    if folder:
+        return BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
+    text = {"vocab_size": len(tokenizer), **fields["text_config"]}
+    return BackboneConfig.from_hf({**fields, **ids, "text_config": text})
 
 
 class PromptBuilder:

@@ -117,7 +117,7 @@ def get_config() -> ConfigDict:
     data.prepare = prepare = ConfigDict()
     prepare.sources = ()  # of what two of them share, the first keeps it
     prepare.benchmarks = ()  # sources whose questions must not be trained on
-    prepare.near_bits = 24  # of 256 that may differ between hashes of the same picture
+    prepare.near_bits = 20  # of 144 that may differ between hashes of the same picture
     prepare.shard_megabytes = 256
 
     config.sft = sft = ConfigDict()

@@ -23,7 +23,7 @@ MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # EPS, say, would run a program
 _ORIENTATION = 0x0112  # tag of EXIF
-_HASH_SIDE = 16  # of the square of frequencies that are hashed
+_HASH_SIDE = 12  # of the square of frequencies that are hashed
 _GRAY_SIDE = 64  # pixels per side of what the frequencies are taken of
 
 
@@ -33,7 +33,7 @@ class Look:
 
     Attributes:
         digest: of its size and pixels; the same for the same picture, however it is stored.
-        hash: perceptual hash, 256 bits; few differ between copies resized or compressed anew.
+        hash: perceptual hash, 144 bits; few differ between copies resized or compressed anew.
     """
 
     digest: bytes
@@ -102,7 +102,7 @@ def encoded(image: AnyImage) -> bytes:
 def look(image: AnyImage) -> Look:
     """Decodes an image whole and says what it looks like.
 
-    The hash is the sign of the 16 x 16 lowest frequencies of its grey picture against their
+    The hash is the sign of the 12 x 12 lowest frequencies of its grey picture against their
     median. Unlike differences of neighbouring pixels, these tell apart line drawings, which are
     white nearly everywhere.
 
@@ -122,7 +122,7 @@ def look(image: AnyImage) -> Look:
 
 
 def num_different_bits(one: int, other: int) -> int:
-    """In how many of the 256 bits two perceptual hashes differ."""
+    """In how many of the 144 bits two perceptual hashes differ."""
     return (one ^ other).bit_count()
 
 

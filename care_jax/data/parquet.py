@@ -91,7 +91,7 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
         path: a file, a folder, or a hub id.
         split: files whose names begin with it; empty for all.
         columns: for each of `COLUMNS` the column that has it, empty for none; question and answer
-            must be named.
+            must be named. Several columns of images are separated by commas.
 
     Raises:
         ValueError: no such files or columns.
@@ -100,19 +100,23 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
     if absent:
         raise ValueError(f"name the column of the {absent[0]} in the source's columns")
     named = {name: column for name, column in columns.items() if column}
+    image_columns = list(filter(None, named.pop("images", "").split(",")))
     place = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
-    table = ParquetRows(find_files(place, split), list(dict.fromkeys(named.values())))
+    table = ParquetRows(find_files(place, split), [*dict.fromkeys(named.values()), *image_columns])
     folder = place.parent if place.is_file() else place
 
     def example(index: int) -> Example:
         row = table[index]
         parts = {name: row[column] for name, column in named.items()}
-        parts["images"] = images_of(parts.get("images"), folder)
+        images = images_of([row[column] for column in image_columns], folder)
         answer = parts["answer"]
         if isinstance(answer, list):
             parts["answer"] = ", ".join(map(str, answer))
         return make_example(
-            **{"id": index, **parts}, source=place.stem, needs_image="images" in named
+            **{"id": index, **parts},
+            source=place.stem,
+            images=images,
+            needs_image=bool(image_columns),
         )
 
     return Rows(len(table), example)

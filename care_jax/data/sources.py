@@ -11,6 +11,7 @@ from typing import Any
 
 from care_jax.batch import Example
 from care_jax.data import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
+from care_jax.data.mixture import check_weights
 from care_jax.data.rows import Rows
 from care_jax.data.synthetic import KINDS, SyntheticSource
 
@@ -25,6 +26,7 @@ _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
     "vision_r1_cold": (vision_r1.open_rows, ("images", "think_tag")),
 }
 SOURCES = ("synthetic", *_FILES)
+MIXTURE = "mixture"  # of several of them
 # Keys of a source in the configuration that `open_source` takes as they are.
 _OPTIONS = (
     "path",
@@ -43,6 +45,41 @@ _OPTIONS = (
 def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `open_source` that a source's section of the configuration holds."""
     return {option: section[option] for option in _OPTIONS}
+
+
+def check_section(
+    name: str, section: Mapping[str, Any], *, min_pixels: int, max_pixels: int
+) -> None:
+    """Refuses a source's section of the configuration that cannot be opened.
+
+    Args:
+        name: of the section, for the message.
+        section: one source, or a mixture of them.
+        min_pixels, max_pixels: of images whose source has no range of its own.
+
+    Raises:
+        ValueError: what to change.
+    """
+    is_mixture = section["source"] == MIXTURE
+    if is_mixture != bool(section["parts"]):
+        raise ValueError(
+            f"{name}.source {section['source']!r} with {len(section['parts'])} parts: a mixture "
+            f"has sources in {name}.parts, and nothing else has"
+        )
+    parts = section["parts"] if is_mixture else (section,)
+    check_weights([part["weight"] for part in parts])
+    for part in parts:
+        if part["source"] not in SOURCES:
+            choices = ", ".join((*SOURCES, MIXTURE))
+            raise ValueError(f"{name}.source must be one of {choices}, got {part['source']!r}")
+        low, high = part["min_pixels"] or min_pixels, part["max_pixels"] or max_pixels
+        if not 0 < low <= high:
+            raise ValueError(
+                f"{name}: images of {part['source']} would have {low} to {high} pixels; change "
+                "its min_pixels or max_pixels, or those of data"
+            )
+        if not 0 <= part["tolerance"] < 1:
+            raise ValueError(f"{name}: tolerance must lie in [0, 1), got {part['tolerance']}")
 
 
 def open_source(
