@@ -198,7 +198,9 @@ class PromptBuilder:
         grids = np.stack(grids)
         repeats = np.ones(len(tokens), np.int64)
         repeats[is_image] = grids.prod(-1) // self.config.vision.merge_size**2
-        return TokenizedPrompt(np.repeat(tokens, repeats), grids, np.concatenate(patches))
+        # One image's patches are megabytes that need no copy.
+        patches = patches[0] if len(patches) == 1 else np.concatenate(patches)
+        return TokenizedPrompt(np.repeat(tokens, repeats), grids, patches)
 
     def measure(self, example: Example) -> tuple[int, int]:
         """(tokens, patches) that `tokenize` would give, from the headers of the images alone."""

@@ -19,6 +19,7 @@ def get_config() -> ConfigDict:
     data = config.data
     for section in ("train", "test"):
         data[section] = common.source("jsonl")
+    data.num_workers = 2
     # 16 x 16 pixels are one token of this backbone.
     data.min_pixels = 4096
     data.max_pixels = 36864

@@ -29,6 +29,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     data.sft = common.source("synthetic", num_examples=32768, seed=1)
     data.train = common.source("synthetic", num_examples=32768, seed=2)
     data.test = common.source("synthetic", num_examples=512, seed=3)
+    data.num_workers = 1  # pictures are drawn by Python, which threads do not speed up
     data.teacher_error = 0.75
     data.cue_share = 0.1
     data.min_pixels = 256

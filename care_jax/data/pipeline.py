@@ -92,7 +92,7 @@ class Batches:
             return _columns(workers.map(self._stream.__getitem__, places))
 
     def iterate(
-        self, start_step: int, stop_step: int, *, ahead: int = 2
+        self, start_step: int, stop_step: int, *, ahead: int = 1
     ) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """Yields (step, examples, prompts) from start_step up to but not including stop_step.
 
