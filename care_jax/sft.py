@@ -71,6 +71,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         seed=config.seed,
         rows=rows,
         num_workers=config.data.num_workers,
+        left_out=run.metrics.counter("sft", "left_out"),
     )
     with Checkpoints(
         run.workdir / "checkpoints" / "sft",

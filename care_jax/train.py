@@ -90,6 +90,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         seed=config.seed,
         rows=own.ravel(),
         num_workers=config.data.num_workers,
+        left_out=run.metrics.counter("rl", "left_out"),
     )
     num_decoded = 0
 

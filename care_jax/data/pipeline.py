@@ -40,9 +40,11 @@ class Batches:
         rows: of every batch, those that are wanted; all by default.
         num_workers: threads that fill the places of a batch; decoding and cutting images, nearly
             all of the work, lets them run side by side.
+        left_out: where examples that cannot be used are counted by reason, as they are met, which
+            is up to two batches ahead.
 
     Attributes:
-        left_out: examples met so far that could not be used, by reason.
+        left_out: that, or a counter of its own.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Batches:
         seed: int,
         rows: Sequence[int] | None = None,
         num_workers: int = 1,
+        left_out: Counter[str] | None = None,
     ):
         if not len(examples):
             raise ValueError("expected a source with at least one example, got an empty one")
@@ -61,7 +64,7 @@ class Batches:
             raise ValueError(
                 f"batch_size and num_workers must be at least 1, got {batch_size}, {num_workers}"
             )
-        self.left_out: Counter[str] = Counter()
+        self.left_out = Counter() if left_out is None else left_out
         self._lock = threading.Lock()
         is_mixture = isinstance(examples, Mixture)
         sources, weights = (
