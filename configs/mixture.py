@@ -8,7 +8,8 @@ and then, on what that wrote,
     python -m care_jax.main --config=configs/mixture.py --workdir=runs/7b
 
 The images of ViRL39K come as an archive and those of Vision-R1-cold from two other releases; unpack
-them and name their folders in `images`. Columns of the benchmarks are as public code quotes them.
+them and name their folders in `images`. Columns of the benchmarks are as public code quotes them;
+MMMU-Pro's pictures of whole questions have no text to compare and are not among them.
 """
 
 from ml_collections import ConfigDict
@@ -65,5 +66,5 @@ def _benchmarks() -> tuple[ConfigDict, ...]:
         benchmark("CaraJ/MathVerse-lmmseval", "testmini", "image"),
         benchmark("MathLLMs/MathVision", "test", "decoded_image"),
         benchmark("MMMU/MMMU", "validation", several),
-        benchmark("MMMU/MMMU_Pro", "test", several),
+        benchmark("MMMU/MMMU_Pro", "standard (10 options)", several),
     )

@@ -8,7 +8,7 @@ import pytest
 from care_jax.checks import check_config
 from care_jax.sharding import make_mesh
 
-NAMES = ("qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "tiny", "real_images")
+NAMES = ("mixture", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "tiny", "real_images")
 
 
 @pytest.mark.parametrize("name", NAMES)

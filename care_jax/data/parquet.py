@@ -10,6 +10,7 @@ import bisect
 import collections
 import itertools
 import pathlib
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -89,7 +90,8 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
 
     Args:
         path: a file, a folder, or a hub id.
-        split: files whose names begin with it; empty for all.
+        split: files named for it (train-00000-of-00001.parquet) or in a folder of that name;
+            empty for all.
         columns: for each of `COLUMNS` the column that has it, empty for none; question and answer
             must be named. Several columns of images are separated by commas.
 
@@ -131,7 +133,11 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
     if place.is_file():
         return [place]
     files = sorted(place.rglob("*.parquet"))
-    found = [path for path in files if path.name.startswith(split) or path.parent.name == split]
+    found = [
+        path
+        for path in files
+        if not split or split in (re.split("[-.]", path.name)[0], path.parent.name)
+    ]
     if not found:
         names = ", ".join(str(path.relative_to(place)) for path in files[:8])
         raise ValueError(

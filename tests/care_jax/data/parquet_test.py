@@ -24,6 +24,8 @@ def release(tmp_path, write_parquet, picture):
     write_parquet(tmp_path / "data" / "train-0.parquet", rows[:5], TYPES)
     write_parquet(tmp_path / "data" / "train-1.parquet", rows[5:], TYPES)
     write_parquet(tmp_path / "data" / "test-0.parquet", rows[:1], TYPES)
+    write_parquet(tmp_path / "data" / "test_text_only-0.parquet", rows[:3], TYPES)
+    write_parquet(tmp_path / "vision (10)" / "test-0.parquet", rows[:4], TYPES)
     (tmp_path / "p.png").write_bytes(picture())
     return tmp_path
 
@@ -33,8 +35,11 @@ def test_rows_of_all_files_are_found_in_any_order(release):
     assert [source[i].answer for i in (6, 0, 4, 5, 3)] == ["6", "0", "4", "5", "3"]
     assert source[2].question == "<image>q2?" and source[2].id == "2"
     assert open_image(source[2].images[0]).size == (96, 64)
-    assert len(source) == 7
-    assert len(open_source("parquet", path=str(release), columns=COLUMNS)) == 8
+    lengths = {
+        split: len(open_source("parquet", path=str(release), split=split, columns=COLUMNS))
+        for split in ("train", "test", "test_text_only", "vision (10)", "")
+    }
+    assert lengths == {"train": 7, "test": 5, "test_text_only": 3, "vision (10)": 4, "": 15}
     with pytest.raises(IndexError):
         _ = source[7]
 
@@ -99,5 +104,5 @@ def test_release_is_fetched_by_its_hub_id(release, monkeypatch):
         return str(release)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert len(open_source("parquet", path="some/release", columns=COLUMNS)) == 8
+    assert len(open_source("parquet", path="some/release", columns=COLUMNS)) == 15
     assert asked == [("some/release", "dataset")]

@@ -72,6 +72,14 @@ def test_shard_of_another_size_or_missing_is_named(folder):
         open_source("arrayrecord", path=str(folder))
 
 
+def test_shard_in_the_place_of_another_is_named(folder):
+    last, other = folder / "one-00002.arrayrecord", folder / "one-00001.arrayrecord"
+    assert last.stat().st_size == other.stat().st_size
+    other.write_bytes(last.read_bytes())
+    with pytest.raises(ValueError, match=r"one-00001\.arrayrecord is corrupt .*1 records can be"):
+        _ = open_source("arrayrecord", path=str(folder))[2]
+
+
 def test_flipped_bit_anywhere_names_the_shard(folder):
     path = folder / "one-00001.arrayrecord"
     data = path.read_bytes()

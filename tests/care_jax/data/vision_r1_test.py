@@ -79,6 +79,8 @@ def test_tag_is_that_of_the_configuration(release, tmp_path):
         (llava("3"), "not one rationale"),
         (llava("<think>never closed"), "not one rationale"),
         (llava(THOUGHT + THOUGHT + "3"), "not one rationale"),
+        (llava("Sure. " + THOUGHT + "3"), "not one rationale"),
+        (llava("<think>one <think>two</think>3"), "not one rationale"),
         (llava("<think> </think>3"), "rationale empty"),
         (llava(THOUGHT), "no answer"),
         (llava(THOUGHT + "word " * 200), "no short answer"),
