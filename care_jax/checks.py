@@ -25,7 +25,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     """Refuses a configuration that cannot run, naming the key to change.
 
     Args:
-        config: of the run.
+        config: of the run, filled in.
         mesh: its devices.
         overridden: keys set on the command line, such as "rl.beta"; those that mean nothing for
             the chosen objective are refused.
@@ -61,6 +61,15 @@ def _check_data(config: ConfigDict) -> None:
                 min_pixels=data.min_pixels,
                 max_pixels=data.max_pixels,
             )
+
+
+def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
+    """A copy of a configuration in which sizes that are left to the mesh are numbers."""
+    config = config.copy_and_resolve_references()
+    num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    config.sft.microbatch_size = config.sft.microbatch_size or num_shards
+    config.rl.prompts_per_microbatch = config.rl.prompts_per_microbatch or num_shards
+    return config
 
 
 def _check_model(model: ConfigDict, mesh: Mesh) -> None:

@@ -43,13 +43,13 @@ class Credit:
 def select_subgroups(
     rollouts: Rollouts,
     scores: Scores,
-    rng: PRNGKeyArray,
+    rngs: PRNGKeyArray,
     *,
     num_negatives: int,
     num_candidates: int,
     rule: str,
 ) -> Subgroup:
-    """Anchor and hard negatives of every prompt, from its G rollouts."""
+    """Anchor and hard negatives of every prompt, from its G rollouts; a key of `rngs` for each."""
     select = functools.partial(select_subgroup, K=num_negatives, M=num_candidates, rule=rule)
 
     def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):
@@ -64,7 +64,7 @@ def select_subgroups(
         rollouts.logp.sum(-1),
         rollouts.embedding,
         scores.fmt == 1,
-        jax.random.split(rng, scores.acc.shape[0]),
+        rngs,
     )
 
 

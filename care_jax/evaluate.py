@@ -56,7 +56,7 @@ def evaluate(
         return sampler.decode(
             params,
             sampler.prefill(params, prompts, policy.config, dtype=dtype, attention=attention),
-            jax.random.key(0),
+            jax.random.split(jax.random.key(0), size),  # greedy: nothing is drawn
             jnp.asarray(policy.closing_tag),
             policy.config,
             num_rows=1,

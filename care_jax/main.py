@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from care_jax import distributed, evaluate, export, sft, train
 from care_jax.batch import Example
-from care_jax.checks import check_config
+from care_jax.checks import check_config, fill_in
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable
 from care_jax.data.sources import MIXTURE, open_source, options_of
@@ -61,6 +61,7 @@ def run_stages(
         the metrics of each evaluation, by the stage it followed.
     """
     mesh = make_mesh(**config.mesh)
+    config = fill_in(config, mesh)
     check_config(config, mesh, overridden)
     sources = {stage: open_stage(config, stage) for stage in config.stages if stage != "export"}
     policy = policy_of(config)
@@ -105,6 +106,7 @@ def policy_of(config: ConfigDict) -> Policy:
         system_prompt=config.data.system_prompt,
         instruction=config.data.instruction,
         think_tag=config.data.think_tag,
+        patch_dtype=jnp.dtype(config.model.compute_dtype),
     )
 
 

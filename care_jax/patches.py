@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 from PIL import Image
 
@@ -69,6 +70,7 @@ def to_patches(
     max_pixels: int,
     mean: tuple[float, ...],
     std: tuple[float, ...],
+    dtype: DTypeLike = np.float32,
 ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
     """Resizes, normalises and cuts one image.
 
@@ -77,6 +79,7 @@ def to_patches(
         config: gives the patch, frame and merge sizes.
         min_pixels, max_pixels: range of height x width after resizing.
         mean, std: per channel, of pixels in [0, 1].
+        dtype: of the patches.
 
     Returns:
         The patches (channel, frame, row, column flattened) in merge-block order, and the grid
@@ -98,12 +101,14 @@ def to_patches(
     blocks = (rows // merge, merge, patch, columns // merge, merge, patch)
     # (block row, block column, row in block, column in block, channel, frame, y, x)
     patches = np.empty(
-        (blocks[0], blocks[3], merge, merge, config.in_channels, frames, patch, patch), np.float32
+        (blocks[0], blocks[3], merge, merge, config.in_channels, frames, patch, patch), dtype
     )
     unit = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     for channel in range(config.in_channels):
         table = (unit - np.float32(mean[channel])) / np.float32(std[channel])
-        values = table[pixels[..., channel]].reshape(blocks).transpose(0, 3, 1, 4, 2, 5)
+        values = (
+            table.astype(dtype)[pixels[..., channel]].reshape(blocks).transpose(0, 3, 1, 4, 2, 5)
+        )
         patches[:, :, :, :, channel] = values[:, :, :, :, None]
     return patches.reshape(rows * columns, -1), np.array((1, rows, columns), np.int32)
 

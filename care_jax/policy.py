@@ -63,6 +63,7 @@ def build_policy(
     system_prompt: str,
     instruction: str,
     think_tag: str,
+    patch_dtype: DTypeLike = np.float32,
 ) -> Policy:
     """Reads everything but the weights.
 
@@ -74,6 +75,7 @@ def build_policy(
         buckets: (prompt tokens, image patches) that batches are padded to.
         system_prompt, instruction: around the question.
         think_tag: name of the rationale's tag.
+        patch_dtype: of image patches.
 
     Raises:
         ValueError: no such folder, or neither or both of path and backbone are given.
@@ -99,6 +101,7 @@ def build_policy(
             system_prompt=system_prompt,
             instruction=instruction,
             think_tag=think_tag,
+            patch_dtype=patch_dtype,
         ),
         token_bytes=token_bytes,
         closing_tag=spans.closing_tag_table(token_bytes, think_tag),
@@ -132,13 +135,36 @@ def initial_params(
     policy: Policy, mesh: Mesh, rules: sharding.Rules, *, seed: int, dtype: DTypeLike = jnp.float32
 ) -> backbone.Params:
     """Weights of the release, or random ones, laid over the mesh; `dtype` of the master weights."""
-    shapes = jax.eval_shape(lambda key: backbone.init(policy.config, key), jax.random.key(0))
-    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), shapes, rules, mesh)
+    shardings = sharding.of(abstract_params(policy, mesh, rules))
     if policy.folder is None:
         params = backbone.init(policy.config, jax.random.key(seed), dtype)
         return jax.device_put(params, shardings)
     params, _ = backbone.load(policy.folder, policy.config, dtype, shardings)
     return params
+
+
+def abstract_params(
+    policy: Policy,
+    mesh: Mesh,
+    rules: sharding.Rules,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    lora_rank: int = 0,
+) -> backbone.Params:
+    """Shape, type and layout of every parameter, with adapters where `lora_rank` is above 0."""
+
+    def init(key):
+        params = backbone.init(policy.config, key, dtype)
+        return lora.add(params, key, rank=lora_rank, alpha=1.0) if lora_rank else params
+
+    axes = backbone.logical_axes(policy.config)
+    axes = lora.add_axes(axes) if lora_rank else axes
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        sharding.param_shardings(axes, shapes, rules, mesh),
+    )
 
 
 def with_adapters(

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -103,6 +104,7 @@ class PromptBuilder:
         system_prompt: text of the system turn.
         instruction: appended to every question on a line of its own; empty for none.
         think_tag: name of the tag around the rationale.
+        patch_dtype: of image patches; the type that the backbone computes in loses nothing.
 
     Raises:
         ValueError: the tokenizer and the backbone disagree, or a size cannot be.
@@ -119,6 +121,7 @@ class PromptBuilder:
         system_prompt: str = "You are a helpful assistant.",
         instruction: str = "",
         think_tag: str = "think",
+        patch_dtype: DTypeLike = np.float32,
     ):
         _check_tokenizer(tokenizer, config)
         if not 0 < min_pixels <= max_pixels:
@@ -146,6 +149,7 @@ class PromptBuilder:
         self.system_prompt = system_prompt
         self.instruction = instruction
         self.think_tag = think_tag
+        self.patch_dtype = np.dtype(patch_dtype)
         self.image_mean, self.image_std = IMAGE_STATISTICS[config.family]
         # Rendering the template takes longer than drawing a small picture; questions come again.
         self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
@@ -190,7 +194,7 @@ class PromptBuilder:
                 f"its text; write {IMAGE_PLACEHOLDER} for an image"
             )
         if not example.images:
-            empty = np.zeros((0, self.config.vision.patch_dim), np.float32)
+            empty = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
             return TokenizedPrompt(tokens, np.zeros((0, 3), np.int32), empty)
         limits = self._limits(example)
         pairs = [self._patches(image, limits) for image in example.images]
@@ -310,7 +314,7 @@ class PromptBuilder:
     def _patches(
         self, image: AnyImage, limits: dict[str, int]
     ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
-        statistics = {"mean": self.image_mean, "std": self.image_std}
+        statistics = {"mean": self.image_mean, "std": self.image_std, "dtype": self.patch_dtype}
         return to_patches(open_image(image), self.config.vision, **limits, **statistics)
 
     def _bucket(self, sizes: Int[np.ndarray, "N 2"]) -> tuple[int, int]:

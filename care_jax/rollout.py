@@ -36,9 +36,12 @@ class Programs:
 
     Attributes:
         prefill: (params, prompts) -> Prefix.
-        decode: (params, prefix, rng) -> Rollouts of G rows.
-        reflect: (params, prefix, rng, forced) -> Rollouts of one row.
-        select: (rollouts, scores, rng) -> Subgroup.
+        decode: (params, prefix, rng, places) -> Rollouts of G rows.
+        reflect: (params, prefix, rng, places, forced) -> Rollouts of one row.
+        select: (rollouts, scores, rng, places) -> Subgroup.
+
+    `places` [W] are the prompts' places in the step: a prompt draws by its own, so that neither the
+    wave nor the mesh decides what it samples.
     """
 
     prefill: Callable
@@ -157,6 +160,7 @@ def roll_out(
     cue = reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
     encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
     has_slot = rl.objective == "care" and care.reflect
+    decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
 
     def score(rollouts, examples):
         return score_rollouts(
@@ -172,19 +176,19 @@ def roll_out(
     def launch(wave: Int[np.ndarray, " W"]):
         if distributed.is_preempted():
             raise distributed.Preempted
-        rngs = jax.random.split(jax.random.fold_in(rng, int(wave[0])), 3)
         own = [index_of[place] for place in wave.tolist() if place in index_of]
         prompts = policy.prompts.batch([records[i] for i in own], roster.sizes[wave])
         prompts = sharding.put_batch(prompts, run.mesh)
+        places = sharding.put_batch(roster.own[own].astype(np.int32), run.mesh)
         prefix = programs.prefill(params, prompts)
-        return own, rngs, prefix, programs.decode(params, prefix, rngs[0])
+        return own, places, prefix, programs.decode(params, prefix, decode_rng, places)
 
-    def finish(own: list[int], rngs, prefix, decoded: Rollouts) -> Groups:
+    def finish(own: list[int], places, prefix, decoded: Rollouts) -> Groups:
         wave_examples = [examples[i] for i in own]
         rollouts = distributed.fetch(decoded)
         wave_scores, rationales = score(rollouts, wave_examples)
         subgroup = distributed.fetch(
-            programs.select(decoded, sharding.put_batch(wave_scores, run.mesh), rngs[1])
+            programs.select(decoded, sharding.put_batch(wave_scores, run.mesh), select_rng, places)
         )
         has_reflection = np.zeros(len(rationales), bool)
         if has_slot:
@@ -203,7 +207,9 @@ def roll_out(
                 pad_token_id=policy.config.pad_token_id,
             )
             reflected = distributed.fetch(
-                programs.reflect(params, prefix, rngs[2], sharding.put_batch(forced, run.mesh))
+                programs.reflect(
+                    params, prefix, reflect_rng, places, sharding.put_batch(forced, run.mesh)
+                )
             )
             reflected_scores, _ = score(reflected, wave_examples)
             if care.reflect_credit == "prompt_only":

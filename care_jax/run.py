@@ -15,8 +15,8 @@ from ml_collections import ConfigDict
 
 from care_jax import optimizer, sharding
 from care_jax.metrics import MetricWriter
-from care_jax.policy import Policy, with_adapters
-from care_jax.train_step import TrainState, init_state
+from care_jax.policy import Policy, abstract_params, with_adapters
+from care_jax.train_step import TrainState, init_state, state_shardings
 from models.backbone import Params
 
 
@@ -29,14 +29,14 @@ class Run:
         policy: what is trained.
         mesh: the devices.
         workdir: where metrics, checkpoints and exports go.
-        metrics: writes them.
+        metrics: writes them; None for a run that is only compiled.
     """
 
     config: ConfigDict
     policy: Policy
     mesh: Mesh
     workdir: pathlib.Path
-    metrics: MetricWriter
+    metrics: MetricWriter | None
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that restores it."""
@@ -74,14 +74,36 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
             alpha=model.lora_alpha,
             seed=run.config.seed,
         )
-    state = init_state(
-        params,
-        adamw,
+    state = _init_state(run, params, adamw)
+    return jax.device_put(state, _state_shardings(run, state))
+
+
+def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
+    """Shape, type and layout of what `start_state` gives, without making any of it."""
+    model = run.config.model
+    params = abstract_params(
+        run.policy,
         run.mesh,
-        partition=run.partition,
-        moments_dtype=jnp.dtype(model.moments_dtype),
+        run.config.sharding_rules,
+        dtype=jnp.dtype(model.param_dtype),
+        lora_rank=model.lora_rank,
     )
-    if "optimizer" in model.offload:
-        opt_state = jax.device_put(state.opt_state, sharding.on_host(state.opt_state))
-        state = state.replace(opt_state=opt_state)
-    return state
+    state = jax.eval_shape(lambda params: _init_state(run, params, adamw), params)
+    state = state.replace(params=params)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        state,
+        _state_shardings(run, state),
+    )
+
+
+def _init_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
+    dtype = jnp.dtype(run.config.model.moments_dtype)
+    return init_state(params, adamw, partition=run.partition, moments_dtype=dtype)
+
+
+def _state_shardings(run: Run, state: TrainState) -> TrainState:
+    shardings = state_shardings(state, run.mesh)
+    if "optimizer" in run.config.model.offload:
+        shardings = shardings.replace(opt_state=sharding.on_host(shardings.opt_state))
+    return shardings

@@ -10,6 +10,8 @@ D model, V vocab.
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -75,7 +77,7 @@ class _State:
     cache: KeyValues
     tag_state: UInt8[Array, "B R"]  # of the automaton that looks for the closing think tag
     rationale: Float[Array, "B R D"]  # sum of the hidden states of the rationale
-    rng: PRNGKeyArray
+    rngs: PRNGKeyArray  # one per prompt
 
 
 def prefill(
@@ -107,7 +109,7 @@ def prefill(
 def decode(
     params: backbone.Params,
     prefix: Prefix,
-    rng: PRNGKeyArray,
+    rngs: PRNGKeyArray,
     closing_tag: UInt8[Array, "states V"],
     config: BackboneConfig,
     *,
@@ -124,7 +126,7 @@ def decode(
     Args:
         params: in the decode layout.
         prefix: of the B prompts.
-        rng: key of this decode.
+        rngs: a key per prompt [B], so that what it draws does not depend on who is beside it.
         closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
             rationale embedding is taken over every token up to the one that closes the span (over
             all of them if none does), the last sampled one excepted, whose state is never computed.
@@ -154,6 +156,7 @@ def decode(
     slot_is_used = jnp.ones((*rows, max_tokens), bool)  # false at the forced tokens' padding
     cache = backbone.init_cache(config, num_prompts, num_rows, max_tokens, dtype)
     hidden = jnp.broadcast_to(prefix.last_hidden[:, None], (*rows, model_dim))
+    choose = functools.partial(sample_token, temperature=temperature, top_p=top_p)
     tokens = jnp.zeros((*rows, max_tokens), jnp.int32)
     is_done = jnp.zeros(rows, bool)
 
@@ -186,9 +189,9 @@ def decode(
 
     def sample(state: _State, hidden, slot) -> _State:
         """Fills `slot` of every row that is not done from the hidden state before it."""
-        rng, key = jax.random.split(state.rng)
+        rngs, keys = jnp.moveaxis(jax.vmap(jax.random.split)(state.rngs), 1, 0)
         logits = constrain(policy_logits(params, hidden, config), "batch", None, "vocab")
-        token = sample_token(logits, key, temperature=temperature, top_p=top_p)
+        token = jax.vmap(choose)(logits, keys)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[..., None], -1)[..., 0]
         is_new = ~state.is_done
         is_eos = (token == config.eos_token_id) & is_new if stops else jnp.zeros_like(is_new)
@@ -199,7 +202,7 @@ def decode(
             is_valid=state.is_valid.at[:, :, slot].set(is_new),
             is_done=state.is_done | is_eos,
             is_complete=state.is_complete | is_eos,
-            rng=rng,
+            rngs=rngs,
         )
 
     def step(state: _State) -> _State:
@@ -225,7 +228,7 @@ def decode(
         cache=cache,
         tag_state=jnp.zeros(rows, jnp.uint8),
         rationale=jnp.zeros((*rows, model_dim)),
-        rng=rng,
+        rngs=rngs,
     )
     state = sample(state, hidden, state.slot)
     state = jax.lax.while_loop(

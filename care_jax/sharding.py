@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +78,7 @@ def _grid(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
     """The devices in the shape of the mesh, near ones along its later axes."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     if len(slices) == 1:
-        grid = jax.make_mesh(sizes, MESH_AXES, devices=devices).devices
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     elif sizes[0] % len(slices):
         raise ValueError(
             f"mesh.data={sizes[0]} must be a multiple of {len(slices)} slices, between which the "
@@ -228,9 +228,9 @@ def of(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def on_host(tree: Any) -> Any:
-    """Shardings of a tree's arrays with the host's memory in place of the device's."""
-    return jax.tree.map(lambda x: x.sharding.with_memory_kind("pinned_host"), tree)
+def on_host(shardings: Any) -> Any:
+    """A tree of shardings with the host's memory in place of the device's."""
+    return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), shardings)
 
 
 def has_host_memory(mesh: Mesh) -> bool:
@@ -301,6 +301,18 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
         return jax.make_array_from_process_local_data(sharding, array)
 
     return jax.tree_util.tree_map_with_path(put, batch)
+
+
+def put_ahead(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
+    """`put_batch` of each, done while the one before it is worked on: two lie there at a time."""
+    placed = None
+    for batch in batches:
+        following = put_batch(batch, mesh)
+        if placed is not None:
+            yield placed
+        placed = following
+    if placed is not None:
+        yield placed
 
 
 def check_divides(name: str, size: int, mesh: Mesh) -> None:

@@ -31,6 +31,7 @@ from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.policy import decode_shardings
 from care_jax.prompt import TokenizedPrompt
 from care_jax.rollout import Groups, Programs, Roster, roll_out
+from care_jax.roofline import PEAK_FLOPS, model_flops
 from care_jax.run import Run, start_state
 from care_jax.select import Subgroup
 from care_jax.train_step import TrainState, join_batch, split_batch, train_step
@@ -147,10 +148,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             ]
             update_batches = with_logprobs(run, programs, update_batches, state.params, reference)
             update_metrics = []
-            for batch in update_batches:
+            for batch in sharding.put_ahead(update_batches, run.mesh):
                 state, metrics = programs.update(state, batch)
-                update_metrics.append(metrics)
-            update_metrics = jax.device_get(update_metrics)
+                update_metrics.append(jax.device_get(metrics))
             ended = time.perf_counter()
 
             num_sampled = int((rollouts.is_valid & ~rollouts.is_forced).sum())
@@ -177,6 +177,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 "rollout_seconds": rolled_out - began,
                 "train_seconds": ended - rolled_out,
             }
+            metrics |= utilisation(run, roster, rollouts, ended - rolled_out)
             run.metrics.write("rl", step, metrics)  # stops the run where one is not finite
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
@@ -185,6 +186,18 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 metadata = {"num_decoded": num_decoded}
                 checkpoints.save(step + 1, state, step + 1, config.seed, metadata)
     return lora.merged(state.params)
+
+
+def utilisation(run: Run, roster: Roster, rollouts: Rollouts, seconds: float) -> dict[str, float]:
+    """TFLOPs per second and device that updates were worth, and their share of the device's peak.
+
+    Padding and what is recomputed count as nothing; the share is left out where the peak of such a
+    device is not known.
+    """
+    num_tokens = rollouts.is_valid.sum(-1)
+    rate = model_flops(run.policy.config, roster.sizes, num_tokens) / seconds / run.mesh.size
+    peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
+    return {"train_tflops": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
 
 
 def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
@@ -248,7 +261,7 @@ def train_batch(
     num_tokens: Int[np.ndarray, " N"],
     index: int,
 ) -> TrainBatch:
-    """The batch of one update, padded to the buckets that hold its prompts and rows.
+    """The batch of one update on the host, padded to the buckets that hold its prompts and rows.
 
     Args:
         run: the run.
@@ -266,7 +279,7 @@ def train_batch(
     )
     longest = num_tokens[whole].max()
     length = min(bucket for bucket in rl.response_buckets if bucket >= longest)
-    batch = TrainBatch(
+    return TrainBatch(
         prompts=run.policy.prompts.batch(records[part], roster.sizes[whole]),
         tokens=rollouts.tokens[..., :length],
         is_valid=rollouts.is_valid[..., :length],
@@ -278,7 +291,6 @@ def train_batch(
         is_trained=credited.is_trained[..., :length],
         is_answer=scores.is_answer[..., :length],
     )
-    return sharding.put_batch(batch, run.mesh)
 
 
 def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
@@ -286,7 +298,7 @@ def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
     if not run.config.rl.beta or run.config.model.lora_rank:
         return None
     if "reference" in run.config.model.offload:
-        return jax.device_put(params, sharding.on_host(params))
+        return jax.device_put(params, sharding.on_host(sharding.of(params)))
     return jax.tree.map(jnp.copy, params)
 
 
@@ -297,22 +309,30 @@ def with_logprobs(
     params: backbone.Params,
     reference: backbone.Params | None,
 ) -> list[TrainBatch]:
-    """Fills in what the sampler could not: the reference's log-probabilities, the trainer's own.
+    """Fills in, on the host, what the sampler could not: the reference's and the trainer's own.
 
     The sampler's are the model's at temperature 1 whatever the sampling settings, so they serve as
     π_old unless the config asks for the trainer's numerics, or rows lost the context they had.
     """
-    rl = run.config.rl
+    rl, scorers = run.config.rl, {}
     if rl.beta:
         if reference is None:  # adapters leave the weights they started from as they were
             reference = lora.without(params)
         elif "reference" in run.config.model.offload:
             reference = jax.device_put(reference, sharding.of(lora.without(params)))
-        batches = [batch.replace(ref_logp=programs.score(reference, batch)) for batch in batches]
+        scorers["ref_logp"] = reference
     is_reframed = rl.objective == "care" and run.config.care.reflect_credit == "prompt_only"
     if rl.old_logp == "trainer" or is_reframed:
-        batches = [batch.replace(old_logp=programs.score(params, batch)) for batch in batches]
-    return batches
+        scorers["old_logp"] = params
+    if not scorers:
+        return list(batches)
+
+    def scored(batch, placed):
+        logp = {name: programs.score(scorer, placed) for name, scorer in scorers.items()}
+        return batch.replace(**distributed.fetch(logp))
+
+    placed = sharding.put_ahead(batches, run.mesh)
+    return [scored(*pair) for pair in zip(batches, placed, strict=True)]
 
 
 def compile_rollout(run: Run) -> Programs:
@@ -328,11 +348,14 @@ def compile_rollout(run: Run) -> Programs:
     def prefill(params, prompts):
         return sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
 
-    def decode(params, prefix, rng, forced=None):
+    def keys_of(rng, places):
+        return jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
+
+    def decode(params, prefix, rng, places, forced=None):
         return sampler.decode(
             params,
             prefix,
-            rng,
+            keys_of(rng, places),
             closing_tag,
             config,
             num_rows=rl.num_rollouts if forced is None else 1,
@@ -343,14 +366,14 @@ def compile_rollout(run: Run) -> Programs:
             forced=forced,
         )
 
-    def reflect(params, prefix, rng, forced):
-        return decode(params, prefix, rng, forced)
+    def reflect(params, prefix, rng, places, forced):
+        return decode(params, prefix, rng, places, forced)
 
-    def select(rollouts, scores, rng):
+    def select(rollouts, scores, rng, places):
         return credit.select_subgroups(
             rollouts,
             scores,
-            rng,
+            keys_of(rng, places),
             num_negatives=care.num_negatives,
             num_candidates=care.num_candidates,
             rule=care.rule,

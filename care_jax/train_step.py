@@ -52,28 +52,31 @@ class TrainState:
 def init_state(
     params: Params,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
     *,
     partition: Partition = partition,
     moments_dtype: DTypeLike = jnp.float32,
 ) -> TrainState:
-    """The state before the first update; its optimizer state lies as the parameters do.
+    """The state before the first update.
 
     Args:
-        params: on the mesh.
+        params: where it starts.
         optimizer: of the trained ones.
-        mesh: their devices.
         partition: tells the trained from the frozen, see `optimizer.partition`.
         moments_dtype: of the optimizer's arrays.
     """
     trained, _ = partition(params)
-    opt_state = optimizer.init(trained)
     is_moment = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-    opt_state = jax.tree.map(lambda x: x.astype(moments_dtype) if is_moment(x) else x, opt_state)
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    opt_state = jax.device_put(opt_state, sharding.shardings_like(opt_state, shardings, mesh))
-    step = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
-    return TrainState(params, opt_state, step)
+    opt_state = jax.tree.map(
+        lambda x: x.astype(moments_dtype) if is_moment(x) else x, optimizer.init(trained)
+    )
+    return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+
+
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Where a state lies: the optimizer's as the parameters, which are on the mesh already."""
+    params = sharding.of(state.params)
+    opt_state = sharding.shardings_like(state.opt_state, params, mesh)
+    return TrainState(params, opt_state, sharding.replicated(mesh))
 
 
 def train_step(

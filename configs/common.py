@@ -74,10 +74,10 @@ def get_config() -> ConfigDict:
     mesh.data = 1
     mesh.fsdp = -1  # cuts parameters, gathered where they are used
     mesh.tensor = 1  # cuts matrix products
-    mesh.sequence = 1  # cuts long rows in training; their attention takes its devices for heads
+    mesh.sequence = 1  # cuts long rows in training, and parameters; attention cuts heads instead
     # Logical axis of a parameter, an activation or a cache -> mesh axes: training, decoding.
     config.sharding_rules = (
-        ("embed", "fsdp"),
+        ("embed", ("fsdp", "sequence")),
         ("vocab", "tensor"),
         ("heads", "tensor"),
         ("kv_heads", "tensor"),
@@ -123,7 +123,8 @@ def get_config() -> ConfigDict:
     config.sft = sft = ConfigDict()
     sft.num_steps = 1000
     sft.batch_size = 128
-    sft.microbatch_size = 16  # rows per forward and backward; divides batch_size
+    # Rows per forward and backward; divides batch_size. 0: one for each device of data x fsdp.
+    sft.microbatch_size = 0
     sft.learning_rate = 1e-5
     sft.warmup_steps = 50
     sft.schedule = "cosine"  # "constant" or "cosine" (to 0)
@@ -138,7 +139,8 @@ def get_config() -> ConfigDict:
     rl.num_rollouts = 8  # G
     rl.prompts_per_step = 512  # (open) prompts of a rollout batch
     rl.prompts_per_update = 128  # (open) prompts of one optimizer update
-    rl.prompts_per_microbatch = 8  # prompts of one forward and backward
+    # Prompts of one forward and backward. 0: one for each device of data x fsdp.
+    rl.prompts_per_microbatch = 0
     rl.decode_prompts = 64  # prompts decoded at a time (one wave)
     rl.max_response_tokens = 2048  # (open) T, forced tokens of a reflected row included
     # Response lengths an update is padded to; the smallest that holds its longest row is taken.

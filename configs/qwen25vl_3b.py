@@ -14,6 +14,7 @@ def get_config() -> ConfigDict:
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
     config.model.path = "Qwen/Qwen2.5-VL-3B-Instruct"
+    config.mesh.tensor = 2  # the 16 GB of a v5e hold the policy only so; see the README
     for section in ("sft", "train", "test"):
         config.data[section].source = "jsonl"
     return config

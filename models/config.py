@@ -480,3 +480,11 @@ QWEN3_VL_8B = _qwen3_vl(
     vocab_size=151936,
     tie_embeddings=False,
 )
+
+# Hub ids of the releases.
+RELEASES = {
+    "Qwen/Qwen2.5-VL-3B-Instruct": QWEN2_5_VL_3B,
+    "Qwen/Qwen2.5-VL-7B-Instruct": QWEN2_5_VL_7B,
+    "Qwen/Qwen3-VL-4B-Instruct": QWEN3_VL_4B,
+    "Qwen/Qwen3-VL-8B-Instruct": QWEN3_VL_8B,
+}

@@ -64,7 +64,7 @@ def pack_images(
         num_patches: N, patches that a row is padded to.
 
     Returns:
-        ImagePatches of B = len(patches) rows, as numpy arrays.
+        ImagePatches of B = len(patches) rows, as numpy arrays; patches keep their type.
 
     Raises:
         ValueError: a grid does not fit its patches, the tower, or num_patches.
@@ -91,7 +91,7 @@ def _pack_row(
             f"grids {grids.tolist()} describe {total} patches: got {len(patches)} patches and room "
             f"for {num_patches}; pass all patches and raise num_patches"
         )
-    pixels = np.zeros((num_patches, config.patch_dim), np.float32)
+    pixels = np.zeros((num_patches, config.patch_dim), patches.dtype)
     pixels[:total] = patches
     coordinates = np.zeros((num_patches, 2), np.int32)
     segments = np.full(num_patches, -1, np.int32)

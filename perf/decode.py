@@ -85,7 +85,7 @@ def main() -> None:
         return sampler.decode(
             params,
             prefix,
-            rng,
+            jax.random.split(rng, args.prompts),
             closing_tag,
             config,
             num_rows=args.rollouts,

@@ -5,8 +5,9 @@ import importlib
 import jax
 import pytest
 
-from care_jax.checks import check_config
+from care_jax.checks import check_config, fill_in
 from care_jax.sharding import make_mesh
+from configs import common
 
 NAMES = ("mixture", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "tiny", "real_images")
 
@@ -14,8 +15,18 @@ NAMES = ("mixture", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "t
 @pytest.mark.parametrize("name", NAMES)
 def test_configuration_passes_the_checks_and_names_its_tags(name):
     config = importlib.import_module(f"configs.{name}").get_config()
-    check_config(config, make_mesh(1, -1, 1, devices=jax.devices()[:1]))
+    mesh = make_mesh(**config.mesh, devices=jax.devices()[: config.mesh.tensor])
+    check_config(fill_in(config, mesh), mesh)
     tags = (config.data.think_tag, "answer") if config.data.instruction else ()
     for tag in tags:
         assert f"<{tag}> </{tag}>" in config.data.instruction
     assert (config.data.think_tag == "reasoning") == name.startswith("qwen3")
+
+
+def test_sizes_left_to_the_mesh_are_one_for_each_device_of_the_batch():
+    config = common.get_config()
+    config.rl.prompts_per_microbatch = 12
+    mesh = make_mesh(2, 2, 2)
+    filled = fill_in(config, mesh)
+    assert (filled.sft.microbatch_size, filled.rl.prompts_per_microbatch) == (4, 12)
+    assert config.sft.microbatch_size == 0

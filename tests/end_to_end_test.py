@@ -83,7 +83,12 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
         *("reward", "acc", "fmt", "anchor_rate", "rescue_rate", "skip_rate", "reflect_rate"),
         *("clip_rate", "clip_rate_negative_answer", "kl_ref", "kl_old", "entropy", "grad_norm"),
         *("think_tokens", "answer_tokens", "response_tokens", "truncated_rate", "decoded_tokens"),
-        *("verifier/timeouts", "rollout_tokens_per_second", "train_tokens_per_second"),
+        *(
+            "verifier/timeouts",
+            "rollout_tokens_per_second",
+            "train_tokens_per_second",
+            "train_tflops",
+        ),
     ):
         assert all(name in record for record in rl), name
     samples = [json.loads(line) for line in (workdir / "samples_rl.jsonl").read_text().splitlines()]

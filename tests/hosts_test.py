@@ -12,11 +12,13 @@ import time
 
 import hosts_config
 import jax
+import jax.numpy as jnp
 import pytest
 from hosts_config import SFT_STEPS
 
 from care_jax import main
 from care_jax.sharding import make_mesh
+from models import backbone
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIG = pathlib.Path(hosts_config.__file__)
@@ -43,6 +45,17 @@ def launch(workdir, *flags, num_devices):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def launch_two(workdir, *flags):
+    """Starts two processes of four devices each as one run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    who = (f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2")
+    return [
+        launch(workdir, *flags, *who, f"--process_id={index}", num_devices=4) for index in range(2)
+    ]
 
 
 def metrics_of(workdir):
@@ -75,20 +88,7 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     main.run_stages(hosts_config.get_config(), one)
     name = str(SFT_STEPS - 2)
     shutil.copytree(one / "checkpoints" / "sft" / name, two / "checkpoints" / "sft" / name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        launch(
-            two,
-            "--config.rl.num_steps=100000",
-            f"--coordinator_address=127.0.0.1:{port}",
-            "--num_processes=2",
-            f"--process_id={index}",
-            num_devices=4,
-        )
-        for index in range(2)
-    ]
+    processes = launch_two(two, "--config.rl.num_steps=100000")
     wait_for(two, "rl", 1, processes)
     processes[1].send_signal(signal.SIGTERM)
     ends = [end_of(process) for process in processes]
@@ -109,6 +109,33 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     message = f"stopped by SIGTERM before rl step {step}; the same command goes on from there"
     assert ends == [(75, message)] * 2
     assert (two / "checkpoints" / "rl" / str(step) / "state").is_dir()
+
+
+def test_two_processes_export_what_one_does(tmp_path):
+    """With adapters, and moments in the host's memory."""
+    changes = {"stages": ("sft", "export"), "sft.num_steps": 3, "sft.warmup_steps": 0}
+    changes |= {"model.lora_rank": 2, "model.offload": ("optimizer",)}
+    config = hosts_config.get_config()
+    config.update_from_flattened_dict(changes)
+    one, two = tmp_path / "one", tmp_path / "two"
+    main.run_stages(config, one)
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    ends = [end_of(process) for process in launch_two(two, *flags)]
+    assert [status for status, _ in ends] == [0, 0], ends
+    names = [sorted(path.name for path in (folder / "export").iterdir()) for folder in (one, two)]
+    assert names[0] == names[1] and "model.safetensors" in names[0]
+    shape = main.policy_of(config).config
+    start = backbone.init(shape, jax.random.key(config.seed))
+    ours, theirs = (
+        backbone.load(folder / "export", shape, jnp.bfloat16)[0] for folder in (one, two)
+    )
+    assert distance(theirs, ours) < 0.01 * distance(start, ours)
+
+
+def distance(params, others):
+    """Summed over the decoder's layers, where the adapters are."""
+    pairs = zip(*(jax.tree.leaves(p["text"]["layers"]) for p in (params, others)), strict=True)
+    return sum(float(jnp.abs(x.astype(float) - y.astype(float)).sum()) for x, y in pairs)
 
 
 def test_a_run_told_to_end_saves_and_goes_on_where_it_was(tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ OURS = ("care_jax", "models", "configs", "experiments")
 # fmt: off
 LAYERS = (
     ("records",                   ("batch",)),
-    ("pure leaves",               ("spans", "select", "advantages", "objective")),
+    ("pure leaves",               ("spans", "select", "advantages", "objective",
+                                   "roofline")),
     ("pure, over a batch",        ("credit", "diagnostics")),
     ("host: answers",             ("notation", "symbolic", "answers", "verifier", "scores",
                                    "benchmarks")),
@@ -23,9 +24,9 @@ LAYERS = (
     ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
                                    "metrics", "report")),
     ("over a backbone",           ("logprobs", "sampler", "reflect", "train_step")),
-    ("one run",                   ("policy", "run", "checks", "rollout")),
-    ("loops",                     ("sft", "evaluate", "train", "export", "aot")),
-    ("entry",                     ("main",)),
+    ("one run",                   ("policy", "run", "checks", "rollout", "shapes")),
+    ("loops",                     ("sft", "evaluate", "train", "export", "fit")),
+    ("entry",                     ("main", "aot")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {
@@ -35,7 +36,7 @@ FOLDERS = {
     "care_jax":    ("care_jax", "models"),
 }
 # fmt: on
-JIT_FILES = ("train", "sft", "evaluate", "aot", "export")
+JIT_FILES = ("train", "sft", "evaluate", "export")
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
 

@@ -56,7 +56,12 @@ def rows(num_rows, acc, num_tokens=T):
 @functools.partial(jax.jit, static_argnums=2)
 def select(rollouts, scores, rule="nearest", seed=0):
     return credit.select_subgroups(
-        rollouts, scores, jax.random.key(seed), num_negatives=2, num_candidates=3, rule=rule
+        rollouts,
+        scores,
+        jax.random.split(jax.random.key(seed), len(scores.acc)),
+        num_negatives=2,
+        num_candidates=3,
+        rule=rule,
     )
 
 

@@ -46,7 +46,9 @@ def care_metrics(acc, fmt, has_reflection, advantage=None):
     """Of a batch whose advantages are the raw ones, or those given."""
     scores = scores_of(acc, fmt)
     group = jax.tree.map(lambda x: x[:, :4], scores)
-    subgroup = select(rollouts_of((len(acc), 4)), group, jax.random.key(0))
+    subgroup = select(
+        rollouts_of((len(acc), 4)), group, jax.random.split(jax.random.key(0), len(acc))
+    )
     raw = raw_advantages(scores, subgroup, np.array(has_reflection))
     subgroup, raw = jax.device_get((subgroup, raw))
     advantage = raw.value if advantage is None else np.array(advantage)

@@ -50,8 +50,9 @@ class Script:
     def prefill(self, params, prompts):
         return [self.index_of[length] for length in np.asarray(prompts.is_valid).sum(1).tolist()]
 
-    def decode(self, params, prefix, rng):
-        self.note("decode", rng)
+    def decode(self, params, prefix, rng, places):
+        self.note("decode", rng, places)
+        assert np.asarray(places).tolist() == prefix
         rows = [
             [
                 said(f"row {g} of {i}", i if is_right else 99)
@@ -61,8 +62,9 @@ class Script:
         ]
         return self.rollouts([[self.response(text) for text in texts] for texts in rows])
 
-    def reflect(self, params, prefix, rng, forced):
-        self.note("reflect", rng)
+    def reflect(self, params, prefix, rng, places, forced):
+        self.note("reflect", rng, places)
+        assert np.asarray(places).tolist() == prefix
         tokens, is_valid, is_active = map(np.asarray, jax.tree.leaves(forced))
         rows, num_forced = [], []
         for i, row, mask, is_triggered in zip(prefix, tokens, is_valid, is_active, strict=True):
@@ -74,8 +76,8 @@ class Script:
             num_forced.append([len(context)])
         return self.rollouts(rows, num_forced)
 
-    def select(self, rollouts, scores, rng):
-        self.note("select", rng)
+    def select(self, rollouts, scores, rng, places):
+        self.note("select", rng, places)
         is_success = scores.acc == 1
         return Subgroup(
             anchor=is_success.argmax(1),
@@ -85,9 +87,10 @@ class Script:
             has_update=~is_success.all(1),
         )
 
-    def note(self, program, rng):
+    def note(self, program, rng, places):
         self.calls.append(program)
-        self.keys[program].append(jax.random.key_data(rng).tolist())
+        key = tuple(jax.random.key_data(rng).tolist())
+        self.keys[program] += [(key, place) for place in np.asarray(places).tolist()]
 
     def response(self, text):
         return self.policy.prompts.response_tokens(text)
@@ -207,10 +210,10 @@ def test_next_wave_is_dispatched_before_the_last_is_judged_and_no_key_serves_twi
     _, script, _ = roll()
     ending = ["select", "reflect"]
     assert script.calls == ["decode", "decode", *ending, "decode", *ending, *ending]
-    keys = [tuple(key) for of_program in script.keys.values() for key in of_program]
-    assert len(keys) == len(set(keys)) == 9
+    keys = [key for of_program in script.keys.values() for key in of_program]
+    assert len(keys) == len(set(keys)) == 3 * 6
     _, other, _ = roll(seed=1)
-    assert not {tuple(key) for key in other.keys["decode"]} & set(keys)
+    assert not set(other.keys["decode"]) & set(keys)
 
 
 def test_rewards_weigh_the_format_as_configured(roll):

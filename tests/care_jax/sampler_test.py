@@ -30,7 +30,7 @@ def decode(policy, decode_params, prefix):
         return sampler.decode(
             decode_params,
             prefix,
-            rng,
+            jax.random.split(rng, len(prefix.is_valid)),
             jnp.asarray(policy.closing_tag),
             policy.config,
             num_rows=num_rows,
@@ -169,7 +169,7 @@ def test_forced_tokens_beyond_the_budget_are_refused(policy, decode_params, pref
         sampler.decode(
             decode_params,
             prefix,
-            jax.random.key(0),
+            jax.random.split(jax.random.key(0), 4),
             jnp.asarray(policy.closing_tag),
             policy.config,
             num_rows=1,
@@ -200,7 +200,12 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
             top_p=1.0,
             dtype=jnp.float32,
         )
-    )(decode_params, prefix, rng, jnp.asarray(_closing_at_token(policy, closing)))
+    )(
+        decode_params,
+        prefix,
+        jax.random.split(rng, 4),
+        jnp.asarray(_closing_at_token(policy, closing)),
+    )
     tokens = np.asarray(rollouts.tokens)
     is_eos = tokens == eos
     end = np.where(is_eos.any(-1), is_eos.argmax(-1), MAX_TOKENS)

@@ -15,7 +15,14 @@ import pytest
 
 from care_jax import logprobs, optimizer, sharding
 from care_jax.batch import TrainBatch
-from care_jax.train_step import init_state, join_batch, split_batch, train_step, update
+from care_jax.train_step import (
+    init_state,
+    join_batch,
+    split_batch,
+    state_shardings,
+    train_step,
+    update,
+)
 from models import backbone, lora
 from models.attention import Kernel
 
@@ -78,14 +85,9 @@ def step(policy):
 
 
 @pytest.fixture(scope="module")
-def one_device():
-    return sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-
-
-@pytest.fixture(scope="module")
-def whole(step, params, batch, one_device):
+def whole(step, params, batch):
     """State and metrics after one update on the whole batch at once."""
-    return step(init_state(params, SGD, one_device), batch, 4)
+    return step(init_state(params, SGD), batch, 4)
 
 
 def assert_same_update(params, result, expected, tolerance=2e-5):
@@ -141,8 +143,8 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(policy, params, b
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
-def test_microbatches_change_nothing(step, params, batch, whole, one_device, microbatch_size):
-    result = step(init_state(params, SGD, one_device), batch, microbatch_size)
+def test_microbatches_change_nothing(step, params, batch, whole, microbatch_size):
+    result = step(init_state(params, SGD), batch, microbatch_size)
     assert_same_update(params, result, whole)
 
 
@@ -151,7 +153,8 @@ def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole
     shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
     is_cut = [not s.is_fully_replicated for s in jax.tree.leaves(shardings)]
     assert sum(is_cut) > len(is_cut) / 2
-    state = init_state(jax.device_put(params, shardings), SGD, mesh)
+    state = init_state(jax.device_put(params, shardings), SGD)
+    state = jax.device_put(state, state_shardings(state, mesh))
     result = step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), mesh), 4)
     assert_same_update(params, result, whole)
 
@@ -170,35 +173,35 @@ def replicated_rows(batch):
     return rows.replace(prompts=repeated, prompt_weight=weight)
 
 
-def test_tree_rows_give_the_update_of_replicated_rows(step, params, batch, whole, one_device):
-    result = step(init_state(params, SGD, one_device), replicated_rows(batch), 4)
+def test_tree_rows_give_the_update_of_replicated_rows(step, params, batch, whole):
+    result = step(init_state(params, SGD), replicated_rows(batch), 4)
     assert_same_update(params, result, whole)
 
 
-def test_rows_without_credit_do_not_move_the_loss(step, params, batch, whole, one_device):
+def test_rows_without_credit_do_not_move_the_loss(step, params, batch, whole):
     changed = batch.replace(
         old_logp=jnp.where(batch.is_trained, batch.old_logp, -50.0),
         ref_logp=jnp.where(batch.is_trained, batch.ref_logp, 0.0),
     )
-    assert_same_update(params, step(init_state(params, SGD, one_device), changed, 4), whole)
+    assert_same_update(params, step(init_state(params, SGD), changed, 4), whole)
 
 
-def test_a_batch_without_any_update_leaves_finite_parameters_alone(step, params, batch, one_device):
+def test_a_batch_without_any_update_leaves_finite_parameters_alone(step, params, batch):
     idle = batch.replace(
         token_advantage=jnp.zeros_like(batch.token_advantage),
         prompt_weight=jnp.zeros_like(batch.prompt_weight),
         is_trained=jnp.zeros_like(batch.is_trained),
     )
-    state, metrics = step(init_state(params, SGD, one_device), idle, 4)
+    state, metrics = step(init_state(params, SGD), idle, 4)
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     assert all(np.isfinite(value) for value in metrics.values())
 
 
-def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch, one_device):
+def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch):
     idle = batch.replace(token_advantage=jnp.zeros_like(batch.token_advantage))
-    state, before = step(init_state(params, optax.sgd(1.0), one_device), idle, 4)
+    state, before = step(init_state(params, optax.sgd(1.0)), idle, 4)
     small = jax.tree.map(lambda old, new: old + 1e-3 * (new - old), params, state.params)
-    _, after = step(init_state(small, SGD, one_device), idle, 4)
+    _, after = step(init_state(small, SGD), idle, 4)
     assert after["kl_ref"] < before["kl_ref"]
 
 
@@ -225,9 +228,9 @@ def adamw():
     return optimizer.make_optimizer(lambda step: 1e-3, weight_decay=0.0, max_grad_norm=1e9)
 
 
-def test_frozen_parameters_stay_and_have_no_state(policy, params, batch, one_device, adamw, whole):
+def test_frozen_parameters_stay_and_have_no_state(policy, params, batch, adamw, whole):
     partition = functools.partial(optimizer.partition, freeze_vision=True)
-    state = init_state(params, adamw, one_device, partition=partition)
+    state = init_state(params, adamw, partition=partition)
     assert len(jax.tree.leaves(state.opt_state)) < 2 * len(jax.tree.leaves(params))
     after, metrics = updated(policy, batch, state, adamw, partition)
     jax.tree.map(np.testing.assert_array_equal, after.params["vision"], params["vision"])
@@ -236,25 +239,21 @@ def test_frozen_parameters_stay_and_have_no_state(policy, params, batch, one_dev
     assert 0 < metrics["grad_norm"] < whole[1]["grad_norm"]
 
 
-def test_adapters_learn_and_leave_the_weights_alone(policy, params, batch, one_device, adamw):
+def test_adapters_learn_and_leave_the_weights_alone(policy, params, batch, adamw):
     adapted = lora.add(params, jax.random.key(1), rank=2, alpha=4.0)
-    state = init_state(jax.device_put(adapted, jax.devices()[0]), adamw, one_device)
+    state = init_state(jax.device_put(adapted, jax.devices()[0]), adamw)
     after, _ = updated(policy, batch, state, adamw)
     jax.tree.map(np.testing.assert_array_equal, lora.without(after.params), params)
     layers = after.params["text"]["layers"]
     assert all(np.abs(layers["mlp"][name]["lora_b"]).max() > 0 for name in ("gate", "up", "down"))
 
 
-def test_state_in_bfloat16_keeps_its_type_and_nearly_its_step(
-    policy, params, batch, one_device, adamw
-):
+def test_state_in_bfloat16_keeps_its_type_and_nearly_its_step(policy, params, batch, adamw):
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    state = init_state(narrow, adamw, one_device, moments_dtype=jnp.bfloat16)
+    state = init_state(narrow, adamw, moments_dtype=jnp.bfloat16)
     after, _ = updated(policy, batch, state, adamw)
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
-    exact, _ = updated(
-        policy, batch, init_state(jax.tree.map(jnp.float32, narrow), adamw, one_device), adamw
-    )
+    exact, _ = updated(policy, batch, init_state(jax.tree.map(jnp.float32, narrow), adamw), adamw)
     # A step of 1e-3 is below half the distance between bfloat16 neighbours of most weights, so
     # only stochastic rounding lets the weights move, on average as far as in float32.
     moves = [
@@ -267,16 +266,16 @@ def test_state_in_bfloat16_keeps_its_type_and_nearly_its_step(
     np.testing.assert_allclose((ours * theirs).sum() / (theirs**2).sum(), 1.0, atol=0.05)
 
 
-def test_moments_on_the_host_give_the_same_update(policy, params, batch, one_device, adamw):
-    state = init_state(params, adamw, one_device)
+def test_moments_on_the_host_give_the_same_update(policy, params, batch, adamw):
+    state = init_state(params, adamw)
     expected = updated(policy, batch, state, adamw)
-    moments = jax.device_put(state.opt_state, sharding.on_host(state.opt_state))
+    moments = jax.device_put(state.opt_state, sharding.on_host(sharding.of(state.opt_state)))
     assert jax.tree.leaves(moments)[1].sharding.memory_kind == "pinned_host"
     got = updated(policy, batch, state.replace(opt_state=moments), adamw)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def test_scorer_is_called_as_the_step_was(policy, batch, one_device, monkeypatch):
+def test_scorer_is_called_as_the_step_was(policy, batch, monkeypatch):
     seen = {}
 
     def score_responses(params, prompts, tokens, is_valid, config, **settings):
@@ -285,14 +284,14 @@ def test_scorer_is_called_as_the_step_was(policy, batch, one_device, monkeypatch
 
     monkeypatch.setattr(sys.modules[train_step.__module__], "score_responses", score_responses)
     settings = dict(chunk=7, dtype=jnp.bfloat16, remat="layer", attention=Kernel("splash"))
-    state = init_state({"w": jnp.ones(())}, SGD, one_device)
+    state = init_state({"w": jnp.ones(())}, SGD)
     clip = dict(clip_low=0.2, clip_high=0.28)
     step = functools.partial(train_step, microbatch_size=2, beta=0.1, **clip, **settings)
     jax.eval_shape(lambda state, batch: step(state, batch, policy.config, SGD), state, batch)
     assert seen == settings
 
 
-def test_update_descends_the_summed_gradient_and_reports_its_norm(one_device):
+def test_update_descends_the_summed_gradient_and_reports_its_norm():
     """Of Σ w·x / 6 over six rows cut in three, by rate 0.1; x counts from 0 to 11."""
     x = jnp.arange(12.0).reshape(6, 2)
 
@@ -300,7 +299,7 @@ def test_update_descends_the_summed_gradient_and_reports_its_norm(one_device):
         return (x @ params["w"]).sum() / 6, {"mean": (x.sum(), jnp.float32(x.size))}
 
     sgd = optax.sgd(0.1)
-    state = init_state({"w": jnp.ones(2)}, sgd, one_device)
+    state = init_state({"w": jnp.ones(2)}, sgd)
     state, metrics = update(state, x, loss_fn, sgd, microbatch_size=2)
     np.testing.assert_allclose(state.params["w"], [1 - 0.5, 1 - 0.6], rtol=1e-6)
     assert metrics["grad_norm"] == pytest.approx((5**2 + 6**2) ** 0.5)
@@ -321,16 +320,15 @@ def test_microbatch_that_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
-def test_layouts_and_devices_change_nothing_for_qwen3_vl_either(
-    policy, step, params, batch, whole, one_device
-):
+def test_layouts_and_devices_change_nothing_for_qwen3_vl_either(policy, step, params, batch, whole):
     """DeepStack reaches the prompt's image tokens alone, however rows are laid out or sharded."""
     moved = jax.tree.map(lambda old, new: jnp.abs(old - new).max(), params, whole[0].params)
     assert moved["vision"]["deepstack"]["up"]["kernel"] > 1e-6
-    replicated = step(init_state(params, SGD, one_device), replicated_rows(batch), 4)
+    replicated = step(init_state(params, SGD), replicated_rows(batch), 4)
     assert_same_update(params, replicated, whole)
     mesh = sharding.make_mesh(1, 4, 2, devices=jax.devices()[:8])
     shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
-    state = init_state(jax.device_put(params, shardings), SGD, mesh)
+    state = init_state(jax.device_put(params, shardings), SGD)
+    state = jax.device_put(state, state_shardings(state, mesh))
     sharded = step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), mesh), 4)
     assert_same_update(params, sharded, whole)

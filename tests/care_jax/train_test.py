@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax import optimizer, sft, sharding, train
+from care_jax import optimizer, roofline, sft, sharding, train
 from care_jax.batch import Example, Scores
 from care_jax.credit import Credit
 from care_jax.prompt import prompt_sizes
@@ -232,12 +232,13 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     rollout, update = train.compile_rollout(run), train.compile_update(run, None, None)
     two = jnp.zeros(2)
     decoding = {"max_tokens": 33, "temperature": 0.7, "top_p": 0.9, "dtype": jnp.float32}
-    jax.eval_shape(rollout.decode, 0, two, two)
+    rng, places = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
+    jax.eval_shape(rollout.decode, 0, two, rng, places)
     assert seen["decode"] == decoding | {"num_rows": 6, "forced": None}
-    jax.eval_shape(rollout.reflect, 0, two, two, two)
+    jax.eval_shape(rollout.reflect, 0, two, rng, places, two)
     assert seen["decode"].pop("forced") is not None
     assert seen["decode"] == decoding | {"num_rows": 1}
-    jax.eval_shape(rollout.select, 0, 0, 0)
+    jax.eval_shape(rollout.select, 0, 0, rng, places)
     assert seen["select_subgroups"] == {"num_negatives": 3, "num_candidates": 5, "rule": "mixed"}
     jax.eval_shape(update.credit, 0, 0, 0, 0)
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
@@ -281,6 +282,17 @@ def test_each_stage_makes_its_optimizer_of_its_own_keys(make_run, monkeypatch, s
     with pytest.raises(KeyboardInterrupt):
         module.train(run, None, [])
     assert seen == keys
+
+
+def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, records, monkeypatch):
+    run = make_run({})
+    roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+    num_tokens = groups.rollouts.is_valid.sum(-1)
+    worth = roofline.model_flops(run.policy.config, roster.sizes, num_tokens)
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setitem(roofline.PEAK_FLOPS, kind, worth)
+    metrics = train.utilisation(run, roster, groups.rollouts, 4.0)
+    assert metrics == {"train_tflops": pytest.approx(worth / 4e12), "train_mfu": 0.25}
 
 
 def scripted_update(**programs):
@@ -408,6 +420,8 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
     schedule = optimizer.make_schedule(
         learning_rate=0.5, warmup_steps=5, num_steps=2 * STEPS, schedule="cosine"
     )
+    for record in metrics:  # the peak of a CPU is not known
+        assert record["train_tflops"] * record["train_seconds"] > 0 and "train_mfu" not in record
     rates = [record["learning_rate"] for record in metrics]
     np.testing.assert_allclose(rates, [schedule(2 * step) for step in range(STEPS)], rtol=1e-6)
 

@@ -1,0 +1,148 @@
+"""Does a run fit, and how fast can it be? Told by compilation, without any TPU.
+
+    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8
+
+Prints a row for every program of the configuration's stages "sft" and "rl", in GiB on one chip:
+
+    arguments, outputs, temporaries   of the program, as the compiler lays them out
+    beside                            what the run keeps meanwhile and the program does not see
+    headroom                          what is left of the chip; negative where it does not fit
+    TFLOPs, least time, tokens/s      counted, and bounded by `roofline`: no chip is faster
+
+Needs libtpu, which holds the compiler: `pip install 'care_jax[tpu]'`. Ends with status 1 where the
+run does not fit, 2 where it is not a run.
+"""
+
+from __future__ import annotations
+
+import logging as python_logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from care_jax.fit import Fit, Program, fit
+from care_jax.roofline import GIB
+from care_jax.sharding import MESH_AXES
+
+_COLUMNS = (
+    "program",
+    "arguments",
+    "outputs",
+    "temporaries",
+    "beside",
+    "total",
+    "headroom",
+    "TFLOPs",
+    "least time",
+    "tokens/s",
+    "compiled in",
+)
+
+
+def report(result: Fit) -> str:
+    """The table, as Markdown that is aligned to be read as it stands, and what follows from it."""
+    rows = [_COLUMNS, *(_row(result, program) for program in result.programs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line(row, widths) for row in rows]
+    lines.insert(1, _line(["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])], widths))
+    return "\n".join([_heading(result), "", *lines, "", *_conclusions(result)])
+
+
+def _heading(result: Fit) -> str:
+    sizes = result.mesh.shape
+    cut = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
+    return (
+        f"{result.topology}: {result.mesh.size} chips ({cut or 'one'}), "
+        f"{result.chip.hbm / GIB:.2f} GiB each"
+    )
+
+
+def _row(result: Fit, program: Program) -> tuple[str, ...]:
+    seconds = program.work.seconds(result.chip, result.mesh.size)
+    sizes = program.arguments, program.outputs, program.temporaries, program.beside, program.total
+    return (
+        program.name,
+        *(f"{size / GIB:.2f}" for size in sizes),
+        f"{(result.chip.hbm - program.total) / GIB:+.2f}",
+        f"{program.work.flops / 1e12:.3g}",
+        f"{seconds:.3g} s",
+        f"{program.work.tokens / seconds:.0f}" if program.work.tokens else "",
+        f"{program.seconds:.0f} s",
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+    return f"| {' | '.join(aligned)} |"
+
+
+def _conclusions(result: Fit) -> list[str]:
+    worst = result.fullest
+    missing = (worst.total - result.chip.hbm) / GIB
+    if result.is_fitting:
+        lines = [f"It fits, with {-missing:.2f} GiB to spare in {worst.name!r}."]
+    else:
+        refused = [program.name for program in result.programs if program.is_refused]
+        by_itself = f" (refused by the compiler: {', '.join(refused)})" if refused else ""
+        lines = [
+            f"It does not fit: {worst.name!r} needs {worst.total / GIB:.2f} GiB of "
+            f"{result.chip.hbm / GIB:.2f}, {missing:.2f} too many{by_itself}. Take more chips, "
+            "smaller microbatches, waves or buckets, mesh.tensor, or a lever of config.model."
+        ]
+    if result.decode_prompts is not None:
+        lines.append(f"The largest rl.decode_prompts that should fit is {result.decode_prompts}.")
+    for stage in ("sft", "rl"):
+        if seconds := result.step_seconds(stage):
+            lines.append(f"A step of {stage!r} takes at least {_duration(seconds)}.")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{math.ceil(seconds / 6) / 10} min"
+
+
+def run_main() -> None:
+    """Parses flags and compiles; a mistake of the user's is one line."""
+    # Not at the top, where they would meet those of `main` in a process that imports both.
+    config = config_flags.DEFINE_config_file("config", None, "Configuration to compile.")
+    topology = flags.DEFINE_string("topology", None, "Chips and their shape, such as v5e:4x4.")
+    flags.mark_flags_as_required(["config", "topology"])
+    logging.set_verbosity(logging.INFO)
+    logging.use_absl_handler()
+    python_logging.getLogger("jax").setLevel(python_logging.WARNING)
+
+    def parse_flags(argv: Sequence[str]) -> Sequence[str]:
+        try:
+            rest = flags.FLAGS(argv)
+            _ = config.value.stages  # a file that could not be loaded is reported when it is used
+        except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
+            _leave(error)
+        if len(rest) > 1:
+            _leave(f"expected flags alone, got {rest[1]!r}; write --config.<key>=<value>")
+        return rest
+
+    def main(_: Sequence[str]) -> None:
+        jax.config.update("jax_platforms", "cpu")  # what accelerator there may be is left alone
+        try:
+            result = fit(config.value, topology.value)
+        except ValueError as error:
+            _leave(error)
+        print(report(result))
+        sys.exit(0 if result.is_fitting else 1)
+
+    app.run(main, flags_parser=parse_flags)
+
+
+def _leave(error: Exception | str) -> NoReturn:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_main()

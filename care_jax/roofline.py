@@ -1,0 +1,286 @@
+"""What a chip can do, and what a program asks of it: FLOPs, bytes and the least time they take.
+
+Counted from shapes, since the compiler's own count takes a scanned layer once. A product of
+[m, k] with [k, n] is 2mkn FLOPs; norms, rotations, softmax and sampling are left out, and so are
+the bytes of activations. Padding counts as computed: every prompt is as long as its bucket, every
+response as long as its budget. Attention counts the pairs that the masks leave visible.
+
+Letters: B prompts, P prompt tokens, N image patches, R rows per prompt, T response tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+from models.config import BackboneConfig, TextConfig, VisionConfig
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Published figures of one chip.
+
+    Attributes:
+        flops: bfloat16 FLOPs per second.
+        hbm: bytes of memory that programs can use.
+        hbm_bandwidth: bytes per second to and from it.
+        ici_bandwidth: bytes per second from the other chips, over all links.
+    """
+
+    flops: float
+    hbm: float
+    hbm_bandwidth: float
+    ici_bandwidth: float
+
+
+# The compiler keeps some of the 16, 95 and 32 GiB to itself.
+CHIPS = {
+    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9),
+    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9),
+    "v6e": Chip(918e12, 31.25 * GIB, 1640e9, 448e9),
+}
+
+
+# bfloat16 FLOPs per second of what jax calls `device_kind`, without sparsity.
+PEAK_FLOPS = {
+    "TPU v5 lite": CHIPS["v5e"].flops,
+    "TPU v5": CHIPS["v5p"].flops,
+    "TPU v5p": CHIPS["v5p"].flops,
+    "TPU v6 lite": CHIPS["v6e"].flops,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a program does.
+
+    Attributes:
+        flops: of all chips together.
+        hbm_bytes: that one chip reads and writes.
+        ici_bytes: that one chip receives from others.
+        tokens: sampled, or learned from; 0 where that is not what it is for.
+    """
+
+    flops: float = 0
+    hbm_bytes: float = 0
+    ici_bytes: float = 0
+    tokens: int = 0
+
+    def seconds(self, chip: Chip, num_chips: int) -> float:
+        """The least time: the longest of computing, memory and network, each at its peak."""
+        return max(
+            self.flops / (num_chips * chip.flops),
+            self.hbm_bytes / chip.hbm_bandwidth,
+            self.ici_bytes / chip.ici_bandwidth,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The shape of a batch: B prompts of P tokens and N patches, R rows of T tokens each."""
+
+    prompts: int
+    prompt_tokens: int
+    patches: int
+    rows: int
+    row_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of all rows."""
+        return self.prompts * self.rows * self.row_tokens
+
+    @property
+    def num_pairs(self) -> int:
+        """(query, visible key) pairs under the tree mask, over all prompts."""
+        P, T = self.prompt_tokens, self.row_tokens
+        return self.prompts * (_causal(P) + self.rows * (T * P + _causal(T)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a program is spread out.
+
+    Attributes:
+        batch_parts: parts of a batch, data x fsdp.
+        weight_parts: parts of the weights that are gathered where they are used, fsdp x sequence.
+        product_parts: parts of every product, tensor while training, all that cuts heads while
+            decoding.
+        itemsize: bytes of a weight or activation that is computed with.
+    """
+
+    batch_parts: int
+    weight_parts: int
+    product_parts: int
+    itemsize: int
+
+
+def _causal(num_tokens):
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored: int) -> float:
+    """Forward of the decoder.
+
+    Args:
+        text: its configuration.
+        num_tokens: that pass its layers.
+        num_pairs: (query, visible key) pairs.
+        num_scored: tokens whose logits are computed.
+    """
+    D, F, H = text.hidden_size, text.intermediate_size, text.head_dim
+    heads = 2 * text.num_heads + 2 * text.num_kv_heads  # q, out; k, v
+    layer = 2 * num_tokens * (D * H * heads + 3 * D * F) + 4 * text.num_heads * H * num_pairs
+    return text.num_layers * layer + 2 * D * text.vocab_size * num_scored
+
+
+def tower_flops(vision: VisionConfig, family: str, num_patches: int) -> float:
+    """Forward of the vision tower over one image of `num_patches`, in whole windows."""
+    D, F, N = vision.hidden_size, vision.intermediate_size, num_patches
+    mlp = (3 if family == "qwen2_5_vl" else 2) * D * F  # gated or not
+    num_windowed = 0
+    if vision.window_size:
+        num_windowed = vision.num_layers - len(vision.full_attention_layers)
+    pairs = (vision.num_layers - num_windowed) * N * N + num_windowed * N * vision.window_side**2
+    width = vision.merge_size**2 * D
+    merger = width * width + width * vision.output_size
+    num_mergers = 1 + len(vision.deepstack_layers)
+    dense = N * (vision.patch_dim * D + vision.num_layers * (4 * D * D + mlp))
+    return 2 * (dense + N // vision.merge_size**2 * merger * num_mergers) + 4 * D * pairs
+
+
+def forward_flops(config: BackboneConfig, rows: Rows) -> tuple[float, float, float]:
+    """(tower, decoder's layers, logits) of one forward over whole rows."""
+    tower = rows.prompts * tower_flops(config.vision, config.family, rows.patches)
+    num_tokens = rows.prompts * rows.prompt_tokens + rows.tokens
+    layers = decoder_flops(config.text, num_tokens, rows.num_pairs, 0)
+    return tower, layers, decoder_flops(config.text, 0, 0, rows.tokens)
+
+
+def train_flops(
+    config: BackboneConfig,
+    rows: Rows,
+    *,
+    remat: str,
+    freeze_vision: bool = False,
+    has_adapters: bool = False,
+) -> float:
+    """Forward and backward as they are computed, what is recomputed included.
+
+    A backward pass is two forwards: gradients of the inputs and of the weights. Adapters leave out
+    the second of these and the tower's both; the logits' weights are trained unless adapters are.
+    "dots" recomputes no product with weights, "layer" all of them; the logits always are.
+    """
+    tower, layers, logits = forward_flops(config, rows)
+    is_recomputed = remat == "layer"
+    num_tower = 1 if freeze_vision or has_adapters else 3 + is_recomputed
+    num_text = 2 if has_adapters else 3
+    return num_tower * tower + (num_text + is_recomputed) * layers + (num_text + 1) * logits
+
+
+def model_flops(
+    config: BackboneConfig,
+    prompt_sizes: Int[np.ndarray, "N 2"],
+    num_row_tokens: Int[np.ndarray, "N R"],
+) -> float:
+    """What one update over N prompts is worth: three forwards of real tokens, nothing recomputed.
+
+    Args:
+        config: of the backbone.
+        prompt_sizes: tokens and patches of each prompt.
+        num_row_tokens: response tokens of each of its R rows.
+    """
+    num_prompt_tokens, num_patches = prompt_sizes[:, 0], prompt_sizes[:, 1]
+    rows = num_row_tokens.astype(np.int64)
+    num_pairs = _causal(num_prompt_tokens.astype(np.int64)).sum()
+    num_pairs += (rows * num_prompt_tokens[:, None] + _causal(rows)).sum()
+    num_tokens = int(num_prompt_tokens.sum() + rows.sum())
+    towers = sum(tower_flops(config.vision, config.family, int(n)) for n in num_patches)
+    return 3 * (towers + decoder_flops(config.text, num_tokens, int(num_pairs), int(rows.sum())))
+
+
+def train_work(
+    config: BackboneConfig,
+    rows: Rows,
+    layout: Layout,
+    *,
+    num_microbatches: int,
+    remat: str,
+    freeze_vision: bool = False,
+    has_adapters: bool = False,
+) -> Work:
+    """An update: each microbatch gathers the weights in every pass and scatters their gradient."""
+    num_weights = decoder_weights(config.text)
+    gathered = num_weights * layout.itemsize / layout.product_parts
+    num_passes = 2 + (remat != "none")
+    # Weights, two moments and a gradient in float32, each read and written.
+    state = 0 if has_adapters else 32 * num_weights / layout.weight_parts / layout.product_parts
+    return Work(
+        flops=train_flops(
+            config, rows, remat=remat, freeze_vision=freeze_vision, has_adapters=has_adapters
+        ),
+        hbm_bytes=num_microbatches * num_passes * gathered + state,
+        ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),
+        tokens=rows.tokens,
+    )
+
+
+def score_work(
+    config: BackboneConfig, rows: Rows, layout: Layout, *, num_microbatches: int
+) -> Work:
+    """The log-probabilities of all rows: a forward."""
+    gathered = decoder_weights(config.text) * layout.itemsize / layout.product_parts
+    return Work(
+        flops=sum(forward_flops(config, rows)),
+        hbm_bytes=num_microbatches * gathered,
+        ici_bytes=num_microbatches * gathered * (1 - 1 / layout.weight_parts),
+        tokens=rows.tokens,
+    )
+
+
+def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
+    """The prompts and their images, once each."""
+    tower = rows.prompts * tower_flops(config.vision, config.family, rows.patches)
+    num_tokens = rows.prompts * rows.prompt_tokens
+    num_pairs = rows.prompts * _causal(rows.prompt_tokens)
+    return Work(
+        flops=tower + decoder_flops(config.text, num_tokens, num_pairs, 0),
+        hbm_bytes=decoder_weights(config.text) * layout.itemsize / layout.product_parts,
+    )
+
+
+def decode_work(config: BackboneConfig, rows: Rows, layout: Layout, *, num_forced: int = 0) -> Work:
+    """All rows to their last token, of which the first `num_forced` are given.
+
+    Every sampled token reads the weights, and all of the cache that there is room for.
+    """
+    text = config.text
+    num_rows = rows.prompts * rows.rows
+    num_steps = rows.row_tokens - num_forced
+    num_pairs = num_rows * (rows.row_tokens * rows.prompt_tokens + _causal(rows.row_tokens))
+    kept = rows.prompts * rows.prompt_tokens + rows.tokens
+    cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * kept * layout.itemsize
+    cache /= layout.batch_parts * math.gcd(text.num_kv_heads, layout.product_parts)
+    weights = decoder_weights(text) * layout.itemsize / layout.product_parts
+    return Work(
+        flops=decoder_flops(text, rows.tokens, num_pairs, num_rows * num_steps),
+        hbm_bytes=num_steps * (weights + cache),
+        tokens=num_rows * num_steps,
+    )
+
+
+def decoder_weights(text: TextConfig) -> int:
+    """Weights that a token passes: the layers' products and the unembedding."""
+    D, H = text.hidden_size, text.head_dim
+    heads = 2 * text.num_heads + 2 * text.num_kv_heads
+    layer = D * H * heads + 3 * D * text.intermediate_size
+    return text.num_layers * layer + D * text.vocab_size

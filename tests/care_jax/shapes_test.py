@@ -1,0 +1,87 @@
+"""What is compiled for is what a run has: shapes, types and layouts of state and batches."""
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax import shapes, sharding, train
+from care_jax.policy import abstract_params
+from care_jax.prompt import prompt_sizes
+from care_jax.run import Run, abstract_state, start_state
+from care_jax.sharding import make_mesh
+from configs import tiny
+from models.config import QWEN3_VL_8B
+
+BUCKET = (96, 192)
+
+
+@pytest.fixture
+def run(policy, tmp_path):
+    config = tiny.get_config()
+    config.data.buckets = (BUCKET,)
+    return Run(config, policy, make_mesh(1, 2, 2, devices=jax.devices()[:4]), tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora_rank": 2},
+        {"freeze_vision": True, "moments_dtype": "bfloat16"},
+        {"offload": ("optimizer",)},
+    ],
+)
+def test_state_is_that_of_the_start(run, params, changes):
+    run.config.model.update(changes)
+    where = sharding.of(abstract_params(run.policy, run.mesh, run.config.sharding_rules))
+    _, adamw = train.make_adamw(run)
+    state = start_state(run, jax.device_put(params, where), adamw)
+    jax.tree.map(assert_same, abstract_state(run, adamw), state)
+
+
+def assert_same(abstract, array):
+    assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
+    assert abstract.sharding.is_equivalent_to(array.sharding, array.ndim)
+    assert abstract.sharding.memory_kind == array.sharding.memory_kind
+
+
+@pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_prompts_are_those_of_the_largest_bucket(run, examples):
+    records = [run.policy.prompts.tokenize(example) for example in examples]
+    sizes = np.concatenate([prompt_sizes(records), [BUCKET]])
+    batch = run.policy.prompts.batch(records, sizes)
+    expected = sharding.put_batch(batch, run.mesh)
+    assert batch.tokens.shape[1] == BUCKET[0] and batch.images.patches.shape[1] == BUCKET[1]
+    jax.tree.map(assert_same, shapes.prompts(run, len(records)), expected)
+
+
+def test_rows_of_an_update_are_complete(run):
+    batch = shapes.train_batch(run, 4, 3, 9)
+    assert batch.tokens.shape == batch.token_advantage.shape == batch.is_answer.shape == (4, 3, 9)
+    assert all(x.shape[0] == 4 for x in jax.tree.leaves(batch))
+
+
+def test_forced_context_is_as_wide_as_the_budget_and_the_cue(run):
+    run.config.care.update(max_context=11, cue="a cue of twenty-one b")
+    assert shapes.forced(run, 4).tokens.shape == (4, 11 + 6)
+
+
+def test_bytes_are_those_of_one_device(run):
+    cut = shapes.on_batch(run, 4, 3)("float32")
+    on_host = jax.ShapeDtypeStruct(
+        (8,), "float32", sharding=cut.sharding.with_memory_kind("pinned_host")
+    )
+    whole = jax.ShapeDtypeStruct((5,), "bfloat16", sharding=sharding.replicated(run.mesh))
+    assert shapes.num_bytes({"cut": cut, "whole": whole, "host": on_host}) == 4 // 2 * 3 * 4 + 10
+
+
+def test_a_release_is_known_by_its_hub_id_alone():
+    config = tiny.get_config()
+    config.model.backbone = {}
+    config.model.path = "Qwen/Qwen3-VL-8B-Instruct"
+    assert shapes.policy(config).config == QWEN3_VL_8B
+    config.model.path = "Qwen/Qwen9-VL"
+    with pytest.raises(
+        ValueError, match=r"'Qwen/Qwen9-VL' is neither a folder .* nor one of Qwen/"
+    ):
+        shapes.policy(config)
