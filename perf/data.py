@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -50,6 +51,7 @@ def main() -> None:
         max_pixels=data.max_pixels,
         buckets=((4096, 8192),),
         instruction=data.instruction,
+        patch_dtype=jnp.bfloat16,
     )
     with tempfile.TemporaryDirectory() as folder:
         write_shards(pathlib.Path(folder), args.examples)

@@ -38,8 +38,9 @@ class Batches:
         batch_size: examples of one step; may exceed the source.
         seed: of the shuffling.
         rows: of every batch, those that are wanted; all by default.
-        num_workers: threads that fill the places of a batch; decoding and cutting images, nearly
-            all of the work, lets them run side by side.
+        num_workers: threads that fill the places of a batch. Decoding and cutting images, nearly
+            all of the work, lets them run side by side; processes would have to hand megabytes
+            over, which took longer than making them.
         left_out: where examples that cannot be used are counted by reason, as they are met, which
             is up to two batches ahead.
 
