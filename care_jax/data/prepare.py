@@ -34,6 +34,15 @@ from care_jax.prompt import PromptBuilder, backbone_config, load_tokenizer
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
+_DECISIVE = (
+    "prepare",
+    "min_pixels",
+    "max_pixels",
+    "buckets",
+    "system_prompt",
+    "instruction",
+    "think_tag",
+)
 _AHEAD = 4  # rows per worker that are looked at before they are needed
 
 
@@ -53,7 +62,9 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
         {name_of(section): _open(section, data.think_tag) for section in sections}
         for sections in (data.prepare.sources, data.prepare.benchmarks)
     )
-    asked = json.loads(config.data.to_json_best_effort()) | {
+    # Whatever decides the bytes; where they are trained on, and by how many threads, does not.
+    whole = json.loads(data.to_json_best_effort())
+    asked = {key: whole[key] for key in _DECISIVE} | {
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
         "max_response_tokens": config.sft.max_response_tokens,
     }

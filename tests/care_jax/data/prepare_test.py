@@ -157,9 +157,7 @@ def test_same_configuration_gives_the_same_bytes(config, tmp_path):
     assert len(names) == 4
     for name in names:
         one, two = ((tmp_path / folder / name).read_bytes() for folder in ("one", "two"))
-        assert one == two or name == "manifest.json", name
-    manifests = [shards.read_manifest(tmp_path / name) for name in ("one", "two")]
-    assert manifests[0]["sources"] == manifests[1]["sources"]
+        assert one == two, name
 
 
 def test_run_that_died_leaves_no_folder_and_the_next_makes_a_whole_one(
