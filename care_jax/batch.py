@@ -79,6 +79,29 @@ class Prompts:
 
 
 @flax.struct.dataclass
+class PackedRows:
+    """B rows of S tokens, each of several prompts with the responses to imitate.
+
+    Attributes:
+        tokens: right-padded token ids.
+        segments: number of the example within its row, -1 at padding.
+        positions: M-RoPE ids, counted anew in each example.
+        slots: index into the row's image features at image tokens, -1 elsewhere.
+        images: packed patches, or None for a batch without any image.
+        scored: places of the response tokens in the row, one after the other; -1 behind them.
+        weight: of each of these tokens in the loss; 0 behind them.
+    """
+
+    tokens: Int[HostOrDevice, "B S"]
+    segments: Int[HostOrDevice, "B S"]
+    positions: Int[HostOrDevice, "B S 3"]
+    slots: Int[HostOrDevice, "B S"]
+    images: ImagePatches | None
+    scored: Int[HostOrDevice, "B S"]
+    weight: Float[HostOrDevice, "B S"]
+
+
+@flax.struct.dataclass
 class Rollouts:
     """Responses to B prompts, R per prompt, as the sampler leaves them.
 

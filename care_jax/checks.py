@@ -98,8 +98,17 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
 def _check_sft(config: ConfigDict, mesh: Mesh) -> None:
     sft = config.sft
     _check_positive("sft.num_steps", sft.num_steps)
-    sharding.check_divides("sft.microbatch_size", sft.microbatch_size, mesh)
-    _check_multiple("sft.batch_size", sft.batch_size, "sft.microbatch_size", sft.microbatch_size)
+    for name in ("batch_size", "microbatch_size"):
+        sharding.check_divides(f"sft.{name}", sft[name], mesh)
+    longest = max(map(tuple, config.data.buckets))
+    for name, room, size in zip(
+        ("row_tokens", "row_patches"), (sft.row_tokens, sft.row_patches), longest, strict=True
+    ):
+        if room < size + (name == "row_tokens"):
+            raise ValueError(
+                f"sft.{name} {room} does not hold the largest of data.buckets {longest} and a "
+                f"response; set it to {2 * size} or more"
+            )
     _check_schedule("sft", sft, sft.num_steps)
 
 

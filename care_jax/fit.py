@@ -169,13 +169,11 @@ def _sft_programs(run: Run) -> list[Program]:
     config, model = run.config.sft, run.config.model
     _, adamw = sft.make_adamw(run)
     state = abstract_state(run, adamw)
-    row = shapes.on_batch(run, config.batch_size, 1, config.max_response_tokens)
-    batch = sft.SftBatch(
-        shapes.prompts(run, config.batch_size), row(jnp.int32), row(jnp.bool), row(jnp.float32)
-    )
+    # As many rows as examples, all of them full: no step has more.
+    batch = shapes.packed_rows(run, config.batch_size)
     work = roofline.train_work(
         run.policy.config,
-        _rows(run, config.batch_size, 1, config.max_response_tokens),
+        Rows(config.batch_size, 0, config.row_patches, 1, config.row_tokens),
         _layout(run),
         num_microbatches=config.batch_size // config.microbatch_size,
         remat=model.remat,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from care_jax.batch import Prompts
+from care_jax.batch import PackedRows, Prompts
 from models import backbone
 from models.attention import XLA, Kernel, Tree
 from models.config import BackboneConfig
@@ -42,6 +42,7 @@ def token_logprobs(
     config: BackboneConfig,
     *,
     chunk: int,
+    is_wanted: Bool[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """log π(target) and the entropy of π at each token, both in nats.
 
@@ -51,6 +52,7 @@ def token_logprobs(
         targets: token ids.
         config: of the backbone.
         chunk: tokens of each row whose logits are held at a time, in the backward pass too.
+        is_wanted: chunks without any such token are not computed, and give 0.
     """
 
     @jax.checkpoint
@@ -67,9 +69,18 @@ def token_logprobs(
 
     padding = -num_tokens % chunk
     in_chunks = functools.partial(_split_tokens, chunk=chunk, padding=padding)
-    _, scored = jax.lax.scan(
-        lambda _, x: (None, score(*x)), None, (in_chunks(hidden), in_chunks(targets))
-    )
+
+    def skip(hidden, targets):
+        return (jnp.zeros(targets.shape),) * 2
+
+    def step(_, x):
+        hidden, targets, is_wanted = x
+        if is_wanted is None:
+            return None, score(hidden, targets)
+        return None, jax.lax.cond(is_wanted.any(), score, skip, hidden, targets)
+
+    xs = jax.tree.map(in_chunks, (hidden, targets, is_wanted))
+    _, scored = jax.lax.scan(step, None, xs)
     return jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :num_tokens], scored
     )
@@ -145,6 +156,42 @@ def score_responses(
     predicting = jnp.concatenate([first, own[:, :, :-1]], axis=2)
     logp, entropy = token_logprobs(params, flat(predicting), flat(tokens), config, chunk=chunk)
     return logp.reshape(tokens.shape), entropy.reshape(tokens.shape)
+
+
+def score_packed(
+    params: backbone.Params,
+    rows: PackedRows,
+    config: BackboneConfig,
+    *,
+    dtype: DTypeLike,
+    chunk: int,
+    remat: str = "none",
+    attention: Kernel = XLA,
+) -> Float[Array, "B S"]:
+    """log π of the scored tokens of packed rows, in nats; behind them it means nothing.
+
+    The arguments are those of `score_responses`.
+    """
+    features = None
+    if rows.images is not None:
+        features = backbone.encode_images(params, rows.images, config, dtype=dtype, remat=remat)
+    hidden = backbone.forward(
+        params,
+        backbone.embed(params, rows.tokens, dtype=dtype, features=features, slots=rows.slots),
+        rows.positions,
+        rows.segments,
+        config,
+        tree=Tree(rows.tokens.shape[1], 0, 0),
+        remat=remat,
+        deepstack=backbone.deepstack_at(features, rows.slots),
+        attention=attention,
+    )
+    places = jnp.maximum(rows.scored, 1)  # no response begins a row
+    predicting = jnp.take_along_axis(hidden, places[..., None] - 1, axis=1)
+    targets = jnp.take_along_axis(rows.tokens, places, axis=1)
+    is_wanted = rows.scored >= 0
+    logp, _ = token_logprobs(params, predicting, targets, config, chunk=chunk, is_wanted=is_wanted)
+    return logp
 
 
 def _split_tokens(x: Array, *, chunk: int, padding: int) -> Array:

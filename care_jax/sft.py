@@ -1,7 +1,7 @@
 """The cold start: supervised fine-tuning on rationales and answers, loss on the response only.
 
-One example is one row `[prompt | response]`, the layout of reinforcement learning with R = 1.
-Letters: B examples, T response tokens.
+Examples share rows, see `packing`; a step's loss is that of its examples, however they are packed.
+Letters: n examples of this process, B rows of S tokens and N patches.
 """
 
 from __future__ import annotations
@@ -9,40 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
-from jaxtyping import Array, Bool, Float, Int
 
 from care_jax import distributed, optimizer, sharding, spans
-from care_jax.batch import Example, Prompts
+from care_jax.batch import Example, PackedRows
 from care_jax.checkpoint import Checkpoints
 from care_jax.data.pipeline import Batches
-from care_jax.logprobs import score_responses
+from care_jax.logprobs import score_packed
 from care_jax.metrics import format_line, print_line, progress
-from care_jax.prompt import TokenizedPrompt, prompt_sizes
+from care_jax.packing import Sample, first_fit, pack
+from care_jax.prompt import TokenizedPrompt
 from care_jax.run import Run, start_state
 from care_jax.train_step import TrainState, update
 from models import backbone, lora
-
-
-@flax.struct.dataclass
-class SftBatch:
-    """B prompts and the responses to imitate.
-
-    Attributes:
-        prompts: the prompts.
-        tokens, is_valid: right-padded responses, EOS included.
-        weight: of each token in the loss; 0 at padding.
-    """
-
-    prompts: Prompts
-    tokens: Int[Array, "B 1 T"]
-    is_valid: Bool[Array, "B 1 T"]
-    weight: Float[Array, "B 1 T"]
 
 
 def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> backbone.Params:
@@ -91,8 +74,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 if step > (checkpoints.latest_step or 0):
                     checkpoints.save(step, state, step, config.seed, {})
                 raise distributed.Preempted(f"before sft step {step}")
-            sizes = distributed.gather_rows(prompt_sizes(records), rows)
-            batch = sharding.put_batch(sft_batch(run, step_examples, records, sizes), run.mesh)
+            batch = sharding.put_batch(packed_batch(run, step_examples, records), run.mesh)
             state, metrics = sft_step(state, batch)
             is_last = step == sft.num_steps - 1
             if step % config.log_every == 0 or is_last:
@@ -128,7 +110,7 @@ def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
 def compile_step(
     run: Run, adamw: optax.GradientTransformation, state_shardings: TrainState
 ) -> Callable:
-    """The jitted (state, batch) -> (state, metrics), compiled once per bucket that occurs.
+    """The jitted (state, rows) -> (state, metrics), compiled once per number of rows that occurs.
 
     Args:
         run: the run.
@@ -138,28 +120,27 @@ def compile_step(
     config, model = run.config, run.config.model
     attention = sharding.attention_kernel(model.attention, config.sharding_rules, run.mesh)
 
-    def sft_step(state, batch):
-        total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
+    def sft_step(state, rows):
+        total_weight = jnp.maximum(rows.weight.sum(), 1e-9)
 
-        def loss_fn(params, batch):
-            logp, _ = score_responses(
+        def loss_fn(params, rows):
+            logp = score_packed(
                 params,
-                batch.prompts,
-                batch.tokens,
-                batch.is_valid,
+                rows,
                 run.policy.config,
                 dtype=jnp.dtype(model.compute_dtype),
                 chunk=config.rl.logprob_chunk,
                 remat=model.remat,
                 attention=attention,
             )
-            nll = -jnp.where(batch.is_valid, logp, 0.0)
-            num_tokens = batch.is_valid.sum().astype(jnp.float32)
-            return (batch.weight * nll).sum() / total_weight, {"nll": (nll.sum(), num_tokens)}
+            is_scored = rows.scored >= 0
+            nll = -jnp.where(is_scored, logp, 0.0)
+            num_tokens = is_scored.sum().astype(jnp.float32)
+            return (rows.weight * nll).sum() / total_weight, {"nll": (nll.sum(), num_tokens)}
 
         return update(
             state,
-            batch,
+            rows,
             loss_fn,
             adamw,
             microbatch_size=config.sft.microbatch_size,
@@ -169,41 +150,50 @@ def compile_step(
     return jax.jit(run.placed(sft_step), donate_argnums=0, out_shardings=(state_shardings, None))
 
 
-def sft_batch(
-    run: Run,
-    examples: Sequence[Example],
-    records: Sequence[TokenizedPrompt],
-    sizes: Int[np.ndarray, "N 2"],
-) -> SftBatch:
-    """Tokenises and pads the responses, answer tokens weighted by `sft.answer_weight`.
+def packed_batch(
+    run: Run, examples: Sequence[Example], records: Sequence[TokenizedPrompt]
+) -> PackedRows:
+    """The rows of a step, as many as the examples need, in whole microbatches.
 
-    The examples are this process's, `sizes` those of the whole batch's prompts. A response beyond
-    `sft.max_response_tokens` gets weight 0 and is logged.
+    An example that exceeds a row is left out, and logged. Every process packs its own examples and
+    has as many rows as the one that needs most.
     """
-    sft, policy = run.config.sft, run.policy
-    shape = (len(examples), 1, sft.max_response_tokens)
-    tokens = np.full(shape, policy.config.pad_token_id, np.int32)
-    is_valid = np.zeros(shape, bool)
-    weight = np.zeros(shape, np.float32)
-    for row, example in enumerate(examples):
-        response = policy.prompts.response_tokens(example.response)
-        if len(response) > sft.max_response_tokens:
+    sft, config = run.config.sft, run.policy.config
+    row_size = (sft.row_tokens, sft.row_patches)
+    samples = []
+    for example, record in zip(examples, records, strict=True):
+        sample = make_sample(run, example, record)
+        if all(size <= room for size, room in zip(sample.size, row_size, strict=True)):
+            samples.append(sample)
+        else:
             logging.log_every_n(
                 logging.WARNING,
-                "left out the response of %s: %d tokens exceed sft.max_response_tokens %d",
+                "left out %s: %d tokens and %d patches exceed sft.row_tokens %d or "
+                "sft.row_patches %d",
                 100,
                 example.id,
-                len(response),
-                sft.max_response_tokens,
+                *sample.size,
+                *row_size,
             )
-            continue
-        span = spans.parse(
-            response,
-            policy.token_bytes,
-            eos_token_id=policy.config.eos_token_id,
-            think_tag=policy.think_tag,
-        )
-        tokens[row, 0, : len(response)] = response
-        is_valid[row, 0, : len(response)] = True
-        weight[row, 0, : len(response)] = np.where(span.is_answer, sft.answer_weight, 1.0)
-    return SftBatch(policy.prompts.batch(records, sizes), tokens, is_valid, weight)
+    sizes = [sample.size for sample in samples]
+    rows = first_fit(sizes, row_size, shared=sft.packed)
+    num_local = len(sharding.local_rows(sft.microbatch_size, run.mesh))
+    has_images = any(num_patches for _, num_patches in sizes)
+    wanted = distributed.gather_json([max(-(-len(rows) // num_local), 1), has_images])
+    num_microbatches, has_images = (max(of_process) for of_process in zip(*wanted, strict=True))
+    rows += [[] for _ in range(num_microbatches * num_local - len(rows))]
+    return pack(samples, rows, row_size, config, has_images=has_images)
+
+
+def make_sample(run: Run, example: Example, record: TokenizedPrompt) -> Sample:
+    """A prompt and its response, answer tokens weighted by `sft.answer_weight`."""
+    policy = run.policy
+    response = policy.prompts.response_tokens(example.response)
+    span = spans.parse(
+        response,
+        policy.token_bytes,
+        eos_token_id=policy.config.eos_token_id,
+        think_tag=policy.think_tag,
+    )
+    weight = np.where(span.is_answer, run.config.sft.answer_weight, 1.0).astype(np.float32)
+    return Sample(record, response, weight)

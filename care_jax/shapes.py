@@ -17,14 +17,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from care_jax import reflect, spans
-from care_jax.batch import Prompts, TrainBatch
+from care_jax.batch import PackedRows, Prompts, TrainBatch
 from care_jax.policy import Policy
 from care_jax.prompt import backbone_config, load_tokenizer
 from care_jax.run import Run
 from care_jax.sampler import Forced
 from care_jax.sharding import batch_sharding
 from models.config import RELEASES, BackboneConfig
-from models.positions import pack_images
+from models.positions import ImagePatches, pack_images
 
 
 def policy(config: ConfigDict) -> Policy:
@@ -72,9 +72,6 @@ def largest_bucket(run: Run) -> tuple[int, int]:
 def prompts(run: Run, size: int) -> Prompts:
     """`size` prompts of the largest bucket."""
     num_tokens, num_patches = largest_bucket(run)
-    vision = run.policy.config.vision
-    patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
-    images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
     tokens = on_batch(run, size, num_tokens)
     return Prompts(
         tokens=tokens(jnp.int32),
@@ -82,8 +79,30 @@ def prompts(run: Run, size: int) -> Prompts:
         positions=on_batch(run, size, num_tokens, 3)(jnp.int32),
         next_position=on_batch(run, size)(jnp.int32),
         slots=tokens(jnp.int32),
-        images=jax.tree.map(lambda x: on_batch(run, size, *x.shape[1:])(x.dtype), images),
+        images=_images(run, size, num_patches),
     )
+
+
+def packed_rows(run: Run, size: int) -> PackedRows:
+    """`size` full rows of the cold start."""
+    config = run.config.sft
+    tokens = on_batch(run, size, config.row_tokens)
+    return PackedRows(
+        tokens=tokens(jnp.int32),
+        segments=tokens(jnp.int32),
+        positions=on_batch(run, size, config.row_tokens, 3)(jnp.int32),
+        slots=tokens(jnp.int32),
+        images=_images(run, size, config.row_patches),
+        scored=tokens(jnp.int32),
+        weight=tokens(jnp.float32),
+    )
+
+
+def _images(run: Run, size: int, num_patches: int) -> ImagePatches:
+    vision = run.policy.config.vision
+    patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
+    images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
+    return jax.tree.map(lambda x: on_batch(run, size, *x.shape[1:])(x.dtype), images)
 
 
 def train_batch(run: Run, size: int, num_rows: int, num_tokens: int) -> TrainBatch:

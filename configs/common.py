@@ -122,7 +122,7 @@ def get_config() -> ConfigDict:
 
     config.sft = sft = ConfigDict()
     sft.num_steps = 1000
-    sft.batch_size = 128
+    sft.batch_size = 128  # examples of a step
     # Rows per forward and backward; divides batch_size. 0: one for each device of data x fsdp.
     sft.microbatch_size = 0
     sft.learning_rate = 1e-5
@@ -131,7 +131,10 @@ def get_config() -> ConfigDict:
     sft.weight_decay = 0.01
     sft.max_grad_norm = 1.0
     sft.answer_weight = 1.0  # weight of answer tokens against rationale tokens
-    sft.max_response_tokens = 2048
+    # A row holds prompts with their responses, as many as fit; what exceeds it is left out.
+    sft.row_tokens = 4096
+    sft.row_patches = 8192
+    sft.packed = True  # False: one example per row
 
     config.rl = rl = ConfigDict()
     rl.objective = "care"  # "care" or "grpo"

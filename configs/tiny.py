@@ -41,11 +41,12 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     sft = config.sft
     sft.num_steps = 400
     sft.batch_size = 64
-    sft.microbatch_size = 8
+    sft.microbatch_size = 4
     sft.learning_rate = 2e-3
     sft.warmup_steps = 20
     sft.answer_weight = 6.0
-    sft.max_response_tokens = 36
+    sft.row_tokens = 192
+    sft.row_patches = 256
 
     rl = config.rl
     rl.num_steps = 100

@@ -37,7 +37,7 @@ def small_config(family="qwen2_5_vl", **changes):
     config.checkpoint_every = 2
     config.data.test.num_examples = 12
     config.sft.num_steps = 3
-    config.sft.batch_size = config.sft.microbatch_size = 8
+    config.sft.batch_size, config.sft.microbatch_size = 8, 2
     config.sft.warmup_steps = 1
     rl = config.rl
     rl.num_steps = 4

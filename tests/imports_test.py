@@ -20,7 +20,7 @@ LAYERS = (
     ("pure, over a batch",        ("credit", "diagnostics")),
     ("host: answers",             ("notation", "symbolic", "answers", "verifier", "scores",
                                    "benchmarks")),
-    ("host: prompts",             ("data", "patches", "prompt")),
+    ("host: prompts",             ("data", "patches", "prompt", "packing")),
     ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
                                    "metrics", "report")),
     ("over a backbone",           ("logprobs", "sampler", "reflect", "train_step")),

@@ -57,7 +57,7 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
 
 @needs_libtpu
 def test_what_cannot_fit_says_so():
-    flags = ["--config.stages=('sft',)", "--config.sft.max_response_tokens=8192"]
+    flags = ["--config.stages=('sft',)", "--config.sft.row_tokens=8192"]
     flags += ["--config.sft.batch_size=512", "--config.sft.microbatch_size=512"]
     status, rows, output = compiled("--topology=v5e:1x1", *flags)
     assert status == 1, output

@@ -9,12 +9,11 @@ import pytest
 
 from care_jax import sft
 from care_jax.batch import Example
-from care_jax.prompt import prompt_sizes
 
-B, T = 4, 16
+B, ROW = 4, 80
 RESPONSES = (
-    "<think>a b</think><answer>12</answer>",  # T tokens with EOS
-    "<think>" + "much too long" * 9 + "</think><answer>3</answer>",
+    "<think>a b</think><answer>12</answer>",
+    "<think>" + "much too long" * 19 + "</think><answer>3</answer>",
     "no tags",
     "<think>c</think><answer>4</answer>",
 )
@@ -30,7 +29,7 @@ SETTINGS = {
     "sft.warmup_steps": 2,
     "sft.learning_rate": 0.5,
     "sft.answer_weight": 3.0,
-    "sft.max_response_tokens": T,
+    "sft.row_tokens": ROW,
 }
 
 
@@ -45,32 +44,50 @@ def examples():
 def batch_of(policy):
     def batch_of(run, examples):
         records = [policy.prompts.tokenize(example) for example in examples]
-        return sft.sft_batch(run, examples, records, prompt_sizes(records))
+        return sft.packed_batch(run, examples, records)
 
     return batch_of
 
 
-def test_answer_tokens_weigh_more_and_responses_too_long_are_left_out(
+def responses_of(batch, policy):
+    """(text, weights) of every response in the rows, in order."""
+    found = []
+    for tokens, scored, weight in zip(batch.tokens, batch.scored, batch.weight, strict=True):
+        targets, weight = tokens[scored[scored >= 0]], weight[scored >= 0]
+        ends = np.flatnonzero(targets == policy.config.eos_token_id) + 1
+        parts = np.split(targets, ends)[:-1], np.split(weight, ends)[:-1]
+        found += [(policy.tokenizer.decode(t[:-1]), w) for t, w in zip(*parts, strict=True)]
+    return found
+
+
+def test_answer_tokens_weigh_more_and_examples_too_long_are_left_out(
     make_run, policy, examples, batch_of
 ):
-    batch = batch_of(make_run(SETTINGS), examples)
-    for i in (0, 2, 3):
-        tokens = batch.tokens[i, 0, batch.is_valid[i, 0]]
-        assert tokens[-1] == policy.config.eos_token_id
-        assert policy.tokenizer.decode(tokens[:-1]) == RESPONSES[i]
-        assert batch.is_valid[i, 0, : len(tokens)].all()
-    assert batch.is_valid[0].all()
-    assert not batch.is_valid[1].any() and not batch.weight[1].any()
-    np.testing.assert_array_equal(batch.tokens[~batch.is_valid], policy.config.pad_token_id)
-
-    tokens = batch.tokens[0, 0, batch.is_valid[0, 0]]
+    found = dict(responses_of(batch_of(make_run(SETTINGS), examples), policy))
+    assert set(found) == {RESPONSES[i] for i in (0, 2, 3)}
+    tokens = policy.prompts.response_tokens(RESPONSES[0])
     ends = np.cumsum([len(policy.token_bytes[token]) for token in tokens])
     weights = np.where(ends > RESPONSES[0].index("<answer>"), 3, 1)
     assert 5 < (weights == 3).sum() < len(weights) - 5
-    np.testing.assert_array_equal(batch.weight[0, 0], weights)
-    np.testing.assert_array_equal(batch.weight[2], batch.is_valid[2])
-    prompts = policy.prompts.batch([policy.prompts.tokenize(example) for example in examples])
-    jax.tree.map(np.testing.assert_array_equal, batch.prompts, prompts)
+    np.testing.assert_array_equal(found[RESPONSES[0]], weights)
+    np.testing.assert_array_equal(found[RESPONSES[2]], 1)
+
+
+def test_rows_come_in_whole_microbatches_and_are_shared_if_that_is_asked_for(
+    make_run, examples, batch_of
+):
+    """Three examples of up to 40 tokens: two rows of 80, or one each."""
+    shared = batch_of(make_run(SETTINGS), examples)
+    alone = batch_of(make_run(SETTINGS | {"sft.packed": False}), examples)
+    assert [len(batch.tokens) for batch in (shared, alone)] == [2, 4]
+    assert [batch.segments.max(1).tolist() for batch in (shared, alone)] == [[1, 0], [0, 0, 0, -1]]
+    assert shared.images is None and shared.tokens.shape == (2, ROW)
+
+
+def test_a_batch_of_which_nothing_fits_is_empty_rows(make_run, examples, batch_of):
+    batch = batch_of(make_run(SETTINGS), examples[1:2])
+    assert batch.tokens.shape == (2, ROW)
+    assert not batch.weight.any() and (batch.segments == -1).all()
 
 
 @pytest.fixture
@@ -82,10 +99,10 @@ def scripted(monkeypatch):
     logp = -np.arange(2000) / 100
     seen = []
 
-    def score_responses(params, prompts, tokens, is_valid, config, **settings):
+    def score_packed(params, rows, config, **settings):
         assert settings.pop("attention").name == "xla"
         assert settings == {"dtype": jnp.float32, "chunk": 77, "remat": "layer"}
-        return jnp.asarray(logp)[tokens], None
+        return jnp.asarray(logp)[jnp.take_along_axis(rows.tokens, rows.scored, 1)]
 
     def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition):
         assert partition(state.params)[0].keys() == {"text"}
@@ -97,15 +114,15 @@ def scripted(monkeypatch):
         metrics = {"loss": sum(shares), "nll": sum(numerators) / sum(denominators)}
         return state.replace(params=params, step=state.step + 1), metrics
 
-    make_batch = sft.sft_batch
+    make_batch = sft.packed_batch
 
-    def noted(run, examples, records, sizes):
+    def noted(run, examples, records):
         seen.append([example.id for example in examples])
-        return make_batch(run, examples, records, sizes)
+        return make_batch(run, examples, records)
 
-    monkeypatch.setattr(sft, "score_responses", score_responses)
+    monkeypatch.setattr(sft, "score_packed", score_packed)
     monkeypatch.setattr(sft, "update", update)
-    monkeypatch.setattr(sft, "sft_batch", noted)
+    monkeypatch.setattr(sft, "packed_batch", noted)
     return logp, seen
 
 
@@ -123,10 +140,11 @@ def test_loss_is_the_weighted_mean_over_the_whole_batch(make_run, examples, batc
     run = make_run(SETTINGS | {"sft.num_steps": 1, "sft.warmup_steps": 0})
     state = sft.train(run, params(), examples)
     batch = batch_of(run, examples)
-    nll = -logp[batch.tokens] * batch.is_valid
+    is_scored = batch.scored >= 0
+    nll = -logp[np.take_along_axis(batch.tokens, batch.scored, 1)] * is_scored
     (metrics,) = metrics_of(run)
     assert metrics["loss"] == pytest.approx((nll * batch.weight).sum() / batch.weight.sum(), 1e-5)
-    assert metrics["nll"] == pytest.approx(nll.sum() / batch.is_valid.sum(), 1e-5)
+    assert metrics["nll"] == pytest.approx(nll.sum() / is_scored.sum(), 1e-5)
     np.testing.assert_array_equal(state["text"]["w"], 1)
 
 
@@ -139,18 +157,18 @@ def test_resumed_stage_does_what_the_unbroken_one_did(make_run, examples, script
     batches = seen.copy()
     assert len(batches) == 3
     seen.clear()
-    noted = sft.sft_batch
+    noted = sft.packed_batch
 
     def killed(*args):
         if len(seen) == 2:
             raise KeyboardInterrupt
         return noted(*args)
 
-    monkeypatch.setattr(sft, "sft_batch", killed)
+    monkeypatch.setattr(sft, "packed_batch", killed)
     with pytest.raises(KeyboardInterrupt):
         sft.train(make_run(SETTINGS, "broken"), params(), many)
     seen.clear()
-    monkeypatch.setattr(sft, "sft_batch", noted)
+    monkeypatch.setattr(sft, "packed_batch", noted)
     resumed = make_run(SETTINGS, "broken")
     state = sft.train(resumed, params(), many)
     assert seen == batches[2:]
