@@ -20,6 +20,10 @@ from models.positions import ImagePatches
 HostOrDevice = Array | np.ndarray
 
 
+class Unusable(ValueError):
+    """Why a row or its prompt is left out; the message is the reason it is counted under."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
     """One question, on the host, before any tokenising.
@@ -27,22 +31,30 @@ class Example:
     Attributes:
         id: unique inside its source.
         source: name of the source, for metrics and reports.
-        images: in the order of the `<image>` placeholders; a path is opened when it is needed.
+        images: in the order of the `<image>` placeholders; a path, or the bytes of an image file,
+            is decoded when it is needed.
         question: text with one `<image>` per image.
         answer: gold answer.
         choices: options of a multiple-choice question, in order (A, B, ...); empty otherwise.
         rationale: the teacher's reasoning for the cold start; empty where there is none.
         response: what the cold start imitates, tags included; empty where there is none.
+        tolerance: relative error allowed between numbers; 0 takes the verifier's.
+        min_pixels, max_pixels: its images are resized into this range; 0 takes the prompts'.
+        repair: what had to be mended in its row; empty where nothing.
     """
 
     id: str
     source: str
-    images: tuple[Image.Image | pathlib.Path, ...]
+    images: tuple[Image.Image | pathlib.Path | bytes, ...]
     question: str
     answer: str
     choices: tuple[str, ...] = ()
     rationale: str = ""
     response: str = ""
+    tolerance: float = 0.0
+    min_pixels: int = 0
+    max_pixels: int = 0
+    repair: str = ""
 
 
 @flax.struct.dataclass

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from care_jax import distributed, optimizer, reflect, select, sharding
 from care_jax.benchmarks.suite import RELEASES
+from care_jax.data.sources import check_section
 from care_jax.verifier import load_reward
 from models import layers
 
@@ -40,6 +41,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     _check_model(config.model, mesh)
     if config.verifier.reward:
         load_reward(config.verifier.reward)
+    _check_data(config)
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
@@ -50,6 +52,19 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         _check_rl(config, mesh, overridden)
     if "evaluate" in config.stages:
         _check_evaluate(config.evaluate, mesh)
+
+
+def _check_data(config: ConfigDict) -> None:
+    data = config.data
+    _check_positive("data.num_workers", data.num_workers)
+    for stage, name in (("sft", "sft"), ("rl", "train"), ("evaluate", "test")):
+        if stage in config.stages:
+            check_section(
+                f"data.{name}",
+                data[name],
+                min_pixels=data.min_pixels,
+                max_pixels=data.max_pixels,
+            )
 
 
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:

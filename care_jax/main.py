@@ -8,6 +8,7 @@ Several processes are one run with one workdir that all of them can write to; se
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ from ml_collections import ConfigDict, config_flags
 from care_jax import distributed, evaluate, export, sft, train
 from care_jax.batch import Example
 from care_jax.checks import check_config, fill_in
-from care_jax.data.sources import open_source
+from care_jax.data.mixture import Mixture
+from care_jax.data.rows import checked, first_usable
+from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.run import Run
@@ -123,32 +126,49 @@ def asks_benchmarks_alone(config: ConfigDict) -> bool:
 
 
 def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
-    """The examples a stage works on."""
-    section = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
-    source = config.data[section]
-    options: dict[str, Any] = {}
-    if source.source == "synthetic":
-        options["split"] = "test" if stage == "evaluate" else "train"
-        options["think_tag"] = config.data.think_tag
+    """The examples a stage works on; held-out ones are checked, all of them, before it starts."""
+    name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
+    section = config.data[name]
+    parts = section.parts if section.source == MIXTURE else (section,)
+    opened = [
+        open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
+        for part in parts
+    ]
+    examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
+    if stage == "evaluate":
+        if section.source != "synthetic":
+            examples, _ = checked(examples, f"data.{name}")
+    elif stage == "sft":
+        _check_responses(section.source, first_usable(examples), config.data.think_tag)
+    return examples
+
+
+def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"think_tag": config.data.think_tag}
+    if part.source == "synthetic":
+        if not part.split:
+            options["split"] = "test" if stage == "evaluate" else "train"
         if stage == "sft":
             options |= {
                 "teacher_error": config.data.teacher_error,
                 "cue_share": config.data.cue_share,
                 "cue": config.care.cue,
             }
-    examples = open_source(
-        source.source,
-        path=source.path,
-        num_examples=source.num_examples,
-        seed=source.seed,
-        **options,
-    )
-    if stage == "sft" and not examples[0].response:
+    return options
+
+
+def _check_responses(source: str, example: Example, think_tag: str) -> None:
+    if not example.response:
         raise ValueError(
-            f"data.sft source {source.source!r} has no responses to imitate; give rows a "
-            '`response`, or leave "sft" out of stages'
+            f"data.sft source {source!r} has no responses to imitate; give rows a `response`, or "
+            'leave "sft" out of stages'
         )
-    return examples
+    tag = re.match(r"\s*<(\w+)>", example.response)
+    if tag and tag.group(1) != think_tag:
+        raise ValueError(
+            f"data.sft has responses in <{tag.group(1)}>, but data.think_tag is {think_tag!r}; "
+            "change it, or prepare the data again with it"
+        )
 
 
 def run_main() -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ import jax
 import numpy as np
 import tensorboardX
 import tqdm
+
+from care_jax import distributed
 
 Item = TypeVar("Item")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
@@ -122,6 +125,7 @@ class MetricWriter:
         self._is_writer = jax.process_index() == 0
         self._file = None
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+        self._counters: dict[str, dict[str, Counter[str]]] = {}
 
     def begin(self, stage: str, start_step: int = 0) -> None:
         """Starts a stage, or resumes it: what it wrote from `start_step` on is dropped."""
@@ -134,6 +138,13 @@ class MetricWriter:
             str(self.path.parent / "tensorboard" / stage), purge_step=start_step
         )
 
+    def counter(self, stage: str, name: str) -> Counter[str]:
+        """Counts by reason, to be kept by the caller, that every line of the stage carries.
+
+        They are written as `name/reason`, summed over the processes, which all ask for the same.
+        """
+        return self._counters.setdefault(stage, {}).setdefault(name, Counter())
+
     def write(self, stage: str, step: int, metrics: Mapping[str, Scalar]) -> None:
         """Appends one line; a stage that has not begun begins here.
 
@@ -144,7 +155,7 @@ class MetricWriter:
             FloatingPointError: a metric is NaN or infinite.
             ValueError: a metric is named "stage" or "step".
         """
-        values = _on_host(metrics)
+        values = _on_host(metrics) | self._counted(stage)
         check_finite(step, stage, values)
         if reserved := metrics.keys() & {"stage", "step"}:
             raise ValueError(f"no metric may be named {sorted(reserved)[0]!r}; rename it")
@@ -156,6 +167,14 @@ class MetricWriter:
         self._file.flush()
         for name, value in values.items():
             self._boards[stage].add_scalar(name, value, step)
+
+    def _counted(self, stage: str) -> dict[str, int]:
+        values: Counter[str] = Counter()
+        for name, counter in self._counters.get(stage, {}).items():
+            for counts in distributed.gather_json(dict(counter)):
+                for reason, count in counts.items():
+                    values[f"{name}/{reason.replace(' ', '_')}"] += count
+        return dict(sorted(values.items()))
 
     def close(self) -> None:
         for board in self._boards.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
@@ -15,19 +14,9 @@ from jax.typing import DTypeLike
 from jaxtyping import UInt8
 
 from care_jax import sharding, spans
-from care_jax.prompt import PromptBuilder, load_tokenizer
+from care_jax.prompt import PromptBuilder, backbone_config, load_tokenizer
 from models import backbone, lora
 from models.config import BackboneConfig
-
-# Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
-_TOKEN_NAMES = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-    "eos_token_id": "<|im_end|>",
-    "pad_token_id": "<|endoftext|>",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +87,7 @@ def build_policy(
         )
     folder = find_release(path) if path else None
     tokenizer = load_tokenizer(tokenizer_path or str(folder or ""))
-    if folder:
-        config = BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    else:
-        config = random_config(backbone_fields, tokenizer)
+    config = backbone_config(folder, backbone_fields, tokenizer)
     token_bytes = spans.token_bytes(tokenizer, config.text.vocab_size)
     return Policy(
         config=config,
@@ -207,10 +193,3 @@ def decode_shardings(policy: Policy, mesh: Mesh, rules: sharding.Rules) -> backb
 
     shapes = jax.eval_shape(decode_layout, jax.random.key(0))
     return sharding.param_shardings(backbone.decode_axes(policy.config), shapes, rules, mesh)
-
-
-def random_config(fields: dict[str, Any], tokenizer: Any) -> BackboneConfig:
-    """The backbone of `fields`, with the tokenizer's ids and vocabulary size."""
-    ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
-    text = {"vocab_size": len(tokenizer), **fields["text_config"]}
-    return BackboneConfig.from_hf({**fields, **ids, "text_config": text})

@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -20,14 +22,24 @@ from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from care_jax.batch import Example, Prompts
+from care_jax.data.images import AnyImage, image_size, open_image
 from care_jax.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from care_jax.patches import IMAGE_STATISTICS, to_patches
+from care_jax.patches import IMAGE_STATISTICS, target_size, to_patches
 from models.config import BackboneConfig
 from models.positions import image_slots, pack_images, prompt_positions
 
 IMAGE_PLACEHOLDER = "<image>"
 # Classes that releases name in their preprocessor_config.json.
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+# Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
+_TOKEN_NAMES = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "eos_token_id": "<|im_end|>",
+    "pad_token_id": "<|endoftext|>",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +80,17 @@ def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
     if not tokenizer.chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def backbone_config(
+    folder: pathlib.Path | None, fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> BackboneConfig:
+    """The backbone of a release's folder; without one, of `fields` with the tokenizer's ids."""
+    if folder:
+        return BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
+    text = {"vocab_size": len(tokenizer), **fields["text_config"]}
+    return BackboneConfig.from_hf({**fields, **ids, "text_config": text})
 
 
 class PromptBuilder:
@@ -161,7 +184,7 @@ class PromptBuilder:
 
         Raises:
             ValueError: the images and their places in the text disagree.
-            OSError: an image cannot be read.
+            Unusable: an image cannot be read.
         """
         tokens = self._encode(self.chat(example))
         is_image = tokens == self.config.image_token_id
@@ -173,15 +196,34 @@ class PromptBuilder:
         if not example.images:
             empty = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
             return TokenizedPrompt(tokens, np.zeros((0, 3), np.int32), empty)
-        patches, grids = zip(*map(self._patches, example.images), strict=True)
+        limits = self._limits(example)
+        pairs = [self._patches(image, limits) for image in example.images]
+        patches, grids = zip(*pairs, strict=True)
         grids = np.stack(grids)
         repeats = np.ones(len(tokens), np.int64)
         repeats[is_image] = grids.prod(-1) // self.config.vision.merge_size**2
-        return TokenizedPrompt(np.repeat(tokens, repeats), grids, np.concatenate(patches))
+        # One image's patches are megabytes that need no copy.
+        patches = patches[0] if len(patches) == 1 else np.concatenate(patches)
+        return TokenizedPrompt(np.repeat(tokens, repeats), grids, patches)
+
+    def measure(self, example: Example) -> tuple[int, int]:
+        """(tokens, patches) that `tokenize` would give, from the headers of the images alone."""
+        vision = self.config.vision
+        factor = vision.patch_size * vision.merge_size
+        sizes = [image_size(image) for image in example.images]
+        num_blocks = sum(
+            math.prod(target_size(height, width, factor=factor, **self._limits(example)))
+            for width, height in sizes
+        ) // (factor**2)
+        num_text = len(self._encode(self.chat(example))) - len(sizes)
+        return num_text + num_blocks, num_blocks * vision.merge_size**2
 
     def fits(self, record: TokenizedPrompt) -> bool:
         """Whether some bucket holds the prompt."""
-        num_tokens, num_patches = len(record.tokens), len(record.patches)
+        return self.holds(len(record.tokens), len(record.patches))
+
+    def holds(self, num_tokens: int, num_patches: int) -> bool:
+        """Whether some bucket holds so much."""
         return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
 
     def batch(
@@ -262,15 +304,18 @@ class PromptBuilder:
     def _encode(self, text: str) -> Int[np.ndarray, " L"]:
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
+    def _limits(self, example: Example) -> dict[str, int]:
+        """The range of pixels its images are resized into, where it has none of its own."""
+        return {
+            "min_pixels": example.min_pixels or self.min_pixels,
+            "max_pixels": example.max_pixels or self.max_pixels,
+        }
+
     def _patches(
-        self, image: Image.Image | pathlib.Path
+        self, image: AnyImage, limits: dict[str, int]
     ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
-        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         statistics = {"mean": self.image_mean, "std": self.image_std, "dtype": self.patch_dtype}
-        if isinstance(image, Image.Image):
-            return to_patches(image, self.config.vision, **limits, **statistics)
-        with Image.open(image) as opened:
-            return to_patches(opened, self.config.vision, **limits, **statistics)
+        return to_patches(open_image(image), self.config.vision, **limits, **statistics)
 
     def _bucket(self, sizes: Int[np.ndarray, "N 2"]) -> tuple[int, int]:
         """The smallest (P, N), by tokens and then by patches, that holds every prompt."""

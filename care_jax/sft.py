@@ -48,7 +48,13 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     sft_step = compile_step(run, adamw, sharding.of(state))
     rows = sharding.local_rows(sft.batch_size, run.mesh)
     batches = Batches(
-        examples, run.policy.prompts, batch_size=sft.batch_size, seed=config.seed, rows=rows
+        examples,
+        run.policy.prompts,
+        batch_size=sft.batch_size,
+        seed=config.seed,
+        rows=rows,
+        num_workers=config.data.num_workers,
+        left_out=run.metrics.counter("sft", "left_out"),
     )
     with Checkpoints(
         run.workdir / "checkpoints" / "sft",

@@ -18,8 +18,8 @@ from ml_collections import ConfigDict
 
 from care_jax import reflect, spans
 from care_jax.batch import PackedRows, Prompts, TrainBatch
-from care_jax.policy import Policy, random_config
-from care_jax.prompt import load_tokenizer
+from care_jax.policy import Policy
+from care_jax.prompt import backbone_config, load_tokenizer
 from care_jax.run import Run
 from care_jax.sampler import Forced
 from care_jax.sharding import batch_sharding
@@ -36,7 +36,7 @@ def policy(config: ConfigDict) -> Policy:
     model = config.model
     file = pathlib.Path(model.path).expanduser() / "config.json"
     if not model.path:
-        backbone = random_config(model.backbone.to_dict(), load_tokenizer(model.tokenizer))
+        backbone = backbone_config(None, model.backbone.to_dict(), load_tokenizer(model.tokenizer))
     elif file.is_file():
         backbone = BackboneConfig.from_hf(json.loads(file.read_text()))
     elif model.path in RELEASES:

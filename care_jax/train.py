@@ -90,6 +90,8 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         batch_size=rl.prompts_per_step,
         seed=config.seed,
         rows=own.ravel(),
+        num_workers=config.data.num_workers,
+        left_out=run.metrics.counter("rl", "left_out"),
     )
     num_decoded = 0
 

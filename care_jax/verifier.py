@@ -45,7 +45,7 @@ class Verifier:
             there is such an answer.
         timeout: seconds until a worker is killed and its answer scores 0.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
-        tolerance: relative error allowed between numbers.
+        tolerance: relative error allowed between numbers, where the example names none.
         num_decimals: decimals to which numbers are rounded before they are compared; None is exact.
         reward: "module:function" that judges in place of all this; empty for none. It runs in this
             process, so what it makes of a hostile response is its own affair.
@@ -151,7 +151,8 @@ class Verifier:
     def _compare(self, answer: str, gold: str | Example) -> str | Question:
         if isinstance(gold, str):
             return answers.compare(answer, gold, **self._limits)
-        return answers.compare(answer, gold.answer, choices=gold.choices, **self._limits)
+        limits = self._limits | ({"tolerance": gold.tolerance} if gold.tolerance else {})
+        return answers.compare(answer, gold.answer, choices=gold.choices, **limits)
 
 
 def load_reward(name: str) -> RewardFunction:

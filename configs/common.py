@@ -13,6 +13,36 @@ CUE = (
 )
 
 
+def source(name: str = "", **options) -> ConfigDict:
+    """One source of examples: every key it has, some of them set.
+
+    Args:
+        name: of the source.
+        options: keys to set; one that does not exist is refused.
+    """
+    section = ConfigDict()
+    # synthetic, jsonl, parquet, arrayrecord, chartqa, geometry3k, virl39k, vision_r1_cold; or
+    # "mixture" of the sources in `parts`.
+    section.source = name
+    section.path = ""  # file, folder or hub id; none for synthetic and mixture
+    section.split = ""  # of a release: train, val, test
+    section.subset = ""  # part of a release (chartqa: human, augmented), see its reader
+    section.images = ""  # folder that image paths start from; empty: the release's own
+    section.num_examples = 0  # to draw; or the first so many rows of a release, 0 for all
+    section.seed = 0  # of what is drawn
+    section.weight = 0.0  # share in a mixture; 0 in all of its parts: their numbers of examples
+    section.tolerance = 0.0  # relative error allowed between numbers; chartqa's benchmark: 0.05
+    section.min_pixels = 0  # of this source's images; 0: data.min_pixels
+    section.max_pixels = 0  # likewise
+    section.columns = columns = ConfigDict()  # of the parquet source; empty for none
+    for column in ("id", "question", "answer", "images", "choices", "rationale", "response"):
+        columns[column] = ""
+    section.parts = ()  # of a mixture: sources
+    section.lock()
+    section.update(options)
+    return section
+
+
 def get_config() -> ConfigDict:
     """A complete configuration: Qwen2.5-VL sizes, CARE objective, no data source."""
     config = ConfigDict()
@@ -64,9 +94,10 @@ def get_config() -> ConfigDict:
     )
 
     config.data = data = ConfigDict()
-    data.train = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
-    data.sft = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
-    data.test = ConfigDict({"source": "", "path": "", "num_examples": 0, "seed": 0})
+    data.train = source()
+    data.sft = source()
+    data.test = source()
+    data.num_workers = 8  # threads that decode images and make prompts, in each process
     data.teacher_error = 0.0  # synthetic cold start: share of wrong sums and differences
     data.cue_share = 0.0  # synthetic cold start: share of rationales that carry the repair cue
     data.min_pixels = 262144  # (open) images are resized into this range
@@ -81,6 +112,13 @@ def get_config() -> ConfigDict:
         "final answer inside <answer> </answer> tags."
     )
     data.think_tag = "think"  # "reasoning" for Qwen3-VL
+
+    # What `python -m care_jax.data.prepare` writes.
+    data.prepare = prepare = ConfigDict()
+    prepare.sources = ()  # of what two of them share, the first keeps it
+    prepare.benchmarks = ()  # sources whose questions must not be trained on
+    prepare.near_bits = 20  # of 144 that may differ between hashes of the same picture
+    prepare.shard_megabytes = 256
 
     config.sft = sft = ConfigDict()
     sft.num_steps = 1000

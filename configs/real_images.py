@@ -8,7 +8,7 @@ It shows that the pipeline takes real figures; a backbone this small learns noth
 
 from ml_collections import ConfigDict
 
-from configs import tiny
+from configs import common, tiny
 
 
 def get_config() -> ConfigDict:
@@ -18,7 +18,8 @@ def get_config() -> ConfigDict:
     config.log_every = 1
     data = config.data
     for section in ("train", "test"):
-        data[section] = ConfigDict({"source": "jsonl", "path": "", "num_examples": 0, "seed": 0})
+        data[section] = common.source("jsonl")
+    data.num_workers = 2
     # 16 x 16 pixels are one token of this backbone.
     data.min_pixels = 4096
     data.max_pixels = 36864

@@ -26,9 +26,10 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     config.data.think_tag = THINK_TAGS[family]
 
     data = config.data
-    data.sft = ConfigDict({"source": "synthetic", "path": "", "num_examples": 32768, "seed": 1})
-    data.train = ConfigDict({"source": "synthetic", "path": "", "num_examples": 32768, "seed": 2})
-    data.test = ConfigDict({"source": "synthetic", "path": "", "num_examples": 512, "seed": 3})
+    data.sft = common.source("synthetic", num_examples=32768, seed=1)
+    data.train = common.source("synthetic", num_examples=32768, seed=2)
+    data.test = common.source("synthetic", num_examples=512, seed=3)
+    data.num_workers = 1  # pictures are drawn by Python, which threads do not speed up
     data.teacher_error = 0.75
     data.cue_share = 0.1
     data.min_pixels = 256

@@ -9,7 +9,7 @@ from care_jax.checks import check_config, fill_in
 from care_jax.sharding import make_mesh
 from configs import common
 
-NAMES = ("qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "tiny", "real_images")
+NAMES = ("mixture", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "tiny", "real_images")
 
 
 @pytest.mark.parametrize("name", NAMES)

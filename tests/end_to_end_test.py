@@ -14,8 +14,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 from care_jax import main
+from care_jax.data.sources import open_source
 from care_jax.sharding import make_mesh
-from configs import real_images, tiny
+from configs import common, real_images, tiny
 from models.config import FAMILIES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -266,20 +267,33 @@ def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
         main.run_stages(config, tmp_path)
 
 
-def test_unusable_rows_are_skipped_and_counted(tmp_path, shared, caplog):
-    figure = shared / "data" / "mathvision_mini" / "images" / "4.jpg"
-    (tmp_path / "cut.jpg").write_bytes(figure.read_bytes()[:300])
-    (tmp_path / "good.jpg").write_bytes(figure.read_bytes())
-    rows = [
-        {"question": "<image>How many?", "answer": "3", "image": "good.jpg"},
-        {"question": "<image>How many?", "answer": "3", "image": "cut.jpg"},
-        {"question": "<image>How many?", "image": "good.jpg"},
-    ]
+def test_unusable_rows_are_skipped_and_counted(tmp_path, caplog):
+    """In a mixture with drawn questions while training, and before held-out ones are used."""
+    data = open_source("synthetic", num_examples=1)[0].images[0]
+    data.save(tmp_path / "good.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:150])
+    good = {
+        "question": "<image>How many?",
+        "answer": "3",
+        "image": "good.png",
+        "response": "<think>Count.</think><answer>3</answer>",
+    }
     path = tmp_path / "rows.jsonl"
+    rows = [good, good | {"image": "cut.png"}, good | {"answer": ""}]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    config = real_images.get_config()
-    config.data.train.path = str(path)
+    config = small_config()
+    parts = (
+        common.source("jsonl", path=str(path), weight=1.0),
+        common.source("synthetic", num_examples=16, weight=1.0),
+    )
+    config.data.sft = config.data.train = common.source("mixture", parts=parts)
+    config.data.test = common.source("jsonl", path=str(path))
+    config.data.num_workers = 2
     with caplog.at_level("WARNING"):
-        examples = main.open_stage(config, "rl")
-    assert len(examples) == 1
-    assert "left out 1 rows" in caplog.text
+        results = main.run_stages(config, tmp_path / "run")
+    assert results["rl"]["num_examples"] == 1
+    assert "data.test: left out 1 rows: no answer (first is row 3)" in caplog.text
+    for stage in ("sft", "rl"):
+        *_, last = (line for line in metrics_of(tmp_path / "run") if line["stage"] == stage)
+        assert last["left_out/no_answer"] > 0
+        assert last["left_out/image_unreadable_or_truncated"] > 0

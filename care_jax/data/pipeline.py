@@ -1,39 +1,51 @@
 """Batches of tokenised prompts, prepared while the device works.
 
-Which examples a step sees is a pure function of the step: position p of the stream is example p
-of the source, shuffled anew each time the source has been gone through. A run that resumes at a
-step therefore sees exactly what an unbroken run would have seen. A prompt that fits no bucket
-gives its place to the example that stands at the same place of the next pass, and is counted.
-Each place is filled by itself, so a process of several prepares its own rows and no others.
+Which examples a step sees is a pure function of the step. Place p of the stream belongs to one
+source of the mixture, and is place k of that source's own stream; there stands example k, shuffled
+anew each time the source has been gone through. A run that resumes at a step therefore sees exactly
+what an unbroken run would have seen, on any number of processes. A prompt that fits no bucket, or a
+row that turns out unusable, gives its place to the example at the same place of the source's next
+pass, and is counted. Each place is filled by itself, so a process of several prepares its own rows
+and no others, and its workers share them in any order.
 """
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import grain
 from absl import logging
 
-from care_jax.batch import Example
+from care_jax.batch import Example, Unusable
+from care_jax.data.mixture import Mixture
 from care_jax.prompt import PromptBuilder, TokenizedPrompt
 
-_MAX_TRIES = 64  # passes in which a place may meet a prompt too long before giving up
+TOO_LONG = "prompt fits no bucket"
+_MAX_TRIES = 64  # passes in which a place may meet a prompt it cannot use before giving up
 
 
 class Batches:
     """An endless stream of batches over a source.
 
     Args:
-        examples: the source.
+        examples: the source, or a mixture of several.
         builder: makes prompts of them.
         batch_size: examples of one step; may exceed the source.
         seed: of the shuffling.
         rows: of every batch, those that are wanted; all by default.
+        num_workers: threads that fill the places of a batch. Decoding and cutting images, nearly
+            all of the work, lets them run side by side; processes would have to hand megabytes
+            over, which took longer than making them.
+        left_out: where examples that cannot be used are counted by reason, as they are met, which
+            is up to two batches ahead.
 
     Attributes:
-        num_dropped: prompts met so far that fit no bucket.
+        left_out: that, or a counter of its own.
     """
 
     def __init__(
@@ -44,27 +56,47 @@ class Batches:
         batch_size: int,
         seed: int,
         rows: Sequence[int] | None = None,
+        num_workers: int = 1,
+        left_out: Counter[str] | None = None,
     ):
         if not len(examples):
             raise ValueError("expected a source with at least one example, got an empty one")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        self.num_dropped = 0
-        self._num_examples = len(examples)
-        self._stream = grain.MapDataset.source(examples).shuffle(seed).repeat()
-        self._builder = builder
+        if batch_size < 1 or num_workers < 1:
+            raise ValueError(
+                f"batch_size and num_workers must be at least 1, got {batch_size}, {num_workers}"
+            )
+        self.left_out = Counter() if left_out is None else left_out
+        self._lock = threading.Lock()
+        is_mixture = isinstance(examples, Mixture)
+        sources, weights = (
+            (examples.sources, examples.weights) if is_mixture else ([examples], [1.0])
+        )
+        self._stream = grain.MapDataset.mix(
+            [
+                grain.MapDataset.source(_Stream(source, builder, seed + number, self._leave_out))
+                for number, source in enumerate(sources)
+            ],
+            weights,
+        )
         self._batch_size = batch_size
         self._rows = range(batch_size) if rows is None else [int(row) for row in rows]
+        self._num_workers = num_workers
+
+    @property
+    def num_dropped(self) -> int:
+        """Examples met so far that could not be used."""
+        return sum(self.left_out.values())
 
     def batch(self, step: int) -> tuple[list[Example], list[TokenizedPrompt]]:
         """The examples of a step and their prompts, the same whenever they are asked for."""
-        first = step * self._batch_size
-        pairs = [self._at(first + row) for row in self._rows]
-        examples, records = zip(*pairs, strict=True)
-        return list(examples), list(records)
+        places = [step * self._batch_size + row for row in self._rows]
+        if self._num_workers == 1:
+            return _columns(map(self._stream.__getitem__, places))
+        with ThreadPoolExecutor(self._num_workers, "prompts") as workers:
+            return _columns(workers.map(self._stream.__getitem__, places))
 
     def iterate(
-        self, start_step: int, stop_step: int, *, ahead: int = 2
+        self, start_step: int, stop_step: int, *, ahead: int = 1
     ) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """Yields (step, examples, prompts) from start_step up to but not including stop_step.
 
@@ -101,25 +133,54 @@ class Batches:
             is_stopped.set()
             thread.join()
 
-    def _at(self, position: int) -> tuple[Example, TokenizedPrompt]:
+    def _leave_out(self, reason: str) -> None:
+        with self._lock:
+            self.left_out[reason] += 1
+            count = self.left_out[reason]
+        if count & (count - 1) == 0:  # at the first, and ever more rarely
+            logging.warning("left out %d examples so far: %s", count, reason)
+
+
+def _columns(
+    pairs: Iterator[tuple[Example, TokenizedPrompt]],
+) -> tuple[list[Example], list[TokenizedPrompt]]:
+    examples, records = zip(*pairs, strict=True)
+    return list(examples), list(records)
+
+
+class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
+    """A source gone through again and again, in places that are all filled."""
+
+    def __init__(
+        self,
+        source: Sequence[Example],
+        builder: PromptBuilder,
+        seed: int,
+        leave_out: Callable[[str], None],
+    ):
+        self._shuffled = grain.MapDataset.source(source).shuffle(seed).repeat()
+        self._num_examples = len(source)
+        self._builder = builder
+        self._leave_out = leave_out
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, place: int) -> tuple[Example, TokenizedPrompt]:
+        reason = ""
         for turn in range(_MAX_TRIES):
-            example = self._stream[position + turn * self._num_examples]
-            record = self._builder.tokenize(example)
-            if self._builder.fits(record):
-                return example, record
-            self.num_dropped += 1
-            logging.log_every_n(
-                logging.WARNING,
-                "dropped %s of %s: %d tokens, %d patches fit no bucket of %s (%d dropped so far)",
-                100,
-                example.id,
-                example.source,
-                len(record.tokens),
-                len(record.patches),
-                self._builder.buckets,
-                self.num_dropped,
-            )
+            try:
+                example = self._shuffled[place + turn * self._num_examples]
+                record = self._builder.tokenize(example)
+                if self._builder.fits(record):
+                    return example, record
+                reason = TOO_LONG
+            except Unusable as error:
+                reason = str(error)
+            self._leave_out(reason)
+        advice = "; check the source's path"
+        if reason == TOO_LONG:
+            advice = f" of {self._builder.buckets}; enlarge data.buckets or lower data.max_pixels"
         raise ValueError(
-            f"{_MAX_TRIES} prompts in a row fit none of the buckets {self._builder.buckets}; "
-            "enlarge data.buckets or lower data.max_pixels"
+            f"{_MAX_TRIES} examples in a row cannot be used, the last: {reason}{advice}"
         )

@@ -1,62 +1,168 @@
-"""Opens a source of examples by its name in the configuration."""
+"""Opens a source of examples by its name in the configuration.
+
+A reader is a module with `open_rows(path, ...) -> Rows`; it becomes a source by a line of `_FILES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from care_jax.batch import Example
-from care_jax.data import jsonl
+from care_jax.data import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
+from care_jax.data.mixture import check_weights
+from care_jax.data.rows import Rows
 from care_jax.data.synthetic import KINDS, SyntheticSource
 
-SOURCES = ("synthetic", "jsonl")
+# name -> (reader, the options it takes beside the path)
+_FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
+    "jsonl": (jsonl.open_rows, ()),
+    "parquet": (parquet.open_rows, ("split", "columns")),
+    "arrayrecord": (shards.open_rows, ("subset",)),
+    "chartqa": (chartqa.open_rows, ("split", "subset")),
+    "geometry3k": (geometry3k.open_rows, ("split", "subset")),
+    "virl39k": (virl39k.open_rows, ("images",)),
+    "vision_r1_cold": (vision_r1.open_rows, ("images", "think_tag")),
+}
+SOURCES = ("synthetic", *_FILES)
+MIXTURE = "mixture"  # of several of them
+# Keys of a source in the configuration that `open_source` takes as they are.
+_OPTIONS = (
+    "path",
+    "split",
+    "subset",
+    "images",
+    "columns",
+    "num_examples",
+    "tolerance",
+    "min_pixels",
+    "max_pixels",
+    "seed",
+)
+
+
+def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `open_source` that a source's section of the configuration holds."""
+    return {option: section[option] for option in _OPTIONS}
+
+
+def check_section(
+    name: str, section: Mapping[str, Any], *, min_pixels: int, max_pixels: int
+) -> None:
+    """Refuses a source's section of the configuration that cannot be opened.
+
+    Args:
+        name: of the section, for the message.
+        section: one source, or a mixture of them.
+        min_pixels, max_pixels: of images whose source has no range of its own.
+
+    Raises:
+        ValueError: what to change.
+    """
+    is_mixture = section["source"] == MIXTURE
+    if is_mixture != bool(section["parts"]):
+        raise ValueError(
+            f"{name}.source {section['source']!r} with {len(section['parts'])} parts: a mixture "
+            f"has sources in {name}.parts, and nothing else has"
+        )
+    parts = section["parts"] if is_mixture else (section,)
+    check_weights([part["weight"] for part in parts])
+    for part in parts:
+        if part["source"] not in SOURCES:
+            choices = ", ".join((*SOURCES, MIXTURE))
+            raise ValueError(f"{name}.source must be one of {choices}, got {part['source']!r}")
+        low, high = part["min_pixels"] or min_pixels, part["max_pixels"] or max_pixels
+        if not 0 < low <= high:
+            raise ValueError(
+                f"{name}: images of {part['source']} would have {low} to {high} pixels; change "
+                "its min_pixels or max_pixels, or those of data"
+            )
+        if not 0 <= part["tolerance"] < 1:
+            raise ValueError(f"{name}: tolerance must lie in [0, 1), got {part['tolerance']}")
 
 
 def open_source(
     name: str,
     *,
     path: str = "",
+    split: str = "",
+    subset: str = "",
+    images: str = "",
+    columns: Mapping[str, str] | None = None,
     num_examples: int = 0,
+    tolerance: float = 0.0,
+    min_pixels: int = 0,
+    max_pixels: int = 0,
     seed: int = 0,
-    split: str = "train",
     kinds: Sequence[str] = KINDS,
     teacher_error: float = 0.0,
     cue_share: float = 0.0,
     cue: str = "",
     think_tag: str = "think",
 ) -> Sequence[Example]:
-    """A random-access sequence of examples.
+    """A random-access sequence of examples; those of files may turn out `Unusable` when asked for.
 
     Args:
-        name: "synthetic" (drawn on demand) or "jsonl" (a file).
-        path: the file; jsonl alone.
-        num_examples: examples to draw; or the first so many of a file, 0 for all.
-        seed, split, kinds, teacher_error, cue_share, cue, think_tag: of `SyntheticSource`. A file
-            is a split of its own and is read as it stands.
+        name: "synthetic" (drawn on demand), or how the files at `path` are laid out.
+        path: a file, a folder, or a hub id.
+        split, subset: parts of a release; of the synthetic source, split "" is "train".
+        images: folder that image paths start from; empty for the release's own.
+        columns: of the parquet source.
+        num_examples: examples to draw; or the first so many rows of a release, 0 for all.
+        tolerance, min_pixels, max_pixels: of every example; 0 leaves them.
+        seed, kinds, teacher_error, cue_share, cue: of `SyntheticSource`.
+        think_tag: of the responses that the source composes.
 
     Raises:
         ValueError: no such source, or an argument that the source does not take.
     """
+    if name not in SOURCES:
+        raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {name!r}")
+    if num_examples < 0:
+        raise ValueError(f"num_examples must not be negative, got {num_examples}")
+    given = {"split": split, "subset": subset, "images": images, "columns": dict(columns or {})}
+    if not any(given["columns"].values()):
+        given["columns"] = {}
+    takes = ("split",) if name == "synthetic" else _FILES[name][1]
+    for option, value in given.items():
+        if value and option not in takes:
+            raise ValueError(f"source {name!r} takes no {option}, got {value!r}; clear it")
     if name == "synthetic":
         if path:
             raise ValueError(f"the synthetic source reads no file, got path {path!r}; clear it")
-        return SyntheticSource(
+        source: Sequence[Example] = SyntheticSource(
             num_examples,
             seed=seed,
-            split=split,
+            split=split or "train",
             kinds=tuple(kinds),
             teacher_error=teacher_error,
             cue_share=cue_share,
             cue=cue,
             think_tag=think_tag,
         )
-    if name == "jsonl":
+    else:
         if teacher_error or cue_share:
             raise ValueError(
                 f"teacher_error {teacher_error} and cue_share {cue_share} shape the synthetic "
-                "source only; set both to 0 for a jsonl source"
+                f"source only; set both to 0 for a {name} source"
             )
-        if num_examples < 0:
-            raise ValueError(f"num_examples must not be negative, got {num_examples}")
-        examples, _ = jsonl.load(path)
-        return examples[: num_examples or None]
-    raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {name!r}")
+        source = _open_files(name, path, num_examples, given | {"think_tag": think_tag})
+    changes = {"tolerance": tolerance, "min_pixels": min_pixels, "max_pixels": max_pixels}
+    changes = {field: value for field, value in changes.items() if value}
+    if not changes:
+        return source
+    return Rows(len(source), lambda index: dataclasses.replace(source[index], **changes))
+
+
+def _open_files(
+    name: str, path: str, num_examples: int, options: Mapping[str, Any]
+) -> Sequence[Example]:
+    reader, takes = _FILES[name]
+    rows = reader(path, **{option: options[option] for option in takes})
+    if num_examples > len(rows):
+        raise ValueError(
+            f"num_examples {num_examples} exceeds the {len(rows)} rows of {path!r}; lower it, or "
+            "set it to 0 for all"
+        )
+    return Rows(num_examples, rows.__getitem__) if num_examples else rows

@@ -42,6 +42,21 @@ def test_a_metric_is_written_under_one_name_to_both_places(tmp_path):
     }  # fmt: skip
 
 
+def test_counts_by_reason_stand_in_every_line_of_their_stage_as_they_are(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        counts = writer.counter("rl", "left_out")
+        writer.write("rl", 0, {"acc": 1})
+        counts.update({"no answer": 2, "image missing": 1})
+        writer.write("rl", 1, {"acc": 1})
+        counts["no answer"] += 1
+        writer.write("sft", 0, {"loss": 1})
+        writer.write("rl", 2, {"acc": 1})
+    expected = [{}, {"image_missing": 1, "no_answer": 2}, {}, {"image_missing": 1, "no_answer": 3}]
+    for line, counted in zip(lines(tmp_path), expected, strict=True):
+        found = {name: value for name, value in line.items() if name.startswith("left_out")}
+        assert found == {f"left_out/{name}": count for name, count in counted.items()}
+
+
 def test_a_resumed_stage_has_every_step_once(tmp_path):
     with MetricWriter(tmp_path) as writer:
         for stage, num_steps in (("sft", 3), ("rl", 5)):

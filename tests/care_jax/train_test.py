@@ -421,7 +421,10 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
         learning_rate=0.5, warmup_steps=5, num_steps=2 * STEPS, schedule="cosine"
     )
     for record in metrics:  # the peak of a CPU is not known
-        assert record["train_tflops_per_second"] * record["train_seconds"] > 0 and "train_mfu" not in record
+        assert (
+            record["train_tflops_per_second"] * record["train_seconds"] > 0
+            and "train_mfu" not in record
+        )
     rates = [record["learning_rate"] for record in metrics]
     np.testing.assert_allclose(rates, [schedule(2 * step) for step in range(STEPS)], rtol=1e-6)
 

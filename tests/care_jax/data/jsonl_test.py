@@ -6,8 +6,13 @@ import pytest
 from PIL import Image
 
 from care_jax.data import jsonl
+from care_jax.data.rows import checked
 
 GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
+
+
+def load(path):
+    return checked(jsonl.open_rows(str(path)), str(path))
 
 
 @pytest.fixture
@@ -21,6 +26,8 @@ def write(tmp_path):
         (tmp_path / f"cut-{name}").write_bytes(data[: len(data) // 2])
     (tmp_path / "text.png").write_text("no image")
     Image.new("RGB", (401, 2)).save(tmp_path / "narrow.png")
+    Image.new("1", (30_000, 200)).save(tmp_path / "large.png")
+    Image.new("1", (19_999, 19_999)).save(tmp_path / "bomb.png")
 
     def write(*rows):
         path = tmp_path / "rows.jsonl"
@@ -35,7 +42,7 @@ def write(tmp_path):
     ("row", "reason"),
     [
         (b"{", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
+        (b"\xff\xfe", "not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         ([GOOD], "not an object"),
         (GOOD | {"question": None}, "no question"),
@@ -47,6 +54,10 @@ def write(tmp_path):
         (GOOD | {"options": "AB"}, "choices of a wrong type"),
         (GOOD | {"options": [None]}, "choices of a wrong type"),
         (GOOD | {"options": ["x"] * 27}, "more than 26 choices"),
+        (GOOD | {"options": ["1", "2"]}, "answer not among the choices"),
+        (GOOD | {"question": "?" * 20_000}, "text too long"),
+        (GOOD | {"image": "large.png"}, "image too large"),
+        (GOOD | {"image": "bomb.png"}, "image too large"),
         (GOOD | {"image": 5}, "image of a wrong type"),
         (GOOD | {"images": ["ok.png"]}, "both image and images"),
         (GOOD | {"image": "gone.png"}, "image missing"),
@@ -65,7 +76,7 @@ def write(tmp_path):
     ],
 )
 def test_bad_row_is_left_out_and_counted(write, row, reason):
-    examples, skipped = jsonl.load(write(GOOD, row, GOOD | {"id": "b"}))
+    examples, skipped = load(write(GOOD, row, GOOD | {"id": "b"}))
     assert [example.id for example in examples] == ["a", "b"]
     assert skipped == {reason: 1}
 
@@ -75,19 +86,19 @@ def test_row_becomes_an_example(write):
         "id": 7,
         "question": "Which?\n<image>",
         "options": ["one", "2"],
-        "answer": 4,
+        "answer": 2,
         "images": ["ok.png"],
         "rationale": "Count.",
         "response": "<think>Count.</think><answer>4</answer>",
     }
     path = write(b"", row)
-    (example,), skipped = jsonl.load(path)
+    (example,), skipped = load(path)
     assert not skipped
     assert example.id == "7"
     assert example.source == "rows"
     assert example.question == "Which?\n<image>\n(A) one\n(B) 2"
     assert example.choices == ("one", "2")
-    assert example.answer == "4"
+    assert example.answer == "2"
     assert example.images == (path.parent / "ok.png",)
     assert example.response == row["response"]
     assert example.rationale == "Count."
@@ -104,7 +115,7 @@ def test_row_becomes_an_example(write):
 )
 def test_placeholders_and_images_are_brought_together(write, question, images, expected, order):
     path = write({"question": question, "answer": "1", "images": images})
-    (example,), _ = jsonl.load(path)
+    (example,), _ = load(path)
     assert example.question == expected
     assert example.images == tuple(path.parent / images[i] for i in order)
     assert example.id == "1"
@@ -112,15 +123,15 @@ def test_placeholders_and_images_are_brought_together(write, question, images, e
 
 def test_file_without_a_usable_row_is_refused(write, tmp_path):
     with pytest.raises(ValueError, match=r"no row of .* can be used: 2 x not JSON"):
-        jsonl.load(write(b"{", b"}"))
-    with pytest.raises(ValueError, match="the file is empty"):
-        jsonl.load(write())
-    with pytest.raises(ValueError, match=r"expected a file of JSON lines, got .*gone\.jsonl"):
-        jsonl.load(tmp_path / "gone.jsonl")
+        load(write(b"{", b"}"))
+    with pytest.raises(ValueError, match="there is none"):
+        load(write())
+    with pytest.raises(ValueError, match=r"expected a file of JSON rows, got .*gone\.jsonl"):
+        load(tmp_path / "gone.jsonl")
 
 
 def test_whole_of_math_vision_testmini_can_be_used(shared):
-    examples, skipped = jsonl.load(shared / "data" / "mathvision_mini" / "testmini.jsonl")
+    examples, skipped = load(shared / "data" / "mathvision_mini" / "testmini.jsonl")
     assert len(examples) == 304
     assert not skipped
     assert all(e.question.count("<image>") == len(e.images) == 1 for e in examples)

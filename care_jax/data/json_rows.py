@@ -1,0 +1,96 @@
+"""Objects of a JSON file, found once and parsed when they are asked for.
+
+A file of lines, or one array; of either only the places of the rows are held. A row that is no
+JSON, or no UTF-8, costs that row and no other.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import pathlib
+import re
+from array import array
+from typing import Any
+
+from care_jax.batch import Unusable
+
+# What decides where a value of an array ends; a string is one token, its brackets and all, and a
+# quotation mark by itself opens one that is never closed.
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
+
+
+class JsonRows:
+    """Random access to the objects of a file.
+
+    Args:
+        path: `.json` is one array; anything else has an object per line.
+
+    Attributes:
+        numbers: of each row: its line, or its place in the array, from 1.
+
+    Raises:
+        ValueError: there is no such file, or it is not an array to its end.
+    """
+
+    def __init__(self, path: str | pathlib.Path):
+        self.path = pathlib.Path(path)
+        if not self.path.is_file():
+            raise ValueError(f"expected a file of JSON rows, got {str(path)!r}; check data's path")
+        with self.path.open("rb") as file:
+            is_empty = not file.read(1)
+            self._data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._starts, self._stops, self.numbers = array("Q"), array("Q"), array("Q")
+        if self.path.suffix == ".json":
+            self._find_elements()
+        else:
+            self._find_lines()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        text = self._data[self._starts[index] : self._stops[index]]
+        try:
+            row = json.loads(text.decode())
+        except UnicodeDecodeError as error:
+            raise Unusable("not UTF-8") from error
+        except (ValueError, RecursionError) as error:
+            raise Unusable("not JSON") from error
+        if not isinstance(row, dict):
+            raise Unusable("not an object")
+        return row
+
+    def _add(self, start: int, stop: int, number: int) -> None:
+        if self._data[start:stop].strip():
+            self._starts.append(start)
+            self._stops.append(stop)
+            self.numbers.append(number)
+
+    def _find_lines(self) -> None:
+        start, number = 0, 1
+        while start < len(self._data):
+            end = self._data.find(b"\n", start)
+            stop = len(self._data) if end < 0 else end
+            self._add(start, stop, number)
+            start, number = stop + 1, number + 1
+
+    def _find_elements(self) -> None:
+        depth, start, number = 0, 0, 1
+        for token in _TOKEN.finditer(self._data):
+            mark = token.group()[:1]
+            if token.group() == b'"':
+                break
+            if depth == 1 and mark in b",]":
+                self._add(start, token.start(), number)
+                start, number = token.end(), number + 1
+            if mark in b"[{":
+                depth += 1
+                start = token.end() if depth == 1 else start
+            elif mark in b"]}":
+                depth -= 1
+        if depth or not len(self._data) or self._data[:64].strip()[:1] != b"[":
+            raise ValueError(
+                f"expected {str(self.path)!r} to be one JSON array, closed at its end; it may have "
+                "been cut short: fetch it again, or name it .jsonl where it has a row per line"
+            )

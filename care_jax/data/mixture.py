@@ -1,0 +1,55 @@
+"""Several sources as one, each with its share."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+from care_jax.batch import Example
+
+
+class Mixture(Sequence[Example]):
+    """The sources one after another; a stream of batches draws from them by weight.
+
+    Args:
+        sources: at least one, none of them empty.
+        weights: of each, above 0; or 0 for all, which then are the sources' lengths.
+
+    Attributes:
+        sources, weights: those.
+
+    Raises:
+        ValueError: a source is empty, or weights are given for some sources alone.
+    """
+
+    def __init__(self, sources: Sequence[Sequence[Example]], weights: Sequence[float]):
+        check_weights(weights)
+        lengths = [len(source) for source in sources]
+        if not lengths or not all(lengths):
+            raise ValueError(f"expected sources with examples, got lengths {lengths}; leave out 0s")
+        self.sources = list(sources)
+        self.weights = list(weights) if any(weights) else [float(length) for length in lengths]
+        self._ends = list(itertools.accumulate(lengths))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} is outside 0..{len(self) - 1}")
+        number = bisect.bisect_right(self._ends, index)
+        return self.sources[number][index - (self._ends[number - 1] if number else 0)]
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Refuses weights that are negative, or absent for some sources and not for others.
+
+    Raises:
+        ValueError: as said.
+    """
+    if min(weights, default=0) < 0 or (any(weights) and not all(weights)):
+        raise ValueError(
+            f"expected a weight above 0 for every part of the mixture, or 0 for all of them, got "
+            f"{list(weights)}; change weight"
+        )

@@ -1,0 +1,185 @@
+"""Parquet files: random access to rows, and questions from any release by its columns' names.
+
+Image cells are structs {bytes, path}, paths, or lists of either. A row group is read whole, so
+rows are cheap in order and costly at random: `care_jax.data.prepare` writes shards for training.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import pathlib
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from care_jax.batch import Example, Unusable
+from care_jax.data import hub
+from care_jax.data.images import AnyImage
+from care_jax.data.rows import Rows, make_example
+
+COLUMNS = ("id", "question", "answer", "images", "choices", "rationale", "response")
+_NUM_CACHED = 2  # row groups
+_Cells = dict[str, Any]  # column -> pyarrow array
+
+
+class ParquetRows:
+    """Random access to the rows of several files, a few row groups held at a time.
+
+    Args:
+        paths: files of one schema.
+        columns: to be read; all by default.
+
+    Raises:
+        ValueError: a file is not whole, or a column is absent.
+    """
+
+    def __init__(self, paths: Sequence[pathlib.Path], columns: Sequence[str] | None = None):
+        self._columns = None if columns is None else list(columns)
+        self._groups: list[tuple[pathlib.Path, int]] = []
+        counts = []
+        for path in paths:
+            file = _open(path)
+            absent = set(self._columns or ()) - set(file.schema_arrow.names)
+            if absent:
+                raise ValueError(
+                    f"{path} has columns {', '.join(file.schema_arrow.names)}, not "
+                    f"{', '.join(sorted(absent))}; name its own in the source's columns"
+                )
+            for group in range(file.num_row_groups):
+                self._groups.append((path, group))
+                counts.append(file.metadata.row_group(group).num_rows)
+        self._ends = list(itertools.accumulate(counts))
+        self._read: collections.OrderedDict[int, _Cells] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        group = bisect.bisect_right(self._ends, index)
+        cells = self._group(group)
+        place = index - (self._ends[group - 1] if group else 0)
+        try:
+            return {name: column[place].as_py() for name, column in cells.items()}
+        except UnicodeDecodeError as error:
+            raise Unusable("not UTF-8") from error
+
+    def _group(self, group: int) -> _Cells:
+        with self._lock:
+            if group not in self._read:
+                path, number = self._groups[group]
+                try:
+                    table = _open(path).read_row_group(number, columns=self._columns)
+                except (OSError, ValueError) as error:
+                    raise ValueError(
+                        f"row group {number} of {path} cannot be read ({_first_line(error)}); "
+                        "fetch the file again"
+                    ) from error
+                self._read[group] = dict(zip(table.column_names, table.columns, strict=True))
+                while len(self._read) > _NUM_CACHED:
+                    self._read.popitem(last=False)
+            self._read.move_to_end(group)
+            return self._read[group]
+
+
+def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
+    """Questions from files whose columns are named.
+
+    Args:
+        path: a file, a folder, or a hub id.
+        split: files named for it (train-00000-of-00001.parquet) or in a folder of that name;
+            empty for all.
+        columns: for each of `COLUMNS` the column that has it, empty for none; question and answer
+            must be named. Several columns of images are separated by commas.
+
+    Raises:
+        ValueError: no such files or columns.
+    """
+    absent = [name for name in ("question", "answer") if not columns[name]]
+    if absent:
+        raise ValueError(f"name the column of the {absent[0]} in the source's columns")
+    named = {name: column for name, column in columns.items() if column}
+    image_columns = list(filter(None, named.pop("images", "").split(",")))
+    place = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
+    table = ParquetRows(find_files(place, split), [*dict.fromkeys(named.values()), *image_columns])
+    folder = place.parent if place.is_file() else place
+
+    def example(index: int) -> Example:
+        row = table[index]
+        parts = {name: row[column] for name, column in named.items()}
+        images = images_of([row[column] for column in image_columns], folder)
+        answer = parts["answer"]
+        if isinstance(answer, list):
+            parts["answer"] = ", ".join(map(str, answer))
+        return make_example(
+            **{"id": index, **parts},
+            source=place.stem,
+            images=images,
+            needs_image=bool(image_columns),
+        )
+
+    return Rows(len(table), example)
+
+
+def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
+    """The parquet files of a release, in order of their names.
+
+    Raises:
+        ValueError: there is none of that split.
+    """
+    if place.is_file():
+        return [place]
+    files = sorted(place.rglob("*.parquet"))
+    found = [
+        path
+        for path in files
+        if not split or split in (re.split("[-.]", path.name)[0], path.parent.name)
+    ]
+    if not found:
+        names = ", ".join(str(path.relative_to(place)) for path in files[:8])
+        raise ValueError(
+            f"expected parquet files of split {split!r} in {str(place)!r}, got {names or 'none'}; "
+            "change the source's path or split"
+        )
+    return found
+
+
+def images_of(cell: Any, folder: pathlib.Path) -> list[AnyImage]:
+    """The images of a cell; paths are relative to the folder.
+
+    Raises:
+        Unusable: the cell holds something else.
+    """
+    if cell is None:
+        return []
+    if isinstance(cell, list):
+        return [image for one in cell for image in images_of(one, folder)]
+    if isinstance(cell, dict):
+        cell = cell.get("bytes") or cell.get("path")
+    if isinstance(cell, bytes):
+        return [cell]
+    if isinstance(cell, str) and cell:
+        return [folder / cell]
+    raise Unusable("image of a wrong type")
+
+
+def _open(path: pathlib.Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(
+            "parquet files need pyarrow; install it with: pip install 'care_jax[data]'"
+        ) from error
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a whole parquet file ({_first_line(error)}); fetch it again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

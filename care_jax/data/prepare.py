@@ -1,0 +1,310 @@
+"""Sources to one clean folder: `python -m care_jax.data.prepare --config=FILE --out=FOLDER`.
+
+Reads the sources of `data.prepare.sources` in their order, row by row, and leaves out what cannot
+be used, what an earlier row already asks, what a benchmark of `data.prepare.benchmarks` asks, and
+what does not fit `data.buckets`. What is left goes into ArrayRecord shards beside a manifest
+(counts by source and reason, sizes, checksums) and a list of every row that was left out.
+
+The same configuration and files give the same bytes. The folder appears whole or not at all: it is
+written beside its name and renamed at the end. One run at a time may write it. Memory holds a few
+dozen images and about a kilobyte per row that is kept.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TextIO
+
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from care_jax.batch import Example, Unusable
+from care_jax.data import hub, shards
+from care_jax.data.dedup import Content, Seen, content_of
+from care_jax.data.pipeline import TOO_LONG
+from care_jax.data.sources import check_section, open_source, options_of
+from care_jax.prompt import PromptBuilder, backbone_config, load_tokenizer
+
+LEFT_OUT = "left_out.jsonl"
+RESPONSE_TOO_LONG = "response too long"
+_DECISIVE = (
+    "prepare",
+    "min_pixels",
+    "max_pixels",
+    "buckets",
+    "system_prompt",
+    "instruction",
+    "think_tag",
+)
+_AHEAD = 4  # rows per worker that are looked at before they are needed
+
+
+def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
+    """Writes the folder and returns its manifest.
+
+    Args:
+        config: complete, see `configs/common.py`.
+        out: made; where it is there and was made with the same configuration it is left alone.
+
+    Raises:
+        ValueError: the configuration cannot be followed, or `out` is something else.
+    """
+    data = config.data
+    _check(config)
+    sources, benchmarks = (
+        {name_of(section): _open(section, data.think_tag) for section in sections}
+        for sections in (data.prepare.sources, data.prepare.benchmarks)
+    )
+    # Whatever decides the bytes; where they are trained on, and by how many threads, does not.
+    whole = json.loads(data.to_json_best_effort())
+    asked = {key: whole[key] for key in _DECISIVE} | {
+        "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
+        "max_response_tokens": config.sft.max_response_tokens,
+    }
+    if out.exists():
+        manifest = shards.read_manifest(out)
+        if manifest["config"] != asked:
+            raise ValueError(
+                f"{str(out)!r} was prepared with another configuration; remove it, or choose "
+                "another --out"
+            )
+        return manifest
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    partial.mkdir(parents=True)
+    look_at = _inspector(config)
+    seen = Seen(data.prepare.near_bits)
+    manifest = {"config": asked, "num_examples": 0, "sources": {}, "benchmarks": {}}
+    with (
+        ThreadPoolExecutor(data.num_workers, "prepare") as workers,
+        (partial / LEFT_OUT).open("w", encoding="utf-8") as left_out,
+    ):
+        looking = _Looking(workers, ahead=_AHEAD * data.num_workers)
+        for name, examples in benchmarks.items():
+            manifest["benchmarks"][name] = _note_benchmark(name, examples, seen, looking)
+        for name, examples in sources.items():
+            writer = shards.ShardWriter(
+                partial, name, shard_bytes=data.prepare.shard_megabytes * 2**20
+            )
+            report = _clean(name, examples, look_at, seen, looking, writer, left_out)
+            manifest["sources"][name] = report
+            manifest["num_examples"] += report["kept"]
+            for benchmark, count in report.pop("in_benchmarks").items():
+                manifest["benchmarks"][benchmark]["removed"][name] = count
+    if not manifest["num_examples"]:
+        reasons = {name: report["left_out"] for name, report in manifest["sources"].items()}
+        raise ValueError(f"no example is left: {reasons}; check the sources' paths")
+    manifest["left_out_sha256"] = shards.sha256(partial / LEFT_OUT)
+    shards.write_manifest(partial, manifest)
+    partial.rename(out)
+    return shards.read_manifest(out)
+
+
+def summary(manifest: Mapping[str, Any]) -> list[str]:
+    """The manifest's counts, a line for each source and benchmark."""
+    lines = []
+    for name, report in manifest["sources"].items():
+        num_bytes = sum(shard["num_bytes"] for shard in report["shards"])
+        lines.append(
+            f"{name}: {report['kept']} of {report['rows']} rows kept, {len(report['shards'])} "
+            f"shards of {num_bytes / 2**20:.1f} MiB"
+        )
+        lines += [f"  left out {count}: {reason}" for reason, count in report["left_out"].items()]
+        lines += [f"  mended {count}: {reason}" for reason, count in report["repaired"].items()]
+    for name, report in manifest["benchmarks"].items():
+        lines.append(
+            f"benchmark {name}: {report['usable']} of {report['rows']} questions read, "
+            f"{sum(report['removed'].values())} matches removed"
+        )
+    return [*lines, f"{manifest['num_examples']} examples in all"]
+
+
+def _clean(
+    name: str,
+    examples: Sequence[Example],
+    look_at: Callable[[Example], Content],
+    seen: Seen,
+    looking: _Looking,
+    writer: shards.ShardWriter,
+    left_out: TextIO,
+) -> dict[str, Any]:
+    """Writes what is to be kept of a source, and counts the rest."""
+    reasons, repaired, in_benchmarks = Counter(), Counter(), Counter()
+    num_kept = 0
+    for row, example, content in looking.in_order(examples, look_at):
+        benchmark = ""
+        if isinstance(content, Unusable):
+            reason = str(content)
+        else:
+            reason, benchmark = seen.in_benchmark(content)
+            reason = reason or seen.duplicate(content)
+        if reason:
+            reasons[reason] += 1
+            in_benchmarks.update([benchmark] if benchmark else [])
+            id = example.id if example else ""
+            line = {"source": name, "row": row, "id": id, "reason": reason}
+            left_out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            continue
+        seen.add(name, content)
+        writer.write(example)
+        num_kept += 1
+        repaired.update([example.repair] if example.repair else [])
+    writer.close()
+    return {
+        "rows": len(examples),
+        "kept": num_kept,
+        "left_out": dict(sorted(reasons.items())),
+        "repaired": dict(sorted(repaired.items())),
+        "in_benchmarks": dict(in_benchmarks),
+        "shards": writer.shards,
+    }
+
+
+def _note_benchmark(
+    name: str, examples: Sequence[Example], seen: Seen, looking: _Looking
+) -> dict[str, Any]:
+    reasons = Counter()
+    for _, _, content in looking.in_order(examples, content_of):
+        if isinstance(content, Unusable):
+            reasons[str(content)] += 1
+        else:
+            seen.add_benchmark(name, content)
+    return {
+        "rows": len(examples),
+        "usable": len(examples) - sum(reasons.values()),
+        "left_out": dict(sorted(reasons.items())),
+        "removed": {},
+    }
+
+
+class _Looking:
+    """Looks at examples side by side, a little ahead, and gives them in order."""
+
+    def __init__(self, workers: ThreadPoolExecutor, *, ahead: int):
+        self._workers, self._ahead = workers, ahead
+
+    def in_order(
+        self, examples: Sequence[Example], look_at: Callable[[Example], Content]
+    ) -> Iterator[tuple[int, Example | None, Content | Unusable]]:
+        """(row, example, what it asks or why it is left out) of every row."""
+        waiting: collections.deque[tuple[int, Example | None, Future]] = collections.deque()
+        for row in range(len(examples)):
+            try:
+                example = examples[row]
+                waiting.append((row, example, self._workers.submit(look_at, example)))
+            except Unusable as reason:
+                refused = Future()
+                refused.set_exception(reason)
+                waiting.append((row, None, refused))
+            if len(waiting) > self._ahead:
+                yield _result(*waiting.popleft())
+        while waiting:
+            yield _result(*waiting.popleft())
+
+
+def _result(
+    row: int, example: Example | None, pending: Future
+) -> tuple[int, Example | None, Content | Unusable]:
+    try:
+        return row, example, pending.result()
+    except Unusable as reason:
+        return row, example, reason
+
+
+def _inspector(config: ConfigDict) -> Callable[[Example], Content]:
+    """What is asked of every row: pictures that decode, a prompt and a response that fit."""
+    data, model = config.data, config.model
+    folder = None
+    if model.path:
+        folder = hub.find(model.path, ["*.json", "*.txt", "*.jinja"], kind="model")
+    tokenizer = load_tokenizer(model.tokenizer or str(folder or ""))
+    prompts = PromptBuilder(
+        tokenizer,
+        backbone_config(folder, model.backbone.to_dict(), tokenizer),
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+        buckets=data.buckets,
+        system_prompt=data.system_prompt,
+        instruction=data.instruction,
+        think_tag=data.think_tag,
+    )
+
+    def look_at(example: Example) -> Content:
+        content = content_of(example)
+        if not prompts.holds(*prompts.measure(example)):
+            raise Unusable(TOO_LONG)
+        if example.response:
+            num_tokens = len(prompts.response_tokens(example.response))
+            if num_tokens > config.sft.max_response_tokens:
+                raise Unusable(RESPONSE_TOO_LONG)
+        return content
+
+    return look_at
+
+
+def _open(section: ConfigDict, think_tag: str) -> Sequence[Example]:
+    return open_source(section.source, **options_of(section), think_tag=think_tag)
+
+
+def name_of(section: ConfigDict) -> str:
+    """What a source is called in a prepared folder: chartqa-human, or a file's or folder's name."""
+    is_any = section.source in ("jsonl", "parquet", "arrayrecord")
+    name = pathlib.Path(section.path).stem if is_any else section.source
+    split = "" if section.split == "train" else section.split
+    return "-".join(filter(None, [name, section.subset, split]))
+
+
+def _check(config: ConfigDict) -> None:
+    data = config.data
+    if not data.prepare.sources:
+        raise ValueError("expected at least one source in data.prepare.sources, got none")
+    sections = [*data.prepare.sources, *data.prepare.benchmarks]
+    for section in sections:
+        check_section(
+            "data.prepare", section, min_pixels=data.min_pixels, max_pixels=data.max_pixels
+        )
+        if section.parts:
+            raise ValueError("data.prepare.sources are no mixtures; list their parts instead")
+    names = Counter(name_of(section) for section in sections)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(
+                f"{count} sources of data.prepare are called {name!r}; give them files or folders "
+                "of different names"
+            )
+    for key in ("near_bits", "shard_megabytes"):
+        if data.prepare[key] < (0 if key == "near_bits" else 1):
+            raise ValueError(f"data.prepare.{key} is too small, got {data.prepare[key]}")
+    if bool(config.model.path) == bool(config.model.backbone):
+        raise ValueError(
+            "prompts are measured with a backbone and its tokenizer: set exactly one of model.path "
+            "and model.backbone"
+        )
+
+
+def run_main() -> None:
+    """Parses flags and prepares; a mistake of the user's is one line, not a traceback."""
+    # Defined here, as care_jax.main has a flag of the same name.
+    config = config_flags.DEFINE_config_file("config", None, "Configuration with data.prepare.")
+    out = flags.DEFINE_string("out", None, "Folder to write.")
+
+    def main(argv: Sequence[str]) -> None:
+        if len(argv) > 1 or config.value is None or not out.value:
+            raise ValueError("expected --config=FILE --out=FOLDER and --config.<key>=<value> alone")
+        print("\n".join(summary(prepare(config.value, pathlib.Path(out.value)))))
+
+    try:
+        app.run(main)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run_main()

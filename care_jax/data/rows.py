@@ -1,0 +1,213 @@
+"""Rows of a release as examples: what every source checks, and rows that are read when asked for.
+
+A source states where the parts of a row stand; `make_example` brings placeholders and images
+together and refuses what cannot be used. A refusal is an `Unusable` whose message is counted.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import logging
+
+from care_jax import notation
+from care_jax.batch import Example, Unusable
+from care_jax.data.images import AnyImage, open_image
+
+MAX_CHARS = 16_384  # of a question with its choices; longer texts are no questions
+MAX_RESPONSE_CHARS = 65_536
+PUT_IN_FRONT = "placeholder put in front"
+_LETTERS = string.ascii_uppercase
+_PLACEHOLDER = re.compile(r"<image(\d*)>")
+_SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+_NOT_TEXT = re.compile("[\ud800-\udfff]")
+_MAX_TRIES = 64  # rows that may be unusable before a source is given up
+
+
+class Rows(Sequence[Example]):
+    """Rows that become examples when they are asked for, and may turn out unusable only then.
+
+    Args:
+        num_rows: length of the sequence.
+        read: an index in [0, num_rows) -> its example; raises `Unusable`.
+    """
+
+    def __init__(self, num_rows: int, read: Callable[[int], Example]):
+        self._num_rows = num_rows
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < self._num_rows:
+            raise IndexError(f"index {index} is outside 0..{self._num_rows - 1}")
+        return self._read(index)
+
+
+def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
+    """The usable examples of a source, each image decoded once; one warning per reason.
+
+    Args:
+        source: rows that are few enough to be held; their images are not.
+        name: of the source, for the messages.
+
+    Returns:
+        the usable examples in order, and how many rows were left out for each reason.
+
+    Raises:
+        ValueError: no row can be used.
+    """
+    examples, skipped, first_row = [], Counter(), {}
+    for row in range(len(source)):
+        try:
+            example = source[row]
+            for image in example.images:
+                open_image(image, at_least=1)
+            examples.append(example)
+        except Unusable as reason:
+            skipped[str(reason)] += 1
+            first_row.setdefault(str(reason), row + 1)
+    for reason, count in skipped.most_common():
+        logging.warning(
+            "%s: left out %d rows: %s (first is row %d)", name, count, reason, first_row[reason]
+        )
+    if not examples:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
+        raise ValueError(f"no row of {name} can be used: {reasons or 'there is none'}")
+    return examples, skipped
+
+
+def first_usable(source: Sequence[Example]) -> Example:
+    """The first usable example, to see what a source has.
+
+    Raises:
+        ValueError: the first rows are all unusable.
+    """
+    reasons = Counter()
+    for row in range(min(len(source), _MAX_TRIES)):
+        try:
+            return source[row]
+        except Unusable as reason:
+            reasons[str(reason)] += 1
+    listed = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    raise ValueError(f"none of the first {sum(reasons.values())} rows can be used: {listed}")
+
+
+def make_example(
+    *,
+    id: Any,
+    source: str,
+    question: Any,
+    answer: Any,
+    images: Sequence[AnyImage],
+    choices: Any = (),
+    rationale: Any = "",
+    response: Any = "",
+    needs_image: bool = True,
+    needs_placeholder: bool = False,
+) -> Example:
+    """An example of a row's parts, as they stand in the release.
+
+    Choices become lines "(A) ..." below the question. Numbered placeholders name the images by
+    their place in the list. Where the text has no placeholder, all images go in front.
+
+    Args:
+        id, source: of the example.
+        question: text, with or without placeholders.
+        answer: text or number; with choices a letter, or the text of one of them.
+        images: in order.
+        choices: a list of texts or numbers, or None.
+        rationale, response: texts, or None.
+        needs_image: refuses rows without an image.
+        needs_placeholder: the release has placeholders, so that one put in front is a repair.
+
+    Raises:
+        Unusable: the row cannot be used.
+    """
+    question = _text(question, "question")
+    if not question:
+        raise Unusable("no question")
+    answer = _text(answer, "answer", is_number_allowed=True)
+    if not answer:
+        raise Unusable("no answer")
+    if needs_image and not images:
+        raise Unusable("no image")
+    choices = _choices(choices)
+    if choices and not _names_a_choice(answer, choices):
+        raise Unusable("answer not among the choices")
+    rationale, response = _text(rationale, "rationale"), _text(response, "response")
+    lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=False)]
+    question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
+    if len(question) > MAX_CHARS or len(answer) > MAX_CHARS:
+        raise Unusable("text too long")
+    if max(len(rationale), len(response)) > MAX_RESPONSE_CHARS:
+        raise Unusable("text too long")
+    for text in (question, answer, rationale, response):
+        if _SPECIAL_TOKEN.search(text):
+            raise Unusable("a special token in the text")
+        if _NOT_TEXT.search(text):
+            raise Unusable("half a character in the text")
+    return Example(
+        id=_text(id, "id", is_number_allowed=True),
+        source=source,
+        images=tuple(images),
+        question=question,
+        answer=answer,
+        choices=choices,
+        rationale=rationale,
+        response=response,
+        repair=PUT_IN_FRONT if is_repaired and needs_placeholder else "",
+    )
+
+
+def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
+    """A field without surrounding space; empty where it is absent."""
+    if value is None:
+        return ""
+    if is_number_allowed and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise Unusable(f"{name} of a wrong type")
+    return value.strip()
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    value = value or []
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(choice, str | int | float) for choice in value
+    ):
+        raise Unusable("choices of a wrong type")
+    if len(value) > len(_LETTERS):
+        raise Unusable("more than 26 choices")
+    return tuple(str(choice).strip() for choice in value)
+
+
+def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
+    keys = [notation.key(notation.clean(choice)) for choice in choices]
+    answer = notation.clean(answer)
+    return notation.key(answer) in keys or bool(notation.choice_letter(answer, len(choices)))
+
+
+def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage], bool]:
+    """The question with one `<image>` per image, the images in that order, whether it had none."""
+    numbers = _PLACEHOLDER.findall(question)
+    if not numbers:
+        return "<image>" * len(images) + question, images, bool(images)
+    if not any(numbers):
+        if len(numbers) != len(images):
+            raise Unusable("images and placeholders differ in number")
+        return question, images, False
+    if len(images) == 1 and all(numbers):
+        head, *rest = _PLACEHOLDER.split(question)[::2]
+        pictures = [f"(picture {number})" for number in numbers[1:]]
+        tail = "".join(a + b for a, b in zip(rest, [*pictures, ""], strict=True))
+        return f"{head}<image>{tail}", images, False
+    wanted = [int(number) for number in numbers if number]
+    if len(wanted) != len(numbers) or sorted(wanted) != list(range(1, len(images) + 1)):
+        raise Unusable("images and placeholders differ in number")
+    return _PLACEHOLDER.sub("<image>", question), [images[k - 1] for k in wanted], False

@@ -1,0 +1,197 @@
+"""Prepared data: ArrayRecord shards of examples beside a manifest that says what they hold.
+
+A record is the length of a JSON header, the header, then the images' files one after another:
+nothing in it is executed when it is read. Records are compressed one by one where that pays, so
+any one is read by itself; ArrayRecord's checksums cover each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import pathlib
+import struct
+import threading
+from bisect import bisect_right
+from typing import Any
+
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from care_jax.batch import Example
+from care_jax.data.images import encoded
+from care_jax.data.rows import Rows
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # of records and manifest; another number is refused
+_LENGTH = struct.Struct("<I")
+# One record per chunk: a record is found by itself. Image files do not shrink any further.
+_OPTIONS = "group_size:1,uncompressed"
+
+
+class ShardWriter:
+    """Writes the examples of one source into numbered shards.
+
+    Args:
+        folder: where they go.
+        source: their name begins with it.
+        shard_bytes: a shard is closed once it holds so much.
+
+    Attributes:
+        shards: of each closed shard its file, number of records, bytes and sha256.
+    """
+
+    def __init__(self, folder: pathlib.Path, source: str, *, shard_bytes: int):
+        self.shards: list[dict[str, Any]] = []
+        self._folder, self._source, self._shard_bytes = folder, source, shard_bytes
+        self._writer: ArrayRecordWriter | None = None
+        self._num_bytes = self._num_records = 0
+
+    def write(self, example: Example) -> None:
+        """Appends an example."""
+        if self._writer is None:
+            self._path = self._folder / f"{self._source}-{len(self.shards):05d}.arrayrecord"
+            self._writer = ArrayRecordWriter(str(self._path), _OPTIONS)
+            self._num_bytes = self._num_records = 0
+        record = to_record(example)
+        self._writer.write(record)
+        self._num_bytes += len(record)
+        self._num_records += 1
+        if self._num_bytes >= self._shard_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the last shard."""
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer = None
+        self.shards.append(
+            {
+                "file": self._path.name,
+                "num_records": self._num_records,
+                "num_bytes": self._path.stat().st_size,
+                "sha256": sha256(self._path),
+            }
+        )
+
+
+def open_rows(path: str, *, subset: str) -> Rows:
+    """The examples of a prepared folder.
+
+    Args:
+        path: what `care_jax.data.prepare` wrote.
+        subset: one of the sources in it; empty for all.
+
+    Raises:
+        ValueError: the folder is not whole, naming the file that is wrong.
+    """
+    folder = pathlib.Path(path).expanduser()
+    manifest = read_manifest(folder)
+    sources = manifest["sources"]
+    if subset and subset not in sources:
+        raise ValueError(f"{path!r} holds {', '.join(sources)}, not {subset!r}; change subset")
+    shards = [
+        shard for name in ([subset] if subset else sources) for shard in sources[name]["shards"]
+    ]
+    readers = [_Shard(folder / shard["file"], shard) for shard in shards]
+    ends = list(itertools.accumulate(shard["num_records"] for shard in shards))
+    if not ends:
+        raise ValueError(f"no example of {subset or 'any source'} is left in {path!r}")
+
+    def example(index: int) -> Example:
+        number = bisect_right(ends, index)
+        return readers[number].read(index - (ends[number - 1] if number else 0))
+
+    return Rows(ends[-1], example)
+
+
+class _Shard:
+    """One shard, opened at its first use; its size is checked before."""
+
+    def __init__(self, path: pathlib.Path, entry: dict[str, Any]):
+        num_bytes = path.stat().st_size if path.is_file() else -1
+        if num_bytes != entry["num_bytes"]:
+            found = "which is missing" if num_bytes < 0 else f"got {num_bytes}"
+            raise ValueError(
+                f"expected shard {path} of {entry['num_bytes']} bytes, {found}; copy it again, or "
+                "prepare the folder anew"
+            )
+        self._path, self._num_records = path, entry["num_records"]
+        self._reader: ArrayRecordReader | None = None
+        self._lock = threading.Lock()
+
+    def read(self, index: int) -> Example:
+        try:
+            with self._lock:
+                if self._reader is None:
+                    self._reader = ArrayRecordReader(str(self._path))
+                if self._reader.num_records() != self._num_records:
+                    raise RuntimeError(f"{self._reader.num_records()} records can be found in it")
+                (record,) = self._reader.read([index])
+            return from_record(record)
+        except (RuntimeError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise ValueError(
+                f"shard {self._path} is corrupt at record {index} of {self._num_records} "
+                f"({str(error).splitlines()[0][:120]}); copy it again, or prepare the folder anew"
+            ) from error
+
+
+def to_record(example: Example) -> bytes:
+    """An example as bytes."""
+    files = [encoded(image) for image in example.images]
+    header = dataclasses.asdict(dataclasses.replace(example, images=()))
+    header["images"] = [len(file) for file in files]
+    text = json.dumps(header, ensure_ascii=False, sort_keys=True).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *files])
+
+
+def from_record(record: bytes) -> Example:
+    """The example of `to_record`.
+
+    Raises:
+        ValueError: the record is not one of ours.
+    """
+    (length,) = _LENGTH.unpack_from(record)
+    start = _LENGTH.size + length
+    header = json.loads(record[_LENGTH.size : start])
+    ends = list(itertools.accumulate(header["images"], initial=start))
+    if ends[-1] != len(record):
+        raise ValueError(f"a record of {len(record)} bytes says it has {ends[-1]}")
+    images = tuple(record[a:b] for a, b in itertools.pairwise(ends))
+    return Example(**header | {"images": images, "choices": tuple(header["choices"])})
+
+
+def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
+    """Writes the manifest, without which a folder is not taken for a whole one."""
+    text = json.dumps({"format": FORMAT} | manifest, indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n")
+
+
+def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+    """The manifest of a prepared folder.
+
+    Raises:
+        ValueError: there is none, or it is of another format.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"expected a prepared folder with {MANIFEST}, got {str(folder)!r}; make one with: "
+            "python -m care_jax.data.prepare"
+        )
+    try:
+        manifest = json.loads(path.read_text())
+        number = manifest["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no manifest; prepare the folder anew") from error
+    if number != FORMAT:
+        raise ValueError(f"{path} has format {number}, expected {FORMAT}; prepare the folder anew")
+    return manifest
+
+
+def sha256(path: pathlib.Path) -> str:
+    """Of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,64 @@
+"""ViRL39K (TIGER-Lab/ViRL39K): 38,870 questions with one or several images.
+
+Parquet, or the same rows as JSON lines: question (with `<image>`, which some rows have lost),
+answer (in `\\boxed{}`), category, source, qid, image (a list of paths below `images/`).
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from care_jax import notation
+from care_jax.batch import Example
+from care_jax.data import hub
+from care_jax.data.json_rows import JsonRows
+from care_jax.data.parquet import ParquetRows, find_files, images_of
+from care_jax.data.rows import Rows, make_example
+
+NAME = "virl39k"
+_COLUMNS = ("question", "answer", "qid", "image")
+_BOX = "\\boxed{"
+
+
+def open_rows(path: str, *, images: str) -> Rows:
+    """The questions.
+
+    Args:
+        path: the release's folder, its parquet or JSONL file, or its hub id (whose images come as
+            an archive, to be unpacked beside it).
+        images: folder that the image paths start from; empty for the release's own.
+
+    Raises:
+        ValueError: there are no rows where the path points.
+    """
+    place = hub.find(path, ["*.parquet", "images.zip"])
+    file = place if place.is_file() else next(iter(sorted(place.glob("*.jsonl"))), place)
+    table: Sequence[dict[str, Any]]
+    if file.suffix in (".jsonl", ".json"):
+        table = JsonRows(file)
+    else:
+        table = ParquetRows(find_files(file, ""), _COLUMNS)
+    folder = pathlib.Path(images) if images else place.parent if place.is_file() else place
+    return Rows(len(table), lambda index: _example(table[index], index, folder))
+
+
+def _example(row: dict[str, Any], index: int, folder: pathlib.Path) -> Example:
+    return make_example(
+        id=row.get("qid") if row.get("qid") is not None else index,
+        source=NAME,
+        question=row.get("question"),
+        answer=_unboxed(row.get("answer")),
+        images=images_of(row.get("image"), folder),
+        needs_placeholder=True,
+    )
+
+
+def _unboxed(answer: Any) -> Any:
+    """What the only box holds; anything else as it is."""
+    if not isinstance(answer, str) or answer.count(_BOX) != 1:
+        return answer
+    start = answer.index(_BOX) + len(_BOX)
+    end = notation.closing_brace(answer, start)
+    return answer if end < 0 else answer[start:end]

@@ -1,0 +1,103 @@
+"""Vision-R1-cold (Osilly/Vision-R1-cold): long rationales for the cold start.
+
+Two JSON arrays whose columns differ: {id, image, conversations} with roles human and gpt, and
+{images, conversations} with roles user and assistant. They hold paths alone: the images are those
+of LLaVA-CoT-100k and Mulberry-SFT. A response is `<think>`, the rationale, `</think>`, and a text
+that ends in an answer; it becomes `<think>rationale</think><answer>answer</answer>`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import pathlib
+from typing import Any
+
+from care_jax import notation
+from care_jax.batch import Example, Unusable
+from care_jax.data import hub
+from care_jax.data.json_rows import JsonRows
+from care_jax.data.parquet import images_of
+from care_jax.data.rows import Rows, make_example
+
+NAME = "vision_r1_cold"
+_ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")
+_MAX_ANSWER_CHARS = 300  # a longer one is an explanation
+
+
+def open_rows(path: str, *, images: str, think_tag: str) -> Rows:
+    """The questions with their rationales.
+
+    Args:
+        path: the release's folder, one of its files, or its hub id.
+        images: folder that the image paths start from; empty for the release's own.
+        think_tag: name of the tag to put around the rationale.
+
+    Raises:
+        ValueError: there is no JSON file, or one is no whole array.
+    """
+    place = hub.find(path, ["*.json", "**/*.json"])
+    files = [place]
+    if place.is_dir():
+        files = sorted(place.glob("*.json")) + sorted(place.glob("*.jsonl"))
+    if not files:
+        raise ValueError(f"expected JSON files in {str(place)!r}, got none; change the path")
+    tables = [JsonRows(file) for file in files]
+    ends = list(itertools.accumulate(map(len, tables)))
+    folder = pathlib.Path(images) if images else place.parent if place.is_file() else place
+
+    def example(index: int) -> Example:
+        number = bisect.bisect_right(ends, index)
+        row = index - (ends[number - 1] if number else 0)
+        id = f"{files[number].stem}-{tables[number].numbers[row]}"
+        return _example(tables[number][row], id, folder, think_tag)
+
+    return Rows(ends[-1], example)
+
+
+def _example(row: dict[str, Any], id: str, folder: pathlib.Path, think_tag: str) -> Example:
+    question, response = _turns(row)
+    rationale, answer = _parts(response)
+    cell = row.get("image") if row.get("image") is not None else row.get("images")
+    return make_example(
+        id=row.get("id") or id,
+        source=NAME,
+        question=question,
+        answer=answer,
+        images=images_of(cell, folder),
+        rationale=rationale,
+        response=f"<{think_tag}>{rationale}</{think_tag}><answer>{answer}</answer>",
+        needs_placeholder=True,
+    )
+
+
+def _turns(row: dict[str, Any]) -> tuple[str, str]:
+    """The question and the response of a conversation of one turn each."""
+    turns = row.get("conversations", row.get("messages"))
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Unusable("no conversation")
+    said = [(t.get("from", t.get("role")), t.get("value", t.get("content"))) for t in turns]
+    if said and said[0][0] == "system":
+        said = said[1:]
+    is_pair = len(said) == 2 and said[0][0] in _ASKING and said[1][0] in _ANSWERING
+    if not is_pair or not all(isinstance(text, str) for _, text in said):
+        raise Unusable("not one question and one response")
+    return said[0][1], said[1][1]
+
+
+def _parts(response: str) -> tuple[str, str]:
+    """(rationale, answer) of a response."""
+    opening, found, rest = response.partition("<think>")
+    rationale, closed, conclusion = rest.partition("</think>")
+    if not found or not closed or opening.strip() or "<think>" in rest or "</think>" in conclusion:
+        raise Unusable("not one rationale")
+    if not rationale.strip():
+        raise Unusable("rationale empty")
+    _, is_tagged, tagged = conclusion.partition("<answer>")
+    if is_tagged:
+        answer = tagged.partition("</answer>")[0].strip()
+    else:
+        answer = notation.clean(notation.final_answer(conclusion.strip()))
+    if len(answer) > _MAX_ANSWER_CHARS:
+        raise Unusable("no short answer")
+    return rationale.strip(), answer

@@ -1,0 +1,133 @@
+"""Sources by name: what each takes, and how a stage opens the ones of its configuration."""
+
+import pytest
+
+from care_jax import main
+from care_jax.data.mixture import Mixture
+from care_jax.data.rows import first_usable
+from care_jax.data.sources import check_section, open_source
+from configs import common, tiny
+
+PIXELS = {"min_pixels": 256, "max_pixels": 4096}
+
+
+@pytest.fixture
+def rows(tmp_path, write_json, picture):
+    """Writes a file of JSON lines beside a picture of 96 x 64."""
+    (tmp_path / "a.png").write_bytes(picture())
+
+    def write(name, *rows):
+        rows = [{"question": "<image>?", "answer": "1", "image": "a.png"} | row for row in rows]
+        return str(write_json(tmp_path / name, rows))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("jsonl", {"subset": "human"}, "source 'jsonl' takes no subset, got 'human'; clear it"),
+        ("virl39k", {"split": "test"}, "takes no split"),
+        ("chartqa", {"columns": {"answer": "label"}}, "takes no columns"),
+        ("synthetic", {"images": "x"}, "takes no images"),
+        ("geometry3k", {"path": "/", "split": "dev"}, "splits train, val, test, got 'dev'"),
+        ("virl39k", {"path": "/nowhere"}, "does not exist; set the source's path"),
+    ],
+)
+def test_option_a_source_does_not_take_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        open_source(name, **options)
+
+
+def test_source_of_more_examples_than_there_are_is_refused(rows):
+    path = rows("a.jsonl", {}, {})
+    assert len(open_source("jsonl", path=path, num_examples=2)) == 2
+    with pytest.raises(ValueError, match="num_examples 3 exceeds the 2 rows"):
+        open_source("jsonl", path=path, num_examples=3)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (common.source("csv"), "must be one of synthetic, jsonl, .*mixture, got 'csv'"),
+        (common.source("mixture"), "'mixture' with 0 parts"),
+        (common.source("jsonl", parts=(common.source("jsonl"),)), "'jsonl' with 1 parts"),
+        (common.source("jsonl", min_pixels=9000), "would have 9000 to 4096 pixels"),
+        (common.source("jsonl", tolerance=5.0), r"tolerance must lie in \[0, 1\), got 5"),
+        (
+            common.source("mixture", parts=(common.source("csv"),)),
+            "must be one of synthetic, .* got 'csv'",
+        ),
+        (
+            common.source("mixture", parts=(common.source("jsonl", weight=1.0),) * 2),
+            None,
+        ),
+        (
+            common.source(
+                "mixture", parts=(common.source("jsonl"), common.source("jsonl", weight=1.0))
+            ),
+            "a weight above 0 for every part of the mixture",
+        ),
+    ],
+)
+def test_section_that_cannot_be_opened_is_refused(section, message):
+    if message is None:
+        check_section("data.train", section, **PIXELS)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_section("data.train", section, **PIXELS)
+
+
+def test_stage_draws_from_its_mixture(rows):
+    config = tiny.get_config()
+    config.data.train = common.source(
+        "mixture",
+        parts=(
+            common.source("jsonl", path=rows("a.jsonl", {}, {}), weight=1.0, max_pixels=1024),
+            common.source("synthetic", num_examples=5, weight=3.0),
+        ),
+    )
+    examples = main.open_stage(config, "rl")
+    assert isinstance(examples, Mixture) and examples.weights == [1.0, 3.0]
+    assert examples[0].max_pixels == 1024 and examples[2].max_pixels == 0
+    assert examples[2].id.startswith("train-")
+
+
+def test_images_of_a_source_keep_to_its_range_of_pixels(rows, policy):
+    path = rows("a.jsonl", {})
+    builder = policy.prompts
+    num_patches = {}
+    for limit in (0, 1024):
+        example = open_source("jsonl", path=path, max_pixels=limit)[0]
+        record = builder.tokenize(example)
+        assert builder.measure(example) == (len(record.tokens), len(record.patches))
+        num_patches[limit] = len(record.patches)
+    assert num_patches[1024] * 64 <= 1024 < num_patches[0] * 64 <= builder.max_pixels
+
+
+def test_held_out_rows_are_checked_before_the_stage_starts(rows, caplog):
+    config = tiny.get_config()
+    path = rows("a.jsonl", {"image": "gone.png"}, {}, {"answer": ""})
+    config.data.test = common.source("jsonl", path=path)
+    with caplog.at_level("WARNING"):
+        examples = main.open_stage(config, "evaluate")
+    assert [example.id for example in examples] == ["2"]
+    assert "data.test: left out 1 rows: image missing (first is row 1)" in caplog.text
+    config.data.test.path = rows("b.jsonl", {"answer": ""})
+    with pytest.raises(ValueError, match=r"no row of data.test can be used: 1 x no answer"):
+        main.open_stage(config, "evaluate")
+
+
+def test_responses_in_another_tag_are_refused(rows):
+    config = tiny.get_config()
+    response = "<think>x</think><answer>1</answer>"
+    config.data.sft = common.source("jsonl", path=rows("a.jsonl", {"response": response}))
+    assert first_usable(main.open_stage(config, "sft")).response == response
+    config.data.think_tag = "reasoning"
+    with pytest.raises(
+        ValueError, match=r"responses in <think>, but data.think_tag is 'reasoning'"
+    ):
+        main.open_stage(config, "sft")
+    config.data.sft.path = rows("b.jsonl", {"answer": ""}, {})
+    with pytest.raises(ValueError, match="has no responses to imitate"):
+        main.open_stage(config, "sft")
