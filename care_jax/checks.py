@@ -41,7 +41,6 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     _check_model(config.model, mesh)
     if config.verifier.reward:
         load_reward(config.verifier.reward)
-    _check_data(config)
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
@@ -52,12 +51,22 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         _check_rl(config, mesh, overridden)
     if "evaluate" in config.stages:
         _check_evaluate(config.evaluate, mesh)
+    _check_data(config)
+
+
+def asks_benchmarks_alone(config: ConfigDict) -> bool:
+    """Whether there are benchmarks to evaluate, and no held-out questions are named."""
+    test = config.data.test
+    is_named = bool(test.path) if test.source == "jsonl" else bool(test.source)
+    return bool(config.evaluate.benchmarks) and not is_named
 
 
 def _check_data(config: ConfigDict) -> None:
     data = config.data
     _check_positive("data.num_workers", data.num_workers)
     for stage, name in (("sft", "sft"), ("rl", "train"), ("evaluate", "test")):
+        if stage == "evaluate" and asks_benchmarks_alone(config):
+            continue
         if stage in config.stages:
             check_section(
                 f"data.{name}",

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from care_jax import distributed, evaluate, export, sft, train
 from care_jax.batch import Example
-from care_jax.checks import check_config, fill_in
+from care_jax.checks import asks_benchmarks_alone, check_config, fill_in
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable
 from care_jax.data.sources import MIXTURE, open_source, options_of
@@ -116,13 +116,6 @@ def policy_of(config: ConfigDict) -> Policy:
         think_tag=config.data.think_tag,
         patch_dtype=jnp.dtype(config.model.compute_dtype),
     )
-
-
-def asks_benchmarks_alone(config: ConfigDict) -> bool:
-    """Whether there are benchmarks to evaluate, and no held-out questions are named."""
-    test = config.data.test
-    is_named = bool(test.path) if test.source == "jsonl" else bool(test.source)
-    return bool(config.evaluate.benchmarks) and not is_named
 
 
 def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:

@@ -16,7 +16,7 @@ import hashlib
 import re
 import unicodedata
 
-from care_jax import notation
+from care_jax import notation, quantities
 from care_jax.batch import Example
 from care_jax.data.images import Look, look, num_different_bits
 
@@ -129,7 +129,7 @@ def _answer_key(example: Example) -> str:
     if choices and notation.key(answer) not in keys:
         letter = notation.choice_letter(answer, len(choices))
         answer = choices[ord(letter) - ord("A")] if letter else answer
-    number = notation.read_number(answer)
+    number = quantities.read_number(answer)
     if number is None:
         return notation.key(answer)
     return f"{number.value}{'%' * number.is_percent} {number.unit}"

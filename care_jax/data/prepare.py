@@ -2,8 +2,9 @@
 
 Reads the sources of `data.prepare.sources` in their order, row by row, and leaves out what cannot
 be used, what an earlier row already asks, what a benchmark of `data.prepare.benchmarks` asks, and
-what does not fit `data.buckets`. What is left goes into ArrayRecord shards beside a manifest
-(counts by source and reason, sizes, checksums) and a list of every row that was left out.
+what does not fit `data.buckets` or, with its response, `sft.row_tokens`. What is left goes into
+ArrayRecord shards beside a manifest (counts by source and reason, sizes, checksums) and a list of
+every row that was left out.
 
 The same configuration and files give the same bytes. The folder appears whole or not at all: it is
 written beside its name and renamed at the end. One run at a time may write it. Memory holds a few
@@ -66,7 +67,7 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     whole = json.loads(data.to_json_best_effort())
     asked = {key: whole[key] for key in _DECISIVE} | {
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
-        "max_response_tokens": config.sft.max_response_tokens,
+        "row_tokens": config.sft.row_tokens,
     }
     if out.exists():
         manifest = shards.read_manifest(out)
@@ -238,11 +239,12 @@ def _inspector(config: ConfigDict) -> Callable[[Example], Content]:
 
     def look_at(example: Example) -> Content:
         content = content_of(example)
-        if not prompts.holds(*prompts.measure(example)):
+        num_tokens, num_patches = prompts.measure(example)
+        if not prompts.holds(num_tokens, num_patches):
             raise Unusable(TOO_LONG)
         if example.response:
-            num_tokens = len(prompts.response_tokens(example.response))
-            if num_tokens > config.sft.max_response_tokens:
+            num_tokens += len(prompts.response_tokens(example.response))
+            if num_tokens > config.sft.row_tokens:
                 raise Unusable(RESPONSE_TOO_LONG)
         return content
 

@@ -62,7 +62,7 @@ def config(tmp_path, chartqa_parquet, write_parquet, write_json, picture):
             "question": "Which?",
             "answer": "4",
             "image": "other.png",
-            "response": "<think>" + "Look at it. " * 40 + "</think><answer>4</answer>",
+            "response": "<think>" + "Look at it. " * 80 + "</think><answer>4</answer>",
         },
     ]
     write_json(tmp_path / "mine.jsonl", rows)
