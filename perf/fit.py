@@ -29,7 +29,7 @@ CASES = (
 COLUMNS = (
     "config",
     "topology",
-    "fsdp x tensor",
+    "mesh",
     "fullest program",
     "GiB of",
     "largest wave",
@@ -49,7 +49,7 @@ def row(name: str, result: Fit) -> tuple[str, ...]:
     return (
         name,
         result.topology,
-        f"{mesh['fsdp']} x {mesh['tensor']}",
+        " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1),
         f"{fullest.name}{verdict}",
         f"{fullest.total / GIB:.1f} of {result.chip.hbm / GIB:.2f}",
         str(result.decode_prompts),

@@ -15,7 +15,8 @@ NAMES = ("mixture", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "t
 @pytest.mark.parametrize("name", NAMES)
 def test_configuration_passes_the_checks_and_names_its_tags(name):
     config = importlib.import_module(f"configs.{name}").get_config()
-    mesh = make_mesh(**config.mesh, devices=jax.devices()[: config.mesh.tensor])
+    num_devices = config.mesh.tensor * config.mesh.sequence
+    mesh = make_mesh(**config.mesh, devices=jax.devices()[:num_devices])
     check_config(fill_in(config, mesh), mesh)
     tags = (config.data.think_tag, "answer") if config.data.instruction else ()
     for tag in tags:
