@@ -14,7 +14,8 @@ def get_config() -> ConfigDict:
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
     config.model.path = "Qwen/Qwen3-VL-4B-Instruct"
-    config.mesh.tensor = 2  # the 16 GB of a v5e hold the policy only so; see the README
+    # Only so do the 16 GB of a v5e hold the policy, and a row's activations; see the README.
+    config.mesh.tensor = config.mesh.sequence = 2
     config.rl.decode_prompts = 32  # its keys and values are 2.6 times those of Qwen2.5-VL-7B
     config.data.think_tag = "reasoning"
     config.data.instruction = (
