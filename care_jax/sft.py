@@ -28,6 +28,9 @@ from care_jax.train_step import TrainState, update
 from models import backbone, lora
 
 
+ROW_TOO_SHORT = "prompt and response exceed a row"
+
+
 def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> backbone.Params:
     """Runs or resumes the SFT stage.
 
@@ -155,7 +158,7 @@ def packed_batch(
 ) -> PackedRows:
     """The rows of a step, as many as the examples need, in whole microbatches.
 
-    An example that exceeds a row is left out, and logged. Every process packs its own examples and
+    An example that exceeds a row is left out, counted and logged. Every process packs its own examples and
     has as many rows as the one that needs most.
     """
     sft, config = run.config.sft, run.policy.config
@@ -166,6 +169,7 @@ def packed_batch(
         if all(size <= room for size, room in zip(sample.size, row_size, strict=True)):
             samples.append(sample)
         else:
+            run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
             logging.log_every_n(
                 logging.WARNING,
                 "left out %s: %d tokens and %d patches exceed sft.row_tokens %d or "

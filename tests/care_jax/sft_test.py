@@ -63,7 +63,9 @@ def responses_of(batch, policy):
 def test_answer_tokens_weigh_more_and_examples_too_long_are_left_out(
     make_run, policy, examples, batch_of
 ):
-    found = dict(responses_of(batch_of(make_run(SETTINGS), examples), policy))
+    run = make_run(SETTINGS)
+    found = dict(responses_of(batch_of(run, examples), policy))
+    assert run.metrics.counter("sft", "left_out") == {sft.ROW_TOO_SHORT: 1}
     assert set(found) == {RESPONSES[i] for i in (0, 2, 3)}
     tokens = policy.prompts.response_tokens(RESPONSES[0])
     ends = np.cumsum([len(policy.token_bytes[token]) for token in tokens])
