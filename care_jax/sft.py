@@ -27,7 +27,6 @@ from care_jax.run import Run, start_state
 from care_jax.train_step import TrainState, update
 from models import backbone, lora
 
-
 ROW_TOO_SHORT = "prompt and response exceed a row"
 
 
@@ -158,8 +157,8 @@ def packed_batch(
 ) -> PackedRows:
     """The rows of a step, as many as the examples need, in whole microbatches.
 
-    An example that exceeds a row is left out, counted and logged. Every process packs its own examples and
-    has as many rows as the one that needs most.
+    An example that exceeds a row is left out, counted and logged. Every process packs its own
+    examples and has as many rows as the one that needs most.
     """
     sft, config = run.config.sft, run.policy.config
     row_size = (sft.row_tokens, sft.row_patches)
