@@ -41,12 +41,15 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     sft = config.sft
     sft.num_steps = 400
     sft.batch_size = 64
-    sft.microbatch_size = 4
+    sft.microbatch_size = 8
     sft.learning_rate = 2e-3
     sft.warmup_steps = 20
     sft.answer_weight = 6.0
-    sft.row_tokens = 192
-    sft.row_patches = 256
+    # Examples are of like size, and on a CPU attention works through pairs of tokens that do not see
+    # each other: one example per row is a quarter faster here.
+    sft.packed = False
+    sft.row_tokens = 96
+    sft.row_patches = 64
 
     rl = config.rl
     rl.num_steps = 100

@@ -30,6 +30,7 @@ SETTINGS = {
     "sft.learning_rate": 0.5,
     "sft.answer_weight": 3.0,
     "sft.row_tokens": ROW,
+    "sft.packed": True,
 }
 
 
