@@ -45,8 +45,8 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     sft.learning_rate = 2e-3
     sft.warmup_steps = 20
     sft.answer_weight = 6.0
-    # Examples are of like size, and on a CPU attention works through pairs of tokens that do not see
-    # each other: one example per row is a quarter faster here.
+    # Examples are of like size, and a CPU works through pairs of tokens that do not see each other:
+    # one example per row is a quarter faster here.
     sft.packed = False
     sft.row_tokens = 96
     sft.row_patches = 64
