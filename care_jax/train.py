@@ -218,11 +218,44 @@ def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
     return learning_rate_at, adamw
 
 
+def credit_of(run: Run) -> Callable:
+    """The chosen objective's function of `credit`, with its keys; see `UpdatePrograms.credit`."""
+    rl, own = run.config.rl, run.objective
+    if rl.objective == "care":
+        return functools.partial(
+            credit.care_credit,
+            num_negatives=own.num_negatives,
+            negative_scale=own.negative_scale,
+            reflected_scale=own.reflected_scale,
+            delta=own.delta,
+            eps=own.advantage_eps,
+            equalize=own.equalize,
+            rescue=own.rescue,
+            rescue_scale=own.rescue_scale,
+            robust=own.robust,
+            gamma_pos=own.gamma_pos,
+            weight_eps=own.weight_eps,
+        )
+    if rl.objective in ("grpo", "gspo"):  # they differ in the ratio alone
+        return functools.partial(credit.grpo_credit, eps=own.advantage_eps, ddof=own.ddof)
+    if rl.objective == "dapo":
+        return functools.partial(
+            credit.dapo_credit,
+            eps=own.advantage_eps,
+            ddof=own.ddof,
+            max_tokens=rl.max_response_tokens,
+            cache_tokens=round(own.overlong_share * rl.max_response_tokens),
+        )
+    if rl.objective == "dr_grpo":
+        return functools.partial(credit.dr_grpo_credit, max_tokens=rl.max_response_tokens)
+    return credit.rloo_credit
+
+
 def assign_credit(
     run: Run, programs: UpdatePrograms, groups: Groups
 ) -> tuple[Credit, RawAdvantages | None]:
     """Advantages and token weights of a rollout batch; under CARE A_raw too, for its metrics."""
-    if run.config.rl.objective == "grpo":
+    if run.config.rl.objective != "care":
         return jax.device_get(programs.credit(groups.rollouts, groups.scores)), None
     arguments = groups.scores, groups.subgroup, groups.has_reflection
     credited = programs.credit(groups.rollouts, *arguments)
@@ -296,7 +329,7 @@ def train_batch(
 
 def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
     """The reference policy of the KL term; None where there is none or adapters leave it alone."""
-    if not run.config.rl.beta or run.config.model.lora_rank:
+    if not run.objective.beta or run.config.model.lora_rank:
         return None
     if "reference" in run.config.model.offload:
         return jax.device_put(params, sharding.on_host(sharding.of(params)))
@@ -316,7 +349,7 @@ def with_logprobs(
     π_old unless the config asks for the trainer's numerics, or rows lost the context they had.
     """
     rl, scorers = run.config.rl, {}
-    if rl.beta:
+    if run.objective.beta:
         if reference is None:  # adapters leave the weights they started from as they were
             reference = lora.without(params)
         elif "reference" in run.config.model.offload:
@@ -398,7 +431,7 @@ def compile_update(
         adamw: its optimizer.
         state_shardings: where the state lies before and after an update.
     """
-    rl, care, grpo, model = run.config.rl, run.config.care, run.config.grpo, run.config.model
+    rl, care, model, own = run.config.rl, run.config.care, run.config.model, run.objective
     config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
     scoring = dict(
         dtype=dtype,
@@ -425,34 +458,13 @@ def compile_update(
             config,
             adamw,
             microbatch_size=rl.prompts_per_microbatch,
-            beta=rl.beta,
-            clip_low=rl.clip_low,
-            clip_high=rl.clip_high,
+            beta=own.beta,
+            clip_low=own.clip_low,
+            clip_high=own.clip_high,
+            has_sequence_ratio=rl.objective == "gspo",
             partition=run.partition,
             **scoring,
         )
-
-    def care_credit(rollouts, scores, subgroup, has_reflection):
-        return credit.care_credit(
-            rollouts,
-            scores,
-            subgroup,
-            has_reflection,
-            num_negatives=care.num_negatives,
-            negative_scale=care.negative_scale,
-            reflected_scale=care.reflected_scale,
-            delta=care.delta,
-            eps=care.advantage_eps,
-            equalize=care.equalize,
-            rescue=care.rescue,
-            rescue_scale=care.rescue_scale,
-            robust=care.robust,
-            gamma_pos=care.gamma_pos,
-            weight_eps=care.weight_eps,
-        )
-
-    def grpo_credit(rollouts, scores):
-        return credit.grpo_credit(rollouts, scores, eps=grpo.advantage_eps, ddof=grpo.ddof)
 
     raw = functools.partial(
         credit.care_raw_advantages, delta=care.delta, eps=care.advantage_eps, robust=care.robust
@@ -460,7 +472,7 @@ def compile_update(
     decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
     return UpdatePrograms(
         to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
-        credit=jax.jit(care_credit if rl.objective == "care" else grpo_credit),
+        credit=jax.jit(credit_of(run)),
         raw_advantages=jax.jit(raw),
         score=jax.jit(run.placed(score), out_shardings=sharding.batch_sharding(run.mesh)),
         update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),

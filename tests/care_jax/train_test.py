@@ -140,6 +140,10 @@ def test_process_gives_an_update_its_own_rows_in_the_bucket_of_all(make_run, res
         np.testing.assert_array_equal(batch.prompts.tokens, prompts.tokens)
 
 
+def beta(value):
+    return {"care.beta": value, "grpo.beta": value}
+
+
 @pytest.mark.parametrize(
     ("changes", "is_recomputed"),
     [
@@ -153,7 +157,7 @@ def test_log_probabilities_come_from_whom_they_should(
     make_run, groups, whole_batch, changes, is_recomputed
 ):
     """The scorer gives the name of its parameters, a number."""
-    run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, **changes})
+    run = make_run({"rl.response_buckets": (9,), **beta(0.1), **changes})
     shape = groups.rollouts.tokens.shape
     batch = whole_batch(run, groups)
     programs = scripted_update(score=lambda params, batch: jnp.full(batch.tokens.shape, params))
@@ -163,13 +167,13 @@ def test_log_probabilities_come_from_whom_they_should(
         np.testing.assert_array_equal(
             scored.old_logp, np.full(shape, 5.0) if is_recomputed else sampled
         )
-    without_kl = make_run({"rl.response_buckets": (9,), "rl.beta": 0.0, **changes}, "without_kl")
+    without_kl = make_run({"rl.response_buckets": (9,), **beta(0.0), **changes}, "without_kl")
     (scored,) = train.with_logprobs(without_kl, programs, [batch], 5.0, None)
     np.testing.assert_array_equal(scored.ref_logp, np.zeros(shape))
 
 
 def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
-    run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, "model.lora_rank": 2})
+    run = make_run({"rl.response_buckets": (9,), "care.beta": 0.1, "model.lora_rank": 2})
     params = {"text": {"kernel": 3.0, "lora_a": 1.0, "lora_b": 2.0, "lora_scale": 1.0}}
     assert train.copy_reference(run, params) is None
     batch = whole_batch(run, groups)
@@ -191,10 +195,8 @@ CARE = dict(
     gamma_pos=0.02,
     weight_eps=2e-6,
 )
+CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
 RL = dict(
-    beta=0.3,
-    clip_low=0.1,
-    clip_high=0.4,
     prompts_per_microbatch=2,
     num_rollouts=6,
     max_response_tokens=33,
@@ -204,21 +206,23 @@ RL = dict(
 )
 
 
+NORMAL = dict(ddof=1, advantage_eps=4e-6)
+MOMENTS = dict(ddof=1, eps=4e-6)
+
+
 def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     """Each key has a value of its own; the functions note what they are called with."""
-    changes = {f"care.{key}": value for key, value in CARE.items()}
+    changes = {f"care.{key}": value for key, value in (CARE | CLIP).items()}
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.num_candidates": 5, "care.rule": "mixed", "care.advantage_eps": 3e-6}
-    changes |= {"grpo.ddof": 1, "grpo.advantage_eps": 4e-6}
     changes |= {"model.remat": "layer"}
-    run, grpo = make_run(changes), make_run(changes | {"rl.objective": "grpo"}, "grpo")
+    run = make_run(changes)
     seen = {}
     for module, name in (
         (train.sampler, "decode"),
         (train.credit, "select_subgroups"),
         (train.credit, "care_credit"),
         (train.credit, "care_raw_advantages"),
-        (train.credit, "grpo_credit"),
         (train, "train_step"),
         (train, "score_responses"),
     ):
@@ -244,13 +248,49 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
     assert seen["care_raw_advantages"] == {"delta": 0.11, "eps": 3e-6, "robust": True}
-    jax.eval_shape(train.compile_update(grpo, None, None).credit, 0, 0)
-    assert seen["grpo_credit"] == {"eps": 4e-6, "ddof": 1}
     attention = sharding.attention_kernel("xla", run.config.sharding_rules, run.mesh)
     scoring = {"dtype": jnp.float32, "chunk": 77, "remat": "layer", "attention": attention}
-    clip = {"beta": 0.3, "clip_low": 0.1, "clip_high": 0.4, "microbatch_size": 2}
+    rest = {"microbatch_size": 2, "has_sequence_ratio": False, "partition": run.partition}
     jax.eval_shape(update.update, 0, 0)
-    assert seen["train_step"] == scoring | clip | {"partition": run.partition}
+    assert seen["train_step"] == scoring | CLIP | rest
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "function", "keys"),
+    [
+        ("grpo", NORMAL, "grpo_credit", MOMENTS),
+        ("gspo", NORMAL, "grpo_credit", MOMENTS),
+        (
+            "dapo",
+            NORMAL | {"overlong_share": 0.25},
+            "dapo_credit",
+            MOMENTS | {"max_tokens": 33, "cache_tokens": 8},  # a quarter of 33, rounded
+        ),
+        ("dr_grpo", {}, "dr_grpo_credit", {"max_tokens": 33}),
+        ("rloo", {}, "rloo_credit", {}),
+    ],
+)
+def test_each_baseline_is_called_with_the_keys_of_its_section(
+    make_run, monkeypatch, name, changes, function, keys
+):
+    """Its clip range and β too, and no other section's."""
+    changes = {f"{name}.{key}": value for key, value in (CLIP | changes).items()}
+    run = make_run(changes | {"rl.objective": name, "rl.max_response_tokens": 33})
+    seen = {}
+
+    def noted(called):
+        return lambda *args, **kwargs: seen.update({called: kwargs}) or (jnp.zeros(2), None)
+
+    for called in ("care_credit", "grpo_credit", "dapo_credit", "dr_grpo_credit", "rloo_credit"):
+        monkeypatch.setattr(train.credit, called, noted(called))
+    monkeypatch.setattr(train, "train_step", noted("train_step"))
+    update = train.compile_update(run, None, None)
+    jax.eval_shape(update.credit, 0, 0)
+    jax.eval_shape(update.update, 0, 0)
+    settings = seen.pop("train_step")
+    assert seen == {function: keys}
+    assert {key: settings[key] for key in CLIP} == CLIP
+    assert settings["has_sequence_ratio"] == (name == "gspo")
 
 
 def test_log_probabilities_come_back_in_the_order_of_the_prompts(
@@ -357,7 +397,7 @@ LOOP = {
     "rl.prompts_per_step": B,
     "rl.prompts_per_update": 2,
     "rl.response_buckets": (T,),
-    "rl.beta": 0.1,
+    "grpo.beta": 0.1,
     "rl.warmup_steps": 5,
     "rl.learning_rate": 0.5,
 }
