@@ -204,8 +204,10 @@ def _check_objective(name: str, own: ConfigDict) -> None:
         raise ValueError(
             f"{name}.ddof must be 0 (population) or 1 (sample deviation), got {own.ddof}"
         )
-    if name == "dapo" and not 0 <= own.overlong_share < 1:
-        raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
+    if name == "dapo":
+        _check_positive("dapo.max_tries", own.max_tries)
+        if not 0 <= own.overlong_share < 1:
+            raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
 
 
 def _check_schedule(name: str, section: ConfigDict, num_updates: int) -> None:

@@ -326,7 +326,7 @@ def _rows(run: Run, size: int, num_rows: int, num_tokens: int) -> Rows:
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:
-    """Of the reference policy that stays on the devices, see `train.copy_reference`."""
+    """Of the reference policy that stays on the devices, see `update_batch.copy_reference`."""
     model = run.config.model
     has_copy = run.objective.beta and not model.lora_rank and "reference" not in model.offload
     return shapes.num_bytes(state.params) if has_copy else 0

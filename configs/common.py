@@ -199,6 +199,9 @@ def get_config() -> ConfigDict:
     dapo.beta = 0.0
     dapo.ddof = 0  # as grpo.ddof
     dapo.advantage_eps = 1e-6
+    # Dynamic sampling: further rollout batches are drawn until rl.prompts_per_step groups have both
+    # right and wrong rollouts, but at most so many in all; 1 draws none. Missing groups weigh 0.
+    dapo.max_tries = 10
     # Soft overlong penalty: the last share of rl.max_response_tokens, L_cache, over which it grows
     # from 0 to -1; 0 for none. As published: 4096 of 20480 tokens.
     dapo.overlong_share = 0.2

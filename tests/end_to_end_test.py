@@ -134,6 +134,7 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
     "changes",
     [
         {"rl.objective": "grpo"},
+        {"rl.objective": "dapo", "dapo.max_tries": 2},
         {"rl.objective": "gspo"},
         {"rl.objective": "dr_grpo", "dr_grpo.beta": 0.01},
         {"rl.objective": "rloo"},

@@ -80,6 +80,7 @@ def test_objective_by_its_name_alone_has_the_published_settings(objective):
         ("rloo", {"rloo.clip_high": 0.0}, "rloo.clip_high be positive"),
         ("grpo", {"grpo.beta": -0.1}, "grpo.beta not negative"),
         ("grpo", {"grpo.ddof": 2}, "grpo.ddof must be 0 .population. or 1"),
+        ("dapo", {"dapo.max_tries": 0}, "dapo.max_tries must be at least 1"),
         ("dapo", {"dapo.overlong_share": 1.0}, r"dapo.overlong_share must lie in \[0, 1\), got 1"),
     ],
 )
