@@ -1,4 +1,4 @@
-"""How much each rollout of one prompt is pushed: CARE's advantages, and GRPO's.
+"""How much each rollout of one prompt is pushed: CARE's advantages, and those of its baselines.
 
 CARE normalises inside the subgroup S of anchor, hard negatives and reflected rollout, scales the
 negatives down (eq:neg-scale), and makes up for missing negatives. Where nobody succeeded,
@@ -10,6 +10,10 @@ the text has it (negatives alone are scaled); the algorithm's loop, read literal
 δ cancels in the normalisation: a pseudo-anchor has the strength √K' of an anchor whatever δ is.
 `rescue_scale` makes it smaller for those who want that.
 
+The baselines compare the whole group: GRPO (Shao et al. 2024, arXiv 2402.03300), DAPO (Yu et al.
+2025, arXiv 2503.14476), Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian et al. 2024,
+arXiv 2402.14740). GSPO's advantages are GRPO's.
+
 G is rollouts per prompt, R = G + 1 rows (slot G holds the reflected one), K the target number of
 negatives, K' those there are, K_S the verifier-negatives in S.
 """
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from care_jax.batch import HostOrDevice
 from care_jax.select import Subgroup
@@ -144,6 +148,50 @@ def grpo_advantages(reward: Float[Array, " G"], *, eps: float, ddof: int = 0) ->
         ddof: 0 for the population's σ; 1 for the sample's, as EasyR1, verl and TRL have it.
     """
     return _normalize(reward, jnp.ones(reward.shape, bool), eps=eps, ddof=ddof)
+
+
+def dr_grpo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
+    """A = r - μ over the whole group: σ would weigh prompts by how hard they are.
+
+    Exactly 0 where all rewards are equal.
+    """
+    reward = reward.astype(jnp.float32)
+    return jnp.where(reward.max() > reward.min(), reward - reward.mean(), 0.0)
+
+
+def rloo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
+    """Aᵢ = rᵢ - 1/(G-1) · Σ_{j≠i} rⱼ = G/(G-1) · (rᵢ - μ): what the other rollouts got is expected.
+
+    The baseline does not depend on rᵢ, so the gradient is unbiased. Exactly 0 where all are equal.
+    """
+    num_rollouts = reward.shape[0]
+    return num_rollouts / (num_rollouts - 1) * dr_grpo_advantages(reward)
+
+
+def overlong_penalty(
+    num_tokens: Int[HostOrDevice, "*B"], *, max_tokens: int, cache_tokens: int
+) -> Float[Array, "*B"]:
+    """DAPO's soft overlong punishment, added to the reward of each response y (their eq. 13).
+
+    R = 0                                  |y| ≤ L_max - L_cache
+    R = ((L_max - L_cache) - |y|)/L_cache  up to -1 at L_max
+
+    Args:
+        num_tokens: |y|, of the response alone.
+        max_tokens: L_max.
+        cache_tokens: L_cache; 0 for no penalty.
+    """
+    if not cache_tokens:
+        return jnp.zeros(num_tokens.shape)
+    return -jnp.clip((num_tokens - (max_tokens - cache_tokens)) / cache_tokens, 0.0, 1.0)
+
+
+def is_mixed(acc: Float[Array, " G"]) -> Bool[Array, ""]:
+    """Whether right and wrong stand in one group: DAPO drops those all right or all wrong.
+
+    By acc and not by the reward, in which an all-wrong group differs by its format alone.
+    """
+    return acc.max() > acc.min()
 
 
 def _normalize(reward, is_in, *, eps, robust=False, ddof=0):

@@ -122,6 +122,10 @@ class Rollouts:
     embedding: Float[HostOrDevice, "B R D"]
     is_complete: Bool[HostOrDevice, "B R"]
 
+    def without_text(self) -> Rollouts:
+        """What metrics and bucket sizes need, a fraction of the bytes."""
+        return self.replace(tokens=None, logp=None, embedding=None)
+
 
 @flax.struct.dataclass
 class Scores:
@@ -144,6 +148,10 @@ class Scores:
     num_think: Int[HostOrDevice, "B R"]
     num_answer: Int[HostOrDevice, "B R"]
     has_answer: Bool[HostOrDevice, "B R"]
+
+    def without_spans(self) -> Scores:
+        """What metrics need."""
+        return self.replace(is_think=None, is_answer=None)
 
 
 @flax.struct.dataclass

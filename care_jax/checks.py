@@ -15,7 +15,7 @@ from care_jax.verifier import load_reward
 from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
-OBJECTIVES = ("care", "grpo")
+OBJECTIVES = ("care", "grpo", "dapo", "gspo", "dr_grpo", "rloo")
 DTYPES = ("float32", "bfloat16")
 OFFLOADS = ("reference", "optimizer")
 CREDITS = ("as_sampled", "prompt_only")
@@ -29,7 +29,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     Args:
         config: of the run, filled in.
         mesh: its devices.
-        overridden: keys set on the command line, such as "rl.beta"; those that mean nothing for
+        overridden: keys set on the command line, such as "care.beta"; those that mean nothing for
             the chosen objective are refused.
 
     Raises:
@@ -182,6 +182,7 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
             f"the largest of rl.response_buckets {tuple(rl.response_buckets)} must be "
             f"rl.max_response_tokens {rl.max_response_tokens}; change one of them"
         )
+    _check_objective(rl.objective, config[rl.objective])
     if rl.objective == "care":
         _check_choice("care.rule", care.rule, select.RULES)
         _check_choice("care.reflect_mode", care.reflect_mode, reflect.MODES)
@@ -191,6 +192,22 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
                 f"care.max_context {care.max_context} leaves nothing of rl.max_response_tokens "
                 f"{rl.max_response_tokens} to decode; set it to {rl.max_response_tokens // 2}"
             )
+
+
+def _check_objective(name: str, own: ConfigDict) -> None:
+    if not (0 < own.clip_low <= 1 and own.clip_high > 0 and own.beta >= 0):
+        raise ValueError(
+            f"{name}.clip_low must lie in (0, 1], {name}.clip_high be positive and {name}.beta not "
+            f"negative, got {own.clip_low}, {own.clip_high} and {own.beta}"
+        )
+    if "ddof" in own and own.ddof not in (0, 1):
+        raise ValueError(
+            f"{name}.ddof must be 0 (population) or 1 (sample deviation), got {own.ddof}"
+        )
+    if name == "dapo":
+        _check_positive("dapo.max_tries", own.max_tries)
+        if not 0 <= own.overlong_share < 1:
+            raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
 
 
 def _check_schedule(name: str, section: ConfigDict, num_updates: int) -> None:

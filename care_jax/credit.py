@@ -144,11 +144,69 @@ def grpo_credit(rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int) ->
     advantage = jax.vmap(functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof))(
         scores.reward
     )
-    num_prompts, num_rows = advantage.shape
-    num_tokens = jnp.maximum(rollouts.is_valid.sum(-1, keepdims=True), 1)
+    num_tokens = jnp.maximum(rollouts.is_valid.sum(-1), 1)
+    return _sequence_mean(rollouts, advantage, num_tokens)
+
+
+def dr_grpo_credit(rollouts: Rollouts, scores: Scores, *, max_tokens: int) -> Credit:
+    """Dr. GRPO: as GRPO without σ, and a constant L in place of each row's length.
+
+    1/G · Σᵢ 1/L · Σ_t: a row's length does not decide what its tokens weigh.
+
+    Args:
+        max_tokens: L.
+    """
+    advantage = jax.vmap(advantages.dr_grpo_advantages)(scores.reward)
+    return _sequence_mean(rollouts, advantage, max_tokens)
+
+
+def rloo_credit(rollouts: Rollouts, scores: Scores) -> Credit:
+    """RLOO: 1/G · Σᵢ Aᵢ · Σ_t, the response being one action whose log-probability is the sum."""
+    advantage = jax.vmap(advantages.rloo_advantages)(scores.reward)
+    return _sequence_mean(rollouts, advantage, 1)
+
+
+def dapo_credit(
+    rollouts: Rollouts,
+    scores: Scores,
+    *,
+    eps: float,
+    ddof: int,
+    max_tokens: int,
+    cache_tokens: int,
+) -> Credit:
+    """DAPO: the mean over all tokens of the groups that are kept, 1/Σᵢ|yᵢ| · Σᵢ Σ_t (their eq. 8).
+
+    Groups whose acc is all 0 or all 1 are dropped: they weigh 0 and their tokens do not count.
+
+    Args:
+        eps, ddof: see `advantages.grpo_advantages`.
+        max_tokens, cache_tokens: see `advantages.overlong_penalty`.
+    """
+    num_tokens = rollouts.is_valid.sum(-1)
+    penalty = advantages.overlong_penalty(
+        num_tokens, max_tokens=max_tokens, cache_tokens=cache_tokens
+    )
+    advantage = jax.vmap(functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof))(
+        scores.reward + penalty
+    )
+    is_kept = jax.vmap(advantages.is_mixed)(scores.acc)[:, None]
+    advantage = jnp.where(is_kept, advantage, 0.0)
     return Credit(
         advantage=advantage,
-        token_advantage=advantage[..., None] * rollouts.is_valid / num_tokens,
+        token_advantage=advantage[..., None] * rollouts.is_valid,
+        row_weight=jnp.broadcast_to(is_kept, advantage.shape).astype(jnp.float32),
+        prompt_weight=jnp.sum(num_tokens * is_kept, 1).astype(jnp.float32),
+        is_trained=rollouts.is_valid & is_kept[..., None],
+    )
+
+
+def _sequence_mean(rollouts, advantage, length) -> Credit:
+    """1/G · Σᵢ Aᵢ/length · Σ_t over a prompt's rows, and the mean over all prompts."""
+    num_prompts, num_rows = advantage.shape
+    return Credit(
+        advantage=advantage,
+        token_advantage=(advantage / length)[..., None] * rollouts.is_valid,
         row_weight=jnp.full((num_prompts, num_rows), 1 / num_rows),
         prompt_weight=jnp.ones(num_prompts),
         is_trained=rollouts.is_valid,

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
+from care_jax import advantages
 from care_jax.advantages import RawAdvantages
 from care_jax.batch import Rollouts, Scores
 from care_jax.select import Subgroup
@@ -47,6 +49,37 @@ def rollout_metrics(
             rows = [each == source for each in sources]
             metrics[f"acc/{source}"] = acc[rows].mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def dapo_metrics(
+    rollouts: Rollouts,
+    scores: Scores,
+    trained: Scores,
+    num_tries: int,
+    *,
+    max_tokens: int,
+    cache_tokens: int,
+) -> dict[str, float]:
+    """DAPO's own diagnostics: what dynamic sampling drew, and how much length cost.
+
+    Args:
+        rollouts, scores: of every group that was drawn.
+        trained: of those that stand in the step's places.
+        num_tries: rollout batches that were drawn.
+        max_tokens, cache_tokens: see `advantages.overlong_penalty`.
+    """
+    is_mixed = jax.vmap(advantages.is_mixed)
+    num_kept, num_trained = (int(is_mixed(each.acc).sum()) for each in (scores, trained))
+    penalty = advantages.overlong_penalty(
+        rollouts.is_valid.sum(-1), max_tokens=max_tokens, cache_tokens=cache_tokens
+    )
+    return {
+        "dynamic/tries": float(num_tries),
+        "dynamic/kept_rate": num_kept / len(scores.acc),
+        "dynamic/missing": float(len(trained.acc) - num_trained),
+        "dynamic/unused": float(num_kept - num_trained),
+        "overlong_penalty": float(penalty.mean()),
+    }
 
 
 def subgroup_metrics(

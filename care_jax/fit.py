@@ -252,11 +252,11 @@ def _update_programs(run: Run) -> list[Program]:
     later = shapes.num_bytes(batch) if num_updates > 1 else 0
     compiled = []
     is_reframed = rl.objective == "care" and care.reflect_credit == "prompt_only"
-    num_scores = bool(rl.beta) + (rl.old_logp == "trainer" or is_reframed)
+    num_scores = bool(run.objective.beta) + (rl.old_logp == "trainer" or is_reframed)
     if num_scores:
         params = lora.without(state.params)
         beside = shapes.num_bytes(state) + later
-        if not rl.beta or model.lora_rank:  # the parameters scored with are the state's
+        if not run.objective.beta or model.lora_rank:  # the parameters scored with are the state's
             beside -= shapes.num_bytes(params)
         work = roofline.score_work(
             run.policy.config, rows, layout, num_microbatches=num_microbatches
@@ -326,7 +326,7 @@ def _rows(run: Run, size: int, num_rows: int, num_tokens: int) -> Rows:
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:
-    """Of the reference policy that stays on the devices, see `train.copy_reference`."""
+    """Of the reference policy that stays on the devices, see `update_batch.copy_reference`."""
     model = run.config.model
-    has_copy = run.config.rl.beta and not model.lora_rank and "reference" not in model.offload
+    has_copy = run.objective.beta and not model.lora_rank and "reference" not in model.offload
     return shapes.num_bytes(state.params) if has_copy else 0

@@ -69,6 +69,24 @@ def clipped_surrogate(
     return jnp.minimum(ratio * a, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * a)
 
 
+def sequence_log_ratio(
+    logp: Float[Array, " T"], old_logp: Float[Array, " T"], is_sampled: Bool[Array, " T"]
+) -> Float[Array, " T"]:
+    """log s = 1/|y| · Σ_t (log π_θ - log π_old): GSPO's one ratio, at every sampled token (eq. 7).
+
+    Given to `clipped_surrogate` as `logp`, with 0 as `old_logp`, ρ_t becomes s, and its terms sum
+    to min{s·A, clip(s)·A}. The gradient goes through the mean, as in the paper (Zheng et al. 2025,
+    arXiv 2507.18071); GSPO-token, exp(log π_θ - sg[log π_θ] + sg[log s]) at each token, is what
+    verl has: both are equal where A and mask are those of the whole row, as they are here.
+
+    Args:
+        logp, old_logp: see `clipped_surrogate`.
+        is_sampled: tokens of y; elsewhere the result is 0.
+    """
+    mean = jnp.sum(logp - old_logp, where=is_sampled) / jnp.maximum(jnp.sum(is_sampled), 1)
+    return jnp.where(is_sampled, mean, 0.0)
+
+
 def is_clipped(
     logp: Float[Array, " T"],
     old_logp: Float[Array, " T"],

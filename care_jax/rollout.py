@@ -93,9 +93,8 @@ class Groups:
     has_reflection: Bool[np.ndarray, " B"]
 
     @staticmethod
-    def concatenate(groups: Sequence[Groups], order: Sequence[int]) -> Groups:
-        """Joins waves that hold the prompts `order`, and puts these back in their own order."""
-        places = np.argsort(order)
+    def concatenate(groups: Sequence[Groups], places: Sequence[int]) -> Groups:
+        """Joins batches of groups and takes those at `places`, counted over all, in that order."""
 
         def joined(name):
             parts = [getattr(group, name) for group in groups]
@@ -238,4 +237,4 @@ def roll_out(
             groups.append(finish(*launched))
         launched = following
     groups.append(finish(*launched))
-    return Groups.concatenate(groups, order)
+    return Groups.concatenate(groups, np.argsort(order))

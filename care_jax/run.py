@@ -38,6 +38,11 @@ class Run:
     workdir: pathlib.Path
     metrics: MetricWriter | None
 
+    @property
+    def objective(self) -> ConfigDict:
+        """The section of the chosen objective; every one has `clip_low`, `clip_high` and `beta`."""
+        return self.config[self.config.rl.objective]
+
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that restores it."""
         return self.policy.fingerprint() | {"lora_rank": self.config.model.lora_rank}

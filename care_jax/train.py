@@ -1,4 +1,6 @@
-"""The reinforcement learning loop and every `jax.jit` of it; `rollout` is its host side.
+"""The reinforcement learning loop and every `jax.jit` of it.
+
+Its host side is `rollout`, `dynamic` and `update_batch`.
 
 One step: a rollout batch is decoded in waves, verified, contrasted and repaired; then come the
 advantages, then one or more updates on rows of `[prompt | r_0 | ... | r_{R-1}]`.
@@ -9,7 +11,6 @@ T response tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 
-from care_jax import credit, diagnostics, distributed, optimizer, sampler, sharding
+from care_jax import credit, diagnostics, distributed, dynamic, optimizer, sampler, sharding
 from care_jax.advantages import RawAdvantages
-from care_jax.batch import Example, Rollouts, Scores, TrainBatch
+from care_jax.batch import Example, Rollouts
 from care_jax.checkpoint import Checkpoints
 from care_jax.credit import Credit
 from care_jax.data.pipeline import Batches
+from care_jax.dynamic import Draw
 from care_jax.logprobs import score_responses
 from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.policy import decode_shardings
@@ -33,31 +35,18 @@ from care_jax.prompt import TokenizedPrompt
 from care_jax.rollout import Groups, Programs, Roster, roll_out
 from care_jax.roofline import PEAK_FLOPS, model_flops
 from care_jax.run import Run, start_state
-from care_jax.select import Subgroup
 from care_jax.train_step import TrainState, join_batch, split_batch, train_step
+from care_jax.update_batch import (
+    UpdatePrograms,
+    copy_reference,
+    gather_groups,
+    train_batch,
+    with_logprobs,
+)
 from care_jax.verifier import Verifier
 from models import backbone, lora
 
 _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdatePrograms:
-    """The compiled functions of the update; those of the rollout are `rollout.Programs`.
-
-    Attributes:
-        to_decode_layout: params -> params in the decode layout.
-        credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
-        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages.
-        score: (params, batch) -> log-probabilities [B, R, T].
-        update: (state, batch) -> (state, metrics).
-    """
-
-    to_decode_layout: Callable
-    credit: Callable
-    raw_advantages: Callable
-    score: Callable
-    update: Callable
 
 
 def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> backbone.Params:
@@ -114,23 +103,13 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             state, start = restored.state, restored.data_position
             num_decoded = restored.metadata["num_decoded"]
         run.metrics.begin("rl", start)
-        for step, step_examples, records in progress(
-            batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps
-        ):
+        for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
+            step, *_ = first
             began, counted = time.perf_counter(), dict(verifier.counts)
-            rng = jax.random.fold_in(jax.random.key(config.seed), step)
-            roster = Roster.call(own.ravel(), step_examples, records)
             decode_params = programs.to_decode_layout(state.params)
             try:
-                groups = roll_out(
-                    run,
-                    rollout_programs,
-                    decode_params,
-                    rng,
-                    roster,
-                    step_examples,
-                    records,
-                    verifier,
+                draws = draw_groups(
+                    run, rollout_programs, decode_params, batches, first, own.ravel(), verifier
                 )
             except distributed.Preempted:
                 if step > (checkpoints.latest_step or 0):
@@ -139,6 +118,8 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             del decode_params  # its memory is the update's now
             rolled_out = time.perf_counter()
 
+            drawn = dynamic.fill(draws)
+            roster, records, groups = drawn.roster, drawn.records, drawn.groups
             credited, raw = assign_credit(run, programs, groups)
             rollouts, scores, *contrast = gather_groups(roster, groups, credited, raw)
             num_tokens = rollouts.is_valid.sum(-1).max(1)
@@ -154,9 +135,15 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 update_metrics.append(jax.device_get(metrics))
             ended = time.perf_counter()
 
-            num_sampled = int((rollouts.is_valid & ~rollouts.is_forced).sum())
+            is_alone = len(draws) == 1
+            seen = (rollouts, scores, roster.sources) if is_alone else dynamic.survey(draws)
+            num_sampled = int((seen[0].is_valid & ~seen[0].is_forced).sum())
             num_decoded += num_sampled
-            metrics = diagnostics.rollout_metrics(rollouts, scores, roster.sources, rl.num_rollouts)
+            metrics = diagnostics.rollout_metrics(*seen, rl.num_rollouts)
+            if rl.objective == "dapo":
+                metrics |= diagnostics.dapo_metrics(
+                    *seen[:2], scores, len(draws), **overlong_limits(run)
+                )
             if raw is not None:
                 metrics |= diagnostics.subgroup_metrics(scores, *contrast)
             metrics |= {
@@ -189,6 +176,44 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     return lora.merged(state.params)
 
 
+def draw_groups(
+    run: Run,
+    programs: Programs,
+    params: backbone.Params,
+    batches: Batches,
+    first: tuple[int, list[Example], list[TokenizedPrompt]],
+    own: Int[np.ndarray, " B"],
+    verifier: Verifier,
+) -> list[Draw]:
+    """The rollout batches of a step: one, or under DAPO as many as fill it with mixed groups.
+
+    Draw t of step s has batch s + t·num_steps of the stream, and the random key of that number: a
+    pure function of (s, t) that shares neither with another draw or step.
+
+    Args:
+        run: the run.
+        programs, params: compiled for it; in the decode layout.
+        batches: the stream.
+        first: number and batch of the step itself.
+        own: places of this process's prompts in a batch.
+        verifier: compares answers.
+    """
+    rl = run.config.rl
+    max_tries = run.objective.max_tries if rl.objective == "dapo" else 1
+
+    def draw(number: int, examples: list[Example], records: list[TokenizedPrompt]) -> Draw:
+        rng = jax.random.fold_in(jax.random.key(run.config.seed), number)
+        roster = Roster.call(own, examples, records)
+        groups = roll_out(run, programs, params, rng, roster, examples, records, verifier)
+        return Draw(roster, examples, records, groups)
+
+    draws = [draw(*first)]
+    while len(draws) < max_tries and not dynamic.is_full(draws):
+        number = first[0] + len(draws) * rl.num_steps
+        draws.append(draw(number, *batches.batch(number)))
+    return draws
+
+
 def utilisation(run: Run, roster: Roster, rollouts: Rollouts, seconds: float) -> dict[str, float]:
     """TFLOPs per second and device that updates were worth, and their share of the device's peak.
 
@@ -218,122 +243,54 @@ def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
     return learning_rate_at, adamw
 
 
+def credit_of(run: Run) -> Callable:
+    """The chosen objective's function of `credit`, with its keys; see `UpdatePrograms.credit`."""
+    rl, own = run.config.rl, run.objective
+    if rl.objective == "care":
+        return functools.partial(
+            credit.care_credit,
+            num_negatives=own.num_negatives,
+            negative_scale=own.negative_scale,
+            reflected_scale=own.reflected_scale,
+            delta=own.delta,
+            eps=own.advantage_eps,
+            equalize=own.equalize,
+            rescue=own.rescue,
+            rescue_scale=own.rescue_scale,
+            robust=own.robust,
+            gamma_pos=own.gamma_pos,
+            weight_eps=own.weight_eps,
+        )
+    if rl.objective in ("grpo", "gspo"):  # they differ in the ratio alone
+        return functools.partial(credit.grpo_credit, eps=own.advantage_eps, ddof=own.ddof)
+    if rl.objective == "dapo":
+        return functools.partial(
+            credit.dapo_credit,
+            eps=own.advantage_eps,
+            ddof=own.ddof,
+            **overlong_limits(run),
+        )
+    if rl.objective == "dr_grpo":
+        return functools.partial(credit.dr_grpo_credit, max_tokens=rl.max_response_tokens)
+    return credit.rloo_credit
+
+
+def overlong_limits(run: Run) -> dict[str, int]:
+    """L_max and L_cache of DAPO's penalty, in tokens."""
+    max_tokens = run.config.rl.max_response_tokens
+    cache_tokens = round(run.config.dapo.overlong_share * max_tokens)
+    return {"max_tokens": max_tokens, "cache_tokens": cache_tokens}
+
+
 def assign_credit(
     run: Run, programs: UpdatePrograms, groups: Groups
 ) -> tuple[Credit, RawAdvantages | None]:
     """Advantages and token weights of a rollout batch; under CARE A_raw too, for its metrics."""
-    if run.config.rl.objective == "grpo":
+    if run.config.rl.objective != "care":
         return jax.device_get(programs.credit(groups.rollouts, groups.scores)), None
     arguments = groups.scores, groups.subgroup, groups.has_reflection
     credited = programs.credit(groups.rollouts, *arguments)
     return jax.device_get((credited, programs.raw_advantages(*arguments)))
-
-
-def gather_groups(
-    roster: Roster, groups: Groups, credited: Credit, raw: RawAdvantages | None
-) -> tuple[
-    Rollouts,
-    Scores,
-    Subgroup,
-    RawAdvantages | None,
-    Float[np.ndarray, "N R"],
-    Bool[np.ndarray, " N"],
-]:
-    """What bucket sizes and metrics need of all N prompts, without the texts of the responses."""
-    return distributed.gather_rows(
-        (
-            groups.rollouts.replace(tokens=None, logp=None, embedding=None),
-            groups.scores.replace(is_think=None, is_answer=None),
-            groups.subgroup,
-            raw,
-            credited.advantage,
-            groups.has_reflection,
-        ),
-        roster.own,
-    )
-
-
-def train_batch(
-    run: Run,
-    roster: Roster,
-    records: Sequence[TokenizedPrompt],
-    groups: Groups,
-    credited: Credit,
-    num_tokens: Int[np.ndarray, " N"],
-    index: int,
-) -> TrainBatch:
-    """The batch of one update on the host, padded to the buckets that hold its prompts and rows.
-
-    Args:
-        run: the run.
-        roster: of the step's N prompts.
-        records, groups, credited: of this process's.
-        num_tokens: of the longest row of each of the N.
-        index: of the update in its step.
-    """
-    rl = run.config.rl
-    whole = slice(index * rl.prompts_per_update, (index + 1) * rl.prompts_per_update)
-    num_own = len(records) * rl.prompts_per_update // rl.prompts_per_step
-    part = slice(index * num_own, (index + 1) * num_own)
-    rollouts, scores, credited = jax.tree.map(
-        lambda x: x[part], (groups.rollouts, groups.scores, credited)
-    )
-    longest = num_tokens[whole].max()
-    length = min(bucket for bucket in rl.response_buckets if bucket >= longest)
-    return TrainBatch(
-        prompts=run.policy.prompts.batch(records[part], roster.sizes[whole]),
-        tokens=rollouts.tokens[..., :length],
-        is_valid=rollouts.is_valid[..., :length],
-        token_advantage=credited.token_advantage[..., :length],
-        old_logp=rollouts.logp[..., :length],
-        ref_logp=np.zeros_like(rollouts.logp[..., :length]),
-        row_weight=credited.row_weight,
-        prompt_weight=credited.prompt_weight,
-        is_trained=credited.is_trained[..., :length],
-        is_answer=scores.is_answer[..., :length],
-    )
-
-
-def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
-    """The reference policy of the KL term; None where there is none or adapters leave it alone."""
-    if not run.config.rl.beta or run.config.model.lora_rank:
-        return None
-    if "reference" in run.config.model.offload:
-        return jax.device_put(params, sharding.on_host(sharding.of(params)))
-    return jax.tree.map(jnp.copy, params)
-
-
-def with_logprobs(
-    run: Run,
-    programs: UpdatePrograms,
-    batches: Sequence[TrainBatch],
-    params: backbone.Params,
-    reference: backbone.Params | None,
-) -> list[TrainBatch]:
-    """Fills in, on the host, what the sampler could not: the reference's and the trainer's own.
-
-    The sampler's are the model's at temperature 1 whatever the sampling settings, so they serve as
-    π_old unless the config asks for the trainer's numerics, or rows lost the context they had.
-    """
-    rl, scorers = run.config.rl, {}
-    if rl.beta:
-        if reference is None:  # adapters leave the weights they started from as they were
-            reference = lora.without(params)
-        elif "reference" in run.config.model.offload:
-            reference = jax.device_put(reference, sharding.of(lora.without(params)))
-        scorers["ref_logp"] = reference
-    is_reframed = rl.objective == "care" and run.config.care.reflect_credit == "prompt_only"
-    if rl.old_logp == "trainer" or is_reframed:
-        scorers["old_logp"] = params
-    if not scorers:
-        return list(batches)
-
-    def scored(batch, placed):
-        logp = {name: programs.score(scorer, placed) for name, scorer in scorers.items()}
-        return batch.replace(**distributed.fetch(logp))
-
-    placed = sharding.put_ahead(batches, run.mesh)
-    return [scored(*pair) for pair in zip(batches, placed, strict=True)]
 
 
 def compile_rollout(run: Run) -> Programs:
@@ -398,7 +355,7 @@ def compile_update(
         adamw: its optimizer.
         state_shardings: where the state lies before and after an update.
     """
-    rl, care, grpo, model = run.config.rl, run.config.care, run.config.grpo, run.config.model
+    rl, care, model, own = run.config.rl, run.config.care, run.config.model, run.objective
     config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
     scoring = dict(
         dtype=dtype,
@@ -425,34 +382,13 @@ def compile_update(
             config,
             adamw,
             microbatch_size=rl.prompts_per_microbatch,
-            beta=rl.beta,
-            clip_low=rl.clip_low,
-            clip_high=rl.clip_high,
+            beta=own.beta,
+            clip_low=own.clip_low,
+            clip_high=own.clip_high,
+            has_sequence_ratio=rl.objective == "gspo",
             partition=run.partition,
             **scoring,
         )
-
-    def care_credit(rollouts, scores, subgroup, has_reflection):
-        return credit.care_credit(
-            rollouts,
-            scores,
-            subgroup,
-            has_reflection,
-            num_negatives=care.num_negatives,
-            negative_scale=care.negative_scale,
-            reflected_scale=care.reflected_scale,
-            delta=care.delta,
-            eps=care.advantage_eps,
-            equalize=care.equalize,
-            rescue=care.rescue,
-            rescue_scale=care.rescue_scale,
-            robust=care.robust,
-            gamma_pos=care.gamma_pos,
-            weight_eps=care.weight_eps,
-        )
-
-    def grpo_credit(rollouts, scores):
-        return credit.grpo_credit(rollouts, scores, eps=grpo.advantage_eps, ddof=grpo.ddof)
 
     raw = functools.partial(
         credit.care_raw_advantages, delta=care.delta, eps=care.advantage_eps, robust=care.robust
@@ -460,7 +396,7 @@ def compile_update(
     decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
     return UpdatePrograms(
         to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
-        credit=jax.jit(care_credit if rl.objective == "care" else grpo_credit),
+        credit=jax.jit(credit_of(run)),
         raw_advantages=jax.jit(raw),
         score=jax.jit(run.placed(score), out_shardings=sharding.batch_sharding(run.mesh)),
         update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),

@@ -92,6 +92,7 @@ def train_step(
     chunk: int,
     dtype: DTypeLike,
     remat: str,
+    has_sequence_ratio: bool = False,
     partition: Partition = partition,
     attention: Kernel = XLA,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
@@ -111,6 +112,7 @@ def train_step(
         chunk: tokens of a prompt's row whose logits are held at a time.
         dtype: of the activations.
         remat: what the backward pass recomputes.
+        has_sequence_ratio: ρₜ is the row's own, the geometric mean of its tokens' (GSPO).
         partition: tells the trained parameters from the frozen.
         attention: what computes attention over the rows.
 
@@ -124,6 +126,7 @@ def train_step(
     surrogate = _over_rows(functools.partial(objective.clipped_surrogate, **clip))
     clips = _over_rows(functools.partial(objective.is_clipped, **clip))
     k3 = _over_rows(objective.k3)
+    sequence_log_ratio = _over_rows(objective.sequence_log_ratio)
 
     def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Ratios]:
         logp, entropy = score_responses(
@@ -139,13 +142,17 @@ def train_step(
         )
         # Elsewhere (forced, padding, rows left out) the ratio is held at 1.
         logp = jnp.where(batch.is_trained, logp, batch.old_logp)
-        terms = surrogate(logp, batch.old_logp, batch.token_advantage)
+        log_ratio = logp - batch.old_logp
+        if has_sequence_ratio:
+            log_ratio = sequence_log_ratio(logp, batch.old_logp, batch.is_trained)
+        moved = log_ratio, jnp.zeros_like(log_ratio), batch.token_advantage
+        terms = surrogate(*moved)
         loss = -(batch.row_weight * terms.sum(-1)).sum() / total_weight
         if beta:
             kl = jnp.where(batch.is_trained, k3(logp, batch.ref_logp), 0.0)
             loss += beta * kl.sum() / num_trained
 
-        is_clipped = clips(logp, batch.old_logp, batch.token_advantage)
+        is_clipped = clips(*moved)
         has_credit = batch.token_advantage != 0
         is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
         ratios = {

@@ -137,7 +137,7 @@ def get_config() -> ConfigDict:
     sft.packed = True  # False: one example per row
 
     config.rl = rl = ConfigDict()
-    rl.objective = "care"  # "care" or "grpo"
+    rl.objective = "care"  # "care", "grpo", "dapo", "gspo", "dr_grpo", "rloo"
     rl.num_steps = 200  # rollout batches
     rl.num_rollouts = 8  # G
     rl.prompts_per_step = 512  # (open) prompts of a rollout batch
@@ -156,16 +156,17 @@ def get_config() -> ConfigDict:
     rl.weight_decay = 0.01  # (open)
     rl.max_grad_norm = 1.0  # (open)
     rl.format_weight = 0.1  # λ of the reward (eq:overall)
-    rl.clip_low = 0.20
-    rl.clip_high = 0.28  # GRPO as published: 0.20
-    rl.beta = 0.02  # weight of the KL to the reference policy; 0 keeps no reference
     # π_old: "sampler", as it sampled; "trainer", computed anew by the trainer's forward, which
     # costs a forward and hides differences between the two programs' numerics.
     rl.old_logp = "sampler"
     rl.logprob_chunk = 1024  # tokens of each prompt's row whose logits are held at a time
 
-    # Chosen by rl.objective = "care"; refused when changed under another objective.
+    # Each objective has a section, with its own clip range and KL. That of rl.objective is read;
+    # a change of another is refused.
     config.care = care = ConfigDict()
+    care.clip_low = 0.20  # how far the ratio to π_old may fall below 1
+    care.clip_high = 0.28  # and rise above it
+    care.beta = 0.02  # β, weight of the KL to the reference policy; 0 keeps no reference
     care.num_negatives = 4  # K
     care.num_candidates = 6  # M, nearest failures among which the spread ones are taken
     care.rule = "nearest_diverse"  # nearest, nearest_diverse, mixed, farthest, random
@@ -186,8 +187,44 @@ def get_config() -> ConfigDict:
     care.cue = CUE  # put right behind the rationale
 
     config.grpo = grpo = ConfigDict()
+    grpo.clip_low = 0.20
+    grpo.clip_high = 0.20
+    grpo.beta = 0.02
     grpo.ddof = 0  # 0: population standard deviation; 1: sample, as EasyR1, verl and TRL
-    grpo.advantage_eps = 1e-6
+    grpo.advantage_eps = 1e-6  # ε added to σ
+
+    config.dapo = dapo = ConfigDict()
+    dapo.clip_low = 0.20
+    dapo.clip_high = 0.28
+    dapo.beta = 0.0
+    dapo.ddof = 0  # as grpo.ddof
+    dapo.advantage_eps = 1e-6
+    # Dynamic sampling: further rollout batches are drawn until rl.prompts_per_step groups have both
+    # right and wrong rollouts, but at most so many in all; 1 draws none. Missing groups weigh 0.
+    dapo.max_tries = 10
+    # Soft overlong penalty: the last share of rl.max_response_tokens, L_cache, over which it grows
+    # from 0 to -1; 0 for none. As published: 4096 of 20480 tokens.
+    dapo.overlong_share = 0.2
+
+    config.gspo = gspo = ConfigDict()
+    # Of the whole response's ratio. In a range so narrow the numerics of sampler and trainer
+    # differ visibly in bfloat16, see clip_rate; rl.old_logp = "trainer" hides that.
+    gspo.clip_low = 3e-4
+    gspo.clip_high = 4e-4
+    gspo.beta = 0.0
+    gspo.ddof = 0  # as grpo.ddof
+    gspo.advantage_eps = 1e-6
+
+    config.dr_grpo = dr_grpo = ConfigDict()
+    dr_grpo.clip_low = 0.20
+    dr_grpo.clip_high = 0.20
+    dr_grpo.beta = 0.0
+
+    config.rloo = rloo = ConfigDict()
+    # The paper updates once per rollout batch, where no ratio leaves 1.
+    rloo.clip_low = 0.20
+    rloo.clip_high = 0.20
+    rloo.beta = 0.0  # the paper's KL is a part of a preference's reward; a verifier needs none
 
     config.evaluate = evaluate = ConfigDict()
     evaluate.batch_size = 64

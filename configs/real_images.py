@@ -32,6 +32,6 @@ def get_config() -> ConfigDict:
     rl.decode_prompts = 19
     rl.warmup_steps = 1
     # Random weights know no format; a KL to the start exercises the reference policy as well.
-    rl.beta = 0.02
+    config.care.beta = config.grpo.beta = 0.02
     config.evaluate.batch_size = 19
     return config

@@ -62,7 +62,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     rl.learning_rate = 5e-4
     rl.warmup_steps = 15
     rl.schedule = "cosine"
-    rl.beta = 0.0
+    config.care.beta = config.grpo.beta = 0.0
     config.care.max_context = 11
     # At this size a prompt that fails G times is mostly one the backbone cannot read, and a rescued
     # guess at full strength teaches the guess.

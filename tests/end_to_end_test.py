@@ -46,7 +46,7 @@ def small_config(family="qwen2_5_vl", **changes):
     rl.prompts_per_update = rl.decode_prompts = 4
     rl.prompts_per_microbatch = 2
     rl.warmup_steps = 1
-    rl.beta = 0.02
+    config.care.beta = config.grpo.beta = 0.02
     config.evaluate.batch_size = 8
     config.update_from_flattened_dict(changes)
     return config
@@ -134,7 +134,11 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
     "changes",
     [
         {"rl.objective": "grpo"},
-        {"care.reflect": False, "rl.beta": 0.0, "rl.temperature": 0.8, "rl.top_p": 0.9},
+        {"rl.objective": "dapo", "dapo.max_tries": 2},
+        {"rl.objective": "gspo"},
+        {"rl.objective": "dr_grpo", "dr_grpo.beta": 0.01},
+        {"rl.objective": "rloo"},
+        {"care.reflect": False, "care.beta": 0.0, "rl.temperature": 0.8, "rl.top_p": 0.9},
         {"care.reflect_credit": "prompt_only", "care.rule": "random", "model.freeze_vision": True},
         {
             **{"care.reflect_mode": "no_cue", "rl.old_logp": "trainer", "model.remat": "layer"},
@@ -196,7 +200,7 @@ def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
     config.data.train.path = path
     config.rl.num_rollouts = 2
     config.rl.max_response_tokens, config.rl.response_buckets = 20, (20,)
-    config.rl.beta = 0.0
+    config.care.beta = 0.0
     programs = {}
     for name in ("compile_rollout", "compile_update"):
         compile_programs = getattr(main.train, name)
@@ -234,7 +238,7 @@ def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
             "set it to 30",
         ),
         (["--config.rl.objective=grpo", "--config.care.delta=0.2"], "means nothing under"),
-        (["--config.rl.objective=ppo"], "rl.objective must be one of care, grpo, got 'ppo'"),
+        (["--config.rl.objective=ppo"], "rl.objective must be one of care, grpo, dapo, gspo"),
         (["--config.data.train.source=jsonl", "--config.data.train.path=no.jsonl"], "no.jsonl"),
         (["--config.model.path=/nowhere/at/all"], "model.path"),
         (["--config.sft.warmup_steps=1000"], "warmup_steps 1000"),

@@ -5,6 +5,8 @@ learning rate is one at which rounding, which Adam turns into whole steps where 
 does not change what is sampled.
 """
 
+import zlib
+
 from ml_collections import ConfigDict
 
 from configs import tiny
@@ -39,3 +41,8 @@ def get_config() -> ConfigDict:
     rl.warmup_steps, rl.schedule, rl.learning_rate = 0, "constant", 2e-5
     config.evaluate.batch_size = 8
     return config
+
+
+def by_its_bytes(question, response, example):
+    """A reward for weights that have not learned anything: one response in eight is right."""
+    return float(zlib.crc32(response.encode()) % 8 == 0), 0.0

@@ -35,7 +35,7 @@ def launch(workdir, *flags, num_devices):
         cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join((str(ROOT), str(CONFIG.parent))),
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(num_devices),
             **({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {}),
@@ -109,6 +109,22 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     message = f"stopped by SIGTERM before rl step {step}; the same command goes on from there"
     assert ends == [(75, message)] * 2
     assert (two / "checkpoints" / "rl" / str(step) / "state").is_dir()
+
+
+def test_two_processes_draw_until_both_are_full(tmp_path):
+    """Each step has two in five groups mixed; it takes batches until the slower process is full."""
+    changes = {"stages": ("rl",), "rl.objective": "dapo", "dapo.max_tries": 12}
+    changes |= {"verifier.reward": "hosts_config:by_its_bytes"}
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    ends = [end_of(process) for process in launch_two(tmp_path, *flags)]
+    assert [status for status, _ in ends] == [0, 0], ends
+    steps = metrics_of(tmp_path)
+    assert [record["step"] for record in steps] == [0, 1]
+    for record in steps:
+        num_mixed = record["dynamic/kept_rate"] * record["dynamic/tries"] * 16
+        assert record["dynamic/unused"] == pytest.approx(num_mixed - 16)
+        assert 1 < record["dynamic/tries"] < 12 and record["dynamic/missing"] == 0
+        assert 0.05 < record["acc"] < 0.25 and record["grad_norm"] > 0
 
 
 def test_two_processes_export_what_one_does(tmp_path):

@@ -24,8 +24,8 @@ LAYERS = (
     ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
                                    "metrics", "report")),
     ("over a backbone",           ("logprobs", "sampler", "reflect", "train_step")),
-    ("one run",                   ("policy", "run", "checks", "rollout", "shapes",
-                                   "scoreboard")),
+    ("one run",                   ("policy", "run", "checks", "rollout", "dynamic",
+                                   "update_batch", "shapes", "scoreboard")),
     ("loops",                     ("sft", "evaluate", "train", "export", "fit")),
     ("entry",                     ("main", "aot")),
 )

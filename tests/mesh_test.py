@@ -23,7 +23,8 @@ def rl_metrics(workdir, mesh, monkeypatch):
     config.stages = ("rl",)
     config.model.backbone.text_config.num_hidden_layers = 2
     rl = config.rl
-    rl.num_steps, rl.warmup_steps, rl.num_rollouts, rl.beta = 1, 0, 3, 0.02
+    rl.num_steps, rl.warmup_steps, rl.num_rollouts = 1, 0, 3
+    config.care.beta = 0.02
     rl.prompts_per_step = rl.prompts_per_update = 8
     rl.decode_prompts = rl.prompts_per_microbatch = 8
     monkeypatch.setattr(main, "make_mesh", lambda **_: mesh)

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from care_jax.advantages import care_advantages, grpo_advantages, raw_advantages
+from care_jax.advantages import (
+    care_advantages,
+    dr_grpo_advantages,
+    grpo_advantages,
+    is_mixed,
+    overlong_penalty,
+    raw_advantages,
+    rloo_advantages,
+)
 from care_jax.select import Subgroup
 
 SETTINGS = dict(K=4, s=0.5, s_refl=0.25, delta=0.1, eps=1e-6)
@@ -267,3 +275,54 @@ def test_grpo_normalises_the_group():
     np.testing.assert_allclose(grpo_advantages(reward, eps=0.0, ddof=1), expected, rtol=1e-6)
     np.testing.assert_allclose(grpo_advantages(reward, eps=0.5), [0.5, -0.5, 0.5, -0.5], rtol=1e-6)
     assert grpo_advantages(jnp.array([0.3]), eps=1e-6, ddof=1).tolist() == [0]
+
+
+def test_dr_grpo_takes_the_mean_off_and_leaves_the_spread():
+    advantage = dr_grpo_advantages(jnp.array([1.0, 0, 0, 0]))
+    np.testing.assert_allclose(advantage, [0.75, -0.25, -0.25, -0.25], rtol=1e-6)
+    hard = dr_grpo_advantages(jnp.array([10.0, 0, 0, 0]))
+    np.testing.assert_allclose(hard, 10 * advantage, rtol=1e-6)
+
+
+def test_rloo_takes_off_what_the_others_got():
+    """Of 1, 0, 0.5: the others' means are 0.25, 0.75 and 0.5."""
+    advantage = rloo_advantages(jnp.array([1.0, 0.0, 0.5]))
+    np.testing.assert_allclose(advantage, [0.75, -0.75, 0.0], atol=1e-7)
+    np.testing.assert_allclose(rloo_advantages(jnp.array([1.0, 0.0])), [1, -1])
+
+
+BASELINES = (
+    dr_grpo_advantages,
+    rloo_advantages,
+    functools.partial(grpo_advantages, eps=1e-6),
+)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_baselines_ignore_order_and_compilation_and_give_equal_rewards_nothing(baseline):
+    reward = jnp.array([0.1, 1.0, 0.0, 0.9, 0.1, 1.0, 0.55])
+    order = jnp.array([3, 0, 6, 1, 5, 2, 4])
+    plain = baseline(reward)
+    np.testing.assert_allclose(jax.jit(baseline)(reward), plain, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(baseline(reward[order]), plain[order], rtol=1e-5, atol=1e-7)
+    assert baseline(jnp.full(7, 0.1)).tolist() == [0] * 7  # its mean is not 0.1 in float32
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_overlong_penalty_grows_over_the_cache_alone(jit):
+    """L_max = 20 and L_cache = 4 tokens: from 16 on, a quarter for each token."""
+    penalty = functools.partial(overlong_penalty, max_tokens=20, cache_tokens=4)
+    lengths = jnp.array([0, 1, 16, 17, 18, 19, 20, 25])
+    expected = [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
+    np.testing.assert_allclose((jax.jit(penalty) if jit else penalty)(lengths), expected)
+    none = overlong_penalty(lengths, max_tokens=20, cache_tokens=0)
+    assert none.tolist() == [0] * 8
+
+
+@pytest.mark.parametrize(
+    ("acc", "expected"),
+    [([0, 0, 0], False), ([1, 1, 1], False), ([0, 1, 0], True), ([1, 1, 0], True)],
+)
+def test_groups_are_mixed_where_right_and_wrong_stand_in_them(acc, expected):
+    for order in ((0, 1, 2), (2, 0, 1)):
+        assert bool(is_mixed(jnp.array(acc, jnp.float32)[jnp.array(order)])) == expected

@@ -1,11 +1,11 @@
-"""Configurations of an evaluation that cannot run are refused in one line."""
+"""Configurations that cannot run, or say what nobody reads, are refused in one line."""
 
 import jax
 import pytest
 
-from care_jax.checks import check_config
+from care_jax.checks import OBJECTIVES, check_config, fill_in
 from care_jax.sharding import make_mesh
-from configs import common
+from configs import common, tiny
 
 MMMU = (("mmmu", "releases/MMMU"),)
 
@@ -33,4 +33,58 @@ def test_an_evaluation_that_cannot_run_is_refused(changes, message):
     config.evaluate.update(changes)
     with pytest.raises(ValueError, match=message) as error:
         check_config(config, mesh)
+    assert "\n" not in str(error.value)
+
+
+def check_rl(objective, changes=(), overridden=()):
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    config = tiny.get_config()
+    config.stages, config.rl.objective = ("rl",), objective
+    config.update_from_flattened_dict(dict(changes))
+    check_config(fill_in(config, mesh), mesh, overridden)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_takes_its_own_keys_and_no_others(objective):
+    """Clip range and β belong to an objective: GSPO's range says nothing to DAPO."""
+    for section in OBJECTIVES:
+        for key in common.get_config()[section]:
+            if section == objective:
+                check_rl(objective, overridden=[f"{section}.{key}"])
+                continue
+            with pytest.raises(ValueError, match=f"config.{section}.{key} means nothing under"):
+                check_rl(objective, overridden=[f"{section}.{key}"])
+
+
+PUBLISHED = {  # clip range and β
+    "care": (0.2, 0.28, 0.02),
+    "grpo": (0.2, 0.2, 0.02),
+    "dapo": (0.2, 0.28, 0.0),
+    "gspo": (3e-4, 4e-4, 0.0),
+    "dr_grpo": (0.2, 0.2, 0.0),
+    "rloo": (0.2, 0.2, 0.0),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_by_its_name_alone_has_the_published_settings(objective):
+    config = common.get_config()[objective]
+    assert (config.clip_low, config.clip_high, config.beta) == PUBLISHED[objective]
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "message"),
+    [
+        ("ppo", {}, "rl.objective must be one of care, grpo, dapo, gspo, dr_grpo, rloo, got 'ppo'"),
+        ("gspo", {"gspo.clip_low": 1.2}, r"gspo.clip_low must lie in \(0, 1\], .* got 1.2"),
+        ("rloo", {"rloo.clip_high": 0.0}, "rloo.clip_high be positive"),
+        ("grpo", {"grpo.beta": -0.1}, "grpo.beta not negative"),
+        ("grpo", {"grpo.ddof": 2}, "grpo.ddof must be 0 .population. or 1"),
+        ("dapo", {"dapo.max_tries": 0}, "dapo.max_tries must be at least 1"),
+        ("dapo", {"dapo.overlong_share": 1.0}, r"dapo.overlong_share must lie in \[0, 1\), got 1"),
+    ],
+)
+def test_objective_that_cannot_run_is_refused(objective, changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_rl(objective, changes)
     assert "\n" not in str(error.value)

@@ -1,15 +1,21 @@
 """A small random policy, prompts and runs for the tests of everything that needs a backbone."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from scripted import LOOP, B, Script, credit_of, groups_of
 
+from care_jax import train
 from care_jax.batch import Example, Rollouts
 from care_jax.data.sources import open_source
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
+from care_jax.prompt import prompt_sizes
+from care_jax.rollout import Roster
 from care_jax.run import Run
 from care_jax.sharding import make_mesh
 from configs import tiny
@@ -101,3 +107,45 @@ def questions():
         ]
 
     return make
+
+
+@pytest.fixture
+def groups(responses):
+    return groups_of(responses)
+
+
+@pytest.fixture
+def records(policy, questions):
+    return [policy.prompts.tokenize(example) for example in questions((7, 0, 5, 2))]
+
+
+@pytest.fixture
+def whole_batch(records):
+    """Makes the batch of one update over all B prompts, of one process."""
+
+    def whole_batch(run, groups):
+        run.config.rl.update(prompts_per_step=B, prompts_per_update=B)
+        credited = credit_of(groups.rollouts.tokens.shape)
+        roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+        num_tokens = groups.rollouts.is_valid.sum(-1).max(1)
+        return train.train_batch(run, roster, records, groups, credited, num_tokens, 0)
+
+    return whole_batch
+
+
+@pytest.fixture
+def run_loop(make_run, questions, responses, monkeypatch):
+    """Runs the loop of STEPS steps, two updates in each, or until a script dies."""
+
+    def run_loop(folder="run", dies_at=None, make_script=Script, changes=()):
+        script = make_script(responses, dies_at)
+        run = make_run(LOOP | dict(changes), folder)
+        monkeypatch.setattr(train, "roll_out", script.roll_out)
+        monkeypatch.setattr(train, "compile_rollout", lambda run: None)
+        monkeypatch.setattr(train, "compile_update", lambda *_: script.programs())
+        params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}
+        params = train.train(run, params, questions(range(30)))
+        records = map(json.loads, run.metrics.path.read_text().splitlines())
+        return script, params, list(records)
+
+    return run_loop

@@ -228,3 +228,105 @@ def test_grpo_is_the_sequence_mean_of_token_means():
     # The sample's σ of 1, 0, 0, 0 is 1/2.
     sample = credit.grpo_credit(rollouts, scores, eps=1e-6, ddof=1)
     np.testing.assert_allclose(sample.advantage[0], [1.5, -0.5, -0.5, -0.5], rtol=1e-4)
+
+
+# Rows of 2, 6, 3 and 6 tokens.
+LENGTHS = np.array([2, 6, 3, 6])
+MIXED = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def uneven():
+    rollouts, scores = rows(G, MIXED)
+    is_short = jnp.arange(T) < LENGTHS[:, None]
+    return rollouts.replace(is_valid=rollouts.is_valid & is_short), scores
+
+
+def loss_gradient(out):
+    """-dL/d logp at ratio 1: Σ over prompts of row weight · a_t, over the summed prompt weights."""
+    terms = np.asarray(out.row_weight)[..., None] * np.asarray(out.token_advantage)
+    return terms / float(out.prompt_weight.sum())
+
+
+def test_dr_grpo_divides_every_row_by_the_same_length():
+    rollouts, scores = uneven()
+    out = credit.dr_grpo_credit(rollouts, scores, max_tokens=10)
+    # r = 1 and 0.1 three times: μ = 0.325.
+    np.testing.assert_allclose(out.advantage[0], [0.675, -0.225, -0.225, -0.225], rtol=1e-5)
+    gradient = loss_gradient(out)
+    np.testing.assert_allclose(gradient[0, 0, :2], 0.675 / 10 / 4 / 3, rtol=1e-5)
+    np.testing.assert_allclose(gradient[0, 1, :6], -0.225 / 10 / 4 / 3, rtol=1e-5)
+    np.testing.assert_array_equal(out.is_trained, rollouts.is_valid)
+
+
+def test_rloo_sums_a_rows_tokens():
+    rollouts, scores = uneven()
+    out = credit.rloo_credit(rollouts, scores)
+    np.testing.assert_allclose(out.advantage[0], [0.9, -0.3, -0.3, -0.3], rtol=1e-5)
+    gradient = loss_gradient(out)
+    np.testing.assert_allclose(gradient[0, 0, :2], 0.9 / 4 / 3, rtol=1e-5)
+    np.testing.assert_allclose(gradient[0, 1, :6], -0.3 / 4 / 3, rtol=1e-5)
+    np.testing.assert_array_equal(gradient[2], 0)
+
+
+DAPO = dict(eps=0.0, ddof=0, max_tokens=8, cache_tokens=0)
+
+
+def test_dapo_is_the_token_mean_over_the_groups_that_are_kept():
+    """Two of three are mixed; each has 17 tokens, and every token the same share."""
+    rollouts, scores = uneven()
+    out = credit.dapo_credit(rollouts, scores, **DAPO)
+    np.testing.assert_array_equal(out.prompt_weight, [17, 17, 0])
+    gradient = loss_gradient(out)
+    np.testing.assert_allclose(gradient[0, 0, :2], 3**0.5 / 34, rtol=1e-5)
+    np.testing.assert_allclose(gradient[0, 1, :6], -(3**-0.5) / 34, rtol=1e-5)
+    np.testing.assert_allclose(gradient[1, 1, :6], 1 / 34, rtol=1e-5)
+    assert not out.is_trained[2].any() and out.is_trained[:2].sum() == 34
+
+
+def test_dapo_drops_by_correctness_and_not_by_reward():
+    """All wrong though formats differ, and all right though lengths are punished."""
+    rollouts, scores = uneven()
+    acc = jnp.array([[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1]], jnp.float32)
+    reward = 0.9 * acc + 0.1 * jnp.array([1, 0, 1, 0])
+    scores = scores.replace(acc=acc, reward=reward)
+    out = credit.dapo_credit(rollouts, scores, **DAPO | {"cache_tokens": 4})
+    np.testing.assert_array_equal(out.prompt_weight, [0, 0, 17])
+    assert not out.advantage[:2].any() and not out.row_weight[:2].any()
+
+
+def test_dapo_punishes_the_last_tokens_of_the_budget():
+    """Of 8 tokens the last 4: a row of 6 loses a half; lengths are 2, 6, 3, 6."""
+    rollouts, scores = uneven()
+    out = credit.dapo_credit(rollouts, scores, **DAPO | {"cache_tokens": 4})
+    reward = np.array([1, 0.1 - 0.5, 0.1, 0.1 - 0.5])
+    expected = (reward - reward.mean()) / reward.std()
+    np.testing.assert_allclose(out.advantage[0], expected, rtol=1e-5)
+
+
+CREDITS = (
+    functools.partial(credit.grpo_credit, eps=1e-6, ddof=0),
+    functools.partial(credit.dapo_credit, eps=1e-6, ddof=1, max_tokens=8, cache_tokens=4),
+    functools.partial(credit.dr_grpo_credit, max_tokens=8),
+    credit.rloo_credit,
+)
+
+
+@pytest.mark.parametrize("function", CREDITS)
+def test_baselines_follow_their_rows_and_ignore_padding_and_compilation(function):
+    rollouts, scores = uneven()
+    plain = function(rollouts, scores)
+    assert np.abs(plain.token_advantage).sum() > 0
+
+    def close(got, want):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
+
+    close(jax.jit(function)(rollouts, scores), plain)
+    order = jnp.array([2, 0, 3, 1])
+    got = function(*jax.tree.map(lambda x: x[:, order], (rollouts, scores)))
+    weight = plain.prompt_weight
+    want = jax.tree.map(lambda x: x[:, order], plain.replace(prompt_weight=None))
+    close(got, want.replace(prompt_weight=weight))
+    pad = ((0, 0), (0, 0), (0, 3))
+    got = function(rollouts.replace(is_valid=jnp.pad(rollouts.is_valid, pad)), scores)
+    close(got.token_advantage, jnp.pad(plain.token_advantage, pad))
+    close(got.prompt_weight, weight)

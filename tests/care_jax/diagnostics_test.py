@@ -123,3 +123,21 @@ def test_means_leave_the_reflected_row_out_and_split_by_source():
     assert metrics["all_correct_rate"] == 0.5 and metrics["all_wrong_rate"] == 0
     assert (metrics["think_tokens"], metrics["answer_tokens"]) == (2, 1)
     assert (metrics["response_tokens"], metrics["truncated_rate"]) == (3, 1 / 8)
+
+
+def test_dapo_counts_what_was_drawn_kept_and_missing_and_what_length_cost():
+    """Five groups drawn, three of them mixed; of three places one holds none, so one is unused."""
+    drawn = scores_of([[1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], np.ones((5, 2)))
+    trained = scores_of([[1, 0], [0, 0], [0, 1]], np.ones((3, 2)))
+    rollouts = rollouts_of((5, 2))
+    rollouts.is_valid[0, 0, 2] = False
+    limits = dict(max_tokens=4, cache_tokens=2)
+    metrics = diagnostics.dapo_metrics(rollouts, drawn, trained, 2, **limits)
+    assert metrics == {
+        "dynamic/tries": 2,
+        "dynamic/kept_rate": 0.6,
+        "dynamic/missing": 1,
+        "dynamic/unused": 1,
+        # Rows of three tokens lose a half, the one of two nothing.
+        "overlong_penalty": pytest.approx(-0.45),
+    }

@@ -40,7 +40,7 @@ def compiled(*flags):
 @needs_libtpu
 def test_a_small_run_compiles_for_a_v5e_and_fits():
     """A hundred times the batch, so that sizes show; half of each prompt's rows are reflected."""
-    flags = ["--config.stages=('rl',)", "--config.rl.beta=0.1", "--config.rl.decode_prompts=512"]
+    flags = ["--config.stages=('rl',)", "--config.care.beta=0.1", "--config.rl.decode_prompts=512"]
     flags += ["--config.rl.prompts_per_step=1024", "--config.rl.prompts_per_update=512"]
     status, rows, output = compiled("--topology=v5e:2x2", *flags)
     assert status == 0, output

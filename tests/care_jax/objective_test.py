@@ -117,6 +117,67 @@ def test_k3_averages_to_the_divergence():
     np.testing.assert_allclose((p * kl).sum(), (p * np.log(p / q)).sum(), rtol=1e-5)
 
 
+IS_SAMPLED = jnp.array([1, 1, 1, 1, 0], bool)
+OLD = jnp.array([-1.0, -2.0, -0.5, -3.0, -9.0])
+
+
+def sequence_terms(logp, A):
+    """GSPO's terms of a row of four tokens, clipped to 1 - 3e-4 and 1 + 4e-4."""
+    a = A * IS_SAMPLED / 4
+    ratio = objective.sequence_log_ratio(logp, OLD, IS_SAMPLED)
+    return objective.clipped_surrogate(
+        ratio, jnp.zeros(5), a, clip_low=3e-4, clip_high=4e-4
+    ), objective.is_clipped(ratio, jnp.zeros(5), a, clip_low=3e-4, clip_high=4e-4)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("moved", "A", "value", "slope", "is_clipped"),
+    [
+        (0.0, 2.0, 2.0, 2.0, False),
+        (2e-4, 2.0, 2 * math.exp(2e-4), 2 * math.exp(2e-4), False),
+        (5e-4, 2.0, 2 * 1.0004, 0.0, True),
+        (5e-4, -2.0, -2 * math.exp(5e-4), -2 * math.exp(5e-4), False),
+        (-3.5e-4, -2.0, -2 * 0.9997, 0.0, True),
+        (-3.5e-4, 2.0, 2 * math.exp(-3.5e-4), 2 * math.exp(-3.5e-4), False),
+    ],
+)
+def test_sequence_ratio_is_the_geometric_mean_and_clipped_as_one(
+    jit, moved, A, value, slope, is_clipped
+):
+    """Single tokens go far beyond the range; what counts is the mean of their moves."""
+    logp = OLD + moved + jnp.array([0.5, -0.5, 0.3, -0.3, 7.0])
+    terms = jax.jit(sequence_terms) if jit else sequence_terms
+    got, clipped = terms(logp, A)
+    np.testing.assert_allclose(got.sum(), value, rtol=2e-6)
+    assert clipped.tolist() == [is_clipped] * 4 + [False]
+    gradient = jax.grad(lambda logp: terms(logp, A)[0].sum())(logp)
+    # d s/d logp_t = s/|y| at each of the four tokens.
+    np.testing.assert_allclose(gradient, [slope / 4] * 4 + [0], rtol=1e-5)
+
+
+def test_sequence_ratio_has_the_gradient_of_its_token_form():
+    """exp(logp - sg(logp) + sg(mean Δ)) at every token, as verl writes it, and no clip."""
+    logp = OLD + jnp.array([2e-3, -1e-3, 5e-4, -1e-3, 0.7])
+    a = jnp.float32(-1.5) * IS_SAMPLED / 4
+
+    def token_form(logp):
+        mean = jnp.sum((logp - OLD) * IS_SAMPLED) / 4
+        return (jnp.exp(logp - jax.lax.stop_gradient(logp) + jax.lax.stop_gradient(mean)) * a).sum()
+
+    ours = jax.value_and_grad(lambda logp: sequence_terms(logp, -1.5)[0].sum())(logp)
+    for got, want in zip(ours, jax.value_and_grad(token_form)(logp), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_sequence_ratio_of_a_row_without_tokens_is_one():
+    nothing = jnp.zeros(5, bool)
+    ratio, gradient = jax.value_and_grad(
+        lambda logp: objective.sequence_log_ratio(logp, OLD, nothing).sum()
+    )(OLD + 1)
+    assert ratio == 0 and gradient.tolist() == [0] * 5
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000))
 def test_jit_and_padding_change_nothing(seed):

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 import pytest
 
-from care_jax import logprobs, optimizer, sharding
-from care_jax.batch import TrainBatch
+from care_jax import credit, logprobs, optimizer, sharding
+from care_jax.batch import Scores, TrainBatch
 from care_jax.train_step import (
     init_state,
     join_batch,
@@ -66,7 +66,7 @@ def batch(policy, params, prompts, responses):
 
 @pytest.fixture(scope="module")
 def step(policy):
-    def step(state, batch, microbatch_size, beta=0.1, clip_low=0.2, clip_high=0.28):
+    def step(state, batch, microbatch_size, beta=0.1, clip_low=0.2, clip_high=0.28, sequence=False):
         return train_step(
             state,
             batch,
@@ -79,9 +79,11 @@ def step(policy):
             chunk=7,
             dtype=jnp.float32,
             remat="none",
+            has_sequence_ratio=sequence,
         )
 
-    return jax.jit(step, static_argnames=("microbatch_size", "beta", "clip_low", "clip_high"))
+    static = ("microbatch_size", "beta", "clip_low", "clip_high", "sequence")
+    return jax.jit(step, static_argnames=static)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,57 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(policy, params, b
 def test_microbatches_change_nothing(step, params, batch, whole, microbatch_size):
     result = step(init_state(params, SGD), batch, microbatch_size)
     assert_same_update(params, result, whole)
+
+
+# Advantages of the four prompts: mixed, mixed, all wrong, all right.
+ACC = np.array([[1, 0, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1]], np.float32)
+DAPO = dict(eps=1e-6, ddof=0, max_tokens=9, cache_tokens=4)
+BASELINES = {
+    "grpo": functools.partial(credit.grpo_credit, eps=1e-6, ddof=0),
+    "gspo": functools.partial(credit.grpo_credit, eps=1e-6, ddof=0),
+    "dapo": functools.partial(credit.dapo_credit, **DAPO),
+    "dr_grpo": functools.partial(credit.dr_grpo_credit, max_tokens=9),
+    "rloo": credit.rloo_credit,
+}
+
+
+def credited_by(name, batch, responses):
+    """The batch with the advantages and weights of a baseline."""
+    ones = jnp.ones(ACC.shape)
+    scores = Scores(ACC, ones, 0.9 * ACC + 0.1, None, None, ones, ones, ones)
+    credited = BASELINES[name](responses, scores)
+    names = ("token_advantage", "row_weight", "prompt_weight", "is_trained")
+    return batch.replace(**{name: getattr(credited, name) for name in names})
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_microbatches_change_nothing_under_any_baseline(step, params, batch, responses, name):
+    """Rows of 1 to 9 tokens lie unevenly in microbatches of one prompt."""
+    batch = credited_by(name, batch, responses)
+    settings = dict(beta=0.0, sequence=name == "gspo")
+    whole = step(init_state(params, SGD), batch, 4, **settings)
+    assert whole[1]["grad_norm"] > 1e-3
+    assert_same_update(params, step(init_state(params, SGD), batch, 1, **settings), whole)
+
+
+def test_sequence_ratio_is_a_rows_own(policy, step, params, batch, responses):
+    """The loss of GSPO, summed by hand; rows have moved by up to several times the range."""
+    batch = credited_by("gspo", batch, responses)
+    b = jax.tree.map(lambda x: np.asarray(x, np.float64), batch)
+    scored = batch.prompts, batch.tokens, batch.is_valid, policy.config
+    logp, _ = logprobs.score_responses(params, *scored, dtype=jnp.float32, chunk=1000)
+    delta = np.asarray(logp, np.float64) - b.old_logp
+    terms, num_tokens, num_clipped = [], [], []
+    for prompt, row in np.ndindex(4, 3):
+        mask = batch.is_valid[prompt, row]
+        s, A = np.exp(delta[prompt, row][mask].mean()), b.token_advantage[prompt, row].sum()
+        terms.append(min(s * A, np.clip(s, 0.8, 1.28) * A))
+        num_tokens.append(mask.sum() * (A != 0))
+        num_clipped.append(num_tokens[-1] * (s > 1.28 if A > 0 else s < 0.8))
+    _, metrics = step(init_state(params, SGD), batch, 4, beta=0.0, sequence=True)
+    np.testing.assert_allclose(metrics["policy_loss"], -np.mean(terms), rtol=1e-4)
+    np.testing.assert_allclose(metrics["clip_rate"], sum(num_clipped) / sum(num_tokens), rtol=1e-5)
+    assert 0 < sum(num_clipped) < sum(num_tokens)
 
 
 def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole):

@@ -3,181 +3,15 @@
 The whole loop with real programs runs in tests/end_to_end_test.py.
 """
 
-import json
-from collections import defaultdict
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripted import STEPS, B, R, T
 
 from care_jax import optimizer, roofline, sft, sharding, train
-from care_jax.batch import Example, Scores
-from care_jax.credit import Credit
 from care_jax.prompt import prompt_sizes
-from care_jax.rollout import Groups, Roster
-
-STEPS, B, R, T = 4, 4, 3, 9
-
-
-def groups_of(rollouts, seed=0):
-    """Groups of B prompts; no two numbers in them are alike."""
-    rng = np.random.default_rng(seed)
-    shape = rollouts.tokens.shape
-    acc = rng.permutation(np.arange(B * R) % 2).reshape(B, R).astype(np.float32)
-    scores = Scores(
-        acc=acc,
-        fmt=np.ones((B, R), np.float32),
-        reward=0.9 * acc + 0.1,
-        is_think=rng.random(shape) < 0.5,
-        is_answer=rng.random(shape) < 0.5,
-        num_think=np.full((B, R), 2),
-        num_answer=np.full((B, R), 1),
-        has_answer=np.ones((B, R), bool),
-    )
-    return Groups(jax.tree.map(np.asarray, rollouts), scores, None, np.zeros(B, bool))
-
-
-def credit_of(shape, seed=0):
-    rng = np.random.default_rng(seed)
-    return Credit(
-        advantage=rng.normal(size=shape[:2]),
-        token_advantage=rng.normal(size=shape),
-        row_weight=rng.random(shape[:2]),
-        prompt_weight=rng.random(shape[0]),
-        is_trained=rng.random(shape) < 0.5,
-    )
-
-
-@pytest.fixture
-def groups(responses):
-    return groups_of(responses)
-
-
-@pytest.fixture
-def records(policy, questions):
-    return [policy.prompts.tokenize(example) for example in questions((7, 0, 5, 2))]
-
-
-@pytest.fixture
-def whole_batch(records):
-    """Makes the batch of one update over all B prompts, of one process."""
-
-    def whole_batch(run, groups):
-        run.config.rl.update(prompts_per_step=B, prompts_per_update=B)
-        credited = credit_of(groups.rollouts.tokens.shape)
-        roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
-        num_tokens = num_tokens_of(groups.rollouts.is_valid)
-        return train.train_batch(run, roster, records, groups, credited, num_tokens, 0)
-
-    return whole_batch
-
-
-def num_tokens_of(is_valid):
-    """Of the longest row of each prompt."""
-    return is_valid.sum(-1).max(1)
-
-
-PARTS = {"rl.prompts_per_step": B, "rl.prompts_per_update": 2}
-
-
-def test_update_gets_its_part_of_the_rows_in_the_smallest_bucket(make_run, groups, records):
-    rollouts, scores = groups.rollouts, groups.scores
-    is_valid = rollouts.is_valid.copy()
-    is_valid[2:, :, 5:] = False
-    is_valid[2, 1, :5] = True
-    groups = Groups(rollouts.replace(is_valid=is_valid), scores, None, groups.has_reflection)
-    credited = credit_of(is_valid.shape)
-    run = make_run(PARTS | {"rl.response_buckets": (4, 5, 7, 9)})
-    roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
-    num_tokens = num_tokens_of(is_valid)
-    batch = train.train_batch(run, roster, records, groups, credited, num_tokens, 1)
-    expected = {
-        "tokens": rollouts.tokens,
-        "is_valid": is_valid,
-        "token_advantage": credited.token_advantage,
-        "old_logp": rollouts.logp,
-        "ref_logp": np.zeros(is_valid.shape),
-        "is_trained": credited.is_trained,
-        "is_answer": scores.is_answer,
-    }
-    for name, value in expected.items():
-        np.testing.assert_allclose(getattr(batch, name), value[2:4, :, :5], err_msg=name)
-    np.testing.assert_allclose(batch.row_weight, credited.row_weight[2:4])
-    np.testing.assert_allclose(batch.prompt_weight, credited.prompt_weight[2:4])
-    prompts = run.policy.prompts.batch(records[2:4])
-    np.testing.assert_array_equal(batch.prompts.tokens, prompts.tokens)
-
-    first = train.train_batch(run, roster, records, groups, credited, num_tokens, 0)
-    assert first.tokens.shape[-1] == (9 if is_valid[:2, :, 7:].any() else 7)
-
-
-def test_process_gives_an_update_its_own_rows_in_the_bucket_of_all(make_run, responses, policy):
-    """It has the second of each two prompts; the long prompts and rows are the other process's."""
-    own = np.array([1, 3])
-    questions = [Example(f"q{i}", "made", (), "1?" + " 1" * i, "") for i in (15, 0, 15, 0)]
-    records = [policy.prompts.tokenize(example) for example in questions]
-    sizes = prompt_sizes(records)
-    rollouts = jax.tree.map(lambda x: np.asarray(x)[own], responses)
-    is_valid = rollouts.is_valid & (np.arange(T) < 4)
-    rollouts = rollouts.replace(is_valid=is_valid)
-    scores = jax.tree.map(lambda x: x[own], groups_of(responses).scores)
-    groups = Groups(rollouts, scores, None, np.zeros(2, bool))
-    run = make_run(PARTS | {"rl.response_buckets": (4, 9)})
-    for index in range(2):
-        batch = train.train_batch(
-            run,
-            Roster(own, sizes, ["made"] * B),
-            [records[place] for place in own],
-            groups,
-            credit_of(is_valid.shape),
-            np.array([9, 4, 9, 4]),
-            index,
-        )
-        np.testing.assert_array_equal(batch.tokens, rollouts.tokens[index : index + 1])
-        prompts = policy.prompts.batch(records[own[index] : own[index] + 1], sizes)
-        assert prompts.tokens.shape[1] > policy.prompts.batch([records[1]]).tokens.shape[1]
-        np.testing.assert_array_equal(batch.prompts.tokens, prompts.tokens)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_recomputed"),
-    [
-        ({}, False),
-        ({"rl.old_logp": "trainer"}, True),
-        ({"care.reflect_credit": "prompt_only"}, True),
-        ({"care.reflect_credit": "prompt_only", "rl.objective": "grpo"}, False),
-    ],
-)
-def test_log_probabilities_come_from_whom_they_should(
-    make_run, groups, whole_batch, changes, is_recomputed
-):
-    """The scorer gives the name of its parameters, a number."""
-    run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, **changes})
-    shape = groups.rollouts.tokens.shape
-    batch = whole_batch(run, groups)
-    programs = scripted_update(score=lambda params, batch: jnp.full(batch.tokens.shape, params))
-    sampled = groups.rollouts.logp
-    for scored in train.with_logprobs(run, programs, [batch] * 2, 5.0, 7.0):
-        np.testing.assert_array_equal(scored.ref_logp, np.full(shape, 7.0))
-        np.testing.assert_array_equal(
-            scored.old_logp, np.full(shape, 5.0) if is_recomputed else sampled
-        )
-    without_kl = make_run({"rl.response_buckets": (9,), "rl.beta": 0.0, **changes}, "without_kl")
-    (scored,) = train.with_logprobs(without_kl, programs, [batch], 5.0, None)
-    np.testing.assert_array_equal(scored.ref_logp, np.zeros(shape))
-
-
-def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
-    run = make_run({"rl.response_buckets": (9,), "rl.beta": 0.1, "model.lora_rank": 2})
-    params = {"text": {"kernel": 3.0, "lora_a": 1.0, "lora_b": 2.0, "lora_scale": 1.0}}
-    assert train.copy_reference(run, params) is None
-    batch = whole_batch(run, groups)
-    seen = []
-    programs = scripted_update(score=lambda params, batch: seen.append(params) or batch.ref_logp)
-    train.with_logprobs(run, programs, [batch], params, None)
-    assert seen == [{"text": {"kernel": 3.0}}]
-
+from care_jax.rollout import Roster
 
 CARE = dict(
     num_negatives=3,
@@ -191,10 +25,8 @@ CARE = dict(
     gamma_pos=0.02,
     weight_eps=2e-6,
 )
+CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
 RL = dict(
-    beta=0.3,
-    clip_low=0.1,
-    clip_high=0.4,
     prompts_per_microbatch=2,
     num_rollouts=6,
     max_response_tokens=33,
@@ -204,21 +36,23 @@ RL = dict(
 )
 
 
+NORMAL = dict(ddof=1, advantage_eps=4e-6)
+MOMENTS = dict(ddof=1, eps=4e-6)
+
+
 def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     """Each key has a value of its own; the functions note what they are called with."""
-    changes = {f"care.{key}": value for key, value in CARE.items()}
+    changes = {f"care.{key}": value for key, value in (CARE | CLIP).items()}
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.num_candidates": 5, "care.rule": "mixed", "care.advantage_eps": 3e-6}
-    changes |= {"grpo.ddof": 1, "grpo.advantage_eps": 4e-6}
     changes |= {"model.remat": "layer"}
-    run, grpo = make_run(changes), make_run(changes | {"rl.objective": "grpo"}, "grpo")
+    run = make_run(changes)
     seen = {}
     for module, name in (
         (train.sampler, "decode"),
         (train.credit, "select_subgroups"),
         (train.credit, "care_credit"),
         (train.credit, "care_raw_advantages"),
-        (train.credit, "grpo_credit"),
         (train, "train_step"),
         (train, "score_responses"),
     ):
@@ -244,13 +78,49 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
     assert seen["care_raw_advantages"] == {"delta": 0.11, "eps": 3e-6, "robust": True}
-    jax.eval_shape(train.compile_update(grpo, None, None).credit, 0, 0)
-    assert seen["grpo_credit"] == {"eps": 4e-6, "ddof": 1}
     attention = sharding.attention_kernel("xla", run.config.sharding_rules, run.mesh)
     scoring = {"dtype": jnp.float32, "chunk": 77, "remat": "layer", "attention": attention}
-    clip = {"beta": 0.3, "clip_low": 0.1, "clip_high": 0.4, "microbatch_size": 2}
+    rest = {"microbatch_size": 2, "has_sequence_ratio": False, "partition": run.partition}
     jax.eval_shape(update.update, 0, 0)
-    assert seen["train_step"] == scoring | clip | {"partition": run.partition}
+    assert seen["train_step"] == scoring | CLIP | rest
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "function", "keys"),
+    [
+        ("grpo", NORMAL, "grpo_credit", MOMENTS),
+        ("gspo", NORMAL, "grpo_credit", MOMENTS),
+        (
+            "dapo",
+            NORMAL | {"overlong_share": 0.25},
+            "dapo_credit",
+            MOMENTS | {"max_tokens": 33, "cache_tokens": 8},  # a quarter of 33, rounded
+        ),
+        ("dr_grpo", {}, "dr_grpo_credit", {"max_tokens": 33}),
+        ("rloo", {}, "rloo_credit", {}),
+    ],
+)
+def test_each_baseline_is_called_with_the_keys_of_its_section(
+    make_run, monkeypatch, name, changes, function, keys
+):
+    """Its clip range and β too, and no other section's."""
+    changes = {f"{name}.{key}": value for key, value in (CLIP | changes).items()}
+    run = make_run(changes | {"rl.objective": name, "rl.max_response_tokens": 33})
+    seen = {}
+
+    def noted(called):
+        return lambda *args, **kwargs: seen.update({called: kwargs}) or (jnp.zeros(2), None)
+
+    for called in ("care_credit", "grpo_credit", "dapo_credit", "dr_grpo_credit", "rloo_credit"):
+        monkeypatch.setattr(train.credit, called, noted(called))
+    monkeypatch.setattr(train, "train_step", noted("train_step"))
+    update = train.compile_update(run, None, None)
+    jax.eval_shape(update.credit, 0, 0)
+    jax.eval_shape(update.update, 0, 0)
+    settings = seen.pop("train_step")
+    assert seen == {function: keys}
+    assert {key: settings[key] for key in CLIP} == CLIP
+    assert settings["has_sequence_ratio"] == (name == "gspo")
 
 
 def test_log_probabilities_come_back_in_the_order_of_the_prompts(
@@ -293,95 +163,6 @@ def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, records,
     monkeypatch.setitem(roofline.PEAK_FLOPS, kind, worth)
     metrics = train.utilisation(run, roster, groups.rollouts, 4.0)
     assert metrics == {"train_tflops_per_second": pytest.approx(worth / 4e12), "train_mfu": 0.25}
-
-
-def scripted_update(**programs):
-    """UpdatePrograms of which a test gives some; the others must not be called."""
-    names = ("to_decode_layout", "credit", "raw_advantages", "score", "update")
-    return train.UpdatePrograms(**{name: programs.get(name) for name in names})
-
-
-class Script:
-    """Stands in for rollout and programs: an update adds 1 to parameters that start at 0 and 10."""
-
-    def __init__(self, responses, dies_at=None):
-        self.responses, self.dies_at = responses, dies_at
-        self.seen = defaultdict(list)
-
-    def roll_out(self, run, programs, params, rng, roster, examples, records, verifier):
-        step = len(self.seen["rng"])
-        if step == self.dies_at:
-            raise KeyboardInterrupt
-        self.seen["rng"].append(jax.random.key_data(rng).tolist())
-        self.seen["decoded_with"].append(float(params["text"]["w"]))
-        self.seen["examples"].append([example.id for example in examples])
-        self.seen["prompts"].append([record.tokens.tolist() for record in records])
-        assert roster.own.tolist() == list(range(B)) and roster.sources == ["made"] * B
-        np.testing.assert_array_equal(roster.sizes, prompt_sizes(records))
-        verifier.verify(["<answer>1</answer>"] * 3, ["1"] * 3)
-        groups = groups_of(self.responses, step)
-        is_forced = groups.rollouts.is_valid & (np.arange(R) == 1)[:, None] & (np.arange(T) < 2)
-        return Groups(
-            groups.rollouts.replace(is_forced=is_forced), groups.scores, None, groups.has_reflection
-        )
-
-    def score(self, params, batch):
-        self.seen["reference"].append(float(params["text"]["w"]))
-        return jnp.full(batch.tokens.shape, params["text"]["w"])
-
-    def update(self, state, batch):
-        for prompt, mask, tokens in zip(
-            *map(np.asarray, (batch.prompts.tokens, batch.prompts.is_valid, batch.tokens)),
-            strict=True,
-        ):
-            self.seen["updated"].append((prompt[mask].tolist(), tokens.tolist()))
-        metrics = {"loss": state.params["text"]["w"]}
-        params = jax.tree.map(lambda x: x + 1, state.params)
-        return state.replace(params=params, step=state.step + 1), metrics
-
-    def programs(self):
-        return scripted_update(
-            to_decode_layout=lambda params: params,
-            credit=lambda rollouts, scores: credit_of(rollouts.tokens.shape),
-            score=self.score,
-            update=self.update,
-        )
-
-
-LOOP = {
-    "seed": 3,
-    "checkpoint_every": 2,
-    "rl.objective": "grpo",
-    "rl.num_steps": STEPS,
-    "rl.num_rollouts": R,
-    "rl.prompts_per_step": B,
-    "rl.prompts_per_update": 2,
-    "rl.response_buckets": (T,),
-    "rl.beta": 0.1,
-    "rl.warmup_steps": 5,
-    "rl.learning_rate": 0.5,
-}
-
-
-@pytest.fixture
-def run_loop(make_run, questions, responses, monkeypatch):
-    """Runs the loop of STEPS steps, two updates in each, or until a script dies."""
-
-    def run_loop(folder="run", dies_at=None):
-        script = Script(responses, dies_at)
-        run = make_run(LOOP, folder)
-        monkeypatch.setattr(train, "roll_out", script.roll_out)
-        monkeypatch.setattr(train, "compile_rollout", lambda run: None)
-        monkeypatch.setattr(train, "compile_update", lambda *_: script.programs())
-        params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}
-        params = train.train(run, params, questions(range(10)))
-        return script, params, metrics_of(run)
-
-    return run_loop
-
-
-def metrics_of(run):
-    return [json.loads(line) for line in run.metrics.path.read_text().splitlines()]
 
 
 @pytest.fixture

@@ -1,0 +1,43 @@
+"""An arm of an experiment: a base configuration with some keys changed.
+
+`--config=experiments/selector.py:farthest` is that arm at the size of `configs/tiny.py`;
+`--config=experiments/selector.py:farthest@qwen25vl_7b` that of `configs/qwen25vl_7b.py`, and
+`...:farthest@tiny:qwen3_vl` passes an argument on to the base.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+Arms = Mapping[str, Mapping[str, Any]]
+
+
+def with_arm(arms: Arms, argument: str) -> ConfigDict:
+    """The configuration that a name stands for.
+
+    Args:
+        arms: changed keys, such as "care.rule", of each arm; all of them in a section.
+        argument: `arm`, `arm@base` or `arm@base:argument`; the base is a file of configs/.
+
+    Raises:
+        ValueError: there is no such arm, no such base, or no such key.
+    """
+    arm, _, base = argument.partition("@")
+    name, _, base_argument = (base or "tiny").partition(":")
+    if arm not in arms:
+        raise ValueError(
+            f"arm must be one of {', '.join(arms)}, got {arm!r}; write arm or arm@base"
+        )
+    try:
+        module = importlib.import_module(f"configs.{name}")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{argument!r} names a base that is not in configs/: {name}") from error
+    config = module.get_config(base_argument) if base_argument else module.get_config()
+    for key, value in arms[arm].items():
+        section, _, name = key.partition(".")
+        if name not in config.get(section, {}):
+            raise ValueError(f"arm {arm!r} changes {key}, which configs/common.py does not have")
+        config[section][name] = value
+    return config

@@ -1,0 +1,18 @@
+"""CARE against its baselines: same data, verifier, reward and number of rollouts.
+
+Each with its published clip range and β; at the size of `configs/tiny.py` CARE and GRPO do
+without a KL, as its demo does.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    name: {"rl.objective": name} for name in ("care", "grpo", "dapo", "gspo", "dr_grpo", "rloo")
+}
+
+
+def get_config(arm: str = "care") -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)

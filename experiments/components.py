@@ -1,0 +1,19 @@
+"""What the parts of CARE add: GRPO, the anchored contrast, and with reflection (RGR) upon it.
+
+One table for each backbone: `components.py:anchor@qwen3vl_4b`.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    "grpo": {"rl.objective": "grpo"},
+    "anchor": {"care.reflect": False},
+    "anchor_rgr": {"care.reflect": True},
+}
+
+
+def get_config(arm: str = "anchor_rgr") -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)

@@ -1,0 +1,19 @@
+"""The target number of negatives K, with and without making up for missing ones."""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    f"k_{number}{'' if equalize else '_unequalized'}": {
+        "care.num_negatives": number,
+        "care.equalize": equalize,
+    }
+    for number in (2, 4, 6)
+    for equalize in (True, False)
+}
+
+
+def get_config(arm: str = "k_4") -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)

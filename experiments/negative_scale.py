@@ -1,0 +1,15 @@
+"""How strongly negatives push: s; a failed reflection keeps its half, s/2."""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    f"s_{s}": {"care.negative_scale": s, "care.reflected_scale": s / 2}
+    for s in (1.0, 0.7, 0.5, 0.3)
+}
+
+
+def get_config(arm: str = "s_0.5") -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)

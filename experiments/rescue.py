@@ -1,0 +1,16 @@
+"""Groups in which everyone failed: left alone, rescued in full as in the paper, or weakly."""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    "off": {"care.rescue": False},
+    "full": {"care.rescue_scale": 1.0},
+    "weak": {"care.rescue_scale": 0.1},
+}
+
+
+def get_config(arm: str = "full") -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)

@@ -1,0 +1,15 @@
+"""Which failures are contrasted with the anchor."""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    rule: {"care.rule": rule}
+    for rule in ("nearest", "nearest_diverse", "mixed", "farthest", "random")
+}
+
+
+def get_config(arm: str = "nearest_diverse") -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)

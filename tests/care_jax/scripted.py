@@ -1,0 +1,112 @@
+"""Stand-ins for the programs of a step, and the groups they leave, for tests of its host side."""
+
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from care_jax import train
+from care_jax.batch import Scores
+from care_jax.credit import Credit
+from care_jax.prompt import prompt_sizes
+from care_jax.rollout import Groups
+
+STEPS, B, R, T = 4, 4, 3, 9
+
+
+def groups_of(rollouts, seed=0):
+    """Groups of B prompts; no two numbers in them are alike."""
+    rng = np.random.default_rng(seed)
+    shape = rollouts.tokens.shape
+    acc = rng.permutation(np.arange(B * R) % 2).reshape(B, R).astype(np.float32)
+    scores = Scores(
+        acc=acc,
+        fmt=np.ones((B, R), np.float32),
+        reward=0.9 * acc + 0.1,
+        is_think=rng.random(shape) < 0.5,
+        is_answer=rng.random(shape) < 0.5,
+        num_think=np.full((B, R), 2),
+        num_answer=np.full((B, R), 1),
+        has_answer=np.ones((B, R), bool),
+    )
+    return Groups(jax.tree.map(np.asarray, rollouts), scores, None, np.zeros(B, bool))
+
+
+def credit_of(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    return Credit(
+        advantage=rng.normal(size=shape[:2]),
+        token_advantage=rng.normal(size=shape),
+        row_weight=rng.random(shape[:2]),
+        prompt_weight=rng.random(shape[0]),
+        is_trained=rng.random(shape) < 0.5,
+    )
+
+
+def scripted_update(**programs):
+    """UpdatePrograms of which a test gives some; the others must not be called."""
+    names = ("to_decode_layout", "credit", "raw_advantages", "score", "update")
+    return train.UpdatePrograms(**{name: programs.get(name) for name in names})
+
+
+class Script:
+    """Stands in for rollout and programs: an update adds 1 to parameters that start at 0 and 10."""
+
+    def __init__(self, responses, dies_at=None):
+        self.responses, self.dies_at = responses, dies_at
+        self.seen = defaultdict(list)
+
+    def roll_out(self, run, programs, params, rng, roster, examples, records, verifier):
+        step = len(self.seen["rng"])
+        if step == self.dies_at:
+            raise KeyboardInterrupt
+        self.seen["rng"].append(jax.random.key_data(rng).tolist())
+        self.seen["decoded_with"].append(float(params["text"]["w"]))
+        self.seen["examples"].append([example.id for example in examples])
+        self.seen["prompts"].append([record.tokens.tolist() for record in records])
+        assert roster.own.tolist() == list(range(B)) and roster.sources == ["made"] * B
+        np.testing.assert_array_equal(roster.sizes, prompt_sizes(records))
+        verifier.verify(["<answer>1</answer>"] * 3, ["1"] * 3)
+        groups = groups_of(self.responses, step)
+        is_forced = groups.rollouts.is_valid & (np.arange(R) == 1)[:, None] & (np.arange(T) < 2)
+        return Groups(
+            groups.rollouts.replace(is_forced=is_forced), groups.scores, None, groups.has_reflection
+        )
+
+    def score(self, params, batch):
+        self.seen["reference"].append(float(params["text"]["w"]))
+        return jnp.full(batch.tokens.shape, params["text"]["w"])
+
+    def update(self, state, batch):
+        for prompt, mask, tokens in zip(
+            *map(np.asarray, (batch.prompts.tokens, batch.prompts.is_valid, batch.tokens)),
+            strict=True,
+        ):
+            self.seen["updated"].append((prompt[mask].tolist(), tokens.tolist()))
+        metrics = {"loss": state.params["text"]["w"]}
+        params = jax.tree.map(lambda x: x + 1, state.params)
+        return state.replace(params=params, step=state.step + 1), metrics
+
+    def programs(self):
+        return scripted_update(
+            to_decode_layout=lambda params: params,
+            credit=lambda rollouts, scores: credit_of(rollouts.tokens.shape),
+            score=self.score,
+            update=self.update,
+        )
+
+
+LOOP = {
+    "seed": 3,
+    "checkpoint_every": 2,
+    "rl.objective": "grpo",
+    "rl.num_steps": STEPS,
+    "rl.num_rollouts": R,
+    "rl.prompts_per_step": B,
+    "rl.prompts_per_update": 2,
+    "rl.response_buckets": (T,),
+    "grpo.beta": 0.1,
+    "rl.warmup_steps": 5,
+    "rl.learning_rate": 0.5,
+}
