@@ -1,4 +1,4 @@
-"""Configurations of an evaluation that cannot run are refused in one line."""
+"""Configurations that cannot run are refused in one line."""
 
 import jax
 import pytest
@@ -34,3 +34,21 @@ def test_an_evaluation_that_cannot_run_is_refused(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         check_config(config, mesh)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups_per_step": -1}, "groups_per_step must be 0 or more, got -1"),
+        ({"max_megabytes": 0.5}, "max_megabytes must be at least 1, got 0.5; .*groups_per_step"),
+        ({"image_side": 0}, "report.image_side must be at least 1"),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused(changes, message):
+    config = common.get_config()
+    config.stages = ()
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    check_config(config, mesh)
+    config.report.update(changes)
+    with pytest.raises(ValueError, match=message):
+        check_config(config, mesh)

@@ -15,6 +15,7 @@ from care_jax import optimizer, roofline, sft, sharding, train
 from care_jax.batch import Example, Scores
 from care_jax.credit import Credit
 from care_jax.prompt import prompt_sizes
+from care_jax.report import page
 from care_jax.rollout import Groups, Roster
 
 STEPS, B, R, T = 4, 4, 3, 9
@@ -360,11 +361,13 @@ LOOP = {
     "rl.beta": 0.1,
     "rl.warmup_steps": 5,
     "rl.learning_rate": 0.5,
+    "log_every": 2,
+    "report.groups_per_step": 2,
 }
 
 
 @pytest.fixture
-def run_loop(make_run, questions, responses, monkeypatch):
+def run_loop(make_run, questions, responses, monkeypatch, tmp_path):
     """Runs the loop of STEPS steps, two updates in each, or until a script dies."""
 
     def run_loop(folder="run", dies_at=None):
@@ -377,7 +380,12 @@ def run_loop(make_run, questions, responses, monkeypatch):
         params = train.train(run, params, questions(range(10)))
         return script, params, metrics_of(run)
 
+    run_loop.workdir = lambda folder: tmp_path / folder
     return run_loop
+
+
+def report_of(run_loop, folder="run"):
+    return page.read((run_loop.workdir(folder) / "report.html").read_text())
 
 
 def metrics_of(run):
@@ -450,3 +458,46 @@ def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch
     monkeypatch.setattr(type(policy), "fingerprint", lambda self: other)
     with pytest.raises(ValueError, match=r"of another model: .*text\.hidden_size"):
         run_loop()
+
+
+def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loop):
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(dies_at=3)
+    before = report_of(run_loop)
+    assert [entry["step"] for entry in before["steps"]] == before["logged"] == [0, 2]
+    script, _, metrics = run_loop()
+    data = report_of(run_loop)
+    assert data["logged"] == [0, 2, 3] and len(data["steps"]) == 3
+    assert data["stages"][0]["steps"] == [record["step"] for record in metrics]
+    shown = [group["id"] for group in data["steps"][-1]["groups"]]
+    assert len(shown) == 2 and set(shown) <= set(script.seen["examples"][-1])
+    advantages = np.sort(credit_of((B, R, T)).advantage.ravel()).round(3)
+    for group in data["steps"][-1]["groups"]:
+        for response in group["responses"]:
+            assert round(response["advantage"], 3) in advantages
+
+
+def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
+    changes = {"groups_per_step": 3, "max_megabytes": 7.5, "image_side": 99}
+    care = {"care.cue": " No.", "care.reflect_mode": "cue"}
+    run = make_run({f"report.{key}": value for key, value in changes.items()} | care)
+    seen = {}
+
+    class Noted:
+        def __init__(self, workdir, **settings):
+            seen.update(settings, workdir=workdir)
+
+        def begin(self, start):
+            seen["start"] = start
+
+    monkeypatch.setattr(train, "Report", Noted)
+    train.open_report(run, 5)
+    wording = seen.pop("wording")
+    assert seen == {
+        "workdir": run.workdir,
+        "start": 5,
+        "groups_per_step": 3,
+        "max_megabytes": 7.5,
+        "max_side": 99,
+    }
+    assert (wording.cue, wording.think_tag) == (" No.", "think")
