@@ -12,6 +12,7 @@ from care_jax.data.images import AnyImage, open_image
 
 MAX_BYTES = 48 * 1024  # of one encoded picture
 _JPEG_QUALITY = 80
+_DRAWING_COLORS = 4096  # beyond them a PNG is no smaller, and takes ten times as long to make
 
 
 def data_uri(image: AnyImage, *, max_side: int) -> str:
@@ -29,9 +30,8 @@ def data_uri(image: AnyImage, *, max_side: int) -> str:
     picture = picture.convert("RGB")
     while True:
         picture.thumbnail((max_side, max_side))
-        kind, data = min(
-            (_encoded(picture, kind) for kind in ("png", "jpeg")), key=lambda pair: len(pair[1])
-        )
+        kinds = ("png", "jpeg") if picture.getcolors(_DRAWING_COLORS) else ("jpeg",)
+        kind, data = min((_encoded(picture, kind) for kind in kinds), key=lambda pair: len(pair[1]))
         if len(data) <= MAX_BYTES or max_side == 1:
             return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
         max_side = max(max_side * 3 // 4, 1)
@@ -39,5 +39,5 @@ def data_uri(image: AnyImage, *, max_side: int) -> str:
 
 def _encoded(picture: Image.Image, kind: str) -> tuple[str, bytes]:
     file = io.BytesIO()
-    picture.save(file, kind, quality=_JPEG_QUALITY, optimize=kind == "png")
+    picture.save(file, kind, quality=_JPEG_QUALITY)
     return kind, file.getvalue()
