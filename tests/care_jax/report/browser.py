@@ -82,7 +82,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.as_uri())
+        deadline = time.monotonic() + self._timeout
         while self.run("document.readyState + location.protocol") != "completefile:":
+            assert time.monotonic() < deadline, f"{path} did not open in time"
             time.sleep(0.02)
 
     def run(self, script: str):

@@ -235,3 +235,29 @@ def test_text_stands_out_by_day_and_night(opened, report, is_dark):
     assert (paper == "rgb(21, 23, 26)") == is_dark
     lowest, where = opened.run(CONTRAST)
     assert lowest >= 4.5, where  # WCAG AA
+
+
+def test_groups_without_roles_show_what_there_is(page, tmp_path):
+    """As under GRPO."""
+    report = Report(tmp_path, max_megabytes=4, groups_per_step=1, max_side=200, wording=WORDING)
+    report.add(0, make_sampled(repair=None, has_roles=False))
+    page.open(report.path)
+    assert text_of(page, ".role") == [] and len(text_of(page, ".response")) == 4
+    numbers = (
+        "[...document.querySelector('.response').querySelectorAll('dt')].map((x) => x.innerText)"
+    )
+    assert page.run(numbers) == ["reward", "A", "tokens"]
+    assert page.run("document.getElementById('filter-role')") is None
+    assert text_of(page, "#sample") == [
+        "Groups of 1 of the 1 logged steps, each outcome in turn and so not in proportion."
+    ]
+
+
+def test_a_thinned_report_says_so(page, tmp_path):
+    report = Report(tmp_path, max_megabytes=0.1, groups_per_step=1, max_side=200, wording=WORDING)
+    for step in range(9):
+        report.add(step, make_sampled(texts=(RIGHT, WRONG, LONG * 3, RIGHT), repair=None))
+    page.open(report.path)
+    (told,) = text_of(page, "#sample")
+    assert "of the 9 logged steps" in told
+    assert "Older steps are thinned to keep this file within 0.1 MB." in told
