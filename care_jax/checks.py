@@ -45,6 +45,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
         _check_positive(name, config[name])
+    _check_report(config.report)
     if "sft" in config.stages:
         _check_sft(config, mesh)
     if "rl" in config.stages:
@@ -130,6 +131,17 @@ def _check_evaluate(evaluate: ConfigDict, mesh: Mesh) -> None:
         raise ValueError(
             "evaluate.judge_timeout must be positive and evaluate.judge_retries not negative, got "
             f"{evaluate.judge_timeout} and {evaluate.judge_retries}"
+        )
+
+
+def _check_report(report: ConfigDict) -> None:
+    if report.groups_per_step < 0:
+        raise ValueError(f"report.groups_per_step must be 0 or more, got {report.groups_per_step}")
+    _check_positive("report.image_side", report.image_side)
+    if report.max_megabytes < 1:
+        raise ValueError(
+            f"report.max_megabytes must be at least 1, got {report.max_megabytes}; to keep the "
+            "curves alone, set report.groups_per_step to 0"
         )
 
 

@@ -27,6 +27,7 @@ from care_jax.data.rows import checked, first_usable
 from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
+from care_jax.report.writer import Report
 from care_jax.run import Run
 from care_jax.sharding import make_mesh
 
@@ -73,7 +74,7 @@ def run_stages(
     if jax.process_index() == 0:
         (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
     results = {}
-    with MetricWriter(workdir) as metrics:
+    with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
         run = Run(config, policy, mesh, workdir, metrics)
         params = initial_params(
             policy,
@@ -98,6 +99,7 @@ def run_stages(
             elif stage == "export":
                 folder = export.export(run, params, workdir / "export")
                 print_line(f"exported to {folder}")
+            Report(workdir, max_megabytes=config.report.max_megabytes).write()
             last = stage if stage in ("sft", "rl") else last
     return results
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl and TensorBoard under the same names, and the console line.
+"""Metrics of a run: metrics.jsonl, TensorBoard, wandb, under the same names; the console line.
 
 A run has stages ("sft", "rl", "evaluate"); a step is counted within its stage and is the number
 of updates done before it. Each line of metrics.jsonl is one flat object: stage, step, then the
@@ -7,6 +7,7 @@ metrics by name. A resumed run drops what it is about to do again, so every step
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -113,18 +114,40 @@ def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float
     return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
+def _import_wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(
+            "metrics.wandb_project needs wandb, which is not installed; pip install "
+            "'care_jax[wandb]' or leave the project empty"
+        ) from error
+    return wandb
+
+
 class MetricWriter:
     """Writes workdir/metrics.jsonl and workdir/tensorboard/<stage>, on the first process alone.
 
+    On wandb, where asked for, a stage is a run in the workdir's group, and a resumed one goes on in
+    its own. What it did before cannot be taken back there; steps that are done again are the same
+    and are dropped by wandb.
+
     Args:
         workdir: made where it does not exist.
+        wandb_project: of wandb; empty for none.
+
+    Raises:
+        ValueError: a project is named and wandb is not installed.
     """
 
-    def __init__(self, workdir: str | pathlib.Path):
+    def __init__(self, workdir: str | pathlib.Path, wandb_project: str = ""):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._is_writer = jax.process_index() == 0
         self._file = None
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+        self._wandb = _import_wandb() if wandb_project and self._is_writer else None
+        self._project = wandb_project
+        self._online: dict[str, Any] = {}
         self._counters: dict[str, dict[str, Counter[str]]] = {}
 
     def begin(self, stage: str, start_step: int = 0) -> None:
@@ -137,6 +160,17 @@ class MetricWriter:
         self._boards[stage] = tensorboardX.SummaryWriter(
             str(self.path.parent / "tensorboard" / stage), purge_step=start_step
         )
+        if self._wandb:
+            workdir = self.path.parent.resolve()
+            self._online[stage] = self._wandb.init(
+                project=self._project,
+                group=workdir.name,
+                name=f"{workdir.name}/{stage}",
+                id=hashlib.sha256(f"{workdir}/{stage}".encode()).hexdigest()[:16],
+                resume="allow",
+                reinit="create_new",  # stages follow one another in one process
+                dir=str(workdir),
+            )
 
     def counter(self, stage: str, name: str) -> Counter[str]:
         """Counts by reason, to be kept by the caller, that every line of the stage carries.
@@ -167,6 +201,8 @@ class MetricWriter:
         self._file.flush()
         for name, value in values.items():
             self._boards[stage].add_scalar(name, value, step)
+        if stage in self._online:
+            self._online[stage].log(values, step=step)
 
     def _counted(self, stage: str) -> dict[str, int]:
         values: Counter[str] = Counter()
@@ -179,6 +215,8 @@ class MetricWriter:
     def close(self) -> None:
         for board in self._boards.values():
             board.close()
+        for online in self._online.values():
+            online.finish()
         if self._file is not None:
             self._file.close()
 

@@ -23,6 +23,7 @@ from care_jax.logprobs import score_packed
 from care_jax.metrics import format_line, print_line, progress
 from care_jax.packing import Sample, first_fit, pack
 from care_jax.prompt import TokenizedPrompt
+from care_jax.report.writer import Report
 from care_jax.run import Run, start_state
 from care_jax.train_step import TrainState, update
 from models import backbone, lora
@@ -68,6 +69,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             restored = checkpoints.restore(sharding.abstract(state))
             state, start = restored.state, restored.data_position
         run.metrics.begin("sft", start)
+        report = Report(run.workdir, max_megabytes=config.report.max_megabytes)
         began, first = time.perf_counter(), start
         for step, step_examples, records in progress(
             batches.iterate(start, sft.num_steps), "sft", start, sft.num_steps
@@ -86,6 +88,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 began, first = time.perf_counter(), step + 1
                 metrics["learning_rate"] = float(learning_rate_at(step))
                 run.metrics.write("sft", step, metrics)
+                report.write()
                 print_line(format_line("sft", step, sft.num_steps, metrics, seconds))
             if (step + 1) % config.checkpoint_every == 0 or is_last:
                 checkpoints.save(step + 1, state, step + 1, config.seed, {})

@@ -21,7 +21,16 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from care_jax import credit, diagnostics, distributed, dynamic, optimizer, sampler, sharding
+from care_jax import (
+    credit,
+    diagnostics,
+    distributed,
+    dynamic,
+    optimizer,
+    reflect,
+    sampler,
+    sharding,
+)
 from care_jax.advantages import RawAdvantages
 from care_jax.batch import Example, Rollouts
 from care_jax.checkpoint import Checkpoints
@@ -32,6 +41,8 @@ from care_jax.logprobs import score_responses
 from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.policy import decode_shardings
 from care_jax.prompt import TokenizedPrompt
+from care_jax.report.groups import Sampled, Wording
+from care_jax.report.writer import Report
 from care_jax.rollout import Groups, Programs, Roster, roll_out
 from care_jax.roofline import PEAK_FLOPS, model_flops
 from care_jax.run import Run, start_state
@@ -103,6 +114,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             state, start = restored.state, restored.data_position
             num_decoded = restored.metadata["num_decoded"]
         run.metrics.begin("rl", start)
+        report = open_report(run, start)
         for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
             step, *_ = first
             began, counted = time.perf_counter(), dict(verifier.counts)
@@ -170,6 +182,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 print_line(format_line("rl", step, rl.num_steps, shown, ended - began))
+                report.add(step, sampled(drawn.examples, groups, credited, raw))
             if (step + 1) % config.checkpoint_every == 0 or step == rl.num_steps - 1:
                 metadata = {"num_decoded": num_decoded}
                 checkpoints.save(step + 1, state, step + 1, config.seed, metadata)
@@ -224,6 +237,41 @@ def utilisation(run: Run, roster: Roster, rollouts: Rollouts, seconds: float) ->
     rate = model_flops(run.policy.config, roster.sizes, num_tokens) / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
     return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
+
+
+def open_report(run: Run, start: int) -> Report:
+    """The run report, from which the steps to be done again are dropped."""
+    care, policy, settings = run.config.care, run.policy, run.config.report
+    wording = Wording(
+        token_bytes=policy.token_bytes,
+        eos_token_id=policy.config.eos_token_id,
+        think_tag=policy.think_tag,
+        cue=reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
+    )
+    report = Report(
+        run.workdir,
+        max_megabytes=settings.max_megabytes,
+        groups_per_step=settings.groups_per_step,
+        max_side=settings.image_side,
+        wording=wording,
+    )
+    report.begin(start)
+    return report
+
+
+def sampled(
+    examples: Sequence[Example], groups: Groups, credited: Credit, raw: RawAdvantages | None
+) -> Sampled:
+    """What the report shows of this process's prompts."""
+    return Sampled(
+        examples=examples,
+        rollouts=groups.rollouts,
+        scores=groups.scores,
+        advantage=credited.advantage,
+        has_reflection=groups.has_reflection,
+        subgroup=groups.subgroup,
+        raw=raw,
+    )
 
 
 def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:

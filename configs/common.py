@@ -240,6 +240,16 @@ def get_config() -> ConfigDict:
     evaluate.judge_retries = 3  # further requests after one that failed
     evaluate.judge_prices = (0.0, 0.0)  # of a million prompt and completion tokens, to count cost
 
+    # workdir/report.html: curves, and prompts with their images, responses and advantages.
+    config.report = report = ConfigDict()
+    report.groups_per_step = 4  # prompts shown of every logged step, each outcome in turn; 0: none
+    report.max_megabytes = 16.0  # of the file; where it would grow larger, old steps are thinned
+    report.image_side = 448  # pixels of the longer side of an image in it
+
+    config.metrics = metrics = ConfigDict()
+    # Beside metrics.jsonl and TensorBoard, under the same names (wandb extra). Empty: not written.
+    metrics.wandb_project = ""
+
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # processes for answers that need symbolic comparison
     verifier.timeout = 5.0  # seconds until a worker is killed and its answer scores 0

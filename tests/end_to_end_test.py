@@ -15,6 +15,7 @@ import pytest
 
 from care_jax import main
 from care_jax.data.sources import open_source
+from care_jax.report import page
 from care_jax.sharding import make_mesh
 from configs import common, real_images, tiny
 from models.config import FAMILIES
@@ -91,6 +92,10 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
         ),
     ):
         assert all(name in record for record in rl), name
+    report = page.read((workdir / "report.html").read_text())
+    assert [stage["name"] for stage in report["stages"]] == ["sft", "rl", "evaluate_rl"]
+    assert [entry["step"] for entry in report["steps"]] == report["logged"] == [0, 1, 2, 3]
+    assert all(len(entry["groups"]) == 4 for entry in report["steps"])
     samples = [json.loads(line) for line in (workdir / "samples_rl.jsonl").read_text().splitlines()]
     assert len(samples) == results["rl"]["num_examples"] == 12
     assert np.mean([sample["acc"] for sample in samples]) == pytest.approx(results["rl"]["acc"])

@@ -25,7 +25,8 @@ def test_every_arm_passes_the_checks_and_is_no_other(name, base):
     for arm, changes in experiment.ARMS.items():
         config = experiment.get_config(f"{arm}@{base}")
         config.stages = ("rl",)
-        mesh = make_mesh(**config.mesh, devices=jax.devices()[: config.mesh.tensor])
+        num_devices = config.mesh.tensor * config.mesh.sequence
+        mesh = make_mesh(**config.mesh, devices=jax.devices()[:num_devices])
         check_config(fill_in(config, mesh), mesh, overridden=list(changes))
         configs.append(config.to_json_best_effort(sort_keys=True))
     assert len(set(configs)) == len(configs)

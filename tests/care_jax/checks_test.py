@@ -88,3 +88,21 @@ def test_objective_that_cannot_run_is_refused(objective, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         check_rl(objective, changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups_per_step": -1}, "groups_per_step must be 0 or more, got -1"),
+        ({"max_megabytes": 0.5}, "max_megabytes must be at least 1, got 0.5; .*groups_per_step"),
+        ({"image_side": 0}, "report.image_side must be at least 1"),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused(changes, message):
+    config = common.get_config()
+    config.stages = ()
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    check_config(config, mesh)
+    config.report.update(changes)
+    with pytest.raises(ValueError, match=message):
+        check_config(config, mesh)

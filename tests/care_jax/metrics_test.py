@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +56,52 @@ def test_counts_by_reason_stand_in_every_line_of_their_stage_as_they_are(tmp_pat
     for line, counted in zip(lines(tmp_path), expected, strict=True):
         found = {name: value for name, value in line.items() if name.startswith("left_out")}
         assert found == {f"left_out/{name}": count for name, count in counted.items()}
+
+
+class Wandb:
+    """The few calls of it that are made."""
+
+    def __init__(self):
+        self.started, self.logged, self.finished = [], [], []
+
+    def init(self, **settings):
+        self.started.append(settings)
+        stub, stage = self, settings["name"].rpartition("/")[2]
+
+        class Online:
+            def log(self, values, step):
+                stub.logged.append((stage, step, values))
+
+            def finish(self):
+                stub.finished.append(stage)
+
+        return Online()
+
+
+def test_wandb_gets_the_same_names_and_a_resumed_stage_its_own_run(tmp_path, monkeypatch):
+    stub = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    for start in (0, 1):
+        with MetricWriter(tmp_path, "project") as writer:
+            writer.begin("rl", start)
+            writer.write("rl", start, {"acc": jnp.float32(0.5), "acc/made": 1})
+            writer.write("evaluate_rl", 0, {"acc": 1})
+    assert stub.logged[0] == ("rl", 0, {"acc": 0.5, "acc/made": 1})
+    assert stub.logged[1] == ("evaluate_rl", 0, {"acc": 1})
+    first, evaluated, again = stub.started[:3]
+    assert first == again and first["id"] != evaluated["id"]
+    assert (first["project"], first["group"], first["resume"]) == (
+        *("project", tmp_path.name, "allow"),
+    )
+    assert stub.finished == ["rl", "evaluate_rl"] * 2
+
+
+def test_wandb_is_imported_for_a_project_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    with MetricWriter(tmp_path) as writer:
+        writer.write("rl", 0, {"acc": 1})
+    with pytest.raises(ValueError, match=r"not installed; pip install 'care_jax\[wandb\]'"):
+        MetricWriter(tmp_path, "project")
 
 
 def test_a_resumed_stage_has_every_step_once(tmp_path):

@@ -109,4 +109,6 @@ LOOP = {
     "grpo.beta": 0.1,
     "rl.warmup_steps": 5,
     "rl.learning_rate": 0.5,
+    "log_every": 2,
+    "report.groups_per_step": 2,
 }

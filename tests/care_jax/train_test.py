@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import STEPS, B, R, T
+from scripted import STEPS, B, R, T, credit_of
 
 from care_jax import optimizer, roofline, sft, sharding, train
 from care_jax.prompt import prompt_sizes
+from care_jax.report import page
 from care_jax.rollout import Roster
 
 CARE = dict(
@@ -231,3 +232,50 @@ def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch
     monkeypatch.setattr(type(policy), "fingerprint", lambda self: other)
     with pytest.raises(ValueError, match=r"of another model: .*text\.hidden_size"):
         run_loop()
+
+
+def report_of(tmp_path):
+    return page.read((tmp_path / "run" / "report.html").read_text())
+
+
+def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loop, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(dies_at=3)
+    before = report_of(tmp_path)
+    assert [entry["step"] for entry in before["steps"]] == before["logged"] == [0, 2]
+    script, _, metrics = run_loop()
+    data = report_of(tmp_path)
+    assert data["logged"] == [0, 2, 3] and len(data["steps"]) == 3
+    assert data["stages"][0]["steps"] == [record["step"] for record in metrics]
+    shown = [group["id"] for group in data["steps"][-1]["groups"]]
+    assert len(shown) == 2 and set(shown) <= set(script.seen["examples"][-1])
+    advantages = np.sort(credit_of((B, R, T)).advantage.ravel()).round(3)
+    for group in data["steps"][-1]["groups"]:
+        for response in group["responses"]:
+            assert round(response["advantage"], 3) in advantages
+
+
+def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
+    changes = {"groups_per_step": 3, "max_megabytes": 7.5, "image_side": 99}
+    care = {"care.cue": " No.", "care.reflect_mode": "cue"}
+    run = make_run({f"report.{key}": value for key, value in changes.items()} | care)
+    seen = {}
+
+    class Noted:
+        def __init__(self, workdir, **settings):
+            seen.update(settings, workdir=workdir)
+
+        def begin(self, start):
+            seen["start"] = start
+
+    monkeypatch.setattr(train, "Report", Noted)
+    train.open_report(run, 5)
+    wording = seen.pop("wording")
+    assert seen == {
+        "workdir": run.workdir,
+        "start": 5,
+        "groups_per_step": 3,
+        "max_megabytes": 7.5,
+        "max_side": 99,
+    }
+    assert (wording.cue, wording.think_tag) == (" No.", "think")

@@ -1,0 +1,196 @@
+// Curves: one small picture per group of metrics, all of a stage under one cursor.
+
+const STAGES = { rl: "Reinforcement learning", sft: "Cold start" };
+const HEIGHT = 168;
+const EDGE = { left: 46, right: 10, top: 8, bottom: 22 };
+const NUM_COLORS = 6;
+
+function shape(tag, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// Round numbers from low to high, about `count` of them.
+function ticks(low, high, count) {
+  const rough = (high - low) / count;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
+    found.push(Number((i * step).toPrecision(12)));
+  }
+  return found;
+}
+
+function range(chart) {
+  const values = chart.series.flatMap((each) => each.values).filter((value) => value !== null);
+  let low = Math.min(...values);
+  let high = Math.max(...values);
+  if (low > 0 && low < 0.6 * high) low = 0;
+  if (low === high) {
+    const around = Math.abs(low) || 1;
+    [low, high] = low === 0 ? [0, 1] : [low - around / 2, high + around / 2];
+  }
+  return [low, high];
+}
+
+class Chart {
+  constructor(chart, stage) {
+    this.chart = chart;
+    this.stage = stage;
+    this.readouts = chart.series.map(() => element("b"));
+    const legend = element("ul", { class: "legend" });
+    chart.series.forEach((series, i) => {
+      const swatch = element("i", { class: `swatch s${i % NUM_COLORS}` });
+      legend.append(element("li", {}, swatch, element("span", {}, series.name), this.readouts[i]));
+    });
+    const unit = chart.unit ? element("span", { class: "muted" }, ` ${chart.unit}`) : null;
+    this.svg = shape("svg", { role: "img", tabindex: "0", "aria-label": chart.title });
+    this.figure = element(
+      "figure", {}, element("figcaption", {}, element("h3", {}, chart.title), unit), this.svg, legend,
+    );
+    this.svg.addEventListener("pointermove", (event) => stage.point(this.nearest(event)));
+    this.svg.addEventListener("pointerleave", () => stage.point(null));
+    this.svg.addEventListener("click", (event) => stage.choose(this.nearest(event)));
+    this.svg.addEventListener("keydown", (event) => stage.key(event));
+    this.svg.addEventListener("blur", () => stage.point(null));
+  }
+
+  x(step) {
+    const { steps } = this.stage;
+    const span = steps[steps.length - 1] - steps[0] || 1;
+    return EDGE.left + ((step - steps[0]) / span) * (this.width - EDGE.left - EDGE.right);
+  }
+
+  y(value) {
+    const [low, high] = this.range;
+    return HEIGHT - EDGE.bottom - ((value - low) / (high - low)) * (HEIGHT - EDGE.top - EDGE.bottom);
+  }
+
+  nearest(event) {
+    const place = event.clientX - this.svg.getBoundingClientRect().left;
+    let best = 0;
+    this.stage.steps.forEach((step, i) => {
+      const here = Math.abs(this.x(step) - place);
+      if (here < Math.abs(this.x(this.stage.steps[best]) - place)) best = i;
+    });
+    return best;
+  }
+
+  draw() {
+    this.width = Math.max(this.figure.clientWidth, 160);
+    this.range = range(this.chart);
+    const { steps } = this.stage;
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
+    this.svg.setAttribute("height", HEIGHT);
+    this.svg.replaceChildren();
+    for (const value of ticks(...this.range, 4)) {
+      const y = this.y(value).toFixed(1);
+      this.svg.append(
+        shape("line", { class: "grid", x1: EDGE.left, x2: this.width - EDGE.right, y1: y, y2: y }),
+        shape("text", { class: "tick", x: EDGE.left - 6, y, dy: "0.32em", "text-anchor": "end" }, format(value)),
+      );
+    }
+    const inner = ticks(steps[0], steps[steps.length - 1] || 1, 4).filter(Number.isInteger);
+    for (const step of inner) {
+      const place = { class: "tick", x: this.x(step).toFixed(1), y: HEIGHT - 4, "text-anchor": "middle" };
+      this.svg.append(shape("text", place, format(step)));
+    }
+    this.chart.series.forEach((series, i) => {
+      const known = steps.map((step, j) => [step, series.values[j]]).filter(([, value]) => value !== null);
+      const points = known.map(([step, value]) => `${this.x(step).toFixed(1)},${this.y(value).toFixed(1)}`);
+      const dashes = i >= NUM_COLORS ? { "stroke-dasharray": "4 3" } : {};
+      this.svg.append(shape("polyline", { class: `line s${i % NUM_COLORS}`, points: points.join(" "), ...dashes }));
+      if (known.length === 1) {
+        const [cx, cy] = points[0].split(",");
+        this.svg.append(shape("circle", { class: `dot s${i % NUM_COLORS}`, cx, cy, r: 3 }));
+      }
+    });
+    this.cursor = shape("g", { class: "cursor" });
+    this.svg.append(this.cursor);
+    this.point(null);
+  }
+
+  // Shows the values at one place; without one, the last there are.
+  point(index) {
+    if (!this.cursor) return;
+    this.cursor.replaceChildren();
+    if (index !== null) {
+      const x = this.x(this.stage.steps[index]).toFixed(1);
+      this.cursor.append(shape("line", { x1: x, x2: x, y1: EDGE.top, y2: HEIGHT - EDGE.bottom }));
+    }
+    this.chart.series.forEach((series, i) => {
+      const value = index === null ? series.values.findLast((each) => each !== null) : series.values[index];
+      this.readouts[i].textContent = format(value);
+      if (index === null || value === null) return;
+      const place = { cx: this.x(this.stage.steps[index]).toFixed(1), cy: this.y(value).toFixed(1) };
+      this.cursor.append(shape("circle", { class: `dot s${i % NUM_COLORS}`, r: 3, ...place }));
+    });
+  }
+}
+
+class Stage {
+  constructor(stage, isOpen) {
+    this.steps = stage.steps;
+    this.index = null;
+    this.name = stage.name;
+    this.readout = element("span", { class: "muted readout" });
+    this.charts = stage.charts.map((chart) => new Chart(chart, this));
+    const thinned = stage.stride > 1 ? `, every ${stage.stride}th drawn` : "";
+    this.element = element(
+      "details", { class: "stage", open: isOpen },
+      element(
+        "summary", {}, element("h2", {}, STAGES[stage.name] || stage.name),
+        element("span", { class: "muted" }, ` steps ${stage.steps[0]} to ${this.last()}${thinned}`), this.readout,
+      ),
+      element("div", { class: "charts" }, ...this.charts.map((chart) => chart.figure)),
+    );
+    new ResizeObserver(() => this.charts.forEach((chart) => chart.draw())).observe(this.element);
+  }
+
+  last() {
+    return this.steps[this.steps.length - 1];
+  }
+
+  point(index) {
+    this.index = index;
+    this.readout.textContent = index === null ? "" : `step ${this.steps[index]}`;
+    for (const chart of this.charts) chart.point(index);
+  }
+
+  choose(index) {
+    if (this.name === "rl") document.dispatchEvent(new CustomEvent("inspect", { detail: this.steps[index] }));
+  }
+
+  key(event) {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (move) {
+      const from = this.index === null ? this.steps.length - (move > 0 ? 1 : 0) : this.index;
+      this.point(Math.min(Math.max(from + move, 0), this.steps.length - 1));
+      event.preventDefault();
+      event.stopPropagation();
+    } else if (event.key === "Enter" && this.index !== null) this.choose(this.index);
+  }
+}
+
+// A stage of one step is a set of figures: an evaluation. Its interval goes beside a figure.
+function figures(stage) {
+  const values = new Map(stage.charts.flatMap((chart) => chart.series.map((each) => [each.name, each.values[0]])));
+  const shown = [...values.keys()].filter((name) => !/_(low|high)$/.test(name))
+    .sort((a, b) => (b === "acc") - (a === "acc")).map((name) => {
+    const interval = values.has(`${name}_low`)
+      ? ` (${format(values.get(`${name}_low`))} to ${format(values.get(`${name}_high`))})` : "";
+    return element("span", {}, `${name} `, element("b", {}, format(values.get(name))), interval);
+  });
+  return [element("dt", {}, stage.name.replace(/^evaluate_/, "Evaluation after ")), element("dd", {}, ...shown)];
+}
+
+const isEvaluation = (stage) => stage.name.startsWith("evaluate");
+for (const stage of data.stages.filter(isEvaluation)) {
+  find("evaluations").append(element("div", {}, ...figures(stage)));
+}
+const curves = data.stages.filter((stage) => !isEvaluation(stage)).reverse();
+curves.forEach((stage, i) => find("stages").append(new Stage(stage, i === 0).element));
+if (!data.stages.length) find("stages").append(element("p", { class: "muted" }, "Nothing is logged yet."));

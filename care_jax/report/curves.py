@@ -1,0 +1,97 @@
+"""Metrics as charts: metrics.jsonl grouped into a few pictures per stage.
+
+A metric finds its chart by its name; one that no chart names gets a chart of its own, so that
+nothing that is logged stays unseen.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import pathlib
+from typing import Any
+
+# (title, unit, names in the order they are drawn in).
+CHARTS = (
+    ("Reward", "", ("reward", "fmt")),
+    ("Accuracy", "", ("acc", "all_correct_rate", "all_wrong_rate")),
+    ("Accuracy by source", "", ("acc/*",)),
+    ("Groups", "share of prompts", ("anchor_rate", "rescue_rate", "skip_rate")),
+    ("Reflection", "", ("reflect_rate", "reflect_success")),
+    ("KL", "nats", ("kl_ref", "kl_old")),
+    ("Entropy", "nats", ("entropy",)),
+    ("Clip rate", "share of tokens", ("clip_rate", "clip_rate_*")),
+    ("Lengths", "tokens", ("response_tokens", "think_tokens", "answer_tokens")),
+    ("Truncated", "share of responses", ("truncated_rate",)),
+    ("Loss", "", ("loss", "nll")),
+    ("Gradient norm", "", ("grad_norm",)),
+    ("Learning rate", "", ("learning_rate",)),
+    ("Negatives per group", "share of prompts", ("negatives/*",)),
+    ("√K′ signature", "", ("signature/ratio", "signature/alpha")),
+    ("A_raw by K′", "", ("signature/*",)),
+    ("Var(A⁻) / Var(A⁺)", "", ("variance_ratio",)),
+    ("Throughput", "tokens/s", ("*tokens_per_second",)),
+    ("Time", "seconds", ("*_seconds", "seconds")),
+    ("Arithmetic", "TFLOP/s per device", ("*tflops_per_second",)),
+    ("Utilisation", "share of peak", ("*_mfu",)),
+    ("Device memory", "GiB", ("device_memory_gib",)),
+    ("Decoded so far", "tokens", ("decoded_tokens",)),
+    ("Verifier", "calls", ("verifier/*",)),
+    ("Left out so far", "examples", ("left_out/*",)),
+)
+
+
+def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
+    """The stages of metrics.jsonl in the order they began, each with its charts.
+
+    Args:
+        path: of the file; there may be none yet.
+        max_points: steps drawn per stage; of more, every n-th and the last.
+
+    Returns:
+        {"name", "stride", "steps", "charts": [{"title", "unit", "series": [{"name", "values"}]}]};
+        a value is None where the step has no such metric.
+    """
+    lines: dict[str, list[dict[str, Any]]] = {}
+    text = path.read_text() if path.exists() else ""
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):  # one that a kill cut off is no line
+            record = json.loads(line)
+            lines.setdefault(record.pop("stage"), []).append(record)
+    return [_stage(name, records, max_points) for name, records in lines.items()]
+
+
+def chart_of(name: str) -> tuple[str, str, int]:
+    """(title, unit, order) of the chart that a metric belongs to."""
+    for title, unit, patterns in CHARTS:
+        for order, pattern in enumerate(patterns):
+            if fnmatch.fnmatchcase(name, pattern):
+                return title, unit, order
+    return name, "", 0
+
+
+def _stage(name: str, records: list[dict[str, Any]], max_points: int) -> dict[str, Any]:
+    stride = -(-len(records) // max_points)
+    kept = records[::stride]
+    if (len(records) - 1) % stride:
+        kept.append(records[-1])
+    metrics = sorted({key for record in kept for key in record} - {"step"})
+    charts: dict[str, dict[str, Any]] = {}
+    for metric in sorted(metrics, key=lambda metric: (chart_of(metric)[2], metric)):
+        title, unit, _ = chart_of(metric)
+        chart = charts.setdefault(title, {"title": title, "unit": unit, "series": []})
+        values = [_rounded(record.get(metric)) for record in kept]
+        chart["series"].append({"name": metric, "values": values})
+    ranks = {title: rank for rank, (title, *_) in enumerate(CHARTS)}
+    return {
+        "name": name,
+        "stride": stride,
+        "steps": [record["step"] for record in kept],
+        "charts": sorted(charts.values(), key=lambda chart: ranks.get(chart["title"], len(ranks))),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.5g}")

@@ -1,0 +1,261 @@
+// The rollout inspector: one prompt at a time, with all that was sampled for it.
+
+const FIRST = ["step", "source", "role", "outcome"];
+const BAR = 50; // percent of the bar on each side of zero
+
+const groups = data.steps.flatMap(({ step, groups }) =>
+  groups.map((group, index) => ({ ...group, step, key: `${step}/${index}` })));
+
+const state = { filters: {}, shown: [], at: 0, isWhole: false };
+
+const valuesOf = {
+  step: (group) => [String(group.step)],
+  source: (group) => [group.source],
+  role: (group) => group.responses.map((response) => response.role).filter(Boolean),
+  outcome: (group) => [group.outcome],
+};
+
+function buildFilters() {
+  for (const name of FIRST) {
+    const values = [...new Set(groups.flatMap(valuesOf[name]))];
+    const select = element(
+      "select", { id: `filter-${name}` }, element("option", { value: "" }, "all"),
+      ...values.map((value) => element("option", { value }, value)),
+    );
+    select.addEventListener("change", () => {
+      state.filters[name] = select.value;
+      filter();
+    });
+    if (values.length) find("filters").append(element("label", {}, element("span", {}, name), select));
+  }
+  const clear = element("button", { id: "clear", type: "button" }, "Clear");
+  clear.addEventListener("click", clearFilters);
+  find("filters").append(clear);
+}
+
+function setFilter(name, value) {
+  state.filters[name] = value;
+  const select = find(`filter-${name}`);
+  if (select) select.value = value;
+}
+
+function clearFilters() {
+  for (const name of FIRST) setFilter(name, "");
+  filter();
+}
+
+// Keeps the group in view where it passes.
+function filter() {
+  const current = state.shown[state.at];
+  state.shown = groups.filter((group) =>
+    FIRST.every((name) => !state.filters[name] || valuesOf[name](group).includes(state.filters[name])));
+  find("clear").hidden = !FIRST.some((name) => state.filters[name]);
+  find("list").replaceChildren(...state.shown.map(listed));
+  show(Math.max(state.shown.indexOf(current), 0));
+}
+
+const mark = (response) => ({ right: "✓", wrong: "✗" })[response.verdict] || "~";
+const classOf = (text) => text.replace(/ /g, "-");
+
+function listed(group, index) {
+  const strip = group.responses.map((response) =>
+    element("i", { class: `mark ${classOf(response.verdict)} ${classOf(response.role)}` }, mark(response)));
+  const made = element(
+    "button", { type: "button", role: "option", tabindex: "-1" },
+    element("span", { class: "where" }, `step ${group.step} · ${group.source} ${group.id}`),
+    element("span", { class: "muted" }, group.outcome),
+    element("span", { class: "strip", "aria-hidden": "true" }, ...strip),
+  );
+  made.addEventListener("click", () => show(index));
+  return made;
+}
+
+function show(index) {
+  const { shown } = state;
+  state.at = index;
+  const group = shown[index];
+  find("place").textContent = group ? `${index + 1} of ${shown.length}` : "none";
+  find("previous").disabled = index <= 0;
+  find("next").disabled = index >= shown.length - 1;
+  [...find("list").children].forEach((each, i) => each.setAttribute("aria-selected", i === index));
+  const listItem = find("list").children[index];
+  if (listItem) {
+    const list = find("list");
+    const top = listItem.offsetTop - list.offsetTop;
+    if (top < list.scrollTop) list.scrollTop = top;
+    const bottom = top + listItem.offsetHeight - list.clientHeight;
+    if (bottom > list.scrollTop) list.scrollTop = bottom;
+  }
+  const empty = groups.length ? "No group passes these filters." : "No rollouts are here yet.";
+  find("group").replaceChildren(...(group ? detail(group) : [element("p", { class: "muted" }, empty)]));
+  find("group").querySelectorAll(".text").forEach(clip);
+  if (group) find("group").dataset.key = group.key;
+}
+
+function detail(group) {
+  const largest = Math.max(...group.responses.map((response) => Math.abs(response.advantage)), 1e-9);
+  const images = group.pictures.map((key, i) =>
+    data.pictures[key]
+      ? element("img", { src: data.pictures[key], alt: `image ${i + 1} of the question` })
+      : element("p", { class: "muted" }, "image not readable"));
+  const choices = group.choices.length
+    ? element("ol", { class: "choices" }, ...group.choices.map((choice) => element("li", {}, choice))) : null;
+  return [
+    element(
+      "div", { class: "prompt" }, element("div", { class: "pictures" }, ...images),
+      element(
+        "div", {},
+        element("p", { class: "muted" }, `step ${group.step} · ${group.source} ${group.id} · ${group.outcome}`),
+        element("p", { class: "question" }, ...question(group)), choices,
+        element("p", { class: "gold" }, element("span", { class: "muted" }, "gold "), element("b", {}, group.gold)),
+      ),
+    ),
+    legend(group),
+    ...group.responses.map((response) => card(response, group, largest)),
+  ];
+}
+
+function question(group) {
+  return group.question.split("<image>").flatMap((text, i) =>
+    i ? [element("span", { class: "slot" }, `image ${i}`), text] : [text]);
+}
+
+function legend(group) {
+  const kinds = [["think", "rationale"], ["answer", "answer"]];
+  if (group.repair && group.repair.has_context) kinds.push(["context", "given: the failed rationale"], ["cue", "cue"]);
+  return element("p", { class: "key" }, ...kinds.map(([kind, name]) => element("span", { class: kind }, name)));
+}
+
+function card(response, group, largest) {
+  const isRepair = response.role === "reflected" && group.repair;
+  const title = element(
+    "header", {},
+    element("h3", {}, isRepair ? "second try" : `#${response.number}`),
+    response.role ? element("span", { class: `role ${classOf(response.role)}` }, response.role) : null,
+    element("span", { class: `verdict ${classOf(response.verdict)}` }, `${mark(response)} ${response.verdict}`),
+    response.answer ? element("span", { class: "said" }, response.answer) : null,
+    group.repair && group.repair.of === response.number
+      ? element("span", { class: "muted" }, group.outcome === "repaired" ? "replaced by its repair" : "tried again")
+      : null,
+    ...response.notes.map((note) => element("span", { class: "note" }, note)),
+  );
+  return element(
+    "article", { class: `response ${classOf(response.role)}` },
+    title, numbers(response, largest), isRepair ? change(group.repair) : null,
+    ...texts(response, isRepair),
+  );
+}
+
+function numbers(response, largest) {
+  const pair = (name, value, title) =>
+    element("div", { title }, element("dt", {}, name), element("dd", {}, value));
+  const side = (Math.abs(response.advantage) / largest) * BAR;
+  const bar = element("span", { class: "bar", "aria-hidden": "true" });
+  const fill = element("i", { class: response.advantage < 0 ? "down" : "up" });
+  fill.style.width = `${side}%`;
+  fill.style.left = `${response.advantage < 0 ? BAR - side : BAR}%`;
+  bar.append(fill);
+  const lengths = `${response.think_tokens} + ${response.answer_tokens} of ${response.tokens}`;
+  return element(
+    "dl", { class: "numbers" },
+    pair("reward", format(response.reward), "(1 − λ)·acc + λ·fmt"),
+    response.distance === null ? null : pair("d", format(response.distance), "cosine distance to the anchor"),
+    response.raw === null ? null : pair("A raw", format(response.raw, { signed: true }), "before scaling"),
+    pair("A", format(response.advantage, { signed: true }), "the advantage that trained it"),
+    pair("tokens", lengths, "rationale + answer, of all"),
+    element("div", { class: "advantage" }, bar),
+  );
+}
+
+function change(repair) {
+  return element(
+    "p", { class: "change" }, `Repairs #${repair.of}: `,
+    element("b", {}, repair.before || "no answer"), " → ", element("b", {}, repair.after || "no answer"),
+    repair.has_context ? null : ". It is trained as an answer to the prompt alone, so its context is not here",
+    repair.cue && !repair.has_context ? `; the cue was: ${repair.cue.trim()}` : null,
+  );
+}
+
+// A second try stands beside what it was given.
+function texts(response, isRepair) {
+  const isGiven = ([kind]) => kind === "context" || kind === "cue";
+  const given = response.segments.filter(isGiven);
+  const whole = (segments) =>
+    element("div", { class: "text" }, ...segments.map(([kind, text]) => element("span", { class: kind }, text)));
+  if (!isRepair || !given.length) return [whole(response.segments)];
+  const side = (name, segments) => element("div", {}, element("h4", {}, name), whole(segments));
+  return [element(
+    "div", { class: "beside" }, side("given", given),
+    side("written", response.segments.filter((each) => !isGiven(each))),
+  )];
+}
+
+// Long texts show their beginning, and a button for the rest.
+function clip(text) {
+  text.classList.toggle("clipped", !state.isWhole);
+  if (state.isWhole || text.scrollHeight <= text.clientHeight + 4) {
+    text.classList.remove("clipped");
+    return;
+  }
+  const more = element("button", { type: "button", class: "more" }, "whole text");
+  more.addEventListener("click", () => {
+    text.classList.remove("clipped");
+    more.remove();
+  });
+  text.after(more);
+}
+
+function move(by) {
+  const to = state.at + by;
+  if (to >= 0 && to < state.shown.length) show(to);
+}
+
+function moveStep(by) {
+  const steps = [...new Set(state.shown.map((group) => group.step))];
+  const here = steps.indexOf(state.shown[state.at]?.step);
+  const wanted = steps[here + by];
+  if (wanted !== undefined) show(state.shown.findIndex((group) => group.step === wanted));
+}
+
+const KEYS = {
+  j: () => move(1),
+  ArrowRight: () => move(1),
+  k: () => move(-1),
+  ArrowLeft: () => move(-1),
+  J: () => moveStep(1),
+  K: () => moveStep(-1),
+  e: () => {
+    state.isWhole = !state.isWhole;
+    show(state.at);
+  },
+  f: () => find("filters").querySelector("select")?.focus(),
+  x: clearFilters,
+  "?": () => find("help").showModal(),
+};
+
+document.addEventListener("keydown", (event) => {
+  const isTyping = event.target.closest?.("select, input, dialog");
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
+  KEYS[event.key]();
+  event.preventDefault();
+});
+document.addEventListener("inspect", ({ detail: step }) => {
+  const near = (group) => Math.abs(group.step - step);
+  if (!groups.length) return;
+  clearFilters();
+  const best = groups.reduce((a, b) => (near(b) < near(a) ? b : a));
+  show(groups.indexOf(best));
+  find("inspector").scrollIntoView();
+});
+find("previous").addEventListener("click", () => move(-1));
+find("next").addEventListener("click", () => move(1));
+find("help-button").addEventListener("click", () => find("help").showModal());
+
+const thinned = data.steps.length < data.logged.length
+  ? ` Older steps are thinned to keep this file within ${format(data.max_megabytes)} MB.` : "";
+find("sample").textContent =
+  `Groups of ${data.steps.length} of the ${data.logged.length} logged steps, each outcome in turn ` +
+  `and so not in proportion.${thinned}`;
+find("inspector").classList.toggle("empty", !groups.length);
+buildFilters();
+filter();

@@ -1,0 +1,43 @@
+"""Pictures as data URIs, small enough that a report holds many."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+from PIL import Image
+
+from care_jax.batch import Unusable
+from care_jax.data.images import AnyImage, open_image
+
+MAX_BYTES = 48 * 1024  # of one encoded picture
+_JPEG_QUALITY = 80
+_DRAWING_COLORS = 4096  # beyond them a PNG is no smaller, and takes ten times as long to make
+
+
+def data_uri(image: AnyImage, *, max_side: int) -> str:
+    """A JPEG or PNG, whichever is smaller, of at most MAX_BYTES; empty where it cannot be read.
+
+    Args:
+        image: what a source gives.
+        max_side: pixels of its longer side at most; less where the bytes ask for it.
+    """
+    try:
+        picture = open_image(image, at_least=max_side).convert("RGBA")
+    except Unusable:  # its file has gone since the prompt was made
+        return ""
+    picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
+    picture = picture.convert("RGB")
+    while True:
+        picture.thumbnail((max_side, max_side))
+        kinds = ("png", "jpeg") if picture.getcolors(_DRAWING_COLORS) else ("jpeg",)
+        kind, data = min((_encoded(picture, kind) for kind in kinds), key=lambda pair: len(pair[1]))
+        if len(data) <= MAX_BYTES or max_side == 1:
+            return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        max_side = max(max_side * 3 // 4, 1)
+
+
+def _encoded(picture: Image.Image, kind: str) -> tuple[str, bytes]:
+    file = io.BytesIO()
+    picture.save(file, kind, quality=_JPEG_QUALITY)
+    return kind, file.getvalue()

@@ -1,0 +1,263 @@
+"""The page as a person sees it, in headless Chromium where there is one (.ci/run installs it)."""
+
+import json
+
+import browser
+import numpy as np
+import pytest
+from PIL import Image
+from sampled_group import CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
+
+from care_jax.report.writer import Report
+
+pytestmark = pytest.mark.skipif(
+    not browser.executable(),
+    reason=f"needs a browser, none of {', '.join(browser.NAMES)} is installed",
+)
+LONG = "<think>" + "a very long rationale " * 200 + "</think><answer>5</answer>"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Steps 0, 2 and 4, a group each: repaired, rescued, and one with a long text."""
+    workdir = tmp_path_factory.mktemp("run")
+    lines = [
+        {"stage": "sft", "step": 0, "loss": 2.0},
+        {"stage": "evaluate_sft", "step": 0, "acc": 0.5, "acc_low": 0.4, "acc_high": 0.6},
+        *(
+            {"stage": "rl", "step": step, "reward": step / 10, "acc": 0.5, HOSTILE: 1}
+            for step in range(5)
+        ),
+    ]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = Report(workdir, max_megabytes=4, groups_per_step=1, max_side=200, wording=WORDING)
+    noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    report.add(0, make_sampled(name=HOSTILE, images=(Image.fromarray(noise),)))
+    report.add(2, make_sampled(repair=None, is_rescue=True, name="q2"))
+    report.add(4, make_sampled(texts=(RIGHT, WRONG, LONG, RIGHT), repair=None, name="q4"))
+    return report.path
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser.Browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def opened(page, report):
+    page.messages.clear()
+    page.open(report)
+    yield page
+    assert not page.messages, page.messages
+
+
+def text_of(page, selector):
+    return page.run(f"[...document.querySelectorAll({selector!r})].map((x) => x.textContent)")
+
+
+def place(page):
+    return page.run("document.getElementById('group').dataset.key")
+
+
+def test_hostile_text_is_shown_as_text_and_runs_nothing(opened):
+    assert opened.run("document.title").endswith("run report")
+    assert opened.run("document.scripts.length") == 2  # the data and our own
+    assert opened.run("document.querySelectorAll('#group img').length") == 1
+    assert text_of(opened, ".question") == [f"image 1How many? {HOSTILE}"]
+    responses = text_of(opened, ".response .text")
+    assert RIGHT in responses and WRONG in responses and HOSTILE in responses
+    assert f"step 0 · made {HOSTILE} · repaired" in text_of(opened, ".prompt .muted")
+    assert HOSTILE in text_of(opened, "figcaption h3")
+
+
+def test_a_script_that_got_in_would_not_run(opened, report, tmp_path):
+    infected = tmp_path / "infected.html"
+    infected.write_text(report.read_text() + "<script>document.title = 'taken'</script>")
+    opened.open(infected)
+    assert opened.run("document.title").endswith("run report")
+    assert any("Content Security Policy" in message for message in opened.messages)
+    opened.messages.clear()
+
+
+def test_spans_roles_and_numbers_stand_at_each_response(opened):
+    shown = opened.run(
+        """[...document.querySelectorAll('.response')].map((x) => ({
+          role: x.querySelector('.role').textContent,
+          verdict: x.querySelector('.verdict').textContent,
+          numbers: [...x.querySelectorAll('dd')].map((y) => y.textContent),
+          spans: [...x.querySelectorAll('.text span')].map((y) => [y.className, y.textContent]),
+        }))"""
+    )
+    assert [each["role"] for each in shown] == [
+        *("anchor", "hard negative", "hard negative", "reflected", "unused")
+    ]
+    assert shown[0]["spans"] == [
+        ["think", "<think>two</think>"],
+        ["answer", "<answer>2</answer>"],
+    ]
+    assert shown[1]["verdict"] == "✗ wrong"
+    assert shown[1]["numbers"][:4] == ["0.1", "0.4", "−0.5", "−0.25"]
+    assert [kind for kind, _ in shown[3]["spans"]] == ["context", "cue", "think", "answer"]
+    assert "".join(text for _, text in shown[3]["spans"]).endswith(CUE + REPAIR)
+    assert text_of(opened, ".change") == ["Repairs #2: 3 → 2"]
+    colors = opened.run(
+        """['think', 'answer', 'context', 'cue'].map((kind) =>
+          getComputedStyle(document.querySelector('.text .' + kind)).backgroundColor)"""
+    )
+    assert len(set(colors)) == 4
+
+
+def test_keys_go_from_group_to_group_and_show_help(opened):
+    assert place(opened) == "0/0"
+    opened.press("j")
+    assert place(opened) == "2/0"
+    opened.press("ArrowRight", "j")  # there is none behind the last
+    assert place(opened) == "4/0"
+    opened.press("k", "ArrowLeft", "k")
+    assert place(opened) == "0/0"
+    opened.press("J")
+    assert place(opened) == "2/0"
+    opened.press("?")
+    assert opened.run("document.getElementById('help').open")
+    opened.press("j")  # the help is in front
+    assert place(opened) == "2/0"
+    opened.press("Escape")
+    assert not opened.run("document.getElementById('help').open")
+
+
+def choose(page, name, value):
+    page.run(
+        f"""(() => {{
+          const select = document.getElementById('filter-{name}');
+          select.value = {value!r};
+          select.dispatchEvent(new Event('change'));
+        }})()"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "left"),
+    [
+        ("step", "4", ["4/0"]),
+        ("role", "pseudo-anchor", ["2/0"]),
+        ("role", "anchor", ["0/0", "4/0"]),
+        ("outcome", "repaired", ["0/0"]),
+        ("source", "made", ["0/0", "2/0", "4/0"]),
+    ],
+)
+def test_filters_leave_the_groups_that_pass(opened, name, value, left):
+    choose(opened, name, value)
+    assert opened.run("state.shown.map((group) => group.key)") == left
+    assert place(opened) == left[0]
+    assert text_of(opened, "#place") == [f"1 of {len(left)}"]
+    opened.press("x")
+    assert len(opened.run("state.shown.map((group) => group.key)")) == 3
+
+
+def test_filters_that_nothing_passes_say_so(opened):
+    choose(opened, "role", "reflected")
+    choose(opened, "outcome", "rescued")
+    assert text_of(opened, "#group") == ["No group passes these filters."]
+    opened.press("j", "k", "J")
+    opened.press("x")
+    assert place(opened) == "0/0"
+
+
+def test_a_long_text_shows_its_beginning_until_asked(opened):
+    choose(opened, "step", "4")
+    height = "document.querySelectorAll('.text')[2].clientHeight"
+    clipped = opened.run(height)
+    assert text_of(opened, ".more") == ["whole text"]
+    opened.press("e")
+    assert opened.run(height) > 2 * clipped and text_of(opened, ".more") == []
+    assert LONG in text_of(opened, ".text")
+
+
+def test_hovering_a_curve_reads_out_every_chart_at_that_step(opened):
+    opened.run("window.scrollTo(0, 0)")
+    box = opened.run(
+        """(() => {
+          const box = document.querySelector('.stage svg').getBoundingClientRect();
+          return [box.left + 46, box.right - 10, box.top + 60];
+        })()"""
+    )
+    opened.point(box[0] + 0.26 * (box[1] - box[0]), box[2])
+    assert text_of(opened, ".stage:first-child .readout") == ["step 1"]
+    assert text_of(opened, ".stage:first-child .legend b")[:2] == ["0.1", "0.5"]
+    opened.point(box[0] + 0.49 * (box[1] - box[0]), box[2], click=True)
+    assert place(opened) == "2/0"
+    opened.point(1, 1)
+    assert text_of(opened, ".stage:first-child .legend b")[0] == "0.4"  # the last
+
+
+def test_an_evaluation_is_a_figure_with_its_interval(opened):
+    assert text_of(opened, "#evaluations dd span") == ["acc 0.5 (0.4 to 0.6)"]
+
+
+def test_it_fits_a_phone(opened, report):
+    for width in (360, 1280):
+        opened.open(report, width=width, height=740)
+        for number in range(3):
+            too_wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert opened.run(too_wide) == 0, number
+            opened.press("j")
+        has_list = opened.run("document.getElementById('list').checkVisibility()")
+        assert has_list == (width > 1000)
+
+
+CONTRAST = """(() => {
+  const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = parts(color).map((x) => x / 255)
+      .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => {
+    const color = getComputedStyle(node).backgroundColor;
+    return parts(color)[3] === 0 && node.parentElement ? behind(node.parentElement) : color;
+  };
+  return [...document.querySelectorAll('body *')]
+    .filter((node) => node.checkVisibility() && !(node instanceof SVGElement) && !node.disabled)
+    .filter((node) => [...node.childNodes].some((x) => x.nodeType === 3 && x.data.trim()))
+    .map((node) => {
+      const [a, b] = [light(getComputedStyle(node).color), light(behind(node))];
+      return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), node.className || node.tagName];
+    })
+    .sort((a, b) => a[0] - b[0])[0];
+})()"""
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_text_stands_out_by_day_and_night(opened, report, is_dark):
+    opened.open(report, dark=is_dark)
+    paper = opened.run("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(21, 23, 26)") == is_dark
+    lowest, where = opened.run(CONTRAST)
+    assert lowest >= 4.5, where  # WCAG AA
+
+
+def test_groups_without_roles_show_what_there_is(page, tmp_path):
+    """As under GRPO."""
+    report = Report(tmp_path, max_megabytes=4, groups_per_step=1, max_side=200, wording=WORDING)
+    report.add(0, make_sampled(repair=None, has_roles=False))
+    page.open(report.path)
+    assert text_of(page, ".role") == [] and len(text_of(page, ".response")) == 4
+    numbers = (
+        "[...document.querySelector('.response').querySelectorAll('dt')].map((x) => x.innerText)"
+    )
+    assert page.run(numbers) == ["reward", "A", "tokens"]
+    assert page.run("document.getElementById('filter-role')") is None
+    assert text_of(page, "#sample") == [
+        "Groups of 1 of the 1 logged steps, each outcome in turn and so not in proportion."
+    ]
+
+
+def test_a_thinned_report_says_so(page, tmp_path):
+    report = Report(tmp_path, max_megabytes=0.1, groups_per_step=1, max_side=200, wording=WORDING)
+    for step in range(9):
+        report.add(step, make_sampled(texts=(RIGHT, WRONG, LONG * 3, RIGHT), repair=None))
+    page.open(report.path)
+    (told,) = text_of(page, "#sample")
+    assert "of the 9 logged steps" in told
+    assert "Older steps are thinned to keep this file within 0.1 MB." in told

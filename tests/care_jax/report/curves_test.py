@@ -1,0 +1,59 @@
+import json
+
+from care_jax.report import curves
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def series_of(stage):
+    return {
+        each["name"]: (chart["title"], each["values"])
+        for chart in stage["charts"]
+        for each in chart["series"]
+    }
+
+
+def test_metrics_stand_in_charts_and_one_nobody_knows_in_its_own(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(
+        path,
+        {"stage": "sft", "step": 0, "loss": 2.0},
+        {"stage": "rl", "step": 0, "reward": 0.123456789, "acc": 0, "acc/made": 1, "odd": 3},
+        {"stage": "rl", "step": 1, "reward": 0.5, "acc": 1, "reflect_success": 0.25},
+    )
+    sft, rl = curves.read_stages(path, max_points=10)
+    assert (sft["name"], sft["steps"]) == ("sft", [0])
+    assert series_of(rl) == {
+        "reward": ("Reward", [0.12346, 0.5]),
+        "acc": ("Accuracy", [0, 1]),
+        "acc/made": ("Accuracy by source", [1, None]),
+        "reflect_success": ("Reflection", [None, 0.25]),
+        "odd": ("odd", [3, None]),
+    }
+    assert [chart["title"] for chart in rl["charts"]] == [
+        *("Reward", "Accuracy", "Accuracy by source", "Reflection", "odd")
+    ]
+
+
+def test_a_long_curve_keeps_every_nth_step_and_the_last(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, *({"stage": "rl", "step": step, "acc": step} for step in range(100, 124)))
+    (stage,) = curves.read_stages(path, max_points=10)
+    assert stage["steps"] == [*range(100, 124, 3), 123] and stage["stride"] == 3
+    assert series_of(stage)["acc"][1] == stage["steps"]
+
+
+def test_a_line_cut_by_a_kill_is_no_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert curves.read_stages(path, max_points=10) == []
+    path.write_text('{"stage": "rl", "step": 0}\n{"stage": "rl", "st')
+    assert [stage["steps"] for stage in curves.read_stages(path, max_points=10)] == [[0]]
+
+
+def test_a_metric_goes_to_the_first_chart_that_names_it():
+    assert curves.chart_of("signature/ratio")[0] == "√K′ signature"
+    assert curves.chart_of("signature/anchor_3")[0] == "A_raw by K′"
+    assert curves.chart_of("clip_rate_negative_answer")[0] == "Clip rate"
+    assert curves.chart_of("train_tokens_per_second")[:2] == ("Throughput", "tokens/s")

@@ -1,0 +1,149 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sampled_group import CONTEXT, CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
+
+from care_jax.report import groups
+
+
+def joined(segments):
+    return "".join(text for _, text in segments)
+
+
+def test_roles_numbers_and_texts_of_a_repaired_group():
+    group = groups.describe(make_sampled(), 0, WORDING)
+    found = [
+        (each["number"], each["role"], each["verdict"], each["distance"])
+        for each in group["responses"]
+    ]
+    assert found == [
+        (1, "anchor", "right", 0.0),
+        (2, "hard negative", "wrong", 0.4),
+        (3, "hard negative", "wrong", 1.0),
+        (5, "reflected", "right", 0.0),
+        (4, "unused", "right", 0.2),
+    ]
+    assert [each["raw"] for each in group["responses"]] == [1.5, -0.5, -0.75, 1.0, 0.0]
+    assert [each["advantage"] for each in group["responses"]] == [0.75, -0.25, -0.375, 0.5, 0.0]
+    assert [each["reward"] for each in group["responses"]] == [1, 0.1, 0, 1, 1]
+    assert [joined(each["segments"]) for each in group["responses"]] == [
+        *(RIGHT, WRONG, HOSTILE, CONTEXT + CUE + REPAIR, RIGHT + " ")
+    ]
+    assert [each["answer"] for each in group["responses"]] == ["2", "3", "", "2", "2"]
+    assert group["responses"][2]["notes"] == ["no answer span", "format not kept"]
+    assert (group["outcome"], group["gold"], group["choices"]) == ("repaired", "2", ["1", "2"])
+
+
+def test_what_the_reflection_changed_is_told_apart_from_what_it_was_given():
+    group = groups.describe(make_sampled(), 0, WORDING)
+    assert group["repair"] == {
+        "of": 2, "cue": CUE, "before": "3", "after": "2", "has_context": True
+    }  # fmt: skip
+    assert group["responses"][3]["segments"] == [
+        ["context", CONTEXT],
+        ["cue", CUE],
+        ["think", " so two</think>"],
+        ["answer", "<answer>2</answer>"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "roles", "outcome"),
+    [
+        ({"repair": None}, ["anchor", "hard negative", "hard negative", "unused"], "contrasted"),
+        (
+            {"repair": None, "is_rescue": True},
+            ["pseudo-anchor", "hard negative", "hard negative", "unused"],
+            "rescued",
+        ),
+        ({"repair": None, "has_roles": False}, [""] * 4, "mixed"),
+    ],
+)
+def test_roles_are_those_of_the_objective(changes, roles, outcome):
+    group = groups.describe(make_sampled(**changes), 0, WORDING)
+    assert [each["role"] for each in group["responses"]] == roles
+    assert group["outcome"] == outcome and group["repair"] is None
+    if not changes.get("has_roles", True):
+        assert all(each["distance"] is each["raw"] is None for each in group["responses"])
+
+
+@pytest.mark.parametrize(
+    ("acc", "outcome"), [((1, 1, 1, 1), "all correct"), ((0, 0, 0, 0), "all wrong")]
+)
+def test_a_group_without_an_update_says_why(acc, outcome):
+    sampled = make_sampled(acc=acc, repair=None)
+    without = dataclasses.replace(sampled, advantage=np.zeros((1, 4)))
+    assert groups.outcome(without, 0) == outcome
+
+
+def test_a_slot_without_a_reflected_row_is_left_out():
+    sampled = dataclasses.replace(make_sampled(), has_reflection=np.array([False]))
+    group = groups.describe(sampled, 0, WORDING)
+    assert [each["number"] for each in group["responses"]] == [1, 2, 3, 4]
+    assert group["outcome"] == "contrasted"
+
+
+def test_a_failed_repair_is_told_by_the_last_row():
+    sampled = make_sampled()
+    sampled.scores.acc[0, -1] = 0
+    assert groups.outcome(sampled, 0) == "not repaired"
+
+
+PIECES = st.sampled_from(
+    ["<think>", "</think>", "<answer>", "</answer>", "é", "<!--", "</script>", "a", "\n", CUE]
+)
+TEXTS = st.lists(PIECES, max_size=8).map("".join)
+
+
+@given(context=TEXTS, written=TEXTS, has_think=st.booleans(), has_answer=st.booleans())
+def test_segments_rejoin_to_the_whole_text(context, written, has_think, has_answer):
+    found = groups.segments(
+        context, written, think_tag="think", has_think=has_think, has_answer=has_answer, cue=CUE
+    )
+    assert joined(found) == context + written
+    assert all(text for _, text in found)
+    given_text = joined([each for each in found if each[0] in ("context", "cue")])
+    assert given_text == context
+
+
+def test_spans_take_in_their_tags_and_nothing_else():
+    found = groups.segments(
+        "", "a<think>b</think>c<answer>d</answer>", think_tag="think",
+        has_think=True, has_answer=True, cue="",
+    )  # fmt: skip
+    assert found == [
+        ["text", "a"],
+        ["think", "<think>b</think>"],
+        ["text", "c"],
+        ["answer", "<answer>d</answer>"],
+    ]
+
+
+def test_a_context_that_is_not_in_the_row_leaves_the_rest_of_the_rationale():
+    """As under `care.reflect_credit = "prompt_only"`."""
+    found = groups.segments(
+        "", REPAIR, think_tag="think", has_think=True, has_answer=True, cue=CUE
+    )  # fmt: skip
+    assert found == [["think", " so two</think>"], ["answer", "<answer>2</answer>"]]
+
+
+def test_groups_are_taken_from_each_outcome_in_turn():
+    outcomes = ["rescued", "rescued", "repaired", "rescued", "all correct"]
+    assert groups.choose(outcomes, 3) == [2, 0, 4]
+    assert groups.choose(outcomes, 4) == [2, 0, 4, 1]
+    assert groups.choose(outcomes, 1, turn=1) == [0]
+    assert groups.choose(outcomes, 9) == [2, 0, 4, 1, 3]
+    assert groups.choose(outcomes, 0) == groups.choose([], 3) == []
+
+
+def test_distance_is_one_minus_the_cosine():
+    h = np.array([[2, 0], [0, 3], [-1, 0], [0, 0]], np.float32)
+    np.testing.assert_allclose(groups.distances(h, 0), [0, 1, 2, 1], atol=1e-6)
+
+
+def test_numbers_that_json_cannot_say_are_none():
+    assert groups.number(float("nan")) is groups.number(None) is groups.number(-np.inf) is None
+    assert groups.number(np.float32(1 / 3)) == 0.3333

@@ -1,0 +1,90 @@
+"""A prompt sampled as an RL step leaves it, in a vocabulary of one token per byte."""
+
+import numpy as np
+from PIL import Image
+
+from care_jax.advantages import RawAdvantages
+from care_jax.batch import Example, Rollouts, Scores
+from care_jax.report.groups import Sampled, Wording
+from care_jax.select import Subgroup
+from care_jax.verifier import parse_text
+
+EOS = 256
+CUE = " Wait, that is wrong."
+HOSTILE = "</script><script>document.title='taken'</script><!--<img src=x onerror=alert(1)>"
+RIGHT = "<think>two</think><answer>2</answer>"
+WRONG = "<think>one é and three</think><answer>3</answer>"
+CONTEXT = "<think>one é and three"
+REPAIR = " so two</think><answer>2</answer>"
+WORDING = Wording([bytes([i]) for i in range(256)] + [b"<eos>"], EOS, "think", CUE)
+
+
+def make_sampled(
+    texts=(RIGHT, WRONG, HOSTILE, RIGHT + " "),
+    acc=(1, 0, 0, 1),
+    repair=REPAIR,
+    is_rescue=False,
+    has_roles=True,
+    name="q0",
+    question=f"<image>How many? {HOSTILE}",
+    images=None,
+):
+    """A step of one group: 4 rollouts and, where it is repaired, a reflected row.
+
+    Rollout 1 is the anchor, 2 the hard negative that is repaired, 3 another one, 4 unused.
+    """
+    rows = [("", text) for text in texts]
+    acc = list(acc)
+    if repair is not None:
+        rows, acc = [*rows, (CONTEXT + CUE, repair)], [*acc, 1]
+    num_rows, longest = len(rows), max(len((a + b).encode()) for a, b in rows) + 1
+    tokens = np.zeros((1, num_rows, longest), np.int32)
+    is_valid, is_forced = np.zeros((2, 1, num_rows, longest), bool)
+    is_think, is_answer = np.zeros((2, 1, num_rows, longest), bool)
+    parsed = [parse_text(given + written) for given, written in rows]
+    for row, (given, written) in enumerate(rows):
+        text = [*(given + written).encode(), EOS]
+        tokens[0, row, : len(text)] = text
+        is_valid[0, row, : len(text)] = True
+        is_forced[0, row, : len(given.encode())] = True
+        is_think[0, row, 0] = parsed[row].is_think.any()
+        is_answer[0, row, 0] = parsed[row].is_answer.any()
+    acc = np.array([acc], np.float32)
+    fmt = np.array([[span.fmt for span in parsed]], np.float32)
+    h = np.array([[[1, 0], [0.6, 0.8], [0, 1], [0.8, 0.6], [1, 0]]], np.float32)
+    is_negative = np.array([[False, True, True, False]])
+    value = np.array([[1.5, -0.5, -0.75, 0, 1.0]][:1], np.float32)
+    raw = RawAdvantages(value, value > 0, value < 0, np.arange(5)[None] == 4)
+    return Sampled(
+        examples=[
+            Example(
+                name,
+                "made",
+                (Image.new("RGB", (40, 30), "red"),) if images is None else images,
+                question,
+                "2",
+                ("1", "2"),
+            )
+        ],
+        rollouts=Rollouts(tokens, is_valid, is_forced, -1.0 * is_valid, h[:, :num_rows], acc >= 0),
+        scores=Scores(
+            acc=acc,
+            fmt=fmt,
+            reward=0.9 * acc + 0.1 * fmt,
+            is_think=is_think,
+            is_answer=is_answer,
+            num_think=np.full(acc.shape, 3),
+            num_answer=np.full(acc.shape, 1),
+            has_answer=np.array([[span.has_answer for span in parsed]]),
+        ),
+        advantage=value[:, :num_rows] / 2,
+        has_reflection=np.array([repair is not None]),
+        subgroup=Subgroup(
+            anchor=np.array([0]),
+            is_negative=is_negative,
+            hard_negative=np.array([1]),
+            is_rescue=np.array([is_rescue]),
+            has_update=np.array([True]),
+        ),
+        raw=raw if has_roles else None,
+    )
