@@ -189,8 +189,17 @@ def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
         rest = flags.FLAGS(argv)
         _ = _CONFIG.value.stages  # a file that could not be loaded is reported when it is used
     except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit(f"error: {flag_error(error)}")
     return rest
+
+
+def flag_error(error: Exception) -> str:
+    """What is wrong with the flags, in one line."""
+    cause = error.args[0] if error.args and isinstance(error.args[0], KeyError) else error
+    message = " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
+    if isinstance(cause, KeyError):
+        return f"no such key: {message}; configs/common.py has all of them"
+    return message
 
 
 if __name__ == "__main__":

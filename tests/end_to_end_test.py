@@ -234,7 +234,7 @@ def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--config.rl.learning_rat=1"], "learning_rat"),
+        (["--config.rl.learning_rat=1"], "no such key: 'learning_rat'"),
         (["--config=configs/huge.py"], "huge.py"),
         (["--config.rl.decode_prompts=3", "--config.mesh.fsdp=2"], "mesh.fsdp=2"),
         (
