@@ -11,13 +11,13 @@ the value. Where a choice of the folder release is given in exact form, that is 
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data import hub
 from care_jax.data.images import AnyImage
+from care_jax.data.json_rows import parse_object
 from care_jax.data.parquet import ParquetRows, find_files, images_of
 from care_jax.data.rows import Rows, make_example
 
@@ -98,16 +98,10 @@ def _diagram(folder: pathlib.Path) -> list[AnyImage]:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        row = json.loads(path.read_bytes().decode())
+        text = path.read_bytes()
     except FileNotFoundError as error:
         raise Unusable(f"{path.name} missing") from error
-    except UnicodeDecodeError as error:
-        raise Unusable("not UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise Unusable("not JSON") from error
-    if not isinstance(row, dict):
-        raise Unusable("not an object")
-    return row
+    return parse_object(text)
 
 
 def _in_order(name: str) -> tuple[int, str]:

@@ -50,16 +50,7 @@ class JsonRows:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        text = self._data[self._starts[index] : self._stops[index]]
-        try:
-            row = json.loads(text.decode())
-        except UnicodeDecodeError as error:
-            raise Unusable("not UTF-8") from error
-        except (ValueError, RecursionError) as error:
-            raise Unusable("not JSON") from error
-        if not isinstance(row, dict):
-            raise Unusable("not an object")
-        return row
+        return parse_object(self._data[self._starts[index] : self._stops[index]])
 
     def _add(self, start: int, stop: int, number: int) -> None:
         if self._data[start:stop].strip():
@@ -94,3 +85,20 @@ class JsonRows:
                 f"expected {str(self.path)!r} to be one JSON array, closed at its end; it may have "
                 "been cut short: fetch it again, or name it .jsonl where it has a row per line"
             )
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        Unusable: it is none.
+    """
+    try:
+        row = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise Unusable("not UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise Unusable("not JSON") from error
+    if not isinstance(row, dict):
+        raise Unusable("not an object")
+    return row

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -141,6 +142,20 @@ def test_batch_is_left_padded_and_keeps_each_prompt(builder):
     np.testing.assert_array_equal(slots, range(6))
     assert (prompts.slots[1] == -1).all()
     np.testing.assert_array_equal((prompts.images.segments >= 0).sum(-1), [24, 0])
+
+
+def test_patches_come_in_the_type_that_is_computed_with(tokenizer, builder):
+    """As the tower would cast them; a prompt without images beside them changes nothing."""
+    settings = dict(min_pixels=256, max_pixels=16384, buckets=BUCKETS)
+    narrow = PromptBuilder(tokenizer, CONFIG, patch_dtype=jnp.bfloat16, **settings)
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8))
+    examples = [Example("7", "made", (image,), "<image>?", "1"), example("1 + 1?")]
+    wide, ours = (
+        b.batch([b.tokenize(one) for one in examples]).images.patches for b in (builder, narrow)
+    )
+    assert (wide.dtype, ours.dtype) == (np.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(ours, wide.astype(jnp.bfloat16))
 
 
 def test_batch_without_any_image_has_none(builder):

@@ -137,6 +137,18 @@ def test_batch_is_split_by_rows_over_data_and_fsdp():
     assert {each.data.shape for each in batch["mask"].addressable_shards} == {(2,)}
 
 
+def test_batches_are_put_one_ahead_of_the_one_worked_on(monkeypatch):
+    mesh = sharding.make_mesh(2, 2, 2)
+    put, put_batch = [], sharding.put_batch
+    monkeypatch.setattr(
+        sharding, "put_batch", lambda batch, mesh: put.append(batch[0]) or put_batch(batch, mesh)
+    )
+    for number, batch in enumerate(sharding.put_ahead([np.full(4, n) for n in range(4)], mesh)):
+        assert put == list(range(min(number + 2, 4)))
+        np.testing.assert_array_equal(batch, np.full(4, number))
+    assert number == 3 and not list(sharding.put_ahead([], mesh))
+
+
 def test_a_batch_that_does_not_divide_names_the_array():
     mesh = sharding.make_mesh(2, 2, 2)
     with pytest.raises(ValueError, match=r"batch\['rows'\] of shape \(6, 3\) .* by 4 devices"):
