@@ -27,7 +27,7 @@ LAYERS = (
     ("one run",                   ("policy", "run", "checks", "rollout", "dynamic",
                                    "update_batch", "shapes", "scoreboard")),
     ("loops",                     ("sft", "evaluate", "train", "export", "fit")),
-    ("entry",                     ("main", "aot")),
+    ("entry",                     ("main", "aot", "sweep")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {
