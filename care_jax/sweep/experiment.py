@@ -50,7 +50,7 @@ def load_experiment(path: pathlib.Path) -> Experiment:
     Raises:
         ValueError: the file is not there, or does not declare what an experiment does.
     """
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         raise ValueError(
             f"--experiment must be a file such as experiments/baselines.py, got {path}"
         )
