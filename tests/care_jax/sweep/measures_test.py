@@ -53,7 +53,10 @@ def test_a_fluctuating_metric_is_averaged_over_the_last_tenth(make_outcome):
 
 def test_the_rescue_is_measured_against_the_run_without_it(make_outcome):
     ours = make_outcome(
-        "full", acc=[0.0] * 40 + [0.6] * 60, rescue_rate=0.25, kl_old=[0.03] * 50 + [0.01] * 50
+        "full",
+        acc=[0.0] * 40 + [0.6] * 10 + [0.0] * 50,
+        rescue_rate=0.25,
+        kl_old=[0.03] * 50 + [0.01] * 50,
     )
     theirs = make_outcome("off", acc=0.5, rescue_rate=0.0, kl_old=0.01)
     assert value("triggers", ours) == 100 * 64 / 4

@@ -27,6 +27,7 @@ def test_the_table_has_means_intervals_and_leads(command, tmp_path, capsys):
     assert table in printed
     # acc 70, 71, 72 and 75, 76, 77; started from 50, 51, 52. t(0.975, 2) = 4.3027, s = 1.
     assert "| arm | seeds | held-out acc, % | gain over the start | lead over one |" in table
+    assert "response tokens" not in table  # these runs did not count them
     assert "| one | 3 | 71.0 ± 2.5 | 20.0 ± 0.0 | – |" in table
     assert "| two | 3 | 76.0 ± 2.5 | 25.0 ± 0.0 | 5.0 ± 0.0 |" in table
     assert "--base=tiny --seeds=3` at commit abc1234." in table
