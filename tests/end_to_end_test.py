@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import zlib
 from collections import Counter
 
 import jax
@@ -17,6 +18,7 @@ from care_jax import main
 from care_jax.data.sources import open_source
 from care_jax.report import page
 from care_jax.sharding import make_mesh
+from care_jax.verifier import Verdict, Verifier
 from configs import common, real_images, tiny
 from models.config import FAMILIES
 
@@ -153,12 +155,24 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
         {"model.lora_rank": 2, "model.param_dtype": "bfloat16"},
     ],
 )
-def test_every_option_of_the_loop_runs(tmp_path, changes):
+def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
+    """With one text in three called correct, so that every role occurs."""
+
+    def verify(self, texts, *_):
+        accs = [float(zlib.crc32(text.encode()) % 3 == 0) for text in texts]
+        return [Verdict(acc=acc, fmt=0.0, reason="by its bytes") for acc in accs]
+
+    monkeypatch.setattr(Verifier, "verify", verify)
     config = small_config(stages=("rl",), **{"rl.num_steps": 2, **changes})
     main.run_stages(config, tmp_path)
     last = metrics_of(tmp_path)[-1]
-    assert last["step"] == 1 and np.isfinite(last["loss"])
-    assert ("anchor_rate" in last) == (config.rl.objective == "care")
+    assert last["step"] == 1 and np.isfinite(last["loss"]) and last["grad_norm"] > 0
+    if config.rl.objective == "care":
+        assert last["anchor_rate"] > 0
+        assert (last["reflect_rate"] > 0) == config.care.reflect
+        assert config.care.reflect or last["signature/alpha"] > 0
+    else:
+        assert "anchor_rate" not in last
 
 
 @pytest.mark.parametrize("family", FAMILIES)
