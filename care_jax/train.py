@@ -306,7 +306,9 @@ def credit_of(run: Run) -> Callable:
             rescue=own.rescue,
             rescue_scale=own.rescue_scale,
             robust=own.robust,
+            region_weights=own.region_weights,
             gamma_pos=own.gamma_pos,
+            gamma_neg=own.gamma_neg,
             weight_eps=own.weight_eps,
         )
     if rl.objective in ("grpo", "gspo"):  # they differ in the ratio alone

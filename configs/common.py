@@ -178,7 +178,9 @@ def get_config() -> ConfigDict:
     care.robust = False  # trimmed mean and median absolute deviation for μ, σ
     care.rescue = True  # all-failed groups get a pseudo-anchor
     care.rescue_scale = 1.0  # multiplies A of a rescued group
-    care.gamma_pos = 0.005  # weight of the rationale of a correct row
+    care.region_weights = True  # False: weight 1 on every sampled token
+    care.gamma_pos = 0.005  # weight of the rationale of a correct row; the answer's is 1
+    care.gamma_neg = 0.0  # of the other rows
     care.weight_eps = 1e-6  # ε_w
     care.reflect = True  # reflection-guided resampling (RGR)
     care.reflect_mode = "cue"  # "cue", "no_cue" or "random" (the cue's words shuffled)

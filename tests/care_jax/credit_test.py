@@ -19,7 +19,9 @@ CARE = dict(
     rescue=True,
     rescue_scale=1.0,
     robust=False,
+    region_weights=True,
     gamma_pos=0.005,
+    gamma_neg=0.0,
     weight_eps=1e-6,
 )
 
@@ -138,6 +140,30 @@ def test_care_credit_of_a_row_is_its_advantage_shared_by_region():
     )
     negative = int(subgroup.hard_negative[0])
     np.testing.assert_array_equal(out.token_advantage[0, negative, :4], 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "right", "wrong"),  # weights of the four rationale tokens
+    [
+        ({}, 0.005, 0),
+        ({"gamma_pos": 0.0}, 0, 0),
+        ({"gamma_neg": 0.01}, 0.005, 0.01),
+        ({"region_weights": False}, 1, 1),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_rows_share_out_their_advantage_by_the_weights_that_were_chosen(jit, changes, right, wrong):
+    """Of an anchor, and of two wrong rows; the advantages are the same under all of them."""
+    rollouts, scores = rows(G, ACC)
+    subgroup = select(rollouts, scores)
+    care = functools.partial(credit.care_credit, **CARE | changes)
+    out = (jax.jit(care) if jit else care)(rollouts, scores, subgroup, jnp.zeros(B, bool))
+    first, second = np.flatnonzero(subgroup.is_negative[0])
+    A, root = np.zeros(G), 2**0.5
+    A[[0, first, second]] = root, -0.5 / root, -0.5 / root
+    for row, think in ((0, right), (first, wrong), (second, wrong)):
+        expected = A[row] * np.array([think] * 4 + [1] * 2) / (4 * think + 2)
+        np.testing.assert_allclose(out.token_advantage[0, row], expected, rtol=1e-4)
 
 
 def test_forced_tokens_of_a_reflected_row_get_no_credit():

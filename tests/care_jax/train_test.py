@@ -23,7 +23,9 @@ CARE = dict(
     rescue=False,
     rescue_scale=0.8,
     robust=True,
+    region_weights=False,
     gamma_pos=0.02,
+    gamma_neg=0.03,
     weight_eps=2e-6,
 )
 CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
