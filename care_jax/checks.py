@@ -197,6 +197,7 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
     _check_objective(rl.objective, config[rl.objective])
     if rl.objective == "care":
         _check_choice("care.rule", care.rule, select.RULES)
+        _check_choice("care.anchor_rule", care.anchor_rule, select.ANCHOR_RULES)
         _check_choice("care.reflect_mode", care.reflect_mode, reflect.MODES)
         _check_choice("care.reflect_credit", care.reflect_credit, CREDITS)
         _check_region_weights(care, overridden)

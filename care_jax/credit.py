@@ -48,9 +48,12 @@ def select_subgroups(
     num_negatives: int,
     num_candidates: int,
     rule: str,
+    anchor_rule: str,
 ) -> Subgroup:
     """Anchor and hard negatives of every prompt, from its G rollouts; a key of `rngs` for each."""
-    select = functools.partial(select_subgroup, K=num_negatives, M=num_candidates, rule=rule)
+    select = functools.partial(
+        select_subgroup, K=num_negatives, M=num_candidates, rule=rule, anchor_rule=anchor_rule
+    )
 
     def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):
         return select(

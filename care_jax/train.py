@@ -385,6 +385,7 @@ def compile_rollout(run: Run) -> Programs:
             num_negatives=care.num_negatives,
             num_candidates=care.num_candidates,
             rule=care.rule,
+            anchor_rule=care.anchor_rule,
         )
 
     return Programs(

@@ -167,6 +167,7 @@ def get_config() -> ConfigDict:
     care.clip_low = 0.20  # how far the ratio to π_old may fall below 1
     care.clip_high = 0.28  # and rise above it
     care.beta = 0.02  # β, weight of the KL to the reference policy; 0 keeps no reference
+    care.anchor_rule = "shortest"  # of the correct rows; "random": any of them
     care.num_negatives = 4  # K
     care.num_candidates = 6  # M, nearest failures among which the spread ones are taken
     care.rule = "nearest_diverse"  # nearest, nearest_diverse, mixed, farthest, random

@@ -55,8 +55,8 @@ def rows(num_rows, acc, num_tokens=T):
     return rollouts, scores
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def select(rollouts, scores, rule="nearest", seed=0):
+@functools.partial(jax.jit, static_argnums=(2, 4))
+def select(rollouts, scores, rule="nearest", seed=0, anchor_rule="shortest"):
     return credit.select_subgroups(
         rollouts,
         scores,
@@ -64,6 +64,7 @@ def select(rollouts, scores, rule="nearest", seed=0):
         num_negatives=2,
         num_candidates=3,
         rule=rule,
+        anchor_rule=anchor_rule,
     )
 
 
@@ -108,6 +109,14 @@ def test_random_negatives_are_drawn_for_each_prompt_anew():
     rollouts, scores = rows(G, [[1, 0, 0, 0]] * B)
     picks = [np.asarray(select(rollouts, scores, "random", seed).is_negative) for seed in range(4)]
     assert any((pick[0] != pick[1]).any() or (pick[0] != pick[2]).any() for pick in picks)
+
+
+def test_random_anchors_are_drawn_for_each_prompt_anew():
+    rollouts, scores = rows(G, [[1, 1, 1, 0]] * B)
+    picks = [np.asarray(select(rollouts, scores, "nearest", s, "random").anchor) for s in range(9)]
+    assert any(len(set(pick.tolist())) > 1 for pick in picks)
+    assert set(np.ravel(picks).tolist()) == {0, 1, 2}
+    np.testing.assert_array_equal(select(rollouts, scores).anchor, 0)
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -48,6 +48,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes = {f"care.{key}": value for key, value in (CARE | CLIP).items()}
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.num_candidates": 5, "care.rule": "mixed", "care.advantage_eps": 3e-6}
+    changes |= {"care.anchor_rule": "random"}
     changes |= {"model.remat": "layer"}
     run = make_run(changes)
     seen = {}
@@ -76,7 +77,8 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     assert seen["decode"].pop("forced") is not None
     assert seen["decode"] == decoding | {"num_rows": 1}
     jax.eval_shape(rollout.select, 0, 0, rng, places)
-    assert seen["select_subgroups"] == {"num_negatives": 3, "num_candidates": 5, "rule": "mixed"}
+    selection = {"num_negatives": 3, "num_candidates": 5, "rule": "mixed", "anchor_rule": "random"}
+    assert seen["select_subgroups"] == selection
     jax.eval_shape(update.credit, 0, 0, 0, 0)
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
