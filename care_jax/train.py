@@ -269,6 +269,7 @@ def sampled(
         scores=groups.scores,
         advantage=credited.advantage,
         has_reflection=groups.has_reflection,
+        reasons=groups.reasons,
         subgroup=groups.subgroup,
         raw=raw,
     )

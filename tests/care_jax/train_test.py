@@ -257,6 +257,10 @@ def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loo
     for group in data["steps"][-1]["groups"]:
         for response in group["responses"]:
             assert round(response["advantage"], 3) in advantages
+        place = script.seen["examples"][-1].index(group["id"])
+        assert [response["reason"].partition(".")[2] for response in group["responses"]] == [
+            f"{place}.{row}" for row in range(R)
+        ]
 
 
 def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
