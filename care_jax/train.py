@@ -268,6 +268,7 @@ def sampled(
         scores=groups.scores,
         advantage=credited.advantage,
         has_reflection=groups.has_reflection,
+        reasons=groups.reasons,
         subgroup=groups.subgroup,
         raw=raw,
     )
@@ -288,7 +289,9 @@ def credit_of(run: Run) -> Callable:
             rescue=own.rescue,
             rescue_scale=own.rescue_scale,
             robust=own.robust,
+            region_weights=own.region_weights,
             gamma_pos=own.gamma_pos,
+            gamma_neg=own.gamma_neg,
             weight_eps=own.weight_eps,
         )
     if rl.objective in ("grpo", "gspo"):  # they differ in the ratio alone
@@ -365,6 +368,7 @@ def compile_rollout(run: Run) -> Programs:
             num_negatives=care.num_negatives,
             num_candidates=care.num_candidates,
             rule=care.rule,
+            anchor_rule=care.anchor_rule,
         )
 
     return Programs(

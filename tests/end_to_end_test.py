@@ -145,8 +145,14 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
         {"rl.objective": "gspo"},
         {"rl.objective": "dr_grpo", "dr_grpo.beta": 0.01},
         {"rl.objective": "rloo"},
-        {"care.reflect": False, "care.beta": 0.0, "rl.temperature": 0.8, "rl.top_p": 0.9},
-        {"care.reflect_credit": "prompt_only", "care.rule": "random", "model.freeze_vision": True},
+        {
+            **{"care.reflect": False, "care.beta": 0.0, "care.region_weights": False},
+            **{"rl.temperature": 0.8, "rl.top_p": 0.9},
+        },
+        {
+            **{"care.reflect_credit": "prompt_only", "model.freeze_vision": True},
+            **{"care.rule": "random", "care.anchor_rule": "random"},
+        },
         {
             **{"care.reflect_mode": "no_cue", "rl.old_logp": "trainer", "model.remat": "layer"},
             "family": "qwen3_vl",

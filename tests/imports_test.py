@@ -14,6 +14,7 @@ OURS = ("care_jax", "models", "configs", "experiments")
 
 # fmt: off
 LAYERS = (
+    ("commands",                  ("command_line",)),
     ("records",                   ("batch",)),
     ("pure leaves",               ("spans", "select", "advantages", "objective",
                                    "roofline")),

@@ -35,7 +35,13 @@ def rollouts_of(shape):
 
 
 select = jax.jit(
-    functools.partial(credit.select_subgroups, num_negatives=4, num_candidates=6, rule="nearest")
+    functools.partial(
+        credit.select_subgroups,
+        num_negatives=4,
+        num_candidates=6,
+        rule="nearest",
+        anchor_rule="shortest",
+    )
 )
 raw_advantages = jax.jit(
     functools.partial(credit.care_raw_advantages, delta=0.1, eps=1e-6, robust=False)
