@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import zipfile
 
 import flax.struct
 import numpy as np
@@ -45,7 +46,7 @@ class Example:
 
     id: str
     source: str
-    images: tuple[Image.Image | pathlib.Path | bytes, ...]
+    images: tuple[Image.Image | pathlib.Path | zipfile.Path | bytes, ...]
     question: str
     answer: str
     choices: tuple[str, ...] = ()

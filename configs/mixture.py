@@ -7,8 +7,8 @@ and then, on what that wrote,
 
     python -m care_jax.main --config=configs/mixture.py --workdir=runs/7b
 
-The images of ViRL39K come as an archive and those of Vision-R1-cold from two other releases; unpack
-them and name their folders in `images`. Columns of the benchmarks are as public code quotes them.
+The images of Vision-R1-cold come from two other releases, in archives of several parts; unpack them
+and name their folder in `images`. Columns of the benchmarks are as public code quotes them.
 MMMU-Pro's vision form asks its standard form's questions as pictures, so they are compared once.
 """
 

@@ -1,4 +1,4 @@
-"""Images as sources give them, an opened one, a path or the bytes of a file, and how they compare.
+"""Images as sources give them, opened, by path or as bytes of a file, and how they compare.
 
 Files come from anywhere: sizes are checked before pixels are decoded, few formats are opened at
 all, and whatever a decoder raises becomes a reason to leave the row out.
@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import io
 import pathlib
+import zipfile
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -17,7 +18,7 @@ from PIL import Image, ImageOps
 from care_jax.batch import Unusable
 from care_jax.patches import MAX_ASPECT_RATIO
 
-AnyImage = Image.Image | pathlib.Path | bytes
+AnyImage = Image.Image | pathlib.Path | zipfile.Path | bytes
 
 MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
@@ -92,7 +93,7 @@ def encoded(image: AnyImage) -> bytes:
     """The bytes of an image file: those it has, else a PNG's."""
     if isinstance(image, bytes):
         return image
-    if isinstance(image, pathlib.Path):
+    if isinstance(image, pathlib.Path | zipfile.Path):
         return image.read_bytes()
     file = io.BytesIO()
     image.save(file, "PNG")
@@ -126,12 +127,13 @@ def num_different_bits(one: int, other: int) -> int:
     return (one ^ other).bit_count()
 
 
-def _opened(image: pathlib.Path | bytes) -> Image.Image:
-    if isinstance(image, bytes):
-        return Image.open(io.BytesIO(image), formats=_FORMATS)
-    if not image.is_file():
+def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
+    if not isinstance(image, bytes) and not image.is_file():
         raise Unusable("image missing")
-    return Image.open(image, formats=_FORMATS)
+    if isinstance(image, zipfile.Path):
+        image = image.read_bytes()
+    file = io.BytesIO(image) if isinstance(image, bytes) else image
+    return Image.open(file, formats=_FORMATS)
 
 
 def _check_size(width: int, height: int) -> None:

@@ -12,6 +12,7 @@ import itertools
 import pathlib
 import re
 import threading
+import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,8 +148,8 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
     return found
 
 
-def images_of(cell: Any, folder: pathlib.Path) -> list[AnyImage]:
-    """The images of a cell; paths are relative to the folder.
+def images_of(cell: Any, folder: pathlib.Path | zipfile.Path) -> list[AnyImage]:
+    """The images of a cell; paths are relative to the folder, which may be an archive's.
 
     Raises:
         Unusable: the cell holds something else.

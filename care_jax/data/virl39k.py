@@ -1,12 +1,14 @@
 """ViRL39K (TIGER-Lab/ViRL39K): 38,870 questions with one or several images.
 
 Parquet, or the same rows as JSON lines: question (with `<image>`, which some rows have lost),
-answer (in `\\boxed{}`), category, source, qid, image (a list of paths below `images/`).
+answer (in `\\boxed{}`), category, source, qid, image (a list of paths below `images/`, a folder or
+what `images.zip` holds).
 """
 
 from __future__ import annotations
 
 import pathlib
+import zipfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,12 +28,11 @@ def open_rows(path: str, *, images: str) -> Rows:
     """The questions.
 
     Args:
-        path: the release's folder, its parquet or JSONL file, or its hub id (whose images come as
-            an archive, to be unpacked beside it).
-        images: folder that the image paths start from; empty for the release's own.
+        path: the release's folder, its parquet or JSONL file, or its hub id.
+        images: folder that the image paths start from, or an archive; empty for the release's own.
 
     Raises:
-        ValueError: there are no rows where the path points.
+        ValueError: there are no rows where the path points, or the archive is broken.
     """
     place = hub.find(path, ["*.parquet", "images.zip"])
     file = place if place.is_file() else next(iter(sorted(place.glob("*.jsonl"))), place)
@@ -40,11 +41,23 @@ def open_rows(path: str, *, images: str) -> Rows:
         table = JsonRows(file)
     else:
         table = ParquetRows(find_files(file, ""), _COLUMNS)
-    folder = pathlib.Path(images) if images else place.parent if place.is_file() else place
+    own = place.parent if place.is_file() else place
+    folder = _image_folder(pathlib.Path(images) if images else own)
     return Rows(len(table), lambda index: _example(table[index], index, folder))
 
 
-def _example(row: dict[str, Any], index: int, folder: pathlib.Path) -> Example:
+def _image_folder(place: pathlib.Path) -> pathlib.Path | zipfile.Path:
+    """Where paths start: a folder or, as the release comes, its `images.zip`."""
+    archive = place / "images.zip" if place.is_dir() else place
+    if (place / "images").is_dir() or not archive.is_file():
+        return place
+    try:
+        return zipfile.Path(archive)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{archive} is not a whole archive ({error}); fetch it again") from error
+
+
+def _example(row: dict[str, Any], index: int, folder: pathlib.Path | zipfile.Path) -> Example:
     return make_example(
         id=row.get("qid") if row.get("qid") is not None else index,
         source=NAME,

@@ -1,11 +1,13 @@
-"""ViRL39K: parquet and JSON lines, image paths, answers out of their boxes."""
+"""ViRL39K: parquet and JSON lines, images in a folder or in their archive, answers unboxed."""
+
+import shutil
 
 import pyarrow as pa
 import pytest
 
 from care_jax.batch import Unusable
 from care_jax.data import virl39k
-from care_jax.data.images import open_image
+from care_jax.data.images import encoded, image_size, look, open_image
 
 A, B, GONE = "images/a.png", "images/b.png", "images/gone.png"
 ROWS = [
@@ -73,3 +75,38 @@ def test_images_may_lie_elsewhere(release):
     assert open_image(rows[0].images[0]).size == (96, 64)
     with pytest.raises(Unusable, match="image missing"):
         open_image(rows[5].images[0])
+
+
+@pytest.mark.parametrize("images", ["", "images.zip"])
+def test_images_may_stay_in_their_archive(release, images):
+    before = virl39k.open_rows(str(release), images="")[1].images
+    files, looks = [encoded(image) for image in before], [look(image) for image in before]
+    shutil.make_archive(str(release / "images"), "zip", release, "images")
+    shutil.rmtree(release / "images")
+    rows = virl39k.open_rows(str(release), images=images and str(release / images))
+    packed = rows[1].images
+    assert [image.name for image in packed] == ["a.png", "b.png"]
+    assert [encoded(image) for image in packed] == files
+    assert [look(image) for image in packed] == looks
+    assert image_size(packed[0]) == (96, 64)
+    with pytest.raises(Unusable, match="image missing"):
+        open_image(rows[5].images[0])
+
+
+def test_a_broken_archive_is_named(release):
+    shutil.rmtree(release / "images")
+    (release / "images.zip").write_bytes(b"half of it")
+    with pytest.raises(ValueError, match=r"images\.zip is not a whole archive .*fetch it again"):
+        virl39k.open_rows(str(release), images="")
+
+
+def test_a_broken_picture_in_the_archive_is_unusable(release):
+    shutil.make_archive(str(release / "images"), "zip", release, "images")
+    shutil.rmtree(release / "images")
+    archive = release / "images.zip"
+    whole = archive.read_bytes()
+    start = whole.index(b"images/a.png") + 200
+    archive.write_bytes(whole[:start] + bytes(64) + whole[start + 64 :])
+    rows = virl39k.open_rows(str(release), images="")
+    with pytest.raises(Unusable, match="image unreadable or truncated"):
+        open_image(rows[0].images[0])
