@@ -1,8 +1,9 @@
 """Are two answers the same? Decided here in microseconds, or handed on to computer algebra.
 
-`compare` is three-valued: "equal", "different", or a `Question` for `symbolic.SymbolicPool`. It
-decides text, choices, numbers with their commas, percents and units, and lists of these, without
-evaluating anything; only what looks like mathematics and stays undecided becomes a question.
+`compare` is three-valued: "equal: ...", "different: ...", each with the rule that decided, or a
+`Question` for `symbolic.SymbolicPool`. It decides text, choices, numbers with their commas,
+percents and units, and lists of these, without evaluating anything; only what looks like
+mathematics and stays undecided becomes a question.
 Answers come from a policy that is paid for agreement: whatever claims several values or hedges is
 "different", and what would only exhaust a machine is refused.
 """
@@ -66,7 +67,12 @@ def is_equivalent(
     )
     if isinstance(outcome, Question):
         (outcome,) = _shared_pool().ask([outcome])
-    return outcome == "equal"
+    return is_equal(outcome)
+
+
+def is_equal(outcome: str) -> bool:
+    """Whether an outcome of `compare` or of a `SymbolicPool` says that both are the same."""
+    return outcome.startswith("equal")
 
 
 @functools.cache
@@ -87,12 +93,13 @@ def compare(
     """Decides what can be decided at sight; arguments as in `is_equivalent`.
 
     Returns:
-        "equal", "different", "refused: ..." or the question that is left.
+        "equal: ...", "different: ..." or "refused: ...", in a few words why; or the question that
+        is left.
     """
     same = functools.partial(_compare_clean, tolerance=tolerance, num_decimals=num_decimals)
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
-        return "different"
+        return "different: empty"
     if choices:
         return _compare_choice(prediction, gold, _clean_choices(tuple(choices)), same)
     return same(prediction, gold)
@@ -121,10 +128,10 @@ def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
 
     gold_index, index = option(gold), option(prediction)
     if gold_index >= 0 and index >= 0:
-        return "equal" if index == gold_index else "different"
+        return _outcome(index == gold_index, "option")
     if gold_index >= 0:
         if notation.key(choices[gold_index]) == _LETTERS[gold_index].lower():
-            return "different"  # options that are pictures have no content to compare
+            return "different: no option"  # pictures have no content to compare
         return same(prediction, choices[gold_index])
     return same(choices[index] if index >= 0 else prediction, gold)
 
@@ -133,28 +140,31 @@ def _compare_clean(
     prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
 ) -> str | Question:
     if notation.key(prediction) == notation.key(gold):
-        return "equal"
+        return "equal: same text"
     limits = {"tolerance": tolerance, "num_decimals": num_decimals}
-    decided = _compare_values(prediction, gold, **limits)
+    decided, rule = _compare_parts(prediction, gold, **limits)
     if decided is not None:
-        return "equal" if decided else "different"
+        if rule == "number" and tolerance:
+            within = f"within {100 * tolerance:g}%"
+            return f"equal: number {within}" if decided else f"different: no number {within}"
+        return _outcome(decided, rule)
     (body, unit), (gold_body, gold_unit) = map(quantities.split_unit, (prediction, gold))
     if unit and gold_unit and unit != gold_unit:
-        return "different"
+        return "different: another unit"
     if (body, gold_body) != (prediction, gold):
         return _compare_clean(body, gold_body, **limits)
     if not _is_mathematics(gold) or not _is_mathematics(prediction):
-        return "different"
+        return "different: other words"
     if notation.has_relation(prediction) and not (
         notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
     ):
-        return "different"  # `\neq 7` and `> 6` are no values
+        return "different: a relation, no value"  # such as `\neq 7` and `> 6`
     if refusal := _refusal(prediction, gold):
         return f"refused: {refusal}"
     if "=" not in gold:
         _, prediction = notation.split_assignment(prediction)
         if "=" in prediction and notation.split_list(prediction) is None:
-            return "different"  # of `9 = 7` neither side is the answer
+            return "different: an equation, no value"  # of `9 = 7` neither side is the answer
     return Question(
         gold=gold,
         prediction=prediction,
@@ -162,25 +172,38 @@ def _compare_clean(
     )
 
 
+def _outcome(is_same: bool, what: str) -> str:
+    return f"equal: same {what}" if is_same else f"different: another {what}"
+
+
 def _compare_values(
     prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
 ) -> bool | None:
     """Compares numbers, lists and assignments of them; None where that does not decide."""
-    limits = {"tolerance": tolerance, "num_decimals": num_decimals}
     if notation.key(prediction) == notation.key(gold):
         return True
+    limits = {"tolerance": tolerance, "num_decimals": num_decimals}
+    return _compare_parts(prediction, gold, **limits)[0]
+
+
+def _compare_parts(
+    prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
+) -> tuple[bool | None, str]:
+    """The same of texts that differ, and what they were compared as."""
+    limits = {"tolerance": tolerance, "num_decimals": num_decimals}
     texts = prediction, gold
     numbers = [quantities.read_number(text) for text in texts]
     if all(numbers):
-        return quantities.is_close(*numbers, **limits)
+        return quantities.is_close(*numbers, **limits), "number"
     lists = [notation.split_list(text) for text in texts]
     if all(lists):
-        return _compare_lists(*lists, **limits)
+        return _compare_lists(*lists, **limits), "list"
     if any(lists) and any(numbers):
         # 2,3 are two numbers; 1,22 beside one number is one.
         if any(_DECIMAL_COMMA.fullmatch(text) for text in texts):
-            return _compare_values(*(text.replace(",", ".") for text in texts), **limits)
-        return None if "\\pm" in prediction + gold else False
+            decided = _compare_values(*(text.replace(",", ".") for text in texts), **limits)
+            return decided, "number"
+        return None if "\\pm" in prediction + gold else False, "number of values"
     names, values = zip(
         *(
             ("", text) if items else notation.split_assignment(text)
@@ -189,10 +212,12 @@ def _compare_values(
         strict=True,
     )
     if all(names) and notation.key(names[0]) != notation.key(names[1]):
-        return False
+        return False, "variable"
     # A value answers `x = value`, but not an equation; an assignment does not answer an equation.
     is_equation = ["=" in text and not name for text, name in zip(texts, names, strict=True)]
-    return _compare_values(*values, **limits) if any(names) and not any(is_equation) else None
+    if not any(names) or any(is_equation):
+        return None, ""
+    return _compare_values(*values, **limits), "value"
 
 
 def _compare_lists(

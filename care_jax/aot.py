@@ -25,6 +25,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from care_jax import command_line
 from care_jax.fit import Fit, Program, fit
 from care_jax.roofline import GIB
 from care_jax.sharding import MESH_AXES
@@ -119,9 +120,8 @@ def run_main() -> None:
 
     def parse_flags(argv: Sequence[str]) -> Sequence[str]:
         try:
-            rest = flags.FLAGS(argv)
-            _ = config.value.stages  # a file that could not be loaded is reported when it is used
-        except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
+            rest = command_line.parse(argv, config)
+        except ValueError as error:
             _leave(error)
         if len(rest) > 1:
             _leave(f"expected flags alone, got {rest[1]!r}; write --config.<key>=<value>")

@@ -197,8 +197,10 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
     _check_objective(rl.objective, config[rl.objective])
     if rl.objective == "care":
         _check_choice("care.rule", care.rule, select.RULES)
+        _check_choice("care.anchor_rule", care.anchor_rule, select.ANCHOR_RULES)
         _check_choice("care.reflect_mode", care.reflect_mode, reflect.MODES)
         _check_choice("care.reflect_credit", care.reflect_credit, CREDITS)
+        _check_region_weights(care, overridden)
         if care.reflect and care.max_context >= rl.max_response_tokens:
             raise ValueError(
                 f"care.max_context {care.max_context} leaves nothing of rl.max_response_tokens "
@@ -220,6 +222,17 @@ def _check_objective(name: str, own: ConfigDict) -> None:
         _check_positive("dapo.max_tries", own.max_tries)
         if not 0 <= own.overlong_share < 1:
             raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
+
+
+def _check_region_weights(care: ConfigDict, overridden: Collection[str]) -> None:
+    for name in ("gamma_pos", "gamma_neg"):
+        if not 0 <= care[name] <= 1:
+            raise ValueError(f"care.{name} must lie in [0, 1], got {care[name]}")
+        if not care.region_weights and f"care.{name}" in overridden:
+            raise ValueError(
+                f"--config.care.{name} means nothing without care.region_weights; leave it out or "
+                "set care.region_weights to True"
+            )
 
 
 def _check_schedule(name: str, section: ConfigDict, num_updates: int) -> None:

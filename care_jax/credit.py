@@ -48,9 +48,12 @@ def select_subgroups(
     num_negatives: int,
     num_candidates: int,
     rule: str,
+    anchor_rule: str,
 ) -> Subgroup:
     """Anchor and hard negatives of every prompt, from its G rollouts; a key of `rngs` for each."""
-    select = functools.partial(select_subgroup, K=num_negatives, M=num_candidates, rule=rule)
+    select = functools.partial(
+        select_subgroup, K=num_negatives, M=num_candidates, rule=rule, anchor_rule=anchor_rule
+    )
 
     def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):
         return select(
@@ -83,13 +86,15 @@ def care_credit(
     rescue: bool,
     rescue_scale: float,
     robust: bool,
+    region_weights: bool,
     gamma_pos: float,
+    gamma_neg: float,
     weight_eps: float,
 ) -> Credit:
     """CARE: contrast inside the subgroup, credit by region, mean over its members.
 
     The last of the R rows is the reflected one, absent where `has_reflection` is false. R may be G
-    where no prompt has one.
+    where no prompt has one. Without `region_weights` every sampled token weighs the same.
     """
     num_rows = scores.reward.shape[1]
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
@@ -108,9 +113,14 @@ def care_credit(
         )
     )(reward, acc, subgroup, has_reflection)[:, :num_rows]
     is_sampled = rollouts.is_valid & ~rollouts.is_forced
-    weights = _over_rows(functools.partial(objective.region_weights, gamma_pos=gamma_pos))(
-        scores.is_think, scores.is_answer, is_sampled, scores.acc == 1
-    )
+    weights = _over_rows(
+        functools.partial(
+            objective.region_weights,
+            gamma_pos=gamma_pos,
+            gamma_neg=gamma_neg,
+            is_uniform=not region_weights,
+        )
+    )(scores.is_think, scores.is_answer, is_sampled, scores.acc == 1)
     in_subgroup = advantage != 0
     num_members = in_subgroup.sum(-1, keepdims=True)
     return Credit(

@@ -120,8 +120,8 @@ def subgroup_metrics(
     signature = defaultdict(list)
     plain = subgroup.has_update & ~subgroup.is_rescue & ~raw.is_reflected.any(1)
     for group in np.flatnonzero(plain):
-        anchor, negative = subgroup.anchor[group], raw.is_negative[group]
-        count, value, reward = negative.sum(), raw.value[group], scores.reward[group]
+        anchor, negative = subgroup.anchor[group], np.flatnonzero(subgroup.is_negative[group])
+        count, value, reward = len(negative), raw.value[group], scores.reward[group]
         gap = reward[anchor] - reward[negative].mean()
         if gap <= 0:
             continue

@@ -69,7 +69,7 @@ def evaluate(
         open(path, "w") as samples,
     ):
         for batch in _answers(run, prepare(run, params), examples, range(len(examples)), name):
-            scores, _ = score_rollouts(
+            scores, *_ = score_rollouts(
                 batch.rollouts,
                 batch.examples,
                 verifier,

@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from care_jax import roofline, sft, shapes, train
 from care_jax.checks import check_config, fill_in
 from care_jax.roofline import CHIPS, Chip, Layout, Rows, Work
-from care_jax.run import Run, abstract_state
+from care_jax.run import Run, abstract_state, make_adamw
 from care_jax.sharding import make_mesh
 from care_jax.train_step import TrainState
 from models import lora
@@ -167,7 +167,7 @@ def find_topology(name: str) -> tuple[Chip, Sequence[jax.Device]]:
 
 def _sft_programs(run: Run) -> list[Program]:
     config, model = run.config.sft, run.config.model
-    _, adamw = sft.make_adamw(run)
+    _, adamw = make_adamw(run, "sft")
     state = abstract_state(run, adamw)
     # As many rows as examples, all of them full: no step has more.
     batch = shapes.packed_rows(run, config.batch_size)
@@ -189,7 +189,7 @@ def _sft_programs(run: Run) -> list[Program]:
 def _rollout_programs(run: Run, chip: Chip) -> tuple[list[Program], int | None]:
     """Reshard, prefill, decode and reflect, each of what the one before gives; the largest wave."""
     rl, config = run.config.rl, run.policy.config
-    _, adamw = train.make_adamw(run)
+    _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
     size, num_waves = rl.decode_prompts, rl.prompts_per_step // rl.decode_prompts
@@ -240,7 +240,7 @@ def _rollout_programs(run: Run, chip: Chip) -> tuple[list[Program], int | None]:
 def _update_programs(run: Run) -> list[Program]:
     """The update, and the forward that scores its batch for the reference or for π_old."""
     rl, care, model = run.config.rl, run.config.care, run.config.model
-    _, adamw = train.make_adamw(run)
+    _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     size, num_rows, num_tokens = rl.prompts_per_update, _num_rows(run), rl.max_response_tokens
     batch = shapes.train_batch(run, size, num_rows, num_tokens)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import distributed, evaluate, export, sft, train
+from care_jax import command_line, distributed, evaluate, export, sft, train
 from care_jax.batch import Example
 from care_jax.checks import asks_benchmarks_alone, check_config, fill_in
 from care_jax.data.mixture import Mixture
@@ -186,20 +186,9 @@ def run_main() -> None:
 
 def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
     try:
-        rest = flags.FLAGS(argv)
-        _ = _CONFIG.value.stages  # a file that could not be loaded is reported when it is used
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
-        sys.exit(f"error: {flag_error(error)}")
-    return rest
-
-
-def flag_error(error: Exception) -> str:
-    """What is wrong with the flags, in one line."""
-    cause = error.args[0] if error.args and isinstance(error.args[0], KeyError) else error
-    message = " ".join(str(cause.args[0] if isinstance(cause, KeyError) else cause).split())
-    if isinstance(cause, KeyError):
-        return f"no such key: {message}; configs/common.py has all of them"
-    return message
+        return command_line.parse(argv, _CONFIG)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -22,21 +22,27 @@ def region_weights(
     is_positive: Bool[Array, ""],
     *,
     gamma_pos: float,
+    gamma_neg: float = 0.0,
+    is_uniform: bool = False,
 ) -> Float[Array, " T"]:
     """The weight of each token in its row's credit.
 
-    w = 1 in the answer;  γ⁺·1[positive] in the rationale;  0 elsewhere
+    w = 1 in the answer;  γ⁺ in the rationale of a positive row, γ⁻ in that of another;  0 elsewhere
     w = 1 everywhere where there is no answer, so that broken format is learned from
+
+    The paper's γ⁻ is 0.
 
     Args:
         is_think, is_answer: the spans, tags included; a token in both is the answer's. No answer
             token says that the response has no well-formed answer.
         is_response: tokens that were sampled: padding and forced tokens are false and get 0.
         is_positive: the verifier accepted this row (acc = 1).
-        gamma_pos: γ⁺, in [0, 1].
+        gamma_pos, gamma_neg: γ⁺ and γ⁻, in [0, 1].
+        is_uniform: w = 1 everywhere, whatever the regions.
     """
-    weight = jnp.where(is_answer, 1.0, jnp.where(is_think & is_positive, gamma_pos, 0.0))
-    weight = jnp.where(jnp.any(is_answer), weight, 1.0)
+    gamma = jnp.where(is_positive, gamma_pos, gamma_neg)
+    weight = jnp.where(is_answer, 1.0, jnp.where(is_think, gamma, 0.0))
+    weight = jnp.where(jnp.any(is_answer) & (not is_uniform), weight, 1.0)
     return jnp.where(is_response, weight, 0.0)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int, PRNGKeyArray
+from jaxtyping import Bool, Int, PRNGKeyArray, Shaped
 
 from care_jax import distributed, reflect, sharding
 from care_jax.batch import Example, Rollouts, Scores
@@ -85,12 +85,14 @@ class Groups:
         rollouts, scores: of all rows; a reflected row stands last.
         subgroup: anchor and negatives.
         has_reflection: the last row is a reflected one.
+        reasons: why the verifier judged each row as it did, see `Verdict`.
     """
 
     rollouts: Rollouts
     scores: Scores
     subgroup: Subgroup
     has_reflection: Bool[np.ndarray, " B"]
+    reasons: Shaped[np.ndarray, "B R"]
 
     @staticmethod
     def concatenate(groups: Sequence[Groups], places: Sequence[int]) -> Groups:
@@ -185,7 +187,7 @@ def roll_out(
     def finish(own: list[int], places, prefix, decoded: Rollouts) -> Groups:
         wave_examples = [examples[i] for i in own]
         rollouts = distributed.fetch(decoded)
-        wave_scores, rationales = score(rollouts, wave_examples)
+        wave_scores, rationales, reasons = score(rollouts, wave_examples)
         subgroup = distributed.fetch(
             programs.select(decoded, sharding.put_batch(wave_scores, run.mesh), select_rng, places)
         )
@@ -210,16 +212,17 @@ def roll_out(
                     params, prefix, reflect_rng, places, sharding.put_batch(forced, run.mesh)
                 )
             )
-            reflected_scores, _ = score(reflected, wave_examples)
+            reflected_scores, _, reflected_reasons = score(reflected, wave_examples)
             if care.reflect_credit == "prompt_only":
                 reflected, reflected_scores = reflect.without_context(
                     reflected, reflected_scores, policy.config.pad_token_id
                 )
-            rollouts, wave_scores = (
-                jax.tree.map(lambda *rows: np.concatenate(rows, 1), *pair)
-                for pair in ((rollouts, reflected), (wave_scores, reflected_scores))
+            rollouts, wave_scores, reasons = jax.tree.map(
+                lambda *rows: np.concatenate(rows, 1),
+                (rollouts, wave_scores, reasons),
+                (reflected, reflected_scores, reflected_reasons),
             )
-        return Groups(rollouts, wave_scores, subgroup, has_reflection)
+        return Groups(rollouts, wave_scores, subgroup, has_reflection, reasons)
 
     index_of = {int(place): index for index, place in enumerate(roster.own)}
     waves = plan_waves(

@@ -60,6 +60,26 @@ class Run:
         return sharding.placed(function, self.config.decode_sharding_rules, self.mesh)
 
 
+def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:
+    """The learning rate of each update, and the optimizer, of a stage: "sft" or "rl"."""
+    section = run.config[stage]
+    num_updates = section.num_steps
+    if stage == "rl":
+        num_updates *= section.prompts_per_step // section.prompts_per_update
+    learning_rate_at = optimizer.make_schedule(
+        learning_rate=section.learning_rate,
+        warmup_steps=section.warmup_steps,
+        num_steps=num_updates,
+        schedule=section.schedule,
+    )
+    adamw = optimizer.make_optimizer(
+        learning_rate_at,
+        weight_decay=section.weight_decay,
+        max_grad_norm=section.max_grad_norm,
+    )
+    return learning_rate_at, adamw
+
+
 def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
     """The state a stage starts from: adapters added and optimizer state placed as configured.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Shaped
 
 from care_jax import spans
 from care_jax.batch import Example, Rollouts, Scores
@@ -38,7 +39,7 @@ def score_rollouts(
     eos_token_id: int,
     think_tag: str,
     format_weight: float,
-) -> tuple[Scores, list[list[str]]]:
+) -> tuple[Scores, list[list[str]], Shaped[np.ndarray, "B R"]]:
     """Parses and verifies every row.
 
     Args:
@@ -51,8 +52,8 @@ def score_rollouts(
         format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall).
 
     Returns:
-        numpy scores, and the rationale of every row [B][R]: the think span's text, or all of the
-        response where there is none.
+        numpy scores; the rationale of every row [B][R]: the think span's text, or all of the
+        response where there is none; and `Verdict.reason` of every row, a str each.
     """
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
     num_rows, num_tokens = tokens.shape[1:]
@@ -98,4 +99,4 @@ def score_rollouts(
         [span.think or text for span, text in zip(rows, row, strict=True)]
         for rows, row in zip(parsed, texts, strict=True)
     ]
-    return scores, rationales
+    return scores, rationales, table([verdict.reason for verdict in verdicts], object)

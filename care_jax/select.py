@@ -1,9 +1,9 @@
 """Who is contrasted with whom: the anchor and its hard negatives, for one prompt.
 
 P = {acc = 1}, F = {acc = 0}; a response with 0 < acc < 1 is in neither. The anchor is the shortest
-success; its hard negatives are failures that reason alike, the nearest ones thinned to a spread-out
-set by farthest-first traversal. Where all fail, the likeliest failure stands in as pseudo-anchor
-(rescue).
+success, or by experiment any of them; its hard negatives are failures that reason alike, the
+nearest ones thinned to a spread-out set by farthest-first traversal. Where all fail, the likeliest
+failure stands in as pseudo-anchor (rescue).
 
 Departure from the paper: the summed log-probability favours short, even malformed responses, so the
 pseudo-anchor is taken among the well-formed failures where there are any.
@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from care_jax.batch import HostOrDevice
 
 RULES = ("nearest", "nearest_diverse", "mixed", "farthest", "random")
+ANCHOR_RULES = ("shortest", "random")
 
 
 @flax.struct.dataclass
@@ -52,13 +53,15 @@ def select_subgroup(
     K: int,
     M: int,
     rule: str = "nearest_diverse",
+    anchor_rule: str = "shortest",
     is_formatted: Bool[Array, " G"] | None = None,
     rng: PRNGKeyArray | None = None,
 ) -> Subgroup:
     """Chooses the anchor and up to K hard negatives; ties go to the smaller index.
 
-    anchor = argmin over P of (num_think, num_answer, index);  in a rescue (P = ∅, |F| ≥ 2)
-    argmax over F of logp.  dᵢ = 1 - hᵢ·h₊, hᵢ of unit length.  K' = min(K, |F \\ {anchor}|).
+    anchor = argmin over P of (num_think, num_answer, index), or under the anchor rule `random`
+    uniform over P;  in a rescue (P = ∅, |F| ≥ 2) argmax over F of logp.  dᵢ = 1 - hᵢ·h₊, hᵢ of unit
+    length.  K' = min(K, |F \\ {anchor}|).
 
     Rules: `nearest`, the K' of least d; `nearest_diverse`, farthest-first among the M nearest,
     seeded by the nearest; `mixed`, the ⌈K'/2⌉ nearest and the ⌊K'/2⌋ farthest; `farthest`;
@@ -72,16 +75,21 @@ def select_subgroup(
         K: target number of negatives.
         M: candidates of `nearest_diverse`, at least K.
         rule: one of RULES.
+        anchor_rule: one of ANCHOR_RULES.
         is_formatted: well-formed responses, preferred as pseudo-anchor; None takes all as such.
-        rng: key for `random`, one per prompt.
+        rng: key for either rule's `random`, one per prompt.
 
     Raises:
         ValueError: unknown rule, `random` without rng, K < 1 or M < K.
     """
-    if rule not in RULES:
-        raise ValueError(f"unknown rule {rule!r}; choose one of {', '.join(RULES)}")
-    if rule == "random" and rng is None:
-        raise ValueError("rule 'random' needs a key, got rng=None; pass one per prompt")
+    for name, chosen, known in (
+        ("rule", rule, RULES),
+        ("anchor_rule", anchor_rule, ANCHOR_RULES),
+    ):
+        if chosen not in known:
+            raise ValueError(f"unknown {name} {chosen!r}; choose one of {', '.join(known)}")
+        if chosen == "random" and rng is None:
+            raise ValueError(f"{name} 'random' needs a key, got rng=None; pass one per prompt")
     if K < 1:
         raise ValueError(f"K {K} negatives must be at least 1; set K to 1 or more")
     if rule == "nearest_diverse" and M < K:
@@ -95,9 +103,14 @@ def select_subgroup(
     if is_formatted is not None:
         is_formatted_failure = is_failure & is_formatted
         is_candidate = jnp.where(jnp.any(is_formatted_failure), is_formatted_failure, is_failure)
+    order = num_answer, num_think
+    if anchor_rule == "random":
+        # Split here alone: under `shortest` the negatives draw by the key as it was given.
+        anchor_rng, rng = jax.random.split(rng)
+        order = (jax.random.uniform(anchor_rng, acc.shape),)
     anchor = jnp.where(
         has_anchor,
-        jnp.lexsort((num_answer, num_think, ~is_success))[0],
+        jnp.lexsort((*order, ~is_success))[0],
         jnp.lexsort((-logp, ~is_candidate))[0],
     )
     is_eligible = is_failure & (jnp.arange(acc.shape[0]) != anchor)

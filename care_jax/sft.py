@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from absl import logging
 
-from care_jax import distributed, optimizer, sharding, spans
+from care_jax import distributed, sharding, spans
 from care_jax.batch import Example, PackedRows
 from care_jax.checkpoint import Checkpoints
 from care_jax.data.pipeline import Batches
@@ -24,7 +24,7 @@ from care_jax.metrics import format_line, print_line, progress
 from care_jax.packing import Sample, first_fit, pack
 from care_jax.prompt import TokenizedPrompt
 from care_jax.report.writer import Report
-from care_jax.run import Run, start_state
+from care_jax.run import Run, make_adamw, start_state
 from care_jax.train_step import TrainState, update
 from models import backbone, lora
 
@@ -46,7 +46,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         distributed.Preempted: the run is to end; the state reached is saved.
     """
     config, sft = run.config, run.config.sft
-    learning_rate_at, adamw = make_adamw(run)
+    learning_rate_at, adamw = make_adamw(run, "sft")
     state = start_state(run, params, adamw)
     sft_step = compile_step(run, adamw, sharding.of(state))
     rows = sharding.local_rows(sft.batch_size, run.mesh)
@@ -93,23 +93,6 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             if (step + 1) % config.checkpoint_every == 0 or is_last:
                 checkpoints.save(step + 1, state, step + 1, config.seed, {})
     return lora.merged(state.params)
-
-
-def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """The learning rate of each update, and the optimizer."""
-    sft = run.config.sft
-    learning_rate_at = optimizer.make_schedule(
-        learning_rate=sft.learning_rate,
-        warmup_steps=sft.warmup_steps,
-        num_steps=sft.num_steps,
-        schedule=sft.schedule,
-    )
-    adamw = optimizer.make_optimizer(
-        learning_rate_at,
-        weight_decay=sft.weight_decay,
-        max_grad_norm=sft.max_grad_norm,
-    )
-    return learning_rate_at, adamw
 
 
 def compile_step(

@@ -67,7 +67,12 @@ class SymbolicPool:
         self._lock = threading.Lock()
 
     def ask(self, questions: Sequence[Question]) -> list[str]:
-        """Answers each question with "equal", "different", "refused: ...", "timeout" or "crash"."""
+        """Answers each question.
+
+        Returns:
+            of each "equal: ...", "different: ..." or "refused: ...", in a few words why, "timeout"
+            or "crash".
+        """
         with self._lock:
             pending = [q for q in dict.fromkeys(questions) if q not in self._outcomes]
             self.counts["cached"] += len(questions) - len(pending)
@@ -221,9 +226,9 @@ def _compare(question: Question) -> str:
         for text in question[:2]
     )
     if not gold or not prediction:
-        return "different"
+        return "different: not readable as mathematics"
     is_equal = verify(gold, prediction, float_rounding=question.num_decimals, timeout_seconds=None)
-    return "equal" if is_equal else "different"
+    return f"{'equal' if is_equal else 'different'}: by computer algebra"
 
 
 def _reply(question: Question, cpu_seconds: float) -> str:

@@ -26,7 +26,6 @@ from care_jax import (
     diagnostics,
     distributed,
     dynamic,
-    optimizer,
     reflect,
     sampler,
     sharding,
@@ -45,7 +44,7 @@ from care_jax.report.groups import Sampled, Wording
 from care_jax.report.writer import Report
 from care_jax.rollout import Groups, Programs, Roster, roll_out
 from care_jax.roofline import PEAK_FLOPS, model_flops
-from care_jax.run import Run, start_state
+from care_jax.run import Run, make_adamw, start_state
 from care_jax.train_step import TrainState, join_batch, split_batch, train_step
 from care_jax.update_batch import (
     UpdatePrograms,
@@ -76,7 +75,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     """
     config, rl = run.config, run.config.rl
     updates_per_step = rl.prompts_per_step // rl.prompts_per_update
-    learning_rate_at, adamw = make_adamw(run)
+    learning_rate_at, adamw = make_adamw(run, "rl")
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
     rollout_programs = compile_rollout(run)
@@ -269,26 +268,10 @@ def sampled(
         scores=groups.scores,
         advantage=credited.advantage,
         has_reflection=groups.has_reflection,
+        reasons=groups.reasons,
         subgroup=groups.subgroup,
         raw=raw,
     )
-
-
-def make_adamw(run: Run) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """The learning rate of each update, and the optimizer."""
-    rl = run.config.rl
-    learning_rate_at = optimizer.make_schedule(
-        learning_rate=rl.learning_rate,
-        warmup_steps=rl.warmup_steps,
-        num_steps=rl.num_steps * rl.prompts_per_step // rl.prompts_per_update,
-        schedule=rl.schedule,
-    )
-    adamw = optimizer.make_optimizer(
-        learning_rate_at,
-        weight_decay=rl.weight_decay,
-        max_grad_norm=rl.max_grad_norm,
-    )
-    return learning_rate_at, adamw
 
 
 def credit_of(run: Run) -> Callable:
@@ -306,7 +289,9 @@ def credit_of(run: Run) -> Callable:
             rescue=own.rescue,
             rescue_scale=own.rescue_scale,
             robust=own.robust,
+            region_weights=own.region_weights,
             gamma_pos=own.gamma_pos,
+            gamma_neg=own.gamma_neg,
             weight_eps=own.weight_eps,
         )
     if rl.objective in ("grpo", "gspo"):  # they differ in the ratio alone
@@ -383,6 +368,7 @@ def compile_rollout(run: Run) -> Programs:
             num_negatives=care.num_negatives,
             num_candidates=care.num_candidates,
             rule=care.rule,
+            anchor_rule=care.anchor_rule,
         )
 
     return Programs(

@@ -28,8 +28,9 @@ class Verdict:
     Attributes:
         acc: 1.0 where the answer is right, else 0.0.
         fmt: 1.0 for one think span, then one non-empty answer span, then the end; else 0.0.
-        reason: "equal", "different", "no answer span", "timeout", "crash", "refused: ..." or
-            "reward function".
+        reason: what decided, in a few words: "same number", "another option", "other words", "by
+            computer algebra", "no answer span", "timeout", "crash", "refused: ...", "reward
+            function" and the like.
     """
 
     acc: float
@@ -126,10 +127,14 @@ class Verifier:
         questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
         self._num_fast += len(outcomes) - len(questions)
         replies = iter(self._pool.ask(questions))
-        reasons = [next(replies) if isinstance(out, Question) else out for out in outcomes]
+        outcomes = [next(replies) if isinstance(out, Question) else out for out in outcomes]
         return [
-            Verdict(acc=float(reason == "equal"), fmt=span.fmt, reason=reason)
-            for span, reason in zip(parsed, reasons, strict=True)
+            Verdict(
+                acc=float(answers.is_equal(outcome)),
+                fmt=span.fmt,
+                reason=outcome.removeprefix("equal: ").removeprefix("different: "),
+            )
+            for span, outcome in zip(parsed, outcomes, strict=True)
         ]
 
     def _judge_by_function(self, response: str, gold: str | Example) -> Verdict:

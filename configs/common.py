@@ -167,6 +167,7 @@ def get_config() -> ConfigDict:
     care.clip_low = 0.20  # how far the ratio to π_old may fall below 1
     care.clip_high = 0.28  # and rise above it
     care.beta = 0.02  # β, weight of the KL to the reference policy; 0 keeps no reference
+    care.anchor_rule = "shortest"  # of the correct rows; "random": any of them
     care.num_negatives = 4  # K
     care.num_candidates = 6  # M, nearest failures among which the spread ones are taken
     care.rule = "nearest_diverse"  # nearest, nearest_diverse, mixed, farthest, random
@@ -178,7 +179,9 @@ def get_config() -> ConfigDict:
     care.robust = False  # trimmed mean and median absolute deviation for μ, σ
     care.rescue = True  # all-failed groups get a pseudo-anchor
     care.rescue_scale = 1.0  # multiplies A of a rescued group
-    care.gamma_pos = 0.005  # weight of the rationale of a correct row
+    care.region_weights = True  # False: weight 1 on every sampled token
+    care.gamma_pos = 0.005  # weight of the rationale of a correct row; the answer's is 1
+    care.gamma_neg = 0.0  # of the other rows
     care.weight_eps = 1e-6  # ε_w
     care.reflect = True  # reflection-guided resampling (RGR)
     care.reflect_mode = "cue"  # "cue", "no_cue" or "random" (the cue's words shuffled)

@@ -8,8 +8,8 @@ and then, on what that wrote,
     python -m care_jax.main --config=configs/mixture.py --workdir=runs/7b
 
 The images of ViRL39K come as an archive and those of Vision-R1-cold from two other releases; unpack
-them and name their folders in `images`. Columns of the benchmarks are as public code quotes them;
-MMMU-Pro's pictures of whole questions have no text to compare and are not among them.
+them and name their folders in `images`. Columns of the benchmarks are as public code quotes them.
+MMMU-Pro's vision form asks its standard form's questions as pictures, so they are compared once.
 """
 
 from ml_collections import ConfigDict

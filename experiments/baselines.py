@@ -11,8 +11,9 @@ from configs.arms import with_arm
 ARMS = {
     name: {"rl.objective": name} for name in ("care", "grpo", "dapo", "gspo", "dr_grpo", "rloo")
 }
+REFERENCE = "care"
 
 
-def get_config(arm: str = "care") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

@@ -12,8 +12,9 @@ ARMS = {
     "anchor": {"care.reflect": False},
     "anchor_rgr": {"care.reflect": True},
 }
+REFERENCE = "grpo"
 
 
-def get_config(arm: str = "anchor_rgr") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

@@ -12,8 +12,9 @@ ARMS = {
     for number in (2, 4, 6)
     for equalize in (True, False)
 }
+REFERENCE = "k_4"
 
 
-def get_config(arm: str = "k_4") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

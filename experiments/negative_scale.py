@@ -8,8 +8,9 @@ ARMS = {
     f"s_{s}": {"care.negative_scale": s, "care.reflected_scale": s / 2}
     for s in (1.0, 0.7, 0.5, 0.3)
 }
+REFERENCE = "s_0.5"
 
 
-def get_config(arm: str = "s_0.5") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

@@ -5,8 +5,9 @@ from ml_collections import ConfigDict
 from configs.arms import with_arm
 
 ARMS = {f"{share}_s": {"care.reflected_scale": share * 0.5} for share in (0.25, 0.5, 0.75, 1.0)}
+REFERENCE = "0.5_s"
 
 
-def get_config(arm: str = "0.5_s") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

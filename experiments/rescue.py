@@ -9,8 +9,11 @@ ARMS = {
     "full": {"care.rescue_scale": 1.0},
     "weak": {"care.rescue_scale": 0.1},
 }
+REFERENCE = "off"
+COLUMNS = ("acc", "gain", "lead", "triggers", "acc_at_50", "kl_per_trigger")
+PANELS = ("accuracy", "acc_at_50", "kl_per_trigger", "by_tokens")
 
 
-def get_config(arm: str = "full") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

@@ -13,8 +13,10 @@ ARMS = {
     "random": {"care.reflect_mode": "random"},
     "prompt_only": {"care.reflect_credit": "prompt_only"},
 }
+REFERENCE = "cue"
+COLUMNS = ("acc", "gain", "lead", "reflect_success", "response_tokens", "decoded_tokens")
 
 
-def get_config(arm: str = "cue") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

@@ -8,8 +8,9 @@ ARMS = {
     rule: {"care.rule": rule}
     for rule in ("nearest", "nearest_diverse", "mixed", "farthest", "random")
 }
+REFERENCE = "nearest_diverse"
 
 
-def get_config(arm: str = "nearest_diverse") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

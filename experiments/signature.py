@@ -17,8 +17,19 @@ ARMS = {
     for number in (2, 4, 6)
     for name, weight in (("acc", 0.0), ("acc_fmt", 0.1))
 }
+REFERENCE = "k_4_acc"
+COLUMNS = (
+    "anchor_slope",
+    "anchor_r2",
+    "negative_slope",
+    "negative_r2",
+    "alpha",
+    "alpha_slope",
+    "alpha_r",
+)
+PANELS = ("anchor", "negative", "alpha")
 
 
-def get_config(arm: str = "k_4_acc") -> ConfigDict:
+def get_config(arm: str = REFERENCE) -> ConfigDict:
     """An arm, see `configs/arms.py`."""
     return with_arm(ARMS, arm)

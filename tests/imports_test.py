@@ -14,6 +14,7 @@ OURS = ("care_jax", "models", "configs", "experiments")
 
 # fmt: off
 LAYERS = (
+    ("commands",                  ("command_line",)),
     ("records",                   ("batch",)),
     ("pure leaves",               ("spans", "select", "advantages", "objective",
                                    "roofline")),
@@ -27,7 +28,7 @@ LAYERS = (
     ("one run",                   ("policy", "run", "checks", "rollout", "dynamic",
                                    "update_batch", "shapes", "scoreboard")),
     ("loops",                     ("sft", "evaluate", "train", "export", "fit")),
-    ("entry",                     ("main", "aot")),
+    ("entry",                     ("main", "aot", "sweep")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {

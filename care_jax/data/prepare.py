@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+from care_jax import command_line
 from care_jax.batch import Example, Unusable
 from care_jax.data import hub, shards
 from care_jax.data.dedup import Content, Seen, content_of
@@ -303,7 +304,7 @@ def run_main() -> None:
         print("\n".join(summary(prepare(config.value, pathlib.Path(out.value)))))
 
     try:
-        app.run(main)
+        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
     except ValueError as error:
         sys.exit(f"error: {error}")
 

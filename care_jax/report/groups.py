@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 
 from care_jax.advantages import RawAdvantages
 from care_jax.batch import Example, Rollouts, Scores
@@ -61,6 +61,7 @@ class Sampled:
         rollouts, scores: of all rows.
         advantage: A of each row.
         has_reflection: the last row is a reflected one.
+        reasons: why each row was judged as it was, a few words.
         subgroup, raw: who was contrasted with whom; `raw` is None where nobody was (GRPO).
     """
 
@@ -69,6 +70,7 @@ class Sampled:
     scores: Scores
     advantage: Float[np.ndarray, "B R"]
     has_reflection: Bool[np.ndarray, " B"]
+    reasons: Shaped[np.ndarray, "B R"]
     subgroup: Subgroup | None
     raw: RawAdvantages | None
 
@@ -226,6 +228,7 @@ def _response(sampled: Sampled, index: int, row: int, wording: Wording) -> dict[
         start, end = _extent(whole, "answer")
         answer = whole[start:end].removeprefix("<answer>").removesuffix("</answer>").strip()
     acc = float(scores.acc[index, row])
+    reason = sampled.reasons[index, row]
     raw = None if sampled.raw is None else number(sampled.raw.value[index, row])
     return {
         "number": row + 1,
@@ -239,6 +242,7 @@ def _response(sampled: Sampled, index: int, row: int, wording: Wording) -> dict[
         ),
         "answer": answer,
         "verdict": "right" if acc >= 1 else "wrong" if acc <= 0 else "partly right",
+        "reason": reason,
         "notes": [
             note
             for note, is_so in (
@@ -246,7 +250,7 @@ def _response(sampled: Sampled, index: int, row: int, wording: Wording) -> dict[
                 ("format not kept", scores.fmt[index, row] < 1),
                 ("cut off", not rollouts.is_complete[index, row]),
             )
-            if is_so
+            if is_so and note != reason
         ],
         "acc": number(acc),
         "reward": number(scores.reward[index, row]),

@@ -133,6 +133,8 @@ function card(response, group, largest) {
     element("h3", {}, isRepair ? "second try" : `#${response.number}`),
     response.role ? element("span", { class: `role ${classOf(response.role)}` }, response.role) : null,
     element("span", { class: `verdict ${classOf(response.verdict)}` }, `${mark(response)} ${response.verdict}`),
+    // A step that an earlier version wrote has none.
+    response.reason ? element("span", { class: "reason muted", title: "what decided" }, response.reason) : null,
     response.answer ? element("span", { class: "said" }, response.answer) : null,
     group.repair && group.repair.of === response.number
       ? element("span", { class: "muted" }, group.outcome === "repaired" ? "replaced by its repair" : "tried again")

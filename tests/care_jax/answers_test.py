@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from care_jax.answers import compare, is_equivalent
+from care_jax import answers
+from care_jax.answers import is_equal, is_equivalent
 from care_jax.notation import choice_letter, clean, final_answer, split_list
 from care_jax.quantities import read_number, split_unit
 from care_jax.symbolic import Question, SymbolicPool
@@ -90,6 +91,13 @@ DIFFERENT = [
     ("12\\pi cm", "12\\pi m"),
     ("计划的比例为13/28 吗", "13/28"),
 ]
+
+
+def compare(*args, **kwargs):
+    """ "equal", "different", "refused: ..." or the question; verifier_test has the rules' names."""
+    outcome = answers.compare(*args, **kwargs)
+    is_decided = not isinstance(outcome, Question) and not outcome.startswith("refused")
+    return outcome.partition(":")[0] if is_decided else outcome
 
 
 @pytest.mark.parametrize(("prediction", "gold"), EQUAL)
@@ -343,10 +351,10 @@ def test_agreement_on_recorded_cases():
     agreed: dict[str, list[bool]] = {}
     missed, false_positives = [], []
     for row, outcome in zip(rows, outcomes, strict=True):
-        is_equal = replies.get(outcome, outcome) == "equal"
-        agreed.setdefault(row["label_by"], []).append(is_equal == row["expected"])
-        missed += [row["id"]] if is_equal != row["expected"] else []
-        false_positives += [row["id"]] if is_equal and not row["expected"] else []
+        is_right = is_equal(replies.get(outcome, outcome))
+        agreed.setdefault(row["label_by"], []).append(is_right == row["expected"])
+        missed += [row["id"]] if is_right != row["expected"] else []
+        false_positives += [row["id"]] if is_right and not row["expected"] else []
     shares = {label: sum(values) / len(values) for label, values in agreed.items()}
     assert shares["test-suite"] >= 0.96  # measured 0.963
     assert shares["official-scorer"] >= 0.97  # 0.972

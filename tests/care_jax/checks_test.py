@@ -81,6 +81,9 @@ def test_objective_by_its_name_alone_has_the_published_settings(objective):
         ("grpo", {"grpo.beta": -0.1}, "grpo.beta not negative"),
         ("grpo", {"grpo.ddof": 2}, "grpo.ddof must be 0 .population. or 1"),
         ("dapo", {"dapo.max_tries": 0}, "dapo.max_tries must be at least 1"),
+        ("care", {"care.anchor_rule": "longest"}, "care.anchor_rule must be one of shortest, rand"),
+        ("care", {"care.gamma_pos": 1.5}, r"care.gamma_pos must lie in \[0, 1\], got 1.5"),
+        ("care", {"care.gamma_neg": -0.1}, r"care.gamma_neg must lie in \[0, 1\], got -0.1"),
         ("dapo", {"dapo.overlong_share": 1.0}, r"dapo.overlong_share must lie in \[0, 1\), got 1"),
     ],
 )
@@ -88,6 +91,14 @@ def test_objective_that_cannot_run_is_refused(objective, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         check_rl(objective, changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["care.gamma_pos", "care.gamma_neg"])
+def test_rationale_weights_mean_nothing_under_uniform_weights(key):
+    check_rl("care", {key: 0.5}, overridden=[key])
+    check_rl("care", {"care.region_weights": False}, overridden=["care.region_weights"])
+    with pytest.raises(ValueError, match=f"config.{key} means nothing without care.region_weights"):
+        check_rl("care", {key: 0.5, "care.region_weights": False}, overridden=[key])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ CARE = dict(
     rescue=True,
     rescue_scale=1.0,
     robust=False,
+    region_weights=True,
     gamma_pos=0.005,
+    gamma_neg=0.0,
     weight_eps=1e-6,
 )
 
@@ -53,8 +55,8 @@ def rows(num_rows, acc, num_tokens=T):
     return rollouts, scores
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def select(rollouts, scores, rule="nearest", seed=0):
+@functools.partial(jax.jit, static_argnums=(2, 4))
+def select(rollouts, scores, rule="nearest", seed=0, anchor_rule="shortest"):
     return credit.select_subgroups(
         rollouts,
         scores,
@@ -62,6 +64,7 @@ def select(rollouts, scores, rule="nearest", seed=0):
         num_negatives=2,
         num_candidates=3,
         rule=rule,
+        anchor_rule=anchor_rule,
     )
 
 
@@ -108,6 +111,14 @@ def test_random_negatives_are_drawn_for_each_prompt_anew():
     assert any((pick[0] != pick[1]).any() or (pick[0] != pick[2]).any() for pick in picks)
 
 
+def test_random_anchors_are_drawn_for_each_prompt_anew():
+    rollouts, scores = rows(G, [[1, 1, 1, 0]] * B)
+    picks = [np.asarray(select(rollouts, scores, "nearest", s, "random").anchor) for s in range(9)]
+    assert any(len(set(pick.tolist())) > 1 for pick in picks)
+    assert set(np.ravel(picks).tolist()) == {0, 1, 2}
+    np.testing.assert_array_equal(select(rollouts, scores).anchor, 0)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_care_weights_members_equally_and_leaves_out_prompts_without_update(jit):
     rollouts, scores = rows(G, ACC)
@@ -138,6 +149,30 @@ def test_care_credit_of_a_row_is_its_advantage_shared_by_region():
     )
     negative = int(subgroup.hard_negative[0])
     np.testing.assert_array_equal(out.token_advantage[0, negative, :4], 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "right", "wrong"),  # weights of the four rationale tokens
+    [
+        ({}, 0.005, 0),
+        ({"gamma_pos": 0.0}, 0, 0),
+        ({"gamma_neg": 0.01}, 0.005, 0.01),
+        ({"region_weights": False}, 1, 1),
+    ],
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_rows_share_out_their_advantage_by_the_weights_that_were_chosen(jit, changes, right, wrong):
+    """Of an anchor, and of two wrong rows; the advantages are the same under all of them."""
+    rollouts, scores = rows(G, ACC)
+    subgroup = select(rollouts, scores)
+    care = functools.partial(credit.care_credit, **CARE | changes)
+    out = (jax.jit(care) if jit else care)(rollouts, scores, subgroup, jnp.zeros(B, bool))
+    first, second = np.flatnonzero(subgroup.is_negative[0])
+    A, root = np.zeros(G), 2**0.5
+    A[[0, first, second]] = root, -0.5 / root, -0.5 / root
+    for row, think in ((0, right), (first, wrong), (second, wrong)):
+        expected = A[row] * np.array([think] * 4 + [1] * 2) / (4 * think + 2)
+        np.testing.assert_allclose(out.token_advantage[0, row], expected, rtol=1e-4)
 
 
 def test_forced_tokens_of_a_reflected_row_get_no_credit():

@@ -35,7 +35,13 @@ def rollouts_of(shape):
 
 
 select = jax.jit(
-    functools.partial(credit.select_subgroups, num_negatives=4, num_candidates=6, rule="nearest")
+    functools.partial(
+        credit.select_subgroups,
+        num_negatives=4,
+        num_candidates=6,
+        rule="nearest",
+        anchor_rule="shortest",
+    )
 )
 raw_advantages = jax.jit(
     functools.partial(credit.care_raw_advantages, delta=0.1, eps=1e-6, robust=False)
@@ -64,9 +70,14 @@ def test_rates_count_anchors_rescues_reflections_and_skips():
     assert (metrics["negatives/2"], metrics["negatives/3"]) == (0.5, 0.25)
 
 
-def test_signature_is_the_root_of_the_number_of_negatives():
-    """Binary rewards: √3 at the anchor of three negatives, -1/√3 at each of them, α̂ = 1."""
-    metrics = care_metrics([[1, 0, 0, 0, 0]], np.ones((1, 5)), [False])
+@pytest.mark.parametrize("reflected_slot", [[0], []])
+def test_signature_is_the_root_of_the_number_of_negatives(reflected_slot):
+    """Binary rewards: √3 at the anchor of three negatives, -1/√3 at each of them, α̂ = 1.
+
+    Where nothing is ever reflected there is no slot for it.
+    """
+    acc = [[1, 0, 0, 0, *reflected_slot]]
+    metrics = care_metrics(acc, np.ones((1, len(acc[0]))), [False])
     assert metrics["signature/anchor_3"] == pytest.approx(3**0.5, rel=1e-4)
     assert metrics["signature/negative_3"] == pytest.approx(-(3**-0.5), rel=1e-4)
     assert metrics["signature/alpha"] == pytest.approx(1)

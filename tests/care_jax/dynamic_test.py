@@ -34,7 +34,9 @@ def draw(responses, policy):
         ]
         records = [policy.prompts.tokenize(example) for example in examples]
         roster = Roster.call(np.arange(B), examples, records)
-        return Draw(roster, examples, records, Groups(rollouts, scores, None, np.zeros(B, bool)))
+        reasons = np.array([[f"{t}.{i}"] * G for i in range(B)], object)
+        groups = Groups(rollouts, scores, None, np.zeros(B, bool), reasons)
+        return Draw(roster, examples, records, groups)
 
     return draw
 
@@ -49,6 +51,7 @@ def test_mixed_groups_keep_their_places_and_later_ones_fill_the_rest_in_order(dr
         filled.groups.rollouts.tokens[:, 0, 0], [10 * t + i for t, i in expected]
     )
     np.testing.assert_array_equal(filled.groups.scores.acc, [ACC["mixed"]] * B)
+    assert filled.groups.reasons.tolist() == [[f"{t}.{i}"] * G for t, i in expected]
     lengths = [len(record.tokens) for record in filled.records]
     assert lengths == [len(draws[t].records[i].tokens) for t, i in expected]
     np.testing.assert_array_equal(filled.roster.sizes, prompt_sizes(filled.records))
@@ -125,7 +128,13 @@ class DynamicScript:
         tokens = groups.rollouts.tokens.copy()
         tokens[:, :, 0] = 10 * number + np.arange(B)[:, None]
         scores = groups.scores.replace(acc=acc, reward=acc)
-        return Groups(groups.rollouts.replace(tokens=tokens), scores, None, groups.has_reflection)
+        return Groups(
+            groups.rollouts.replace(tokens=tokens),
+            scores,
+            None,
+            groups.has_reflection,
+            groups.reasons,
+        )
 
     def update(self, state, batch):
         prompts = map(np.asarray, (batch.prompts.tokens, batch.prompts.is_valid))

@@ -73,14 +73,25 @@ def test_what_cannot_fit_says_so():
         (["--topology=v5e:3x5x7"], "error: --topology 'v5e:3x5x7' cannot be compiled for: "),
         (["--topology=v5e:2x2", "--config.mesh.tensor=3"], "error: mesh.data=1 x mesh.fsdp=-1 x"),
         (["--topology=v5e:2x2", "--config.stages=('evaluate',)"], "error: stages ('evaluate',) "),
-        (["--topology=v5e:2x2", "--config.rl.nothing=3"], "error: "),
-        ([], "error: "),
     ],
 )
 def test_a_mistake_is_one_line(flags, message):
     status, _, output = compiled(*flags)
     (line,) = [line for line in output.splitlines() if line.startswith("error")]
     assert status == 2 and line.startswith(message) and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology=v5e:2x2", "--config.rl.nothing=3"], "no such key: 'nothing'; configs/"),
+        (["--topology=v5e:2x2", "--config=configs/tiny.py:gpt"], "flag --config=configs/tiny.py:g"),
+        ([], "flag --topology=None: "),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_line(flags, message):
+    status, _, output = compiled(*flags)
+    assert status == 2 and output.startswith(f"error: {message}") and output.count("\n") == 1
 
 
 def test_a_topology_that_is_not_known_names_those_that_are():

@@ -42,6 +42,23 @@ def test_forced_tokens_have_no_weight():
     np.testing.assert_allclose(w, [0, GAMMA, 0, 1, 1])
 
 
+@pytest.mark.parametrize(("is_positive", "think"), [(YES, GAMMA), (NO, 0.25)])
+def test_rationale_of_the_other_rows_has_a_weight_of_its_own(is_positive, think):
+    w = region_weights(IS_THINK, IS_ANSWER, IS_RESPONSE, is_positive, gamma_neg=0.25)
+    np.testing.assert_allclose(w, [think, think, 0, 1, 1])
+
+
+@pytest.mark.parametrize("is_positive", [YES, NO])
+@pytest.mark.parametrize("is_answer", [IS_ANSWER, jnp.zeros(5, bool)])
+def test_uniform_weight_is_one_on_every_sampled_token(is_positive, is_answer):
+    """Tokens of no span too; the first was forced, the last is padding."""
+    is_response = jnp.array([0, 1, 1, 1, 0], bool)
+    w = region_weights(
+        IS_THINK, is_answer, is_response, is_positive, gamma_neg=0.25, is_uniform=True
+    )
+    np.testing.assert_allclose(w, [0, 1, 1, 1, 0])
+
+
 def test_token_in_both_spans_is_the_answers():
     w = region_weights(jnp.ones(5, bool), IS_ANSWER, IS_RESPONSE, YES)
     np.testing.assert_allclose(w, [GAMMA, GAMMA, GAMMA, 1, 1])

@@ -161,6 +161,8 @@ def test_hard_negative_is_repaired_from_its_own_rationale(roll, policy):
     rows = texts(policy, groups.rollouts)
     assert rows[1][3] == f"<think>row 2 of 1{CUE} So</think><answer>1</answer>"
     np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
+    reasons = np.where(groups.scores.acc == 1, "same text", "another number")
+    np.testing.assert_array_equal(groups.reasons, reasons)
     np.testing.assert_allclose(groups.scores.reward[:, 3], [0.1, 1, 0.1, 0.1, 1, 0.1], rtol=1e-6)
     assert groups.has_reflection.all()
     length = [len(script.encode(context)) for context in script.forced.values()]

@@ -30,7 +30,8 @@ def groups_of(rollouts, seed=0):
         num_answer=np.full((B, R), 1),
         has_answer=np.ones((B, R), bool),
     )
-    return Groups(jax.tree.map(np.asarray, rollouts), scores, None, np.zeros(B, bool))
+    reasons = np.array([[f"reason {seed}.{b}.{r}" for r in range(R)] for b in range(B)], object)
+    return Groups(jax.tree.map(np.asarray, rollouts), scores, None, np.zeros(B, bool), reasons)
 
 
 def credit_of(shape, seed=0):
@@ -71,7 +72,11 @@ class Script:
         groups = groups_of(self.responses, step)
         is_forced = groups.rollouts.is_valid & (np.arange(R) == 1)[:, None] & (np.arange(T) < 2)
         return Groups(
-            groups.rollouts.replace(is_forced=is_forced), groups.scores, None, groups.has_reflection
+            groups.rollouts.replace(is_forced=is_forced),
+            groups.scores,
+            None,
+            groups.has_reflection,
+            groups.reasons,
         )
 
     def score(self, params, batch):

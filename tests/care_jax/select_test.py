@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from care_jax.select import RULES, select_subgroup
+from care_jax.select import ANCHOR_RULES, RULES, select_subgroup
 
 # Degrees on the unit circle. The anchor, rollout 0, is at 0; the failures, in order of distance:
 #   1: 10    2: -12    3: 30    4: 33    5: 60    6: -65    7: 180
 DEGREES = (0.0, 10.0, -12.0, 30.0, 33.0, 60.0, -65.0, 180.0)
 
 DISTANCE_RULES = [rule for rule in RULES if rule != "random"]
-jitted = jax.jit(select_subgroup, static_argnames=("K", "M", "rule"))
+jitted = jax.jit(select_subgroup, static_argnames=("K", "M", "rule", "anchor_rule"))
 
 
 def circle(degrees):
@@ -104,6 +104,54 @@ def test_anchor_is_the_shortest_success(num_think, num_answer, expected):
     assert negatives(subgroup) == [0]
 
 
+def draw_subgroups(acc, number, *, rule="nearest", **kwargs):
+    keys = jax.random.split(jax.random.key(0), number)
+    return jax.vmap(lambda rng: select(acc, rule=rule, anchor_rule="random", rng=rng, **kwargs))(
+        keys
+    )
+
+
+def test_random_anchor_is_any_success_with_equal_chance():
+    """Of rows 1, 4 and 6; the shortest, row 4, has no better one, and partial credit none."""
+    drawn = draw_subgroups((0, 1, 0.5, 0, 1, 0, 1, 0), 3000, num_think=(1, 9, 1, 1, 2, 1, 9, 1))
+    counts = np.bincount(drawn.anchor, minlength=8)
+    assert counts[[0, 2, 3, 5, 7]].tolist() == [0] * 5
+    # 3000 draws of chance 1/3: a deviation of 26.
+    np.testing.assert_allclose(counts[[1, 4, 6]], 1000, atol=4 * 26)
+
+
+def test_negatives_are_those_of_the_anchor_that_was_drawn():
+    """Anchors at 0 and 180 degrees; failures at 10 and 170."""
+    drawn = draw_subgroups((1, 0, 0, 1), 40, degrees=(0, 10, 170, 180), K=1)
+    assert set(drawn.anchor.tolist()) == {0, 3}
+    np.testing.assert_array_equal(drawn.hard_negative, np.where(drawn.anchor == 0, 1, 2))
+
+
+def test_random_anchor_and_random_negatives_are_independent():
+    """Two successes, three failures of which one is drawn: six pairs of equal chance."""
+    drawn = draw_subgroups((1, 0, 0, 1, 0), 3000, rule="random", K=1)
+    pairs = np.array(drawn.anchor) * 5 + np.array(drawn.hard_negative)
+    counts = np.bincount(pairs, minlength=25)[[1, 2, 4, 16, 17, 19]]
+    # 3000 draws of chance 1/6: a deviation of 20.
+    np.testing.assert_allclose(counts, 500, atol=4 * 20)
+
+
+def test_a_rescue_has_the_same_pseudo_anchor_under_either_anchor_rule():
+    drawn = draw_subgroups((0, 0, 0, 0), 40, logp=(-9, -3, -7, -4), K=2)
+    assert set(drawn.anchor.tolist()) == {1} and drawn.is_rescue.all()
+    expected = select((0, 0, 0, 0), logp=(-9, -3, -7, -4), K=2, rule="nearest")
+    assert (drawn.is_negative == expected.is_negative).all()
+
+
+def test_the_anchor_rule_leaves_the_draws_of_the_rest_as_they_were():
+    """Under `shortest` random negatives are those of least uniform, drawn by the key itself."""
+    for seed in range(20):
+        rng = jax.random.key(seed)
+        subgroup = select(ONE_SUCCESS, rule="random", K=3, rng=rng)
+        order = np.argsort(np.where(np.array(ONE_SUCCESS), 2.0, jax.random.uniform(rng, (8,))))
+        assert negatives(subgroup) == sorted(order[:3].tolist())
+
+
 def test_partial_credit_is_in_neither_set():
     subgroup = select((0.5, 1, 0, 0.9), num_think=(1, 9, 9, 1))
     assert (int(subgroup.anchor), negatives(subgroup)) == (1, [2])
@@ -165,17 +213,18 @@ def random_group(seed, G=8, D=5):
     )
 
 
-def call(rule, group, rng=None):
+def call(rule, group, rng=None, anchor_rule="shortest"):
     group = {name: jnp.asarray(value) for name, value in group.items()}
-    return jitted(**group, rng=rng, K=3, M=4, rule=rule)
+    return jitted(**group, rng=rng, K=3, M=4, rule=rule, anchor_rule=anchor_rule)
 
 
+@pytest.mark.parametrize("anchor_rule", ANCHOR_RULES)
 @pytest.mark.parametrize("rule", RULES)
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10_000))
-def test_chosen_are_failures_and_never_the_anchor(rule, seed):
+def test_chosen_are_failures_and_never_the_anchor(rule, anchor_rule, seed):
     group = random_group(seed)
-    subgroup = call(rule, group, jax.random.key(seed))
+    subgroup = call(rule, group, jax.random.key(seed), anchor_rule)
     num_failed = int((group["acc"] == 0).sum())
     is_rescue = not (group["acc"] == 1).any() and num_failed >= 2
     expected = num_failed if (group["acc"] == 1).any() else max(num_failed - 1, 0)
@@ -217,17 +266,18 @@ def test_permuting_tied_rollouts_chooses_equal_ones():
         assert negatives(subgroup) == sorted([first[20], first[70], left[0]])
 
 
+@pytest.mark.parametrize("anchor_rule", ANCHOR_RULES)
 @pytest.mark.parametrize("rule", RULES)
-def test_jit_and_vmap_change_nothing(rule):
+def test_jit_and_vmap_change_nothing(rule, anchor_rule):
     groups = [random_group(seed) for seed in range(3)]
     keys = jax.random.split(jax.random.key(0), 3)
     stacked = {name: jnp.stack([group[name] for group in groups]) for name in groups[0]}
-    select_one = functools.partial(select_subgroup, K=3, M=4, rule=rule)
+    select_one = functools.partial(select_subgroup, K=3, M=4, rule=rule, anchor_rule=anchor_rule)
     plain = select_one(**{name: jnp.asarray(x) for name, x in groups[0].items()}, rng=keys[0])
-    chex.assert_trees_all_equal(plain, call(rule, groups[0], keys[0]))
+    chex.assert_trees_all_equal(plain, call(rule, groups[0], keys[0], anchor_rule))
     batch = jax.jit(jax.vmap(lambda group, rng: select_one(**group, rng=rng)))(stacked, keys)
     for i, group in enumerate(groups):
-        alone = call(rule, group, keys[i])
+        alone = call(rule, group, keys[i], anchor_rule)
         chex.assert_trees_all_equal(alone, jax.tree.map(lambda x, i=i: x[i], batch))
 
 
@@ -235,7 +285,9 @@ def test_jit_and_vmap_change_nothing(rule):
     ("kwargs", "message"),
     [
         (dict(rule="hardest"), "unknown rule 'hardest'; choose one of nearest, nearest_diverse"),
-        (dict(rule="random"), "needs a key"),
+        (dict(rule="random"), "^rule 'random' needs a key"),
+        (dict(anchor_rule="longest"), "unknown anchor_rule 'longest'; choose one of shortest, ran"),
+        (dict(anchor_rule="random"), "^anchor_rule 'random' needs a key"),
         (dict(K=4, M=3), "set M to at least 4"),
         (dict(K=0), "at least 1"),
     ],

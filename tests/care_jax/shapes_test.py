@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from care_jax import shapes, sharding, train
+from care_jax import shapes, sharding
 from care_jax.policy import abstract_params
 from care_jax.prompt import prompt_sizes
-from care_jax.run import Run, abstract_state, start_state
+from care_jax.run import Run, abstract_state, make_adamw, start_state
 from care_jax.sharding import make_mesh
 from configs import tiny
 from models.config import QWEN3_VL_8B
@@ -34,7 +34,7 @@ def run(policy, tmp_path):
 def test_state_is_that_of_the_start(run, params, changes):
     run.config.model.update(changes)
     where = sharding.of(abstract_params(run.policy, run.mesh, run.config.sharding_rules))
-    _, adamw = train.make_adamw(run)
+    _, adamw = make_adamw(run, "rl")
     state = start_state(run, jax.device_put(params, where), adamw)
     jax.tree.map(assert_same, abstract_state(run, adamw), state)
 

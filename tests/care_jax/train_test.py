@@ -23,7 +23,9 @@ CARE = dict(
     rescue=False,
     rescue_scale=0.8,
     robust=True,
+    region_weights=False,
     gamma_pos=0.02,
+    gamma_neg=0.03,
     weight_eps=2e-6,
 )
 CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
@@ -46,6 +48,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes = {f"care.{key}": value for key, value in (CARE | CLIP).items()}
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.num_candidates": 5, "care.rule": "mixed", "care.advantage_eps": 3e-6}
+    changes |= {"care.anchor_rule": "random"}
     changes |= {"model.remat": "layer"}
     run = make_run(changes)
     seen = {}
@@ -74,7 +77,8 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     assert seen["decode"].pop("forced") is not None
     assert seen["decode"] == decoding | {"num_rows": 1}
     jax.eval_shape(rollout.select, 0, 0, rng, places)
-    assert seen["select_subgroups"] == {"num_negatives": 3, "num_candidates": 5, "rule": "mixed"}
+    selection = {"num_negatives": 3, "num_candidates": 5, "rule": "mixed", "anchor_rule": "random"}
+    assert seen["select_subgroups"] == selection
     jax.eval_shape(update.credit, 0, 0, 0, 0)
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
@@ -253,6 +257,10 @@ def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loo
     for group in data["steps"][-1]["groups"]:
         for response in group["responses"]:
             assert round(response["advantage"], 3) in advantages
+        place = script.seen["examples"][-1].index(group["id"])
+        assert [response["reason"].partition(".")[2] for response in group["responses"]] == [
+            f"{place}.{row}" for row in range(R)
+        ]
 
 
 def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):

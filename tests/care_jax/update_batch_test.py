@@ -25,7 +25,9 @@ def test_update_gets_its_part_of_the_rows_in_the_smallest_bucket(make_run, group
     is_valid = rollouts.is_valid.copy()
     is_valid[2:, :, 5:] = False
     is_valid[2, 1, :5] = True
-    groups = Groups(rollouts.replace(is_valid=is_valid), scores, None, groups.has_reflection)
+    groups = Groups(
+        rollouts.replace(is_valid=is_valid), scores, None, groups.has_reflection, groups.reasons
+    )
     credited = credit_of(is_valid.shape)
     run = make_run(PARTS | {"rl.response_buckets": (4, 5, 7, 9)})
     roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
@@ -60,8 +62,9 @@ def test_process_gives_an_update_its_own_rows_in_the_bucket_of_all(make_run, res
     rollouts = jax.tree.map(lambda x: np.asarray(x)[own], responses)
     is_valid = rollouts.is_valid & (np.arange(T) < 4)
     rollouts = rollouts.replace(is_valid=is_valid)
-    scores = jax.tree.map(lambda x: x[own], groups_of(responses).scores)
-    groups = Groups(rollouts, scores, None, np.zeros(2, bool))
+    groups = groups_of(responses)
+    scores = jax.tree.map(lambda x: x[own], groups.scores)
+    groups = Groups(rollouts, scores, None, np.zeros(2, bool), groups.reasons[own])
     run = make_run(PARTS | {"rl.response_buckets": (4, 9)})
     for index in range(2):
         batch = update_batch.train_batch(

@@ -18,6 +18,7 @@ from care_jax.symbolic import Question, SymbolicPool
 from care_jax.verifier import Verdict, Verifier, extract_answer
 
 HOSTILE = Path(__file__).parents[2].parent / "shared" / "cases" / "hostile.jsonl"
+SAME = "equal: by computer algebra"
 
 
 def response(answer: str, think: str = "because") -> str:
@@ -36,9 +37,43 @@ def example(answer: str, choices: tuple[str, ...] = ()) -> Example:
 
 def test_right_and_wrong_answers(verifier):
     assert verifier.verify([response("7"), response("8")], ["7", "7"]) == [
-        Verdict(acc=1.0, fmt=1.0, reason="equal"),
-        Verdict(acc=0.0, fmt=1.0, reason="different"),
+        Verdict(acc=1.0, fmt=1.0, reason="same text"),
+        Verdict(acc=0.0, fmt=1.0, reason="another number"),
     ]
+
+
+RED_AND_SEVEN = ("red", "7 cm", "9")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "acc", "reason"),
+    [
+        ("red", "red", 1, "same text"),
+        ("1/2", "0.5", 1, "same number"),
+        ("8", "7", 0, "another number"),
+        ("104", dataclasses.replace(example("100"), tolerance=0.05), 1, "number within 5%"),
+        ("106", dataclasses.replace(example("100"), tolerance=0.05), 0, "no number within 5%"),
+        ("B", example("7 cm", RED_AND_SEVEN), 1, "same option"),
+        ("9", example("7 cm", RED_AND_SEVEN), 0, "another option"),
+        ("7.0", example("7 cm", RED_AND_SEVEN), 1, "same number"),
+        ("none", example("B", ("a", "b")), 0, "no option"),
+        ("(1, 2.0)", "(1,2)", 1, "same list"),
+        ("(1, 3)", "(1,2)", 0, "another list"),
+        ("1, 2", "2", 0, "another number of values"),
+        ("x = 7", "7", 1, "same value"),
+        ("x = 8", "7", 0, "another value"),
+        ("x = 7", "y = 7", 0, "another variable"),
+        ("7\\pi cm", "7\\pi m", 0, "another unit"),
+        ("a long way", "7", 0, "other words"),
+        ("> 6", "7", 0, "a relation, no value"),
+        ("9 = 7", "7", 0, "an equation, no value"),
+        ("x + 1", "1 + x", 1, "by computer algebra"),
+        ("x + 2", "1 + x", 0, "by computer algebra"),
+        ("(" * 13 + "x" + ")" * 13, "1 + x", 0, "refused: nesting"),
+    ],
+)
+def test_a_verdict_says_what_decided(verifier, answer, gold, acc, reason):
+    assert verifier.verify([response(answer)], [gold]) == [Verdict(float(acc), 1.0, reason)]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +160,10 @@ def test_scores_take_both_figures_of_a_reward_function(rewards, policy, examples
             for place, each in enumerate(examples)
         ]
         short = [b"a"] * len(policy.token_bytes)
-        scores, _ = score_rollouts(responses, asked, verifier, short, format_weight=0.1, **settings)
+        scores, _, reasons = score_rollouts(
+            responses, asked, verifier, short, format_weight=0.1, **settings
+        )
+    assert reasons.shape == scores.acc.shape and set(reasons.flat) == {"reward function"}
     lengths = np.asarray(responses.is_valid).sum(-1)
     np.testing.assert_allclose(scores.acc, lengths / 10, rtol=1e-6)
     np.testing.assert_array_equal(scores.fmt, np.repeat([[1.0], [0], [0], [0]], 3, 1))
@@ -166,11 +204,12 @@ def test_simple_answers_start_no_process():
 def test_symbolic_answers_keep_their_places_and_are_remembered(verifier):
     answers = ["\\sqrt{75}", "7", "\\sqrt{74}", "(x+1)^2", "\\sqrt{75}"]
     golds = ["5\\sqrt{3}", "7", "5\\sqrt{3}", "x^2+2x+1", "5\\sqrt{3}"]
+    before = verifier.counts
     for _ in range(2):
         verdicts = verifier.verify([response(a) for a in answers], golds)
         assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0, 1.0, 1.0]
-    assert verifier.counts["symbolic_calls"] == 3
-    assert verifier.counts["cached"] == 5
+    new = {name: count - before[name] for name, count in verifier.counts.items()}
+    assert (new["symbolic_calls"], new["cached"]) == (3, 5)
 
 
 def test_lengths_must_agree(verifier):
@@ -180,13 +219,13 @@ def test_lengths_must_agree(verifier):
 
 def test_a_verdict_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Verdict(1.0, 1.0, "equal").acc = 0.0
+        Verdict(1.0, 1.0, "same text").acc = 0.0
 
 
 @pytest.fixture(scope="module")
 def pool():
     pool = SymbolicPool(num_workers=1, timeout=20.0)
-    assert pool.ask([Question("4", "2+2", 6)]) == ["equal"]
+    assert pool.ask([Question("4", "2+2", 6)]) == [SAME]
     yield pool
     pool.close()
 
@@ -201,21 +240,21 @@ def test_a_stuck_worker_is_killed_at_the_deadline_and_replaced(pool):
     assert time.monotonic() - start < 10.0
     assert stuck.poll() is not None
     worker.timeout = pool.timeout
-    assert pool.ask([Question("6", "3+3", 6)]) == ["equal"]
+    assert pool.ask([Question("6", "3+3", 6)]) == [SAME]
     assert pool.counts["timeouts"] == 1
 
 
 def test_a_dead_worker_costs_one_answer_at_most(pool):
     pool._workers[0]._process.kill()
-    assert pool.ask([Question("7", "3+4", 6)])[0] in ("crash", "equal")
-    assert pool.ask([Question("7", "3+4", 6)]) == ["equal"]
+    assert pool.ask([Question("7", "3+4", 6)])[0] in ("crash", SAME)
+    assert pool.ask([Question("7", "3+4", 6)]) == [SAME]
 
 
 def test_a_worker_outlives_the_signal_that_ends_the_run(pool):
-    assert pool.ask([Question("x+1", "1+x", 6)]) == ["equal"]
+    assert pool.ask([Question("x+1", "1+x", 6)]) == [SAME]
     process = pool._workers[0]._process
     process.send_signal(signal.SIGTERM)
-    assert pool.ask([Question("x+2", "2+x", 6)]) == ["equal"]
+    assert pool.ask([Question("x+2", "2+x", 6)]) == [SAME]
     assert pool._workers[0]._process is process and process.poll() is None
 
 

@@ -219,6 +219,7 @@ def test_command_prints_the_counts_and_mistakes_are_one_line(tmp_path, write_jso
     for flags, message in (
         ([config], "expected --config=FILE --out=FOLDER"),
         ([config, out, "--config.data.think_tag=reasoning"], "another configuration"),
+        ([config, out, "--config.data.nothing=1"], "no such key: 'nothing'"),
         (["--config=configs/tiny.py", f"{out}2"], "at least one source in data.prepare.sources"),
     ):
         failed = run(*flags)

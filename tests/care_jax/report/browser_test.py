@@ -34,7 +34,9 @@ def report(tmp_path_factory):
     noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     report.add(0, make_sampled(name=HOSTILE, images=(Image.fromarray(noise),)))
     report.add(2, make_sampled(repair=None, is_rescue=True, name="q2"))
-    report.add(4, make_sampled(texts=(RIGHT, WRONG, LONG, RIGHT), repair=None, name="q4"))
+    sampled = make_sampled(texts=(RIGHT, WRONG, LONG, RIGHT), repair=None, name="q4")
+    sampled.reasons[:] = HOSTILE  # a rule's own words, but of a function of the user's who knows
+    report.add(4, sampled)
     return report.path
 
 
@@ -71,6 +73,19 @@ def test_hostile_text_is_shown_as_text_and_runs_nothing(opened):
     assert HOSTILE in text_of(opened, "figcaption h3")
 
 
+def test_a_hostile_reason_is_shown_as_text(opened):
+    choose(opened, "step", "4")
+    assert text_of(opened, ".response .reason") == [HOSTILE] * 4
+    assert opened.run("document.querySelectorAll('.response img, .response script').length") == 0
+
+
+def test_a_response_without_a_reason_shows_none(opened):
+    """As those that an earlier version wrote."""
+    opened.run("groups[0].responses.forEach((response) => delete response.reason)")
+    opened.run("show(0)")
+    assert text_of(opened, ".reason") == [] and len(text_of(opened, ".verdict")) == 5
+
+
 def test_a_script_that_got_in_would_not_run(opened, report, tmp_path):
     infected = tmp_path / "infected.html"
     infected.write_text(report.read_text() + "<script>document.title = 'taken'</script>")
@@ -85,6 +100,7 @@ def test_spans_roles_and_numbers_stand_at_each_response(opened):
         """[...document.querySelectorAll('.response')].map((x) => ({
           role: x.querySelector('.role').textContent,
           verdict: x.querySelector('.verdict').textContent,
+          reason: x.querySelector('.verdict + .reason').textContent,
           numbers: [...x.querySelectorAll('dd')].map((y) => y.textContent),
           spans: [...x.querySelectorAll('.text span')].map((y) => [y.className, y.textContent]),
         }))"""
@@ -97,6 +113,9 @@ def test_spans_roles_and_numbers_stand_at_each_response(opened):
         ["answer", "<answer>2</answer>"],
     ]
     assert shown[1]["verdict"] == "✗ wrong"
+    assert [each["reason"] for each in shown] == [
+        *("same number", "another number", "no answer span", "same number", "same text")
+    ]
     assert shown[1]["numbers"][:4] == ["0.1", "0.4", "−0.5", "−0.25"]
     assert [kind for kind, _ in shown[3]["spans"]] == ["context", "cue", "think", "answer"]
     assert "".join(text for _, text in shown[3]["spans"]).endswith(CUE + REPAIR)

@@ -33,8 +33,17 @@ def test_roles_numbers_and_texts_of_a_repaired_group():
         *(RIGHT, WRONG, HOSTILE, CONTEXT + CUE + REPAIR, RIGHT + " ")
     ]
     assert [each["answer"] for each in group["responses"]] == ["2", "3", "", "2", "2"]
-    assert group["responses"][2]["notes"] == ["no answer span", "format not kept"]
+    assert [each["reason"] for each in group["responses"]] == [
+        *("same number", "another number", "no answer span", "same number", "same text")
+    ]
+    assert group["responses"][2]["notes"] == ["format not kept"]
     assert (group["outcome"], group["gold"], group["choices"]) == ("repaired", "2", ["1", "2"])
+
+
+def test_a_missing_answer_is_noted_where_it_did_not_decide():
+    """As under a reward function of one's own."""
+    group = groups.describe(make_sampled(reasons=("reward function",) * 5), 0, WORDING)
+    assert group["responses"][2]["notes"] == ["no answer span", "format not kept"]
 
 
 def test_what_the_reflection_changed_is_told_apart_from_what_it_was_given():

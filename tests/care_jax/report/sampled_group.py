@@ -16,6 +16,7 @@ RIGHT = "<think>two</think><answer>2</answer>"
 WRONG = "<think>one é and three</think><answer>3</answer>"
 CONTEXT = "<think>one é and three"
 REPAIR = " so two</think><answer>2</answer>"
+REASONS = ("same number", "another number", "no answer span", "same text", "same number")
 WORDING = Wording([bytes([i]) for i in range(256)] + [b"<eos>"], EOS, "think", CUE)
 
 
@@ -28,6 +29,7 @@ def make_sampled(
     name="q0",
     question=f"<image>How many? {HOSTILE}",
     images=None,
+    reasons=REASONS,
 ):
     """A step of one group: 4 rollouts and, where it is repaired, a reflected row.
 
@@ -79,6 +81,7 @@ def make_sampled(
         ),
         advantage=value[:, :num_rows] / 2,
         has_reflection=np.array([repair is not None]),
+        reasons=np.array([reasons[: acc.shape[1]]], object),
         subgroup=Subgroup(
             anchor=np.array([0]),
             is_negative=is_negative,

@@ -1,0 +1,114 @@
+"""Runs an experiment: `python -m care_jax.sweep --experiment=experiments/baselines.py --seeds=5`.
+
+Every arm under every seed is a run of its own, in `workdir/<experiment>/<arm>/seed_<i>`; arms share
+the cold start of their seed. What is done is not done again, so the same command goes on after a
+stop, and more seeds add to those there are. Then come `table.md`, `table.csv` (mean ± 95% interval
+over the seeds; each seed), `figure.png` and `figure.csv` in `workdir/<experiment>/`. Flags such as
+--config.rl.num_steps=50 go to every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError:
+    sys.exit("error: a sweep draws with matplotlib; run: pip install -e '.[sweep]'")
+
+from care_jax.sweep.experiment import Experiment, load_experiment
+from care_jax.sweep.figures import write_figure
+from care_jax.sweep.measures import columns_of
+from care_jax.sweep.tables import write_table
+from care_jax.sweep.trials import Trial, plan, read_outcome, run_all
+
+_OWN = ("--config.seed", "--config.stages")  # set for each trial
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is missing and writes table and figure of what is there; 1 if a run failed."""
+    args, overrides = _parse(argv)
+    experiment = load_experiment(args.experiment)
+    trials = plan(
+        experiment, args.workdir, base=args.base, seeds=range(args.seeds), overrides=overrides
+    )
+    missing = sum(not trial.is_done for trial in trials)
+    print(
+        f"{experiment.name}: {len(experiment.arms)} arms x {args.seeds} seeds on {args.base}, "
+        f"{missing} of {len(trials)} runs to do",
+        flush=True,
+    )
+    failures = run_all(trials, num_processes=args.processes, on_done=_tell)
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    done = [trial for trial in trials if trial.is_done]
+    if done:
+        print(write_results(experiment, done, args.workdir, args.base, overrides), flush=True)
+    return 1 if failures else 0
+
+
+def write_results(
+    experiment: Experiment,
+    trials: Sequence[Trial],
+    workdir: pathlib.Path,
+    base: str,
+    overrides: Sequence[str],
+) -> str:
+    """Writes table and figure of finished trials to `workdir/<experiment>`; returns the table."""
+    folder = workdir / experiment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = [read_outcome(trial) for trial in trials]
+    arms = {arm: [outcome for outcome in outcomes if outcome.arm == arm] for arm in experiment.arms}
+    arms = {arm: of_arm for arm, of_arm in arms.items() if of_arm}
+    commits = dict.fromkeys(commit for trial in trials for commit in trial.record["commits"])
+    seeds = sorted({trial.seed for trial in trials})
+    command = (
+        f"python -m care_jax.sweep --experiment={experiment.path} --base={base} "
+        f"--seeds={max(seeds) + 1}"
+    )
+    notes = (
+        "Mean ± 95% interval (Student's t over the seeds); leads are differences under the same "
+        "seed.",
+        "",
+        f"`{' '.join([command, *overrides])}` at commit {', '.join(filter(None, commits)) or '?'}.",
+    )
+    columns = columns_of(experiment.columns, outcomes)
+    write_figure(folder, arms, experiment.reference, experiment.panels, experiment.title)
+    return write_table(folder, arms, experiment.reference, columns, experiment.title, notes)
+
+
+def _tell(trial: Trial) -> None:
+    minutes, seconds = divmod(trial.record["seconds"], 60)
+    print(f"done: {trial.workdir} ({minutes} min {seconds:02d} s)", flush=True)
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m care_jax.sweep", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--experiment", type=pathlib.Path, required=True, help="its file")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on")
+    parser.add_argument("--base", default="tiny", help="file of configs/ the arms stand on")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
+    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/sweep"))
+    args, overrides = parser.parse_known_args(argv)
+    for name in ("seeds", "processes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    for flag in overrides:
+        key, equals, _ = flag.partition("=")
+        if not key.startswith("--config.") or not equals:
+            parser.error(f"expected flags of this command or --config.key=value, got {flag!r}")
+        if key in _OWN:
+            parser.error(f"{key} is set by the sweep for each of its runs; leave it out")
+    return args, overrides
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,23 @@
+"""Where credit lands (region weights, RW): everywhere alike, on the answer alone, or as in CARE.
+
+`rw_unmasked` gives the rationale of wrong rows what CARE keeps for that of right ones. Drawn over
+decoded tokens.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    "uniform": {"care.region_weights": False},
+    "answer_only": {"care.gamma_pos": 0.0},
+    "rw": {"care.gamma_pos": 0.005},
+    "rw_unmasked": {"care.gamma_pos": 0.005, "care.gamma_neg": 0.005},
+}
+REFERENCE = "rw"
+PANELS = ("by_tokens", "accuracy")
+
+
+def get_config(arm: str = REFERENCE) -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)

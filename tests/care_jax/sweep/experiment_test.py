@@ -1,0 +1,37 @@
+"""What an experiment's file must declare."""
+
+import pathlib
+
+import pytest
+
+from care_jax.sweep.experiment import load_experiment
+
+FOLDER = pathlib.Path(__file__).resolve().parents[3] / "experiments"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_every_experiment_of_the_project_declares_what_it_must(path):
+    experiment = load_experiment(path)
+    assert experiment.name == path.stem
+    assert experiment.get_config(experiment.reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"REFERENCE =": "OTHER =", "= REFERENCE": "= OTHER"}, "it lacks REFERENCE"),
+        ({'REFERENCE = "one"': 'REFERENCE = "1"'}, "REFERENCE of .* of one, two, same, got '1'"),
+        ({"\nREFERENCE": '\nCOLUMNS = ("fun",)\nREFERENCE'}, "COLUMNS .* acc, .*, got 'fun'"),
+        ({"\nREFERENCE": '\nPANELS = ("fun",)\nREFERENCE'}, "PANELS .* accuracy, .*, got 'fun'"),
+    ],
+)
+def test_what_it_does_not_declare_is_named(write_experiment, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_experiment(write_experiment(**change))
+
+
+def test_a_file_that_is_none_is_told(tmp_path):
+    (tmp_path / "text.txt").write_text("")
+    for name in ("nothing.py", "text.txt"):
+        with pytest.raises(ValueError, match=f"must be a file such as .*, got .*{name}"):
+            load_experiment(tmp_path / name)
