@@ -4,7 +4,8 @@ A row of tokens is `[prompt | branch 0 | branch 1 | ...]`. The prompt is causal;
 the prompt and, causally, itself. No score between two branches is ever computed, and the prompt's
 keys are never repeated: the branches (and the query heads of a group) are extra query rows of one
 matrix product per (prompt, kv head). Decoding is the same computation, with the branches' keys in
-a cache. Scores and softmax are float32. A query that sees nothing (an unused slot) stays finite.
+a cache; the prompt, or a row without branches, is `models.segments`' work. Scores and softmax are
+float32. A query that sees nothing (an unused slot) stays finite.
 
 On a TPU whole rows go through its splash kernel instead, which holds no score outside a block and
 skips the blocks that the tree leaves empty; padding and segments are masked inside the others.
@@ -27,9 +28,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-# Query tokens (over all branches) whose scores are held at a time.
-_QUERY_CHUNK = 1024
-_MASKED = -1e30  # finite, so that a row without any visible key stays finite
+from models.segments import MASKED, attend_segments, matmul, same_segment
+
+# Query tokens, over all branches, whose scores are held at a time.
+_BRANCH_CHUNK = 1024
 # Tokens per side of a splash block, by preference; the last is the least that the kernel takes.
 _BLOCKS = (512, 256, 128)
 
@@ -95,14 +97,13 @@ def attend_tree(
     if kernel.name == "splash":
         return _attend_splash(q, k, v, segments, tree, kernel)
     start = tree.prefix
-    # A prompt is a single branch without a prefix.
-    out = _attend_own(*(a[:, None, :start] for a in (q, k, v, segments)))[:, 0]
+    out = attend_segments(*(a[:, :start] for a in (q, k, v, segments)), is_causal=True)
     if not tree.branches:
         return out
     prefix = k[:, :start], v[:, :start], segments[:, :start]
     rows = (q.shape[0], tree.branches, tree.length)
     own = (a[:, start:].reshape(rows + a.shape[2:]) for a in (q, k, v, segments))
-    branches = _attend_own(*own, prefix=prefix)
+    branches = _attend_branches(*own, prefix)
     return jnp.concatenate([out, branches.reshape(q[:, start:].shape)], axis=1)
 
 
@@ -208,26 +209,23 @@ def _splash_kernel(tree: Tree, padded: int, num_heads: int, block: int, interpre
     return jax.tree.map(np.asarray, kernel)
 
 
-def _attend_own(q, k, v, segments, prefix=None):
-    """Branches [B, R, T, ...] see themselves causally, and a prefix [B, P, ...] if there is one.
+def _attend_branches(q, k, v, segments, prefix):
+    """Branches [B, R, T, ...] see a prefix [B, P, ...] and, causally, themselves.
 
     Works through the queries in chunks, each against the keys that causality leaves it, and
     recomputes a chunk's scores in the backward pass.
     """
     num_branches, length = q.shape[1:3]
-    size = max(_QUERY_CHUNK // num_branches, 1)
+    size = max(_BRANCH_CHUNK // num_branches, 1)
 
     def chunk(q, k, v, segments, prefix, start, stop):
         is_causal = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
-        is_visible = is_causal & _same_segment(segments[:, :, start:stop], segments[:, :, :stop])
+        is_visible = is_causal & same_segment(segments[:, :, start:stop], segments[:, :, :stop])
         k = k[:, :, :stop].transpose(0, 1, 3, 4, 2)
         v = v[:, :, :stop].swapaxes(2, 3)
-        shared = None
-        if prefix is not None:
-            rows = segments[:, :, start:stop].reshape(segments.shape[0], -1)
-            is_shared = _same_segment(rows, prefix[2])
-            is_shared = is_shared.reshape(*is_visible.shape[:-1], -1)
-            shared = (prefix[0].transpose(0, 2, 3, 1), prefix[1].swapaxes(1, 2), is_shared)
+        rows = segments[:, :, start:stop].reshape(segments.shape[0], -1)
+        is_shared = same_segment(rows, prefix[2]).reshape(*is_visible.shape[:-1], -1)
+        shared = (prefix[0].transpose(0, 2, 3, 1), prefix[1].swapaxes(1, 2), is_shared)
         return attend_cached(q[:, :, start:stop], shared, (k, v, is_visible))
 
     if length > size:
@@ -237,13 +235,9 @@ def _attend_own(q, k, v, segments, prefix=None):
     return jnp.concatenate(outs, axis=2)
 
 
-def _same_segment(queries: Int[Array, "... T"], keys: Int[Array, "... S"]) -> Array:
-    return queries[..., :, None] == keys[..., None, :]
-
-
 def attend_cached(
     q: Float[Array, "B R T K G H"],
-    shared: tuple[Array, Array, Array] | None,
+    shared: tuple[Array, Array, Array],
     own: tuple[Array, Array, Array],
 ) -> Float[Array, "B R T K G H"]:
     """One softmax over keys shared by the R rows of a prompt and keys of each row's own.
@@ -254,57 +248,23 @@ def attend_cached(
     Args:
         q: rotated queries.
         shared: keys [B, K, H, P], values [B, K, P, H] and which of them each query sees, bool
-            broadcasting to [B, R, T, P]; or None.
+            broadcasting to [B, R, T, P].
         own: keys [B, R, K, H, S], values [B, R, K, S, H] and which of them each query sees, bool
             broadcasting to [B, R, T, S].
     """
     scale = q.shape[-1] ** -0.5
     k, v, is_visible = own
-    scores = scale * _matmul("BRKTGH,BRKHS->BRKTGS", q.transpose(0, 1, 3, 2, 4, 5), k)
-    scores = jnp.where(is_visible[:, :, None, :, None], scores, _MASKED)
-    top = scores.max(-1)
-    if shared is not None:
-        shared_k, shared_v, is_shared = shared
-        turned = q.transpose(0, 3, 1, 2, 4, 5)
-        shared_scores = scale * _matmul("BKRTGH,BKHP->BKRTGP", turned, shared_k)
-        shared_scores = jnp.where(is_shared[:, None, :, :, None], shared_scores, _MASKED)
-        top = jnp.maximum(top, shared_scores.max(-1).swapaxes(1, 2))
+    scores = scale * matmul("BRKTGH,BRKHS->BRKTGS", q.transpose(0, 1, 3, 2, 4, 5), k)
+    scores = jnp.where(is_visible[:, :, None, :, None], scores, MASKED)
+    shared_k, shared_v, is_shared = shared
+    shared_scores = scale * matmul("BKRTGH,BKHP->BKRTGP", q.transpose(0, 3, 1, 2, 4, 5), shared_k)
+    shared_scores = jnp.where(is_shared[:, None, :, :, None], shared_scores, MASKED)
+    top = jnp.maximum(scores.max(-1), shared_scores.max(-1).swapaxes(1, 2))
     top = jax.lax.stop_gradient(top)
     weights = jnp.exp(scores - top[..., None])
-    total = weights.sum(-1)
-    out = _matmul("BRKTGS,BRKSH->BRKTGH", weights.astype(v.dtype), v)
-    if shared is not None:
-        weights = jnp.exp(shared_scores - top.swapaxes(1, 2)[..., None])
-        total = total + weights.sum(-1).swapaxes(1, 2)
-        shared_out = _matmul("BKRTGP,BKPH->BKRTGH", weights.astype(v.dtype), shared_v)
-        out = out + shared_out.swapaxes(1, 2)
+    shared_weights = jnp.exp(shared_scores - top.swapaxes(1, 2)[..., None])
+    total = weights.sum(-1) + shared_weights.sum(-1).swapaxes(1, 2)
+    out = matmul("BRKTGS,BRKSH->BRKTGH", weights.astype(v.dtype), v)
+    shared_out = matmul("BKRTGP,BKPH->BKRTGH", shared_weights.astype(v.dtype), shared_v)
+    out = out + shared_out.swapaxes(1, 2)
     return (out / total[..., None]).astype(q.dtype).swapaxes(2, 3)
-
-
-def _matmul(equation: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-
-def attend_segments(
-    q: Float[Array, "B P N H"],
-    k: Float[Array, "B P N H"],
-    v: Float[Array, "B P N H"],
-    segments: Int[Array, "B P"],
-) -> Float[Array, "B P N H"]:
-    """Attention in both directions among tokens of equal segment, in chunks of queries."""
-
-    def chunk(q, k, v, queries, keys):
-        scores = q.shape[-1] ** -0.5 * _matmul("BNTH,BNHS->BNTS", q, k)
-        scores = jnp.where(_same_segment(queries, keys)[:, None], scores, _MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return _matmul("BNTS,BNSH->BNTH", weights, v).astype(v.dtype)
-
-    q, k, v = q.swapaxes(1, 2), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
-    length = q.shape[2]
-    if length > _QUERY_CHUNK:
-        chunk = jax.checkpoint(chunk)
-    outs = [
-        chunk(q[:, :, s : s + _QUERY_CHUNK], k, v, segments[:, s : s + _QUERY_CHUNK], segments)
-        for s in range(0, length, _QUERY_CHUNK)
-    ]
-    return jnp.concatenate(outs, axis=2).swapaxes(1, 2)

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention import attend_segments
 from models.config import VisionConfig
 from models.layers import (
     MLP,
@@ -31,7 +30,15 @@ from models.layers import (
 )
 from models.positions import ImagePatches
 from models.rope import vision_rotary
-from models.vision import NORM_EPS, ImageFeatures, Merger, VisionAttention, merge, self_attention
+from models.vision import (
+    NORM_EPS,
+    ImageFeatures,
+    Merger,
+    VisionAttention,
+    attend_patches,
+    merge,
+    self_attention,
+)
 
 
 class VisionLayer(nnx.Module):
@@ -86,7 +93,7 @@ def vision_layer(
 
 
 def _attend_images(q, k, v, images: ImagePatches):
-    return attend_segments(q, k, v, images.segments)
+    return attend_patches(q, k, v, images.segments)
 
 
 def _attend_windows(q, k, v, images: ImagePatches):
@@ -95,6 +102,6 @@ def _attend_windows(q, k, v, images: ImagePatches):
     q, k, v = (
         jnp.take_along_axis(a, slots, axis=1).reshape(B * W, S, *a.shape[2:]) for a in (q, k, v)
     )
-    out = attend_segments(q, k, v, images.window_segments.reshape(B * W, S))
+    out = attend_patches(q, k, v, images.window_segments.reshape(B * W, S))
     out = out.reshape(B, W * S, *out.shape[2:])
     return jnp.take_along_axis(out, images.window_slots[:, :, None, None], axis=1)

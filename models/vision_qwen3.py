@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention import attend_segments
 from models.config import VisionConfig
 from models.layers import (
     LayerNorm,
@@ -31,7 +30,15 @@ from models.layers import (
 )
 from models.positions import ImagePatches
 from models.rope import vision_rotary
-from models.vision import NORM_EPS, ImageFeatures, Merger, VisionAttention, merge, self_attention
+from models.vision import (
+    NORM_EPS,
+    ImageFeatures,
+    Merger,
+    VisionAttention,
+    attend_patches,
+    merge,
+    self_attention,
+)
 
 
 class VisionMLP(nnx.Module):
@@ -118,7 +125,7 @@ def vision_layer(
     p: Params, x: Float[Array, "B P D"], rotary: tuple[Array, Array], images: ImagePatches
 ) -> Float[Array, "B P D"]:
     def attend(q, k, v):
-        return attend_segments(q, k, v, images.segments)
+        return attend_patches(q, k, v, images.segments)
 
     x = constrain(x, "batch", None, None)
     y = layer_norm(p["attention_norm"], x, NORM_EPS)

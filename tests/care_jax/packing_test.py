@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from care_jax.logprobs import score_packed, score_responses
 from care_jax.packing import Sample, first_fit, pack
+from models import segments
 
 ROW = (128, 256)
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9)), max_size=30)
@@ -66,8 +67,8 @@ def test_a_row_holds_prompt_and_response_of_each_of_its_examples(policy, samples
         np.testing.assert_array_equal(batch.tokens[row, : len(whole)], whole)
         np.testing.assert_array_equal(batch.tokens[row, len(whole) :], policy.config.pad_token_id)
         sizes = [samples[i].size[0] for i in places]
-        segments = np.repeat(np.arange(len(places)), sizes)
-        np.testing.assert_array_equal(batch.segments[row, : len(whole)], segments)
+        numbers = np.repeat(np.arange(len(places)), sizes)
+        np.testing.assert_array_equal(batch.segments[row, : len(whole)], numbers)
         assert (batch.segments[row, len(whole) :] == -1).all()
         is_scored = batch.scored[row] >= 0
         responses = np.concatenate([samples[i].response for i in places])
@@ -112,7 +113,14 @@ def test_an_example_scores_as_if_it_were_alone(policy, params, samples, chunk):
         np.testing.assert_allclose(shared[i], as_in_rl[i, 0][is_valid[i, 0]], atol=2e-5)
 
 
-def test_gradients_do_not_depend_on_the_packing_either(policy, params, samples):
+@pytest.mark.parametrize("attention_chunk", [512, 16])
+def test_gradients_do_not_depend_on_the_packing_either(
+    policy, params, samples, attention_chunk, monkeypatch
+):
+    """In rows whose attention is computed at once, and in chunks that skip other examples."""
+    monkeypatch.setattr(segments, "_CHUNK", attention_chunk)
+    monkeypatch.setattr(segments, "_WHOLE", attention_chunk)
+
     def gradient(rows):
         rows = jax.tree.map(jnp.asarray, rows)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from models import attention
-from models.attention import Kernel, Tree, attend_segments, attend_tree
+from models import attention, segments
+from models.attention import Kernel, Tree, attend_tree
 
 B, K, G, H = 2, 2, 3, 8
 TREES = [Tree(11, 0, 0), Tree(6, 3, 4), Tree(7, 1, 5)]
@@ -61,12 +61,13 @@ def inputs(size, group=G):
 @pytest.mark.parametrize("chunk", [1024, 6])
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_tree_equals_dense_mask_in_values_and_gradients(tree, chunk, monkeypatch):
-    monkeypatch.setattr(attention, "_QUERY_CHUNK", chunk)
-    q, k, v, segments = inputs(tree.size)
-    mask = dense_mask(tree, segments)
+    monkeypatch.setattr(attention, "_BRANCH_CHUNK", chunk)
+    monkeypatch.setattr(segments, "_CHUNK", chunk)
+    q, k, v, ids = inputs(tree.size)
+    mask = dense_mask(tree, ids)
     weight = weights_like(q, mask.any(-1))
     out, ours = values_and_gradients(
-        lambda q, k, v: attend_tree(q, k, v, segments, tree), q, k, v, weight
+        lambda q, k, v: attend_tree(q, k, v, ids, tree), q, k, v, weight
     )
     expected, theirs = values_and_gradients(
         lambda q, k, v: dense_attention(q, k, v, mask), q, k, v, weight
@@ -133,14 +134,3 @@ def test_rows_of_another_size_are_refused():
     q, k, v, segments = inputs(9)
     with pytest.raises(ValueError, match="has 18 tokens, got rows of 9"):
         attend_tree(q, k, v, segments, Tree(6, 3, 4))
-
-
-@pytest.mark.parametrize("chunk", [1024, 4])
-def test_segments_equal_dense_mask(chunk, monkeypatch):
-    monkeypatch.setattr(attention, "_QUERY_CHUNK", chunk)
-    q, k, v, segments = inputs(9)
-    mask = (segments[:, :, None] == segments[:, None]) & (segments >= 0)[:, None]
-    expected = dense_attention(q[:, :, :, :1], k, v, mask)[:, :, :, 0]
-    ours = attend_segments(q[:, :, :, 0], k, v, jnp.asarray(segments))
-    assert np.isfinite(ours).all()
-    np.testing.assert_allclose(ours[segments >= 0], expected[segments >= 0], rtol=0, atol=2e-6)
