@@ -1,7 +1,8 @@
-"""CARE against its baselines: same data, verifier, reward and number of rollouts.
+"""CARE against its baselines: same data, verifier, reward and prompts per update.
 
-Each with its published clip range and β; at the size of `configs/tiny.py` CARE and GRPO do
-without a KL, as its demo does.
+DAPO decodes more, to fill an update with prompts that teach: about twice as many here. Each has its
+published clip range and β; at the size of `configs/tiny.py` CARE and GRPO do without a KL, as its
+demo does.
 """
 
 from ml_collections import ConfigDict

@@ -65,10 +65,13 @@ def matmul(equation: str, a: Array, b: Array) -> Array:
 
 def _attend(q, k, v, is_visible):
     """Queries [B, T, K, G, H] against keys [B, K, H, S] and values [B, K, S, H]."""
-    scores = q.shape[-1] ** -0.5 * matmul("BKTGH,BKHS->BKTGS", q.swapaxes(1, 2), k)
-    scores = jnp.where(is_visible[:, None, :, None], scores, MASKED)
+    B, T, K, G, H = q.shape
+    rows = q.swapaxes(1, 2).reshape(B, K, T * G, H)
+    scores = H**-0.5 * matmul("BKTH,BKHS->BKTS", rows, k)
+    scores = jnp.where(jnp.repeat(is_visible, G, axis=1)[:, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return matmul("BKTGS,BKSH->BKTGH", weights, v).astype(q.dtype).swapaxes(1, 2)
+    out = matmul("BKTS,BKSH->BKTH", weights, v).astype(q.dtype)
+    return out.reshape(B, K, T, G, H).swapaxes(1, 2)
 
 
 def _cut(q, k, v, segments, start, first, size: int, length: int, is_causal: bool):
