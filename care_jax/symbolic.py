@@ -107,7 +107,10 @@ class SymbolicPool:
                             selector.register(worker.replies, selectors.EVENT_READ, worker)
                             busy.add(worker)
                     wait = min(worker.deadline for worker in busy) - time.monotonic()
-                    ready = [key.data for key, _ in selector.select(max(wait, 0.0))]
+                    # A run that was suspended wakes past every deadline, with replies unread: only
+                    # what is silent at a second look is late.
+                    events = selector.select(max(wait, 0.0)) or selector.select(0.0)
+                    ready = [key.data for key, _ in events]
                     late = [w for w in busy if w not in ready and w.deadline <= time.monotonic()]
                     for worker in ready + late:
                         outcome = worker.receive() if worker in ready else worker.give_up()

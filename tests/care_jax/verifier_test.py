@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from care_jax import symbolic
 from care_jax.batch import Example
 from care_jax.scores import score_rollouts
 from care_jax.symbolic import Question, SymbolicPool
@@ -256,6 +258,27 @@ def test_a_worker_outlives_the_signal_that_ends_the_run(pool):
     process.send_signal(signal.SIGTERM)
     assert pool.ask([Question("x+2", "2+x", 6)]) == [SAME]
     assert pool._workers[0]._process is process and process.poll() is None
+
+
+def test_a_run_that_was_suspended_misses_no_reply(pool, monkeypatch):
+    """The wait is interrupted after the reply has come, and the clock has gone on meanwhile."""
+    suspended = 0.0
+
+    class Interrupted(selectors.DefaultSelector):
+        def select(self, timeout):
+            nonlocal suspended
+            events = super().select(timeout)
+            if not timeout:
+                return events
+            suspended += 1000.0
+            return []
+
+    real = time.monotonic
+    monkeypatch.setattr(symbolic.selectors, "DefaultSelector", Interrupted)
+    monkeypatch.setattr(symbolic.time, "monotonic", lambda: real() + suspended)
+    pool.close()  # the start of a worker is waited for too
+    assert pool.ask([Question("8", "4+4", 6)]) == [SAME]
+    assert suspended >= 2000.0
 
 
 def test_a_long_computation_is_stopped_inside_the_worker():
