@@ -134,6 +134,7 @@ def _signature(name: str, x_label: str, y_label: str) -> Callable[[Axes, Arms, s
             ]
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
+        axes.locator_params(axis="x", nbins=5)  # α̂ needs many digits
         axes.legend(fontsize=7, frameon=False)
         return points
 
