@@ -34,6 +34,6 @@ def find(path: str, patterns: Sequence[str], *, kind: str = "dataset") -> pathli
     except Exception as error:
         raise ValueError(
             f"{path!r} is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}); download it first and give its folder"
+            f"({type(error).__name__}); download it first and set the path to its folder"
         ) from error
     return pathlib.Path(folder)

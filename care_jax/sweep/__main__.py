@@ -87,13 +87,17 @@ def _tell(trial: Trial) -> None:
 
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        prog="python -m care_jax.sweep", description=__doc__.splitlines()[0], allow_abbrev=False
+        prog="python -m care_jax.sweep",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--experiment", type=pathlib.Path, required=True, help="its file")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on")
-    parser.add_argument("--base", default="tiny", help="file of configs/ the arms stand on")
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
-    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/sweep"))
+    add = parser.add_argument
+    add("--experiment", type=pathlib.Path, required=True, default=argparse.SUPPRESS, help="a file")
+    add("--seeds", type=int, default=5, help="how many, from 0 on")
+    add("--base", default="tiny", help="file of configs/ the arms stand on")
+    add("--processes", type=int, default=1, help="runs at a time")
+    add("--workdir", type=pathlib.Path, default="runs/sweep", help="of runs, tables and figures")
     args, overrides = parser.parse_known_args(argv)
     for name in ("seeds", "processes"):
         if getattr(args, name) < 1:

@@ -52,7 +52,8 @@ def load_experiment(path: pathlib.Path) -> Experiment:
     """
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(
-            f"--experiment must be a file such as experiments/baselines.py, got {path}"
+            f"--experiment must be a file such as experiments/baselines.py, got {path}; "
+            "experiments/ has them all"
         )
     spec = importlib.util.spec_from_file_location(f"experiments.{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
