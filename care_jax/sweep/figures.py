@@ -65,17 +65,19 @@ def _measured(name: str) -> Callable[[Axes, Arms, str], list[Point]]:
         measure, points = MEASURES[name], []
         references = {outcome.seed: outcome for outcome in arms.get(reference, ())}
         for row, (arm, outcomes, color) in enumerate(_colored(arms)):
-            values = values_of(measure, outcomes, references)
-            if not values:
+            of_seed = [
+                (outcome.seed, value)
+                for outcome in outcomes
+                for value in values_of(measure, [outcome], references)  # none where not defined
+            ]
+            if not of_seed:
                 continue
+            values = [value for _, value in of_seed]
             mean, half = mean_interval(values)
             half = 0.0 if math.isnan(half) else half
             axes.plot(values, [row] * len(values), "o", color=color, alpha=0.35, markersize=4)
             axes.errorbar([mean], [row], xerr=[half], fmt="D", color=color, capsize=3, markersize=5)
-            points += [
-                _point(arm, outcome.seed, value, row)
-                for outcome, value in zip(outcomes, values, strict=False)
-            ]
+            points += [_point(arm, seed, value, row) for seed, value in of_seed]
             points.append(_point(arm, None, mean, row, mean - half, mean + half))
         axes.set_yticks(range(len(arms)), arms)
         axes.set_ylim(len(arms) - 0.5, -0.5)

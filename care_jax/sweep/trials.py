@@ -275,7 +275,7 @@ def _stages_flag(stages: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _share_of_cores(slot: int, num_slots: int):
-    """Keeps this thread, and processes it starts, on every num_slots-th core; see above."""
+    """Keeps this thread, and processes it starts, on every num_slots-th core."""
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -80,6 +80,17 @@ def test_every_panel_draws_what_there_is(make_outcome, tmp_path):
     assert len([row for row in rows if row["panel"] == "alpha"]) == 2 * 2 * 100
 
 
+def test_a_point_keeps_its_seed_where_the_reference_lacks_another(make_outcome, tmp_path):
+    arms = {
+        "one": [make_outcome("one", seed, acc=0.5) for seed in (1, 2)],
+        "two": [make_outcome("two", seed, acc=0.5 + seed / 10) for seed in (0, 1, 2)],
+    }
+    write_figure(tmp_path, arms, "one", ("acc_at_50",), "A lead")
+    rows = list(csv.DictReader((tmp_path / "figure.csv").open()))
+    points = {row["seed"]: float(row["x"]) for row in rows if row["seed"]}
+    assert points == pytest.approx({"1": 10, "2": 20})
+
+
 def test_a_failed_run_ends_the_command_with_status_1_and_the_rest_is_tabulated(
     command, tmp_path, capsys
 ):
