@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from care_jax import distributed, optimizer, reflect, select, sharding
 from care_jax.benchmarks.suite import RELEASES
 from care_jax.data.sources import check_section
+from care_jax.policy import Policy
 from care_jax.verifier import load_reward
 from models import layers
 
@@ -53,6 +54,27 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     if "evaluate" in config.stages:
         _check_evaluate(config.evaluate, mesh)
     _check_data(config)
+
+
+def check_policy(config: ConfigDict, policy: Policy) -> None:
+    """Refuses what only the tokenizer can tell: a reflected context that leaves no room.
+
+    Raises:
+        ValueError: naming the key to change.
+    """
+    rl, care = config.rl, config.care
+    if "rl" not in config.stages or rl.objective != "care" or not care.reflect:
+        return
+    if care.reflect_mode == "resample":
+        return
+    cue = reflect.cue_text(care.cue, care.reflect_mode, seed=config.seed)
+    num_cue = len(policy.tokenizer.encode(cue, add_special_tokens=False)) if cue else 0
+    if care.max_context + num_cue >= rl.max_response_tokens:
+        raise ValueError(
+            f"care.max_context {care.max_context} and a cue of {num_cue} tokens leave nothing of "
+            f"rl.max_response_tokens {rl.max_response_tokens} to decode; set care.max_context to "
+            f"{max((rl.max_response_tokens - num_cue) // 2, 1)} or less"
+        )
 
 
 def asks_benchmarks_alone(config: ConfigDict) -> bool:
@@ -201,11 +223,8 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
         _check_choice("care.reflect_mode", care.reflect_mode, reflect.MODES)
         _check_choice("care.reflect_credit", care.reflect_credit, CREDITS)
         _check_region_weights(care, overridden)
-        if care.reflect and care.max_context >= rl.max_response_tokens:
-            raise ValueError(
-                f"care.max_context {care.max_context} leaves nothing of rl.max_response_tokens "
-                f"{rl.max_response_tokens} to decode; set it to {rl.max_response_tokens // 2}"
-            )
+        _check_positive("care.max_context", care.max_context)
+        _check_reflection(care, overridden)
 
 
 def _check_objective(name: str, own: ConfigDict) -> None:
@@ -222,6 +241,16 @@ def _check_objective(name: str, own: ConfigDict) -> None:
         _check_positive("dapo.max_tries", own.max_tries)
         if not 0 <= own.overlong_share < 1:
             raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
+
+
+def _check_reflection(care: ConfigDict, overridden: Collection[str]) -> None:
+    unread = {"no_cue": ("cue",), "resample": ("cue", "max_context", "reflect_credit")}
+    for name in unread.get(care.reflect_mode, ()):
+        if f"care.{name}" in overridden:
+            raise ValueError(
+                f"--config.care.{name} means nothing under care.reflect_mode "
+                f"{care.reflect_mode!r}; leave it out or set care.reflect_mode to 'cue'"
+            )
 
 
 def _check_region_weights(care: ConfigDict, overridden: Collection[str]) -> None:

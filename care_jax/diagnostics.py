@@ -91,6 +91,9 @@ def subgroup_metrics(
 ) -> dict[str, float]:
     """CARE's own diagnostics.
 
+    `reflect_success` is acc of the reflected rows, `reflect_first_try` that of the G rollouts of
+    the same groups: what sampling again would reach.
+
     The √K' signature: for binary rewards A_raw is √K' at the anchor and -1/√K' at its K'
     negatives. Where the negatives' rewards differ (format), the anchor's falls to α·√K' with
 
@@ -108,7 +111,9 @@ def subgroup_metrics(
         "reflect_rate": has_reflection.mean(),
     }
     if has_reflection.any():
-        metrics["reflect_success"] = scores.acc[has_reflection, -1].mean()
+        tries = scores.acc[has_reflection]
+        metrics["reflect_success"] = tries[:, -1].mean()
+        metrics["reflect_first_try"] = tries[:, :-1].mean()
     for count in range(1, int(num_negatives[has_update].max(initial=0)) + 1):
         metrics[f"negatives/{count}"] = np.sum(has_update & (num_negatives == count)) / num_prompts
 

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from care_jax import command_line, distributed, evaluate, export, sft, train
 from care_jax.batch import Example
-from care_jax.checks import asks_benchmarks_alone, check_config, fill_in
+from care_jax.checks import asks_benchmarks_alone, check_config, check_policy, fill_in
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable
 from care_jax.data.sources import MIXTURE, open_source, options_of
@@ -70,6 +70,7 @@ def run_stages(
         if stage != "export" and not (stage == "evaluate" and asks_benchmarks_alone(config))
     }
     policy = policy_of(config)
+    check_policy(config, policy)
     workdir.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0:
         (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")

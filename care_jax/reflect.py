@@ -5,20 +5,26 @@ rationale and a cue that asks for a repair, still inside the think span. The mod
 there, closes the span and answers. In training the row is conditioned on exactly these tokens,
 which carry no weight, so that its importance ratio is exact.
 
-The context is the rationale's *text* between its tags, tokenised anew; a response without a
-think span gives all its text. A rationale longer than `max_context` loses its end.
+The context is the rationale's *text*, tokenised anew. It ends at the first tag behind the opening
+one, since a context that holds a closing or an answer tag leaves no well-formed answer to be
+sampled. A rationale longer than `max_context` loses its end.
+
+Three controls tell what repairs: the failed rationale without the cue, the cue's words shuffled,
+and, the paper's own, a fresh rollout with neither (resample).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Bool
 
 from care_jax.batch import Rollouts, Scores
 from care_jax.sampler import Forced
 
-MODES = ("cue", "no_cue", "random")
+MODES = ("cue", "no_cue", "shuffled", "resample")
 
 
 def cue_text(cue: str, mode: str, *, seed: int) -> str:
@@ -26,18 +32,35 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
 
     Args:
         cue: the repair cue.
-        mode: "cue" as it is; "no_cue" none; "random" the cue's own words shuffled, as many tokens
-            that ask for nothing.
+        mode: "cue" as it is; "no_cue" and "resample" none; "shuffled" the cue's own words
+            shuffled, about as many tokens that ask for nothing.
         seed: of the shuffle.
     """
     if mode == "cue":
         return cue
-    if mode == "no_cue":
+    if mode in ("no_cue", "resample"):
         return ""
-    if mode == "random":
+    if mode == "shuffled":
         words = cue.split()
         return " " + " ".join(np.random.default_rng(seed).permutation(words)) + " "
     raise ValueError(f"care.reflect_mode {mode!r} is none of {', '.join(MODES)}")
+
+
+def rationale_of(response: str, think_tag: str) -> str:
+    """The text of a response's rationale, whether or not it is closed.
+
+    It starts behind the first opening think tag, or with the response where there is none, and ends
+    at the next tag of the format, whichever it is.
+    """
+    opening, tag = f"<{think_tag}>", re.escape(think_tag)
+    _, found, behind = response.partition(opening)
+    return re.split(rf"</?(?:{tag}|answer)>", behind if found else response, maxsplit=1)[0]
+
+
+def no_context(is_active: Bool[np.ndarray, " B"]) -> Forced:
+    """Nothing in front of what the active prompts sample: a fresh rollout."""
+    empty = np.zeros((len(is_active), 0), np.int32)
+    return Forced(empty, empty.astype(bool), np.asarray(is_active))
 
 
 def forced_context(

@@ -24,6 +24,7 @@ from care_jax import distributed, reflect, sharding
 from care_jax.batch import Example, Rollouts, Scores
 from care_jax.prompt import TokenizedPrompt, prompt_sizes
 from care_jax.run import Run
+from care_jax.sampler import Forced
 from care_jax.scores import score_rollouts
 from care_jax.select import Subgroup
 from care_jax.verifier import Verifier
@@ -174,6 +175,22 @@ def roll_out(
             format_weight=rl.format_weight,
         )
 
+    def context_of(texts, hard_negative, has_reflection) -> Forced:
+        if care.reflect_mode == "resample":
+            return reflect.no_context(has_reflection)
+        rationales = [
+            reflect.rationale_of(rows[index], policy.think_tag) if is_triggered else None
+            for rows, index, is_triggered in zip(texts, hard_negative, has_reflection, strict=True)
+        ]
+        return reflect.forced_context(
+            rationales,
+            cue,
+            encode,
+            think_tag=policy.think_tag,
+            max_context=care.max_context,
+            pad_token_id=policy.config.pad_token_id,
+        )
+
     def launch(wave: Int[np.ndarray, " W"]):
         if distributed.is_preempted():
             raise distributed.Preempted
@@ -187,26 +204,14 @@ def roll_out(
     def finish(own: list[int], places, prefix, decoded: Rollouts) -> Groups:
         wave_examples = [examples[i] for i in own]
         rollouts = distributed.fetch(decoded)
-        wave_scores, rationales, reasons = score(rollouts, wave_examples)
+        wave_scores, texts, reasons = score(rollouts, wave_examples)
         subgroup = distributed.fetch(
             programs.select(decoded, sharding.put_batch(wave_scores, run.mesh), select_rng, places)
         )
-        has_reflection = np.zeros(len(rationales), bool)
+        has_reflection = np.zeros(len(texts), bool)
         if has_slot:
             has_reflection = subgroup.has_update & ~subgroup.is_rescue
-            forced = reflect.forced_context(
-                [
-                    rows[index] if is_triggered else None
-                    for rows, index, is_triggered in zip(
-                        rationales, subgroup.hard_negative, has_reflection, strict=True
-                    )
-                ],
-                cue,
-                encode,
-                think_tag=policy.think_tag,
-                max_context=care.max_context,
-                pad_token_id=policy.config.pad_token_id,
-            )
+            forced = context_of(texts, subgroup.hard_negative, has_reflection)
             reflected = distributed.fetch(
                 programs.reflect(
                     params, prefix, reflect_rng, places, sharding.put_batch(forced, run.mesh)

@@ -132,7 +132,7 @@ def decode(
             all of them if none does), the last sampled one excepted, whose state is never computed.
         config: of the backbone.
         num_rows: R; 1 where tokens are forced.
-        max_tokens: T, the budget of a row in tokens, forced ones and their padding included.
+        max_tokens: T, the budget of a row in tokens; its forced ones count, their padding does not.
         temperature: 0 takes the most likely token.
         top_p: the least set of most likely tokens with at least this probability is kept.
         dtype: of activations and cache.
@@ -151,13 +151,15 @@ def decode(
             f"{num_forced} forced tokens leave nothing of max_tokens {max_tokens} to sample; "
             "set care.max_context lower or rl.max_response_tokens higher"
         )
-    slots = jnp.arange(max_tokens)
+    # A row of few forced tokens samples more, so that padding takes none of its budget.
+    num_slots = max_tokens + num_forced
+    slots = jnp.arange(num_slots)
     forced_length = jnp.zeros(rows, jnp.int32)  # real forced tokens of each row
-    slot_is_used = jnp.ones((*rows, max_tokens), bool)  # false at the forced tokens' padding
-    cache = backbone.init_cache(config, num_prompts, num_rows, max_tokens, dtype)
+    slot_is_used = jnp.ones((*rows, num_slots), bool)  # false at the forced tokens' padding
+    cache = backbone.init_cache(config, num_prompts, num_rows, num_slots, dtype)
     hidden = jnp.broadcast_to(prefix.last_hidden[:, None], (*rows, model_dim))
     choose = functools.partial(sample_token, temperature=temperature, top_p=top_p)
-    tokens = jnp.zeros((*rows, max_tokens), jnp.int32)
+    tokens = jnp.zeros((*rows, num_slots), jnp.int32)
     is_done = jnp.zeros(rows, bool)
 
     def extend(tokens, slot, cache):
@@ -178,11 +180,13 @@ def decode(
     if forced is not None:
         forced_length = forced.is_valid.sum(-1, dtype=jnp.int32)[:, None]
         slot_is_used = slot_is_used.at[:, 0, :num_forced].set(forced.is_valid)
-    skipped = num_forced - forced_length
+    skipped = num_forced - forced_length  # slots in front of a row's first token
+    last_slot = skipped + max_tokens - 1
     positions = prefix.next_position[:, None, None] + slots - skipped[..., None]
     rotary = backbone.text_rotary(jnp.maximum(positions, 0), config)
     if forced is not None:
         is_done = ~forced.is_active[:, None]
+    if num_forced:
         forced_hidden, cache = extend(forced.tokens[:, None], 0, cache)
         hidden = forced_hidden[:, :, -1]
         tokens = tokens.at[:, 0, :num_forced].set(forced.tokens)
@@ -200,7 +204,7 @@ def decode(
             tokens=state.tokens.at[:, :, slot].set(jnp.where(is_new, token, config.pad_token_id)),
             logp=state.logp.at[:, :, slot].set(jnp.where(is_new, logp, 0.0)),
             is_valid=state.is_valid.at[:, :, slot].set(is_new),
-            is_done=state.is_done | is_eos,
+            is_done=state.is_done | is_eos | (slot >= last_slot),
             is_complete=state.is_complete | is_eos,
             rngs=rngs,
         )
@@ -221,8 +225,8 @@ def decode(
     state = _State(
         slot=jnp.int32(num_forced),
         tokens=tokens,
-        logp=jnp.zeros((*rows, max_tokens)),
-        is_valid=jnp.zeros((*rows, max_tokens), bool),
+        logp=jnp.zeros((*rows, num_slots)),
+        is_valid=jnp.zeros((*rows, num_slots), bool),
         is_done=is_done,
         is_complete=jnp.zeros(rows, bool),
         cache=cache,
@@ -231,19 +235,16 @@ def decode(
         rngs=rngs,
     )
     state = sample(state, hidden, state.slot)
-    state = jax.lax.while_loop(
-        lambda state: (state.slot < max_tokens - 1) & ~state.is_done.all(), step, state
-    )
+    state = jax.lax.while_loop(lambda state: ~state.is_done.all(), step, state)
 
     # Close the gap that the forced tokens' left padding leaves in front of a row.
     is_forced = jnp.zeros_like(state.is_valid)
     if forced is not None:
         is_forced = is_forced.at[:, 0, :num_forced].set(forced.is_valid & forced.is_active[:, None])
-    source = slots + skipped[..., None]
+    source = jnp.arange(max_tokens) + skipped[..., None]
 
     def close_gap(x):
-        moved = jnp.take_along_axis(x, jnp.minimum(source, max_tokens - 1), -1)
-        return jnp.where(source < max_tokens, moved, jnp.zeros_like(moved))
+        return jnp.take_along_axis(x, source, -1)
 
     is_forced = close_gap(is_forced)
     is_valid = close_gap(state.is_valid) | is_forced

@@ -52,8 +52,8 @@ def score_rollouts(
         format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall).
 
     Returns:
-        numpy scores; the rationale of every row [B][R]: the think span's text, or all of the
-        response where there is none; and `Verdict.reason` of every row, a str each.
+        numpy scores; the text of every row [B][R], see `row_texts`; and `Verdict.reason` of every
+        row, a str each.
     """
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
     num_rows, num_tokens = tokens.shape[1:]
@@ -95,8 +95,4 @@ def score_rollouts(
         num_answer=table([span.num_answer for span in flat], np.int32),
         has_answer=table([span.has_answer for span in flat], bool),
     )
-    rationales = [
-        [span.think or text for span, text in zip(rows, row, strict=True)]
-        for rows, row in zip(parsed, texts, strict=True)
-    ]
-    return scores, rationales, table([verdict.reason for verdict in verdicts], object)
+    return scores, texts, table([verdict.reason for verdict in verdicts], object)

@@ -5,8 +5,9 @@ success, or by experiment any of them; its hard negatives are failures that reas
 nearest ones thinned to a spread-out set by farthest-first traversal. Where all fail, the likeliest
 failure stands in as pseudo-anchor (rescue).
 
-Departure from the paper: the summed log-probability favours short, even malformed responses, so the
-pseudo-anchor is taken among the well-formed failures where there are any.
+Departure from the paper: both are taken among the well-formed responses where there are any. A
+response without a rationale has length 0, so it would be the anchor whenever it is right, and the
+summed log-probability favours short, even malformed responses too.
 
 G is rollouts per prompt, K the target number of negatives, M the number of candidates, D model.
 """
@@ -60,8 +61,9 @@ def select_subgroup(
     """Chooses the anchor and up to K hard negatives; ties go to the smaller index.
 
     anchor = argmin over P of (num_think, num_answer, index), or under the anchor rule `random`
-    uniform over P;  in a rescue (P = ∅, |F| ≥ 2) argmax over F of logp.  dᵢ = 1 - hᵢ·h₊, hᵢ of unit
-    length.  K' = min(K, |F \\ {anchor}|).
+    uniform over P;  in a rescue (P = ∅, |F| ≥ 2) argmax over F of logp.  Of P, or of F, only the
+    well-formed responses are looked at where there are any.  dᵢ = 1 - hᵢ·h₊, hᵢ of unit length.
+    K' = min(K, |F \\ {anchor}|).
 
     Rules: `nearest`, the K' of least d; `nearest_diverse`, farthest-first among the M nearest,
     seeded by the nearest; `mixed`, the ⌈K'/2⌉ nearest and the ⌊K'/2⌋ farthest; `farthest`;
@@ -76,7 +78,8 @@ def select_subgroup(
         M: candidates of `nearest_diverse`, at least K.
         rule: one of RULES.
         anchor_rule: one of ANCHOR_RULES.
-        is_formatted: well-formed responses, preferred as pseudo-anchor; None takes all as such.
+        is_formatted: well-formed responses, preferred as anchor and as pseudo-anchor; None takes
+            all as such.
         rng: key for either rule's `random`, one per prompt.
 
     Raises:
@@ -99,10 +102,8 @@ def select_subgroup(
     has_anchor = jnp.any(is_success)
     is_rescue = ~has_anchor & (jnp.sum(is_failure) >= 2)
 
-    is_candidate = is_failure
-    if is_formatted is not None:
-        is_formatted_failure = is_failure & is_formatted
-        is_candidate = jnp.where(jnp.any(is_formatted_failure), is_formatted_failure, is_failure)
+    if is_formatted is None:
+        is_formatted = jnp.ones(acc.shape, bool)
     order = num_answer, num_think
     if anchor_rule == "random":
         # Split here alone: under `shortest` the negatives draw by the key as it was given.
@@ -110,8 +111,8 @@ def select_subgroup(
         order = (jax.random.uniform(anchor_rng, acc.shape),)
     anchor = jnp.where(
         has_anchor,
-        jnp.lexsort((*order, ~is_success))[0],
-        jnp.lexsort((-logp, ~is_candidate))[0],
+        jnp.lexsort((*order, ~is_formatted, ~is_success))[0],
+        jnp.lexsort((-logp, ~is_formatted, ~is_failure))[0],
     )
     is_eligible = is_failure & (jnp.arange(acc.shape[0]) != anchor)
     num_negatives = jnp.minimum(K, jnp.sum(is_eligible))  # K'

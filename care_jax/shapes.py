@@ -126,7 +126,8 @@ def forced(run: Run, size: int) -> Forced:
     """Reflected contexts of full length; a token of the cue is taken to be four bytes."""
     care = run.config.care
     cue = reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
-    tokens = on_batch(run, size, care.max_context + math.ceil(len(cue.encode()) / 4))
+    num_tokens = care.max_context + math.ceil(len(cue.encode()) / 4)
+    tokens = on_batch(run, size, 0 if care.reflect_mode == "resample" else num_tokens)
     return Forced(tokens(jnp.int32), tokens(jnp.bool), on_batch(run, size)(jnp.bool))
 
 

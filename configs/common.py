@@ -184,7 +184,9 @@ def get_config() -> ConfigDict:
     care.gamma_neg = 0.0  # of the other rows
     care.weight_eps = 1e-6  # ε_w
     care.reflect = True  # reflection-guided resampling (RGR)
-    care.reflect_mode = "cue"  # "cue", "no_cue" or "random" (the cue's words shuffled)
+    # "cue"; its controls: "no_cue", "shuffled" (the cue's words in another order), "resample" (a
+    # fresh rollout, without cue and failed rationale).
+    care.reflect_mode = "cue"
     care.reflect_credit = "as_sampled"  # "as_sampled" or "prompt_only"
     care.max_context = 1024  # most tokens of tag and failed rationale a reflected row keeps: T/2
     care.cue = CUE  # put right behind the rationale

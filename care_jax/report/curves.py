@@ -17,7 +17,7 @@ CHARTS = (
     ("Accuracy", "", ("acc", "all_correct_rate", "all_wrong_rate")),
     ("Accuracy by source", "", ("acc/*",)),
     ("Groups", "share of prompts", ("anchor_rate", "rescue_rate", "skip_rate")),
-    ("Reflection", "", ("reflect_rate", "reflect_success")),
+    ("Reflection", "", ("reflect_rate", "reflect_success", "reflect_first_try")),
     ("KL", "nats", ("kl_ref", "kl_old")),
     ("Entropy", "nats", ("entropy",)),
     ("Clip rate", "share of tokens", ("clip_rate", "clip_rate_*")),

@@ -128,6 +128,19 @@ def _tail(name: str):
     return measure
 
 
+def _over_triggers(name: str):
+    """Percent over all reflections of a run, each counted once."""
+
+    def measure(outcome: Outcome, _) -> float | None:
+        values, rates = outcome.series(name), outcome.series("reflect_rate")
+        is_logged = np.isfinite(values)
+        if not is_logged.any():
+            return None
+        return float(100 * np.average(values[is_logged], weights=rates[is_logged]))
+
+    return measure
+
+
 def _acc_at(number: int):
     """Accuracy of the rollouts at a step above the reference's; mean of the ten steps up to it."""
 
@@ -178,7 +191,12 @@ MEASURES = {
         lambda outcome, _: outcome.steps[-1]["decoded_tokens"] / 1e6 if outcome.steps else None,
         ".2f",
     ),
-    "reflect_success": Measure("reflections that succeed", _tail("reflect_success"), ".2f"),
+    "reflect_success": Measure(
+        "reflections that succeed, %", _over_triggers("reflect_success"), ".1f"
+    ),
+    "reflect_first_try": Measure(
+        "first tries of the same groups, %", _over_triggers("reflect_first_try"), ".1f"
+    ),
     "triggers": Measure(
         "rescued groups",
         lambda outcome, _: float(outcome.num_triggers[-1]) if outcome.steps else None,

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from care_jax.checks import OBJECTIVES, check_config, fill_in
+from care_jax.checks import OBJECTIVES, check_config, check_policy, fill_in
 from care_jax.sharding import make_mesh
 from configs import common, tiny
 
@@ -91,6 +91,32 @@ def test_objective_that_cannot_run_is_refused(objective, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         check_rl(objective, changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "key"),
+    [("no_cue", "care.cue"), ("resample", "care.max_context"), ("resample", "care.reflect_credit")],
+)
+def test_keys_that_a_reflection_mode_does_not_read_are_refused(mode, key):
+    value = {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"}[key]
+    check_rl("care", {key: value}, overridden=[key])
+    with pytest.raises(ValueError, match=rf"config\.{key} means nothing under care\.reflect_mode"):
+        check_rl("care", {key: value, "care.reflect_mode": mode}, overridden=[key])
+
+
+def test_a_reflected_context_that_leaves_no_room_is_refused(policy):
+    """The cue counts by its tokens, so only the tokenizer can tell."""
+    config = common.get_config()
+    config.rl.max_response_tokens = config.care.max_context + 40
+    with pytest.raises(ValueError, match=r"a cue of 68 tokens .* care\.max_context to 498 or"):
+        check_policy(config, policy)
+    config.care.reflect_mode = "no_cue"
+    check_policy(config, policy)
+    config.care.max_context = config.rl.max_response_tokens
+    with pytest.raises(ValueError, match="a cue of 0 tokens"):
+        check_policy(config, policy)
+    config.care.reflect_mode = "resample"
+    check_policy(config, policy)
 
 
 @pytest.mark.parametrize("key", ["care.gamma_pos", "care.gamma_neg"])

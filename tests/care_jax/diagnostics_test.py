@@ -68,6 +68,8 @@ def test_rates_count_anchors_rescues_reflections_and_skips():
     assert metrics["rescue_rate"] == metrics["skip_rate"] == 0.25
     assert metrics["reflect_rate"] == metrics["reflect_success"] == 0.5
     assert (metrics["negatives/2"], metrics["negatives/3"]) == (0.5, 0.25)
+    # Of the two groups that were reflected: 1 and 3 of 4.
+    assert metrics["reflect_first_try"] == 0.5
 
 
 @pytest.mark.parametrize("reflected_slot", [[0], []])

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax import reflect
+from care_jax import reflect, spans
 from care_jax.batch import Rollouts, Scores
 from configs.common import CUE
 
@@ -30,15 +30,52 @@ def test_long_rationale_loses_its_end_and_keeps_the_cue():
     assert "".join(map(chr, forced.tokens[0])) == "<t>ab!?"
 
 
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<t>two dots.</t><answer>2</answer>", "two dots."),
+        ("<t>two dots. <answer>2</answer>", "two dots. "),  # never closed
+        ("<t>two dots.</answer>", "two dots."),
+        ("<t>two<t>dots</t>", "two"),
+        ("Well: <t>two dots", "two dots"),  # cut off by its budget
+        ("two dots. <answer>2</answer>", "two dots. "),  # never opened
+        ("<answer>2</answer> as <t>I count", "I count"),
+        ("<answer>2</answer>", ""),
+        ("a < b and <answers> b", "a < b and <answers> b"),
+    ],
+)
+def test_rationale_ends_at_the_next_tag_whichever_it_is(response, expected):
+    assert reflect.rationale_of(response, "t") == expected
+
+
+@pytest.mark.parametrize(
+    "response", ["<think>a <answer>3</answer>", "a</answer>", "<think>a<think>b", "<answer>"]
+)
+def test_every_context_leaves_a_well_formed_answer_to_be_sampled(response):
+    """A forced answer tag would make a second answer span, and acc 0, certain."""
+    context = f"<think>{reflect.rationale_of(response, 'think')}{CUE}"
+    text = (context + "b</think><answer>4</answer>").encode()
+    table = [bytes([byte]) for byte in range(256)] + [b""]
+    found = spans.parse([*text, 256], table, eos_token_id=256)
+    assert (found.answer, found.fmt) == ("4", 1.0)
+
+
+def test_a_fresh_rollout_has_nothing_in_front():
+    forced = reflect.no_context(np.array([True, False]))
+    assert forced.tokens.shape == forced.is_valid.shape == (2, 0)
+    np.testing.assert_array_equal(forced.is_active, [True, False])
+
+
 def test_modes_are_the_cue_nothing_and_its_words_shuffled():
     assert reflect.cue_text(CUE, "cue", seed=0) == CUE
     assert reflect.cue_text(CUE, "no_cue", seed=0) == ""
-    shuffled = reflect.cue_text(CUE, "random", seed=0)
+    assert reflect.cue_text(CUE, "resample", seed=0) == ""
+    shuffled = reflect.cue_text(CUE, "shuffled", seed=0)
     assert sorted(shuffled.split()) == sorted(CUE.split()) and shuffled.split() != CUE.split()
     assert (
         shuffled
-        == reflect.cue_text(CUE, "random", seed=0)
-        != reflect.cue_text(CUE, "random", seed=1)
+        == reflect.cue_text(CUE, "shuffled", seed=0)
+        != reflect.cue_text(CUE, "shuffled", seed=1)
     )
     with pytest.raises(ValueError, match=r"care\.reflect_mode 'hint' is none of cue, no_cue"):
         reflect.cue_text(CUE, "hint", seed=0)

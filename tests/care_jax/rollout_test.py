@@ -43,6 +43,7 @@ class Script:
             len(policy.prompts.tokenize(example).tokens): i for i, example in enumerate(examples)
         }
         self.calls, self.keys, self.forced = [], defaultdict(list), {}
+        self.failure = lambda i, g: said(f"row {g} of {i}", 99)
 
     def programs(self):
         return Programs(self.prefill, self.decode, self.reflect, self.select)
@@ -55,7 +56,7 @@ class Script:
         assert np.asarray(places).tolist() == prefix
         rows = [
             [
-                said(f"row {g} of {i}", i if is_right else 99)
+                said(f"row {g} of {i}", i) if is_right else self.failure(i, g)
                 for g, is_right in enumerate(self.accs[i])
             ]
             for i in prefix
@@ -118,9 +119,10 @@ class Script:
 def roll(make_run, questions, policy):
     """Rolls out prompts under a script; returns the groups, the script and the examples."""
 
-    def roll(changes=(), accs=ACCS, repaired=(1, 4), seed=0):
+    def roll(changes=(), accs=ACCS, repaired=(1, 4), seed=0, failure=None):
         examples = questions(LENGTHS[: len(accs)])
         script = Script(policy, examples, accs, repaired)
+        script.failure = failure or script.failure
         run = make_run({"rl.decode_prompts": 2, "care.cue": CUE, **dict(changes)})
         records = [policy.prompts.tokenize(example) for example in examples]
         roster = Roster.call(np.arange(len(examples)), examples, records)
@@ -186,10 +188,28 @@ def test_no_row_is_reflected_where_the_objective_has_none(roll, changes):
     assert not groups.has_reflection.any() and "reflect" not in script.calls
 
 
-@pytest.mark.parametrize(("mode", "cue"), [("no_cue", ""), ("random", " Wait. ")])
+@pytest.mark.parametrize(("mode", "cue"), [("no_cue", ""), ("shuffled", " Wait. ")])
 def test_mode_changes_the_words_behind_the_rationale(roll, mode, cue):
     _, script, _ = roll({"care.reflect_mode": mode})
     assert script.forced[0] == f"<think>row 2 of 0{cue}"
+
+
+def test_resampled_rows_start_from_the_prompt_alone(roll, policy):
+    """The paper's control has neither cue nor failed rationale."""
+    groups, script, _ = roll({"care.reflect_mode": "resample"}, accs=((1, 0, 0), (1, 1, 1)))
+    assert script.forced == {0: "", 1: None}
+    assert not groups.rollouts.is_forced.any()
+    assert texts(policy, groups.rollouts)[0][3] == " So</think><answer>98</answer>"
+    np.testing.assert_array_equal(groups.has_reflection, [True, False])
+
+
+def test_a_failure_that_never_closed_its_rationale_is_repaired_before_its_answer(roll, policy):
+    def open_ended(i, g):
+        return f"<think>row {g} of {i} <answer>99</answer>"
+
+    groups, script, _ = roll(failure=open_ended)
+    assert script.forced[1] == f"<think>row 2 of 1 {CUE}"
+    np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
 
 
 def test_context_is_cut_to_its_budget_before_the_cue(roll):

@@ -150,7 +150,7 @@ def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
         assert is_forced[row].sum() == len(context)
         length = is_valid[row].sum()
         assert is_valid[row, :length].all()
-        assert len(context) < length <= len(context) + MAX_TOKENS - forced.tokens.shape[1]
+        assert len(context) < length <= MAX_TOKENS
     assert not is_valid[1].any()
     np.testing.assert_array_equal(
         np.asarray(rollouts.is_complete)[:, 0], (tokens == policy.config.eos_token_id).any(1)
@@ -160,6 +160,27 @@ def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
     logp = trainer_logp(policy, params, prompts, rollouts)[:, 0]
     np.testing.assert_allclose(np.asarray(rollouts.logp)[:, 0][mask], logp[mask], atol=3e-5)
     assert np.all(np.asarray(rollouts.logp)[:, 0][~mask] == 0)
+
+
+def test_reflected_rows_are_charged_their_real_context(policy, decode, forced):
+    """Padding in front of a short context takes none of the row's budget of tokens."""
+    rollouts = decode(jax.random.key(2), forced=forced, num_rows=1, stops=False)
+    is_forced, is_valid = (np.asarray(x)[:, 0] for x in (rollouts.is_forced, rollouts.is_valid))
+    lengths = forced.is_valid.sum(1).tolist()
+    assert len(set(lengths)) > 2 and lengths[1] == 0
+    assert is_forced.sum(1).tolist() == lengths
+    assert is_valid.sum(1).tolist() == [MAX_TOKENS, 0, MAX_TOKENS, MAX_TOKENS]
+
+
+def test_without_a_context_the_reflected_row_is_a_fresh_rollout(decode):
+    """From the same keys it is the row that a plain decode of one row per prompt gives."""
+    is_active = np.array([True, False, True, True])
+    forced = jax.tree.map(jnp.asarray, reflect.no_context(is_active))
+    fresh = decode(jax.random.key(5), forced=forced, num_rows=1)
+    plain = decode(jax.random.key(5), num_rows=1)
+    np.testing.assert_array_equal(fresh.tokens[is_active], plain.tokens[is_active])
+    np.testing.assert_allclose(fresh.logp[is_active], plain.logp[is_active], atol=1e-6)
+    assert not fresh.is_forced.any() and not fresh.is_valid[~is_active].any()
 
 
 def test_forced_tokens_beyond_the_budget_are_refused(policy, decode_params, prefix):

@@ -104,6 +104,23 @@ def test_anchor_is_the_shortest_success(num_think, num_answer, expected):
     assert negatives(subgroup) == [0]
 
 
+def test_anchor_is_well_formed_where_any_success_is():
+    """A right answer without a rationale has length 0; it is the anchor only among its like."""
+    acc, num_think = (1, 0, 1, 1), (0, 4, 12, 9)
+    formatted = functools.partial(jnp.array, dtype=bool)
+    assert int(select(acc, num_think=num_think, is_formatted=formatted([0, 1, 1, 1])).anchor) == 3
+    assert int(select(acc, num_think=num_think, is_formatted=formatted([0, 1, 1, 0])).anchor) == 2
+    # Nobody's format is right, or only a failure's: the shortest success as before.
+    assert int(select(acc, num_think=num_think, is_formatted=formatted([0, 0, 0, 0])).anchor) == 0
+    assert int(select(acc, num_think=num_think, is_formatted=formatted([0, 1, 0, 0])).anchor) == 0
+
+
+def test_random_anchor_is_a_well_formed_success_where_there_is_one():
+    is_formatted = jnp.array([True, False, True, False, True])
+    drawn = draw_subgroups((0, 1, 1, 1, 1), 200, is_formatted=is_formatted)
+    assert set(drawn.anchor.tolist()) == {2, 4}
+
+
 def draw_subgroups(acc, number, *, rule="nearest", **kwargs):
     keys = jax.random.split(jax.random.key(0), number)
     return jax.vmap(lambda rng: select(acc, rule=rule, anchor_rule="random", rng=rng, **kwargs))(

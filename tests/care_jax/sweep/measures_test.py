@@ -47,8 +47,20 @@ def test_without_held_out_questions_the_benchmarks_mean_is_compared(make_outcome
 def test_a_fluctuating_metric_is_averaged_over_the_last_tenth(make_outcome):
     lengths = [0.0] * 90 + [10.0, 20.0] * 5
     assert value("response_tokens", make_outcome(response_tokens=lengths)) == 15
+    assert value("alpha", make_outcome(**{"signature/alpha": [None] * 100})) is None
+    assert value("alpha", make_outcome(**{"signature/alpha": [None] * 99 + [0.5]})) == 0.5
+
+
+def test_reflections_count_one_by_one_over_the_whole_run(make_outcome):
+    """Half of all groups at a success of 20%, an eighth at 70%: 30% of the reflections."""
+    steps = {
+        "reflect_rate": [0.5] * 50 + [0.125] * 49 + [0.125],
+        "reflect_success": [0.2] * 50 + [0.7] * 49 + [0.7],
+    }
+    assert value("reflect_success", make_outcome(**steps)) == pytest.approx(30)
+    first = {"reflect_rate": [0.5, 0.0] * 50, "reflect_first_try": [0.4, None] * 50}
+    assert value("reflect_first_try", make_outcome(**first)) == pytest.approx(40)
     assert value("reflect_success", make_outcome(reflect_success=[None] * 100)) is None
-    assert value("reflect_success", make_outcome(reflect_success=[None] * 99 + [0.5])) == 0.5
 
 
 def test_the_rescue_is_measured_against_the_run_without_it(make_outcome):
