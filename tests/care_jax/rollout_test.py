@@ -203,11 +203,9 @@ def test_resampled_rows_start_from_the_prompt_alone(roll, policy):
     np.testing.assert_array_equal(groups.has_reflection, [True, False])
 
 
-def test_a_failure_that_never_closed_its_rationale_is_repaired_before_its_answer(roll, policy):
-    def open_ended(i, g):
-        return f"<think>row {g} of {i} <answer>99</answer>"
-
-    groups, script, _ = roll(failure=open_ended)
+def test_a_failure_without_think_tags_is_repaired_before_its_answer(roll, policy):
+    """With its answer in the context the row would hold two answers, and acc 0 for certain."""
+    groups, script, _ = roll(failure=lambda i, g: f"row {g} of {i} <answer>99</answer>")
     assert script.forced[1] == f"<think>row 2 of 1 {CUE}"
     np.testing.assert_array_equal(groups.scores.acc[:, 3], [0, 1, 0, 0, 1, 0])
 
