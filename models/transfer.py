@@ -45,7 +45,7 @@ def load(
     """
     table = weights.tensors(config, shapes)
     every = [tensor for row in table.values() for tensor in row]
-    entries = _find(pathlib.Path(folder), every, config.family)
+    entries = _find(pathlib.Path(folder), every, config)
     dtype = np.dtype(dtype)
     staged = _staged_bytes(every, dtype)
     placed = weights.leaves_by_path(shardings) if shardings else dict.fromkeys(table)
@@ -60,9 +60,13 @@ def load(
 
 
 def _find(
-    folder: pathlib.Path, expected: list[weights.Tensor], family: str
+    folder: pathlib.Path, expected: list[weights.Tensor], config: BackboneConfig
 ) -> dict[str, release.Entry]:
-    """Where the release has each tensor, by its name in the family's releases."""
+    """Where the release has each tensor, by its name in the family's releases.
+
+    A copy of tied embeddings under the unembedding's name is compared with them and left out.
+    """
+    family = config.family
     found: dict[str, release.Entry] = {}
     problems = []
     for entry in release.read_headers(folder).values():
@@ -70,6 +74,7 @@ def _find(
         if name in found:
             problems.append(f"{name} is there twice, as {found[name].name} and {entry.name}")
         found[name] = entry
+    copy = found.pop(weights.UNEMBEDDING, None) if config.text.tie_embeddings else None
     shapes = {tensor.name: tensor.hf_shape for tensor in expected}
     problems += [f"missing {name}" for name in sorted(shapes.keys() - found.keys())]
     problems += [f"unused {name}" for name in sorted(found.keys() - shapes.keys())]
@@ -83,6 +88,12 @@ def _find(
         raise ValueError(
             f"{folder} does not hold this backbone: {'; '.join(problems)}; check that config.json "
             "belongs to the weights"
+        )
+    embedding = found[weights.release_name(weights.EMBEDDING, family)]
+    if copy is not None and not release.is_equal(copy, embedding):
+        raise ValueError(
+            f"{copy.name} must equal {embedding.name}, as config.json ties them, and differs in "
+            f"{folder}; set tie_word_embeddings to false in config.json, or remove {copy.name}"
         )
     return found
 

@@ -1,5 +1,6 @@
 """Files in and out: bit-exact, complete, and refused by name where they do not fit."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import backbone
+from models import backbone, release
+from models.config import BackboneConfig
 
 # Where a family's releases put the decoder and the tower.
 PREFIXES = {
@@ -100,6 +102,33 @@ def test_a_tied_backbone_has_no_unembedding_of_its_own(tied_config, make_params,
     loaded, config = backbone.load(tmp_path / "tied")
     assert config == tied_config
     assert_same(loaded, params)
+
+
+def with_copy(folder, change=0.0):
+    """Writes the embeddings again as lm_head.weight, as files of transformers 4 may have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    copy = tensors[name].copy()
+    copy[-1, -1] += np.asarray(change, copy.dtype)
+    save_file(tensors | {"lm_head.weight": copy}, path)
+    return name
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("block_size", [release._BLOCK_SIZE, 100])
+def test_a_copy_of_tied_embeddings_is_left_out(
+    tied_config, make_params, tmp_path, monkeypatch, dtype, block_size
+):
+    monkeypatch.setattr(release, "_BLOCK_SIZE", block_size)
+    params = jax.tree.map(lambda a: a.astype(dtype), make_params(tied_config))
+    backbone.export(tmp_path, params, tied_config, dtype)
+    name = with_copy(tmp_path)
+    assert_same(backbone.load(tmp_path, dtype=dtype)[0], params)
+    with_copy(tmp_path, change=1.0)
+    with pytest.raises(ValueError, match=f"^lm_head.weight must equal {name}") as error:
+        backbone.load(tmp_path)
+    assert "\n" not in str(error.value) and "set tie_word_embeddings to false" in str(error.value)
 
 
 def test_a_folder_without_weights_is_refused(config, tmp_path):
