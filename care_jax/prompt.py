@@ -87,7 +87,7 @@ def backbone_config(
 ) -> BackboneConfig:
     """The backbone of a release's folder; without one, of `fields` with the tokenizer's ids."""
     if folder:
-        return BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        return BackboneConfig.from_folder(folder)
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
     text = {"vocab_size": len(tokenizer), **fields["text_config"]}
     return BackboneConfig.from_hf({**fields, **ids, "text_config": text})
@@ -268,8 +268,8 @@ class PromptBuilder:
         return Prompts(tokens, is_valid, positions, next_position, slots, images)
 
     def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
-        """Tokens of a response, tags included, with the end-of-sequence token."""
-        return np.append(self._encode(text), np.int32(self.config.eos_token_id))
+        """Tokens of a response, tags included, with the first end-of-sequence token."""
+        return np.append(self._encode(text), np.int32(self.config.eos_token_ids[0]))
 
     def save_processor(self, folder: str | pathlib.Path) -> None:
         """Writes the tokenizer and the image processor's settings, as released folders have them.

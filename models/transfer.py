@@ -230,7 +230,7 @@ def _begin_export(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = {**config.to_hf(), "dtype": dtype.name}
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    generation = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+    generation = {"eos_token_id": config.hf_eos_token_id, "pad_token_id": config.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     for old in folder.glob("model*.safetensors*"):  # shards of an earlier export
         old.unlink()

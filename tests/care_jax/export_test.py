@@ -72,7 +72,7 @@ def test_the_model_opens_with_the_policys_bits(exported, policy, params):
     table = model.get_input_embeddings().weight.detach().float().numpy()
     expected = params["text"]["embed"]["table"].astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(table, expected)
-    assert model.generation_config.eos_token_id == policy.config.eos_token_id
+    assert model.generation_config.eos_token_id == policy.config.eos_token_ids[0]
 
 
 class ImageProcessorOnly(transformers.Qwen2_5_VLProcessor):

@@ -30,7 +30,7 @@ def tokens_of(*pieces):
 
 def parse(*pieces, eos=True, **kwargs):
     tokens = tokens_of(*pieces) + [EOS] * eos
-    return spans.parse(tokens, TOKEN_BYTES, eos_token_id=EOS, **kwargs)
+    return spans.parse(tokens, TOKEN_BYTES, eos_token_ids=(EOS,), **kwargs)
 
 
 def indices(mask):
@@ -68,7 +68,9 @@ def test_spans_follow_the_bytes_however_they_are_cut(data):
     text = "\n<think>é = 2.</think>\n<answer> B </answer>".encode()
     cuts = data.draw(st.sets(st.integers(1, len(text) - 1)).map(sorted))
     pieces = list(itertools.pairwise([0, *cuts, len(text)]))
-    found = spans.parse([*range(len(pieces)), 99], [text[a:b] for a, b in pieces], eos_token_id=99)
+    found = spans.parse(
+        [*range(len(pieces)), 99], [text[a:b] for a, b in pieces], eos_token_ids=(99,)
+    )
     think, rationale, answer = (text.index(x) for x in (b"<think>", "é".encode(), b"<answer>"))
     close_think, end_think = rationale + len("é = 2.".encode()), answer - 1
 
@@ -118,6 +120,12 @@ def test_only_one_closed_rationale_then_one_answer_is_well_formed(text, fmt, ans
     assert found.is_answer.any() == found.has_answer
 
 
+def test_any_of_several_ends_completes_a_response():
+    for end in (EOS, 300):
+        found = spans.parse([*GOOD.encode(), end], TOKEN_BYTES, eos_token_ids=(EOS, 300))
+        assert (found.fmt, found.answer, indices(found.is_answer)[-1]) == (1.0, "12", len(GOOD))
+
+
 def test_response_without_eos_is_not_well_formed():
     found = parse(GOOD, eos=False)
     assert (found.fmt, found.answer) == (0.0, "12")
@@ -125,7 +133,7 @@ def test_response_without_eos_is_not_well_formed():
 
 
 def test_empty_response_has_no_spans():
-    found = spans.parse([], TOKEN_BYTES, eos_token_id=EOS)
+    found = spans.parse([], TOKEN_BYTES, eos_token_ids=(EOS,))
     assert (found.fmt, found.has_answer, found.is_think.shape) == (0.0, False, (0,))
 
 
@@ -143,7 +151,7 @@ def test_tokens_without_text_belong_to_where_they_stand():
     found = parse("<think>a", b"", "</think>", b"", "<answer>3</answer>")
     assert found.num_think == 2
     assert found.is_think[8] and not found.is_think[17] and not found.is_answer[17]
-    beyond = spans.parse([*GOOD.encode(), 10_000, EOS], TOKEN_BYTES, eos_token_id=EOS)
+    beyond = spans.parse([*GOOD.encode(), 10_000, EOS], TOKEN_BYTES, eos_token_ids=(EOS,))
     assert beyond.fmt == 1.0
 
 
@@ -158,7 +166,7 @@ def test_think_tag_is_a_setting():
 def test_parsing_takes_linear_time(unit):
     tokens = list(unit.encode()) * (200_000 // len(unit))
     start = time.perf_counter()
-    spans.parse(tokens, TOKEN_BYTES, eos_token_id=EOS)
+    spans.parse(tokens, TOKEN_BYTES, eos_token_ids=(EOS,))
     assert time.perf_counter() - start < 3  # seconds; measured 0.1
 
 

@@ -57,7 +57,21 @@ def test_a_smaller_export_leaves_no_old_shards(params, config, folder):
 
 def test_generation_config_stops_at_the_end_of_sequence(folder, config):
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+    (eos,) = config.eos_token_ids
+    assert generation == {"eos_token_id": eos, "pad_token_id": config.pad_token_id}
+
+
+def test_every_end_of_sequence_id_comes_back_from_the_files(params, config, tmp_path):
+    """config.json alone has them, and a release keeps the others in generation_config.json."""
+    config = dataclasses.replace(config, eos_token_ids=(114, config.pad_token_id))
+    backbone.export(tmp_path, params, config)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [114, 115]
+    assert BackboneConfig.from_hf(config.to_hf()) == config
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["eos_token_id"] = fields["text_config"]["eos_token_id"] = 114
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert backbone.load(tmp_path)[1] == config
 
 
 @pytest.mark.parametrize("scheme", PREFIXES)
