@@ -74,7 +74,7 @@ def evaluate(
                 batch.examples,
                 verifier,
                 policy.token_bytes,
-                eos_token_id=policy.config.eos_token_id,
+                eos_token_ids=policy.config.eos_token_ids,
                 think_tag=policy.think_tag,
                 format_weight=0.0,
             )
@@ -246,7 +246,7 @@ def _answers(
         sizes = distributed.gather_rows(prompt_sizes(padded), own)
         rollouts = ask(sharding.put_batch(policy.prompts.batch(padded, sizes), run.mesh))
         rollouts = jax.tree.map(lambda x: x[kept], rollouts)  # noqa: B023
-        texts = row_texts(rollouts, policy.token_bytes, eos_token_id=policy.config.eos_token_id)
+        texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
         yield _Batch(
             places=[mine[row] for row in kept],
             examples=[batch[row] for row in kept],

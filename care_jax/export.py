@@ -1,8 +1,8 @@
 """Writes a trained policy as a Hugging Face folder: weights, config, tokenizer and processor.
 
-`generation_config.json` says how the policy was trained and evaluated: it ends at the backbone's
-end-of-sequence token and has no sampling settings. Those of a release, such as a repetition
-penalty, are left out.
+`generation_config.json` says how the policy was trained and evaluated: it ends at any of the
+backbone's end-of-sequence tokens and has no sampling settings. Those of a release, such as a
+repetition penalty, are left out.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from care_jax.policy import Policy
+from care_jax.prompt import processor_template
 from care_jax.run import Run
 from models import backbone
 
-_CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -26,7 +27,8 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    *_CHAT_TEMPLATES,
+    "chat_template.jinja",
+    "chat_template.json",
 )
 _PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -68,11 +70,21 @@ def save_processor(policy: Policy, folder: pathlib.Path) -> None:
         policy.prompts.save_processor(folder)
     for name in present:
         shutil.copyfile(source / name, folder / name)
+    if has_own_tokenizer and (source / _MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
+    if not has_own_tokenizer and "processor_config.json" in present:
+        _drop_chat_template(folder / "processor_config.json")
     if not _has_chat_template(folder):
         (folder / "chat_template.jinja").write_text(policy.tokenizer.chat_template)
 
 
+def _drop_chat_template(path: pathlib.Path) -> None:
+    """Of the release's tokenizer, where the run has another; AutoProcessor would prefer it."""
+    fields = json.loads(path.read_text())
+    if fields.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
 def _has_chat_template(folder: pathlib.Path) -> bool:
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    in_file = any((folder / name).is_file() for name in _CHAT_TEMPLATES)
-    return in_file or bool(config.get("chat_template"))
+    return bool(processor_template(folder) or config.get("chat_template"))

@@ -29,11 +29,12 @@ from models.config import BackboneConfig
 from models.positions import image_slots, pack_images, prompt_positions
 
 IMAGE_PLACEHOLDER = "<image>"
+_IMAGE_TOKEN = "<|image_pad|>"
 # Classes that releases name in their preprocessor_config.json.
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 # Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
 _TOKEN_NAMES = {
-    "image_token_id": "<|image_pad|>",
+    "image_token_id": _IMAGE_TOKEN,
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
@@ -66,7 +67,12 @@ def prompt_sizes(records: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
 def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
     """Opens a tokenizer folder; an empty name gives the small built-in tokenizer.
 
-    A tokenizer saved without a chat template gets that of Qwen2.5-VL.
+    The chat template is the one that transformers' AutoProcessor has: chat_template.json or
+    chat_template.jinja come before the tokenizer's own, which in Qwen2.5-VL's releases is for text
+    alone. A folder without any gets that of Qwen2.5-VL.
+
+    Raises:
+        ValueError: the folder holds no tokenizer, or its templates cannot be read.
     """
     if not folder:
         return build_tokenizer()
@@ -75,11 +81,33 @@ def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"expected a tokenizer in {str(folder)!r}, got {str(error).splitlines()[0]!r}; point "
-            "model.tokenizer at a folder with tokenizer.json"
+            "model.tokenizer at a folder with tokenizer.json, or vocab.json and merges.txt"
         ) from error
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = CHAT_TEMPLATE
+    template = processor_template(folder) or tokenizer.chat_template or CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
+
+
+def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | None:
+    """The chat template that AutoProcessor takes from a folder, beside the tokenizer's own.
+
+    Returns:
+        the template, or templates by name; None where there is only the tokenizer's, or none.
+
+    Raises:
+        ValueError: a file cannot be read, or two kinds of template files contradict each other.
+    """
+    # Takes a second to import, which runs with the built-in tokenizer need not wait for.
+    from transformers.processing_utils import ProcessorMixin
+
+    try:
+        fields, _ = ProcessorMixin.get_processor_dict(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"expected a chat template in {str(folder)!r}, got {str(error).splitlines()[0]!r}; "
+            "fetch the release's chat_template.json or chat_template.jinja again, and keep one"
+        ) from error
+    return fields.get("chat_template")
 
 
 def backbone_config(
@@ -87,7 +115,7 @@ def backbone_config(
 ) -> BackboneConfig:
     """The backbone of a release's folder; without one, of `fields` with the tokenizer's ids."""
     if folder:
-        return BackboneConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        return BackboneConfig.from_folder(folder)
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
     text = {"vocab_size": len(tokenizer), **fields["text_config"]}
     return BackboneConfig.from_hf({**fields, **ids, "text_config": text})
@@ -101,13 +129,14 @@ class PromptBuilder:
         config: the backbone; gives patch sizes, channel statistics and token ids.
         min_pixels, max_pixels: images are resized into this range of height x width.
         buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks.
-        system_prompt: text of the system turn.
+        system_prompt: text of the system turn; empty for none, where the template may put its own.
         instruction: appended to every question on a line of its own; empty for none.
         think_tag: name of the tag around the rationale.
         patch_dtype: of image patches; the type that the backbone computes in loses nothing.
 
     Raises:
-        ValueError: the tokenizer and the backbone disagree, or a size cannot be.
+        ValueError: the tokenizer and the backbone disagree, the template is for text alone, or a
+            size cannot be.
     """
 
     def __init__(
@@ -153,6 +182,7 @@ class PromptBuilder:
         self.image_mean, self.image_std = IMAGE_STATISTICS[config.family]
         # Rendering the template takes longer than drawing a small picture; questions come again.
         self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
+        self._check_template()
 
     def chat(self, example: Example) -> str:
         """The prompt as text, one image token per image, up to the assistant's turn."""
@@ -171,10 +201,10 @@ class PromptBuilder:
         content = [{"type": "text", "text": texts[0]}]
         for text in texts[1:]:
             content += [{"type": "image"}, {"type": "text", "text": text}]
-        messages = [
-            {"role": "system", "content": self.system_prompt},
-            {"role": "user", "content": [item for item in content if item.get("text") != ""]},
-        ]
+        content = [item for item in content if item.get("text") != ""]
+        messages = [{"role": "user", "content": content}]
+        if self.system_prompt:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -268,8 +298,8 @@ class PromptBuilder:
         return Prompts(tokens, is_valid, positions, next_position, slots, images)
 
     def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
-        """Tokens of a response, tags included, with the end-of-sequence token."""
-        return np.append(self._encode(text), np.int32(self.config.eos_token_id))
+        """Tokens of a response, tags included, with the first end-of-sequence token."""
+        return np.append(self._encode(text), np.int32(self.config.eos_token_ids[0]))
 
     def save_processor(self, folder: str | pathlib.Path) -> None:
         """Writes the tokenizer and the image processor's settings, as released folders have them.
@@ -300,6 +330,20 @@ class PromptBuilder:
             "merge_size": vision.merge_size,
         }
         (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _check_template(self) -> None:
+        """Refuses a template that does not show each of a prompt's images."""
+        try:
+            shown = self._render(f"{IMAGE_PLACEHOLDER}{IMAGE_PLACEHOLDER}?").count(_IMAGE_TOKEN)
+            got = f"{shown} of them for two images"
+        except Exception as error:  # the template is a program of its authors
+            shown, got = 0, f"{type(error).__name__} ({str(error).partition(chr(10))[0]})"
+        if shown != 2:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path!r} must write {_IMAGE_TOKEN} "
+                f"for an image, got {got}, as one for text alone does; put the release's "
+                "chat_template.json or chat_template.jinja beside its tokenizer_config.json"
+            )
 
     def _encode(self, text: str) -> Int[np.ndarray, " L"]:
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
@@ -332,7 +376,7 @@ class PromptBuilder:
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: BackboneConfig) -> None:
     """The tokens that join text and images must have the same ids on both sides."""
     expected = {
-        "<|image_pad|>": config.image_token_id,
+        _IMAGE_TOKEN: config.image_token_id,
         "<|video_pad|>": config.video_token_id,
         "<|vision_start|>": config.vision_start_token_id,
         "<|vision_end|>": config.vision_end_token_id,

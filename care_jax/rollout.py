@@ -170,7 +170,7 @@ def roll_out(
             examples,
             verifier,
             policy.token_bytes,
-            eos_token_id=policy.config.eos_token_id,
+            eos_token_ids=policy.config.eos_token_ids,
             think_tag=policy.think_tag,
             format_weight=rl.format_weight,
         )

@@ -121,7 +121,7 @@ def decode(
     forced: Forced | None = None,
     stops: bool = True,
 ) -> Rollouts:
-    """Samples `num_rows` responses to each prompt, until EOS or `max_tokens`.
+    """Samples `num_rows` responses to each prompt, until one of the EOS ids or `max_tokens`.
 
     Args:
         params: in the decode layout.
@@ -198,7 +198,8 @@ def decode(
         token = jax.vmap(choose)(logits, keys)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[..., None], -1)[..., 0]
         is_new = ~state.is_done
-        is_eos = (token == config.eos_token_id) & is_new if stops else jnp.zeros_like(is_new)
+        is_end = jnp.isin(token, jnp.array(config.eos_token_ids))
+        is_eos = is_end & is_new if stops else jnp.zeros_like(is_new)
         return state.replace(
             slot=slot,
             tokens=state.tokens.at[:, :, slot].set(jnp.where(is_new, token, config.pad_token_id)),

@@ -5,7 +5,7 @@ Letters: B prompts, R rows per prompt, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from jaxtyping import Shaped
@@ -16,11 +16,11 @@ from care_jax.verifier import Verifier
 
 
 def row_texts(
-    rollouts: Rollouts, token_bytes: Sequence[bytes], *, eos_token_id: int
+    rollouts: Rollouts, token_bytes: Sequence[bytes], *, eos_token_ids: Collection[int]
 ) -> list[list[str]]:
     """The text of every row, forced tokens included and EOS left out, [B][R]."""
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
-    is_text = is_valid & (tokens != eos_token_id)
+    is_text = is_valid & ~np.isin(tokens, list(eos_token_ids))
     return [
         [
             b"".join(token_bytes[token] for token in row[mask]).decode("utf-8", "replace")
@@ -36,7 +36,7 @@ def score_rollouts(
     verifier: Verifier,
     token_bytes: Sequence[bytes],
     *,
-    eos_token_id: int,
+    eos_token_ids: Collection[int],
     think_tag: str,
     format_weight: float,
 ) -> tuple[Scores, list[list[str]], Shaped[np.ndarray, "B R"]]:
@@ -47,7 +47,7 @@ def score_rollouts(
         examples: the questions, for their gold answers.
         verifier: compares answers.
         token_bytes: the bytes of every token id.
-        eos_token_id: ends a complete response.
+        eos_token_ids: one of them ends a complete response.
         think_tag: name of the rationale's tag.
         format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall).
 
@@ -59,13 +59,13 @@ def score_rollouts(
     num_rows, num_tokens = tokens.shape[1:]
     parsed = [
         [
-            spans.parse(row[mask], token_bytes, eos_token_id=eos_token_id, think_tag=think_tag)
+            spans.parse(row[mask], token_bytes, eos_token_ids=eos_token_ids, think_tag=think_tag)
             for row, mask in zip(rows, masks, strict=True)
         ]
         for rows, masks in zip(tokens, is_valid, strict=True)
     ]
     flat = [row for rows in parsed for row in rows]
-    texts = row_texts(rollouts, token_bytes, eos_token_id=eos_token_id)
+    texts = row_texts(rollouts, token_bytes, eos_token_ids=eos_token_ids)
     verdicts = verifier.verify(
         [text for rows in texts for text in rows],
         [example for example in examples for _ in range(num_rows)],

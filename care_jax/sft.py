@@ -181,7 +181,7 @@ def make_sample(run: Run, example: Example, record: TokenizedPrompt) -> Sample:
     span = spans.parse(
         response,
         policy.token_bytes,
-        eos_token_id=policy.config.eos_token_id,
+        eos_token_ids=policy.config.eos_token_ids,
         think_tag=policy.think_tag,
     )
     weight = np.where(span.is_answer, run.config.sft.answer_weight, 1.0).astype(np.float32)

@@ -5,7 +5,6 @@ Every prompt is of the largest bucket and has an image, every response is as lon
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -38,7 +37,7 @@ def policy(config: ConfigDict) -> Policy:
     if not model.path:
         backbone = backbone_config(None, model.backbone.to_dict(), load_tokenizer(model.tokenizer))
     elif file.is_file():
-        backbone = BackboneConfig.from_hf(json.loads(file.read_text()))
+        backbone = BackboneConfig.from_folder(file.parent)
     elif model.path in RELEASES:
         backbone = RELEASES[model.path]
     else:

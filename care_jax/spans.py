@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,7 @@ def parse(
     tokens: Sequence[int],
     token_bytes: Sequence[bytes],
     *,
-    eos_token_id: int,
+    eos_token_ids: Collection[int],
     think_tag: str = "think",
 ) -> Spans:
     """Finds the think and the answer span of one response, in linear time.
@@ -110,10 +110,10 @@ def parse(
         tokens: one response without padding, EOS included where it was reached. Ids beyond
             `token_bytes` stand for no text.
         token_bytes: bytes of each token id, from the function of that name.
-        eos_token_id: the token that ends a response; the last one only is looked at.
+        eos_token_ids: the tokens that end a response; the last token alone is looked at.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
     """
-    is_complete = len(tokens) > 0 and int(tokens[-1]) == eos_token_id
+    is_complete = len(tokens) > 0 and int(tokens[-1]) in eos_token_ids
     pieces = [token_bytes[t] if t < len(token_bytes) else b"" for t in map(int, tokens)]
     if is_complete:
         pieces[-1] = b""

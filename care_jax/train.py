@@ -243,7 +243,7 @@ def open_report(run: Run, start: int) -> Report:
     care, policy, settings = run.config.care, run.policy, run.config.report
     wording = Wording(
         token_bytes=policy.token_bytes,
-        eos_token_id=policy.config.eos_token_id,
+        eos_token_ids=policy.config.eos_token_ids,
         think_tag=policy.think_tag,
         cue=reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
     )

@@ -184,7 +184,7 @@ def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think")
     # `spans.parse` reads bytes of tokens: the text is one token, the end is another.
     pieces = [text.encode("utf-8", errors="replace"), b""]
     tokens = [0, 1] if is_complete else [0]
-    return spans.parse(tokens, pieces, eos_token_id=1, think_tag=think_tag)
+    return spans.parse(tokens, pieces, eos_token_ids=(1,), think_tag=think_tag)
 
 
 def extract_answer(response: str, *, think_tag: str = "think") -> str:

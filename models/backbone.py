@@ -9,7 +9,6 @@ and `extend` the second.
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 from typing import Any
 
@@ -260,8 +259,9 @@ def load(
     """Reads a Hugging Face release from disk, in the training layout.
 
     Args:
-        folder: holds config.json and safetensors, in one file or in several with their index.
-        config: in place of the folder's config.json.
+        folder: holds config.json and safetensors, in one file or in several with their index, and
+            mostly generation_config.json.
+        config: in place of the folder's.
         dtype: what the parameters are cast to.
         shardings: tree of `logical_axes` with where each parameter lies; what a process does not
             hold it does not read. None: everything on the default device.
@@ -271,8 +271,7 @@ def load(
             short, or tensors are missing, unused or of the wrong shape.
     """
     if config is None:
-        text = (pathlib.Path(folder) / "config.json").read_text()
-        config = BackboneConfig.from_hf(json.loads(text))
+        config = BackboneConfig.from_folder(folder)
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return transfer.load(folder, config, shapes, dtype, shardings), config
 

@@ -11,8 +11,12 @@ the releases.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import pathlib
 from typing import Any
+
+VISION_ROPE_THETA = 10000.0  # base of the towers' rotary frequencies, of all releases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +138,16 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackboneConfig:
-    """A vision-language backbone: its two halves and the token ids that join them."""
+    """A vision-language backbone: its two halves and the token ids that join them.
+
+    Attributes:
+        vision, text: the halves.
+        family: the `model_type` of its releases.
+        image_token_id, video_token_id, vision_start_token_id, vision_end_token_id: of the tokens
+            that stand for images and videos, and around them.
+        eos_token_ids: each of them ends a response. The first is the one that is taught.
+        pad_token_id: fills rows. It may be one of `eos_token_ids`: masks tell what is padding.
+    """
 
     vision: VisionConfig
     text: TextConfig
@@ -143,7 +156,7 @@ class BackboneConfig:
     video_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
-    eos_token_id: int
+    eos_token_ids: tuple[int, ...]
     pad_token_id: int
 
     def __post_init__(self):
@@ -160,8 +173,28 @@ class BackboneConfig:
             )
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any]) -> BackboneConfig:
+    def from_folder(cls, folder: str | pathlib.Path) -> BackboneConfig:
+        """Reads a release's config.json, and its generation_config.json where there is one.
+
+        Raises:
+            ValueError: one of them is no JSON, or `from_hf` refuses it.
+        """
+        folder = pathlib.Path(folder)
+        generation = {}
+        if (folder / "generation_config.json").is_file():
+            generation = _read_json(folder / "generation_config.json")
+        return cls.from_hf(_read_json(folder / "config.json"), generation)
+
+    @classmethod
+    def from_hf(
+        cls, config: dict[str, Any], generation: dict[str, Any] | None = None
+    ) -> BackboneConfig:
         """Reads a `config.json` in either layout.
+
+        Args:
+            config: the file's fields.
+            generation: those of `generation_config.json`. Its end-of-sequence ids come behind the
+                config's; the rest, how its authors sampled, is not read.
 
         Raises:
             ValueError: a field is missing, or asks for something that is not implemented.
@@ -169,22 +202,29 @@ class BackboneConfig:
         model_type = _field(config, "model_type", "config.json")
         family = _family(model_type)
         text = config.get("text_config") or config
-        eos = _first(_field({**config, **text}, "eos_token_id", "config.json"))
+        eos = _eos_token_ids(text, config, generation or {})
         pad = text.get("pad_token_id", config.get("pad_token_id"))
         if pad is None:
             pad = text.get("bos_token_id", config.get("bos_token_id"))
-        tie = config.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+        tie = _is_tied(config, "config.json")
+        if family.text_ties:
+            tie = tie or _is_tied(text, "text_config")
         return cls(
             vision=_vision_from_hf(_field(config, "vision_config", "config.json"), family),
-            text=_text_from_hf(text, family, tie=bool(tie)),
+            text=_text_from_hf(text, family, tie=tie),
             family=model_type,
             image_token_id=_field(config, "image_token_id", "config.json"),
             video_token_id=_field(config, "video_token_id", "config.json"),
             vision_start_token_id=_field(config, "vision_start_token_id", "config.json"),
             vision_end_token_id=_field(config, "vision_end_token_id", "config.json"),
-            eos_token_id=eos,
-            pad_token_id=eos if pad is None else pad,
+            eos_token_ids=eos,
+            pad_token_id=eos[0] if pad is None else pad,
         )
+
+    @property
+    def hf_eos_token_id(self) -> int | list[int]:
+        """`eos_token_ids` as files have them: a number where there is one."""
+        return self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
 
     def to_hf(self) -> dict[str, Any]:
         """A `config.json` that transformers opens; `from_hf` of it gives this config back."""
@@ -192,7 +232,7 @@ class BackboneConfig:
         # The releases' beginning-of-sequence token is the one they pad with.
         tokens = {
             "bos_token_id": self.pad_token_id,
-            "eos_token_id": self.eos_token_id,
+            "eos_token_id": self.hf_eos_token_id,
             "pad_token_id": self.pad_token_id,
         }
         return {
@@ -218,6 +258,7 @@ class _Family:
         vision_fields, text_fields: fields it has and the other family has not, ours to theirs.
         vision_fixed, text_fixed: settings of all its releases; others are not implemented.
         vision_written, text_written, rope_written: what else is written, and not read.
+        text_ties: embeddings are tied where text_config alone says so too, as transformers has it.
         flags: what `TextConfig` says of it.
     """
 
@@ -229,6 +270,7 @@ class _Family:
     vision_written: dict[str, Any]
     text_written: dict[str, Any]
     rope_written: dict[str, Any]
+    text_ties: bool
     flags: dict[str, bool]
 
 
@@ -245,6 +287,7 @@ _FAMILIES = {
         vision_written={"model_type": "qwen2_5_vl_vision", "tokens_per_second": 2},
         text_written={"model_type": "qwen2_5_vl_text"},
         rope_written={"type": "mrope"},
+        text_ties=True,
         flags={"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
     ),
     "qwen3_vl": _Family(
@@ -259,6 +302,7 @@ _FAMILIES = {
         vision_written={"model_type": "qwen3_vl"},
         text_written={"model_type": "qwen3_vl_text"},
         rope_written={"rope_type": "default", "mrope_interleaved": True},
+        text_ties=False,
         flags={"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True},
     ),
 }
@@ -312,8 +356,40 @@ def _fields_to_hf(config: VisionConfig | TextConfig, names: dict[str, str]) -> d
     return {theirs: list(v) if isinstance(v, tuple) else v for theirs, v in values.items()}
 
 
-def _first(value: int | list[int]) -> int:
-    return value if isinstance(value, int) else value[0]
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be a JSON file, got {error}; fetch it again") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {fields!r}; fetch it again")
+    return fields
+
+
+def _eos_token_ids(
+    text: dict[str, Any], config: dict[str, Any], generation: dict[str, Any]
+) -> tuple[int, ...]:
+    """The config's ids, its text part's where that has any, then the generation config's others."""
+    own = text.get("eos_token_id")
+    own = config.get("eos_token_id") if own is None else own
+    ids: list[int] = []
+    for found in (own, generation.get("eos_token_id")):
+        ids += found if isinstance(found, list | tuple) else [] if found is None else [found]
+    if not ids or not all(type(index) is int for index in ids):
+        raise ValueError(
+            "config.json or generation_config.json must have 'eos_token_id', a token id or a list "
+            f"of them, got {ids or None}; add it"
+        )
+    return tuple(dict.fromkeys(ids))
+
+
+def _is_tied(config: dict[str, Any], where: str) -> bool:
+    tie = config.get("tie_word_embeddings", False)
+    if not isinstance(tie, bool):
+        raise ValueError(
+            f"{where} tie_word_embeddings must be true or false, got {tie!r}; correct or remove it"
+        )
+    return tie
 
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
@@ -333,10 +409,37 @@ def _check_fixed(config: dict[str, Any], fixed: dict[str, Any], where: str) -> N
 
 def _vision_from_hf(config: dict[str, Any], family: _Family) -> VisionConfig:
     _check_fixed(config, family.vision_fixed, "vision_config")
-    return VisionConfig(
-        in_channels=config.get("in_channels", config.get("in_chans", 3)),
-        **_fields(config, _VISION_FIELDS | family.vision_fields, "vision_config"),
-    )
+    _check_tower_rope(config)
+    fields = _fields(config, _VISION_FIELDS | family.vision_fields, "vision_config")
+    for name in ("patch_size", "temporal_patch_size"):
+        fields[name] = _one_size(fields[name], name)
+    return VisionConfig(in_channels=config.get("in_channels", config.get("in_chans", 3)), **fields)
+
+
+def _check_tower_rope(config: dict[str, Any]) -> None:
+    """Refuses a tower with other rotary frequencies, in any of the places they are written in."""
+    fixed = {"rope_theta": VISION_ROPE_THETA, "partial_rotary_factor": 1.0}
+    for where in ("rope_parameters", "rope_scaling", ""):
+        rope = (config.get(where) or {}) if where else config
+        given = {name: value for name, value in rope.items() if value is not None}
+        _check_fixed(given, fixed, f"vision_config {where}".strip())
+        rope_type = given.get("rope_type", given.get("type", "default")) if where else "default"
+        if rope_type not in ("default", "axial"):
+            raise ValueError(
+                f"vision_config {where} rope_type must be 'default' or 'axial', got {rope_type!r}, "
+                "which is not implemented"
+            )
+
+
+def _one_size(size: int | tuple[int, ...], name: str) -> int:
+    """A size that may be written once for each axis."""
+    sizes = size if isinstance(size, tuple) else (size,)
+    if len(set(sizes)) != 1 or type(sizes[0]) is not int:
+        raise ValueError(
+            f"vision_config {name} must be one number, the same along every axis, got {size!r}, "
+            "which is not implemented"
+        )
+    return sizes[0]
 
 
 def _vision_to_hf(vision: VisionConfig, family: _Family) -> dict[str, Any]:
@@ -394,7 +497,7 @@ def _preset(family: str, vision: VisionConfig, **text: Any) -> BackboneConfig:
         video_token_id=151656,
         vision_start_token_id=151652,
         vision_end_token_id=151653,
-        eos_token_id=151645,
+        eos_token_ids=(151645,),
         pad_token_id=151643,
     )
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_BLOCK_SIZE = 2**22  # elements read at a time when tensors are compared
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's name for them
 
 
@@ -117,6 +118,20 @@ def open_tensor(entry: Entry) -> Iterator[Any]:
     """
     with safe_open(entry.path, framework="numpy") as file:
         yield file.get_slice(entry.name)
+
+
+def is_equal(one: Entry, other: Entry) -> bool:
+    """Whether two float tensors hold the same values; reads a block of rows at a time."""
+    if one.shape != other.shape:
+        return False
+    num_rows, row_size = one.shape[0], math.prod(one.shape[1:])
+    step = max(1, _BLOCK_SIZE // row_size)
+    with open_tensor(one) as ours, open_tensor(other) as theirs:
+        for i in range(0, num_rows, step):
+            block = slice(i, min(i + step, num_rows))
+            if not np.array_equal(ours[block].astype(np.float32), theirs[block].astype(np.float32)):
+                return False
+    return True
 
 
 def write_file(

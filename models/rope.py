@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from models.config import TextConfig, VisionConfig
-
-_VISION_THETA = 10000.0  # fixed by the family, absent from its config.json
+from models.config import VISION_ROPE_THETA, TextConfig, VisionConfig
 
 
 def _frequencies(dim: int, theta: float) -> np.ndarray:
@@ -54,7 +52,7 @@ def vision_rotary(
     coordinates: Int[Array, "... 2"], config: VisionConfig
 ) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
     """Cosine and sine of every frequency of a vision head: rows first, then columns."""
-    frequencies = _frequencies(config.head_dim // 2, _VISION_THETA)
+    frequencies = _frequencies(config.head_dim // 2, VISION_ROPE_THETA)
     component = np.repeat(np.arange(2), len(frequencies))
     return _cos_sin(coordinates, np.tile(frequencies, 2), component)
 

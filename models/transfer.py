@@ -45,7 +45,7 @@ def load(
     """
     table = weights.tensors(config, shapes)
     every = [tensor for row in table.values() for tensor in row]
-    entries = _find(pathlib.Path(folder), every, config.family)
+    entries = _find(pathlib.Path(folder), every, config)
     dtype = np.dtype(dtype)
     staged = _staged_bytes(every, dtype)
     placed = weights.leaves_by_path(shardings) if shardings else dict.fromkeys(table)
@@ -60,9 +60,13 @@ def load(
 
 
 def _find(
-    folder: pathlib.Path, expected: list[weights.Tensor], family: str
+    folder: pathlib.Path, expected: list[weights.Tensor], config: BackboneConfig
 ) -> dict[str, release.Entry]:
-    """Where the release has each tensor, by its name in the family's releases."""
+    """Where the release has each tensor, by its name in the family's releases.
+
+    A copy of tied embeddings under the unembedding's name is compared with them and left out.
+    """
+    family = config.family
     found: dict[str, release.Entry] = {}
     problems = []
     for entry in release.read_headers(folder).values():
@@ -70,6 +74,7 @@ def _find(
         if name in found:
             problems.append(f"{name} is there twice, as {found[name].name} and {entry.name}")
         found[name] = entry
+    copy = found.pop(weights.UNEMBEDDING, None) if config.text.tie_embeddings else None
     shapes = {tensor.name: tensor.hf_shape for tensor in expected}
     problems += [f"missing {name}" for name in sorted(shapes.keys() - found.keys())]
     problems += [f"unused {name}" for name in sorted(found.keys() - shapes.keys())]
@@ -83,6 +88,12 @@ def _find(
         raise ValueError(
             f"{folder} does not hold this backbone: {'; '.join(problems)}; check that config.json "
             "belongs to the weights"
+        )
+    embedding = found[weights.release_name(weights.EMBEDDING, family)]
+    if copy is not None and not release.is_equal(copy, embedding):
+        raise ValueError(
+            f"{copy.name} must equal {embedding.name}, as config.json ties them, and differs in "
+            f"{folder}; set tie_word_embeddings to false in config.json, or remove {copy.name}"
         )
     return found
 
@@ -219,7 +230,7 @@ def _begin_export(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype)
     folder.mkdir(parents=True, exist_ok=True)
     hf_config = {**config.to_hf(), "dtype": dtype.name}
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    generation = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+    generation = {"eos_token_id": config.hf_eos_token_id, "pad_token_id": config.pad_token_id}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     for old in folder.glob("model*.safetensors*"):  # shards of an earlier export
         old.unlink()

@@ -19,11 +19,12 @@ import numpy as np
 from models.config import BackboneConfig
 from models.layers import Params
 
+EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 # (name in the release, our path, input axes of a kernel or 0 for anything else); {} is the layer.
 _SHARED = (
-    ("model.embed_tokens.weight", "text/embed/table", 0),
+    (EMBEDDING, "text/embed/table", 0),
     ("model.norm.weight", "text/norm/scale", 0),
-    ("lm_head.weight", "text/unembed/table", 0),
+    (UNEMBEDDING, "text/unembed/table", 0),
     ("model.layers.{}.input_layernorm.weight", "text/layers/attention_norm/scale", 0),
     ("model.layers.{}.self_attn.q_proj.weight", "text/layers/attention/q/kernel", 1),
     ("model.layers.{}.self_attn.q_proj.bias", "text/layers/attention/q/bias", 0),

@@ -4,8 +4,10 @@ Set here, before jax initialises and before any module of ours is imported.
 """
 
 import hashlib
+import json
 import os
 import pathlib
+import shutil
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -51,3 +53,21 @@ def shared() -> pathlib.Path:
     if not folder.is_dir():
         pytest.skip("needs the test data in ../shared")
     return folder
+
+
+@pytest.fixture(scope="session")
+def releases(shared, tmp_path_factory) -> dict[str, pathlib.Path]:
+    """A folder for each family, with a real release's files as a user has them, less the weights.
+
+    To be read, not written to: tests share them.
+    """
+    source = shared / "data" / "releases"
+    if not source.is_dir():
+        pytest.skip("needs the files of real releases in ../shared/data/releases")
+    folders = {}
+    for config in sorted(source.glob("*/config.json")):
+        folder = tmp_path_factory.mktemp(config.parent.name)
+        for path in (*config.parent.iterdir(), source / "vocab.json", source / "merges.txt"):
+            shutil.copyfile(path, folder / path.name)
+        folders[json.loads(config.read_text())["model_type"]] = folder
+    return folders

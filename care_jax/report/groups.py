@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,13 @@ class Wording:
 
     Attributes:
         token_bytes: bytes of every token id.
-        eos_token_id: ends a response.
+        eos_token_ids: each of them ends a response.
         think_tag: name of the rationale's tag.
         cue: what stands behind a failed rationale; empty where nothing does.
     """
 
     token_bytes: Sequence[bytes]
-    eos_token_id: int
+    eos_token_ids: Collection[int]
     think_tag: str
     cue: str
 
@@ -282,7 +282,7 @@ def _repair(
 def _texts(rollouts: Rollouts, index: int, row: int, wording: Wording) -> tuple[str, str]:
     """(what was put there, what was sampled), EOS left out."""
     tokens = np.asarray(rollouts.tokens[index, row])
-    is_text = rollouts.is_valid[index, row] & (tokens != wording.eos_token_id)
+    is_text = rollouts.is_valid[index, row] & ~np.isin(tokens, list(wording.eos_token_ids))
     is_forced = rollouts.is_forced[index, row]
     return tuple(
         b"".join(wording.token_bytes[token] for token in tokens[mask]).decode("utf-8", "replace")

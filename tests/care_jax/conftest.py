@@ -1,6 +1,7 @@
 """A small random policy, prompts and runs for the tests of everything that needs a backbone."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,78 @@ from care_jax.batch import Example, Rollouts
 from care_jax.data.sources import open_source
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
-from care_jax.prompt import prompt_sizes
+from care_jax.prompt import load_tokenizer, prompt_sizes
 from care_jax.rollout import Roster
 from care_jax.run import Run
 from care_jax.sharding import make_mesh
 from configs import tiny
 from models import backbone
+from models.config import BackboneConfig
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def real_release(request, releases):
+    """A folder with the real files of a family, less the weights."""
+    return releases[request.param]
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(real_release):
+    return load_tokenizer(str(real_release))
+
+
+@pytest.fixture(scope="session")
+def small_release(real_release, tmp_path_factory):
+    """The real files with a backbone of 5M parameters, whose vocabulary and patches are real."""
+    folder = tmp_path_factory.mktemp("small") / real_release.name
+    shutil.copytree(real_release, folder)
+    fields = json.loads((folder / "config.json").read_text())
+    text, vision = fields.get("text_config", fields), fields["vision_config"]
+    text |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 4096}
+    if "head_dim" in text:
+        text["head_dim"] = 16
+    text["rope_scaling"]["mrope_section"] = [4, 2, 2]
+    vision |= {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+    vision |= {"out_hidden_size": 32}
+    layers = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0]}
+    vision |= {name: layers[name] for name in layers.keys() & vision.keys()}
+    (folder / "config.json").write_text(json.dumps(fields))
+    config = BackboneConfig.from_folder(folder)
+    weights = tmp_path_factory.mktemp("weights")
+    backbone.export(weights, backbone.init(config, jax.random.key(0)), config, jnp.float32)
+    shutil.move(weights / "model.safetensors", folder)
+    return folder
+
+
+@pytest.fixture
+def open_processor(monkeypatch):
+    """Opens a folder as AutoProcessor does, less the video part, which asks for torchvision."""
+    transformers = pytest.importorskip("transformers")
+
+    def open_processor(folder):
+        settings = json.loads((folder / "preprocessor_config.json").read_text())
+        stock = getattr(transformers, settings["processor_class"])
+
+        class ImageProcessorOnly(stock):
+            def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+                self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+                self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+                self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+                transformers.ProcessorMixin.__init__(
+                    self, image_processor, tokenizer, chat_template=chat_template
+                )
+
+        auto = transformers.models.auto.processing_auto
+        classes = {stock.__name__: ImageProcessorOnly}
+        monkeypatch.setattr(auto, "processor_class_from_name", classes.get)
+        processor = transformers.AutoProcessor.from_pretrained(folder)
+        processor.image_processor = transformers.AutoImageProcessor.from_pretrained(
+            folder, backend="pil"
+        )
+        return processor
+
+    return open_processor
 
 
 @pytest.fixture(scope="session")

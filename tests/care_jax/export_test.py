@@ -14,8 +14,12 @@ from PIL import Image
 
 from care_jax import export
 from care_jax.batch import Example
+from care_jax.data.tokenizer import CHAT_TEMPLATE
 from care_jax.main import policy_of
+from care_jax.prompt import processor_template
 from configs import tiny
+from models import backbone
+from models.config import BackboneConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -72,29 +76,11 @@ def test_the_model_opens_with_the_policys_bits(exported, policy, params):
     table = model.get_input_embeddings().weight.detach().float().numpy()
     expected = params["text"]["embed"]["table"].astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_array_equal(table, expected)
-    assert model.generation_config.eos_token_id == policy.config.eos_token_id
+    assert model.generation_config.eos_token_id == policy.config.eos_token_ids[0]
 
 
-class ImageProcessorOnly(transformers.Qwen2_5_VLProcessor):
-    """The stock processor less its video part, which asks for torchvision."""
-
-    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
-        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
-        self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
-        transformers.ProcessorMixin.__init__(
-            self, image_processor, tokenizer, chat_template=chat_template
-        )
-
-
-def test_the_processor_gives_the_policys_prompts(exported, policy, examples, monkeypatch):
-    auto = transformers.models.auto.processing_auto
-    classes = {"Qwen2_5_VLProcessor": ImageProcessorOnly}
-    monkeypatch.setattr(auto, "processor_class_from_name", classes.get)
-    processor = transformers.AutoProcessor.from_pretrained(exported)
-    processor.image_processor = transformers.AutoImageProcessor.from_pretrained(
-        exported, backend="pil"
-    )
+def test_the_processor_gives_the_policys_prompts(exported, policy, examples, open_processor):
+    processor = open_processor(exported)
     for example in examples:
         ours = policy.prompts.tokenize(example)
         inputs = processor(text=policy.prompts.chat(example), images=list(example.images) or None)
@@ -150,6 +136,60 @@ def test_a_releases_tokenizer_and_processor_stay_as_they_are(release, params, tm
     assert names_of(folder) == names_of(release)
     for name in names_of(release):
         assert (folder / name).read_bytes() == (release / name).read_bytes(), name
+
+
+def test_an_export_of_a_real_release_opens_as_the_release_does(
+    small_release, open_processor, tmp_path
+):
+    """With its template, both its ends and none of its sampling settings."""
+    start = opened(small_release, **{"data.buckets": ((4096, 8192),)})
+    params = backbone.load(small_release, dtype=jnp.bfloat16)[0]
+    folder = export.export(run_of(start), params, tmp_path / "export")
+    assert names_of(folder) == names_of(small_release)
+    for name in names_of(folder) - {"config.json", "generation_config.json", "model.safetensors"}:
+        assert (folder / name).read_bytes() == (small_release / name).read_bytes(), name
+    assert BackboneConfig.from_folder(folder) == start.config
+
+    generation = transformers.GenerationConfig.from_pretrained(folder)
+    assert generation.eos_token_id == [151645, 151643]
+    assert generation.to_diff_dict().keys() <= {
+        *("eos_token_id", "pad_token_id", "transformers_version", "_from_model_config")
+    }
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    assert model.generation_config.eos_token_id == [151645, 151643]
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == len(start.tokenizer)
+    processor = open_processor(folder)
+    assert processor.chat_template == start.tokenizer.chat_template
+    assert processor.chat_template == open_processor(small_release).chat_template
+    image = Image.new("RGB", (300, 200), "red")
+    example = Example("a", "s", (image,), "<image>Which colour?", "red")
+    text = start.prompts.chat(example)
+    ours = start.prompts.tokenize(example)
+    size = {"shortest_edge": start.prompts.min_pixels, "longest_edge": start.prompts.max_pixels}
+    inputs = processor(text=[text], images=[image], size=size)
+    np.testing.assert_array_equal(ours.tokens, inputs["input_ids"][0])
+    np.testing.assert_array_equal(ours.patches, inputs["pixel_values"])
+
+
+def test_templates_by_name_come_along(release, params, tmp_path):
+    (release / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (release / "additional_chat_templates").mkdir()
+    (release / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    folder = export.export(run_of(opened(release)), params, tmp_path / "export")
+    assert processor_template(folder) == {"default": CHAT_TEMPLATE, "tool_use": "{{ tools }}"}
+
+
+def test_a_tokenizer_from_elsewhere_brings_its_template(release, policy, params, tmp_path):
+    """The release's processor may have one too, which AutoProcessor would prefer."""
+    fields = {"processor_class": "Qwen2_5_VLProcessor", "chat_template": "{{ 1 }}"}
+    (release / "processor_config.json").write_text(json.dumps(fields))
+    own = tmp_path / "tokenizer"
+    policy.tokenizer.save_pretrained(own)
+    start = opened(release, **{"model.tokenizer": str(own)})
+    folder = export.export(run_of(start), params, tmp_path / "export")
+    assert processor_template(folder) == start.tokenizer.chat_template == CHAT_TEMPLATE
 
 
 def test_a_tokenizer_from_elsewhere_is_the_runs(release, policy, params, tmp_path):

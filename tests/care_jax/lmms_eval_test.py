@@ -23,6 +23,7 @@ from care_jax.metrics import MetricWriter
 from care_jax.policy import initial_params
 from care_jax.run import Run
 from configs import common, qwen3vl_8b, tiny
+from models import backbone
 
 ROOT = pathlib.Path(__file__).parents[2]
 TASKS = ROOT / "docs" / "lmms_eval"
@@ -94,6 +95,22 @@ def greedy(folder, example, tmp_path):
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 @pytest.mark.skipif(not TORCHVISION.is_dir(), reason=f"needs torchvision in {TORCHVISION}")
 def test_the_stock_classes_calls_give_our_greedy_answer(exported, policy, tmp_path):
+    assert_stock_calls_agree(exported, policy, tmp_path)
+
+
+@pytest.mark.skipif(not TORCHVISION.is_dir(), reason=f"needs torchvision in {TORCHVISION}")
+def test_the_stock_classes_calls_give_our_greedy_answer_on_a_real_release(small_release, tmp_path):
+    """Its tokenizer, template and settings, with a small backbone."""
+    config = tiny.get_config()
+    config.model.path, config.model.backbone = str(small_release), {}
+    policy = policy_of(config)
+    params = backbone.load(small_release, policy.config)[0]
+    folder = export.export(types.SimpleNamespace(policy=policy), params, tmp_path / "export")
+    Image.new("RGB", (48, 32), "red").save(tmp_path / "red.png")
+    assert_stock_calls_agree(folder, policy, tmp_path)
+
+
+def assert_stock_calls_agree(exported, policy, tmp_path):
     example = Example("a", "s", (tmp_path / "red.png",), "<image>Which colour?", "red")
     prompt, expected = greedy(exported, example, tmp_path)
     for dtype in ("float32", "bfloat16"):

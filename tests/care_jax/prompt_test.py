@@ -199,7 +199,7 @@ def test_prompt_beyond_the_largest_bucket_does_not_fit_and_is_never_cut(builder)
 def test_response_ends_with_end_of_sequence(builder):
     text = "<think>Count the circles.</think><answer>12</answer>"
     tokens = builder.response_tokens(text)
-    assert tokens[-1] == CONFIG.eos_token_id
+    assert tokens[-1] == CONFIG.eos_token_ids[0]
     assert builder.tokenizer.decode(tokens[:-1].tolist()) == text
 
 

@@ -138,7 +138,7 @@ def roll(make_run, questions, policy):
 
 def texts(policy, rollouts):
     """The text of every row, [B][R]; EOS stays out."""
-    is_text = rollouts.is_valid & (rollouts.tokens != policy.config.eos_token_id)
+    is_text = rollouts.is_valid & (rollouts.tokens != policy.config.eos_token_ids[0])
     return [
         [policy.tokenizer.decode(row[mask]) for row, mask in zip(*group, strict=True)]
         for group in zip(rollouts.tokens, is_text, strict=True)

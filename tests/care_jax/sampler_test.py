@@ -89,7 +89,7 @@ def test_greedy_rows_take_the_most_likely_token_of_the_full_forward(
 
 
 def test_rows_end_with_their_first_eos(policy, decode_params, decode, prefix):
-    eos = policy.config.eos_token_id
+    (eos,) = policy.config.eos_token_ids
     seen = 0
     for seed in range(30):
         rollouts = decode(jax.random.key(seed), temperature=3.0)
@@ -108,6 +108,42 @@ def test_rows_end_with_their_first_eos(policy, decode_params, decode, prefix):
             assert np.all(row[length:] == policy.config.pad_token_id)
             seen += is_complete
     assert seen > 0
+
+
+def test_each_end_of_sequence_id_ends_a_row_and_padding_does_not(
+    policy, params, decode_params, prompts, prefix
+):
+    """As in the releases, rows are padded with one of the ids that end them."""
+    # Ten ids of which one is the padding: at a high temperature about a row in eight meets one.
+    ends = (*policy.config.eos_token_ids, policy.config.pad_token_id, *range(300, 308))
+    decode = jax.jit(
+        functools.partial(
+            sampler.decode,
+            config=dataclasses.replace(policy.config, eos_token_ids=ends),
+            num_rows=3,
+            max_tokens=MAX_TOKENS,
+            temperature=3.0,
+            top_p=1.0,
+            dtype=jnp.float32,
+        )
+    )
+    seen = set()
+    for seed in range(40):
+        rngs = jax.random.split(jax.random.key(seed), len(prefix.is_valid))
+        rollouts = decode(decode_params, prefix, rngs, jnp.asarray(policy.closing_tag))
+        tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
+        logp = trainer_logp(policy, params, prompts, rollouts)
+        np.testing.assert_allclose(np.asarray(rollouts.logp)[is_valid], logp[is_valid], atol=3e-5)
+        is_end = np.isin(tokens, ends) & is_valid
+        length = is_valid.sum(-1)
+        is_complete = np.asarray(rollouts.is_complete)
+        np.testing.assert_array_equal(is_end.sum(-1), is_complete)
+        last = np.take_along_axis(tokens, length[..., None] - 1, -1)[..., 0]
+        assert np.isin(last[is_complete], ends).all()
+        assert (length[~is_complete] == MAX_TOKENS).all()
+        assert (tokens[~is_valid] == policy.config.pad_token_id).all()
+        seen |= set(last[is_complete].tolist())
+    assert policy.config.pad_token_id in seen and len(seen) > 5
 
 
 def test_rows_go_on_past_eos_when_told_not_to_stop(decode):
@@ -153,7 +189,7 @@ def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
         assert len(context) < length <= MAX_TOKENS
     assert not is_valid[1].any()
     np.testing.assert_array_equal(
-        np.asarray(rollouts.is_complete)[:, 0], (tokens == policy.config.eos_token_id).any(1)
+        np.asarray(rollouts.is_complete)[:, 0], (tokens == policy.config.eos_token_ids[0]).any(1)
     )
 
     mask = is_valid & ~is_forced
@@ -214,7 +250,7 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
     rollouts = jax.jit(
         functools.partial(
             sampler.decode,
-            config=dataclasses.replace(policy.config, eos_token_id=eos),
+            config=dataclasses.replace(policy.config, eos_token_ids=(eos,)),
             num_rows=3,
             max_tokens=MAX_TOKENS,
             temperature=1.0,

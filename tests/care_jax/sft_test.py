@@ -55,7 +55,7 @@ def responses_of(batch, policy):
     found = []
     for tokens, scored, weight in zip(batch.tokens, batch.scored, batch.weight, strict=True):
         targets, weight = tokens[scored[scored >= 0]], weight[scored >= 0]
-        ends = np.flatnonzero(targets == policy.config.eos_token_id) + 1
+        ends = np.flatnonzero(targets == policy.config.eos_token_ids[0]) + 1
         parts = np.split(targets, ends)[:-1], np.split(weight, ends)[:-1]
         found += [(policy.tokenizer.decode(t[:-1]), w) for t, w in zip(*parts, strict=True)]
     return found

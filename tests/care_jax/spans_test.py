@@ -30,7 +30,7 @@ def tokens_of(*pieces):
 
 def parse(*pieces, eos=True, **kwargs):
     tokens = tokens_of(*pieces) + [EOS] * eos
-    return spans.parse(tokens, TOKEN_BYTES, eos_token_id=EOS, **kwargs)
+    return spans.parse(tokens, TOKEN_BYTES, eos_token_ids=(EOS,), **kwargs)
 
 
 def indices(mask):
@@ -68,7 +68,9 @@ def test_spans_follow_the_bytes_however_they_are_cut(data):
     text = "\n<think>é = 2.</think>\n<answer> B </answer>".encode()
     cuts = data.draw(st.sets(st.integers(1, len(text) - 1)).map(sorted))
     pieces = list(itertools.pairwise([0, *cuts, len(text)]))
-    found = spans.parse([*range(len(pieces)), 99], [text[a:b] for a, b in pieces], eos_token_id=99)
+    found = spans.parse(
+        [*range(len(pieces)), 99], [text[a:b] for a, b in pieces], eos_token_ids=(99,)
+    )
     think, rationale, answer = (text.index(x) for x in (b"<think>", "é".encode(), b"<answer>"))
     close_think, end_think = rationale + len("é = 2.".encode()), answer - 1
 
@@ -118,6 +120,12 @@ def test_only_one_closed_rationale_then_one_answer_is_well_formed(text, fmt, ans
     assert found.is_answer.any() == found.has_answer
 
 
+def test_any_of_several_ends_completes_a_response():
+    for end in (EOS, 300):
+        found = spans.parse([*GOOD.encode(), end], TOKEN_BYTES, eos_token_ids=(EOS, 300))
+        assert (found.fmt, found.answer, indices(found.is_answer)[-1]) == (1.0, "12", len(GOOD))
+
+
 def test_response_without_eos_is_not_well_formed():
     found = parse(GOOD, eos=False)
     assert (found.fmt, found.answer) == (0.0, "12")
@@ -125,7 +133,7 @@ def test_response_without_eos_is_not_well_formed():
 
 
 def test_empty_response_has_no_spans():
-    found = spans.parse([], TOKEN_BYTES, eos_token_id=EOS)
+    found = spans.parse([], TOKEN_BYTES, eos_token_ids=(EOS,))
     assert (found.fmt, found.has_answer, found.is_think.shape) == (0.0, False, (0,))
 
 
@@ -143,7 +151,7 @@ def test_tokens_without_text_belong_to_where_they_stand():
     found = parse("<think>a", b"", "</think>", b"", "<answer>3</answer>")
     assert found.num_think == 2
     assert found.is_think[8] and not found.is_think[17] and not found.is_answer[17]
-    beyond = spans.parse([*GOOD.encode(), 10_000, EOS], TOKEN_BYTES, eos_token_id=EOS)
+    beyond = spans.parse([*GOOD.encode(), 10_000, EOS], TOKEN_BYTES, eos_token_ids=(EOS,))
     assert beyond.fmt == 1.0
 
 
@@ -158,7 +166,7 @@ def test_think_tag_is_a_setting():
 def test_parsing_takes_linear_time(unit):
     tokens = list(unit.encode()) * (200_000 // len(unit))
     start = time.perf_counter()
-    spans.parse(tokens, TOKEN_BYTES, eos_token_id=EOS)
+    spans.parse(tokens, TOKEN_BYTES, eos_token_ids=(EOS,))
     assert time.perf_counter() - start < 3  # seconds; measured 0.1
 
 
@@ -232,3 +240,95 @@ def test_token_bytes_refuses_other_vocabularies():
         spans.token_bytes(tokenizer)
     with pytest.raises(ValueError, match="vocab_size 100 must cover"):
         spans.token_bytes(byte_level_tokenizer(), vocab_size=100)
+
+
+# Rationale, what is between the spans, answer. Real pieces: ".</", "><", ")</", ">\\n", "></".
+REAL = [
+    ("two dots.", "", "12"),
+    ("\nThere are 3 bars.\n", "\n\n", " \\(\\frac{1}{2}\\) "),
+    ("so $x = 5$", " ", "$5$"),
+    ("∠A = 30°, é 数学 🙂", "\n", "30°"),
+    ("if a</b then <c> and a > b</", "", "<b>"),
+    ("def f(x):\n    return x  # </thin", "\n", "f(x)"),
+    ("", "", "A"),
+    ("12,345.67%", "", "12,345.67%"),
+]
+
+
+@pytest.fixture(scope="module")
+def real_bytes(real_tokenizer):
+    return spans.token_bytes(real_tokenizer, 151936)
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_token_bytes_of_the_real_vocabulary_are_what_it_encodes(real_tokenizer, real_bytes):
+    assert len(real_tokenizer) in (151665, 151669) and len(real_bytes) == 151936
+    assert all(real_bytes[: len(real_tokenizer)]) and not any(real_bytes[len(real_tokenizer) :])
+    for rationale, _, answer in REAL:
+        text = f"<|im_start|>{rationale}<tool_call>{answer}<|im_end|>"
+        assert b"".join(real_bytes[i] for i in encode(real_tokenizer, text)) == text.encode()
+
+
+@pytest.mark.parametrize("tag", ["think", "reasoning"])
+@pytest.mark.parametrize("end", [151645, 151643])
+def test_spans_over_real_pieces_follow_the_bytes(real_tokenizer, real_bytes, tag, end):
+    num_straddling = 0
+    for rationale, between, answer in REAL:
+        think = f"<{tag}>{rationale}</{tag}>".encode()
+        text = think + f"{between}<answer>{answer}</answer>".encode()
+        tokens = encode(real_tokenizer, text.decode())
+        pieces = [real_bytes[i] for i in tokens]
+        assert b"".join(pieces) == text
+        found = spans.parse(
+            [*tokens, end], real_bytes, eos_token_ids=(151645, 151643), think_tag=tag
+        )
+        assert (found.fmt, found.think, found.answer) == (1.0, rationale, answer.strip())
+
+        ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+        places = [{*range(b - len(piece), b)} for piece, b in zip(pieces, ends, strict=True)]
+        opening = len(think) + len(between.encode())
+        of_think, of_answer = {*range(len(think))}, {*range(opening, len(text))}
+        inner = {*range(len(tag) + 2, len(think) - len(tag) - 3)}
+        inner_answer = {*range(opening + len("<answer>"), len(text) - len("</answer>"))}
+        assert found.is_think.tolist() == [bool(place & of_think) for place in places] + [False]
+        assert found.is_answer.tolist() == [bool(place & of_answer) for place in places] + [True]
+        assert found.num_think == sum(place <= inner for place in places)
+        assert found.num_answer == sum(place <= inner_answer for place in places)
+        num_straddling += sum(bool(place & of_think and place - of_think) for place in places)
+    # Qwen3-VL's tokenizer has <think> and </think> as tokens of their own.
+    is_one_token = len(encode(real_tokenizer, f"</{tag}>")) == 1
+    assert (num_straddling > 0) == (not is_one_token)
+
+
+@pytest.mark.parametrize("tag", ["think", "reasoning"])
+def test_the_automaton_over_the_real_vocabulary_agrees_with_a_search(
+    real_tokenizer, real_bytes, tag
+):
+    start = time.perf_counter()
+    table = spans.closing_tag_table(real_bytes, tag)
+    assert time.perf_counter() - start < 5  # seconds; measured 0.1
+    last = len(tag) + 3
+    assert table.shape == (last + 1, 151936)
+    np.testing.assert_array_equal(table[-1], last)
+    # Ids that the backbone has beyond the tokenizer's stand for no text.
+    beyond = table[:, len(real_tokenizer) :]
+    np.testing.assert_array_equal(beyond, np.arange(last + 1)[:, None].repeat(beyond.shape[1], 1))
+    for rationale, between, answer in REAL:
+        for before in ("", f"</{tag[:-1]}", f"<{tag}>", "<", "</"):
+            text = f"{before}{rationale}</{tag}>{between}<answer>{answer}</answer>"
+            state, seen = 0, b""
+            for token in encode(real_tokenizer, text):
+                state, seen = table[state, token], seen + real_bytes[token]
+                assert (state == last) == (f"</{tag}>".encode() in seen)
+            assert state == last
+
+
+def test_a_release_of_a_larger_table_than_its_tokenizer_is_covered(real_tokenizer):
+    """The 7B's embeddings have 152064 rows."""
+    table = spans.token_bytes(real_tokenizer, 152064)
+    assert len(table) == 152064 and spans.closing_tag_table(table).shape == (9, 152064)
+    with pytest.raises(ValueError, match="vocab_size 151664 must cover the tokenizer's"):
+        spans.token_bytes(real_tokenizer, 151664)

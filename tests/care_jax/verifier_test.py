@@ -156,7 +156,7 @@ def test_a_reward_function_judges_in_place_of_the_verifier(rewards):
 
 def test_scores_take_both_figures_of_a_reward_function(rewards, policy, examples, responses):
     with Verifier(reward="some_rewards:length") as verifier:
-        settings = {"eos_token_id": policy.config.eos_token_id, "think_tag": "think"}
+        settings = {"eos_token_ids": policy.config.eos_token_ids, "think_tag": "think"}
         asked = [
             dataclasses.replace(each, question="How long?", id=str(place))
             for place, each in enumerate(examples)

@@ -1,6 +1,8 @@
 """config.json in its layouts, what is refused, and the presets against the published numbers."""
 
+import copy
 import dataclasses
+import json
 
 import pytest
 
@@ -34,7 +36,6 @@ PUBLISHED_VISION = {
     "qwen3-vl-8b": (27, 1152, 4304, 4096, 16, 0, (), 2304, (8, 16, 24)),
 }
 TOKENS = {
-    "eos_token_id": 151645,
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
     "image_token_id": 151655,
@@ -47,6 +48,7 @@ def qwen2_5_release() -> dict:
     return {
         "model_type": "qwen2_5_vl",
         "bos_token_id": 151643,
+        "eos_token_id": 151645,
         **TOKENS,
         "hidden_act": "silu",
         "hidden_size": 2048,
@@ -84,7 +86,6 @@ def qwen2_5_release() -> dict:
 
 def qwen3_release() -> dict:
     """The 4B release's config.json, text fields nested, no padding token."""
-    tokens = dict(TOKENS)
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
@@ -92,7 +93,7 @@ def qwen3_release() -> dict:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "bos_token_id": 151643,
-            "eos_token_id": tokens.pop("eos_token_id"),
+            "eos_token_id": 151645,
             "head_dim": 128,
             "hidden_act": "silu",
             "hidden_size": 2560,
@@ -113,7 +114,7 @@ def qwen3_release() -> dict:
             "vocab_size": 151936,
         },
         "tie_word_embeddings": True,
-        **tokens,
+        **TOKENS,
         "vision_config": {
             "deepstack_visual_indexes": [5, 11, 17],
             "depth": 24,
@@ -156,7 +157,7 @@ def test_presets_have_the_published_numbers(name):
     )
     assert (text.head_dim, text.norm_eps, vision.num_heads, vision.merge_size) == (128, 1e-6, 16, 2)
     assert {token: getattr(config, token) for token in TOKENS} == TOKENS
-    assert config.pad_token_id == 151643
+    assert (config.eos_token_ids, config.pad_token_id) == ((151645,), 151643)
     is_third = name.startswith("qwen3")
     assert (text.qkv_bias, text.qk_norm, text.mrope_interleaved) == (
         *(not is_third, is_third, is_third),
@@ -184,6 +185,113 @@ def test_transformers_reads_the_release_as_we_do(name):
     assert BackboneConfig.from_hf(opened.to_dict()) == PRESETS[name]
 
 
+@pytest.mark.parametrize(
+    ("own", "further", "ids"),
+    [
+        (151645, None, (151645,)),
+        (151645, [151645, 151643], (151645, 151643)),
+        (151645, [151643, 151645], (151645, 151643)),  # the config's stays the one that is taught
+        ([151645, 151643], 151643, (151645, 151643)),
+        (None, [151645, 151643], (151645, 151643)),
+    ],
+)
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_generation_config_adds_its_end_of_sequence_ids(tmp_path, name, own, further, ids):
+    config = copy.deepcopy(RELEASES[name])
+    (config.get("text_config") or config)["eos_token_id"] = own
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if further is not None:
+        generation = {"eos_token_id": further, "repetition_penalty": 1.05, "temperature": 0.1}
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    expected = dataclasses.replace(PRESETS[name], eos_token_ids=ids)
+    assert BackboneConfig.from_folder(tmp_path) == expected
+    assert BackboneConfig.from_hf(expected.to_hf()) == expected
+    written = expected.to_hf()["text_config"]["eos_token_id"]
+    assert written == (ids[0] if len(ids) == 1 else list(ids))
+
+
+def test_the_real_files_are_the_presets_with_both_ends(releases):
+    """`max_position_embeddings` of the copy was touched, see its README."""
+    transformers = pytest.importorskip("transformers")
+    for folder, preset in (
+        (releases["qwen2_5_vl"], QWEN2_5_VL_3B),
+        (releases["qwen3_vl"], QWEN3_VL_4B),
+    ):
+        config = BackboneConfig.from_folder(folder)
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert config.eos_token_ids == tuple(generation.eos_token_id) == (151645, 151643)
+        text = dataclasses.replace(
+            config.text, max_position_embeddings=preset.text.max_position_embeddings
+        )
+        assert dataclasses.replace(config, text=text, eos_token_ids=(151645,)) == preset
+
+
+def test_a_generation_config_that_is_no_json_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(qwen2_5_release()))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
+    with pytest.raises(ValueError, match=r"generation_config\.json must be a JSON file") as error:
+        BackboneConfig.from_folder(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("in_text", [None, True, False])
+@pytest.mark.parametrize("outside", [None, True, False])
+def test_embeddings_are_tied_where_transformers_ties_them(config, outside, in_text):
+    """In Qwen2.5-VL either place ties them; in Qwen3-VL text_config's is not looked at."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    fields = config.to_hf()
+    for part, tie in ((fields, outside), (fields["text_config"], in_text)):
+        del part["tie_word_embeddings"]
+        if tie is not None:
+            part["tie_word_embeddings"] = tie
+    model_class = getattr(transformers, fields["architectures"][0])
+    model = model_class(model_class.config_class(**copy.deepcopy(fields)))
+    is_tied = model.lm_head.weight is model.get_input_embeddings().weight
+    assert BackboneConfig.from_hf(fields).text.tie_embeddings == is_tied
+
+
+TOWER_ROPE = [
+    {"rope_theta": 10000.0, "rope_type": "axial"},  # as transformers 5 writes it
+    {"rope_theta": 10000, "rope_type": "default"},
+    None,
+]
+
+
+@pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.parametrize("rope", TOWER_ROPE)
+def test_a_towers_own_settings_are_read(name, rope):
+    config = copy.deepcopy(RELEASES[name])
+    size = config["vision_config"]["patch_size"]
+    config["vision_config"] |= {
+        "patch_size": [size, size],
+        "temporal_patch_size": [2],
+        "rope_parameters": rope,
+        "rope_theta": 10000,
+    }
+    assert BackboneConfig.from_hf(config) == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 1e6}, "vision_config rope_theta must be 10000.0, got 1000000.0"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters rope_theta must be 10000.0"),
+        ({"rope_scaling": {"rope_theta": 5e5}}, "rope_scaling rope_theta must be 10000.0"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default' or 'axial'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
+        ({"patch_size": [14, 16]}, r"patch_size must be one number, .* got \(14, 16\)"),
+        ({"temporal_patch_size": []}, r"temporal_patch_size must be one number, .* got \(\)"),
+    ],
+)
+def test_a_tower_that_is_not_implemented_is_refused(name, change, message):
+    config = copy.deepcopy(RELEASES[name])
+    config["vision_config"] |= change
+    with pytest.raises(ValueError, match=message):
+        BackboneConfig.from_hf(config)
+
+
 def test_config_is_hashable():
     assert len({QWEN2_5_VL_3B, QWEN2_5_VL_7B, dataclasses.replace(QWEN2_5_VL_3B)}) == 2
 
@@ -201,6 +309,9 @@ def test_config_is_hashable():
         ({"num_key_value_heads": 3}, "num_heads 16 must be a multiple"),
         ({"hidden_size": 4096}, "must equal text hidden_size"),
         ({"head_dim": 64}, "head_dim must be hidden_size"),
+        ({"eos_token_id": None}, "config.json or generation_config.json must have 'eos_token_id'"),
+        ({"eos_token_id": "<|im_end|>"}, "a token id or a list of them, got \\['<|im_end|>'\\]"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings must be true or false, got None"),
     ],
 )
 def test_what_is_not_implemented_is_refused(change, message):

@@ -61,7 +61,7 @@ def qwen2_5_vl() -> BackboneConfig:
         video_token_id=111,
         vision_start_token_id=112,
         vision_end_token_id=113,
-        eos_token_id=114,
+        eos_token_ids=(114,),
         pad_token_id=115,
     )
 

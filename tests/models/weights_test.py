@@ -1,5 +1,6 @@
 """Files in and out: bit-exact, complete, and refused by name where they do not fit."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import backbone
+from models import backbone, release
+from models.config import BackboneConfig
 
 # Where a family's releases put the decoder and the tower.
 PREFIXES = {
@@ -55,7 +57,21 @@ def test_a_smaller_export_leaves_no_old_shards(params, config, folder):
 
 def test_generation_config_stops_at_the_end_of_sequence(folder, config):
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}
+    (eos,) = config.eos_token_ids
+    assert generation == {"eos_token_id": eos, "pad_token_id": config.pad_token_id}
+
+
+def test_every_end_of_sequence_id_comes_back_from_the_files(params, config, tmp_path):
+    """config.json alone has them, and a release keeps the others in generation_config.json."""
+    config = dataclasses.replace(config, eos_token_ids=(114, config.pad_token_id))
+    backbone.export(tmp_path, params, config)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [114, 115]
+    assert BackboneConfig.from_hf(config.to_hf()) == config
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["eos_token_id"] = fields["text_config"]["eos_token_id"] = 114
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert backbone.load(tmp_path)[1] == config
 
 
 @pytest.mark.parametrize("scheme", PREFIXES)
@@ -100,6 +116,33 @@ def test_a_tied_backbone_has_no_unembedding_of_its_own(tied_config, make_params,
     loaded, config = backbone.load(tmp_path / "tied")
     assert config == tied_config
     assert_same(loaded, params)
+
+
+def with_copy(folder, change=0.0):
+    """Writes the embeddings again as lm_head.weight, as files of transformers 4 may have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    copy = tensors[name].copy()
+    copy[-1, -1] += np.asarray(change, copy.dtype)
+    save_file(tensors | {"lm_head.weight": copy}, path)
+    return name
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("block_size", [release._BLOCK_SIZE, 100])
+def test_a_copy_of_tied_embeddings_is_left_out(
+    tied_config, make_params, tmp_path, monkeypatch, dtype, block_size
+):
+    monkeypatch.setattr(release, "_BLOCK_SIZE", block_size)
+    params = jax.tree.map(lambda a: a.astype(dtype), make_params(tied_config))
+    backbone.export(tmp_path, params, tied_config, dtype)
+    name = with_copy(tmp_path)
+    assert_same(backbone.load(tmp_path, dtype=dtype)[0], params)
+    with_copy(tmp_path, change=1.0)
+    with pytest.raises(ValueError, match=f"^lm_head.weight must equal {name}") as error:
+        backbone.load(tmp_path)
+    assert "\n" not in str(error.value) and "set tie_word_embeddings to false" in str(error.value)
 
 
 def test_a_folder_without_weights_is_refused(config, tmp_path):

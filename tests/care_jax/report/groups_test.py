@@ -4,13 +4,27 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sampled_group import CONTEXT, CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
+from sampled_group import CONTEXT, CUE, EOS, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
 
 from care_jax.report import groups
+
+PAD = EOS + 1
 
 
 def joined(segments):
     return "".join(text for _, text in segments)
+
+
+def test_no_end_of_sequence_is_text():
+    """Also where what pads a row ends it."""
+    sampled = make_sampled()
+    tokens = np.where(sampled.rollouts.tokens == EOS, PAD, sampled.rollouts.tokens)
+    tokens[~sampled.rollouts.is_valid] = PAD
+    wording = dataclasses.replace(
+        WORDING, eos_token_ids=(EOS, PAD), token_bytes=[*WORDING.token_bytes, b"<pad>"]
+    )
+    sampled = dataclasses.replace(sampled, rollouts=sampled.rollouts.replace(tokens=tokens))
+    assert groups.describe(sampled, 0, wording) == groups.describe(make_sampled(), 0, WORDING)
 
 
 def test_roles_numbers_and_texts_of_a_repaired_group():

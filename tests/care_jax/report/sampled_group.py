@@ -17,7 +17,7 @@ WRONG = "<think>one é and three</think><answer>3</answer>"
 CONTEXT = "<think>one é and three"
 REPAIR = " so two</think><answer>2</answer>"
 REASONS = ("same number", "another number", "no answer span", "same text", "same number")
-WORDING = Wording([bytes([i]) for i in range(256)] + [b"<eos>"], EOS, "think", CUE)
+WORDING = Wording([bytes([i]) for i in range(256)] + [b"<eos>"], (EOS,), "think", CUE)
 
 
 def make_sampled(
