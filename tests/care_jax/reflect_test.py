@@ -56,7 +56,7 @@ def test_every_context_leaves_a_well_formed_answer_to_be_sampled(response):
     context = f"<think>{reflect.rationale_of(response, 'think')}{CUE}"
     text = (context + "b</think><answer>4</answer>").encode()
     table = [bytes([byte]) for byte in range(256)] + [b""]
-    found = spans.parse([*text, 256], table, eos_token_id=256)
+    found = spans.parse([*text, 256], table, eos_token_ids=(256,))
     assert (found.answer, found.fmt) == ("4", 1.0)
 
 
