@@ -80,26 +80,36 @@ class Prompts:
 
 
 @flax.struct.dataclass
-class PackedRows:
-    """B rows of S tokens, each of several prompts with the responses to imitate.
+class TreeRows:
+    """B rows of S tokens, each of several trees: `[prompt | r_0 | r_1 | ...] [prompt' | ...]`.
+
+    Query q sees key k iff k <= q <= reach[k], which is the whole mask. What belongs to the scored
+    tokens (advantages, old log-probabilities, weights) is [B, S] beside it, see `tree_rows.place`.
 
     Attributes:
         tokens: right-padded token ids.
-        segments: number of the example within its row, -1 at padding.
-        positions: M-RoPE ids, counted anew in each example.
+        reach: place in the row of the last token that sees this one: its tree's end for a prompt
+            token, its branch's end for a response token, itself for padding.
+        positions: M-RoPE ids, counted anew in each tree; every response continues from the end of
+            its prompt.
         slots: index into the row's image features at image tokens, -1 elsewhere.
-        images: packed patches, or None for a batch without any image.
-        scored: places of the response tokens in the row, one after the other; -1 behind them.
-        weight: of each of these tokens in the loss; 0 behind them.
+        images: packed patches of all prompts of a row, or None for a batch without any image.
+        predictor: place in the row of the token that predicts this one: the prompt's last for a
+            branch's first, else the one before; -1 at tokens that are not scored, which are those
+            of prompts and padding.
+        branch: number of the response within its row, -1 off responses.
+        scored: places of the scored tokens, one after the other; -1 behind them. Logits are
+            computed over these; `cumsum(predictor >= 0) - 1` leads back from a token's place.
     """
 
     tokens: Int[HostOrDevice, "B S"]
-    segments: Int[HostOrDevice, "B S"]
+    reach: Int[HostOrDevice, "B S"]
     positions: Int[HostOrDevice, "B S 3"]
     slots: Int[HostOrDevice, "B S"]
     images: ImagePatches | None
+    predictor: Int[HostOrDevice, "B S"]
+    branch: Int[HostOrDevice, "B S"]
     scored: Int[HostOrDevice, "B S"]
-    weight: Float[HostOrDevice, "B S"]
 
 
 @flax.struct.dataclass
@@ -157,30 +167,42 @@ class Scores:
 
 @flax.struct.dataclass
 class TrainBatch:
-    """One update's worth of rows, in the one-row-per-prompt layout.
+    """One update's worth of packed trees; numbers of a response's tokens stand at their places.
 
-    The loss is Σ row_weight · Σ_t surrogate(token_advantage) / Σ prompt_weight, so that every
-    objective's own mean is a choice of weights and no number depends on how the batch is cut.
+    The loss is Σ row_weight · surrogate(token_advantage) / Σ prompt_weight, so that every
+    objective's own mean is a choice of weights and no number depends on how trees are packed.
 
     Attributes:
-        prompts: the B prompts.
-        tokens, is_valid: responses as in `Rollouts`.
-        token_advantage: a_t, zero on padding and on forced tokens.
+        rows: the trees.
+        token_advantage: a_t, zero off sampled tokens.
         old_logp: log-probability under the policy that sampled.
         ref_logp: log-probability under the fixed reference; zeros where β = 0.
-        row_weight: share of each row in its prompt's loss.
-        prompt_weight: what the prompt adds to the loss's denominator.
-        is_trained: sampled tokens of the rows that take part; KL and entropy are means over them.
+        row_weight: share of each token's response in its prompt's loss.
+        is_trained: sampled tokens of the responses that take part; KL and entropy are means over
+            them.
         is_answer: answer span, for the diagnostics.
+        prompt_weight: what the prompts of a row add to the loss's denominator; a prompt that is in
+            several rows counts in one of them.
     """
 
-    prompts: Prompts
-    tokens: Int[HostOrDevice, "B R T"]
-    is_valid: Bool[HostOrDevice, "B R T"]
-    token_advantage: Float[HostOrDevice, "B R T"]
-    old_logp: Float[HostOrDevice, "B R T"]
-    ref_logp: Float[HostOrDevice, "B R T"]
-    row_weight: Float[HostOrDevice, "B R"]
+    rows: TreeRows
+    token_advantage: Float[HostOrDevice, "B S"]
+    old_logp: Float[HostOrDevice, "B S"]
+    ref_logp: Float[HostOrDevice, "B S"]
+    row_weight: Float[HostOrDevice, "B S"]
+    is_trained: Bool[HostOrDevice, "B S"]
+    is_answer: Bool[HostOrDevice, "B S"]
     prompt_weight: Float[HostOrDevice, " B"]
-    is_trained: Bool[HostOrDevice, "B R T"]
-    is_answer: Bool[HostOrDevice, "B R T"]
+
+
+@flax.struct.dataclass
+class ImitationBatch:
+    """One step's worth of the cold start: trees of one branch, the response to imitate.
+
+    Attributes:
+        rows: the trees.
+        weight: of each response token in the loss; 0 elsewhere.
+    """
+
+    rows: TreeRows
+    weight: Float[HostOrDevice, "B S"]

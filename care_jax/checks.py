@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from care_jax import distributed, optimizer, reflect, select, sharding
@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16")
 OFFLOADS = ("reference", "optimizer")
 CREDITS = ("as_sampled", "prompt_only")
 OLD_LOGPS = ("sampler", "trainer")
-ATTENTIONS = ("auto", "xla", "splash")
+ATTENTIONS = ("auto", "xla", "kernel")
 
 
 def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = ()) -> None:
@@ -36,14 +36,14 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     Raises:
         ValueError: one line, the first thing that is wrong.
     """
-    distributed.check_mesh(mesh)
+    for name in ("sharding_rules", "decode_sharding_rules"):
+        sharding.check_rules(name, config[name])
+        distributed.check_mesh(mesh, config[name])
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
     _check_model(config.model, mesh)
     if config.verifier.reward:
         load_reward(config.verifier.reward)
-    for name in ("sharding_rules", "decode_sharding_rules"):
-        sharding.check_rules(name, config[name])
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
         _check_positive(name, config[name])
     _check_report(config.report)
@@ -52,7 +52,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     if "rl" in config.stages:
         _check_rl(config, mesh, overridden)
     if "evaluate" in config.stages:
-        _check_evaluate(config.evaluate, mesh)
+        _check_evaluate(config, mesh)
     _check_data(config)
 
 
@@ -102,19 +102,21 @@ def _check_data(config: ConfigDict) -> None:
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     """A copy of a configuration in which sizes that are left to the mesh are numbers."""
     config = config.copy_and_resolve_references()
-    num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    config.sft.microbatch_size = config.sft.microbatch_size or num_shards
-    config.rl.prompts_per_microbatch = config.rl.prompts_per_microbatch or num_shards
+    sharding.check_rules("sharding_rules", config.sharding_rules)
+    num_shards = sharding.num_shards(sharding.batch_sharding(mesh, config.sharding_rules))
+    for section in (config.sft, config.rl):
+        section.microbatch_size = section.microbatch_size or num_shards
     return config
 
 
 def _check_model(model: ConfigDict, mesh: Mesh) -> None:
     _check_choice("model.remat", model.remat, layers.REMATS)
     _check_choice("model.attention", model.attention, ATTENTIONS)
+    _check_positive("model.logprob_chunk", model.logprob_chunk)
     platform = mesh.devices.flat[0].platform
-    if model.attention == "splash" and platform != "tpu":
+    if model.attention == "kernel" and platform == "cpu":
         raise ValueError(
-            f"model.attention 'splash' needs a TPU, the devices are {platform}; set it to 'auto'"
+            "model.attention 'kernel' needs a TPU or a GPU, the devices are CPUs; set it to 'auto'"
         )
     for name in ("compute_dtype", "param_dtype", "moments_dtype"):
         _check_choice(f"model.{name}", model[name], DTYPES)
@@ -131,8 +133,10 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
         raise ValueError(f"model.lora_alpha must be positive, got {model.lora_alpha}")
 
 
-def _check_evaluate(evaluate: ConfigDict, mesh: Mesh) -> None:
-    sharding.check_divides("evaluate.batch_size", evaluate.batch_size, mesh)
+def _check_evaluate(config: ConfigDict, mesh: Mesh) -> None:
+    evaluate = config.evaluate
+    decoding, _ = _batch_places(config, mesh)
+    sharding.check_divides("evaluate.batch_size", evaluate.batch_size, decoding)
     _check_positive("evaluate.max_response_tokens", evaluate.max_response_tokens)
     for pair in evaluate.benchmarks:
         if not (isinstance(pair, tuple) and len(pair) == 2):
@@ -170,18 +174,29 @@ def _check_report(report: ConfigDict) -> None:
 def _check_sft(config: ConfigDict, mesh: Mesh) -> None:
     sft = config.sft
     _check_positive("sft.num_steps", sft.num_steps)
-    for name in ("batch_size", "microbatch_size"):
-        sharding.check_divides(f"sft.{name}", sft[name], mesh)
-    longest = max(map(tuple, config.data.buckets))
-    for name, room, size in zip(
-        ("row_tokens", "row_patches"), (sft.row_tokens, sft.row_patches), longest, strict=True
-    ):
-        if room < size + (name == "row_tokens"):
-            raise ValueError(
-                f"sft.{name} {room} does not hold the largest of data.buckets {longest} and a "
-                f"response; set it to {2 * size} or more"
-            )
+    decoding, training = _batch_places(config, mesh)
+    sharding.check_divides("sft.batch_size", sft.batch_size, decoding)
+    sharding.check_divides("sft.microbatch_size", sft.microbatch_size, training)
+    _check_row("sft", config, num_response=1)
     _check_schedule("sft", sft, sft.num_steps)
+
+
+def _batch_places(config: ConfigDict, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """How batches are sharded in decoding and in training."""
+    rules = config.decode_sharding_rules, config.sharding_rules
+    return tuple(sharding.batch_sharding(mesh, each) for each in rules)
+
+
+def _check_row(section: str, config: ConfigDict, num_response: int) -> None:
+    """Refuses rows that do not hold the longest prompt with one response."""
+    num_tokens, num_patches = max(map(tuple, config.data.buckets))
+    for name, size in (("row_tokens", num_tokens + num_response), ("row_patches", num_patches)):
+        if config[section][name] < size:
+            raise ValueError(
+                f"{section}.{name} {config[section][name]} does not hold the largest of "
+                f"data.buckets, {num_tokens} tokens and {num_patches} patches, and a response of "
+                f"{num_response} tokens; set it to {size} or more"
+            )
 
 
 def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> None:
@@ -195,27 +210,24 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
                 f"--config.{key} means nothing under rl.objective {rl.objective!r}; leave it out "
                 f"or set rl.objective to {section!r}"
             )
-    for name in ("num_steps", "prompts_per_step", "logprob_chunk", "max_response_tokens"):
+    for name in ("num_steps", "prompts_per_step", "max_response_tokens"):
         _check_positive(f"rl.{name}", rl[name])
     if rl.num_rollouts < 2:
         raise ValueError(
             f"rl.num_rollouts {rl.num_rollouts} must be at least 2: a group of one has nothing to "
             "compare; set it to 8"
         )
-    for name in ("prompts_per_microbatch", "decode_prompts"):
-        sharding.check_divides(f"rl.{name}", rl[name], mesh)
+    decoding, training = _batch_places(config, mesh)
+    sharding.check_divides("rl.microbatch_size", rl.microbatch_size, training)
+    for name in ("prompts_per_update", "decode_prompts"):
+        sharding.check_divides(f"rl.{name}", rl[name], decoding)
     for name, divisor in (
         ("prompts_per_step", "decode_prompts"),
         ("prompts_per_step", "prompts_per_update"),
-        ("prompts_per_update", "prompts_per_microbatch"),
     ):
         _check_multiple(f"rl.{name}", rl[name], f"rl.{divisor}", rl[divisor])
     _check_schedule("rl", rl, rl.num_steps * rl.prompts_per_step // rl.prompts_per_update)
-    if max(rl.response_buckets) != rl.max_response_tokens:
-        raise ValueError(
-            f"the largest of rl.response_buckets {tuple(rl.response_buckets)} must be "
-            f"rl.max_response_tokens {rl.max_response_tokens}; change one of them"
-        )
+    _check_row("rl", config, num_response=rl.max_response_tokens)
     _check_objective(rl.objective, config[rl.objective])
     if rl.objective == "care":
         _check_choice("care.rule", care.rule, select.RULES)

@@ -79,19 +79,29 @@ def start(
         _start_alone()
 
 
-def check_mesh(mesh: Mesh) -> None:
+def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
     """Refuses a mesh on which a row of a batch would belong to several processes.
 
+    Args:
+        mesh: the devices.
+        rules: see `sharding.batch_sharding`.
+
     Raises:
-        ValueError: "tensor" or "sequence" reaches over the border of a process.
+        ValueError: mesh axes that do not shard the batch reach over the border of a process.
     """
-    num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    place = sharding.batch_sharding(mesh, rules)
+    num_shards = sharding.num_shards(place)
     num_processes = len({device.process_index for device in mesh.devices.flat})
-    if len(sharding.local_rows(num_shards, mesh)) * num_processes != num_shards:
+    if len(sharding.local_rows(num_shards, place)) * num_processes != num_shards:
+        sizes = (f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh.axis_names)
+        inner = " x ".join(
+            size
+            for axis, size in zip(mesh.axis_names, sizes, strict=True)
+            if axis not in place.spec[0]
+        )
         raise ValueError(
-            f"mesh.tensor={mesh.shape['tensor']} x mesh.sequence={mesh.shape['sequence']} must "
-            f"divide the {mesh.size // num_processes} devices of each of {num_processes} "
-            "processes, so that a row of a batch belongs to one"
+            f"{inner} must divide the {mesh.size // num_processes} devices of each of "
+            f"{num_processes} processes, so that a row of a batch belongs to one"
         )
 
 

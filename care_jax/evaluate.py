@@ -185,7 +185,7 @@ def prepare(run: Run, params: backbone.Params) -> Ask:
     """
     config, policy = run.config, run.policy
     dtype = jnp.dtype(config.model.compute_dtype)
-    attention = sharding.attention_kernel(
+    attention = sharding.attention_impl(
         config.model.attention, config.decode_sharding_rules, run.mesh
     )
 
@@ -209,8 +209,7 @@ def prepare(run: Run, params: backbone.Params) -> Ask:
 
     layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
     decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
-    rows = sharding.batch_sharding(run.mesh)
-    answer = jax.jit(run.placed_to_decode(answer), out_shardings=rows)
+    answer = jax.jit(run.placed_to_decode(answer), out_shardings=run.decode_batch_place)
     return lambda prompts: distributed.fetch(answer(decode_params, prompts))
 
 
@@ -229,7 +228,7 @@ def _answers(
 ) -> Iterator[_Batch]:
     """Asks for the examples at the given places, a batch at a time."""
     policy, size = run.policy, run.config.evaluate.batch_size
-    own = sharding.local_rows(size, run.mesh)
+    own = sharding.local_rows(size, run.decode_batch_place)
     # Stands in rows without a prompt, whose answers are dropped; no shorter prompt is possible.
     filler = policy.prompts.tokenize(Example("filler", "", (), "", ""))
     firsts = range(0, len(places) if policy.prompts.fits(filler) else 0, size)
@@ -244,7 +243,8 @@ def _answers(
         for row in kept:
             padded[row] = records[row]
         sizes = distributed.gather_rows(prompt_sizes(padded), own)
-        rollouts = ask(sharding.put_batch(policy.prompts.batch(padded, sizes), run.mesh))
+        prompts = policy.prompts.batch(padded, sizes)
+        rollouts = ask(sharding.put_batch(prompts, run.decode_batch_place))
         rollouts = jax.tree.map(lambda x: x[kept], rollouts)  # noqa: B023
         texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
         yield _Batch(

@@ -19,19 +19,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from jax.experimental import topologies
 from jax.sharding import Mesh
+from jaxtyping import Int
 from ml_collections import ConfigDict
 
-from care_jax import roofline, sft, shapes, train
+from care_jax import roofline, sft, shapes, sharding, train
 from care_jax.checks import check_config, fill_in
-from care_jax.roofline import CHIPS, Chip, Layout, Rows, Work
+from care_jax.roofline import CHIPS, Chip, Layout, Packed, Rows, Work
+from care_jax.row_plan import RowPlan, TreeSizes, plan_rows
 from care_jax.run import Run, abstract_state, make_adamw
 from care_jax.sharding import make_mesh
 from care_jax.train_step import TrainState
 from models import lora
 
+_NONE = np.zeros((1, 0), int)  # responses of a tree without any
 _EXHAUSTED = re.compile(r"Used ([\d.]+)([GM]) of|temporaries \(([\d.]+)([GM])\)")
 _UNITS = {"G": 2**30, "M": 2**20}
 # What libtpu would else ask the network, about a host that is none of a TPU's.
@@ -170,12 +174,22 @@ def _sft_programs(run: Run) -> list[Program]:
     _, adamw = make_adamw(run, "sft")
     state = abstract_state(run, adamw)
     # As many rows as examples, all of them full: no step has more.
-    batch = shapes.packed_rows(run, config.batch_size)
+    num_rows = max(config.batch_size, config.microbatch_size)
+    batch = shapes.imitation_batch(run, num_rows)
+    num_tokens = num_rows * config.row_tokens
+    num_patches = num_rows * config.row_patches
+    packed = Packed(
+        tokens=num_tokens,
+        patches=num_patches,
+        pairs=num_rows * int(roofline.tree_pairs(np.array([config.row_tokens]), _NONE).sum()),
+        patch_pairs=num_rows * config.row_patches**2,
+        scored=num_tokens,
+    )
     work = roofline.train_work(
         run.policy.config,
-        Rows(config.batch_size, 0, config.row_patches, 1, config.row_tokens),
+        packed,
         _layout(run),
-        num_microbatches=config.batch_size // config.microbatch_size,
+        num_microbatches=num_rows // config.microbatch_size,
         remat=model.remat,
         freeze_vision=model.freeze_vision,
         has_adapters=bool(model.lora_rank),
@@ -193,7 +207,8 @@ def _rollout_programs(run: Run, chip: Chip) -> tuple[list[Program], int | None]:
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
     size, num_waves = rl.decode_prompts, rl.prompts_per_step // rl.decode_prompts
-    rows, layout = _rows(run, size, rl.num_rollouts, rl.max_response_tokens), _layout(run, True)
+    bucket, layout = shapes.largest_bucket(run), _layout(run, is_decoding=True)
+    rows = Rows(size, *bucket, rl.num_rollouts, rl.max_response_tokens)
     programs = train.compile_rollout(run)
     compiled: list[Program] = []
 
@@ -208,7 +223,8 @@ def _rollout_programs(run: Run, chip: Chip) -> tuple[list[Program], int | None]:
     params = add("rl reshard", reshard.to_decode_layout, (state.params,), beside, moved, 1)
     if params is None:
         return compiled, None
-    prompts, places = shapes.prompts(run, size), shapes.on_batch(run, size)(jnp.int32)
+    prompts = shapes.prompts(run, size)
+    places = shapes.on_batch(run.decode_batch_place, size)(jnp.int32)
     work = roofline.prefill_work(config, rows, layout)
     prefix = add("rl prefill", programs.prefill, (params, prompts), kept, work)
     if prefix is None:
@@ -218,7 +234,7 @@ def _rollout_programs(run: Run, chip: Chip) -> tuple[list[Program], int | None]:
     rollouts = add("rl decode", programs.decode, (params, prefix, rng, places), kept, work)
     if rollouts is None:
         return compiled, None
-    if _num_rows(run) > rl.num_rollouts:
+    if shapes.num_rows(run) > rl.num_rollouts:
         forced = shapes.forced(run, size)
         work = roofline.decode_work(
             config, dataclasses.replace(rows, rows=1), layout, num_forced=forced.tokens.shape[1]
@@ -242,11 +258,10 @@ def _update_programs(run: Run) -> list[Program]:
     rl, care, model = run.config.rl, run.config.care, run.config.model
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
-    size, num_rows, num_tokens = rl.prompts_per_update, _num_rows(run), rl.max_response_tokens
-    batch = shapes.train_batch(run, size, num_rows, num_tokens)
-    rows, layout = _rows(run, size, num_rows, num_tokens), _layout(run)
-    num_updates = rl.prompts_per_step // size
-    num_microbatches = size // rl.prompts_per_microbatch
+    plan, packed = packed_update(run, *shapes.largest_update(run))
+    batch = shapes.train_batch(run, len(plan.rows))
+    layout = _layout(run)
+    num_updates = rl.prompts_per_step // rl.prompts_per_update
     programs = train.compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
     # The next batch is put on the devices while one is worked on.
     later = shapes.num_bytes(batch) if num_updates > 1 else 0
@@ -259,15 +274,15 @@ def _update_programs(run: Run) -> list[Program]:
         if not run.objective.beta or model.lora_rank:  # the parameters scored with are the state's
             beside -= shapes.num_bytes(params)
         work = roofline.score_work(
-            run.policy.config, rows, layout, num_microbatches=num_microbatches
+            run.policy.config, packed, layout, num_microbatches=plan.num_microbatches
         )
         score = programs.score, (params, batch)
         compiled.append(_compile("rl score", *score, beside, work, num_updates * num_scores)[0])
     work = roofline.train_work(
         run.policy.config,
-        rows,
+        packed,
         layout,
-        num_microbatches=num_microbatches,
+        num_microbatches=plan.num_microbatches,
         remat=model.remat,
         freeze_vision=model.freeze_vision,
         has_adapters=bool(model.lora_rank),
@@ -275,6 +290,40 @@ def _update_programs(run: Run) -> list[Program]:
     beside = _reference_bytes(run, state) + later
     update = programs.update, (state, batch)
     return [*compiled, _compile("rl update", *update, beside, work, num_updates)[0]]
+
+
+def packed_update(
+    run: Run, prompt_sizes: Int[np.ndarray, "N 2"], num_tokens: Int[np.ndarray, "N R"]
+) -> tuple[RowPlan, Packed]:
+    """The rows of an update and what a forward over them computes.
+
+    Args:
+        run: the run.
+        prompt_sizes: tokens and patches of each prompt.
+        num_tokens: of each response.
+    """
+    rl = run.config.rl
+    sizes = TreeSizes(*prompt_sizes.T, num_tokens)
+    plan = plan_rows(
+        sizes,
+        row_tokens=rl.row_tokens,
+        row_patches=rl.row_patches,
+        microbatch_size=rl.microbatch_size,
+    )
+    parts = [part for row in plan.rows for part in row]
+    prompts, patches = prompt_sizes[[part.tree for part in parts]].T
+    responses = [num_tokens[part.tree, list(part.branches)][None] for part in parts]
+    pairs = sum(
+        int(roofline.tree_pairs(prompt, response)[0])
+        for prompt, response in zip(prompts[:, None], responses, strict=True)
+    )
+    return plan, Packed(
+        tokens=plan.computed_tokens,
+        patches=plan.computed_patches,
+        pairs=pairs,
+        patch_pairs=int((patches.astype(np.int64) ** 2).sum()),
+        scored=int(num_tokens.sum()),
+    )
 
 
 def _compile(
@@ -307,22 +356,18 @@ def _compile(
 
 
 def _layout(run: Run, is_decoding: bool = False) -> Layout:
-    sizes = run.mesh.shape
+    """How many shards batches, gathered weights and products have, as the rules say."""
+    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
+
+    def shards(axis: str) -> int:
+        return sharding.num_shards_of(axis, rules, run.mesh)
+
     return Layout(
-        batch_parts=sizes["data"] * sizes["fsdp"],
-        weight_parts=sizes["fsdp"] * sizes["sequence"],
-        product_parts=sizes["tensor"] * (sizes["sequence"] if is_decoding else 1),
+        batch_parts=shards("batch"),
+        weight_parts=shards("embed"),
+        product_parts=shards("mlp"),
         itemsize=jnp.dtype(run.config.model.compute_dtype).itemsize,
     )
-
-
-def _num_rows(run: Run) -> int:
-    has_slot = run.config.rl.objective == "care" and run.config.care.reflect
-    return run.config.rl.num_rollouts + has_slot
-
-
-def _rows(run: Run, size: int, num_rows: int, num_tokens: int) -> Rows:
-    return Rows(size, *shapes.largest_bucket(run), num_rows, num_tokens)
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:

@@ -1,10 +1,11 @@
 """Log-probabilities of responses under the policy, without ever holding all logits.
 
-The rows that answer one prompt are scored together: `[prompt | r_0 | ... | r_{R-1}]` is one row
-under the tree mask, so prompt and image are computed once for all of them, forward and backward.
+Rows hold packed trees, `[prompt | r_0 | r_1 | ...] [prompt' | ...]`, see `batch.TreeRows`: a prompt
+and its images are computed once for all of its responses, forward and backward. A token is scored
+from the hidden state of the token that predicts it; for the first of each response that is the last
+of their prompt. Logits are computed for scored tokens alone, in chunks.
 
-Letters: B prompts, R rows per prompt, P prompt tokens, T response tokens, S tokens, D model,
-V vocab.
+Letters: B rows, S tokens of a row, D model, V vocab.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from care_jax.batch import PackedRows, Prompts
+from care_jax.batch import TreeRows
 from models import backbone
-from models.attention import XLA, Kernel, Tree
+from models.attention_mask import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.layers import constrain
 
@@ -86,112 +87,59 @@ def token_logprobs(
     )
 
 
-def score_responses(
+def score_rows(
     params: backbone.Params,
-    prompts: Prompts,
-    tokens: Int[Array, "B R T"],
-    is_valid: Bool[Array, "B R T"],
+    rows: TreeRows,
     config: BackboneConfig,
     *,
     dtype: DTypeLike,
     chunk: int,
     remat: str = "none",
-    attention: Kernel = XLA,
-) -> tuple[Float[Array, "B R T"], Float[Array, "B R T"]]:
+    attention: AttentionImpl = XLA,
+) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """log π of every response token given its prompt and its own past, and the entropy there.
 
     Args:
         params: the backbone's, in the training layout.
-        prompts: computed once for the R rows of each.
-        tokens: responses, right-padded.
-        is_valid: false at padding, where the result means nothing.
+        rows: packed trees.
         config: of the backbone.
         dtype: of the activations.
-        chunk: tokens of each prompt's row whose logits are held at a time.
+        chunk: tokens of each row whose logits are held at a time.
         remat: what the backward pass recomputes, see `models.backbone.forward`.
         attention: what computes attention over the rows.
 
     Returns:
-        log-probabilities and entropies, in nats.
-    """
-    _, num_rows, num_tokens = tokens.shape
-    prompt_length = prompts.tokens.shape[1]
-    features = None
-    if prompts.images is not None:
-        features = backbone.encode_images(params, prompts.images, config, dtype=dtype, remat=remat)
-
-    def flat(x):
-        return x.reshape(x.shape[0], num_rows * num_tokens, *x.shape[3:])
-
-    offsets = jnp.tile(jnp.arange(num_tokens), num_rows)
-    response_positions = prompts.next_position[:, None] + offsets
-    x = jnp.concatenate(
-        [
-            backbone.embed(
-                params, prompts.tokens, dtype=dtype, features=features, slots=prompts.slots
-            ),
-            backbone.embed(params, flat(tokens), dtype=dtype),
-        ],
-        axis=1,
-    )
-    positions = jnp.concatenate(
-        [prompts.positions, jnp.repeat(response_positions[..., None], 3, -1)], axis=1
-    )
-    is_token = jnp.concatenate([prompts.is_valid, flat(is_valid)], axis=1)
-    hidden = backbone.forward(
-        params,
-        x,
-        positions,
-        jnp.where(is_token, 0, -1),
-        config,
-        tree=Tree(prompt_length, num_rows, num_tokens),
-        remat=remat,
-        deepstack=backbone.deepstack_at(features, prompts.slots),
-        attention=attention,
-    )
-    # A response's first token is predicted by the prompt's last, every other by the one before.
-    last = hidden[:, prompt_length - 1]
-    own = hidden[:, prompt_length:].reshape(*tokens.shape, -1)
-    first = jnp.broadcast_to(last[:, None, None], own[:, :, :1].shape)
-    predicting = jnp.concatenate([first, own[:, :, :-1]], axis=2)
-    logp, entropy = token_logprobs(params, flat(predicting), flat(tokens), config, chunk=chunk)
-    return logp.reshape(tokens.shape), entropy.reshape(tokens.shape)
-
-
-def score_packed(
-    params: backbone.Params,
-    rows: PackedRows,
-    config: BackboneConfig,
-    *,
-    dtype: DTypeLike,
-    chunk: int,
-    remat: str = "none",
-    attention: Kernel = XLA,
-) -> Float[Array, "B S"]:
-    """log π of the scored tokens of packed rows, in nats; behind them it means nothing.
-
-    The arguments are those of `score_responses`.
+        log-probabilities and entropies in nats, at the places of the tokens; 0 elsewhere.
     """
     features = None
     if rows.images is not None:
-        features = backbone.encode_images(params, rows.images, config, dtype=dtype, remat=remat)
+        features = backbone.encode_images(
+            params, rows.images, config, dtype=dtype, remat=remat, attention=attention
+        )
     hidden = backbone.forward(
         params,
         backbone.embed(params, rows.tokens, dtype=dtype, features=features, slots=rows.slots),
         rows.positions,
-        rows.segments,
+        backbone.text_mask(rows.reach, config, attention),
         config,
-        tree=Tree(rows.tokens.shape[1], 0, 0),
         remat=remat,
-        deepstack=backbone.deepstack_at(features, rows.slots),
-        attention=attention,
+        features=features,
+        slots=rows.slots,
     )
-    places = jnp.maximum(rows.scored, 1)  # no response begins a row
-    predicting = jnp.take_along_axis(hidden, places[..., None] - 1, axis=1)
-    targets = jnp.take_along_axis(rows.tokens, places, axis=1)
-    is_wanted = rows.scored >= 0
-    logp, _ = token_logprobs(params, predicting, targets, config, chunk=chunk, is_wanted=is_wanted)
-    return logp
+    # Scored tokens stand one after the other here, so that few chunks hold others.
+    places = jnp.maximum(rows.scored, 0)
+    predictor = jnp.maximum(jnp.take_along_axis(rows.predictor, places, axis=1), 0)
+    scored = token_logprobs(
+        params,
+        jnp.take_along_axis(hidden, predictor[..., None], axis=1),
+        jnp.take_along_axis(rows.tokens, places, axis=1),
+        config,
+        chunk=chunk,
+        is_wanted=rows.scored >= 0,
+    )
+    is_scored = rows.predictor >= 0
+    back = jnp.maximum(jnp.cumsum(is_scored, axis=1) - 1, 0)
+    return tuple(jnp.where(is_scored, jnp.take_along_axis(x, back, axis=1), 0.0) for x in scored)
 
 
 def _split_tokens(x: Array, *, chunk: int, padding: int) -> Array:

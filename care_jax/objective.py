@@ -8,7 +8,7 @@ denominator can be summed over microbatches and devices and divided once. T is r
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 # Bound on differences of log-probabilities (nats) before exp: e^20 is far beyond any clip range, so
 # no number that counts is changed, but 0·exp(∞) cannot make a NaN. verl has the same.
@@ -76,21 +76,30 @@ def clipped_surrogate(
 
 
 def sequence_log_ratio(
-    logp: Float[Array, " T"], old_logp: Float[Array, " T"], is_sampled: Bool[Array, " T"]
-) -> Float[Array, " T"]:
+    logp: Float[Array, " S"],
+    old_logp: Float[Array, " S"],
+    is_sampled: Bool[Array, " S"],
+    branch: Int[Array, " S"],
+) -> Float[Array, " S"]:
     """log s = 1/|y| · Σ_t (log π_θ - log π_old): GSPO's one ratio, at every sampled token (eq. 7).
 
     Given to `clipped_surrogate` as `logp`, with 0 as `old_logp`, ρ_t becomes s, and its terms sum
     to min{s·A, clip(s)·A}. The gradient goes through the mean, as in the paper (Zheng et al. 2025,
     arXiv 2507.18071); GSPO-token, exp(log π_θ - sg[log π_θ] + sg[log s]) at each token, is what
-    verl has: both are equal where A and mask are those of the whole row, as they are here.
+    verl has: both are equal where A and mask are those of the whole response, as they are here.
 
     Args:
-        logp, old_logp: see `clipped_surrogate`.
-        is_sampled: tokens of y; elsewhere the result is 0.
+        logp, old_logp: see `clipped_surrogate`; of a row of several responses y.
+        is_sampled: tokens of some y; elsewhere the result is 0.
+        branch: number of the response that each token belongs to, -1 off responses.
     """
-    mean = jnp.sum(logp - old_logp, where=is_sampled) / jnp.maximum(jnp.sum(is_sampled), 1)
-    return jnp.where(is_sampled, mean, 0.0)
+    size = branch.shape[0]
+    place = jnp.where(branch < 0, size, branch)  # the last sum takes what belongs to none
+    sums, counts = (
+        jnp.zeros(size + 1).at[place].add(jnp.where(is_sampled, x, 0.0))
+        for x in (logp - old_logp, jnp.ones(size))
+    )
+    return jnp.where(is_sampled, (sums / jnp.maximum(counts, 1))[place], 0.0)
 
 
 def is_clipped(

@@ -162,6 +162,7 @@ def roll_out(
     cue = reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
     encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
     has_slot = rl.objective == "care" and care.reflect
+    put = functools.partial(sharding.put_batch, place=run.decode_batch_place)
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
 
     def score(rollouts, examples):
@@ -196,8 +197,8 @@ def roll_out(
             raise distributed.Preempted
         own = [index_of[place] for place in wave.tolist() if place in index_of]
         prompts = policy.prompts.batch([records[i] for i in own], roster.sizes[wave])
-        prompts = sharding.put_batch(prompts, run.mesh)
-        places = sharding.put_batch(roster.own[own].astype(np.int32), run.mesh)
+        prompts = put(prompts)
+        places = put(roster.own[own].astype(np.int32))
         prefix = programs.prefill(params, prompts)
         return own, places, prefix, programs.decode(params, prefix, decode_rng, places)
 
@@ -205,17 +206,13 @@ def roll_out(
         wave_examples = [examples[i] for i in own]
         rollouts = distributed.fetch(decoded)
         wave_scores, texts, reasons = score(rollouts, wave_examples)
-        subgroup = distributed.fetch(
-            programs.select(decoded, sharding.put_batch(wave_scores, run.mesh), select_rng, places)
-        )
+        subgroup = distributed.fetch(programs.select(decoded, put(wave_scores), select_rng, places))
         has_reflection = np.zeros(len(texts), bool)
         if has_slot:
             has_reflection = subgroup.has_update & ~subgroup.is_rescue
             forced = context_of(texts, subgroup.hard_negative, has_reflection)
             reflected = distributed.fetch(
-                programs.reflect(
-                    params, prefix, reflect_rng, places, sharding.put_batch(forced, run.mesh)
-                )
+                programs.reflect(params, prefix, reflect_rng, places, put(forced))
             )
             reflected_scores, _, reflected_reasons = score(reflected, wave_examples)
             if care.reflect_credit == "prompt_only":
@@ -234,7 +231,7 @@ def roll_out(
         roster.sizes[:, 0],
         prompts_per_update=rl.prompts_per_update,
         decode_prompts=rl.decode_prompts,
-        num_shards=run.mesh.shape["data"] * run.mesh.shape["fsdp"],
+        num_shards=sharding.num_shards(run.decode_batch_place),
     )
     groups, order, launched = [], [], None
     for wave in waves:

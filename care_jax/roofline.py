@@ -2,10 +2,10 @@
 
 Counted from shapes, since the compiler's own count takes a scanned layer once. A product of
 [m, k] with [k, n] is 2mkn FLOPs; norms, rotations, softmax and sampling are left out, and so are
-the bytes of activations. Padding counts as computed: every prompt is as long as its bucket, every
-response as long as its budget. Attention counts the pairs that the masks leave visible.
+the bytes of activations. Padding counts as computed. Attention counts the pairs that the masks
+leave visible.
 
-Letters: B prompts, P prompt tokens, N image patches, R rows per prompt, T response tokens.
+Letters: P prompt tokens, N image patches, R rows per prompt, T response tokens.
 """
 
 from __future__ import annotations
@@ -85,8 +85,26 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
+class Packed:
+    """What one forward over packed trees computes.
+
+    Attributes:
+        tokens, patches: that pass the layers, padding included.
+        pairs: (query, visible key) pairs of tokens.
+        patch_pairs: pairs of patches of the same image.
+        scored: response tokens, whose logits are computed.
+    """
+
+    tokens: int
+    patches: int
+    pairs: int
+    patch_pairs: int
+    scored: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Rows:
-    """The shape of a batch: B prompts of P tokens and N patches, R rows of T tokens each."""
+    """What is decoded: prompts of P tokens and N patches each, R rows of T tokens to each."""
 
     prompts: int
     prompt_tokens: int
@@ -99,22 +117,15 @@ class Rows:
         """Response tokens of all rows."""
         return self.prompts * self.rows * self.row_tokens
 
-    @property
-    def num_pairs(self) -> int:
-        """(query, visible key) pairs under the tree mask, over all prompts."""
-        P, T = self.prompt_tokens, self.row_tokens
-        return self.prompts * (_causal(P) + self.rows * (T * P + _causal(T)))
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a program is spread out.
 
     Attributes:
-        batch_parts: parts of a batch, data x fsdp.
-        weight_parts: parts of the weights that are gathered where they are used, fsdp x sequence.
-        product_parts: parts of every product, tensor while training, all that cuts heads while
-            decoding.
+        batch_parts: shards of a batch.
+        weight_parts: shards of the weights, which are all-gathered where they are used.
+        product_parts: shards of every product (tensor parallel).
         itemsize: bytes of a weight or activation that is computed with.
     """
 
@@ -122,6 +133,19 @@ class Layout:
     weight_parts: int
     product_parts: int
     itemsize: int
+
+
+def tree_pairs(
+    prompt: Int[np.ndarray, " N"], responses: Int[np.ndarray, "N R"]
+) -> Int[np.ndarray, " N"]:
+    """(query, visible key) pairs of each tree: a prompt and the responses that see it.
+
+    Args:
+        prompt: tokens of each prompt.
+        responses: tokens of each of its responses.
+    """
+    prompt, responses = prompt.astype(np.int64), responses.astype(np.int64)
+    return _causal(prompt) + (responses * prompt[:, None] + _causal(responses)).sum(-1)
 
 
 def _causal(num_tokens):
@@ -143,14 +167,24 @@ def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored:
     return text.num_layers * layer + 2 * D * text.vocab_size * num_scored
 
 
-def tower_flops(vision: VisionConfig, family: str, num_patches: int) -> float:
-    """Forward of the vision tower over one image of `num_patches`, in whole windows."""
+def tower_flops(
+    vision: VisionConfig, family: str, num_patches: int, num_pairs: int | None = None
+) -> float:
+    """Forward of the vision tower, in whole windows.
+
+    Args:
+        vision: its configuration.
+        family: of the backbone.
+        num_patches: that pass its layers.
+        num_pairs: of patches of the same image; None where they are all of one.
+    """
     D, F, N = vision.hidden_size, vision.intermediate_size, num_patches
+    whole = N * N if num_pairs is None else num_pairs
     mlp = (3 if family == "qwen2_5_vl" else 2) * D * F  # gated or not
     num_windowed = 0
     if vision.window_size:
         num_windowed = vision.num_layers - len(vision.full_attention_layers)
-    pairs = (vision.num_layers - num_windowed) * N * N + num_windowed * N * vision.window_side**2
+    pairs = (vision.num_layers - num_windowed) * whole + num_windowed * N * vision.window_side**2
     width = vision.merge_size**2 * D
     merger = width * width + width * vision.output_size
     num_mergers = 1 + len(vision.deepstack_layers)
@@ -158,17 +192,16 @@ def tower_flops(vision: VisionConfig, family: str, num_patches: int) -> float:
     return 2 * (dense + N // vision.merge_size**2 * merger * num_mergers) + 4 * D * pairs
 
 
-def forward_flops(config: BackboneConfig, rows: Rows) -> tuple[float, float, float]:
-    """(tower, decoder's layers, logits) of one forward over whole rows."""
-    tower = rows.prompts * tower_flops(config.vision, config.family, rows.patches)
-    num_tokens = rows.prompts * rows.prompt_tokens + rows.tokens
-    layers = decoder_flops(config.text, num_tokens, rows.num_pairs, 0)
-    return tower, layers, decoder_flops(config.text, 0, 0, rows.tokens)
+def forward_flops(config: BackboneConfig, packed: Packed) -> tuple[float, float, float]:
+    """(tower, decoder's layers, logits) of one forward over packed trees."""
+    tower = tower_flops(config.vision, config.family, packed.patches, packed.patch_pairs)
+    layers = decoder_flops(config.text, packed.tokens, packed.pairs, 0)
+    return tower, layers, decoder_flops(config.text, 0, 0, packed.scored)
 
 
 def train_flops(
     config: BackboneConfig,
-    rows: Rows,
+    packed: Packed,
     *,
     remat: str,
     freeze_vision: bool = False,
@@ -180,7 +213,7 @@ def train_flops(
     the second of these and the tower's both; the logits' weights are trained unless adapters are.
     "dots" recomputes no product with weights, "layer" all of them; the logits always are.
     """
-    tower, layers, logits = forward_flops(config, rows)
+    tower, layers, logits = forward_flops(config, packed)
     is_recomputed = remat == "layer"
     num_tower = 1 if freeze_vision or has_adapters else 3 + is_recomputed
     num_text = 2 if has_adapters else 3
@@ -197,20 +230,19 @@ def model_flops(
     Args:
         config: of the backbone.
         prompt_sizes: tokens and patches of each prompt.
-        num_row_tokens: response tokens of each of its R rows.
+        num_row_tokens: response tokens of each of its R rows; a prompt without any counts nothing.
     """
-    num_prompt_tokens, num_patches = prompt_sizes[:, 0], prompt_sizes[:, 1]
-    rows = num_row_tokens.astype(np.int64)
-    num_pairs = _causal(num_prompt_tokens.astype(np.int64)).sum()
-    num_pairs += (rows * num_prompt_tokens[:, None] + _causal(rows)).sum()
-    num_tokens = int(num_prompt_tokens.sum() + rows.sum())
-    towers = sum(tower_flops(config.vision, config.family, int(n)) for n in num_patches)
-    return 3 * (towers + decoder_flops(config.text, num_tokens, int(num_pairs), int(rows.sum())))
+    is_trained = num_row_tokens.any(-1)
+    (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]
+    num_pairs = int(tree_pairs(prompts, rows).sum())
+    num_tokens, num_scored = int(prompts.sum() + rows.sum()), int(rows.sum())
+    towers = sum(tower_flops(config.vision, config.family, int(n)) for n in patches)
+    return 3 * (towers + decoder_flops(config.text, num_tokens, num_pairs, num_scored))
 
 
 def train_work(
     config: BackboneConfig,
-    rows: Rows,
+    packed: Packed,
     layout: Layout,
     *,
     num_microbatches: int,
@@ -226,24 +258,24 @@ def train_work(
     state = 0 if has_adapters else 32 * num_weights / layout.weight_parts / layout.product_parts
     return Work(
         flops=train_flops(
-            config, rows, remat=remat, freeze_vision=freeze_vision, has_adapters=has_adapters
+            config, packed, remat=remat, freeze_vision=freeze_vision, has_adapters=has_adapters
         ),
         hbm_bytes=num_microbatches * num_passes * gathered + state,
         ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),
-        tokens=rows.tokens,
+        tokens=packed.scored,
     )
 
 
 def score_work(
-    config: BackboneConfig, rows: Rows, layout: Layout, *, num_microbatches: int
+    config: BackboneConfig, packed: Packed, layout: Layout, *, num_microbatches: int
 ) -> Work:
-    """The log-probabilities of all rows: a forward."""
+    """The log-probabilities of all responses: a forward."""
     gathered = decoder_weights(config.text) * layout.itemsize / layout.product_parts
     return Work(
-        flops=sum(forward_flops(config, rows)),
+        flops=sum(forward_flops(config, packed)),
         hbm_bytes=num_microbatches * gathered,
         ici_bytes=num_microbatches * gathered * (1 - 1 / layout.weight_parts),
-        tokens=rows.tokens,
+        tokens=packed.scored,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from care_jax import optimizer, sharding
@@ -42,6 +42,25 @@ class Run:
     def objective(self) -> ConfigDict:
         """The section of the chosen objective; every one has `clip_low`, `clip_high` and `beta`."""
         return self.config[self.config.rl.objective]
+
+    @property
+    def train_batch_place(self) -> NamedSharding:
+        """How the rows of an update, or of a step of the cold start, are sharded."""
+        return sharding.batch_sharding(self.mesh, self.config.sharding_rules)
+
+    @property
+    def decode_batch_place(self) -> NamedSharding:
+        """How prompts and their rollouts are sharded."""
+        return sharding.batch_sharding(self.mesh, self.config.decode_sharding_rules)
+
+    def chunk_of_row(self, microbatch_size: int) -> int:
+        """Tokens of each row whose logits are held at a time, `model.logprob_chunk` on a device.
+
+        Args:
+            microbatch_size: rows of one forward and backward, over all devices.
+        """
+        rows_of_device = microbatch_size // sharding.num_shards(self.train_batch_place)
+        return max(self.config.model.logprob_chunk // max(rows_of_device, 1), 1)
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that restores it."""

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
 from care_jax.batch import Prompts, Rollouts
 from care_jax.logprobs import policy_logits
 from models import backbone
-from models.attention import XLA, Kernel
+from models.attention_mask import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import constrain
@@ -86,21 +86,23 @@ def prefill(
     config: BackboneConfig,
     *,
     dtype: DTypeLike,
-    attention: Kernel = XLA,
+    attention: AttentionImpl = XLA,
 ) -> Prefix:
     """Runs prompts and images once; `params` are in the decode layout."""
     features = None
     if prompts.images is not None:
-        features = backbone.encode_images(params, prompts.images, config, dtype=dtype)
+        features = backbone.encode_images(
+            params, prompts.images, config, dtype=dtype, attention=attention
+        )
     x = backbone.embed(params, prompts.tokens, dtype=dtype, features=features, slots=prompts.slots)
-    deepstack = backbone.deepstack_at(features, prompts.slots)
     hidden, cache = backbone.prefill(
         params,
         x,
         prompts.positions,
         prompts.is_valid,
         config,
-        deepstack=deepstack,
+        features=features,
+        slots=prompts.slots,
         attention=attention,
     )
     return Prefix(cache, prompts.is_valid, hidden[:, -1], prompts.next_position)

@@ -1,7 +1,9 @@
 """The cold start: supervised fine-tuning on rationales and answers, loss on the response only.
 
-Examples share rows, see `packing`; a step's loss is that of its examples, however they are packed.
-Letters: n examples of this process, B rows of S tokens and N patches.
+An example is a tree of one branch, its prompt and the response to imitate; a step's loss is that of
+its examples, however they are packed into rows.
+
+Letters: N examples of a step, n of this process, B rows of S tokens, T response tokens.
 """
 
 from __future__ import annotations
@@ -14,19 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
+from jaxtyping import Float, Int
 
 from care_jax import distributed, sharding, spans
-from care_jax.batch import Example, PackedRows
+from care_jax.attention_check import training_attention
+from care_jax.batch import Example, ImitationBatch
 from care_jax.checkpoint import Checkpoints
 from care_jax.data.pipeline import Batches
-from care_jax.logprobs import score_packed
+from care_jax.logprobs import score_rows
 from care_jax.metrics import format_line, print_line, progress
-from care_jax.packing import Sample, first_fit, pack
-from care_jax.prompt import TokenizedPrompt
+from care_jax.prompt import TokenizedPrompt, prompt_sizes
 from care_jax.report.writer import Report
+from care_jax.row_plan import RowPlan, TreeSizes, misfits, plan_rows
 from care_jax.run import Run, make_adamw, start_state
 from care_jax.train_step import TrainState, update
+from care_jax.tree_rows import lay_out, place
 from models import backbone, lora
+from models.attention_mask import AttentionImpl
 
 ROW_TOO_SHORT = "prompt and response exceed a row"
 
@@ -48,8 +54,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     config, sft = run.config, run.config.sft
     learning_rate_at, adamw = make_adamw(run, "sft")
     state = start_state(run, params, adamw)
-    sft_step = compile_step(run, adamw, sharding.of(state))
-    rows = sharding.local_rows(sft.batch_size, run.mesh)
+    attention = training_attention(run, sft.row_tokens)
+    sft_step = compile_step(run, adamw, sharding.of(state), attention)
+    rows = sharding.local_rows(sft.batch_size, run.decode_batch_place)
     batches = Batches(
         examples,
         run.policy.prompts,
@@ -78,11 +85,12 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 if step > (checkpoints.latest_step or 0):
                     checkpoints.save(step, state, step, config.seed, {})
                 raise distributed.Preempted(f"before sft step {step}")
-            batch = sharding.put_batch(packed_batch(run, step_examples, records), run.mesh)
-            state, metrics = sft_step(state, batch)
+            batch, plan = packed_batch(run, rows, step_examples, records)
+            state, metrics = sft_step(state, sharding.put_batch(batch, run.train_batch_place))
             is_last = step == sft.num_steps - 1
             if step % config.log_every == 0 or is_last:
                 metrics = {name: float(value) for name, value in metrics.items()}
+                metrics |= {"train_fill": plan.train_fill, "patch_fill": plan.patch_fill}
                 # Steps are dispatched ahead of the device: time them from one read-out to the next.
                 seconds = (time.perf_counter() - began) / (step + 1 - first)
                 began, first = time.perf_counter(), step + 1
@@ -96,39 +104,42 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
 
 def compile_step(
-    run: Run, adamw: optax.GradientTransformation, state_shardings: TrainState
+    run: Run,
+    adamw: optax.GradientTransformation,
+    state_shardings: TrainState,
+    attention: AttentionImpl | None = None,
 ) -> Callable:
-    """The jitted (state, rows) -> (state, metrics), compiled once per number of rows that occurs.
+    """The jitted (state, batch) -> (state, metrics), compiled once per shape of rows that occurs.
 
     Args:
         run: the run.
         adamw: its optimizer.
         state_shardings: where the state lies before and after a step.
+        attention: what computes it; None for what the device has, unchecked.
     """
     config, model = run.config, run.config.model
-    attention = sharding.attention_kernel(model.attention, config.sharding_rules, run.mesh)
+    if attention is None:
+        attention = sharding.attention_impl(model.attention, config.sharding_rules, run.mesh)
 
-    def sft_step(state, rows):
-        total_weight = jnp.maximum(rows.weight.sum(), 1e-9)
+    def sft_step(state, batch):
+        total_weight = jnp.maximum(batch.weight.sum(), 1e-9)
 
-        def loss_fn(params, rows):
-            logp = score_packed(
+        def loss_fn(params, batch):
+            logp, _ = score_rows(
                 params,
-                rows,
+                batch.rows,
                 run.policy.config,
                 dtype=jnp.dtype(model.compute_dtype),
-                chunk=config.rl.logprob_chunk,
+                chunk=run.chunk_of_row(config.sft.microbatch_size),
                 remat=model.remat,
                 attention=attention,
             )
-            is_scored = rows.scored >= 0
-            nll = -jnp.where(is_scored, logp, 0.0)
-            num_tokens = is_scored.sum().astype(jnp.float32)
-            return (rows.weight * nll).sum() / total_weight, {"nll": (nll.sum(), num_tokens)}
+            num_tokens = (batch.rows.predictor >= 0).sum().astype(jnp.float32)
+            return -(batch.weight * logp).sum() / total_weight, {"nll": (-logp.sum(), num_tokens)}
 
         return update(
             state,
-            rows,
+            batch,
             loss_fn,
             adamw,
             microbatch_size=config.sft.microbatch_size,
@@ -139,50 +150,55 @@ def compile_step(
 
 
 def packed_batch(
-    run: Run, examples: Sequence[Example], records: Sequence[TokenizedPrompt]
-) -> PackedRows:
-    """The rows of a step, as many as the examples need, in whole microbatches.
+    run: Run,
+    places: Int[np.ndarray, " n"],
+    examples: Sequence[Example],
+    records: Sequence[TokenizedPrompt],
+) -> tuple[ImitationBatch, RowPlan]:
+    """This process's rows of a step on the host, and what stands where in them.
 
-    An example that exceeds a row is left out, counted and logged. Every process packs its own
-    examples and has as many rows as the one that needs most.
+    An example that exceeds a row is left out, counted and logged.
+
+    Args:
+        run: the run.
+        places: of this process's examples among those of the step.
+        examples, records: this process's.
     """
-    sft, config = run.config.sft, run.policy.config
-    row_size = (sft.row_tokens, sft.row_patches)
-    samples = []
-    for example, record in zip(examples, records, strict=True):
-        sample = make_sample(run, example, record)
-        if all(size <= room for size, room in zip(sample.size, row_size, strict=True)):
-            samples.append(sample)
-        else:
-            run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
-            logging.log_every_n(
-                logging.WARNING,
-                "left out %s: %d tokens and %d patches exceed sft.row_tokens %d or "
-                "sft.row_patches %d",
-                100,
-                example.id,
-                *sample.size,
-                *row_size,
-            )
-    sizes = [sample.size for sample in samples]
-    rows = first_fit(sizes, row_size, shared=sft.packed)
-    num_local = len(sharding.local_rows(sft.microbatch_size, run.mesh))
-    has_images = any(num_patches for _, num_patches in sizes)
-    wanted = distributed.gather_json([max(-(-len(rows) // num_local), 1), has_images])
-    num_microbatches, has_images = (max(of_process) for of_process in zip(*wanted, strict=True))
-    rows += [[] for _ in range(num_microbatches * num_local - len(rows))]
-    return pack(samples, rows, row_size, config, has_images=has_images)
+    sft, policy = run.config.sft, run.policy
+    row = {"row_tokens": sft.row_tokens, "row_patches": sft.row_patches, "section": "sft"}
+    responses = [policy.prompts.response_tokens(example.response) for example in examples]
+    lengths = np.array([len(response) for response in responses], np.int32)
+    sizes = np.concatenate([prompt_sizes(records), lengths[:, None]], axis=1)
+    unfit = misfits(TreeSizes(*sizes.T[:2], sizes[:, 2:]), **row)
+    for index, reason in unfit.items():
+        run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
+        logging.log_every_n(logging.WARNING, "left out %s: %s", 100, examples[index].id, reason)
+    sizes[list(unfit), 2] = 0  # a tree without branches takes no place
+    sizes = distributed.gather_rows(sizes, places)
+    plan = plan_rows(
+        TreeSizes(*sizes.T[:2], sizes[:, 2:]),
+        microbatch_size=sft.microbatch_size,
+        owner=sharding.owners(sft.batch_size, run.decode_batch_place),
+        num_processes=jax.process_count(),
+        process=jax.process_index(),
+        **row,
+    )
+    tokens = np.full((len(examples), 1, lengths.max(initial=1)), policy.config.pad_token_id)
+    weight = np.zeros(tokens.shape, np.float32)
+    for index, response in enumerate(responses):
+        tokens[index, 0, : len(response)] = response
+        weight[index, 0, : len(response)] = response_weight(run, response)
+    rows = lay_out(records, tokens.astype(np.int32), plan, policy.config)
+    return ImitationBatch(rows, place(weight, plan)), plan
 
 
-def make_sample(run: Run, example: Example, record: TokenizedPrompt) -> Sample:
-    """A prompt and its response, answer tokens weighted by `sft.answer_weight`."""
+def response_weight(run: Run, response: Int[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
+    """Of each token in the loss: `sft.answer_weight` in the answer span, 1 elsewhere."""
     policy = run.policy
-    response = policy.prompts.response_tokens(example.response)
     span = spans.parse(
         response,
         policy.token_bytes,
         eos_token_ids=policy.config.eos_token_ids,
         think_tag=policy.think_tag,
     )
-    weight = np.where(span.is_answer, run.config.sft.answer_weight, 1.0).astype(np.float32)
-    return Sample(record, response, weight)
+    return np.where(span.is_answer, run.config.sft.answer_weight, 1.0).astype(np.float32)

@@ -13,15 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from care_jax import reflect, spans
-from care_jax.batch import PackedRows, Prompts, TrainBatch
+from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
 from care_jax.policy import Policy
 from care_jax.prompt import backbone_config, load_tokenizer
 from care_jax.run import Run
 from care_jax.sampler import Forced
-from care_jax.sharding import batch_sharding
 from models.config import RELEASES, BackboneConfig
 from models.positions import ImagePatches, pack_images
 
@@ -57,9 +58,8 @@ def policy(config: ConfigDict) -> Policy:
     )
 
 
-def on_batch(run: Run, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
-    """Arrays of a shape, by their type, split as batches are."""
-    place = batch_sharding(run.mesh)
+def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
+    """Arrays of a shape, by their dtype, sharded as `Run.train_batch_place` or its like says."""
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
@@ -68,57 +68,78 @@ def largest_bucket(run: Run) -> tuple[int, int]:
     return max(map(tuple, run.config.data.buckets))
 
 
+def num_rows(run: Run) -> int:
+    """Rows of a prompt: its rollouts, and the reflected one where there may be any."""
+    has_slot = run.config.rl.objective == "care" and run.config.care.reflect
+    return run.config.rl.num_rollouts + has_slot
+
+
+def largest_update(run: Run) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
+    """Sizes of the prompts and tokens of the responses of the largest update there can be."""
+    rl = run.config.rl
+    sizes = np.tile(largest_bucket(run), (rl.prompts_per_update, 1))
+    return sizes, np.full((rl.prompts_per_update, num_rows(run)), rl.max_response_tokens)
+
+
 def prompts(run: Run, size: int) -> Prompts:
     """`size` prompts of the largest bucket."""
     num_tokens, num_patches = largest_bucket(run)
-    tokens = on_batch(run, size, num_tokens)
+    place = run.decode_batch_place
+    tokens = on_batch(place, size, num_tokens)
     return Prompts(
         tokens=tokens(jnp.int32),
         is_valid=tokens(jnp.bool),
-        positions=on_batch(run, size, num_tokens, 3)(jnp.int32),
-        next_position=on_batch(run, size)(jnp.int32),
+        positions=on_batch(place, size, num_tokens, 3)(jnp.int32),
+        next_position=on_batch(place, size)(jnp.int32),
         slots=tokens(jnp.int32),
-        images=_images(run, size, num_patches),
+        images=_images(run, place, size, num_patches),
     )
 
 
-def packed_rows(run: Run, size: int) -> PackedRows:
-    """`size` full rows of the cold start."""
-    config = run.config.sft
-    tokens = on_batch(run, size, config.row_tokens)
-    return PackedRows(
+def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRows:
+    """`size` rows of packed trees."""
+    place = run.train_batch_place
+    tokens = on_batch(place, size, num_tokens)
+    return TreeRows(
         tokens=tokens(jnp.int32),
-        segments=tokens(jnp.int32),
-        positions=on_batch(run, size, config.row_tokens, 3)(jnp.int32),
+        reach=tokens(jnp.int32),
+        positions=on_batch(place, size, num_tokens, 3)(jnp.int32),
         slots=tokens(jnp.int32),
-        images=_images(run, size, config.row_patches),
+        images=_images(run, place, size, num_patches),
+        predictor=tokens(jnp.int32),
+        branch=tokens(jnp.int32),
         scored=tokens(jnp.int32),
-        weight=tokens(jnp.float32),
     )
 
 
-def _images(run: Run, size: int, num_patches: int) -> ImagePatches:
-    vision = run.policy.config.vision
-    patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
-    images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
-    return jax.tree.map(lambda x: on_batch(run, size, *x.shape[1:])(x.dtype), images)
+def imitation_batch(run: Run, size: int) -> ImitationBatch:
+    """`size` rows of the cold start."""
+    sft = run.config.sft
+    weight = on_batch(run.train_batch_place, size, sft.row_tokens)(jnp.float32)
+    return ImitationBatch(tree_rows(run, size, sft.row_tokens, sft.row_patches), weight)
 
 
-def train_batch(run: Run, size: int, num_rows: int, num_tokens: int) -> TrainBatch:
-    """`size` prompts with their rows."""
-    rows, tokens = on_batch(run, size, num_rows), on_batch(run, size, num_rows, num_tokens)
+def train_batch(run: Run, size: int) -> TrainBatch:
+    """`size` rows of an update."""
+    rl, place = run.config.rl, run.train_batch_place
+    tokens = on_batch(place, size, rl.row_tokens)
     return TrainBatch(
-        prompts=prompts(run, size),
-        tokens=tokens(jnp.int32),
-        is_valid=tokens(jnp.bool),
+        rows=tree_rows(run, size, rl.row_tokens, rl.row_patches),
         token_advantage=tokens(jnp.float32),
         old_logp=tokens(jnp.float32),
         ref_logp=tokens(jnp.float32),
-        row_weight=rows(jnp.float32),
-        prompt_weight=on_batch(run, size)(jnp.float32),
+        row_weight=tokens(jnp.float32),
         is_trained=tokens(jnp.bool),
         is_answer=tokens(jnp.bool),
+        prompt_weight=on_batch(place, size)(jnp.float32),
     )
+
+
+def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> ImagePatches:
+    vision = run.policy.config.vision
+    patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
+    images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
+    return jax.tree.map(lambda x: on_batch(place, size, *x.shape[1:])(x.dtype), images)
 
 
 def forced(run: Run, size: int) -> Forced:
@@ -126,8 +147,9 @@ def forced(run: Run, size: int) -> Forced:
     care = run.config.care
     cue = reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
     num_tokens = care.max_context + math.ceil(len(cue.encode()) / 4)
-    tokens = on_batch(run, size, 0 if care.reflect_mode == "resample" else num_tokens)
-    return Forced(tokens(jnp.int32), tokens(jnp.bool), on_batch(run, size)(jnp.bool))
+    place = run.decode_batch_place
+    tokens = on_batch(place, size, 0 if care.reflect_mode == "resample" else num_tokens)
+    return Forced(tokens(jnp.int32), tokens(jnp.bool), on_batch(place, size)(jnp.bool))
 
 
 def num_bytes(tree: Any) -> int:

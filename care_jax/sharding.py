@@ -1,10 +1,11 @@
 """Where arrays live: the device mesh, and everything on it by the names of its axes.
 
-The mesh has four axes. "data" repeats the parameters, "fsdp" cuts them and gathers them where
-they are used, "tensor" cuts the matrix products themselves, "sequence" cuts long rows between
-attentions, which take its devices for heads. A batch is split over data x fsdp. Parameters,
-activations and caches name their axes ("embed", "mlp", "tokens", ...) and ordered rules map these
-to mesh axes: one table while training, one while decoding.
+Parameters, activations, caches and batches name their axes ("batch", "embed", "mlp", ...), and
+ordered rules map these names to the axes of the mesh: one table while training, one while decoding.
+As shipped, training is FSDP over all four mesh axes: every device has rows of its own and a shard
+of every parameter, which is all-gathered where it is used. Decoding keeps each row on the devices
+of "tensor" and "sequence", which shard heads and MLP (tensor parallel), and splits the batch over
+"data" x "fsdp".
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from models import layers
-from models.attention import Kernel
+from models.attention_mask import AttentionImpl
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
-BATCH_AXES = ("data", "fsdp")
 
-# (logical axis, the mesh axes it is cut over), in order of precedence.
+# (logical axis, the mesh axes that shard it), in order of precedence.
 Rules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
@@ -186,11 +186,7 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
 
 
 def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
-    """`function`, traced with its backbone's activations laid out by `rules`.
-
-    The batch axis of activations follows that of batches, whatever the rules say.
-    """
-    rules = (("batch", BATCH_AXES), *rules)
+    """`function`, traced with its backbone's activations laid out by `rules`."""
 
     def place(x: jax.Array, logical: layers.Axes) -> jax.Array:
         spec = _partition_spec("activation", logical, x.shape, rules, mesh)
@@ -251,63 +247,101 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading axis (prompts, rows) is split over data x fsdp, the others are whole."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
+    """The leading axis (prompts, rows) is sharded as the rules have "batch"; the others are whole.
+
+    A batch has as many shards as these mesh axes have devices, see `num_shards`.
+    """
+    return NamedSharding(mesh, PartitionSpec(_mesh_axes("batch", rules)))
 
 
-def attention_kernel(name: str, rules: Rules, mesh: Mesh) -> Kernel:
+def replicate(array: np.ndarray, mesh: Mesh) -> jax.Array:
+    """A whole array on every device; every process has the same."""
+    return jax.make_array_from_callback(array.shape, replicated(mesh), lambda part: array[part])
+
+
+def num_shards(place: NamedSharding) -> int:
+    """Shards of the leading axis of what is laid out like this, over all processes."""
+    return math.prod(place.mesh.shape[axis] for axis in place.spec[0])
+
+
+def num_shards_of(axis: str, rules: Rules, mesh: Mesh) -> int:
+    """Shards that the rules ask for along a logical axis, where its size divides."""
+    return math.prod(mesh.shape[mesh_axis] for mesh_axis in _mesh_axes(axis, rules))
+
+
+def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
     """What computes attention over whole rows on a mesh.
 
     Args:
-        name: "xla", "splash", or "auto" for splash on a TPU and xla elsewhere.
-        rules: say which mesh axes the heads are cut over while they attend.
+        name: "xla" for the compiler's own products, "kernel" for the device's, "auto" for the
+            kernel where the device has one.
+        rules: say which mesh axes shard rows and heads while they attend.
         mesh: the devices.
     """
-    if name == "auto":
-        name = "splash" if mesh.devices.flat[0].platform == "tpu" else "xla"
-    return Kernel(name, mesh, BATCH_AXES, _mesh_axes("attended_heads", rules))
+    kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(mesh.devices.flat[0].platform, "xla")
+    return AttentionImpl(
+        "xla" if name == "xla" else kernel,
+        mesh,
+        _mesh_axes("batch", rules),
+        _mesh_axes("attended_heads", rules),
+    )
 
 
-def local_rows(size: int, mesh: Mesh) -> Int[np.ndarray, " n"]:
+def local_rows(size: int, place: NamedSharding) -> Int[np.ndarray, " n"]:
     """Rows of a batch that lie on this process's devices, ascending; not always one run of them.
 
     Args:
-        size: rows of the whole batch, a multiple of the devices of data x fsdp.
+        size: rows of the whole batch, a multiple of its shards.
+        place: of the batch.
     """
-    places = batch_sharding(mesh).addressable_devices_indices_map((size,)).values()
-    return np.array(sorted({row for (place,) in places for row in range(size)[place]}))
+    places = place.addressable_devices_indices_map((size,)).values()
+    return np.array(sorted({row for (rows,) in places for row in range(size)[rows]}))
 
 
-def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Puts a tree of numpy arrays on the devices, split by their leading axis.
+def owners(size: int, place: NamedSharding) -> Int[np.ndarray, " N"]:
+    """The process on whose devices each row of a batch lies.
+
+    Args:
+        size: rows of the whole batch, a multiple of its shards.
+        place: of the batch.
+    """
+    found = np.zeros(size, int)
+    for device, (rows,) in place.devices_indices_map((size,)).items():
+        found[rows] = device.process_index
+    return found
+
+
+def put_batch(batch: Any, place: NamedSharding) -> Any:
+    """Puts a tree of numpy arrays on the devices, sharded by their leading axis.
 
     Args:
         batch: arrays [B, ...]; None in place of an array stays None. In a run of several
             processes each passes its `local_rows` and B counts over all of them.
+        place: see `batch_sharding`.
 
     Raises:
-        ValueError: B does not divide by the devices of data x fsdp.
+        ValueError: B does not divide by the shards.
     """
-    sharding = batch_sharding(mesh)
-    num_shards = len(local_rows(mesh.shape["data"] * mesh.shape["fsdp"], mesh))
+    num_local = len(local_rows(num_shards(place), place))
 
     def put(path: jax.tree_util.KeyPath, array: Any) -> jax.Array:
-        if array.ndim == 0 or array.shape[0] % num_shards:
+        if array.ndim == 0 or array.shape[0] % num_local:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} of shape {array.shape} must have a leading "
-                f"axis divisible by {num_shards} devices (data x fsdp of this process)"
+                f"axis divisible by {num_local} shards ({' x '.join(place.spec[0])} of this "
+                "process)"
             )
-        return jax.make_array_from_process_local_data(sharding, array)
+        return jax.make_array_from_process_local_data(place, array)
 
     return jax.tree_util.tree_map_with_path(put, batch)
 
 
-def put_ahead(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
+def put_ahead(batches: Iterable[Any], place: NamedSharding) -> Iterator[Any]:
     """`put_batch` of each, done while the one before it is worked on: two lie there at a time."""
     placed = None
     for batch in batches:
-        following = put_batch(batch, mesh)
+        following = put_batch(batch, place)
         if placed is not None:
             yield placed
         placed = following
@@ -315,18 +349,19 @@ def put_ahead(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
         yield placed
 
 
-def check_divides(name: str, size: int, mesh: Mesh) -> None:
+def check_divides(name: str, size: int, place: NamedSharding) -> None:
     """Refuses a batch size that the mesh cannot split.
 
     Args:
         name: key of the size in the config, for the message.
         size: rows or prompts of the whole batch, over all processes.
+        place: of the batch.
     """
-    num_devices = mesh.shape["data"] * mesh.shape["fsdp"]
-    if size < 1 or size % num_devices:
-        below = max(size, 0) // num_devices * num_devices
-        choices = " or ".join(str(n) for n in (below, below + num_devices) if n)
+    count = num_shards(place)
+    if size < 1 or size % count:
+        below = max(size, 0) // count * count
+        choices = " or ".join(str(n) for n in (below, below + count) if n)
         raise ValueError(
-            f"{name} {size} must be divisible by {num_devices} devices (data x fsdp); "
+            f"{name} {size} must be divisible by {count} devices ({' x '.join(place.spec[0])}); "
             f"set it to {choices}"
         )

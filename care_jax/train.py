@@ -3,7 +3,7 @@
 Its host side is `rollout`, `dynamic` and `update_batch`.
 
 One step: a rollout batch is decoded in waves, verified, contrasted and repaired; then come the
-advantages, then one or more updates on rows of `[prompt | r_0 | ... | r_{R-1}]`.
+advantages, then one or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`.
 
 Letters: B prompts, G rollouts per prompt, R rows per prompt (G, or G + 1 with a reflected row),
 T response tokens.
@@ -31,12 +31,13 @@ from care_jax import (
     sharding,
 )
 from care_jax.advantages import RawAdvantages
-from care_jax.batch import Example, Rollouts
+from care_jax.attention_check import training_attention
+from care_jax.batch import Example
 from care_jax.checkpoint import Checkpoints
 from care_jax.credit import Credit
 from care_jax.data.pipeline import Batches
 from care_jax.dynamic import Draw
-from care_jax.logprobs import score_responses
+from care_jax.logprobs import score_rows
 from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.policy import decode_shardings
 from care_jax.prompt import TokenizedPrompt
@@ -44,8 +45,9 @@ from care_jax.report.groups import Sampled, Wording
 from care_jax.report.writer import Report
 from care_jax.rollout import Groups, Programs, Roster, roll_out
 from care_jax.roofline import PEAK_FLOPS, model_flops
+from care_jax.row_plan import RowPlan
 from care_jax.run import Run, make_adamw, start_state
-from care_jax.train_step import TrainState, join_batch, split_batch, train_step
+from care_jax.train_step import TrainState, map_microbatches, train_step
 from care_jax.update_batch import (
     UpdatePrograms,
     copy_reference,
@@ -55,6 +57,7 @@ from care_jax.update_batch import (
 )
 from care_jax.verifier import Verifier
 from models import backbone, lora
+from models.attention_mask import AttentionImpl
 
 _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
 
@@ -79,9 +82,10 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
     rollout_programs = compile_rollout(run)
-    programs = compile_update(run, adamw, sharding.of(state))
+    attention = training_attention(run, rl.row_tokens)
+    programs = compile_update(run, adamw, sharding.of(state), attention)
     # This process's prompts of an update, and of a step: of every update the same ones.
-    own = sharding.local_rows(rl.prompts_per_update, run.mesh)
+    own = sharding.local_rows(rl.prompts_per_update, run.decode_batch_place)
     own = np.arange(0, rl.prompts_per_step, rl.prompts_per_update)[:, None] + own
     batches = Batches(
         examples,
@@ -132,16 +136,16 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             drawn = dynamic.fill(draws)
             roster, records, groups = drawn.roster, drawn.records, drawn.groups
             credited, raw = assign_credit(run, programs, groups)
-            rollouts, scores, *contrast = gather_groups(roster, groups, credited, raw)
-            num_tokens = rollouts.is_valid.sum(-1).max(1)
+            rollouts, scores, *contrast, num_tokens = gather_groups(roster, groups, credited, raw)
             # All of them are scored before the first update moves the policy.
-            update_batches = [
+            planned = [
                 train_batch(run, roster, records, groups, credited, num_tokens, index)
                 for index in range(updates_per_step)
             ]
+            update_batches, plans = zip(*planned, strict=True)
             update_batches = with_logprobs(run, programs, update_batches, state.params, reference)
             update_metrics = []
-            for batch in sharding.put_ahead(update_batches, run.mesh):
+            for batch in sharding.put_ahead(update_batches, run.train_batch_place):
                 state, metrics = programs.update(state, batch)
                 update_metrics.append(jax.device_get(metrics))
             ended = time.perf_counter()
@@ -172,11 +176,11 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 "learning_rate": float(learning_rate_at(step * updates_per_step)),
                 "decoded_tokens": num_decoded,
                 "rollout_tokens_per_second": num_sampled / (rolled_out - began),
-                "train_tokens_per_second": int(rollouts.is_valid.sum()) / (ended - rolled_out),
+                "train_tokens_per_second": int(num_tokens.sum()) / (ended - rolled_out),
                 "rollout_seconds": rolled_out - began,
                 "train_seconds": ended - rolled_out,
             }
-            metrics |= utilisation(run, roster, rollouts, ended - rolled_out)
+            metrics |= fill(plans) | utilisation(run, roster, num_tokens, ended - rolled_out)
             run.metrics.write("rl", step, metrics)  # stops the run where one is not finite
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
@@ -226,16 +230,36 @@ def draw_groups(
     return draws
 
 
-def utilisation(run: Run, roster: Roster, rollouts: Rollouts, seconds: float) -> dict[str, float]:
+def utilisation(
+    run: Run, roster: Roster, num_tokens: Int[np.ndarray, "N R"], seconds: float
+) -> dict[str, float]:
     """TFLOPs per second and device that updates were worth, and their share of the device's peak.
 
     Padding and what is recomputed count as nothing; the share is left out where the peak of such a
     device is not known.
+
+    Args:
+        run: the run.
+        roster: of the step's prompts.
+        num_tokens: of each response that was trained, 0 of the others.
+        seconds: that the updates took.
     """
-    num_tokens = rollouts.is_valid.sum(-1)
     rate = model_flops(run.policy.config, roster.sizes, num_tokens) / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
     return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
+
+
+def fill(plans: Sequence[RowPlan]) -> dict[str, float]:
+    """Share of the tokens, and of the patches, that a step's updates computed and that are real."""
+    real, computed = (
+        {of: sum(getattr(plan, f"{kind}_{of}") for plan in plans) for of in ("tokens", "patches")}
+        for kind in ("real", "computed")
+    )
+    return {
+        name: real[of] / computed[of]
+        for name, of in (("train_fill", "tokens"), ("patch_fill", "patches"))
+        if computed[of]
+    }
 
 
 def open_report(run: Run, start: int) -> Report:
@@ -330,8 +354,8 @@ def compile_rollout(run: Run) -> Programs:
     """The jitted functions of a rollout, each compiled once per bucket that occurs."""
     rl, care, config = run.config.rl, run.config.care, run.policy.config
     dtype = jnp.dtype(run.config.model.compute_dtype)
-    rows = sharding.batch_sharding(run.mesh)
-    attention = sharding.attention_kernel(
+    rows = run.decode_batch_place
+    attention = sharding.attention_impl(
         run.config.model.attention, run.config.decode_sharding_rules, run.mesh
     )
     closing_tag = jnp.asarray(run.policy.closing_tag)
@@ -380,7 +404,10 @@ def compile_rollout(run: Run) -> Programs:
 
 
 def compile_update(
-    run: Run, adamw: optax.GradientTransformation, state_shardings: TrainState
+    run: Run,
+    adamw: optax.GradientTransformation,
+    state_shardings: TrainState,
+    attention: AttentionImpl | None = None,
 ) -> UpdatePrograms:
     """The jitted functions of an update, each compiled once per bucket that occurs.
 
@@ -388,14 +415,18 @@ def compile_update(
         run: the run.
         adamw: its optimizer.
         state_shardings: where the state lies before and after an update.
+        attention: what computes it; None for what the device has, unchecked.
     """
     rl, care, model, own = run.config.rl, run.config.care, run.config.model, run.objective
     config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
+    if attention is None:
+        rules = run.config.sharding_rules
+        attention = sharding.attention_impl(model.attention, rules, run.mesh)
     scoring = dict(
         dtype=dtype,
-        chunk=rl.logprob_chunk,
+        chunk=run.chunk_of_row(rl.microbatch_size),
         remat=model.remat,
-        attention=sharding.attention_kernel(model.attention, run.config.sharding_rules, run.mesh),
+        attention=attention,
     )
 
     def to_decode_layout(params):
@@ -403,11 +434,9 @@ def compile_update(
 
     def score(params, batch):
         def one(batch):
-            return score_responses(
-                params, batch.prompts, batch.tokens, batch.is_valid, config, **scoring
-            )[0]
+            return score_rows(params, batch.rows, config, **scoring)[0]
 
-        return join_batch(jax.lax.map(one, split_batch(batch, rl.prompts_per_microbatch)))
+        return map_microbatches(one, batch, rl.microbatch_size)
 
     def update(state, batch):
         return train_step(
@@ -415,7 +444,7 @@ def compile_update(
             batch,
             config,
             adamw,
-            microbatch_size=rl.prompts_per_microbatch,
+            microbatch_size=rl.microbatch_size,
             beta=own.beta,
             clip_low=own.clip_low,
             clip_high=own.clip_high,
@@ -432,6 +461,6 @@ def compile_update(
         to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
         credit=jax.jit(credit_of(run)),
         raw_advantages=jax.jit(raw),
-        score=jax.jit(run.placed(score), out_shardings=sharding.batch_sharding(run.mesh)),
+        score=jax.jit(run.placed(score), out_shardings=run.train_batch_place),
         update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
     )

@@ -1,9 +1,11 @@
 """One optimizer update: pure (state, batch) -> (state, metrics), accumulated over microbatches.
 
 Every sum is divided by a denominator counted over the whole batch, so loss, gradient and metrics
-are the same however the batch is cut into microbatches or laid over devices.
+are the same however trees are packed into rows, and rows into microbatches and over devices.
+Microbatches that hold nothing are skipped when the program runs, so that one program serves
+batches of several sizes.
 
-Letters: B prompts, R rows per prompt, T response tokens.
+Letters: B rows, S tokens of a row.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from jaxtyping import Array, Float, Int
 
 from care_jax import objective, sharding
 from care_jax.batch import TrainBatch
-from care_jax.logprobs import score_responses
+from care_jax.logprobs import score_rows
 from care_jax.optimizer import combine, partition, round_like, widen
-from models.attention import XLA, Kernel
+from models.attention_mask import XLA, AttentionImpl
 from models.backbone import Params
 from models.config import BackboneConfig
 
@@ -94,25 +96,27 @@ def train_step(
     remat: str,
     has_sequence_ratio: bool = False,
     partition: Partition = partition,
-    attention: Kernel = XLA,
+    attention: AttentionImpl = XLA,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """One reinforcement learning update.
 
-        L = -Σᵢ row_weightᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
+        L = -Σᵢ wᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
             + β · mean over is_trained of k3(π_θ, π_ref)
+
+    over the responses i, wᵢ their share in their prompt's loss.
 
     Args:
         state: before the update.
-        batch: B prompts and their rows.
+        batch: B rows of packed trees.
         config: of the backbone.
         optimizer: of the trained parameters.
-        microbatch_size: prompts of one forward and backward; divides B.
+        microbatch_size: rows of one forward and backward; divides B.
         beta: β; 0 leaves the KL out.
         clip_low, clip_high: ε of the clipped ratio, below and above 1.
-        chunk: tokens of a prompt's row whose logits are held at a time.
+        chunk: tokens of each row whose logits are held at a time.
         dtype: of the activations.
         remat: what the backward pass recomputes.
-        has_sequence_ratio: ρₜ is the row's own, the geometric mean of its tokens' (GSPO).
+        has_sequence_ratio: ρₜ is that of its response, the geometric mean over tokens (GSPO).
         partition: tells the trained parameters from the frozen.
         attention: what computes attention over the rows.
 
@@ -123,31 +127,31 @@ def train_step(
     num_trained = jnp.maximum(batch.is_trained.sum(), 1)
 
     clip = dict(clip_low=clip_low, clip_high=clip_high)
-    surrogate = _over_rows(functools.partial(objective.clipped_surrogate, **clip))
-    clips = _over_rows(functools.partial(objective.is_clipped, **clip))
-    k3 = _over_rows(objective.k3)
-    sequence_log_ratio = _over_rows(objective.sequence_log_ratio)
+    surrogate = jax.vmap(functools.partial(objective.clipped_surrogate, **clip))
+    clips = jax.vmap(functools.partial(objective.is_clipped, **clip))
+    k3 = jax.vmap(objective.k3)
+    sequence_log_ratio = jax.vmap(objective.sequence_log_ratio)
 
     def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Ratios]:
-        logp, entropy = score_responses(
+        logp, entropy = score_rows(
             params,
-            batch.prompts,
-            batch.tokens,
-            batch.is_valid,
+            batch.rows,
             config,
             dtype=dtype,
             chunk=chunk,
             remat=remat,
             attention=attention,
         )
-        # Elsewhere (forced, padding, rows left out) the ratio is held at 1.
+        # Elsewhere (prompts, forced tokens, padding) the ratio is held at 1.
         logp = jnp.where(batch.is_trained, logp, batch.old_logp)
         log_ratio = logp - batch.old_logp
         if has_sequence_ratio:
-            log_ratio = sequence_log_ratio(logp, batch.old_logp, batch.is_trained)
+            log_ratio = sequence_log_ratio(
+                logp, batch.old_logp, batch.is_trained, batch.rows.branch
+            )
         moved = log_ratio, jnp.zeros_like(log_ratio), batch.token_advantage
-        terms = surrogate(*moved)
-        loss = -(batch.row_weight * terms.sum(-1)).sum() / total_weight
+        terms = batch.row_weight * surrogate(*moved)
+        loss = -terms.sum() / total_weight
         if beta:
             kl = jnp.where(batch.is_trained, k3(logp, batch.ref_logp), 0.0)
             loss += beta * kl.sum() / num_trained
@@ -156,7 +160,7 @@ def train_step(
         has_credit = batch.token_advantage != 0
         is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
         ratios = {
-            "policy_loss": _ratio(-(batch.row_weight * terms.sum(-1)), batch.prompt_weight),
+            "policy_loss": (-terms.sum(), batch.prompt_weight.sum()),
             "entropy": _mean(entropy, batch.is_trained),
             "kl_old": _mean(k3(logp, batch.old_logp), batch.is_trained),
             "clip_rate": _mean(is_clipped, has_credit),
@@ -184,11 +188,11 @@ def update(
 
     Args:
         state: before the update.
-        batch: arrays with a leading axis of B examples.
+        batch: arrays with a leading axis of B rows, and the trees in them as `batch.rows`.
         loss_fn: the share of the loss that a microbatch adds (already divided by the whole
             batch's denominators), and metrics as (numerator, denominator).
         optimizer: of the trained parameters.
-        microbatch_size: examples of one forward and backward; divides B.
+        microbatch_size: rows of one forward and backward; divides B.
         partition: tells the trained parameters from the frozen.
 
     Gradients are summed and applied in float32 whatever type the state is stored in.
@@ -199,13 +203,15 @@ def update(
     )
     microbatches = split_batch(batch, microbatch_size)
 
-    def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, widen(value_and_grad(trained, microbatch))), None
+    def add(index, total):
+        new = value_and_grad(trained, microbatch_at(microbatches, index))
+        return jax.tree.map(jnp.add, total, widen(new))
 
-    first = jax.tree.map(lambda x: x[0], microbatches)
+    first = jax.eval_shape(lambda x: microbatch_at(x, 0), microbatches)
     shapes = jax.eval_shape(lambda *args: widen(value_and_grad(*args)), trained, first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    ((loss, ratios), grads), _ = jax.lax.scan(add, zeros, microbatches)
+    number = num_microbatches(microbatches)
+    (loss, ratios), grads = jax.lax.fori_loop(0, number, add, zeros)
 
     wide = widen(trained)
     moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # they may lie on the host
@@ -222,9 +228,10 @@ def update(
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:
-    """[B, ...] to [B / microbatch_size, microbatch_size, ...], see `join_batch` for the way back.
+    """[B, ...] to [B / microbatch_size, microbatch_size, ...], see `map_microbatches` for the way
+    back.
 
-    Microbatch i takes every n-th example from i on, so that each keeps the batch's layout over
+    Microbatch i of n takes every n-th row from i on, so that each keeps the batch's layout over
     devices.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
@@ -237,19 +244,38 @@ def split_batch(batch: Batch, microbatch_size: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def join_batch(microbatches: Batch) -> Batch:
-    """Puts the examples of `split_batch` back in order."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), microbatches)
+def microbatch_at(microbatches: Batch, index: int | Int[Array, ""]) -> Batch:
+    """One of those of `split_batch`."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), microbatches
+    )
 
 
-def _over_rows(function: Callable) -> Callable:
-    """vmap over prompts and their rows."""
-    return jax.vmap(jax.vmap(function))
+def num_microbatches(microbatches: Batch) -> Int[Array, ""]:
+    """The microbatches before the first that holds no response; those behind it are empty too."""
+    is_used = (microbatches.rows.predictor >= 0).any((1, 2))
+    return jnp.cumprod(is_used.astype(jnp.int32)).sum()
+
+
+def map_microbatches(
+    function: Callable[[Batch], Array], batch: Batch, microbatch_size: int
+) -> Array:
+    """`function` of each microbatch, [microbatch_size, ...], put together to [B, ...].
+
+    Rows of empty microbatches are 0.
+    """
+    microbatches = split_batch(batch, microbatch_size)
+    shape = jax.eval_shape(lambda x: function(microbatch_at(x, 0)), microbatches)
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+
+    def put(index, results):
+        new = function(microbatch_at(microbatches, index))
+        return jax.lax.dynamic_update_index_in_dim(results, new, index, 0)
+
+    results = jnp.zeros((count, *shape.shape), shape.dtype)
+    results = jax.lax.fori_loop(0, num_microbatches(microbatches), put, results)
+    return jnp.swapaxes(results, 0, 1).reshape(-1, *shape.shape[1:])
 
 
 def _mean(x: Array, mask: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:
     return jnp.where(mask, x, 0.0).sum(), mask.sum().astype(jnp.float32)
-
-
-def _ratio(numerators: Array, denominators: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    return numerators.sum(), denominators.sum()

@@ -1,9 +1,10 @@
 """From the groups of a step to the batches of its updates (host).
 
-An update's batch is padded to the buckets that hold its prompts and its longest row; what only the
+The trees of an update, each a prompt with its trained responses, are packed into rows; responses
+without credit, and prompts without any response that has some, take no place. What only the
 trainer's forward can say, log-probabilities under the reference and under π_old, is filled in.
 
-Letters: N prompts of a step, B prompts of this process, R rows per prompt, T response tokens.
+Letters: N prompts of a step, B prompts of this process, R responses per prompt, T response tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from care_jax.batch import Rollouts, Scores, TrainBatch
 from care_jax.credit import Credit
 from care_jax.prompt import TokenizedPrompt
 from care_jax.rollout import Groups, Roster
+from care_jax.row_plan import RowPlan, TreeSizes, plan_rows
 from care_jax.run import Run
 from care_jax.select import Subgroup
+from care_jax.tree_rows import at_rows, lay_out, place
 from models import backbone, lora
 
 
@@ -35,7 +38,7 @@ class UpdatePrograms:
         to_decode_layout: params -> params in the decode layout.
         credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
         raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages.
-        score: (params, batch) -> log-probabilities [B, R, T].
+        score: (params, batch) -> log-probabilities at the tokens of the batch's rows.
         update: (state, batch) -> (state, metrics).
     """
 
@@ -55,8 +58,13 @@ def gather_groups(
     RawAdvantages | None,
     Float[np.ndarray, "N R"],
     Bool[np.ndarray, " N"],
+    Int[np.ndarray, "N R"],
 ]:
-    """What bucket sizes and metrics need of all N prompts, without the texts of the responses."""
+    """What the packing and the metrics need of all N prompts, without the texts of the responses.
+
+    The last are the tokens of each response that is trained, 0 of the others.
+    """
+    num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
     return distributed.gather_rows(
         (
             groups.rollouts.without_text(),
@@ -65,6 +73,7 @@ def gather_groups(
             raw,
             credited.advantage,
             groups.has_reflection,
+            num_tokens.astype(np.int32),
         ),
         roster.own,
     )
@@ -76,16 +85,16 @@ def train_batch(
     records: Sequence[TokenizedPrompt],
     groups: Groups,
     credited: Credit,
-    num_tokens: Int[np.ndarray, " N"],
+    num_tokens: Int[np.ndarray, "N R"],
     index: int,
-) -> TrainBatch:
-    """The batch of one update on the host, padded to the buckets that hold its prompts and rows.
+) -> tuple[TrainBatch, RowPlan]:
+    """The batch of one update on the host, and what stands where in its rows.
 
     Args:
         run: the run.
         roster: of the step's N prompts.
         records, groups, credited: of this process's.
-        num_tokens: of the longest row of each of the N.
+        num_tokens: of each response of the N that is trained.
         index: of the update in its step.
     """
     rl = run.config.rl
@@ -95,20 +104,30 @@ def train_batch(
     rollouts, scores, credited = jax.tree.map(
         lambda x: x[part], (groups.rollouts, groups.scores, credited)
     )
-    longest = num_tokens[whole].max()
-    length = min(bucket for bucket in rl.response_buckets if bucket >= longest)
-    return TrainBatch(
-        prompts=run.policy.prompts.batch(records[part], roster.sizes[whole]),
-        tokens=rollouts.tokens[..., :length],
-        is_valid=rollouts.is_valid[..., :length],
-        token_advantage=credited.token_advantage[..., :length],
-        old_logp=rollouts.logp[..., :length],
-        ref_logp=np.zeros_like(rollouts.logp[..., :length]),
-        row_weight=credited.row_weight,
-        prompt_weight=credited.prompt_weight,
-        is_trained=credited.is_trained[..., :length],
-        is_answer=scores.is_answer[..., :length],
+    plan = plan_rows(
+        TreeSizes(*roster.sizes[whole].T, num_tokens[whole]),
+        row_tokens=rl.row_tokens,
+        row_patches=rl.row_patches,
+        microbatch_size=rl.microbatch_size,
+        owner=sharding.owners(rl.prompts_per_update, run.decode_batch_place),
+        num_processes=jax.process_count(),
+        process=jax.process_index(),
     )
+
+    def at_tokens(values):
+        return place(np.asarray(values), plan)
+
+    batch = TrainBatch(
+        rows=lay_out(records[part], rollouts.tokens, plan, run.policy.config),
+        token_advantage=at_tokens(credited.token_advantage),
+        old_logp=at_tokens(rollouts.logp),
+        ref_logp=np.zeros((len(plan.rows), plan.row_tokens), np.float32),
+        row_weight=at_tokens(credited.row_weight),
+        is_trained=at_tokens(credited.is_trained),
+        is_answer=at_tokens(scores.is_answer),
+        prompt_weight=at_rows(credited.prompt_weight, plan),
+    )
+    return batch, plan
 
 
 def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
@@ -149,5 +168,5 @@ def with_logprobs(
         logp = {name: programs.score(scorer, placed) for name, scorer in scorers.items()}
         return batch.replace(**distributed.fetch(logp))
 
-    placed = sharding.put_ahead(batches, run.mesh)
+    placed = sharding.put_ahead(batches, run.train_batch_place)
     return [scored(*pair) for pair in zip(batches, placed, strict=True)]

@@ -58,8 +58,10 @@ def get_config() -> ConfigDict:
     model.backbone = ConfigDict()  # config.json of a backbone to start from random; with path empty
     model.tokenizer = ""  # folder of a tokenizer; empty: that of model.path, or the built-in one
     model.compute_dtype = "bfloat16"  # of activations and of the weights that decode
-    # Attention over whole rows: "xla", "splash" (the TPU's kernel), "auto" (splash on a TPU).
+    # Attention over whole rows: "auto", a kernel where the device has one (TPU, GPU), after it was
+    # compared with the compiler's own products; "xla", those alone; "kernel", without a comparison.
     model.attention = "auto"
+    model.logprob_chunk = 1024  # tokens on a device whose logits are held at a time
     model.freeze_vision = False  # (open) the vision tower is trained
     # What the memory allows.
     model.remat = "layer"  # the backward pass recomputes "none", all but "dots", or each "layer"
@@ -69,23 +71,24 @@ def get_config() -> ConfigDict:
     model.lora_alpha = 32.0  # their product is scaled by alpha / rank
     model.offload = ()  # to host memory: "reference", "optimizer"
 
-    # Mesh sizes; -1 takes what the others leave. The batch is split over data x fsdp.
+    # Mesh sizes; -1 takes what the others leave.
     config.mesh = mesh = ConfigDict()
     mesh.data = 1
-    mesh.fsdp = -1  # cuts parameters, gathered where they are used
-    mesh.tensor = 1  # cuts matrix products
-    mesh.sequence = 1  # cuts long rows in training, and parameters; attention cuts heads instead
-    # Logical axis of a parameter, an activation or a cache -> mesh axes: training, decoding.
+    mesh.fsdp = -1
+    mesh.tensor = 1
+    mesh.sequence = 1
+    # Logical axis of a batch, parameter, activation or cache -> the mesh axes that shard it. Training
+    # is FSDP over all of them: each device has rows of its own, and a shard of every parameter,
+    # which is all-gathered where it is used. Where one row does not fit a device, map "batch" to
+    # ("data", "fsdp"), "embed" to ("fsdp", "sequence"), "vocab", "heads", "kv_heads" and "mlp" to
+    # "tensor", "tokens" to "sequence" and "attended_heads" to ("tensor", "sequence").
     config.sharding_rules = (
-        ("embed", ("fsdp", "sequence")),
-        ("vocab", "tensor"),
-        ("heads", "tensor"),
-        ("kv_heads", "tensor"),
-        ("mlp", "tensor"),
-        ("tokens", "sequence"),
-        ("attended_heads", ("tensor", "sequence")),
+        ("batch", ("data", "fsdp", "tensor", "sequence")),
+        ("embed", ("fsdp", "tensor", "sequence")),
     )
+    # Decoding: heads, MLP and vocabulary are sharded over tensor and sequence, the batch over the rest.
     config.decode_sharding_rules = (
+        ("batch", ("data", "fsdp")),
         ("vocab", ("tensor", "sequence")),
         ("heads", ("tensor", "sequence")),
         ("kv_heads", ("tensor", "sequence")),
@@ -123,8 +126,7 @@ def get_config() -> ConfigDict:
     config.sft = sft = ConfigDict()
     sft.num_steps = 1000
     sft.batch_size = 128  # examples of a step
-    # Rows per forward and backward; divides batch_size. 0: one for each device of data x fsdp.
-    sft.microbatch_size = 0
+    sft.microbatch_size = 0  # rows of one forward and backward; 0: one for each device
     sft.learning_rate = 1e-5
     sft.warmup_steps = 50
     sft.schedule = "cosine"  # "constant" or "cosine" (to 0)
@@ -134,7 +136,6 @@ def get_config() -> ConfigDict:
     # A row holds prompts with their responses, as many as fit; what exceeds it is left out.
     sft.row_tokens = 4096
     sft.row_patches = 8192
-    sft.packed = True  # False: one example per row
 
     config.rl = rl = ConfigDict()
     rl.objective = "care"  # "care", "grpo", "dapo", "gspo", "dr_grpo", "rloo"
@@ -142,12 +143,13 @@ def get_config() -> ConfigDict:
     rl.num_rollouts = 8  # G
     rl.prompts_per_step = 512  # (open) prompts of a rollout batch
     rl.prompts_per_update = 128  # (open) prompts of one optimizer update
-    # Prompts of one forward and backward. 0: one for each device of data x fsdp.
-    rl.prompts_per_microbatch = 0
+    rl.microbatch_size = 0  # rows of one forward and backward; 0: one for each device
+    # A row holds prompts with the responses to them, as many as fit, each as long as it is; a prompt
+    # whose responses fill more than a row stands in several.
+    rl.row_tokens = 8192
+    rl.row_patches = 8192
     rl.decode_prompts = 64  # prompts decoded at a time (one wave)
     rl.max_response_tokens = 2048  # (open) T, forced tokens of a reflected row included
-    # Response lengths an update is padded to; the smallest that holds its longest row is taken.
-    rl.response_buckets = (512, 1024, 2048)
     rl.temperature = 1.0  # (open)
     rl.top_p = 1.0  # (open)
     rl.learning_rate = 1e-6  # (open)
@@ -159,7 +161,6 @@ def get_config() -> ConfigDict:
     # π_old: "sampler", as it sampled; "trainer", computed anew by the trainer's forward, which
     # costs a forward and hides differences between the two programs' numerics.
     rl.old_logp = "sampler"
-    rl.logprob_chunk = 1024  # tokens of each prompt's row whose logits are held at a time
 
     # Each objective has a section, with its own clip range and KL. That of rl.objective is read;
     # a change of another is refused.

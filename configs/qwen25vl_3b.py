@@ -14,7 +14,7 @@ def get_config() -> ConfigDict:
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
     config.model.path = "Qwen/Qwen2.5-VL-3B-Instruct"
-    # For the 16 GB of a v5e: cuts the policy that decodes, and a row's activations; see the README.
+    # Shards the policy that decodes, for the 16 GB of a v5e; training is FSDP over the whole mesh.
     config.mesh.tensor = config.mesh.sequence = 2
     for section in ("sft", "train", "test"):
         config.data[section].source = "jsonl"

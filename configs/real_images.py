@@ -28,7 +28,9 @@ def get_config() -> ConfigDict:
     rl.num_steps = 4
     rl.prompts_per_step = 76  # four steps see all of 304 questions
     rl.prompts_per_update = 76
-    rl.prompts_per_microbatch = 4
+    rl.microbatch_size = 2
+    rl.row_tokens = 2048
+    rl.row_patches = 1152
     rl.decode_prompts = 19
     rl.warmup_steps = 1
     # Random weights know no format; a KL to the start exercises the reference policy as well.

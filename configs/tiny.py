@@ -41,24 +41,22 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     sft = config.sft
     sft.num_steps = 400
     sft.batch_size = 64
-    sft.microbatch_size = 8
+    sft.microbatch_size = 2
     sft.learning_rate = 2e-3
     sft.warmup_steps = 20
     sft.answer_weight = 6.0
-    # Examples are of like size, and a CPU works through pairs of tokens that do not see each other:
-    # one example per row is a quarter faster here.
-    sft.packed = False
-    sft.row_tokens = 96
-    sft.row_patches = 64
+    sft.row_tokens = 256
+    sft.row_patches = 256
 
     rl = config.rl
     rl.num_steps = 100
     rl.prompts_per_step = 64
     rl.prompts_per_update = 32
-    rl.prompts_per_microbatch = 4
+    rl.microbatch_size = 4
+    rl.row_tokens = 256
+    rl.row_patches = 128
     rl.decode_prompts = 64
     rl.max_response_tokens = 36
-    rl.response_buckets = (24, 36)
     rl.learning_rate = 5e-4
     rl.warmup_steps = 15
     rl.schedule = "cosine"

@@ -1,238 +1,164 @@
-"""Attention over one mask description: a prompt shared by rows that see it and themselves.
+"""Attention: whole rows under a mask of two integers per key, and decoding against a cache.
 
-A row of tokens is `[prompt | branch 0 | branch 1 | ...]`. The prompt is causal; each branch sees
-the prompt and, causally, itself. No score between two branches is ever computed, and the prompt's
-keys are never repeated: the branches (and the query heads of a group) are extra query rows of one
-matrix product per (prompt, kv head). Decoding is the same computation, with the branches' keys in
-a cache; the prompt, or a row without branches, is `models.segments`' work. Scores and softmax are
-float32. A query that sees nothing (an unused slot) stays finite.
+`attend` serves packed rows of token trees and the images of a vision tower alike; what tells them
+apart is the mask, see `models.attention_mask`. Scores and softmax are float32, memory is O(S), and
+the time goes with the pairs of blocks that see each other. Rows of a few hundred tokens are one
+dense product, where there is nothing to skip.
 
-On a TPU whole rows go through its splash kernel instead, which holds no score outside a block and
-skips the blocks that the tree leaves empty; padding and segments are masked inside the others.
+While decoding, rows share a prompt's keys: the prompt's keys are never repeated, the rows and the
+query heads of a group are extra query rows of one matrix product per (prompt, kv head).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask,
-)
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from models.segments import MASKED, attend_segments, matmul, same_segment
-
-# Query tokens, over all branches, whose scores are held at a time.
-_BRANCH_CHUNK = 1024
-# Tokens per side of a splash block, by preference; the last is the least that the kernel takes.
-_BLOCKS = (512, 256, 128)
+from models import attention_kernels
+from models.attention_blocks import MASKED
+from models.attention_mask import AttentionImpl, BlockMask, block_mask
 
 
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """Layout of a row: `prefix` prompt tokens, then `branches` responses of `length` tokens.
-
-    Tree(S, 0, 0) is a plain causal row of S tokens.
-    """
-
-    prefix: int
-    branches: int
-    length: int
-
-    @property
-    def size(self) -> int:
-        """Tokens in the row."""
-        return self.prefix + self.branches * self.length
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """What computes attention over whole rows.
-
-    Attributes:
-        name: "xla", products of the compiler's own, or "splash", the TPU's kernel.
-        mesh: the devices that rows and heads are split over, which the compiler cannot do to a
-            kernel; None for one device. It means nothing to "xla".
-        batch_axes: mesh axes that split the rows.
-        head_axes: mesh axes that split the heads, as many of them, from the first on, as divide.
-        interpret: runs the kernel step by step on any device, for tests.
-    """
-
-    name: str
-    mesh: Mesh | None = None
-    batch_axes: tuple[str, ...] = ()
-    head_axes: tuple[str, ...] = ()
-    interpret: bool = False
-
-
-XLA = Kernel("xla")
-
-
-def attend_tree(
+def attend(
     q: Float[Array, "B S K G H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    segments: Int[Array, "B S"],
-    tree: Tree,
-    kernel: Kernel = XLA,
+    mask: BlockMask,
 ) -> Float[Array, "B S K G H"]:
-    """Attention of one row per prompt under the tree mask.
+    """softmax(q·k / √H)·v of every query over the keys that it sees.
 
     Args:
-        q, k, v: rotated queries and keys, and values, of the whole row.
-        segments: tokens see only tokens of their own segment; -1 is padding, which sees itself.
-        tree: the layout; its size is S.
-        kernel: what computes it.
+        q, k, v: rotated queries and keys, and values, of whole rows.
+        mask: of these rows, from `block_mask`; says what computes it.
     """
-    if q.shape[1] != tree.size:
-        raise ValueError(f"{tree} has {tree.size} tokens, got rows of {q.shape[1]}; match them")
-    if kernel.name == "splash":
-        return _attend_splash(q, k, v, segments, tree, kernel)
-    start = tree.prefix
-    out = attend_segments(*(a[:, :start] for a in (q, k, v, segments)), is_causal=True)
-    if not tree.branches:
-        return out
-    prefix = k[:, :start], v[:, :start], segments[:, :start]
-    rows = (q.shape[0], tree.branches, tree.length)
-    own = (a[:, start:].reshape(rows + a.shape[2:]) for a in (q, k, v, segments))
-    branches = _attend_branches(*own, prefix)
-    return jnp.concatenate([out, branches.reshape(q[:, start:].shape)], axis=1)
+    if mask.last.shape != q.shape[:2]:
+        raise ValueError(f"the mask is of rows {mask.last.shape}, got q {q.shape}; build it anew")
+    if mask.blocks is None:
+        return _attend_dense(q, k, v, mask)
+    head_axes, copies = _split_heads(q.shape[2], q.shape[3], mask.impl)
+    if copies == 1:
+        return _attend_blocks(q, k, v, mask, head_axes)
+    # A kv head for each of the devices that hold its query heads.
+    k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
+    spread = q.reshape(*k.shape[:3], -1, q.shape[-1])
+    return _attend_blocks(spread, k, v, mask, head_axes).reshape(q.shape)
 
 
-def _attend_splash(q, k, v, segments, tree: Tree, kernel: Kernel):
-    """`attend_tree` by the TPU's block-sparse kernel, on each device for its rows and heads."""
-    size, num_kv_heads, group = q.shape[1:4]
-    # The largest block that pads a row by an eighth at most.
-    block = next((b for b in _BLOCKS if -size % b <= size // 8), _BLOCKS[-1])
-    padding = -size % block
-    scale = q.shape[-1] ** -0.5
-    q = (q.astype(jnp.float32) * scale).astype(q.dtype).reshape(*q.shape[:2], -1, q.shape[-1])
-    head_axes, copies = _split_heads(num_kv_heads, group, kernel)
-    if copies > 1:  # a kv head for each of the devices that hold its query heads
-        k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
+def _attend_dense(q, k, v, mask: BlockMask):
+    """One masked product; sharded, if at all, by the compiler.
 
-    def heads_first(a):
-        return jnp.pad(a, ((0, 0), (0, padding), (0, 0), (0, 0))).swapaxes(1, 2)
-
-    def attend(q, k, v, segments):
-        splash = _splash_kernel(tree, size + padding, q.shape[1], block, kernel.interpret)
-        ids = splash_attention_kernel.SegmentIds(segments, segments)
-        return jax.vmap(splash)(q, k, v, ids)
-
-    if kernel.mesh is not None:
-        rows, heads = P(kernel.batch_axes), P(kernel.batch_axes, head_axes)
-        attend = jax.shard_map(
-            attend,
-            mesh=kernel.mesh,
-            in_specs=(heads, heads, heads, rows),
-            out_specs=heads,
-            check_vma=False,
-        )
-    segments = jnp.pad(segments, ((0, 0), (0, padding)), constant_values=-1)
-    out = attend(heads_first(q), heads_first(k), heads_first(v), segments)
-    out = out.swapaxes(1, 2)[:, :size]
-    return out.reshape(*out.shape[:2], num_kv_heads, group, out.shape[-1])
+    Both products put their batch axes first and their contraction last and first: a CPU multiplies
+    that several times faster than any other form.
+    """
+    B, S, K, G, H = q.shape
+    tokens = jnp.arange(S)[:, None]
+    is_seen = (mask.first[:, None] <= tokens) & (tokens <= mask.last[:, None])  # [B, query, key]
+    rows = q.swapaxes(1, 2).reshape(B, K, S * G, H)
+    scores = H**-0.5 * matmul("BKTH,BKHS->BKTS", rows, k.transpose(0, 2, 3, 1))
+    scores = jnp.where(jnp.repeat(is_seen, G, axis=1)[:, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = matmul("BKTS,BKSH->BKTH", weights, v.swapaxes(1, 2)).astype(q.dtype)
+    return out.reshape(B, K, S, G, H).swapaxes(1, 2)
 
 
-def _split_heads(num_kv_heads: int, group: int, kernel: Kernel) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that heads are split over, and how many copies of a kv head that takes."""
-    for num_axes in range(len(kernel.head_axes), 0, -1):
-        axes = kernel.head_axes[:num_axes]
-        parts = math.prod(kernel.mesh.shape[axis] for axis in axes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend_blocks(q, k, v, mask: BlockMask, head_axes: tuple[str, ...]):
+    return _attend_blocks_fwd(q, k, v, mask, head_axes)[0]
+
+
+def _attend_blocks_fwd(q, k, v, mask, head_axes):
+    out, lse = _sharded(attention_kernels.forward, mask, head_axes, "hhhm", "hl")(q, k, v, mask)
+    return out, (q, k, v, mask, out, lse)
+
+
+def _attend_blocks_bwd(head_axes, saved, g):
+    mask = saved[3]
+    backward = _sharded(attention_kernels.backward, mask, head_axes, "hhhmhlh", "hhh")
+    return *backward(*saved, g), None
+
+
+_attend_blocks.defvjp(_attend_blocks_fwd, _attend_blocks_bwd)
+
+
+def _sharded(function, mask: BlockMask, head_axes: tuple[str, ...], inputs: str, outputs: str):
+    """`function` on each device for its rows and heads.
+
+    The gradient is written with it, not taken through it: `shard_map` would sum the gradients of
+    what it replicates, which every device has whole.
+
+    Args:
+        inputs, outputs: "h" for [B, S, heads, ...], "l" for log-sum-exps, "m" for the mask.
+    """
+    if mask.impl.mesh is None:
+        return function
+    rows = mask.impl.batch_axes
+    specs = {
+        "h": P(rows, None, head_axes),
+        "l": P(head_axes, None, rows),
+        "m": jax.tree.map(lambda a: P(rows), mask),
+    }
+    return jax.shard_map(
+        function,
+        mesh=mask.impl.mesh,
+        in_specs=tuple(specs[kind] for kind in inputs),
+        out_specs=tuple(specs[kind] for kind in outputs),
+        check_vma=False,
+    )
+
+
+def _split_heads(num_kv_heads: int, group: int, impl: AttentionImpl) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that shard the heads, and how many copies of a kv head that takes."""
+    for num_axes in range(len(impl.head_axes) if impl.mesh else 0, 0, -1):
+        axes = impl.head_axes[:num_axes]
+        parts = math.prod(impl.mesh.shape[axis] for axis in axes)
         copies = parts // math.gcd(parts, num_kv_heads)
         if group % copies == 0:
             return axes, copies
     return (), 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _TreeMask(splash_attention_mask.Mask):
-    """The tree mask of a row padded to `padded` tokens, worked out block by block."""
+def largest_difference(
+    first: Int[Array, "B S"] | None,
+    last: Int[Array, "B S"],
+    heads: tuple[int, int, int],
+    impl: AttentionImpl,
+    dtype=jnp.bfloat16,
+) -> Float[Array, ""]:
+    """How far `impl` is from "xla" on random queries, keys and values, to be jitted.
 
-    tree: Tree
-    padded: int
+    Args:
+        first, last: as of `block_mask`, of a run's first batch.
+        heads: kv heads, query heads of each, and their size.
+        impl: compared with "xla" on the same mesh.
+        dtype: of q, k and v.
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.padded, self.padded
-
-    def __getitem__(self, slices: tuple[slice, slice]) -> np.ndarray:
-        queries, keys = (np.arange(self.padded)[s] for s in slices)
-        queries, keys = queries[:, None], keys[None]
-        is_causal = keys <= queries
-        if not self.tree.branches:
-            return is_causal
-        branch_of_query, branch_of_key = (
-            (tokens - self.tree.prefix) // self.tree.length for tokens in (queries, keys)
-        )
-        return is_causal & ((keys < self.tree.prefix) | (branch_of_key == branch_of_query))
-
-
-@functools.lru_cache
-def _splash_kernel(tree: Tree, padded: int, num_heads: int, block: int, interpret: bool):
-    """The kernel of one layout: (q [N, S, H], k, v [K, S, H], segments) -> [N, S, H].
-
-    Gradients of q and of k, v are two kernels: the fused one holds as many copies of q's gradient
-    as there are blocks of keys.
+    Returns:
+        The largest difference of the output and the gradients of q, k and v, each relative to its
+        largest entry: about 1e-2 in bfloat16, 1e-5 in float32 at full matmul precision.
     """
-    sizes = dict.fromkeys(
-        (
-            "block_q",
-            "block_kv",
-            "block_kv_compute",
-            "block_q_dkv",
-            "block_kv_dkv",
-            "block_kv_dkv_compute",
-            "block_q_dq",
-            "block_kv_dq",
-        ),
-        block,
-    )
-    mask = splash_attention_mask.MultiHeadMask([_TreeMask(tree, padded)] * num_heads)
-    with jax.ensure_compile_time_eval():
-        kernel = splash_attention_kernel.make_splash_mha(
-            mask,
-            block_sizes=splash_attention_kernel.BlockSizes(**sizes),
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
-    # Kept on the host: the cache outlives any trace and any device.
-    return jax.tree.map(np.asarray, kernel)
+    K, G, H = heads
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, g = (jax.random.normal(key, (*last.shape, K, G, H), dtype) for key in keys[:2])
+    k, v = (jax.random.normal(key, (*last.shape, K, H), dtype) for key in keys[2:])
+
+    def results(impl):
+        mask = block_mask(first, last, G, impl)
+        out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, mask), q, k, v)
+        return [a.astype(jnp.float32) for a in (out, *pull_back(g))]
+
+    xla = AttentionImpl("xla", impl.mesh, impl.batch_axes, impl.head_axes)
+    pairs = zip(results(impl), results(xla), strict=True)
+    return jnp.max(jnp.stack([jnp.abs(a - b).max() / jnp.abs(b).max() for a, b in pairs]))
 
 
-def _attend_branches(q, k, v, segments, prefix):
-    """Branches [B, R, T, ...] see a prefix [B, P, ...] and, causally, themselves.
-
-    Works through the queries in chunks, each against the keys that causality leaves it, and
-    recomputes a chunk's scores in the backward pass.
-    """
-    num_branches, length = q.shape[1:3]
-    size = max(_BRANCH_CHUNK // num_branches, 1)
-
-    def chunk(q, k, v, segments, prefix, start, stop):
-        is_causal = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
-        is_visible = is_causal & same_segment(segments[:, :, start:stop], segments[:, :, :stop])
-        k = k[:, :, :stop].transpose(0, 1, 3, 4, 2)
-        v = v[:, :, :stop].swapaxes(2, 3)
-        rows = segments[:, :, start:stop].reshape(segments.shape[0], -1)
-        is_shared = same_segment(rows, prefix[2]).reshape(*is_visible.shape[:-1], -1)
-        shared = (prefix[0].transpose(0, 2, 3, 1), prefix[1].swapaxes(1, 2), is_shared)
-        return attend_cached(q[:, :, start:stop], shared, (k, v, is_visible))
-
-    if length > size:
-        chunk = jax.checkpoint(chunk, static_argnums=(5, 6))
-    starts = range(0, length, size)
-    outs = [chunk(q, k, v, segments, prefix, s, min(s + size, length)) for s in starts]
-    return jnp.concatenate(outs, axis=2)
+def matmul(equation: str, a: Array, b: Array) -> Array:
+    """The einsum, summed in float32."""
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
 def attend_cached(

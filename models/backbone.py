@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from models import decoder, lora, rope, transfer, vision_qwen2_5, vision_qwen3
-from models.attention import XLA, Kernel, Tree
+from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import Params
@@ -58,6 +58,7 @@ def encode_images(
     *,
     dtype: Any,
     remat: str = "none",
+    attention: AttentionImpl = XLA,
 ) -> ImageFeatures:
     """Image features of every prompt, computed in `dtype`.
 
@@ -65,12 +66,13 @@ def encode_images(
         params: either layout.
         images: packed patches; P is their padded number, M patches make a feature.
         remat: what the backward pass recomputes, see `layers.checkpointed`.
+        attention: what computes attention.
 
     Returns:
         Features in prompt order, finite also at padding and in rows without images.
     """
     return _TOWERS[config.family].encode(
-        params["vision"], images, config.vision, dtype=dtype, remat=remat
+        params["vision"], images, config.vision, dtype=dtype, remat=remat, attention=attention
     )
 
 
@@ -86,60 +88,52 @@ def embed(
     x = params["text"]["embed"]["table"][tokens].astype(dtype)
     if features is None:
         return x
-    return _at_slots(features.merged.astype(dtype), slots, x)
+    return decoder.at_slots(features.merged.astype(dtype), slots, x)
 
 
-def deepstack_at(
-    features: ImageFeatures | None, slots: Int[Array, "B P"]
-) -> Float[Array, "L B P D"] | None:
-    """DeepStack features in the places that `slots` names, zeros elsewhere.
+def text_mask(
+    reach: Int[Array, "B S"], config: BackboneConfig, attention: AttentionImpl = XLA
+) -> BlockMask:
+    """The mask of packed text rows, for `forward`.
 
-    None where there are no images, or no DeepStack; `forward` and `prefill` take either.
+    Args:
+        reach: the last token that sees each token: the end of its tree for a prompt token, of its
+            branch for a response token, itself for padding.
+        attention: what will compute attention.
     """
-    if features is None or features.deepstack is None:
-        return None
-    return jax.vmap(lambda layer: _at_slots(layer, slots, 0.0))(features.deepstack)
-
-
-def _at_slots(features: Float[Array, "B _ D"], slots: Int[Array, "B S"], elsewhere) -> Array:
-    at_slots = jnp.take_along_axis(features, jnp.maximum(slots, 0)[..., None], axis=1)
-    return jnp.where((slots >= 0)[..., None], at_slots, elsewhere)
+    return block_mask(None, reach, config.text.num_heads // config.text.num_kv_heads, attention)
 
 
 def forward(
     params: Params,
     x: Float[Array, "B S D"],
     positions: Int[Array, "B S 3"],
-    segments: Int[Array, "B S"],
+    mask: BlockMask,
     config: BackboneConfig,
     *,
-    tree: Tree,
     remat: str = "none",
-    deepstack: Float[Array, "L B P D"] | None = None,
-    attention: Kernel = XLA,
+    features: ImageFeatures | None = None,
+    slots: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S D"]:
-    """Hidden states after the final norm, one row per prompt under the tree mask.
+    """Hidden states after the final norm, of packed rows.
 
     Args:
         params: the training layout.
-        x: embedded rows of tree.size = S tokens.
+        x: embedded rows.
         positions: M-RoPE ids; a branch continues from the end of its prompt.
-        segments: tokens see only tokens of their own segment; -1 is padding.
-        tree: layout of the rows.
+        mask: who sees whom, and what computes attention; from `text_mask`.
         remat: what the backward pass recomputes, see `layers.checkpointed`.
-        deepstack: of the first P tokens, those of the prompts, from `deepstack_at`.
-        attention: what computes attention.
+        features, slots: as of `embed`; DeepStack's features are added to the same tokens.
     """
     return decoder.run(
         params["text"],
         x,
         positions,
-        segments,
+        mask,
         config.text,
-        tree=tree,
         remat=remat,
-        deepstack=deepstack,
-        attention=attention,
+        deepstack=None if features is None else features.deepstack,
+        slots=slots,
     )
 
 
@@ -170,8 +164,9 @@ def prefill(
     is_valid: Bool[Array, "B P"],
     config: BackboneConfig,
     *,
-    deepstack: Float[Array, "L B P D"] | None = None,
-    attention: Kernel = XLA,
+    features: ImageFeatures | None = None,
+    slots: Int[Array, "B P"] | None = None,
+    attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
     """Hidden states of the prompts after the final norm, and their keys and values.
 
@@ -179,7 +174,7 @@ def prefill(
         params: the decode layout.
         x, positions: embedded prompts and their M-RoPE ids.
         is_valid: false at padding, which no token sees.
-        deepstack: from `deepstack_at`.
+        features, slots: as of `embed`; DeepStack's features are added to the same tokens.
         attention: what computes attention.
     """
     return decoder.prefill(
@@ -188,7 +183,8 @@ def prefill(
         positions,
         is_valid,
         config.text,
-        deepstack=deepstack,
+        deepstack=None if features is None else features.deepstack,
+        slots=slots,
         attention=attention,
     )
 

@@ -12,6 +12,7 @@ the prompt's image tokens behind decoder layer l. Responses have no images, so d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import XLA, Kernel, Tree, attend_cached, attend_tree
+from models.attention import attend, attend_cached
+from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask, causal_reach
 from models.config import TextConfig
 from models.layers import (
     MLP,
@@ -145,32 +147,25 @@ def run(
     p: Params,
     x: Float[Array, "B S D"],
     positions: Int[Array, "B S 3"],
-    segments: Int[Array, "B S"],
+    mask: BlockMask,
     config: TextConfig,
     *,
-    tree: Tree,
     remat: str,
-    deepstack: Float[Array, "L B P D"] | None = None,
-    attention: Kernel = XLA,
+    deepstack: Float[Array, "L B N D"] | None = None,
+    slots: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S D"]:
     """All stacked layers and the final norm, over whole rows.
 
-    `deepstack` is added behind the first L layers to the rows' first P tokens.
+    Behind layer l < L each token with a slot is given feature deepstack[l] of that slot.
     """
     rotary = text_rotary(positions, config)
-    if deepstack is not None:
-        num_added = len(deepstack)  # the last slice is of zeros, for the layers after them
-        deepstack = jnp.pad(deepstack, ((0, 1), (0, 0), (0, 0), (0, 0)))
-
-    def attend(q, k, v):
-        return attend_tree(q, k, v, segments, tree, attention), None
 
     def layer(x, xs):
         p, l = xs
-        x, _ = decoder_layer(p, x, rotary, attend, config)
+        x, _ = decoder_layer(p, x, rotary, lambda q, k, v: (attend(q, k, v, mask), None), config)
         if deepstack is not None:
-            added = deepstack[jnp.minimum(l, num_added)]
-            x = x.at[:, : added.shape[1]].add(added)
+            added = functools.partial(_add_feature, deepstack, slots, l)
+            x = jax.lax.cond(l < len(deepstack), added, lambda x: x, x)
         return x, None
 
     layers = p["layers"], jnp.arange(config.num_layers)
@@ -231,6 +226,18 @@ def decode_axes(axes: Params, config: TextConfig) -> Params:
     return {**axes, "layers": [layer] * config.num_layers}
 
 
+def at_slots(
+    features: Float[Array, "B N D"], slots: Int[Array, "B S"], elsewhere: Array | float
+) -> Float[Array, "B S D"]:
+    """The feature that each token's slot names, and `elsewhere` where it is -1."""
+    named = jnp.take_along_axis(features, jnp.maximum(slots, 0)[..., None], axis=1)
+    return jnp.where((slots >= 0)[..., None], named, elsewhere)
+
+
+def _add_feature(deepstack: Array, slots: Array, l: int | Array, x: Array) -> Array:
+    return x + at_slots(deepstack[l], slots, 0.0).astype(x.dtype)
+
+
 def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple)
 
@@ -255,25 +262,26 @@ def prefill(
     is_valid: Bool[Array, "B P"],
     config: TextConfig,
     *,
-    deepstack: Float[Array, "L B P D"] | None = None,
-    attention: Kernel = XLA,
+    deepstack: Float[Array, "L B N D"] | None = None,
+    slots: Int[Array, "B P"] | None = None,
+    attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
     """Runs the prompts and keeps their keys and values."""
     num_added = 0 if deepstack is None else len(deepstack)
     rotary = text_rotary(positions, config)
-    segments = jnp.where(is_valid, 0, -1)
-    tree = Tree(x.shape[1], 0, 0)
+    reach = causal_reach(jnp.where(is_valid, 0, -1))
+    mask = block_mask(None, reach, config.num_heads // config.num_kv_heads, attention)
 
-    def attend(q, k, v):
+    def attend_and_keep(q, k, v):
         kept = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
         kept = tuple(constrain(a, "batch", "kv_heads", None, None) for a in kept)
-        return attend_tree(q, k, v, segments, tree, attention), kept
+        return attend(q, k, v, mask), kept
 
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
-        x, (k, v) = decoder_layer(layer, x, rotary, attend, config)
+        x, (k, v) = decoder_layer(layer, x, rotary, attend_and_keep, config)
         if l < num_added:
-            x = x + deepstack[l]
+            x = _add_feature(deepstack, slots, l, x)
         keys.append(k)
         values.append(v)
     return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
@@ -313,7 +321,7 @@ def extend(
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
 
-        def attend(q, k, v, l=l):
+        def attend_suffix(q, k, v, l=l):
             k = k.transpose(0, 1, 3, 4, 2)
             k = jax.lax.dynamic_update_slice_in_dim(suffix.keys[l], k, index, axis=4)
             v = v.swapaxes(2, 3)
@@ -321,7 +329,7 @@ def extend(
             shared = prefix.keys[l], prefix.values[l], is_shared
             return attend_cached(q, shared, (k, v, is_visible)), (k, v)
 
-        x, (k, v) = decoder_layer(layer, x, rotary, attend, config)
+        x, (k, v) = decoder_layer(layer, x, rotary, attend_suffix, config)
         keys.append(k)
         values.append(v)
     return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)

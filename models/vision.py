@@ -8,12 +8,13 @@ from typing import Any
 import flax.struct
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from models.attention import attend
+from models.attention_mask import BlockMask
 from models.config import VisionConfig
-from models.layers import Linear, Params, linear
+from models.layers import Linear, Params, constrain, linear
 from models.rope import rotate
-from models.segments import attend_segments
 
 NORM_EPS = 1e-6  # of every norm of the towers; fixed by the families, absent from config.json
 
@@ -59,6 +60,7 @@ def self_attention(
     """Projections and rotation around `attend` (q, k, v [B, P, N, H] -> [B, P, N, H])."""
     qkv = linear(p["qkv"], x)
     q, k, v = rotate(qkv[:, :, 0], rotary), rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
+    q, k, v = (constrain(a, "batch", None, "attended_heads", None) for a in (q, k, v))
     return linear(p["out"], attend(q, k, v), num_inputs=2)
 
 
@@ -66,10 +68,10 @@ def attend_patches(
     q: Float[Array, "B P N H"],
     k: Float[Array, "B P N H"],
     v: Float[Array, "B P N H"],
-    segments: Int[Array, "B P"],
+    mask: BlockMask,
 ) -> Float[Array, "B P N H"]:
     """Attention in both directions among the patches of an image, or of a window."""
-    return attend_segments(q[:, :, :, None], k, v, segments, is_causal=False)[:, :, :, 0]
+    return attend(q[:, :, :, None], k, v, mask)[:, :, :, 0]
 
 
 def merge(

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.attention_mask import AttentionImpl, BlockMask, block_mask, segment_spans
 from models.config import VisionConfig
 from models.layers import (
     MLP,
@@ -59,15 +60,23 @@ class VisionTower(nnx.Module):
 
 
 def encode(
-    p: Params, images: ImagePatches, config: VisionConfig, *, dtype: Any, remat: str
+    p: Params,
+    images: ImagePatches,
+    config: VisionConfig,
+    *,
+    dtype: Any,
+    remat: str,
+    attention: AttentionImpl,
 ) -> ImageFeatures:
     """Features of every merge block, in the processor's order; padding gives finite values."""
     x = linear(p["patch_embed"], images.patches.astype(dtype))
     rotary = vision_rotary(images.coordinates, config)
     is_full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
+    windows = images.window_segments.reshape(-1, images.window_segments.shape[-1])
+    masks = tuple(block_mask(*segment_spans(a), 1, attention) for a in (images.segments, windows))
 
     def layer(x, xs):
-        return vision_layer(xs[0], x, rotary, images, is_full=xs[1]), None
+        return vision_layer(xs[0], x, rotary, images, masks, is_full=xs[1]), None
 
     x, _ = jax.lax.scan(checkpointed(layer, remat), x, (p["layers"], is_full))
     return ImageFeatures(merge(p["merger"], x, config, rms_norm))
@@ -78,30 +87,31 @@ def vision_layer(
     x: Float[Array, "B P D"],
     rotary: tuple[Array, Array],
     images: ImagePatches,
+    masks: tuple[BlockMask, BlockMask],
     *,
     is_full,
 ) -> Float[Array, "B P D"]:
-    """One layer; `is_full` (a traced bool) chooses whole images over windows."""
-    x = constrain(x, "batch", None, None)
+    """One layer; `is_full` (a traced bool) chooses the first mask, of images, over windows."""
+    x = constrain(x, "batch", "tokens", None)
 
     def attend(q, k, v):
-        return jax.lax.cond(is_full, _attend_images, _attend_windows, q, k, v, images)
+        return jax.lax.cond(is_full, _attend_images, _attend_windows, q, k, v, images, masks)
 
     y = rms_norm(p["attention_norm"], x, NORM_EPS)
     x = x + self_attention(p["attention"], y, rotary, attend)
     return x + mlp(p["mlp"], rms_norm(p["mlp_norm"], x, NORM_EPS))
 
 
-def _attend_images(q, k, v, images: ImagePatches):
-    return attend_patches(q, k, v, images.segments)
+def _attend_images(q, k, v, images: ImagePatches, masks: tuple[BlockMask, BlockMask]):
+    return attend_patches(q, k, v, masks[0])
 
 
-def _attend_windows(q, k, v, images: ImagePatches):
+def _attend_windows(q, k, v, images: ImagePatches, masks: tuple[BlockMask, BlockMask]):
     B, W, S = images.window_patches.shape
     slots = jnp.maximum(images.window_patches, 0).reshape(B, W * S, 1, 1)
     q, k, v = (
         jnp.take_along_axis(a, slots, axis=1).reshape(B * W, S, *a.shape[2:]) for a in (q, k, v)
     )
-    out = attend_patches(q, k, v, images.window_segments.reshape(B * W, S))
+    out = attend_patches(q, k, v, masks[1])
     out = out.reshape(B, W * S, *out.shape[2:])
     return jnp.take_along_axis(out, images.window_slots[:, :, None, None], axis=1)

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from models.attention_mask import AttentionImpl, BlockMask, block_mask, segment_spans
 from models.config import VisionConfig
 from models.layers import (
     LayerNorm,
@@ -82,16 +83,23 @@ class VisionTower(nnx.Module):
 
 
 def encode(
-    p: Params, images: ImagePatches, config: VisionConfig, *, dtype: Any, remat: str
+    p: Params,
+    images: ImagePatches,
+    config: VisionConfig,
+    *,
+    dtype: Any,
+    remat: str,
+    attention: AttentionImpl,
 ) -> ImageFeatures:
     """Features of every merge block, in the processor's order; padding gives finite values."""
     x = linear(p["patch_embed"], images.patches.astype(dtype))
     x = x + positions(p["positions"], images).astype(dtype)
     rotary = vision_rotary(images.coordinates, config)
+    mask = block_mask(*segment_spans(images.segments), 1, attention)
     num_kept = len(config.deepstack_layers)
 
     def layer(p, x):
-        return vision_layer(p, x, rotary, images)
+        return vision_layer(p, x, rotary, mask)
 
     layer = checkpointed(layer, remat)
 
@@ -122,12 +130,12 @@ def positions(p: Params, images: ImagePatches) -> Float[Array, "B P D"]:
 
 
 def vision_layer(
-    p: Params, x: Float[Array, "B P D"], rotary: tuple[Array, Array], images: ImagePatches
+    p: Params, x: Float[Array, "B P D"], rotary: tuple[Array, Array], mask: BlockMask
 ) -> Float[Array, "B P D"]:
     def attend(q, k, v):
-        return attend_patches(q, k, v, images.segments)
+        return attend_patches(q, k, v, mask)
 
-    x = constrain(x, "batch", None, None)
+    x = constrain(x, "batch", "tokens", None)
     y = layer_norm(p["attention_norm"], x, NORM_EPS)
     x = x + self_attention(p["attention"], y, rotary, attend)
     y = linear(p["mlp"]["up"], layer_norm(p["mlp_norm"], x, NORM_EPS))

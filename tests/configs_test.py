@@ -26,8 +26,8 @@ def test_configuration_passes_the_checks_and_names_its_tags(name):
 
 def test_sizes_left_to_the_mesh_are_one_for_each_device_of_the_batch():
     config = common.get_config()
-    config.rl.prompts_per_microbatch = 12
+    config.rl.microbatch_size = 16
     mesh = make_mesh(2, 2, 2)
     filled = fill_in(config, mesh)
-    assert (filled.sft.microbatch_size, filled.rl.prompts_per_microbatch) == (4, 12)
+    assert (filled.sft.microbatch_size, filled.rl.microbatch_size) == (8, 16)
     assert config.sft.microbatch_size == 0

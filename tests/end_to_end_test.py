@@ -47,7 +47,7 @@ def small_config(family="qwen2_5_vl", **changes):
     rl.num_rollouts = 4
     rl.prompts_per_step = 8
     rl.prompts_per_update = rl.decode_prompts = 4
-    rl.prompts_per_microbatch = 2
+    rl.microbatch_size = 2
     rl.warmup_steps = 1
     config.care.beta = config.grpo.beta = 0.02
     config.evaluate.batch_size = 8
@@ -199,9 +199,11 @@ def test_nan_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
     make, seen = main.train.train_batch, Counter()
 
     def broken(*args):
-        batch = make(*args)
+        batch, plan = make(*args)
         seen["updates"] += 1
-        return batch.replace(old_logp=batch.old_logp * np.nan) if seen["updates"] == 3 else batch
+        if seen["updates"] == 3:
+            batch = batch.replace(old_logp=batch.old_logp * np.nan)
+        return batch, plan
 
     monkeypatch.setattr(main.train, "train_batch", broken)
     with pytest.raises(FloatingPointError, match=r"rl step 1: expected finite metrics, got .*=nan"):
@@ -217,14 +219,14 @@ def test_another_backbones_checkpoint_is_refused(finished):
         main.run_stages(config, finished[0])
 
 
-def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
+def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared, monkeypatch):
     """304 figures of many sizes go through rollout, verification and update."""
     path = str(shared / "data" / "mathvision_mini" / "testmini.jsonl")
     config = real_images.get_config()
     config.stages = ("rl",)
     config.data.train.path = path
     config.rl.num_rollouts = 2
-    config.rl.max_response_tokens, config.rl.response_buckets = 20, (20,)
+    config.rl.max_response_tokens = 20
     config.care.beta = 0.0
     programs = {}
     for name in ("compile_rollout", "compile_update"):
@@ -248,7 +250,11 @@ def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
         for name in names
     }
     assert 1 < counts["prefill"] <= num_buckets
+    num_shapes = {name: counts.pop(name) for name in ("update", "score")}
     assert all(count <= num_buckets for count in counts.values()), counts
+    # Rows of trees come in few lengths and numbers, whatever is in them.
+    assert all(count <= 3 for count in num_shapes.values()), num_shapes
+    assert all(0 < record["train_fill"] <= 1 for record in rl)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +264,9 @@ def test_real_figures_compile_once_per_bucket(tmp_path, shared, monkeypatch):
         (["--config=configs/huge.py"], "huge.py"),
         (["--config.rl.decode_prompts=3", "--config.mesh.fsdp=2"], "mesh.fsdp=2"),
         (
-            ["--config.rl.prompts_per_microbatch=5"],
-            "rl.prompts_per_update 32 must be a multiple of rl.prompts_per_microbatch 5; "
-            "set it to 30",
+            ["--config.rl.row_tokens=64"],
+            "rl.row_tokens 64 does not hold the largest of data.buckets, 48 tokens and 64 patches, "
+            "and a response of 36 tokens; set it to 84 or more",
         ),
         (["--config.rl.objective=grpo", "--config.care.delta=0.2"], "means nothing under"),
         (["--config.rl.objective=ppo"], "rl.objective must be one of care, grpo, dapo, gspo"),
@@ -289,9 +295,9 @@ def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         main, "make_mesh", lambda **_: make_mesh(1, 4, 2, devices=jax.devices()[:8])
     )
-    config = small_config(**{"rl.prompts_per_microbatch": 2, "sft.microbatch_size": 8})
+    config = small_config(**{"rl.microbatch_size": 2, "sft.microbatch_size": 8})
     with pytest.raises(
-        ValueError, match=r"rl.prompts_per_microbatch 2 must be divisible by 4 devices .* set it to"
+        ValueError, match=r"rl.microbatch_size 2 must be divisible by 8 devices .* set it to 8"
     ):
         main.run_stages(config, tmp_path)
 

@@ -33,11 +33,10 @@ def get_config() -> ConfigDict:
     data.test.num_examples = 12
     sft.num_steps, sft.warmup_steps, sft.learning_rate = SFT_STEPS, 2, 1e-2
     sft.batch_size, sft.microbatch_size = 16, 8
-    sft.packed, sft.row_tokens, sft.row_patches = True, 192, 256
+    sft.row_tokens, sft.row_patches = 192, 256
     rl.num_steps, rl.num_rollouts = 2, 4
     rl.prompts_per_step = 16
-    rl.prompts_per_update = rl.prompts_per_microbatch = rl.decode_prompts = 8
-    rl.response_buckets = (36,)
+    rl.prompts_per_update = rl.microbatch_size = rl.decode_prompts = 8
     rl.warmup_steps, rl.schedule, rl.learning_rate = 0, "constant", 2e-5
     config.evaluate.batch_size = 8
     return config

@@ -21,12 +21,13 @@ LAYERS = (
     ("pure, over a batch",        ("credit", "diagnostics")),
     ("host: answers",             ("notation", "quantities", "symbolic", "answers", "verifier",
                                    "scores", "benchmarks")),
-    ("host: prompts",             ("data", "patches", "prompt", "packing")),
+    ("host: prompts",             ("data", "patches", "prompt", "packing",
+                                   "tree_packing", "row_plan", "tree_rows")),
     ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
                                    "metrics", "report")),
     ("over a backbone",           ("logprobs", "sampler", "reflect", "train_step")),
-    ("one run",                   ("policy", "run", "checks", "rollout", "dynamic",
-                                   "update_batch", "shapes", "scoreboard")),
+    ("one run",                   ("policy", "run", "attention_check", "checks", "rollout",
+                                   "dynamic", "update_batch", "shapes", "scoreboard")),
     ("loops",                     ("sft", "evaluate", "train", "export", "fit")),
     ("entry",                     ("main", "aot", "sweep")),
 )
@@ -38,7 +39,7 @@ FOLDERS = {
     "care_jax":    ("care_jax", "models"),
 }
 # fmt: on
-JIT_FILES = ("train", "sft", "evaluate", "export")
+JIT_FILES = ("train", "sft", "evaluate", "export", "attention_check")
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
 

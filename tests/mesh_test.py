@@ -26,7 +26,7 @@ def rl_metrics(workdir, mesh, monkeypatch):
     rl.num_steps, rl.warmup_steps, rl.num_rollouts = 1, 0, 3
     config.care.beta = 0.02
     rl.prompts_per_step = rl.prompts_per_update = 8
-    rl.decode_prompts = rl.prompts_per_microbatch = 8
+    rl.decode_prompts = rl.microbatch_size = 8
     monkeypatch.setattr(main, "make_mesh", lambda **_: mesh)
     # What has not learned is never right: one text in three counts as correct, so that every role
     # occurs.

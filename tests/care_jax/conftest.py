@@ -121,8 +121,13 @@ def examples():
 
 
 @pytest.fixture(scope="session")
-def prompts(policy, examples):
-    prompts = policy.prompts.batch([policy.prompts.tokenize(example) for example in examples])
+def image_records(policy, examples):
+    return [policy.prompts.tokenize(example) for example in examples]
+
+
+@pytest.fixture(scope="session")
+def prompts(policy, image_records):
+    prompts = policy.prompts.batch(image_records)
     return jax.tree.map(jnp.asarray, prompts)
 
 
@@ -188,13 +193,13 @@ def records(policy, questions):
 
 @pytest.fixture
 def whole_batch(records):
-    """Makes the batch of one update over all B prompts, of one process."""
+    """Makes the batch of one update over all B prompts, of one process, and its plan."""
 
     def whole_batch(run, groups):
         run.config.rl.update(prompts_per_step=B, prompts_per_update=B)
         credited = credit_of(groups.rollouts.tokens.shape)
         roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
-        num_tokens = groups.rollouts.is_valid.sum(-1).max(1)
+        num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
         return train.train_batch(run, roster, records, groups, credited, num_tokens, 0)
 
     return whole_batch

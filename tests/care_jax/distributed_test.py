@@ -21,17 +21,19 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 from care_jax import distributed, sharding
 
+RULES = (("batch", ("data", "fsdp")),)
 index = int(sys.argv[2])
 distributed.start(sys.argv[1], 2, index)
 assert jax.process_count() == 2 and len(jax.devices()) == 8
 
 for shape in ((1, 8, 1), (2, 2, 2), (2, 1, 4), (1, 2, 2, 2)):
     mesh = sharding.make_mesh(*shape)
-    distributed.check_mesh(mesh)
-    rows = sharding.local_rows(16, mesh)
+    distributed.check_mesh(mesh, RULES)
+    place = sharding.batch_sharding(mesh, RULES)
+    rows = sharding.local_rows(16, place)
     np.testing.assert_array_equal(rows, np.arange(8) + 8 * index)
     batch = {"x": np.arange(16 * 3).reshape(16, 3)[rows], "none": None}
-    placed = sharding.put_batch(batch, mesh)
+    placed = sharding.put_batch(batch, place)
     assert placed["x"].shape == (16, 3) and int(placed["x"].sum()) == sum(range(16 * 3))
     np.testing.assert_array_equal(distributed.fetch(placed)["x"], batch["x"])
     assert distributed.fetch(placed)["none"] is None
@@ -39,9 +41,11 @@ for shape in ((1, 8, 1), (2, 2, 2), (2, 1, 4), (1, 2, 2, 2)):
 # Rows of a process need not be neighbours: on TPU slices the order of devices follows the wires.
 devices = np.array(jax.devices())[[0, 4, 5, 1, 6, 2, 3, 7]]
 mesh = jax.sharding.Mesh(devices.reshape(1, 8, 1, 1), sharding.MESH_AXES)
-rows = sharding.local_rows(16, mesh)
+place = sharding.batch_sharding(mesh, RULES)
+rows = sharding.local_rows(16, place)
+np.testing.assert_array_equal(np.flatnonzero(sharding.owners(16, place) == index), rows)
 assert rows.tolist() == [[0, 1, 6, 7, 10, 11, 12, 13], [2, 3, 4, 5, 8, 9, 14, 15]][index]
-placed = sharding.put_batch(rows * 10, mesh)
+placed = sharding.put_batch(rows * 10, place)
 np.testing.assert_array_equal(distributed.fetch(placed), rows * 10)
 whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))(placed)
 np.testing.assert_array_equal(np.asarray(whole), np.arange(16) * 10)
@@ -53,7 +57,7 @@ np.testing.assert_array_equal(whole["is"], np.arange(6) > 2)
 assert distributed.gather_json(["é" * 3 * index]) == [[""], ["ééé"]]
 assert not distributed.is_preempted()
 try:
-    distributed.check_mesh(sharding.make_mesh(1, 1, 4, 2))
+    distributed.check_mesh(sharding.make_mesh(1, 1, 4, 2), RULES)
 except ValueError as error:
     distributed.leave(f"refused: {error}")
 """
@@ -87,8 +91,10 @@ def test_rows_of_two_processes_go_to_the_devices_and_come_together():
 
 def test_one_process_holds_every_row_and_gathers_nothing():
     mesh = sharding.make_mesh(2, 2, 2)
-    distributed.check_mesh(mesh)
-    np.testing.assert_array_equal(sharding.local_rows(8, mesh), range(8))
+    rules = (("batch", ("data", "fsdp")),)
+    distributed.check_mesh(mesh, rules)
+    place = sharding.batch_sharding(mesh, rules)
+    np.testing.assert_array_equal(sharding.local_rows(8, place), range(8))
     tree = {"x": np.arange(3)}
     assert distributed.gather_rows(tree, np.arange(3)) is tree
     assert distributed.gather_json(tree) == [tree]

@@ -4,89 +4,80 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed import packed_plan, replicated_plan, split_plan
 
 from care_jax import logprobs
+from care_jax.tree_rows import lay_out, place, take_back
 
 
 @pytest.fixture(scope="module")
 def score(policy):
-    def score(params, prompts, tokens, is_valid, chunk=1000, remat="none"):
-        return logprobs.score_responses(
-            params,
-            prompts,
-            tokens,
-            is_valid,
-            policy.config,
-            dtype=jnp.float32,
-            chunk=chunk,
-            remat=remat,
-        )
+    """(params, rows) to log-probabilities and entropies at the rows' places."""
+
+    def score(params, rows, chunk=1000, remat="none"):
+        settings = dict(dtype=jnp.float32, chunk=chunk, remat=remat)
+        return logprobs.score_rows(params, rows, policy.config, **settings)
 
     return jax.jit(score, static_argnames=("chunk", "remat"))
 
 
-def of_rows(score, params, prompts, responses, weights):
-    """Every row alone behind its own copy of the prompt: the layout others train on."""
-    num_rows = responses.tokens.shape[1]
-    prompts = jax.tree.map(lambda x: jnp.repeat(x, num_rows, 0), prompts)
-    tokens, is_valid, weights = (
-        x.reshape(-1, 1, x.shape[-1]) for x in (responses.tokens, responses.is_valid, weights)
-    )
-    logp, _ = score(params, prompts, tokens, is_valid)
-    return (logp * weights).sum(), logp
+@pytest.fixture(scope="module")
+def lay(policy, image_records, responses):
+    """Plans and lays out the responses to four prompts, packed, split or replicated."""
+    tokens, lengths = np.asarray(responses.tokens), np.asarray(responses.is_valid).sum(-1)
+
+    def lay(name):
+        make_plan = {"packed": packed_plan, "split": split_plan, "replicated": replicated_plan}
+        plan = make_plan[name](image_records, lengths)
+        return plan, lay_out(image_records, tokens, plan, policy.config)
+
+    return lay
 
 
-def test_tree_row_gives_the_log_probabilities_and_gradient_of_replicated_rows(
-    score, params, prompts, responses
+@pytest.mark.parametrize("name", ["packed", "split"])
+def test_packed_trees_give_the_log_probabilities_and_gradient_of_replicated_rows(
+    score, lay, params, responses, name
 ):
     rng = np.random.default_rng(1)
     weights = responses.is_valid * rng.normal(size=responses.tokens.shape).astype(np.float32)
+    found = []
+    for layout in (name, "replicated"):
+        plan, rows = lay(layout)
+        weight = place(np.asarray(weights), plan)
 
-    def tree(params):
-        logp, _ = score(params, prompts, responses.tokens, responses.is_valid)
-        return (logp * weights).sum(), logp
+        def total(params, rows=rows, weight=weight):
+            logp, entropy = score(params, rows)
+            return (logp * weight).sum(), (logp, entropy)
 
-    (_, logp), grad = jax.value_and_grad(tree, has_aux=True)(params)
-    replicated = functools.partial(
-        of_rows, score, prompts=prompts, responses=responses, weights=weights
-    )
-    (_, expected), expected_grad = jax.value_and_grad(replicated, has_aux=True)(params)
-    mask = np.asarray(responses.is_valid)
-    np.testing.assert_allclose(
-        np.asarray(logp)[mask], np.asarray(expected).reshape(mask.shape)[mask], atol=2e-5
-    )
+        (_, scored), grad = jax.value_and_grad(total, has_aux=True)(params)
+        back = [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in scored]
+        found.append((back, grad))
+    (ours, grad), (theirs, expected) = found
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a != 0).sum() == responses.is_valid.sum()
+        np.testing.assert_allclose(a, b, atol=2e-5)
     for path, leaf in jax.tree_util.tree_leaves_with_path(grad):
-        want = functools.reduce(lambda tree, key: tree[key.key], path, expected_grad)
+        want = functools.reduce(lambda tree, key: tree[key.key], path, expected)
         np.testing.assert_allclose(leaf, want, atol=1e-4 * np.abs(want).max(), err_msg=str(path))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 26, 27])
-def test_chunks_change_nothing(score, params, prompts, responses, chunk):
-    whole = score(params, prompts, responses.tokens, responses.is_valid)
-    parts = score(params, prompts, responses.tokens, responses.is_valid, chunk=chunk)
-    for a, b in zip(whole, parts, strict=True):
+def test_chunks_change_nothing(score, lay, params, chunk):
+    _, rows = lay("packed")
+    for a, b in zip(score(params, rows), score(params, rows, chunk=chunk), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_padding_changes_nothing(score, params, prompts, responses):
-    wide = prompts.replace(
-        **{
-            name: jnp.pad(getattr(prompts, name), [(0, 0), (7, 0), *[(0, 0)] * (rank - 2)], **fill)
-            for name, rank, fill in (
-                ("tokens", 2, {}),
-                ("is_valid", 2, {}),
-                ("positions", 3, {}),
-                ("slots", 2, {"constant_values": -1}),
-            )
-        }
-    )
-    longer = [jnp.pad(x, ((0, 0), (0, 0), (0, 5))) for x in (responses.tokens, responses.is_valid)]
-    mask = np.asarray(responses.is_valid)
-    expected, _ = score(params, prompts, responses.tokens, mask)
-    logp, _ = score(params, wide, *longer)
-    np.testing.assert_allclose(
-        np.asarray(logp)[..., : mask.shape[-1]][mask], np.asarray(expected)[mask], atol=1e-5
-    )
+@pytest.mark.parametrize("remat", ["dots", "layer"])
+def test_what_is_recomputed_changes_nothing(score, lay, params, remat):
+    _, rows = lay("packed")
+
+    def total(params, remat):
+        return score(params, rows, remat=remat)[0].sum()
+
+    ours, theirs = (jax.grad(total)(params, name) for name in (remat, "none"))
+    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
 def test_image_and_video_pad_tokens_have_no_probability(policy, params):

@@ -136,12 +136,13 @@ def test_k3_averages_to_the_divergence():
 
 IS_SAMPLED = jnp.array([1, 1, 1, 1, 0], bool)
 OLD = jnp.array([-1.0, -2.0, -0.5, -3.0, -9.0])
+BRANCH = jnp.array([0, 0, 0, 0, -1])
 
 
 def sequence_terms(logp, A):
     """GSPO's terms of a row of four tokens, clipped to 1 - 3e-4 and 1 + 4e-4."""
     a = A * IS_SAMPLED / 4
-    ratio = objective.sequence_log_ratio(logp, OLD, IS_SAMPLED)
+    ratio = objective.sequence_log_ratio(logp, OLD, IS_SAMPLED, BRANCH)
     return objective.clipped_surrogate(
         ratio, jnp.zeros(5), a, clip_low=3e-4, clip_high=4e-4
     ), objective.is_clipped(ratio, jnp.zeros(5), a, clip_low=3e-4, clip_high=4e-4)
@@ -190,9 +191,18 @@ def test_sequence_ratio_has_the_gradient_of_its_token_form():
 def test_sequence_ratio_of_a_row_without_tokens_is_one():
     nothing = jnp.zeros(5, bool)
     ratio, gradient = jax.value_and_grad(
-        lambda logp: objective.sequence_log_ratio(logp, OLD, nothing).sum()
+        lambda logp: objective.sequence_log_ratio(logp, OLD, nothing, BRANCH).sum()
     )(OLD + 1)
     assert ratio == 0 and gradient.tolist() == [0] * 5
+
+
+def test_sequence_ratio_of_each_response_in_a_row_is_its_own():
+    """Moves of 1, 3 | prompt | 5, not sampled, 7 | 11: means of 2, 6 and 11."""
+    branch = jnp.array([0, 0, -1, 2, 2, 2, 1])
+    is_sampled = jnp.array([1, 1, 0, 1, 0, 1, 1], bool)
+    moves = jnp.array([1.0, 3.0, 100.0, 5.0, 100.0, 7.0, 11.0])
+    ratio = objective.sequence_log_ratio(moves - 4, jnp.full(7, -4.0), is_sampled, branch)
+    assert ratio.tolist() == [2, 2, 0, 6, 0, 6, 11]
 
 
 @settings(deadline=None, max_examples=30)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from care_jax import roofline, sampler
-from care_jax.roofline import Chip, Layout, Rows, Work
+from care_jax.roofline import Chip, Layout, Packed, Rows, Work
 from models import backbone
-from models.attention import Tree, _TreeMask
 from models.config import QWEN2_5_VL_7B, TextConfig, VisionConfig
 
 TEXT = TextConfig(
@@ -42,6 +41,8 @@ TOWER = VisionConfig(
 )
 SMALL = dataclasses.replace(QWEN2_5_VL_7B, text=TEXT, vision=TOWER)
 ROWS = Rows(prompts=2, prompt_tokens=3, patches=8, rows=2, row_tokens=2)
+# Two prompts of 3 tokens with an image of 8 patches each, two responses of 2 tokens to each.
+PACKED = Packed(tokens=14, patches=16, pairs=48, patch_pairs=128, scored=8)
 LAYOUT = Layout(batch_parts=2, weight_parts=2, product_parts=1, itemsize=2)
 
 
@@ -65,16 +66,20 @@ def test_tower_counts_windows_whole_images_and_mergers():
     assert roofline.tower_flops(deep, "qwen3_vl", 8) == 2 * dense + 4 * 8 * 2 * 8 * 8
 
 
-@pytest.mark.parametrize(("prefix", "branches", "length"), [(3, 2, 2), (5, 4, 7), (4, 1, 1)])
-def test_pairs_are_those_that_the_tree_mask_shows(prefix, branches, length):
-    tree = Tree(prefix, branches, length)
-    whole = slice(0, tree.size)
-    num_pairs = int(_TreeMask(tree, tree.size)[whole, whole].sum())
-    assert Rows(3, prefix, 0, branches, length).num_pairs == 3 * num_pairs
+@pytest.mark.parametrize(("prompt", "responses"), [(3, (2, 2)), (5, (4, 7, 0)), (4, (1,))])
+def test_pairs_of_a_tree_are_those_that_its_mask_shows(prompt, responses):
+    ends = prompt + np.cumsum(responses)
+    reach = np.full(ends[-1], ends[-1] - 1)
+    for end, length in zip(ends, responses, strict=True):
+        reach[end - length : end] = end - 1
+    token = np.arange(len(reach))
+    num_pairs = int(((token <= token[:, None]) & (token[:, None] <= reach)).sum())
+    got = roofline.tree_pairs(np.array([prompt, prompt]), np.array([responses, responses]))
+    assert got.tolist() == [num_pairs, num_pairs]
 
 
 def test_training_is_three_forwards_and_what_is_recomputed():
-    tower, layers, logits = roofline.forward_flops(SMALL, ROWS)
+    tower, layers, logits = roofline.forward_flops(SMALL, PACKED)
     assert tower == 2 * roofline.tower_flops(TOWER, "qwen2_5_vl", 8)
     assert logits == 2 * 8 * 40 and layers == 2 * 2 * 14 * 144 + 2 * 4 * 48 * 4
     for settings, expected in (
@@ -84,12 +89,12 @@ def test_training_is_three_forwards_and_what_is_recomputed():
         ({"remat": "layer", "freeze_vision": True}, tower + 4 * layers + 4 * logits),
         ({"remat": "none", "has_adapters": True}, tower + 2 * layers + 3 * logits),
     ):
-        assert roofline.train_flops(SMALL, ROWS, **settings) == expected, settings
+        assert roofline.train_flops(SMALL, PACKED, **settings) == expected, settings
 
 
 def test_an_update_is_worth_three_forwards_of_what_is_not_padding():
-    """Prompts of 3 and 2 tokens; rows of 2 and 1, and of 0 and 4."""
-    sizes, lengths = np.array([[3, 8], [2, 0]]), np.array([[2, 1], [0, 4]])
+    """Prompts of 3 and 2 tokens, responses of 2 and 1, and of 0 and 4; one without any."""
+    sizes, lengths = np.array([[3, 8], [2, 0], [9, 8]]), np.array([[2, 1], [0, 4], [0, 0]])
     pairs = (6 + 2 * 3 + 3 + 3 + 1) + (3 + 4 * 2 + 10)
     decoder = roofline.decoder_flops(TEXT, 12, pairs, 7)
     worth = roofline.model_flops(SMALL, sizes, lengths)
@@ -109,12 +114,12 @@ def test_decoding_reads_weights_and_cache_for_every_sampled_token():
 
 
 def test_each_microbatch_gathers_the_weights_of_other_chips_in_every_pass():
-    work = roofline.train_work(SMALL, ROWS, LAYOUT, num_microbatches=3, remat="layer")
+    work = roofline.train_work(SMALL, PACKED, LAYOUT, num_microbatches=3, remat="layer")
     assert work.ici_bytes == 3 * 4 * 328 * 2 / 2  # three passes and the gradient
     assert work.hbm_bytes == 3 * 3 * 328 * 2 + 32 * 328 / 2
-    score = roofline.score_work(SMALL, ROWS, LAYOUT, num_microbatches=3)
+    score = roofline.score_work(SMALL, PACKED, LAYOUT, num_microbatches=3)
     assert (score.ici_bytes, score.hbm_bytes) == (3 * 328 * 2 / 2, 3 * 328 * 2)
-    assert score.flops == sum(roofline.forward_flops(SMALL, ROWS))
+    assert score.flops == sum(roofline.forward_flops(SMALL, PACKED))
 
 
 def test_time_is_that_of_the_scarcest_resource():

@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed import packed_plan
 
 from care_jax import logprobs, reflect, sampler
+from care_jax.tree_rows import lay_out, take_back
 from models import backbone
-from models.attention import Tree
 
 MAX_TOKENS = 14
 
@@ -45,32 +46,35 @@ def decode(policy, decode_params, prefix):
     return decode
 
 
-_score = jax.jit(
-    functools.partial(logprobs.score_responses, dtype=jnp.float32, chunk=1000),
-    static_argnames="config",
-)
+@pytest.fixture(scope="module")
+def trainer_logp(policy, params, image_records):
+    """Log-probabilities of rollouts by the trainer's forward, [B, R, T]."""
+    score = jax.jit(
+        functools.partial(logprobs.score_rows, config=policy.config, dtype=jnp.float32, chunk=1000)
+    )
 
+    def trainer_logp(rollouts):
+        tokens, lengths = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid).sum(-1)
+        plan = packed_plan(image_records, lengths, row_tokens=512, row_patches=512)
+        logp, _ = score(params, lay_out(image_records, tokens, plan, policy.config))
+        return take_back(np.asarray(logp), plan, tokens.shape[-1])
 
-def trainer_logp(policy, params, prompts, rollouts):
-    logp, _ = _score(params, prompts, rollouts.tokens, rollouts.is_valid, config=policy.config)
-    return np.asarray(logp)
+    return trainer_logp
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (0.0, 1.0)])
 def test_log_probabilities_are_the_trainers_own_whatever_the_sampling(
-    policy, params, prompts, decode, temperature, top_p
+    trainer_logp, decode, temperature, top_p
 ):
     rollouts = decode(jax.random.key(1), temperature=temperature, top_p=top_p)
     mask = np.asarray(rollouts.is_valid)
     assert mask.sum() > 50
-    logp = trainer_logp(policy, params, prompts, rollouts)
+    logp = trainer_logp(rollouts)
     np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)
     assert np.all(np.asarray(rollouts.logp)[~mask] == 0)
 
 
-def test_greedy_rows_take_the_most_likely_token_of_the_full_forward(
-    policy, params, prompts, decode
-):
+def test_greedy_rows_take_the_most_likely_token_of_the_full_forward(trainer_logp, decode):
     rollouts = decode(jax.random.key(1), num_rows=1, temperature=0.0)
     tokens = np.asarray(rollouts.tokens)
     for position in range(4):
@@ -79,9 +83,7 @@ def test_greedy_rows_take_the_most_likely_token_of_the_full_forward(
         for token in set(tokens[:, 0, position]) | set(range(0, 600, 37)):
             changed = tokens.copy()
             changed[:, 0, position] = token
-            logp = trainer_logp(
-                policy, params, prompts, rollouts.replace(tokens=jnp.asarray(changed))
-            )
+            logp = trainer_logp(rollouts.replace(tokens=changed))
             is_better = logp[:, 0, position] > highest
             best = np.where(is_better, token, best)
             highest = np.where(is_better, logp[:, 0, position], highest)
@@ -111,7 +113,7 @@ def test_rows_end_with_their_first_eos(policy, decode_params, decode, prefix):
 
 
 def test_each_end_of_sequence_id_ends_a_row_and_padding_does_not(
-    policy, params, decode_params, prompts, prefix
+    policy, decode_params, prefix, trainer_logp
 ):
     """As in the releases, rows are padded with one of the ids that end them."""
     # Ten ids of which one is the padding: at a high temperature about a row in eight meets one.
@@ -132,7 +134,7 @@ def test_each_end_of_sequence_id_ends_a_row_and_padding_does_not(
         rngs = jax.random.split(jax.random.key(seed), len(prefix.is_valid))
         rollouts = decode(decode_params, prefix, rngs, jnp.asarray(policy.closing_tag))
         tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
-        logp = trainer_logp(policy, params, prompts, rollouts)
+        logp = trainer_logp(rollouts)
         np.testing.assert_allclose(np.asarray(rollouts.logp)[is_valid], logp[is_valid], atol=3e-5)
         is_end = np.isin(tokens, ends) & is_valid
         length = is_valid.sum(-1)
@@ -175,7 +177,7 @@ def forced(policy):
 
 
 def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
-    policy, params, prompts, decode, forced
+    policy, trainer_logp, decode, forced
 ):
     rollouts = decode(jax.random.key(2), forced=forced, num_rows=1)
     is_forced, is_valid = (np.asarray(x)[:, 0] for x in (rollouts.is_forced, rollouts.is_valid))
@@ -193,7 +195,7 @@ def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
     )
 
     mask = is_valid & ~is_forced
-    logp = trainer_logp(policy, params, prompts, rollouts)[:, 0]
+    logp = trainer_logp(rollouts)[:, 0]
     np.testing.assert_allclose(np.asarray(rollouts.logp)[:, 0][mask], logp[mask], atol=3e-5)
     assert np.all(np.asarray(rollouts.logp)[:, 0][~mask] == 0)
 
@@ -239,7 +241,7 @@ def test_forced_tokens_beyond_the_budget_are_refused(policy, decode_params, pref
 
 
 def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
-    policy, params, decode_params, prompts, prefix, decode
+    policy, params, decode_params, image_records, prefix, decode
 ):
     """The token at index 5 closes the span, whatever it is; one row ends with EOS before it.
 
@@ -268,30 +270,24 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
     end = np.where(is_eos.any(-1), is_eos.argmax(-1), MAX_TOKENS)
     assert end[1, 2] <= 3 and (end > closing).sum() > 6
     in_mean = np.arange(MAX_TOKENS) < np.minimum(end, closing + 1)[..., None]
-    _, num_rows, num_tokens = tokens.shape
-    length = prompts.tokens.shape[1]
-    offsets = jnp.tile(jnp.arange(num_tokens), num_rows)
-    positions = jnp.repeat((prompts.next_position[:, None] + offsets)[..., None], 3, -1)
-    features = backbone.encode_images(params, prompts.images, policy.config, dtype=jnp.float32)
-    x = jnp.concatenate(
-        [
-            backbone.embed(
-                params, prompts.tokens, dtype=jnp.float32, features=features, slots=prompts.slots
-            ),
-            backbone.embed(params, tokens.reshape(len(tokens), -1), dtype=jnp.float32),
-        ],
-        axis=1,
-    )
-    is_token = jnp.pad(prompts.is_valid, ((0, 0), (0, len(offsets))), constant_values=True)
+    # All of the rows, also what stands behind their end.
+    plan = packed_plan(image_records, np.full(tokens.shape[:2], MAX_TOKENS), row_patches=512)
+    rows = jax.tree.map(jnp.asarray, lay_out(image_records, tokens, plan, policy.config))
+    settings = {"dtype": jnp.float32}
+    features = backbone.encode_images(params, rows.images, policy.config, **settings)
     hidden = backbone.forward(
         params,
-        x,
-        jnp.concatenate([prompts.positions, positions], 1),
-        jnp.where(is_token, 0, -1),
+        backbone.embed(params, rows.tokens, features=features, slots=rows.slots, **settings),
+        rows.positions,
+        backbone.text_mask(rows.reach, policy.config),
         policy.config,
-        tree=Tree(length, num_rows, num_tokens),
-    )[:, length:].reshape(*tokens.shape, -1)
-    mean = np.asarray(hidden * in_mean[..., None]).sum(2)
+        features=features,
+        slots=rows.slots,
+    )
+    hidden = np.stack(
+        [take_back(x, plan, MAX_TOKENS) for x in np.moveaxis(np.asarray(hidden), -1, 0)], -1
+    )
+    mean = (hidden * in_mean[..., None]).sum(2)
     expected = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
     np.testing.assert_allclose(rollouts.embedding, expected, atol=1e-5)
 
@@ -345,8 +341,8 @@ def test_sampling_never_takes_what_has_no_probability():
 
 
 @pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
-def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, params, prompts, decode):
+def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, trainer_logp, decode):
     rollouts = decode(jax.random.key(0))
     mask = np.asarray(rollouts.is_valid)
-    logp = trainer_logp(policy, params, prompts, rollouts)
+    logp = trainer_logp(rollouts)
     np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)

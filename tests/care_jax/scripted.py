@@ -81,14 +81,20 @@ class Script:
 
     def score(self, params, batch):
         self.seen["reference"].append(float(params["text"]["w"]))
-        return jnp.full(batch.tokens.shape, params["text"]["w"])
+        return jnp.full(batch.rows.tokens.shape, params["text"]["w"])
 
     def update(self, state, batch):
-        for prompt, mask, tokens in zip(
-            *map(np.asarray, (batch.prompts.tokens, batch.prompts.is_valid, batch.tokens)),
-            strict=True,
-        ):
-            self.seen["updated"].append((prompt[mask].tolist(), tokens.tolist()))
+        """Notes the prompts of a batch, each with the responses behind it in any of its rows."""
+        rows, found = jax.tree.map(np.asarray, batch.rows), defaultdict(list)
+        for tokens, branch, reach in zip(rows.tokens, rows.branch, rows.reach, strict=True):
+            ends = sorted({int(end) for end in reach[branch < 0] if branch[end] >= 0})
+            start = 0
+            for end in ends:
+                own, of = tokens[start : end + 1], branch[start : end + 1]
+                branches = [own[of == b].tolist() for b in sorted(set(of[of >= 0]))]
+                found[tuple(own[of < 0].tolist())] += branches
+                start = end + 1
+        self.seen["updated"].append({prompt: sorted(rows) for prompt, rows in found.items()})
         metrics = {"loss": state.params["text"]["w"]}
         params = jax.tree.map(lambda x: x + 1, state.params)
         return state.replace(params=params, step=state.step + 1), metrics
@@ -110,7 +116,6 @@ LOOP = {
     "rl.num_rollouts": R,
     "rl.prompts_per_step": B,
     "rl.prompts_per_update": 2,
-    "rl.response_buckets": (T,),
     "grpo.beta": 0.1,
     "rl.warmup_steps": 5,
     "rl.learning_rate": 0.5,

@@ -21,7 +21,7 @@ SETTINGS = {
     "log_every": 1,
     "model.remat": "layer",
     "model.freeze_vision": True,
-    "rl.logprob_chunk": 77,
+    "model.logprob_chunk": 77,
     "checkpoint_every": 2,
     "sft.num_steps": 3,
     "sft.batch_size": B,
@@ -30,7 +30,6 @@ SETTINGS = {
     "sft.learning_rate": 0.5,
     "sft.answer_weight": 3.0,
     "sft.row_tokens": ROW,
-    "sft.packed": True,
 }
 
 
@@ -45,7 +44,9 @@ def examples():
 def batch_of(policy):
     def batch_of(run, examples):
         records = [policy.prompts.tokenize(example) for example in examples]
-        return sft.packed_batch(run, examples, records)
+        run.config.sft.batch_size = len(examples)
+        batch, _ = sft.packed_batch(run, np.arange(len(examples)), examples, records)
+        return batch
 
     return batch_of
 
@@ -53,8 +54,9 @@ def batch_of(policy):
 def responses_of(batch, policy):
     """(text, weights) of every response in the rows, in order."""
     found = []
-    for tokens, scored, weight in zip(batch.tokens, batch.scored, batch.weight, strict=True):
-        targets, weight = tokens[scored[scored >= 0]], weight[scored >= 0]
+    is_scored = batch.rows.predictor >= 0
+    for tokens, mask, weight in zip(batch.rows.tokens, is_scored, batch.weight, strict=True):
+        targets, weight = tokens[mask], weight[mask]
         ends = np.flatnonzero(targets == policy.config.eos_token_ids[0]) + 1
         parts = np.split(targets, ends)[:-1], np.split(weight, ends)[:-1]
         found += [(policy.tokenizer.decode(t[:-1]), w) for t, w in zip(*parts, strict=True)]
@@ -76,21 +78,17 @@ def test_answer_tokens_weigh_more_and_examples_too_long_are_left_out(
     np.testing.assert_array_equal(found[RESPONSES[2]], 1)
 
 
-def test_rows_come_in_whole_microbatches_and_are_shared_if_that_is_asked_for(
-    make_run, examples, batch_of
-):
-    """Three examples of up to 40 tokens: two rows of 80, or one each."""
-    shared = batch_of(make_run(SETTINGS), examples)
-    alone = batch_of(make_run(SETTINGS | {"sft.packed": False}), examples)
-    assert [len(batch.tokens) for batch in (shared, alone)] == [2, 4]
-    assert [batch.segments.max(1).tolist() for batch in (shared, alone)] == [[1, 0], [0, 0, 0, -1]]
-    assert shared.images is None and shared.tokens.shape == (2, ROW)
+def test_examples_share_rows_that_come_in_whole_microbatches(make_run, examples, batch_of):
+    """Three examples of up to 40 tokens in two rows."""
+    rows = batch_of(make_run(SETTINGS), examples).rows
+    assert rows.images is None and len(rows.tokens) == 2 and rows.tokens.shape[1] <= ROW
+    assert sorted(rows.branch.max(1).tolist()) == [0, 1]
 
 
 def test_a_batch_of_which_nothing_fits_is_empty_rows(make_run, examples, batch_of):
     batch = batch_of(make_run(SETTINGS), examples[1:2])
-    assert batch.tokens.shape == (2, ROW)
-    assert not batch.weight.any() and (batch.segments == -1).all()
+    assert len(batch.rows.tokens) % 2 == 0
+    assert not batch.weight.any() and (batch.rows.predictor == -1).all()
 
 
 @pytest.fixture
@@ -102,10 +100,11 @@ def scripted(monkeypatch):
     logp = -np.arange(2000) / 100
     seen = []
 
-    def score_packed(params, rows, config, **settings):
+    def score_rows(params, rows, config, **settings):
         assert settings.pop("attention").name == "xla"
-        assert settings == {"dtype": jnp.float32, "chunk": 77, "remat": "layer"}
-        return jnp.asarray(logp)[jnp.take_along_axis(rows.tokens, rows.scored, 1)]
+        # 77 tokens on a device, which has both rows of a microbatch.
+        assert settings == {"dtype": jnp.float32, "chunk": 38, "remat": "layer"}
+        return jnp.where(rows.predictor >= 0, jnp.asarray(logp)[rows.tokens], 0.0), None
 
     def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition):
         assert partition(state.params)[0].keys() == {"text"}
@@ -119,11 +118,11 @@ def scripted(monkeypatch):
 
     make_batch = sft.packed_batch
 
-    def noted(run, examples, records):
+    def noted(run, places, examples, records):
         seen.append([example.id for example in examples])
-        return make_batch(run, examples, records)
+        return make_batch(run, places, examples, records)
 
-    monkeypatch.setattr(sft, "score_packed", score_packed)
+    monkeypatch.setattr(sft, "score_rows", score_rows)
     monkeypatch.setattr(sft, "update", update)
     monkeypatch.setattr(sft, "packed_batch", noted)
     return logp, seen
@@ -145,8 +144,8 @@ def test_loss_is_the_weighted_mean_over_the_whole_batch(make_run, examples, batc
     run = make_run(SETTINGS | {"sft.num_steps": 1, "sft.warmup_steps": 0})
     state = sft.train(run, params(), examples)
     batch = batch_of(run, examples)
-    is_scored = batch.scored >= 0
-    nll = -logp[np.take_along_axis(batch.tokens, batch.scored, 1)] * is_scored
+    is_scored = batch.rows.predictor >= 0
+    nll = -logp[batch.rows.tokens] * is_scored
     (metrics,) = metrics_of(run)
     assert metrics["loss"] == pytest.approx((nll * batch.weight).sum() / batch.weight.sum(), 1e-5)
     assert metrics["nll"] == pytest.approx(nll.sum() / is_scored.sum(), 1e-5)

@@ -3,8 +3,10 @@
 import jax
 import numpy as np
 import pytest
+from packed import packed_plan, train_batch
 
 from care_jax import shapes, sharding
+from care_jax.batch import ImitationBatch
 from care_jax.policy import abstract_params
 from care_jax.prompt import prompt_sizes
 from care_jax.run import Run, abstract_state, make_adamw, start_state
@@ -50,15 +52,28 @@ def test_prompts_are_those_of_the_largest_bucket(run, examples):
     records = [run.policy.prompts.tokenize(example) for example in examples]
     sizes = np.concatenate([prompt_sizes(records), [BUCKET]])
     batch = run.policy.prompts.batch(records, sizes)
-    expected = sharding.put_batch(batch, run.mesh)
+    expected = sharding.put_batch(batch, run.decode_batch_place)
     assert batch.tokens.shape[1] == BUCKET[0] and batch.images.patches.shape[1] == BUCKET[1]
     jax.tree.map(assert_same, shapes.prompts(run, len(records)), expected)
 
 
-def test_rows_of_an_update_are_complete(run):
-    batch = shapes.train_batch(run, 4, 3, 9)
-    assert batch.tokens.shape == batch.token_advantage.shape == batch.is_answer.shape == (4, 3, 9)
-    assert all(x.shape[0] == 4 for x in jax.tree.leaves(batch))
+def test_batches_are_those_that_packing_makes(run, image_records):
+    """Of full rows, one on each device."""
+    lengths = np.full((4, 2), 150)
+    plan = packed_plan(image_records, lengths, row_tokens=512, row_patches=192, microbatch_size=4)
+    shape = dict(row_tokens=plan.row_tokens, row_patches=plan.row_patches)
+    run.config.rl.update(shape)
+    run.config.sft.update(shape)
+    fields = ("token_advantage", "old_logp", "ref_logp", "row_weight", "is_trained", "is_answer")
+    values = {name: np.zeros((4, 2, 150), np.float32) for name in fields}
+    values |= {name: values[name].astype(bool) for name in ("is_trained", "is_answer")}
+    tokens = np.zeros((4, 2, 150), np.int32)
+    made = train_batch(run.policy, image_records, plan, tokens, values, np.ones(4))
+    assert len(made.rows.tokens) == 4
+    place = run.train_batch_place
+    jax.tree.map(assert_same, shapes.train_batch(run, 4), sharding.put_batch(made, place))
+    imitated = ImitationBatch(made.rows, made.old_logp)
+    jax.tree.map(assert_same, shapes.imitation_batch(run, 4), sharding.put_batch(imitated, place))
 
 
 def test_forced_context_is_as_wide_as_the_budget_and_the_cue(run):
@@ -67,7 +82,7 @@ def test_forced_context_is_as_wide_as_the_budget_and_the_cue(run):
 
 
 def test_bytes_are_those_of_one_device(run):
-    cut = shapes.on_batch(run, 4, 3)("float32")
+    cut = shapes.on_batch(run.decode_batch_place, 4, 3)("float32")
     on_host = jax.ShapeDtypeStruct(
         (8,), "float32", sharding=cut.sharding.with_memory_kind("pinned_host")
     )

@@ -99,7 +99,8 @@ def test_activations_are_laid_out_only_inside_a_placed_function():
         return layers.constrain(2 * x, "batch", "tokens", None)
 
     x = np.ones((4, 6, 3))
-    placed = jax.jit(sharding.placed(double, (("tokens", "sequence"),), mesh))(x)
+    rules = (("batch", ("data", "fsdp")), ("tokens", "sequence"))
+    placed = jax.jit(sharding.placed(double, rules, mesh))(x)
     assert placed.sharding.is_equivalent_to(
         NamedSharding(mesh, P(("data", "fsdp"), "sequence", None)), 3
     )
@@ -126,46 +127,69 @@ def test_optimizer_state_lies_as_its_parameters():
     assert moments.count.spec == P()
 
 
-def test_batch_is_split_by_rows_over_data_and_fsdp():
+def place_of(mesh, *axes):
+    return sharding.batch_sharding(mesh, (("batch", axes),))
+
+
+def test_batch_is_sharded_by_rows_as_its_rule_says():
     mesh = sharding.make_mesh(2, 2, 2)
     rows = np.arange(24, dtype=np.float32).reshape(8, 3)
-    batch = sharding.put_batch({"rows": rows, "images": None, "mask": rows[:, 0] > 3}, mesh)
-    assert batch["images"] is None
-    np.testing.assert_array_equal(batch["rows"], rows)
-    assert batch["rows"].sharding == sharding.batch_sharding(mesh)
-    assert {each.data.shape for each in batch["rows"].addressable_shards} == {(2, 3)}
-    assert {each.data.shape for each in batch["mask"].addressable_shards} == {(2,)}
+    for axes, num_rows in ((("data", "fsdp"), 2), (("data", "fsdp", "tensor"), 1)):
+        place = place_of(mesh, *axes)
+        batch = sharding.put_batch({"rows": rows, "images": None, "mask": rows[:, 0] > 3}, place)
+        assert batch["images"] is None
+        np.testing.assert_array_equal(batch["rows"], rows)
+        assert batch["rows"].sharding == place and sharding.num_shards(place) == 8 // num_rows
+        assert {each.data.shape for each in batch["rows"].addressable_shards} == {(num_rows, 3)}
+        assert {each.data.shape for each in batch["mask"].addressable_shards} == {(num_rows,)}
 
 
 def test_batches_are_put_one_ahead_of_the_one_worked_on(monkeypatch):
-    mesh = sharding.make_mesh(2, 2, 2)
+    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
     put, put_batch = [], sharding.put_batch
     monkeypatch.setattr(
-        sharding, "put_batch", lambda batch, mesh: put.append(batch[0]) or put_batch(batch, mesh)
+        sharding, "put_batch", lambda batch, place: put.append(batch[0]) or put_batch(batch, place)
     )
-    for number, batch in enumerate(sharding.put_ahead([np.full(4, n) for n in range(4)], mesh)):
+    for number, batch in enumerate(sharding.put_ahead([np.full(4, n) for n in range(4)], place)):
         assert put == list(range(min(number + 2, 4)))
         np.testing.assert_array_equal(batch, np.full(4, number))
-    assert number == 3 and not list(sharding.put_ahead([], mesh))
+    assert number == 3 and not list(sharding.put_ahead([], place))
 
 
 def test_a_batch_that_does_not_divide_names_the_array():
-    mesh = sharding.make_mesh(2, 2, 2)
-    with pytest.raises(ValueError, match=r"batch\['rows'\] of shape \(6, 3\) .* by 4 devices"):
-        sharding.put_batch({"rows": np.zeros((6, 3))}, mesh)
+    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
+    with pytest.raises(ValueError, match=r"batch\['rows'\] of shape \(6, 3\) .* by 4 shards"):
+        sharding.put_batch({"rows": np.zeros((6, 3))}, place)
 
 
 def test_sizes_that_divide_pass_and_others_are_told_what_to_set():
-    mesh = sharding.make_mesh(2, 4, 1)
-    sharding.check_divides("rl.prompts_per_microbatch", 16, mesh)
+    place = place_of(sharding.make_mesh(2, 4, 1), "data", "fsdp")
+    sharding.check_divides("rl.microbatch_size", 16, place)
     for size, choices in ((12, "8 or 16"), (3, "8"), (0, "8")):
         with pytest.raises(ValueError) as error:
-            sharding.check_divides("rl.prompts_per_microbatch", size, mesh)
+            sharding.check_divides("rl.microbatch_size", size, place)
         assert str(error.value) == (
-            f"rl.prompts_per_microbatch {size} must be divisible by 8 devices (data x fsdp); "
+            f"rl.microbatch_size {size} must be divisible by 8 devices (data x fsdp); "
             f"set it to {choices}"
         )
 
 
-def test_tensor_devices_do_not_count_for_the_batch():
-    sharding.check_divides("sft.microbatch_size", 4, sharding.make_mesh(2, 2, 2))
+def test_only_the_mesh_axes_of_its_rule_count_for_a_batch():
+    mesh = sharding.make_mesh(2, 2, 2)
+    sharding.check_divides("sft.microbatch_size", 4, place_of(mesh, "data", "fsdp"))
+    with pytest.raises(ValueError, match=r"by 8 devices \(data x fsdp x tensor\)"):
+        sharding.check_divides("sft.microbatch_size", 4, place_of(mesh, *mesh.axis_names[:3]))
+
+
+def test_every_row_of_a_batch_has_one_owner():
+    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
+    np.testing.assert_array_equal(sharding.owners(8, place), np.zeros(8))
+    np.testing.assert_array_equal(sharding.local_rows(8, place), np.arange(8))
+
+
+def test_attention_is_sharded_as_the_rules_say_and_chosen_by_the_device():
+    mesh = sharding.make_mesh(2, 2, 2)
+    rules = (("batch", "data"), ("attended_heads", "tensor"))
+    impl = sharding.attention_impl("auto", rules, mesh)
+    assert (impl.name, impl.batch_axes, impl.head_axes) == ("xla", ("data",), ("tensor",))
+    assert impl.mesh == mesh

@@ -1,33 +1,41 @@
-"""The update: equal however the batch is cut, laid out or padded.
+"""The update: equal however trees are packed into rows, and rows into microbatches and on devices.
 
 Gradients are read off as the change that plain gradient descent of rate 1 makes.
 """
 
+import dataclasses
 import functools
 import sys
+import types
 from collections import defaultdict
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from packed import packed_plan, replicated_plan, split_plan, train_batch
 
 from care_jax import credit, logprobs, optimizer, sharding
-from care_jax.batch import Scores, TrainBatch
+from care_jax.batch import Rollouts, Scores
 from care_jax.train_step import (
     init_state,
-    join_batch,
+    map_microbatches,
     split_batch,
     state_shardings,
     train_step,
     update,
 )
+from care_jax.tree_rows import lay_out, take_back
+from configs import common
 from models import backbone, lora
-from models.attention import Kernel
+from models.attention_mask import AttentionImpl
 
 SGD = optax.sgd(1.0)
 RULES = (
+    ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
     ("vocab", "tensor"),
     ("heads", "tensor"),
@@ -36,32 +44,66 @@ RULES = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """An update of four prompts before it is laid out: numbers of their rows [4, 3, 9]."""
+
+    policy: Any
+    records: list
+    responses: Rollouts
+    fields: dict
+    prompt_weight: np.ndarray
+
+    def batch(self, make_plan=packed_plan, **settings):
+        lengths = np.asarray(self.responses.is_valid).sum(-1)
+        plan = make_plan(self.records, lengths, **settings)
+        tokens = self.responses.tokens
+        return train_batch(self.policy, self.records, plan, tokens, self.fields, self.prompt_weight)
+
+    def replace(self, prompt_weight=None, **fields):
+        weight = self.prompt_weight if prompt_weight is None else prompt_weight
+        return dataclasses.replace(self, fields=self.fields | fields, prompt_weight=weight)
+
+
+def log_probabilities(policy, params, records, responses):
+    """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
+    plan = replicated_plan(records, np.asarray(responses.is_valid).sum(-1))
+    rows = lay_out(records, np.asarray(responses.tokens), plan, policy.config)
+    settings = dict(config=policy.config, dtype=jnp.float32, chunk=1000)
+    scored = jax.jit(functools.partial(logprobs.score_rows, **settings))(params, rows)
+    return [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in scored]
+
+
 @pytest.fixture(scope="module")
-def batch(policy, params, prompts, responses):
+def update_of(policy, params, image_records, responses):
     """Rows that have moved away from the sampler and the reference, one prompt left out.
 
     The first token of a row has no credit, the first three are no answer.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = responses.tokens.shape
-    logp, _ = jax.jit(
-        functools.partial(
-            logprobs.score_responses, config=policy.config, dtype=jnp.float32, chunk=1000
-        )
-    )(params, prompts, responses.tokens, responses.is_valid)
-    is_trained = responses.is_valid & (jnp.arange(4) != 2)[:, None, None]
-    return TrainBatch(
-        prompts=prompts,
-        tokens=responses.tokens,
-        is_valid=responses.is_valid,
-        token_advantage=is_trained * (jnp.arange(9) > 0) * jax.random.normal(keys[0], shape),
-        old_logp=logp + 0.5 * jax.random.normal(keys[1], shape),
-        ref_logp=logp + 0.3 * jax.random.normal(keys[2], shape),
-        row_weight=jax.random.uniform(keys[3], shape[:2]),
-        prompt_weight=jnp.array([1.0, 1.0, 0.0, 1.0]),
-        is_trained=is_trained,
-        is_answer=responses.is_valid & (jnp.arange(9) > 2),
+    logp, _ = log_probabilities(policy, params, image_records, responses)
+    is_trained = np.asarray(responses.is_valid & (jnp.arange(4) != 2)[:, None, None])
+    return Update(
+        policy,
+        image_records,
+        responses,
+        {
+            "token_advantage": is_trained * (jnp.arange(9) > 0) * jax.random.normal(keys[0], shape),
+            "old_logp": logp + 0.5 * jax.random.normal(keys[1], shape),
+            "ref_logp": logp + 0.3 * jax.random.normal(keys[2], shape),
+            "row_weight": jax.random.uniform(keys[3], shape[:2]),
+            "is_trained": is_trained,
+            "is_answer": responses.is_valid & (jnp.arange(9) > 2),
+        },
+        np.array([1.0, 1.0, 0.0, 1.0]),
     )
+
+
+@pytest.fixture(scope="module")
+def batch(update_of):
+    """In eight rows, so that every microbatch size and mesh below divides them."""
+    return update_of.batch(row_tokens=96, microbatch_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +131,7 @@ def step(policy):
 @pytest.fixture(scope="module")
 def whole(step, params, batch):
     """State and metrics after one update on the whole batch at once."""
-    return step(init_state(params, SGD), batch, 4)
+    return step(init_state(params, SGD), batch, 8)
 
 
 def assert_same_update(params, result, expected, tolerance=2e-5):
@@ -109,18 +151,14 @@ def assert_same_update(params, result, expected, tolerance=2e-5):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(policy, params, batch, whole):
-    logp, entropy = logprobs.score_responses(
-        params,
-        batch.prompts,
-        batch.tokens,
-        batch.is_valid,
-        policy.config,
-        dtype=jnp.float32,
-        chunk=1000,
+def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
+    policy, params, image_records, responses, update_of, whole
+):
+    logp, entropy = log_probabilities(policy, params, image_records, responses)
+    b = types.SimpleNamespace(
+        **{name: np.asarray(value, np.float64) for name, value in update_of.fields.items()}
     )
-    b = jax.tree.map(lambda x: np.asarray(x, np.float64), batch)
-    logp, total, sums = np.asarray(logp, np.float64), 0.0, defaultdict(list)
+    logp, total, sums = logp.astype(np.float64), 0.0, defaultdict(list)
     for prompt, row, token in np.argwhere(b.is_trained):
         at = prompt, row, token
         ratio, a = np.exp(logp[at] - b.old_logp[at]), b.token_advantage[at]
@@ -146,7 +184,21 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(policy, params, b
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 def test_microbatches_change_nothing(step, params, batch, whole, microbatch_size):
+    """Half of the rows are empty; a microbatch of them is not computed."""
     result = step(init_state(params, SGD), batch, microbatch_size)
+    assert_same_update(params, result, whole)
+
+
+LAYOUTS = {
+    "one long row": functools.partial(packed_plan, row_tokens=512, row_patches=1024),
+    "trees in parts": split_plan,
+    "replicated": replicated_plan,
+}
+
+
+@pytest.mark.parametrize("make_plan", LAYOUTS.values(), ids=LAYOUTS)
+def test_packing_changes_nothing(step, params, update_of, whole, make_plan):
+    result = step(init_state(params, SGD), update_of.batch(make_plan), 1)
     assert_same_update(params, result, whole)
 
 
@@ -162,81 +214,75 @@ BASELINES = {
 }
 
 
-def credited_by(name, batch, responses):
-    """The batch with the advantages and weights of a baseline."""
+def credited_by(name, update_of):
+    """The update with the advantages and weights of a baseline."""
     ones = jnp.ones(ACC.shape)
     scores = Scores(ACC, ones, 0.9 * ACC + 0.1, None, None, ones, ones, ones)
-    credited = BASELINES[name](responses, scores)
+    credited = BASELINES[name](update_of.responses, scores)
     names = ("token_advantage", "row_weight", "prompt_weight", "is_trained")
-    return batch.replace(**{name: getattr(credited, name) for name in names})
+    return update_of.replace(**{name: np.asarray(getattr(credited, name)) for name in names})
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_microbatches_change_nothing_under_any_baseline(step, params, batch, responses, name):
-    """Rows of 1 to 9 tokens lie unevenly in microbatches of one prompt."""
-    batch = credited_by(name, batch, responses)
+def test_packing_and_microbatches_change_nothing_under_any_baseline(step, params, update_of, name):
+    """Responses of 1 to 9 tokens lie unevenly in rows and microbatches."""
+    credited = credited_by(name, update_of)
     settings = dict(beta=0.0, sequence=name == "gspo")
-    whole = step(init_state(params, SGD), batch, 4, **settings)
-    assert whole[1]["grad_norm"] > 1e-3
-    assert_same_update(params, step(init_state(params, SGD), batch, 1, **settings), whole)
+    replicated = step(init_state(params, SGD), credited.batch(replicated_plan), 1, **settings)
+    assert replicated[1]["grad_norm"] > 1e-3
+    for make_plan in (packed_plan, split_plan):
+        packed = step(init_state(params, SGD), credited.batch(make_plan), 1, **settings)
+        assert_same_update(params, packed, replicated)
 
 
-def test_sequence_ratio_is_a_rows_own(policy, step, params, batch, responses):
+def test_sequence_ratio_is_a_responses_own(policy, step, params, image_records, update_of):
     """The loss of GSPO, summed by hand; rows have moved by up to several times the range."""
-    batch = credited_by("gspo", batch, responses)
-    b = jax.tree.map(lambda x: np.asarray(x, np.float64), batch)
-    scored = batch.prompts, batch.tokens, batch.is_valid, policy.config
-    logp, _ = logprobs.score_responses(params, *scored, dtype=jnp.float32, chunk=1000)
-    delta = np.asarray(logp, np.float64) - b.old_logp
+    credited = credited_by("gspo", update_of)
+    responses = update_of.responses
+    logp, _ = log_probabilities(policy, params, image_records, responses)
+    delta = logp.astype(np.float64) - np.asarray(credited.fields["old_logp"])
     terms, num_tokens, num_clipped = [], [], []
     for prompt, row in np.ndindex(4, 3):
-        mask = batch.is_valid[prompt, row]
-        s, A = np.exp(delta[prompt, row][mask].mean()), b.token_advantage[prompt, row].sum()
+        mask = np.asarray(responses.is_valid[prompt, row])
+        s = np.exp(delta[prompt, row][mask].mean())
+        A = credited.fields["token_advantage"][prompt, row].sum()
         terms.append(min(s * A, np.clip(s, 0.8, 1.28) * A))
         num_tokens.append(mask.sum() * (A != 0))
         num_clipped.append(num_tokens[-1] * (s > 1.28 if A > 0 else s < 0.8))
-    _, metrics = step(init_state(params, SGD), batch, 4, beta=0.0, sequence=True)
+    _, metrics = step(init_state(params, SGD), credited.batch(), 1, beta=0.0, sequence=True)
     np.testing.assert_allclose(metrics["policy_loss"], -np.mean(terms), rtol=1e-4)
     np.testing.assert_allclose(metrics["clip_rate"], sum(num_clipped) / sum(num_tokens), rtol=1e-5)
     assert 0 < sum(num_clipped) < sum(num_tokens)
 
 
-def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole):
+def on_eight_devices(policy, params, step, batch, rules):
+    """The update on a mesh of fsdp 4 x tensor 2."""
     mesh = sharding.make_mesh(1, 4, 2, devices=jax.devices()[:8])
-    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
-    is_cut = [not s.is_fully_replicated for s in jax.tree.leaves(shardings)]
-    assert sum(is_cut) > len(is_cut) / 2
+    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, rules, mesh)
+    is_sharded = [not s.is_fully_replicated for s in jax.tree.leaves(shardings)]
+    assert sum(is_sharded) > len(is_sharded) / 2
     state = init_state(jax.device_put(params, shardings), SGD)
     state = jax.device_put(state, state_shardings(state, mesh))
-    result = step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), mesh), 4)
+    place = sharding.batch_sharding(mesh, rules)
+    return step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), place), 8)
+
+
+SHIPPED = common.get_config().sharding_rules
+
+
+@pytest.mark.parametrize("rules", [RULES, SHIPPED], ids=["tensor parallel", "FSDP alone"])
+def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole, rules):
+    result = on_eight_devices(policy, params, step, batch, rules)
     assert_same_update(params, result, whole)
 
 
-def replicated_rows(batch):
-    """Each row alone behind its own prompt; weights and denominators are the same sums."""
-    num_rows = batch.tokens.shape[1]
-
-    def alone(x):
-        return x.reshape(-1, 1, *x.shape[2:])
-
-    repeated = jax.tree.map(lambda x: jnp.repeat(x, num_rows, 0), batch.prompts)
-    first = jnp.arange(4 * num_rows) % num_rows == 0
-    weight = jnp.repeat(batch.prompt_weight, num_rows) * first
-    rows = jax.tree.map(alone, batch.replace(prompts=None, prompt_weight=None))
-    return rows.replace(prompts=repeated, prompt_weight=weight)
-
-
-def test_tree_rows_give_the_update_of_replicated_rows(step, params, batch, whole):
-    result = step(init_state(params, SGD), replicated_rows(batch), 4)
-    assert_same_update(params, result, whole)
-
-
-def test_rows_without_credit_do_not_move_the_loss(step, params, batch, whole):
-    changed = batch.replace(
-        old_logp=jnp.where(batch.is_trained, batch.old_logp, -50.0),
-        ref_logp=jnp.where(batch.is_trained, batch.ref_logp, 0.0),
+def test_rows_without_credit_do_not_move_the_loss(step, params, update_of, whole):
+    fields, is_trained = update_of.fields, update_of.fields["is_trained"]
+    changed = update_of.replace(
+        old_logp=np.where(is_trained, fields["old_logp"], -50.0),
+        ref_logp=np.where(is_trained, fields["ref_logp"], 0.0),
     )
-    assert_same_update(params, step(init_state(params, SGD), changed, 4), whole)
+    assert_same_update(params, step(init_state(params, SGD), changed.batch(), 1), whole)
 
 
 def test_a_batch_without_any_update_leaves_finite_parameters_alone(step, params, batch):
@@ -245,16 +291,16 @@ def test_a_batch_without_any_update_leaves_finite_parameters_alone(step, params,
         prompt_weight=jnp.zeros_like(batch.prompt_weight),
         is_trained=jnp.zeros_like(batch.is_trained),
     )
-    state, metrics = step(init_state(params, SGD), idle, 4)
+    state, metrics = step(init_state(params, SGD), idle, 8)
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     assert all(np.isfinite(value) for value in metrics.values())
 
 
 def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch):
     idle = batch.replace(token_advantage=jnp.zeros_like(batch.token_advantage))
-    state, before = step(init_state(params, optax.sgd(1.0)), idle, 4)
+    state, before = step(init_state(params, optax.sgd(1.0)), idle, 8)
     small = jax.tree.map(lambda old, new: old + 1e-3 * (new - old), params, state.params)
-    _, after = step(init_state(small, SGD), idle, 4)
+    _, after = step(init_state(small, SGD), idle, 8)
     assert after["kl_ref"] < before["kl_ref"]
 
 
@@ -264,7 +310,7 @@ def updated(policy, batch, state, adamw, partition=optimizer.partition):
             train_step,
             config=policy.config,
             optimizer=adamw,
-            microbatch_size=4,
+            microbatch_size=8,
             beta=0.0,
             clip_low=0.2,
             clip_high=0.28,
@@ -331,12 +377,13 @@ def test_moments_on_the_host_give_the_same_update(policy, params, batch, adamw):
 def test_scorer_is_called_as_the_step_was(policy, batch, monkeypatch):
     seen = {}
 
-    def score_responses(params, prompts, tokens, is_valid, config, **settings):
+    def score_rows(params, rows, config, **settings):
         seen.update(settings)
-        return (params["w"] * jnp.zeros(tokens.shape),) * 2
+        return (params["w"] * jnp.zeros(rows.tokens.shape),) * 2
 
-    monkeypatch.setattr(sys.modules[train_step.__module__], "score_responses", score_responses)
-    settings = dict(chunk=7, dtype=jnp.bfloat16, remat="layer", attention=Kernel("splash"))
+    monkeypatch.setattr(sys.modules[train_step.__module__], "score_rows", score_rows)
+    attention = AttentionImpl("xla", query_block=64)
+    settings = dict(chunk=7, dtype=jnp.bfloat16, remat="layer", attention=attention)
     state = init_state({"w": jnp.ones(())}, SGD)
     clip = dict(clip_low=0.2, clip_high=0.28)
     step = functools.partial(train_step, microbatch_size=2, beta=0.1, **clip, **settings)
@@ -344,27 +391,66 @@ def test_scorer_is_called_as_the_step_was(policy, batch, monkeypatch):
     assert seen == settings
 
 
+@flax.struct.dataclass
+class Numbers:
+    """A batch of numbers; a row without a predictor holds nothing."""
+
+    rows: Any
+    x: jax.Array
+
+
+def numbers(x, num_empty=0):
+    is_used = jnp.arange(len(x)) < len(x) - num_empty
+    predictor = jnp.where(is_used, 0, -1)[:, None]
+    return Numbers(types.SimpleNamespace(predictor=predictor), x)
+
+
+jax.tree_util.register_pytree_node(
+    types.SimpleNamespace,
+    lambda node: ((node.predictor,), None),
+    lambda _, children: types.SimpleNamespace(predictor=children[0]),
+)
+
+
 def test_update_descends_the_summed_gradient_and_reports_its_norm():
     """Of Σ w·x / 6 over six rows cut in three, by rate 0.1; x counts from 0 to 11."""
     x = jnp.arange(12.0).reshape(6, 2)
 
-    def loss_fn(params, x):
+    def loss_fn(params, batch):
+        x = batch.x
         return (x @ params["w"]).sum() / 6, {"mean": (x.sum(), jnp.float32(x.size))}
 
     sgd = optax.sgd(0.1)
     state = init_state({"w": jnp.ones(2)}, sgd)
-    state, metrics = update(state, x, loss_fn, sgd, microbatch_size=2)
+    state, metrics = update(state, numbers(x), loss_fn, sgd, microbatch_size=2)
     np.testing.assert_allclose(state.params["w"], [1 - 0.5, 1 - 0.6], rtol=1e-6)
     assert metrics["grad_norm"] == pytest.approx((5**2 + 6**2) ** 0.5)
     assert (metrics["loss"], metrics["mean"]) == (pytest.approx(11), pytest.approx(5.5))
     assert state.step == 1
 
 
-def test_split_examples_come_back_in_order():
-    x = {"a": jnp.arange(12), "b": jnp.arange(24).reshape(12, 2)}
-    parts = split_batch(x, 3)
-    assert parts["b"].shape == (4, 3, 2)
-    jax.tree.map(np.testing.assert_array_equal, join_batch(parts), x)
+def test_microbatches_that_hold_nothing_are_not_computed():
+    """Microbatches of four rows take every second row: the third and the last hold nothing."""
+    seen = []
+
+    def note(batch):
+        jax.debug.callback(lambda x: seen.append(x.tolist()), batch.x)
+        return 2 * batch.x
+
+    is_used = jnp.array([1, 0, 1, 0, 1, 0, 0, 0], bool)
+    batch = numbers(jnp.arange(8.0))
+    batch.rows.predictor = jnp.where(is_used, 0, -1)[:, None]
+    doubled = jax.jit(functools.partial(map_microbatches, note, microbatch_size=4))(batch=batch)
+    jax.effects_barrier()
+    assert seen == [[0, 2, 4, 6]]
+    np.testing.assert_array_equal(doubled, [0, 0, 4, 0, 8, 0, 12, 0])
+
+
+def test_results_of_microbatches_come_back_in_order():
+    batch = numbers(jnp.arange(24.0).reshape(12, 2))
+    assert split_batch(batch, 3).x.shape == (4, 3, 2)
+    same = map_microbatches(lambda batch: batch.x, batch, 3)
+    np.testing.assert_array_equal(same, batch.x)
 
 
 def test_microbatch_that_does_not_divide_is_refused():
@@ -373,15 +459,14 @@ def test_microbatch_that_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
-def test_layouts_and_devices_change_nothing_for_qwen3_vl_either(policy, step, params, batch, whole):
+def test_layouts_and_devices_change_nothing_for_qwen3_vl_either(
+    policy, step, params, update_of, batch, whole
+):
     """DeepStack reaches the prompt's image tokens alone, however rows are laid out or sharded."""
     moved = jax.tree.map(lambda old, new: jnp.abs(old - new).max(), params, whole[0].params)
     assert moved["vision"]["deepstack"]["up"]["kernel"] > 1e-6
-    replicated = step(init_state(params, SGD), replicated_rows(batch), 4)
-    assert_same_update(params, replicated, whole)
-    mesh = sharding.make_mesh(1, 4, 2, devices=jax.devices()[:8])
-    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
-    state = init_state(jax.device_put(params, shardings), SGD)
-    state = jax.device_put(state, state_shardings(state, mesh))
-    sharded = step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), mesh), 4)
+    for make_plan in (replicated_plan, split_plan):
+        result = step(init_state(params, SGD), update_of.batch(make_plan), 1)
+        assert_same_update(params, result, whole)
+    sharded = on_eight_devices(policy, params, step, batch, RULES)
     assert_same_update(params, sharded, whole)

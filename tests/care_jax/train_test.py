@@ -30,12 +30,11 @@ CARE = dict(
 )
 CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
 RL = dict(
-    prompts_per_microbatch=2,
+    microbatch_size=2,
     num_rollouts=6,
     max_response_tokens=33,
     temperature=0.7,
     top_p=0.9,
-    logprob_chunk=77,
 )
 
 
@@ -49,7 +48,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.num_candidates": 5, "care.rule": "mixed", "care.advantage_eps": 3e-6}
     changes |= {"care.anchor_rule": "random"}
-    changes |= {"model.remat": "layer"}
+    changes |= {"model.remat": "layer", "model.logprob_chunk": 77}
     run = make_run(changes)
     seen = {}
     for module, name in (
@@ -58,7 +57,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         (train.credit, "care_credit"),
         (train.credit, "care_raw_advantages"),
         (train, "train_step"),
-        (train, "score_responses"),
+        (train, "score_rows"),
     ):
 
         def noted(*args, name=name, **kwargs):
@@ -83,8 +82,9 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     assert seen["care_credit"] == CARE | {"eps": 3e-6}
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
     assert seen["care_raw_advantages"] == {"delta": 0.11, "eps": 3e-6, "robust": True}
-    attention = sharding.attention_kernel("xla", run.config.sharding_rules, run.mesh)
-    scoring = {"dtype": jnp.float32, "chunk": 77, "remat": "layer", "attention": attention}
+    attention = sharding.attention_impl("xla", run.config.sharding_rules, run.mesh)
+    # 77 tokens on a device, which has both rows of a microbatch.
+    scoring = {"dtype": jnp.float32, "chunk": 38, "remat": "layer", "attention": attention}
     rest = {"microbatch_size": 2, "has_sequence_ratio": False, "partition": run.partition}
     jax.eval_shape(update.update, 0, 0)
     assert seen["train_step"] == scoring | CLIP | rest
@@ -128,19 +128,21 @@ def test_each_baseline_is_called_with_the_keys_of_its_section(
     assert settings["has_sequence_ratio"] == (name == "gspo")
 
 
-def test_log_probabilities_come_back_in_the_order_of_the_prompts(
+def test_log_probabilities_come_back_in_the_order_of_the_rows(
     make_run, groups, whole_batch, monkeypatch
 ):
-    """Scored in parts of two prompts; the scorer gives the tokens themselves."""
-    run = make_run({"rl.response_buckets": (T,), "rl.prompts_per_microbatch": 2})
-    batch = whole_batch(run, groups)
+    """Scored in microbatches of two rows; the scorer gives the tokens themselves."""
+    run = make_run({"rl.row_tokens": 64, "rl.microbatch_size": 2})
+    batch, plan = whole_batch(run, groups)
+    assert plan.num_microbatches > 1
 
-    def score_responses(params, prompts, tokens, *args, **kwargs):
-        return tokens.astype(jnp.float32), None
+    def score_rows(params, rows, *args, **kwargs):
+        return jnp.where(rows.predictor >= 0, rows.tokens, 0).astype(jnp.float32), None
 
-    monkeypatch.setattr(train, "score_responses", score_responses)
+    monkeypatch.setattr(train, "score_rows", score_rows)
     logp = train.compile_update(run, None, None).score(0, batch)
-    np.testing.assert_array_equal(logp, groups.rollouts.tokens)
+    is_scored = batch.rows.predictor >= 0
+    np.testing.assert_array_equal(logp, np.where(is_scored, batch.rows.tokens, 0))
 
 
 @pytest.mark.parametrize(("stage", "module"), [("rl", train), ("sft", sft)])
@@ -166,7 +168,7 @@ def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, records,
     worth = roofline.model_flops(run.policy.config, roster.sizes, num_tokens)
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(roofline.PEAK_FLOPS, kind, worth)
-    metrics = train.utilisation(run, roster, groups.rollouts, 4.0)
+    metrics = train.utilisation(run, roster, num_tokens, 4.0)
     assert metrics == {"train_tflops_per_second": pytest.approx(worth / 4e12), "train_mfu": 0.25}
 
 
@@ -187,11 +189,23 @@ def test_reference_stays_where_the_stage_began(unbroken):
     assert unbroken[0].seen["reference"] == [10] * 2 * STEPS
 
 
-def test_updates_take_all_prompts_of_their_step_in_order(unbroken, responses):
+def test_updates_take_all_prompts_of_their_step_with_their_responses(unbroken, responses):
+    """Two prompts an update, in whatever order; every response has some token that is trained."""
     seen = unbroken[0].seen
-    prompts = [prompt for prompts in seen["prompts"] for prompt in prompts]
-    tokens = np.asarray(responses.tokens).tolist() * STEPS
-    assert seen["updated"] == list(zip(prompts, tokens, strict=True))
+    rows = [
+        [tokens[mask].tolist() for tokens, mask in zip(*group, strict=True)]
+        for group in zip(np.asarray(responses.tokens), np.asarray(responses.is_valid), strict=True)
+    ]
+    is_trained = credit_of((B, R, T)).is_trained.any(-1)
+    for step in range(STEPS):
+        for index, places in enumerate(((0, 1), (2, 3))):
+            expected = {
+                tuple(seen["prompts"][step][place]): sorted(
+                    row for row, used in zip(rows[place], is_trained[place], strict=True) if used
+                )
+                for place in places
+            }
+            assert seen["updated"][2 * step + index] == expected
 
 
 def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, responses):
@@ -223,7 +237,7 @@ def test_resumed_loop_does_what_the_unbroken_one_did(run_loop, unbroken):
     whole, expected_params, expected = unbroken
     for name in ("rng", "examples", "prompts", "decoded_with"):
         assert resumed.seen[name] == whole.seen[name][2:], name
-    assert resumed.seen["updated"] == whole.seen["updated"][2 * B :]
+    assert resumed.seen["updated"] == whole.seen["updated"][2 * 2 :]
     jax.tree.map(np.testing.assert_array_equal, params, expected_params)
     kept = ("step", "loss", "decoded_tokens", "learning_rate")
     for got, want in zip(metrics, expected, strict=True):

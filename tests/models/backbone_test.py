@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models import backbone
-from models.attention import Tree
+from models.attention_mask import causal_reach
 
 B, R, T = 2, 3, 5
 
@@ -28,11 +28,9 @@ def features(params, prompts, config):
 
 
 def embed_prompts(params, prompts, features):
-    """Embedded prompts, and what DeepStack adds to them."""
-    x = backbone.embed(
+    return backbone.embed(
         params, prompts.tokens, dtype=jnp.float32, features=features, slots=prompts.slots
     )
-    return x, backbone.deepstack_at(features, prompts.slots)
 
 
 def response_positions(prompts):
@@ -43,37 +41,40 @@ def response_positions(prompts):
 
 def tree_row(params, prompts, features, responses, config, remat="none"):
     """Hidden states [B, R, T, D] of responses that share one row, and the prompt's [B, P, D]."""
-    x, deepstack = embed_prompts(params, prompts, features)
+    x = embed_prompts(params, prompts, features)
     P = x.shape[1]
     own = backbone.embed(params, responses.reshape(B, -1), dtype=jnp.float32)
     own_positions = jnp.tile(response_positions(prompts), (1, R, 1))
-    prompt_segments = np.where(prompts.is_valid, 0, -1)
+    prompt_reach = np.where(prompts.is_valid, P + R * T - 1, np.arange(P))
+    branch_reach = np.repeat(P + T * np.arange(1, R + 1) - 1, T)
+    reach = np.concatenate([prompt_reach, np.tile(branch_reach, (B, 1))], axis=1)
     hidden = backbone.forward(
         params,
         jnp.concatenate([x, own], axis=1),
         jnp.concatenate([prompts.positions, own_positions], axis=1),
-        np.concatenate([prompt_segments, np.zeros((B, R * T), int)], axis=1),
+        backbone.text_mask(reach, config),
         config,
-        tree=Tree(P, R, T),
         remat=remat,
-        deepstack=deepstack,
+        features=features,
+        slots=np.pad(prompts.slots, ((0, 0), (0, R * T)), constant_values=-1),
     )
     return hidden[:, P:].reshape(B, R, T, -1), hidden[:, :P]
 
 
 def replicated_rows(params, prompts, features, responses, config):
     """The same from R rows that each repeat the prompt."""
-    x, deepstack = embed_prompts(params, prompts, features)
+    x = embed_prompts(params, prompts, features)
     P = x.shape[1]
     segments = np.where(np.pad(prompts.is_valid, ((0, 0), (0, T)), constant_values=True), 0, -1)
+    mask = backbone.text_mask(causal_reach(segments), config)
+    slots = np.pad(prompts.slots, ((0, 0), (0, T)), constant_values=-1)
     positions = jnp.concatenate([prompts.positions, response_positions(prompts)], axis=1)
 
     def row(tokens):
         own = backbone.embed(params, tokens, dtype=jnp.float32)
         x_row = jnp.concatenate([x, own], axis=1)
-        tree = Tree(P + T, 0, 0)
         hidden = backbone.forward(
-            params, x_row, positions, segments, config, tree=tree, deepstack=deepstack
+            params, x_row, positions, mask, config, features=features, slots=slots
         )
         return hidden[:, P:]
 
@@ -160,9 +161,15 @@ def test_decoding_equals_the_full_forward(
     @jax.jit
     def decode(params):
         params = backbone.to_decode_layout(params, config, jnp.float32)
-        x, deepstack = embed_prompts(params, prompts, features)
+        x = embed_prompts(params, prompts, features)
         prompt_hidden, prefix = backbone.prefill(
-            params, x, prompts.positions, prompts.is_valid, config, deepstack=deepstack
+            params,
+            x,
+            prompts.positions,
+            prompts.is_valid,
+            config,
+            features=features,
+            slots=prompts.slots,
         )
         suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
         is_valid = jnp.ones((B, R, T + 2), bool)
@@ -201,9 +208,15 @@ def test_invalid_suffix_slots_are_unseen(params, prompts, features, responses, c
     @jax.jit
     def decode(params):
         params = backbone.to_decode_layout(params, config, jnp.float32)
-        x, deepstack = embed_prompts(params, prompts, features)
+        x = embed_prompts(params, prompts, features)
         _, prefix = backbone.prefill(
-            params, x, prompts.positions, prompts.is_valid, config, deepstack=deepstack
+            params,
+            x,
+            prompts.positions,
+            prompts.is_valid,
+            config,
+            features=features,
+            slots=prompts.slots,
         )
         suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
         tokens = np.pad(responses, ((0, 0), (0, 0), (2, 0)))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from models import backbone, lora
-from models.attention import Tree
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +23,8 @@ def adapted(params):
 def hidden_states(params, config):
     x = jax.random.normal(jax.random.key(2), (2, 5, config.text.hidden_size))
     positions = jnp.broadcast_to(jnp.arange(5)[:, None], (2, 5, 3))
-    segments = jnp.zeros((2, 5), jnp.int32)
-    return backbone.forward(params, x, positions, segments, config, tree=Tree(5, 0, 0))
+    mask = backbone.text_mask(jnp.full((2, 5), 4), config)
+    return backbone.forward(params, x, positions, mask, config)
 
 
 def test_new_adapters_change_nothing(params, config):

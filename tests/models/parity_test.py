@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from models import backbone
-from models.attention import Tree
+from models.attention_mask import causal_reach
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -55,26 +55,21 @@ def reference_inputs(batch, config):
 
 
 def embedded(params, batch, config):
-    """Embedded prompts, and what DeepStack adds to them."""
+    """Embedded prompts, and the image features in them."""
     features = None
     if any(map(len, batch.grids)):
         features = backbone.encode_images(params, batch.images, config, dtype=jnp.float32)
     x = backbone.embed(
         params, batch.tokens, dtype=jnp.float32, features=features, slots=batch.slots
     )
-    return x, backbone.deepstack_at(features, batch.slots)
+    return x, features
 
 
 def logits(params, batch, config):
-    x, deepstack = embedded(params, batch, config)
+    x, features = embedded(params, batch, config)
+    mask = backbone.text_mask(causal_reach(jnp.where(batch.is_valid, 0, -1)), config)
     hidden = backbone.forward(
-        params,
-        x,
-        batch.positions,
-        np.where(batch.is_valid, 0, -1),
-        config,
-        tree=Tree(batch.tokens.shape[1], 0, 0),
-        deepstack=deepstack,
+        params, x, batch.positions, mask, config, features=features, slots=batch.slots
     )
     return backbone.unembed(params, hidden, config)
 
@@ -135,9 +130,15 @@ def test_greedy_tokens_equal_transformers(pair, make_batch):
     @jax.jit
     def generate(params):
         params = backbone.to_decode_layout(params, config, jnp.float32)
-        x, deepstack = embedded(params, batch, config)
+        x, features = embedded(params, batch, config)
         hidden, prefix = backbone.prefill(
-            params, x, batch.positions, batch.is_valid, config, deepstack=deepstack
+            params,
+            x,
+            batch.positions,
+            batch.is_valid,
+            config,
+            features=features,
+            slots=batch.slots,
         )
         token = backbone.unembed(params, hidden[:, -1:], config).argmax(-1)
         suffix = backbone.init_cache(config, B, 1, T, jnp.float32)

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from models import backbone
+from models import backbone, layers
+from models.attention_mask import AttentionImpl
 from models.positions import pack_images
 
 SIZES = [(10, 6), (4, 4), (2, 6)]
@@ -63,3 +66,33 @@ def test_a_row_without_images_is_finite_with_finite_gradients(together, params, 
 
     gradients = jax.jit(jax.grad(loss))(params)["vision"]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("dense_tokens", [0, 1000])
+def test_a_mesh_changes_no_feature_and_no_gradient(params, make_batch, config, dense_tokens):
+    """Patches are sharded between attentions, and heads inside them."""
+    images = make_batch([SIZES, [(4, 6)]]).images
+    mesh = jax.make_mesh((2, 2, 2), ("data", "tensor", "sequence"), (AxisType.Auto,) * 3)
+    axes = {"batch": "data", "tokens": "sequence", "attended_heads": "tensor"}
+    blocks = dict(query_block=32, key_block=16, dense_tokens=dense_tokens)
+    sharded = AttentionImpl("xla", mesh, ("data",), ("tensor", "sequence"), **blocks)
+    used = (images.segments >= 0)[:, ::4, None]
+
+    def place(x, names):
+        spec = P(*(axes.get(name) for name in names))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def gradient(attention, place):
+        def loss(vision):
+            features = backbone.encode_images(
+                {"vision": vision}, images, config, dtype=jnp.float32, attention=attention
+            )
+            return sum(jnp.sin(leaf * used).sum() for leaf in jax.tree.leaves(features)), features
+
+        with layers.placement(place):
+            return jax.jit(jax.grad(loss, has_aux=True))(params["vision"])
+
+    ours = gradient(sharded, place)
+    alone = gradient(AttentionImpl("xla", **blocks), lambda x, names: x)
+    for a, b in zip(*map(jax.tree.leaves, (ours, alone)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

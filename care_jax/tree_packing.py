@@ -1,0 +1,192 @@
+"""Trees packed into a given number of rows: best fit, decreasing, split only to fill a row (host).
+
+Two sizes have to fit, tokens and image patches. Letters: N prompts, R branches of a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+_SPLITS_TRIED = 8  # trees that are tried for what is left of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeSizes:
+    """How large N trees are.
+
+    Attributes:
+        prompt: tokens of each prompt.
+        patches: image patches of each prompt.
+        branches: tokens of each response; 0 where there is none, or none that is needed. A prompt
+            without any takes no place.
+    """
+
+    prompt: Int[np.ndarray, " N"]
+    patches: Int[np.ndarray, " N"]
+    branches: Int[np.ndarray, "N R"]
+
+    @property
+    def is_needed(self) -> np.ndarray:
+        """[N]: some branch is."""
+        return self.branches.any(-1)
+
+    @property
+    def total(self) -> np.ndarray:
+        """[N] tokens of each tree; 0 where it is not needed."""
+        return self.is_needed * (self.prompt + self.branches.sum(-1))
+
+    def take(self, trees: np.ndarray) -> TreeSizes:
+        """Some of them, by their places."""
+        return TreeSizes(self.prompt[trees], self.patches[trees], self.branches[trees])
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A prompt and some of its branches in one row, by their places in N and R."""
+
+    tree: int
+    branches: tuple[int, ...]
+
+
+Packing = list[list[Part]]  # the parts of each row that holds something
+
+
+def pack(sizes: TreeSizes, num_rows: int, row_tokens: int, row_patches: int) -> Packing | None:
+    """The trees in at most so many rows, row by row; None where they do not all find room.
+
+    A row starts with the tree that is hardest to place. It is full once what stays empty is no
+    more than its share of all that will stay empty. Until then it takes whole trees, one or two
+    that fill it, else the largest; and where none fits, branches of a tree whose others go on.
+    Those of its branches that stay behind are longer than what the row has left.
+    """
+    # Trees of equal sizes apart, nothing depends on the order they come in.
+    order = np.lexsort((*sizes.branches.T, sizes.patches, sizes.prompt, sizes.total))[::-1]
+    sizes = sizes.take(order)
+    patches, size = sizes.patches, sizes.total.copy()  # of what is left of each tree
+    left = [np.flatnonzero(row).tolist() for row in sizes.branches]
+    if (patches[size > 0] > row_patches).any():
+        return None
+    rows: Packing = []
+    for num_left in range(num_rows, 0, -1):
+        slack = row_tokens - size.sum() / num_left
+        if slack < 0:
+            return None
+        if slack == row_tokens:
+            break
+        share = (patches * (size > 0)).sum() / num_left
+        room, width = row_tokens, row_patches
+        row: dict[int, list[int]] = {}
+        while room > slack or not row:
+            is_free = (size > 0) & (patches <= width)
+            if row:
+                space = _Space(room, width, slack, share - (row_patches - width))
+                chosen = _filling(sizes, size, left, is_free, space)
+            else:
+                chosen = _hardest(sizes, size, left, room, width)
+            for tree, branches in chosen:
+                num_tokens = int(sizes.branches[tree, branches].sum())
+                room -= int(sizes.prompt[tree]) + num_tokens
+                width -= int(patches[tree])
+                left[tree] = [branch for branch in left[tree] if branch not in branches]
+                size[tree] = size[tree] - num_tokens if left[tree] else 0
+                row[tree] = branches
+            if not chosen:
+                break
+        rows.append([Part(int(order[tree]), tuple(branches)) for tree, branches in row.items()])
+    return None if size.any() else rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Space:
+    """What a row has left.
+
+    Attributes:
+        room, width: tokens and patches.
+        slack: tokens that may stay empty.
+        share: patches it would take to have the mean of all rows.
+    """
+
+    room: int
+    width: int
+    slack: float
+    share: float
+
+
+# Trees, by their places, and those of their branches that a row takes.
+Choice = list[tuple[int, list[int]]]
+
+
+def _hardest(
+    sizes: TreeSizes, size: np.ndarray, left: list[list[int]], room: int, width: int
+) -> Choice:
+    """For an empty row: the tree that takes most of its tokens or patches, or what fits of it."""
+    tree = int(np.argmax(np.maximum(size / room, (size > 0) * sizes.patches / width)))
+    if size[tree] <= room:
+        return [(tree, left[tree])]
+    return [(tree, _fullest(sizes.branches[tree], left[tree], room - int(sizes.prompt[tree])))]
+
+
+def _filling(
+    sizes: TreeSizes, size: np.ndarray, left: list[list[int]], is_free: np.ndarray, space: _Space
+) -> Choice:
+    """What a row that holds something takes next: nothing where nothing fits.
+
+    Args:
+        sizes: of the trees.
+        size, left: tokens and branches that are left of each.
+        is_free: the trees of which the row may take something.
+        space: of the row.
+    """
+    whole = np.flatnonzero(is_free & (size <= space.room))
+    if len(whole):
+        chosen = whole[_best_whole(size[whole], sizes.patches[whole], space)].tolist()
+        return [(tree, left[tree]) for tree in chosen]
+    best, least = [], np.inf
+    trees = np.flatnonzero(is_free)
+    # Short prompts cost least to repeat.
+    for tree in trees[np.argsort(sizes.prompt[trees], kind="stable")][:_SPLITS_TRIED].tolist():
+        prompt = int(sizes.prompt[tree])
+        branches = _fullest(sizes.branches[tree], left[tree], space.room - prompt)
+        empty = space.room - prompt - int(sizes.branches[tree, branches].sum())
+        if branches and prompt + empty < least:
+            best, least = [(tree, branches)], prompt + empty
+        if branches and empty <= space.slack:
+            break
+    return best
+
+
+def _best_whole(size: np.ndarray, patches: np.ndarray, space: _Space) -> list[int]:
+    """Of trees that fit: one or two that fill the row, nearest to its share of patches; else the
+    largest."""
+    is_full = size >= space.room - space.slack
+    if is_full.any():
+        return [int(np.argmin(np.where(is_full, np.abs(patches - space.share), np.inf)))]
+    first = np.argsort(size, kind="stable")
+    beside = np.searchsorted(size[first], space.room - size[first], "right") - 1
+    second = first[np.maximum(beside, 0)]  # the largest that fits beside the first
+    both, patches = size[first] + size[second], patches[first] + patches[second]
+    is_pair = (first != second) & (both <= space.room) & (patches <= space.width)
+    is_full = is_pair & (both >= space.room - space.slack)
+    if is_full.any():
+        best = np.argmin(np.where(is_full, np.abs(patches - space.share), np.inf))
+        return [int(first[best]), int(second[best])]
+    return [int(np.argmax(size))]
+
+
+def _fullest(length: np.ndarray, branches: list[int], room: int) -> list[int]:
+    """The branches whose lengths add up to most within the room (subset sums, in a bit set)."""
+    if room <= 0:
+        return []
+    sums = [1]
+    for branch in branches:
+        sums.append(sums[-1] | sums[-1] << int(length[branch]))
+    total = (sums[-1] & ((1 << int(room) + 1) - 1)).bit_length() - 1
+    chosen = []
+    for place in reversed(range(len(branches))):
+        if not sums[place] >> total & 1:
+            chosen.append(branches[place])
+            total -= int(length[branches[place]])
+    return chosen[::-1]

@@ -1,0 +1,67 @@
+"""A kernel is compared with XLA before it is used; run step by step here, on the rows of a run."""
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax import attention_check, sharding
+from care_jax.attention_check import training_attention, trial_reach
+from models import attention_kernels
+from models.attention_mask import AttentionImpl
+
+
+@pytest.fixture
+def run_on_a_tpu(make_run, monkeypatch):
+    """A run whose device is taken for one that has a kernel."""
+    impl = sharding.attention_impl
+
+    def on_tpu(name, rules, mesh):
+        plain = impl(name, rules, mesh)
+        if name == "xla":
+            return plain
+        axes = plain.batch_axes, plain.head_axes
+        return AttentionImpl("tpu", mesh, *axes, interpret=True, dense_tokens=0)
+
+    monkeypatch.setattr(attention_check.sharding, "attention_impl", on_tpu)
+    return make_run({"model.attention": "auto"})
+
+
+def test_a_kernel_that_agrees_is_used_and_said_so(run_on_a_tpu, capsys):
+    assert training_attention(run_on_a_tpu, 256).name == "tpu"
+    assert "tpu kernel differs from XLA by" in (line := capsys.readouterr().out)
+    assert line.endswith("so it is used\n") and line.count("\n") == 1
+
+
+def test_a_kernel_that_differs_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
+    forward = attention_kernels.forward
+
+    def wrong(q, k, v, mask):
+        out, lse = forward(q, k, v, mask)
+        return (out.at[:, -1].multiply(0.5), lse) if mask.impl.name == "tpu" else (out, lse)
+
+    monkeypatch.setattr("models.attention.attention_kernels.forward", wrong)
+    assert training_attention(run_on_a_tpu, 256).name == "xla"
+    assert capsys.readouterr().out.endswith("so XLA is used\n")
+
+
+@pytest.mark.parametrize("name", ["auto", "xla"])
+def test_without_a_kernel_nothing_is_compared(make_run, capsys, name):
+    assert training_attention(make_run({"model.attention": name}), 256).name == "xla"
+    assert not capsys.readouterr().out
+
+
+def test_the_trial_row_has_trees_of_unequal_branches_and_padding():
+    reach = trial_reach(512)
+    token = np.arange(512)
+    assert (reach >= token).all() and (reach < 512).all()
+    ends = np.unique(reach[reach > token])
+    assert len(ends) > 6 and reach[-1] == 511 and (reach == token).sum() > len(ends)
+
+
+def test_replicated_arrays_are_whole_on_every_device():
+    mesh = sharding.make_mesh(2, 2, 2)
+    whole = sharding.replicate(np.arange(6).reshape(2, 3), mesh)
+    assert (
+        whole.sharding.is_fully_replicated and len(whole.addressable_shards) == jax.device_count()
+    )
+    np.testing.assert_array_equal(whole, np.arange(6).reshape(2, 3))
