@@ -1,15 +1,21 @@
-"""Does a run fit, and how fast can it be? Told by compilation, without any TPU.
+"""Does a run fit, and how fast can it be? Told by compilation, without any TPU or GPU.
 
-    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8
+    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --mean_response=600
+    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:8
 
 Prints a row for every program of the configuration's stages "sft" and "rl", in GiB on one chip:
 
     arguments, outputs, temporaries   of the program, as the compiler lays them out
     beside                            what the run keeps meanwhile and the program does not see
     headroom                          what is left of the chip; negative where it does not fit
-    TFLOPs, least time, tokens/s      counted, and bounded by `roofline`: no chip is faster
+    TFLOPs, least time, tokens/s      of its largest call: counted, and no chip is faster
+    bound                             what the least time goes to
 
-Needs libtpu, which holds the compiler: `pip install 'care_jax[tpu]'`. Ends with status 1 where the
+and what one chip receives from others, by collective, as compiled. The worst step has prompts and
+responses as long as they may be; with --mean_response the step of drawn lengths is printed too, as
+`step_sizes` and `lengths` have it.
+
+Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Ends with status 1 where the
 run does not fit, 2 where it is not a run.
 """
 
@@ -26,8 +32,9 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from care_jax import command_line
+from care_jax.collectives import COLLECTIVES
 from care_jax.fit import Fit, Program, fit
-from care_jax.roofline import GIB
+from care_jax.roofline import CHIPS, GIB
 from care_jax.sharding import MESH_AXES
 
 _COLUMNS = (
@@ -40,18 +47,51 @@ _COLUMNS = (
     "headroom",
     "TFLOPs",
     "least time",
+    "bound",
     "tokens/s",
     "compiled in",
 )
 
 
+_GPU_LIMITS = (
+    "The GPU compiler refuses no program for its size and does not count cuDNN's workspace; a chip "
+    "is taken to have 90% of its memory for programs. Bytes between nodes count as if over NVLink."
+)
+
+
 def report(result: Fit) -> str:
-    """The table, as Markdown that is aligned to be read as it stands, and what follows from it."""
-    rows = [_COLUMNS, *(_row(result, program) for program in result.programs)]
+    """The tables, as Markdown that is aligned to be read as it stands, and what follows from it."""
+    programs = [_COLUMNS, *(_row(result, program) for program in result.programs)]
+    lines = [_heading(result), "", *_table(programs), ""]
+    if received := _received_rows(result):
+        unit = "GB received by one chip, in the largest call of a program and in all of a step"
+        lines += [f"{unit}:", "", *_table(received), ""]
+    return "\n".join([*lines, *_conclusions(result)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; the first row is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, _line(["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])], widths))
-    return "\n".join([_heading(result), "", *lines, "", *_conclusions(result)])
+    return lines
+
+
+def _received_rows(result: Fit) -> list[tuple[str, ...]]:
+    """Bytes between chips: program x collective; none where no program was compiled."""
+    rows = [("program", *COLLECTIVES, "total", "calls", "worst step")]
+    if result.expected:
+        rows[0] += ("mean step",)
+    for program in result.programs:
+        if program.received is None:
+            continue
+        sizes = program.received.by_collective(program.work.num_passes).values()
+        cases = (False, True) if result.expected else (False,)
+        steps = [sum(work.ici_bytes for work in program.works(is_mean)) for is_mean in cases]
+        call = (f"{size / 1e9:.2f}" for size in (*sizes, sum(sizes)))
+        step = (f"{size / 1e9:.1f}" for size in steps)
+        rows.append((program.name, *call, str(program.num_calls), *step))
+    return rows if len(rows) > 1 else []
 
 
 def _heading(result: Fit) -> str:
@@ -64,7 +104,8 @@ def _heading(result: Fit) -> str:
 
 
 def _row(result: Fit, program: Program) -> tuple[str, ...]:
-    seconds = program.work.seconds(result.chip, result.mesh.size)
+    bounds = program.work.bounds(result.chip, result.mesh.size)
+    seconds = max(bounds.values())
     sizes = program.arguments, program.outputs, program.temporaries, program.beside, program.total
     return (
         program.name,
@@ -72,6 +113,7 @@ def _row(result: Fit, program: Program) -> tuple[str, ...]:
         f"{(result.chip.hbm - program.total) / GIB:+.2f}",
         f"{program.work.flops / 1e12:.3g}",
         f"{seconds:.3g} s",
+        max(bounds, key=bounds.get),
         f"{program.work.tokens / seconds:.0f}" if program.work.tokens else "",
         f"{program.seconds:.0f} s",
     )
@@ -98,10 +140,20 @@ def _conclusions(result: Fit) -> list[str]:
         ]
     if result.decode_prompts is not None:
         lines.append(f"The largest rl.decode_prompts that should fit is {result.decode_prompts}.")
-    for stage in ("sft", "rl"):
-        if seconds := result.step_seconds(stage):
-            lines.append(f"A step of {stage!r} takes at least {_duration(seconds)}.")
-    return lines
+    lines += [_step_line(result, stage) for stage in ("sft", "rl") if result.step_seconds(stage)]
+    for name, step in (("worst", result.largest), ("mean", result.expected)):
+        if step is not None:
+            counts = f"{step.num_microbatches} microbatches in {len(step.updates)} updates"
+            lines.append(f"The {name} step of 'rl': {counts}, train_fill {step.train_fill:.3f}.")
+    return lines + ([_GPU_LIMITS] if result.chip in (CHIPS["h100"], CHIPS["h200"]) else [])
+
+
+def _step_line(result: Fit, stage: str) -> str:
+    line = f"A step of {stage!r} takes at least {_duration(result.step_seconds(stage))}"
+    if result.mean_response is None:
+        return f"{line}."
+    expected = _duration(result.step_seconds(stage, is_expected=True))
+    return f"{line} (worst case), {expected} at a mean of {result.mean_response:g} tokens."
 
 
 def _duration(seconds: float) -> str:
@@ -112,7 +164,8 @@ def run_main() -> None:
     """Parses flags and compiles; a mistake of the user's is one line."""
     # Not at the top, where they would meet those of `main` in a process that imports both.
     config = config_flags.DEFINE_config_file("config", None, "Configuration to compile.")
-    topology = flags.DEFINE_string("topology", None, "Chips and their shape, such as v5e:4x4.")
+    topology = flags.DEFINE_string("topology", None, "Chips and their shape: v5e:4x4, h100:8.")
+    mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
     flags.mark_flags_as_required(["config", "topology"])
     logging.set_verbosity(logging.INFO)
     logging.use_absl_handler()
@@ -130,7 +183,7 @@ def run_main() -> None:
     def main(_: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")  # what accelerator there may be is left alone
         try:
-            result = fit(config.value, topology.value)
+            result = fit(config.value, topology.value, mean.value)
         except ValueError as error:
             _leave(error)
         print(report(result))

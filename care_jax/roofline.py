@@ -26,7 +26,7 @@ class Chip:
     """Published figures of one chip.
 
     Attributes:
-        flops: bfloat16 FLOPs per second.
+        flops: bfloat16 FLOPs per second, without sparsity.
         hbm: bytes of memory that programs can use.
         hbm_bandwidth: bytes per second to and from it.
         ici_bandwidth: bytes per second from the other chips, over all links.
@@ -38,11 +38,15 @@ class Chip:
     ici_bandwidth: float
 
 
-# The compiler keeps some of the 16, 95 and 32 GiB to itself.
+# Of a TPU's 16, 95 and 32 GiB the compiler keeps some to itself. Of a GPU's 79.1 and 141 GiB, 90%:
+# CUDA and NCCL take theirs beside what XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 reserves for programs.
+# Its network is NVLink, one way; between nodes it is slower.
 CHIPS = {
     "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9),
     "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9),
     "v6e": Chip(918e12, 31.25 * GIB, 1640e9, 448e9),
+    "h100": Chip(989e12, 0.9 * 79.1 * GIB, 3350e9, 450e9),
+    "h200": Chip(989e12, 0.9 * 141.0 * GIB, 4800e9, 450e9),
 }
 
 
@@ -66,22 +70,28 @@ class Work:
     Attributes:
         flops: of all chips together.
         hbm_bytes: that one chip reads and writes.
-        ici_bytes: that one chip receives from others.
+        ici_bytes: that one chip receives from others; estimated until its program is compiled.
         tokens: sampled, or learned from; 0 where that is not what it is for.
+        num_passes: of the program's loop of unknown length: microbatches, or sampled tokens.
     """
 
     flops: float = 0
     hbm_bytes: float = 0
     ici_bytes: float = 0
     tokens: int = 0
+    num_passes: int = 0
+
+    def bounds(self, chip: Chip, num_chips: int) -> dict[str, float]:
+        """Seconds of computing, memory and network, each at its peak."""
+        return {
+            "compute": self.flops / (num_chips * chip.flops),
+            "memory": self.hbm_bytes / chip.hbm_bandwidth,
+            "network": self.ici_bytes / chip.ici_bandwidth,
+        }
 
     def seconds(self, chip: Chip, num_chips: int) -> float:
-        """The least time: the longest of computing, memory and network, each at its peak."""
-        return max(
-            self.flops / (num_chips * chip.flops),
-            self.hbm_bytes / chip.hbm_bandwidth,
-            self.ici_bytes / chip.ici_bandwidth,
-        )
+        """The least time: the longest of the three."""
+        return max(self.bounds(chip, num_chips).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,18 +114,13 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is decoded: prompts of P tokens and N patches each, R rows of T tokens to each."""
+    """What is decoded: prompts of P tokens and N patches, each with R rows of room for T tokens."""
 
     prompts: int
     prompt_tokens: int
     patches: int
     rows: int
     row_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        """Response tokens of all rows."""
-        return self.prompts * self.rows * self.row_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +268,7 @@ def train_work(
         hbm_bytes=num_microbatches * num_passes * gathered + state,
         ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),
         tokens=packed.scored,
+        num_passes=num_microbatches,
     )
 
 
@@ -276,6 +282,7 @@ def score_work(
         hbm_bytes=num_microbatches * gathered,
         ici_bytes=num_microbatches * gathered * (1 - 1 / layout.weight_parts),
         tokens=packed.scored,
+        num_passes=num_microbatches,
     )
 
 
@@ -290,23 +297,42 @@ def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
     )
 
 
-def decode_work(config: BackboneConfig, rows: Rows, layout: Layout, *, num_forced: int = 0) -> Work:
-    """All rows to their last token, of which the first `num_forced` are given.
+def decode_work(
+    config: BackboneConfig,
+    rows: Rows,
+    layout: Layout,
+    *,
+    num_forced: int = 0,
+    num_steps: int | None = None,
+    num_tokens: int | None = None,
+) -> Work:
+    """All rows until the longest ends, whose first `num_forced` tokens are given.
 
-    Every sampled token reads the weights, and all of the cache that there is room for.
+    Every step reads the weights, and all of the cache that there is room for. Rows that have ended
+    are computed until the last does.
+
+    Args:
+        config: of the backbone.
+        rows: with the room that each has.
+        layout: of the program.
+        num_forced: tokens in front of the sampled ones.
+        num_steps: tokens that the longest row samples; None: until its room is full.
+        num_tokens: that all rows sample; None: num_steps each.
     """
     text = config.text
     num_rows = rows.prompts * rows.rows
-    num_steps = rows.row_tokens - num_forced
-    num_pairs = num_rows * (rows.row_tokens * rows.prompt_tokens + _causal(rows.row_tokens))
-    kept = rows.prompts * rows.prompt_tokens + rows.tokens
+    num_steps = rows.row_tokens - num_forced if num_steps is None else num_steps
+    length = num_forced + num_steps
+    num_pairs = num_rows * (length * rows.prompt_tokens + _causal(length))
+    kept = rows.prompts * rows.prompt_tokens + num_rows * (rows.row_tokens + num_forced)
     cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * kept * layout.itemsize
     cache /= layout.batch_parts * math.gcd(text.num_kv_heads, layout.product_parts)
     weights = decoder_weights(text) * layout.itemsize / layout.product_parts
     return Work(
-        flops=decoder_flops(text, rows.tokens, num_pairs, num_rows * num_steps),
+        flops=decoder_flops(text, num_rows * length, num_pairs, num_rows * num_steps),
         hbm_bytes=num_steps * (weights + cache),
-        tokens=num_rows * num_steps,
+        tokens=num_rows * num_steps if num_tokens is None else num_tokens,
+        num_passes=num_steps,
     )
 
 

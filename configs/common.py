@@ -77,16 +77,17 @@ def get_config() -> ConfigDict:
     mesh.fsdp = -1
     mesh.tensor = 1
     mesh.sequence = 1
-    # Logical axis of a batch, parameter, activation or cache -> the mesh axes that shard it. Training
-    # is FSDP over all of them: each device has rows of its own, and a shard of every parameter,
-    # which is all-gathered where it is used. Where one row does not fit a device, map "batch" to
+    # Logical axis of a batch, parameter, activation or cache -> the mesh axes that shard it.
+    # Training is FSDP over all of them: each device has rows of its own and a shard of every
+    # parameter, all-gathered where it is used. Where one row does not fit a device, map "batch" to
     # ("data", "fsdp"), "embed" to ("fsdp", "sequence"), "vocab", "heads", "kv_heads" and "mlp" to
     # "tensor", "tokens" to "sequence" and "attended_heads" to ("tensor", "sequence").
     config.sharding_rules = (
         ("batch", ("data", "fsdp", "tensor", "sequence")),
         ("embed", ("fsdp", "tensor", "sequence")),
     )
-    # Decoding: heads, MLP and vocabulary are sharded over tensor and sequence, the batch over the rest.
+    # Decoding: heads, MLP and vocabulary are sharded over tensor and sequence, the batch over data
+    # and fsdp.
     config.decode_sharding_rules = (
         ("batch", ("data", "fsdp")),
         ("vocab", ("tensor", "sequence")),
@@ -144,8 +145,8 @@ def get_config() -> ConfigDict:
     rl.prompts_per_step = 512  # (open) prompts of a rollout batch
     rl.prompts_per_update = 128  # (open) prompts of one optimizer update
     rl.microbatch_size = 0  # rows of one forward and backward; 0: one for each device
-    # A row holds prompts with the responses to them, as many as fit, each as long as it is; a prompt
-    # whose responses fill more than a row stands in several.
+    # A row holds prompts with the responses to them, as many as fit, each as long as it is; a
+    # prompt whose responses fill more than a row stands in several.
     rl.row_tokens = 8192
     rl.row_patches = 8192
     rl.decode_prompts = 64  # prompts decoded at a time (one wave)

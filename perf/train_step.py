@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import roofline
+from care_jax import lengths, roofline
 from care_jax.batch import TreeRows
 from care_jax.logprobs import score_rows
 from care_jax.prompt import TokenizedPrompt
@@ -38,7 +38,6 @@ from care_jax.tree_rows import lay_out, place
 from configs import common
 from models import backbone
 from perf.backbones import medium_config
-from perf.fill import draw_answers, draw_prompt
 
 NUM_ANSWERS = 9
 MEAN, SIGMA, LONGEST = 96, 0.7, 384  # tokens of an answer
@@ -91,12 +90,14 @@ def main() -> None:
     config = medium_config()
     params = backbone.init(config, jax.random.key(0))
     data, rng = common.get_config().data, np.random.default_rng(0)
-    drawn = [draw_prompt(data, rng) for _ in range(args.prompts)]
+    pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+    drawn = lengths.draw_prompts(args.prompts, data.buckets, rng, **pixels)
     prompts = make_prompts(config, drawn, rng)
-    answers = draw_answers((args.prompts, NUM_ANSWERS), MEAN, SIGMA, LONGEST, rng)
-    lengths = np.array([len(prompt.tokens) for prompt in prompts])
+    shape = (args.prompts, NUM_ANSWERS)
+    answers = lengths.draw_responses(shape, MEAN, LONGEST, rng, sigma=SIGMA)
+    num_tokens = np.array([len(prompt.tokens) for prompt in prompts])
     patches = np.array([len(prompt.patches) for prompt in prompts])
-    sizes = TreeSizes(lengths, patches, answers)
+    sizes = TreeSizes(num_tokens, patches, answers)
     shape = (args.prompts, NUM_ANSWERS, LONGEST)
     tokens = rng.integers(0, 30000, shape, np.int32)
     advantage = rng.normal(size=shape[:2]).astype(np.float32)
@@ -137,7 +138,7 @@ def main() -> None:
         within = max((float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs), default=0)
         print(f"{name}: loss {other:.3f} against {loss:.3f}, gradient within {within:.1e}")
 
-    worth = roofline.model_flops(config, np.stack([lengths, patches], 1), answers)
+    worth = roofline.model_flops(config, np.stack([num_tokens, patches], 1), answers)
     seconds = {name: [] for name in sides}
     for _ in range(args.repeats):
         for name, side in sides.items():

@@ -106,19 +106,33 @@ def test_decoding_reads_weights_and_cache_for_every_sampled_token():
     work = roofline.decode_work(SMALL, ROWS, LAYOUT)
     cache = 14 * 2 * 2 * 2 * 2 / 2  # half of the prompts
     assert work.tokens == 8 and work.hbm_bytes == 2 * (328 * 2 + cache)
+    assert work.num_passes == 2
     # Each row's first token sees 3 + 1 keys, its second 3 + 2.
     assert work.flops == roofline.decoder_flops(TEXT, 8, 4 * 9, 8)
+
+
+def test_forced_tokens_are_computed_at_once_and_kept_beside_the_budget():
+    """One step reads the weights; 4 rows of 2 + 1 slots keep 18 keys and values with 2 x 3."""
     forced = roofline.decode_work(SMALL, ROWS, LAYOUT, num_forced=1)
-    assert forced.tokens == 4 and forced.hbm_bytes == work.hbm_bytes / 2
-    assert forced.flops == work.flops - 2 * 4 * 40
+    cache = 18 * 2 * 2 * 2 * 2 / 2
+    assert forced.tokens == 4 and forced.hbm_bytes == 328 * 2 + cache and forced.num_passes == 1
+    assert forced.flops == roofline.decoder_flops(TEXT, 8, 4 * 9, 4)
+
+
+def test_a_wave_that_ends_early_reads_all_of_the_cache_until_then():
+    work = roofline.decode_work(SMALL, ROWS, LAYOUT)
+    short = roofline.decode_work(SMALL, ROWS, LAYOUT, num_steps=1, num_tokens=3)
+    assert (short.tokens, short.num_passes) == (3, 1) and short.hbm_bytes == work.hbm_bytes / 2
+    assert short.flops == roofline.decoder_flops(TEXT, 4, 4 * 4, 4)
 
 
 def test_each_microbatch_gathers_the_weights_of_other_chips_in_every_pass():
     work = roofline.train_work(SMALL, PACKED, LAYOUT, num_microbatches=3, remat="layer")
     assert work.ici_bytes == 3 * 4 * 328 * 2 / 2  # three passes and the gradient
-    assert work.hbm_bytes == 3 * 3 * 328 * 2 + 32 * 328 / 2
+    assert work.hbm_bytes == 3 * 3 * 328 * 2 + 32 * 328 / 2 and work.num_passes == 3
     score = roofline.score_work(SMALL, PACKED, LAYOUT, num_microbatches=3)
     assert (score.ici_bytes, score.hbm_bytes) == (3 * 328 * 2 / 2, 3 * 328 * 2)
+    assert score.num_passes == 3
     assert score.flops == sum(roofline.forward_flops(SMALL, PACKED))
 
 
@@ -126,7 +140,9 @@ def test_time_is_that_of_the_scarcest_resource():
     chip = Chip(flops=10, hbm=1, hbm_bandwidth=5, ici_bandwidth=2)
     assert Work(flops=100, hbm_bytes=5, ici_bytes=2).seconds(chip, num_chips=2) == 5
     assert Work(flops=100, hbm_bytes=30, ici_bytes=2).seconds(chip, num_chips=2) == 6
-    assert Work(flops=100, hbm_bytes=30, ici_bytes=14).seconds(chip, num_chips=2) == 7
+    work = Work(flops=100, hbm_bytes=30, ici_bytes=14)
+    assert work.seconds(chip, num_chips=2) == 7
+    assert work.bounds(chip, num_chips=2) == {"compute": 5, "memory": 6, "network": 7}
 
 
 def test_prefill_is_what_the_compiler_counts(policy, params, prompts):
