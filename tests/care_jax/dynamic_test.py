@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import STEPS, B, R, groups_of, scripted_update
+from scripted import STEPS, B, R, groups_of, scripted_update, trees_of
 
 from care_jax import distributed, dynamic, train
 from care_jax.batch import Example, Scores
@@ -137,11 +137,9 @@ class DynamicScript:
         )
 
     def update(self, state, batch):
-        prompts = map(np.asarray, (batch.prompts.tokens, batch.prompts.is_valid))
-        for prompt, mask, tokens, weight in zip(
-            *prompts, batch.tokens, batch.prompt_weight, strict=True
-        ):
-            self.updated.append((prompt[mask].tolist(), int(tokens[0, 0]), bool(weight)))
+        self.updated.append(
+            {prompt: {rows[0] for rows in rows} for prompt, rows in trees_of(batch).items()}
+        )
         return state.replace(step=state.step + 1), {"loss": jnp.float32(0)}
 
     def programs(self):
@@ -172,15 +170,14 @@ def test_a_step_draws_until_it_is_full_of_mixed_groups_or_out_of_tries(filled):
     ]
 
 
-def test_updates_get_the_mixed_groups_with_their_prompts_and_the_rest_without_weight(filled):
+def test_updates_get_the_mixed_groups_with_their_prompts_and_nothing_else(filled):
     script, _, _ = filled
-    expected = [(0, 0), (4, 1), (0, 2), (8, 0)]  # number and place of the draws; 8, 1 is unused
-    expected += [(1, place) for place in range(B)] + [(6, place) for place in range(B)]
-    expected += [(11, 2), (3, 1), (3, 2), (3, 3)]
-    has_weight = [True] * 13 + [False] * 3
+    expected = [[(0, 0), (4, 1)], [(0, 2), (8, 0)]]  # number and place of the draws; 8, 1 is unused
+    expected += [[(n, place) for place in half] for n in (1, 6) for half in ((0, 1), (2, 3))]
+    expected += [[(11, 2)], []]
     assert script.updated == [
-        (script.prompts[number][place], 10 * number + place, weight)
-        for (number, place), weight in zip(expected, has_weight, strict=True)
+        {tuple(script.prompts[number][place]): {10 * number + place} for number, place in update}
+        for update in expected
     ]
 
 
@@ -201,7 +198,7 @@ def test_resumed_dynamic_sampling_draws_what_the_unbroken_run_did(run_loop, fill
     resumed, _, metrics = run_loop("broken", None, DynamicScript, DAPO)
     whole, _, expected = filled
     assert resumed.numbers == whole.numbers[4:] == [2, 6, 3, 7, 11, 15]
-    assert resumed.updated == whole.updated[2 * B :]
+    assert resumed.updated == whole.updated[2 * 2 :]
     for got, want in zip(metrics, expected, strict=True):
         assert all(got[name] == value for name, value in want.items() if "second" not in name)
 
@@ -210,4 +207,4 @@ def test_one_try_draws_no_more_and_drops_what_is_not_mixed(run_loop):
     script, _, metrics = run_loop(make_script=DynamicScript, changes=DAPO | {"dapo.max_tries": 1})
     assert script.numbers == [0, 1, 2, 3]
     assert [record["dynamic/missing"] for record in metrics] == [2, 0, 4, 4]
-    assert [weight for *_, weight in script.updated[:B]] == [True, False, True, False]
+    assert [len(update) for update in script.updated[:2]] == [1, 1]

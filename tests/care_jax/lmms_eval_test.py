@@ -86,9 +86,10 @@ def greedy(folder, example, tmp_path):
     mesh = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
     params = initial_params(policy, mesh, config.sharding_rules, seed=0)
     with MetricWriter(tmp_path) as metrics:
-        ask = evaluate.prepare(Run(config, policy, mesh, tmp_path, metrics), params)
+        run = Run(config, policy, mesh, tmp_path, metrics)
+        ask = evaluate.prepare(run, params)
         prompt = policy.prompts.tokenize(example)
-        rollouts = ask(sharding.put_batch(policy.prompts.batch([prompt]), mesh))
+        rollouts = ask(sharding.put_batch(policy.prompts.batch([prompt]), run.decode_batch_place))
     return prompt.tokens, np.asarray(rollouts.tokens)[0, 0][np.asarray(rollouts.is_valid)[0, 0]]
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from care_jax import reflect, sft, spans
-from care_jax.batch import Example
 from care_jax.main import policy_of
 from configs import common, qwen3vl_4b, qwen3vl_8b, qwen25vl_3b, qwen25vl_7b
 
@@ -96,17 +95,16 @@ def test_a_shipped_config_tells_the_policy_its_own_tags(module):
 def test_a_taught_response_ends_with_the_first_end_which_weighs_as_its_answer(policy):
     """In the real vocabulary the answer's tag shares a piece with the rationale's."""
     text = "<think>3 + 4 = 7.</think><answer>7</answer>"
-    example = Example("a", "made", (), "3 + 4?", "7", response=text)
     config = common.get_config()
     config.sft.answer_weight = 6.0
     run = types.SimpleNamespace(policy=policy, config=config)
-    sample = sft.make_sample(run, example, policy.prompts.tokenize(example))
-    tokens = sample.response
+    tokens = policy.prompts.response_tokens(text)
+    weight = sft.response_weight(run, tokens)
     assert text_of(policy, tokens[:-1]) == text
-    assert tokens[-1] == 151645 and sample.weight[-1] == 6.0
+    assert tokens[-1] == 151645 and weight[-1] == 6.0
     places = np.cumsum([len(policy.token_bytes[token]) for token in tokens[:-1]])
     is_answer = places > text.index("<answer>")
-    np.testing.assert_array_equal(sample.weight[:-1] == 6.0, is_answer)
+    np.testing.assert_array_equal(weight[:-1] == 6.0, is_answer)
 
 
 def test_a_checkpoint_belongs_to_its_ends(policy):

@@ -51,6 +51,20 @@ def scripted_update(**programs):
     return train.UpdatePrograms(**{name: programs.get(name) for name in names})
 
 
+def trees_of(batch):
+    """The prompts of a batch, each with the responses behind it in any of its rows."""
+    rows, found = jax.tree.map(np.asarray, batch.rows), defaultdict(list)
+    for tokens, branch, reach in zip(rows.tokens, rows.branch, rows.reach, strict=True):
+        ends = sorted({int(end) for end in reach[branch < 0] if branch[end] >= 0})
+        start = 0
+        for end in ends:
+            own, of = tokens[start : end + 1], branch[start : end + 1]
+            branches = [own[of == b].tolist() for b in sorted(set(of[of >= 0]))]
+            found[tuple(own[of < 0].tolist())] += branches
+            start = end + 1
+    return {prompt: sorted(rows) for prompt, rows in found.items()}
+
+
 class Script:
     """Stands in for rollout and programs: an update adds 1 to parameters that start at 0 and 10."""
 
@@ -84,17 +98,7 @@ class Script:
         return jnp.full(batch.rows.tokens.shape, params["text"]["w"])
 
     def update(self, state, batch):
-        """Notes the prompts of a batch, each with the responses behind it in any of its rows."""
-        rows, found = jax.tree.map(np.asarray, batch.rows), defaultdict(list)
-        for tokens, branch, reach in zip(rows.tokens, rows.branch, rows.reach, strict=True):
-            ends = sorted({int(end) for end in reach[branch < 0] if branch[end] >= 0})
-            start = 0
-            for end in ends:
-                own, of = tokens[start : end + 1], branch[start : end + 1]
-                branches = [own[of == b].tolist() for b in sorted(set(of[of >= 0]))]
-                found[tuple(own[of < 0].tolist())] += branches
-                start = end + 1
-        self.seen["updated"].append({prompt: sorted(rows) for prompt, rows in found.items()})
+        self.seen["updated"].append(trees_of(batch))
         metrics = {"loss": state.params["text"]["w"]}
         params = jax.tree.map(lambda x: x + 1, state.params)
         return state.replace(params=params, step=state.step + 1), metrics
