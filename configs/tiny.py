@@ -41,12 +41,12 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     sft = config.sft
     sft.num_steps = 400
     sft.batch_size = 64
-    sft.microbatch_size = 2
+    sft.microbatch_size = 8
     sft.learning_rate = 2e-3
     sft.warmup_steps = 20
     sft.answer_weight = 6.0
-    sft.row_tokens = 256
-    sft.row_patches = 256
+    sft.row_tokens = 128
+    sft.row_patches = 128
 
     rl = config.rl
     rl.num_steps = 100
