@@ -8,7 +8,7 @@ loss, Σ advantage · log π; the gradient of the whole batch is computed
 
     packed      as a run does: trees in rows of `--row-tokens`
     padded      one row per prompt, prompts padded to the longest, answers to the longest answer
-    replicated  every answer alone behind its own copy of prompt and image, nothing padded
+    replicated  every answer behind its own copy of prompt and image, packed into the same rows
     torch       transformers' model: a prompt's answers in one batch, each behind a copy of prompt
                 and image, padded to the longest of the nine; layers recomputed as in ours
 
@@ -17,6 +17,7 @@ Gradients are compared once. "model TFLOP/s" counts three forwards of what is no
 """
 
 import argparse
+import dataclasses
 import functools
 import resource
 import statistics
@@ -31,9 +32,10 @@ import numpy as np
 from care_jax import lengths, roofline
 from care_jax.batch import TreeRows
 from care_jax.logprobs import score_rows
-from care_jax.prompt import TokenizedPrompt
-from care_jax.row_plan import Part, RowPlan, TreeSizes, plan_rows
+from care_jax.prompt import TokenizedPrompt, prompt_sizes
+from care_jax.row_plan import RowPlan, plan_rows
 from care_jax.train_step import microbatch_at, num_microbatches, split_batch
+from care_jax.tree_packing import Part, TreeSizes
 from care_jax.tree_rows import lay_out, place
 from configs import common
 from models import backbone
@@ -58,23 +60,42 @@ def make_prompts(config, sizes, rng) -> list[TokenizedPrompt]:
     return prompts
 
 
-def plans_of(sizes: TreeSizes, row_tokens: int, row_patches: int) -> dict[str, list[RowPlan]]:
-    """The rows of each layout; those of one plan have one shape."""
-    packed = plan_rows(sizes, row_tokens=row_tokens, row_patches=row_patches, microbatch_size=1)
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What stands in which rows: prompts, answers [N, R, T], their advantages [N, R], the plan."""
 
-    def rows_of(rows, longest):
-        patches = max(int(sizes.patches[part.tree]) for row in rows for part in row)
-        return RowPlan(rows, sizes, longest, patches, len(rows), 0, 0, 0, 0)
+    prompts: list[TokenizedPrompt]
+    tokens: np.ndarray
+    advantage: np.ndarray
+    plan: RowPlan
 
+
+def layouts_of(prompts, tokens, answers, advantage, row_tokens: int) -> dict[str, Layout]:
+    """The three layouts of the same answers."""
+    sizes = prompt_sizes(prompts).T
+    row = {"row_tokens": row_tokens, "row_patches": max(2 * row_tokens, int(sizes[1].max()))}
+    trees = TreeSizes(*sizes, answers)
+    padded_tokens = int(sizes[0].max() + NUM_ANSWERS * answers.max())
     everything = tuple(range(NUM_ANSWERS))
-    trees = tuple((Part(n, everything),) for n in range(len(sizes.prompt)))
-    padded = int(sizes.prompt.max() + NUM_ANSWERS * sizes.branches.max())
-    alone = [
-        rows_of(((Part(n, (r,)),),), int(sizes.prompt[n] + sizes.branches[n, r]))
-        for n in range(len(sizes.prompt))
-        for r in everything
-    ]
-    return {"packed": [packed], "padded": [rows_of(trees, padded)], "replicated": alone}
+    padded = RowPlan(
+        rows=tuple((Part(n, everything),) for n in range(len(prompts))),
+        sizes=trees,
+        row_tokens=padded_tokens,
+        row_patches=int(sizes[1].max()),
+        num_microbatches=len(prompts),
+        real_tokens=int(trees.total.sum()),
+        computed_tokens=len(prompts) * padded_tokens,
+        real_patches=int(sizes[1].sum()),
+        computed_patches=len(prompts) * int(sizes[1].max()),
+    )
+    copies = TreeSizes(*np.repeat(sizes, NUM_ANSWERS, axis=1), answers.reshape(-1, 1))
+    one_each = tokens.reshape(-1, 1, tokens.shape[-1]), advantage.reshape(-1, 1)
+    repeated = [prompt for prompt in prompts for _ in everything]
+    return {
+        "packed": Layout(prompts, tokens, advantage, plan_rows(trees, **row, microbatch_size=1)),
+        "padded": Layout(prompts, tokens, advantage, padded),
+        "replicated": Layout(repeated, *one_each, plan_rows(copies, **row, microbatch_size=1)),
+    }
 
 
 def main() -> None:
@@ -95,14 +116,10 @@ def main() -> None:
     prompts = make_prompts(config, drawn, rng)
     shape = (args.prompts, NUM_ANSWERS)
     answers = lengths.draw_responses(shape, MEAN, LONGEST, rng, sigma=SIGMA)
-    num_tokens = np.array([len(prompt.tokens) for prompt in prompts])
-    patches = np.array([len(prompt.patches) for prompt in prompts])
-    sizes = TreeSizes(num_tokens, patches, answers)
     shape = (args.prompts, NUM_ANSWERS, LONGEST)
     tokens = rng.integers(0, 30000, shape, np.int32)
     advantage = rng.normal(size=shape[:2]).astype(np.float32)
-    row_patches = max(2 * args.row_tokens, int(patches.max()))
-    plans = plans_of(sizes, args.row_tokens, row_patches)
+    layouts = layouts_of(prompts, tokens, answers, advantage, args.row_tokens)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def add_gradient(params, total, rows, advantage):
@@ -121,15 +138,15 @@ def main() -> None:
 
         return jax.lax.fori_loop(0, num_microbatches(microbatches), add, total)
 
-    def gradient(name):
+    def gradient(layout: Layout):
+        rows = lay_out(layout.prompts, layout.tokens, layout.plan, config)
         total = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
-        for plan in plans[name]:
-            rows = lay_out(prompts, tokens, plan, config)
-            total = add_gradient(params, total, rows, place(advantage, plan))
+        total = add_gradient(params, total, rows, place(layout.advantage, layout.plan))
         return jax.block_until_ready(total)
 
-    sides = {name: functools.partial(gradient, name) for name in plans}
-    sides["torch"] = torch_side(config, params, prompts, tokens, answers, advantage)
+    sides = {name: functools.partial(gradient, layout) for name, layout in layouts.items()}
+    if "torch" in args.sides:
+        sides["torch"] = torch_side(config, params, prompts, tokens, answers, advantage)
     sides = {name: sides[name] for name in args.sides.split(",")}
     results = {name: side() for name, side in sides.items()}  # compiled now
     loss, expected = results["packed"]
@@ -138,7 +155,7 @@ def main() -> None:
         within = max((float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs), default=0)
         print(f"{name}: loss {other:.3f} against {loss:.3f}, gradient within {within:.1e}")
 
-    worth = roofline.model_flops(config, np.stack([num_tokens, patches], 1), answers)
+    worth = roofline.model_flops(config, prompt_sizes(prompts), answers)
     seconds = {name: [] for name in sides}
     for _ in range(args.repeats):
         for name, side in sides.items():
@@ -146,16 +163,13 @@ def main() -> None:
             side()
             seconds[name].append(time.perf_counter() - began)
         print(*(f"{name} {times[-1]:.1f} s" for name, times in seconds.items()), flush=True)
-    real = int(sizes.total.sum())
     for name, times in seconds.items():
-        computed = sum(len(plan.rows) * plan.row_tokens for plan in plans.get(name, []))
-        computed = computed or sum(plan.row_tokens for plan in plans["replicated"])
-        ratio = statistics.median(
-            t / ours for t, ours in zip(times, seconds["packed"], strict=True)
-        )
+        ratios = [time / ours for time, ours in zip(times, seconds["packed"], strict=True)]
+        plan = layouts["replicated" if name == "torch" else name].plan
         print(
-            f"{name}: {statistics.median(times):.1f} s, {ratio:.2f} of packed; {computed} tokens "
-            f"computed for {real}; {worth / statistics.median(times) / 1e12:.3f} model TFLOP/s"
+            f"{name}: {statistics.median(times):.1f} s, {statistics.median(ratios):.2f} of packed; "
+            f"{plan.computed_tokens} tokens computed, {layouts['packed'].plan.real_tokens} real; "
+            f"{worth / statistics.median(times) / 1e12:.3f} model TFLOP/s"
         )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak of this process {peak:.2f} GiB, parameters and one gradient included")
