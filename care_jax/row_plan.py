@@ -23,6 +23,7 @@ from care_jax.tree_packing import Packing, Part, TreeSizes, pack
 # A row length other than the longest is one more program to compile: worth it only where it saves
 # this share of the computed tokens.
 _WORTH_A_COMPILE = 1 / 16
+_PATCH_BLOCK = 16  # a row's patches are a multiple: whole blocks of every tower's merger
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class RowPlan:
     """What stands in the B rows of this process.
 
     Microbatch i of n = B / (rows of a microbatch) holds rows i, n + i, 2n + i, ..., as
-    `train_step.split_batch` has them. The last may be empty: n comes from a few sizes.
+    `train_step.split_batch` has them. The last may be empty: n is a power of two.
 
     Attributes:
         rows: the parts of each row, in order; none in an empty row.
@@ -85,20 +86,6 @@ class RowPlan:
         return which, offset
 
 
-def array_sizes(largest: int, multiple: int) -> tuple[int, ...]:
-    """Sizes that arrays are padded to, so that few programs are compiled.
-
-    Each is a multiple, and at most an eighth larger than the one before, or by one multiple; the
-    last is `largest`, rounded up.
-    """
-    largest = -(-largest // multiple) * multiple
-    sizes = [multiple]
-    while sizes[-1] < largest:
-        grown = sizes[-1] * 9 // 8 // multiple * multiple
-        sizes.append(min(max(grown, sizes[-1] + multiple), largest))
-    return tuple(sizes)
-
-
 def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str) -> dict[int, str]:
     """The trees that no row holds even by single branches, and why.
 
@@ -139,9 +126,9 @@ def plan_rows(
         sizes: of the trees of all processes.
         row_tokens, row_patches: most tokens and patches of a row, rounded up to the multiples.
         microbatch_size: rows of one forward and backward, over all processes and shards.
-        token_multiple: a row's tokens are a multiple of it; None: a 64th of row_tokens.
-        patch_multiple: likewise of its patches, and a multiple of the tower's merge block; None: a
-            16th of row_patches.
+        token_multiple: a row's tokens are a multiple of it; None: an eighth of
+            row_tokens. Each length is a program to compile.
+        patch_multiple: likewise of its patches; None: a quarter of row_patches.
         owner: the process in whose rows each tree has to stand; a process's trees are then
             numbered among themselves. None: a tree may stand in any process's rows, which fills
             them better; that process needs its prompt.
@@ -158,8 +145,6 @@ def plan_rows(
             f"microbatch_size {microbatch_size} must be a positive multiple of {num_processes} "
             f"processes; set it to {num_processes} or a multiple"
         )
-    token_multiple = token_multiple or max(row_tokens // 64, 1)
-    patch_multiple = patch_multiple or 16 * max(row_patches // 256, 1)
     sizes = TreeSizes(*(np.asarray(x, np.int64) for x in dataclasses.astuple(sizes)))
     unfit = misfits(sizes, row_tokens=row_tokens, row_patches=row_patches, section=section)
     for tree, message in unfit.items():
@@ -169,14 +154,14 @@ def plan_rows(
         groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
         own = process
     num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
-    lengths = array_sizes(row_tokens, token_multiple)
-    widths = array_sizes(row_patches, patch_multiple)
+    lengths = _multiples(token_multiple or -(-row_tokens // 8), row_tokens)
+    widths = _multiples(
+        patch_multiple or _PATCH_BLOCK * -(-row_patches // (4 * _PATCH_BLOCK)), row_patches
+    )
     length, packings, count = _pack_all(groups, num_rows, lengths, widths)
     rows = _deal(groups[own], packings[own], num_rows, count)
     if owner is None:  # each process takes as many of every microbatch's rows
         rows = tuple(rows[row] for row in np.split(np.arange(len(rows)), num_processes)[process])
-    # Few sizes, as each is a program to compile.
-    eighth = -(-widths[-1] // (8 * patch_multiple)) * patch_multiple
     most = max(
         (
             int(sum(group.patches[part.tree] for part in row))
@@ -185,7 +170,7 @@ def plan_rows(
         ),
         default=0,
     )
-    row_patches = min(-(-most // eighth) * eighth, widths[-1])
+    row_patches = next(width for width in (0, *widths) if width >= most)
     return RowPlan(
         rows=rows,
         sizes=groups[own],
@@ -197,6 +182,11 @@ def plan_rows(
         real_patches=int((sizes.is_needed * sizes.patches).sum()),
         computed_patches=microbatch_size * count * row_patches,
     )
+
+
+def _multiples(unit: int, largest: int) -> tuple[int, ...]:
+    """Up to the first that is not below `largest`."""
+    return tuple(range(unit, largest + unit, unit))
 
 
 def _pack_all(
@@ -260,7 +250,7 @@ def _deal(
     sizes: TreeSizes, packing: Packing, num_rows: int, num_microbatches: int
 ) -> tuple[tuple[Part, ...], ...]:
     """Every row at its place among the B of this process; those of most pairs run together."""
-    bucket = next(n for n in array_sizes(2 * num_microbatches + 1, 1) if n >= num_microbatches)
+    bucket = 1 << max(num_microbatches - 1, 0).bit_length()  # a power of two
     rows: list[tuple[Part, ...]] = [()] * (bucket * num_rows)
     in_order = sorted(packing, key=lambda parts: _num_pairs(sizes, parts), reverse=True)
     for number, parts in enumerate(in_order):

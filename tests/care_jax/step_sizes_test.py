@@ -43,9 +43,9 @@ def test_the_largest_step_is_full(run):
     assert (wave.num_steps, wave.num_reflected_steps) == (36, 36 - 17)
     plan, packed = step.updates[0]
     assert plan.real_tokens == 32 * (128 + 9 * 36) and packed.scored == 32 * 9 * 36
-    # One tree of 128 + 9 * 36 tokens to a row, which is 456 long: a multiple of 512 / 64.
+    # One tree of 128 + 9 * 36 tokens to a row, all of its 512: lengths are eighths.
     assert step.num_microbatches == 2 * 32 // run.config.rl.microbatch_size
-    assert step.train_fill == 452 / 456
+    assert step.train_fill == 452 / 512
 
 
 def test_a_wave_runs_until_its_longest_row_ends(run, drawn):
@@ -120,7 +120,7 @@ def test_shorter_responses_make_a_smaller_step(run):
 
 def test_the_cold_start_is_planned_too(run):
     num_microbatches, packed = step_sizes.largest_imitation(run)
-    assert (num_microbatches, packed.tokens, packed.scored) == (32, 64 * 256, 64 * 256)
+    assert (num_microbatches, packed.tokens, packed.scored) == (8, 64 * 128, 64 * 128)
     assert packed.pairs == 64 * 256 * 257 // 2 and packed.patch_pairs == 64 * 256**2
     num_expected, expected = step_sizes.expected_imitation(run, MEAN)
     assert num_expected < num_microbatches and expected.scored < 64 * 3 * MEAN

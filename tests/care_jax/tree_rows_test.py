@@ -137,6 +137,8 @@ def test_a_tree_stands_in_a_row_as_it_would_alone(policy, records, row_tokens):
         for name in ("slots", "predictor", "branch"):
             assert (getattr(rows, name)[row, behind] == -1).all()
         assert not rows.positions[row, behind].any()
+        if not parts:
+            continue
         images = pack_images(
             [np.concatenate([records[part.tree].patches for part in parts])],
             [np.concatenate([records[part.tree].grids for part in parts])],
