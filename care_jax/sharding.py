@@ -187,6 +187,8 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
 
 def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
     """`function`, traced with its backbone's activations laid out by `rules`."""
+    if mesh.size == 1:
+        return function
 
     def place(x: jax.Array, logical: layers.Axes) -> jax.Array:
         spec = _partition_spec("activation", logical, x.shape, rules, mesh)

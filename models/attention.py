@@ -16,12 +16,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from models import attention_kernels
 from models.attention_blocks import MASKED
 from models.attention_mask import AttentionImpl, BlockMask, block_mask
+from models.layers import ATTENDED
 
 
 def attend(
@@ -72,7 +74,8 @@ def _attend_blocks(q, k, v, mask: BlockMask, head_axes: tuple[str, ...]):
 
 
 def _attend_blocks_fwd(q, k, v, mask, head_axes):
-    out, lse = _sharded(attention_kernels.forward, mask, head_axes, "hhhm", "hl")(q, k, v, mask)
+    attended = _sharded(attention_kernels.forward, mask, head_axes, "hhhm", "hl")(q, k, v, mask)
+    out, lse = checkpoint_name(attended, ATTENDED)
     return out, (q, k, v, mask, out, lse)
 
 

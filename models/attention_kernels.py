@@ -47,8 +47,9 @@ def backward(
 ) -> tuple[Float[Array, "B S K G H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """The gradients of q, k and v, from what `forward` gave and the gradient of the output."""
     arrays, pair = _arrays(mask, q, k, v)
-    delta = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    delta = _fold(delta, mask)
+    # As a product: see `layers._rms_norm_bwd`.
+    delta = jnp.einsum("...H,...H->...", g, out, preferred_element_type=jnp.float32)
+    delta = _fold(delta[..., None], mask)
     if mask.impl.name == "gpu":
         delta, lse = delta[..., 0].T, lse.reshape(-1, lse.shape[-1])  # [heads, tokens]
     else:
