@@ -1,4 +1,6 @@
-"""The backbone the speed measurements share: Qwen2.5-VL's form at about 106M parameters."""
+"""The backbones that measurements share, in Qwen2.5-VL's form."""
+
+import dataclasses
 
 from models.config import BackboneConfig
 
@@ -6,7 +8,7 @@ IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
 
 
 def medium_config() -> BackboneConfig:
-    """12 decoder layers of 768, a tower of 6 layers of 256, full attention in two of them."""
+    """106M parameters: 12 decoder layers of 768; 6 of 256 in the tower, two of full attention."""
     return BackboneConfig.from_hf(
         {
             "model_type": "qwen2_5_vl",
@@ -47,3 +49,21 @@ def medium_config() -> BackboneConfig:
             },
         }
     )
+
+
+def smollm2_config() -> BackboneConfig:
+    """The decoder's sizes are those of SmolLM2-135M, with a tower of 4 layers: 140M parameters."""
+    config = medium_config()
+    text = dataclasses.replace(
+        config.text,
+        num_layers=30,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_heads=9,
+        num_kv_heads=3,
+        vocab_size=49152,
+    )
+    vision = dataclasses.replace(
+        config.vision, num_layers=4, full_attention_layers=(3,), output_size=576
+    )
+    return dataclasses.replace(config, text=text, vision=vision)

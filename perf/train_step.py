@@ -13,12 +13,16 @@ loss, Σ advantage · log π; the gradient of the whole batch is computed
                 and image, padded to the longest of the nine; layers recomputed as in ours
 
 The sides take turns, `--repeats` times; each ratio is the median of those of neighbouring runs.
-Gradients are compared once. "model TFLOP/s" counts three forwards of what is not padding.
+Gradients are compared once. "model TFLOP/s" counts three forwards of what is not padding, and
+stands beside the rate of a float32 product of this backbone's size, measured between the sides.
+Peak memory is measured once the first side has run, and stands beside what its compiled program
+says: of a gradient alone, see `perf.update_memory` for an update.
 """
 
 import argparse
 import dataclasses
 import functools
+import math
 import resource
 import statistics
 import tempfile
@@ -103,7 +107,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--remat", default="layer", choices=("none", "dots", "layer"))
+    parser.add_argument("--remat", default="dots", choices=("none", "dots", "layer"))
     parser.add_argument("--sides", default="packed,padded,replicated,torch")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
@@ -138,30 +142,44 @@ def main() -> None:
 
         return jax.lax.fori_loop(0, num_microbatches(microbatches), add, total)
 
-    def gradient(layout: Layout):
+    def rows_of(layout: Layout):
         rows = lay_out(layout.prompts, layout.tokens, layout.plan, config)
+        return rows, place(layout.advantage, layout.plan)
+
+    def gradient(layout: Layout):
         total = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
-        total = add_gradient(params, total, rows, place(layout.advantage, layout.plan))
-        return jax.block_until_ready(total)
+        return jax.block_until_ready(add_gradient(params, total, *rows_of(layout)))
 
     sides = {name: functools.partial(gradient, layout) for name, layout in layouts.items()}
     if "torch" in args.sides:
         sides["torch"] = torch_side(config, params, prompts, tokens, answers, advantage)
     sides = {name: sides[name] for name in args.sides.split(",")}
-    results = {name: side() for name, side in sides.items()}  # compiled now
+    results = {}
+    for name, side in sides.items():
+        results[name] = side()  # compiled now
+        if len(results) == 1:
+            print(f"peak of this process after {name}: {peak_gib():.2f} GiB", flush=True)
     loss, expected = results["packed"]
     for name, (other, grad) in results.items():
         pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(expected), strict=bool(grad))
         within = max((float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs), default=0)
         print(f"{name}: loss {other:.3f} against {loss:.3f}, gradient within {within:.1e}")
 
+    of_packed = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params)), rows_of(layouts["packed"])
+    memory = add_gradient.lower(params, of_packed[0], *of_packed[1]).compile().memory_analysis()
+    predicted = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    print(
+        f"packed: its program takes {predicted / 2**30:.2f} GiB, parameters and gradient included"
+    )
+
     worth = roofline.model_flops(config, prompt_sizes(prompts), answers)
-    seconds = {name: [] for name in sides}
+    seconds, rates = {name: [] for name in sides}, [product_rate(config)]
     for _ in range(args.repeats):
         for name, side in sides.items():
             began = time.perf_counter()
             side()
             seconds[name].append(time.perf_counter() - began)
+            rates.append(product_rate(config))
         print(*(f"{name} {times[-1]:.1f} s" for name, times in seconds.items()), flush=True)
     for name, times in seconds.items():
         ratios = [time / ours for time, ours in zip(times, seconds["packed"], strict=True)]
@@ -171,8 +189,31 @@ def main() -> None:
             f"{plan.computed_tokens} tokens computed, {layouts['packed'].plan.real_tokens} real; "
             f"{worth / statistics.median(times) / 1e12:.3f} model TFLOP/s"
         )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"peak of this process {peak:.2f} GiB, parameters and one gradient included")
+    low, *_, high = sorted(rates)
+    print(
+        f"a product of its size: {statistics.median(rates):.3f} TFLOP/s ({low:.3f} to {high:.3f})"
+    )
+    print(f"peak of this process with all sides: {peak_gib():.2f} GiB")
+
+
+def peak_gib() -> float:
+    """Most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+_multiply = jax.jit(jnp.matmul)
+
+
+def product_rate(config, seconds: float = 1.0) -> float:
+    """TFLOP/s of the MLP's first product over 4096 tokens."""
+    sizes = 4096, config.text.hidden_size, config.text.intermediate_size
+    x, kernel = jnp.ones(sizes[:2]), jnp.ones(sizes[1:])
+    _multiply(x, kernel).block_until_ready()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        _multiply(x, kernel).block_until_ready()
+        count += 1
+    return 2 * count * math.prod(sizes) / (time.perf_counter() - began) / 1e12
 
 
 @flax.struct.dataclass

@@ -1,6 +1,7 @@
 """The update: equal however trees are packed into rows, and rows into microbatches and on devices.
 
-Gradients are read off as the change that plain gradient descent of rate 1 makes.
+Gradients are read off as the change that plain gradient descent makes: at a rate so large that the
+parameters' own last bits do not matter.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import optax
 import pytest
 from packed import packed_plan, replicated_plan, split_plan, train_batch
 
-from care_jax import credit, logprobs, optimizer, sharding
+from care_jax import credit, logprobs, optimizer, reflect, sharding
 from care_jax.batch import Rollouts, Scores
 from care_jax.train_step import (
     init_state,
@@ -33,7 +34,7 @@ from configs import common
 from models import backbone, lora
 from models.attention_mask import AttentionImpl
 
-SGD = optax.sgd(1.0)
+SGD = optax.sgd(1024.0)
 RULES = (
     ("batch", ("data", "fsdp")),
     ("embed", "fsdp"),
@@ -134,15 +135,14 @@ def whole(step, params, batch):
     return step(init_state(params, SGD), batch, 8)
 
 
-def assert_same_update(params, result, expected, tolerance=2e-5):
+def assert_same_update(params, result, expected, tolerance=1e-5):
     (state, metrics), (expected_state, expected_metrics) = result, expected
-    gradients = (
+    gradients = [
         jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, s.params)
         for s in (state, expected_state)
-    )
-    largest = max(np.abs(x).max() for x in jax.tree.leaves(params))
+    ]
+    largest = max(np.abs(x).max() for x in jax.tree.leaves(gradients[1]))
     for grad, want in zip(*map(jax.tree.leaves, gradients), strict=True):
-        # Gradients come as differences of parameters, so their last bits are the parameters'.
         np.testing.assert_allclose(
             grad, want, atol=tolerance * max(np.abs(want).max(), largest * 1e-2)
         )
@@ -235,6 +235,51 @@ def test_packing_and_microbatches_change_nothing_under_any_baseline(step, params
         assert_same_update(params, packed, replicated)
 
 
+CARE = dict(num_negatives=1, negative_scale=0.5, reflected_scale=0.25, delta=0.1, eps=1e-6)
+CARE |= dict(equalize=True, rescue=True, rescue_scale=1.0, robust=False, region_weights=True)
+CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, weight_eps=1e-6)
+
+
+@pytest.mark.parametrize("reflect_credit", ["as_sampled", "prompt_only"])
+def test_packing_changes_nothing_under_care_with_reflected_rows(
+    policy, step, params, image_records, update_of, reflect_credit
+):
+    """The third rows are reflected: up to three of their tokens were forced, and stay or go."""
+    responses, tokens = update_of.responses, np.arange(9)
+    num_forced = np.where(np.arange(3) == 2, 3, 0)[:, None]
+    responses = responses.replace(is_forced=responses.is_valid & (tokens < num_forced))
+    ones, is_think = np.ones(ACC.shape, np.float32), responses.is_valid & (tokens < 2)
+    is_answer = responses.is_valid & ~is_think
+    count = np.ones(ACC.shape, np.int32)
+    scores = Scores(ACC, ones, 0.9 * ACC + 0.1, is_think, is_answer, count, count, ones > 0)
+    group, slot = (
+        jax.tree.map(lambda x, part=part: np.asarray(x)[:, part], (responses, scores))
+        for part in (slice(2), slice(2, 3))
+    )
+    select = dict(num_negatives=1, num_candidates=1, rule="nearest", anchor_rule="shortest")
+    subgroup = credit.select_subgroups(*group, jax.random.split(jax.random.key(0), 4), **select)
+    has_reflection = np.asarray(subgroup.has_update & ~subgroup.is_rescue)
+    assert has_reflection.tolist() == [True, True, False, False]
+    if reflect_credit == "prompt_only":
+        slot = reflect.without_context(*slot, policy.config.pad_token_id)
+    responses, scores = jax.tree.map(lambda *x: np.concatenate(x, 1), group, slot)
+    credited = credit.care_credit(responses, scores, subgroup, has_reflection, **CARE)
+    assert (
+        credited.is_trained[0, 2].sum() == (responses.is_valid & ~responses.is_forced)[0, 2].sum()
+    )
+    old_logp, _ = log_probabilities(policy, params, image_records, responses)
+    names = ("token_advantage", "row_weight", "is_trained")
+    fields = {name: np.asarray(getattr(credited, name)) for name in names}
+    fields |= {"is_answer": scores.is_answer, "old_logp": old_logp + 0.3}
+    weight = np.asarray(credited.prompt_weight)
+    made = dataclasses.replace(update_of, responses=responses).replace(weight, **fields)
+    replicated = step(init_state(params, SGD), made.batch(replicated_plan), 1)
+    assert replicated[1]["grad_norm"] > 1e-3
+    for make_plan in (packed_plan, split_plan):
+        packed = step(init_state(params, SGD), made.batch(make_plan), 1)
+        assert_same_update(params, packed, replicated)
+
+
 def test_sequence_ratio_is_a_responses_own(policy, step, params, image_records, update_of):
     """The loss of GSPO, summed by hand; rows have moved by up to several times the range."""
     credited = credited_by("gspo", update_of)
@@ -299,7 +344,7 @@ def test_a_batch_without_any_update_leaves_finite_parameters_alone(step, params,
 def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch):
     idle = batch.replace(token_advantage=jnp.zeros_like(batch.token_advantage))
     state, before = step(init_state(params, optax.sgd(1.0)), idle, 8)
-    small = jax.tree.map(lambda old, new: old + 1e-3 * (new - old), params, state.params)
+    small = jax.tree.map(lambda old, new: old + 1e-6 * (new - old), params, state.params)
     _, after = step(init_state(small, SGD), idle, 8)
     assert after["kl_ref"] < before["kl_ref"]
 
