@@ -23,6 +23,7 @@ from care_jax.tree_packing import Packing, Part, TreeSizes, pack
 # A row length other than the longest is one more program to compile: worth it only where it saves
 # this share of the computed tokens.
 _WORTH_A_COMPILE = 1 / 16
+_FEWEST_TOKENS = 32  # that lengths of rows differ by
 _PATCH_BLOCK = 16  # a row's patches are a multiple: whole blocks of every tower's merger
 
 
@@ -126,8 +127,8 @@ def plan_rows(
         sizes: of the trees of all processes.
         row_tokens, row_patches: most tokens and patches of a row, rounded up to the multiples.
         microbatch_size: rows of one forward and backward, over all processes and shards.
-        token_multiple: a row's tokens are a multiple of it; None: an eighth of
-            row_tokens. Each length is a program to compile.
+        token_multiple: a row's tokens are a multiple of it; None: a sixteenth of
+            row_tokens, or 32. Each length is a program to compile.
         patch_multiple: likewise of its patches; None: a quarter of row_patches.
         owner: the process in whose rows each tree has to stand; a process's trees are then
             numbered among themselves. None: a tree may stand in any process's rows, which fills
@@ -154,7 +155,7 @@ def plan_rows(
         groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
         own = process
     num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
-    lengths = _multiples(token_multiple or -(-row_tokens // 8), row_tokens)
+    lengths = _multiples(token_multiple or max(-(-row_tokens // 16), _FEWEST_TOKENS), row_tokens)
     widths = _multiples(
         patch_multiple or _PATCH_BLOCK * -(-row_patches // (4 * _PATCH_BLOCK)), row_patches
     )

@@ -52,7 +52,6 @@ def main() -> None:
     parser.add_argument("--means", type=int, nargs="+", default=[300, 600, 700])
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.6, 0.8])
     parser.add_argument("--row-tokens", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--token-multiple", type=int, default=512, help="attention's block")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     config = common.get_config()
@@ -79,7 +78,6 @@ def main() -> None:
                 row_tokens=row_tokens,
                 row_patches=row_tokens,
                 microbatch_size=num_shards,
-                token_multiple=args.token_multiple,
                 owner=np.arange(args.prompts) * num_processes // args.prompts,
                 num_processes=num_processes,
             )

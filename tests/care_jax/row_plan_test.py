@@ -201,14 +201,14 @@ def test_nothing_to_learn_from_takes_no_place():
 
 
 def test_arrays_come_in_few_sizes():
-    """Each is a program to compile: eighths of the tokens, quarters of the patches, and numbers of
-    rows that are powers of two."""
+    """Each is a program to compile: sixteenths of the tokens, quarters of the patches, and numbers
+    of rows that are powers of two."""
     rng = np.random.default_rng(0)
     plans = []
     for number in range(1, 60):
         prompt, patches = rng.integers(10, 40, number), 4 * rng.integers(0, 16, number)
         sizes = TreeSizes(prompt, patches, rng.integers(0, 60, (number, 3)))
-        plans.append(plan_rows(sizes, row_tokens=256, row_patches=128, microbatch_size=2))
+        plans.append(plan_rows(sizes, row_tokens=512, row_patches=128, microbatch_size=2))
     assert {len(found.rows) for found in plans} == {2, 4, 8, 16, 32}
     assert {found.row_tokens % 32 for found in plans} == {0}
     assert {found.row_patches for found in plans} <= {0, 32, 64, 96, 128}

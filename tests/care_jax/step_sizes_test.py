@@ -21,6 +21,7 @@ def run(policy, tmp_path):
     config.data.buckets = ((96, 64), (128, 64))
     config.data.max_pixels = 1024
     config.rl.row_tokens, config.rl.decode_prompts = 512, 16
+    config.sft.row_tokens = 256
     mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
     return Run(fill_in(config, mesh), policy, mesh, tmp_path, None)
 
@@ -43,9 +44,9 @@ def test_the_largest_step_is_full(run):
     assert (wave.num_steps, wave.num_reflected_steps) == (36, 36 - 17)
     plan, packed = step.updates[0]
     assert plan.real_tokens == 32 * (128 + 9 * 36) and packed.scored == 32 * 9 * 36
-    # One tree of 128 + 9 * 36 tokens to a row, all of its 512: lengths are eighths.
+    # One tree of 128 + 9 * 36 tokens to a row, 480 of its 512: lengths are sixteenths.
     assert step.num_microbatches == 2 * 32 // run.config.rl.microbatch_size
-    assert step.train_fill == 452 / 512
+    assert step.train_fill == 452 / 480
 
 
 def test_a_wave_runs_until_its_longest_row_ends(run, drawn):
@@ -75,7 +76,7 @@ def test_updates_are_planned_as_a_run_plans_them(run, drawn):
         expected = plan_rows(
             TreeSizes(*prompts[part].T, responses[part]),
             row_tokens=512,
-            row_patches=128,
+            row_patches=run.config.rl.row_patches,
             microbatch_size=run.config.rl.microbatch_size,
             owner=sharding.owners(32, run.decode_batch_place),
         )
@@ -100,7 +101,11 @@ def test_every_process_plans_rows_for_its_own_prompts(run, drawn, monkeypatch):
     monkeypatch.setattr(sharding, "owners", lambda *_: owner)
     monkeypatch.setattr(step_sizes, "num_processes", lambda _: 2)
     plan, _ = step_sizes.expected_step(run, MEAN).updates[0]
-    shape = dict(row_tokens=512, row_patches=128, microbatch_size=run.config.rl.microbatch_size)
+    shape = dict(
+        row_tokens=512,
+        row_patches=run.config.rl.row_patches,
+        microbatch_size=run.config.rl.microbatch_size,
+    )
     sizes = TreeSizes(*prompts[:32].T, responses[:32])
     apart = plan_rows(sizes, owner=owner, num_processes=2, **shape)
     assert plan.computed_tokens == apart.computed_tokens
@@ -120,7 +125,7 @@ def test_shorter_responses_make_a_smaller_step(run):
 
 def test_the_cold_start_is_planned_too(run):
     num_microbatches, packed = step_sizes.largest_imitation(run)
-    assert (num_microbatches, packed.tokens, packed.scored) == (8, 64 * 128, 64 * 128)
-    assert packed.pairs == 64 * 256 * 257 // 2 and packed.patch_pairs == 64 * 256**2
+    assert (num_microbatches, packed.tokens, packed.scored) == (8, 64 * 256, 64 * 256)
+    assert packed.pairs == 64 * 256 * 257 // 2 and packed.patch_pairs == 64 * 128**2
     num_expected, expected = step_sizes.expected_imitation(run, MEAN)
     assert num_expected < num_microbatches and expected.scored < 64 * 3 * MEAN
