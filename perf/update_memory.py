@@ -64,7 +64,7 @@ def make_batch(config, args) -> TrainBatch:
 def main() -> None:
     shipped = common.get_config().model
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--row-tokens", type=int, default=2048)
     parser.add_argument("--microbatch-size", type=int, default=1, help="rows")
     parser.add_argument("--chunk", type=int, default=shipped.logprob_chunk, help="tokens")
     parser.add_argument("--remat", default=shipped.remat, choices=("none", "dots", "layer"))
@@ -90,7 +90,9 @@ def main() -> None:
         ),
         donate_argnums=0,
     )
+    print(f"peak {peak_gib():.2f} GiB with weights and moments", flush=True)
     compiled = step.lower(state, batch).compile()
+    print(f"peak {peak_gib():.2f} GiB once compiled", flush=True)
     memory = compiled.memory_analysis()
     held, passing = (
         size / 2**30 for size in (memory.argument_size_in_bytes, memory.temp_size_in_bytes)
