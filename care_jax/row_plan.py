@@ -125,10 +125,10 @@ def plan_rows(
 
     Args:
         sizes: of the trees of all processes.
-        row_tokens, row_patches: most tokens and patches of a row, rounded up to the multiples.
+        row_tokens, row_patches: most tokens and patches of a row; patches rounded up to 16.
         microbatch_size: rows of one forward and backward, over all processes and shards.
-        token_multiple: a row's tokens are a multiple of it; None: a sixteenth of
-            row_tokens, or 32. Each length is a program to compile.
+        token_multiple: a row's tokens are a multiple of it, or row_tokens; None: a
+            sixteenth of row_tokens, or 32. Each length is a program to compile.
         patch_multiple: likewise of its patches; None: a quarter of row_patches.
         owner: the process in whose rows each tree has to stand; a process's trees are then
             numbered among themselves. None: a tree may stand in any process's rows, which fills
@@ -155,9 +155,10 @@ def plan_rows(
         groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
         own = process
     num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
-    lengths = _multiples(token_multiple or max(-(-row_tokens // 16), _FEWEST_TOKENS), row_tokens)
-    widths = _multiples(
-        patch_multiple or _PATCH_BLOCK * -(-row_patches // (4 * _PATCH_BLOCK)), row_patches
+    lengths = _sizes(token_multiple or max(-(-row_tokens // 16), _FEWEST_TOKENS), row_tokens)
+    whole_patches = max(-(-row_patches // _PATCH_BLOCK), 1)  # in blocks
+    widths = _sizes(
+        patch_multiple or _PATCH_BLOCK * -(-whole_patches // 4), _PATCH_BLOCK * whole_patches
     )
     length, packings, count = _pack_all(groups, num_rows, lengths, widths)
     rows = _deal(groups[own], packings[own], num_rows, count)
@@ -185,9 +186,9 @@ def plan_rows(
     )
 
 
-def _multiples(unit: int, largest: int) -> tuple[int, ...]:
-    """Up to the first that is not below `largest`."""
-    return tuple(range(unit, largest + unit, unit))
+def _sizes(unit: int, largest: int) -> tuple[int, ...]:
+    """Multiples of a unit below the largest, and the largest."""
+    return *range(unit, largest, unit), largest
 
 
 def _pack_all(
