@@ -1,11 +1,11 @@
-"""Products: their gradients, and what they are summed in."""
+"""Products and norms: their gradients, what they are summed in, and what is computed again."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers import product
+from models.layers import checkpointed, product, rms_norm
 
 
 def operands(num_inputs, dtype=jnp.float32):
@@ -44,3 +44,31 @@ def test_bfloat16_is_summed_in_float32_forward_and_backward():
     wide = forward_and_backward(*(a.astype(jnp.float32) for a in (x, kernel, g)))
     for got, want in zip(results, wide, strict=True):
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize(("remat", "num_products"), [("none", 3), ("dots", 3), ("layer", 4)])
+def test_remat_computes_products_again_only_where_it_says_so(remat, num_products):
+    """The forward product, its two gradients, and the recomputed one."""
+    kernel, x = jnp.ones((4, 4)), jnp.ones((3, 4))
+
+    def loss(kernel, x):
+        def layer(x, _):
+            return jnp.sin(product(x, kernel, 1)), None
+
+        return jax.lax.scan(checkpointed(layer, remat), x, None, length=2)[0].sum()
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(kernel, x))
+    assert jaxpr.count("dot_general") == num_products
+
+
+def test_gradient_of_rms_norm_is_that_of_its_formula():
+    def formula(scale, x):
+        return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-3) * scale
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    scale, x, g = (
+        jax.random.normal(k, s) for k, s in zip(keys, [(5,), (2, 3, 5), (2, 3, 5)], strict=True)
+    )
+    ours = jax.vjp(lambda s, x: rms_norm({"scale": s}, x, 1e-3), scale, x)[1](g)
+    for gradient, expected in zip(ours, jax.vjp(formula, scale, x)[1](g), strict=True):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
