@@ -210,7 +210,7 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
                 f"--config.{key} means nothing under rl.objective {rl.objective!r}; leave it out "
                 f"or set rl.objective to {section!r}"
             )
-    for name in ("num_steps", "prompts_per_step", "max_response_tokens"):
+    for name in ("num_steps", "prompts_per_step", "max_response_tokens", "decode_rows"):
         _check_positive(f"rl.{name}", rl[name])
     if rl.num_rollouts < 2:
         raise ValueError(
@@ -221,12 +221,11 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
     sharding.check_divides("rl.microbatch_size", rl.microbatch_size, training)
     for name in ("prompts_per_update", "decode_prompts"):
         sharding.check_divides(f"rl.{name}", rl[name], decoding)
-    for name, divisor in (
-        ("prompts_per_step", "decode_prompts"),
-        ("prompts_per_step", "prompts_per_update"),
-    ):
-        _check_multiple(f"rl.{name}", rl[name], f"rl.{divisor}", rl[divisor])
+    _check_multiple(
+        "rl.prompts_per_step", rl.prompts_per_step, "rl.prompts_per_update", rl.prompts_per_update
+    )
     _check_schedule("rl", rl, rl.num_steps * rl.prompts_per_step // rl.prompts_per_update)
+    _check_profile(tuple(config.profile_steps), rl.num_steps)
     _check_row("rl", config, num_response=rl.max_response_tokens)
     _check_objective(rl.objective, config[rl.objective])
     if rl.objective == "care":
@@ -253,6 +252,15 @@ def _check_objective(name: str, own: ConfigDict) -> None:
         _check_positive("dapo.max_tries", own.max_tries)
         if not 0 <= own.overlong_share < 1:
             raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
+
+
+def _check_profile(steps: tuple[int, ...], num_steps: int) -> None:
+    is_pair = len(steps) == 2 and all(isinstance(step, int) for step in steps)
+    if steps and not (is_pair and 0 <= steps[0] <= steps[1] < num_steps):
+        raise ValueError(
+            f"profile_steps {steps} must be the first and the last step to trace, between 0 and "
+            f"rl.num_steps - 1 = {num_steps - 1}, such as (3, 5)"
+        )
 
 
 def _check_reflection(care: ConfigDict, overridden: Collection[str]) -> None:

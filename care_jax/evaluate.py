@@ -21,21 +21,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import distributed, sampler, scoreboard, sharding
-from care_jax.batch import Example, Prompts, Rollouts
+from care_jax import distributed, scoreboard, sharding
+from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import response
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.suite import Benchmark
+from care_jax.decode_line import Sizes
+from care_jax.decode_queue import DecodeQueue, Request, compile_programs
+from care_jax.device_clock import DeviceClock
 from care_jax.metrics import print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
-from care_jax.prompt import prompt_sizes
 from care_jax.run import Run
 from care_jax.scores import row_texts, score_rollouts
 from care_jax.verifier import Verifier
 from models import backbone
 
 Sample = dict[str, Any]
-Ask = Callable[[Prompts], Rollouts]
+Ask = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
+
+_NUM_SEATINGS = 4  # of evaluate.batch_size, that are asked and written together
 
 
 def evaluate(
@@ -181,36 +185,30 @@ def prepare(run: Run, params: backbone.Params) -> Ask:
     """The compiled greedy decoder with the weights laid out for it.
 
     Returns:
-        Prompts of `evaluate.batch_size` rows to this process's rows of their rollouts, on the host.
+        This process's requests to the numbers of some, and one rollout of each, as they get done.
     """
     config, policy = run.config, run.policy
     dtype = jnp.dtype(config.model.compute_dtype)
-    attention = sharding.attention_impl(
-        config.model.attention, config.decode_sharding_rules, run.mesh
-    )
 
     def to_decode_layout(params):
         return backbone.to_decode_layout(params, policy.config, dtype)
 
-    def answer(params, prompts):
-        return sampler.decode(
-            params,
-            sampler.prefill(params, prompts, policy.config, dtype=dtype, attention=attention),
-            # Greedy: nothing is drawn.
-            jax.random.split(jax.random.key(0), config.evaluate.batch_size),
-            jnp.asarray(policy.closing_tag),
-            policy.config,
-            num_rows=1,
-            max_tokens=config.evaluate.max_response_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            dtype=dtype,
-        )
-
     layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
     decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
-    answer = jax.jit(run.placed_to_decode(answer), out_shardings=run.decode_batch_place)
-    return lambda prompts: distributed.fetch(answer(decode_params, prompts))
+    size = config.evaluate.batch_size
+    sizes = Sizes(
+        num_seats=size,
+        num_rows=1,
+        num_rollouts=1,
+        max_tokens=config.evaluate.max_response_tokens,
+        context_tokens=0,
+        num_shards=sharding.num_shards(run.decode_batch_place),
+        period=size,
+    )
+    programs = compile_programs(run, temperature=0.0, top_p=1.0)
+    queue = DecodeQueue(run, programs, sizes, DeviceClock())
+    nothing_is_drawn = jax.random.key(0)
+    return lambda requests: queue.answers(decode_params, nothing_is_drawn, requests)
 
 
 class _Batch(NamedTuple):
@@ -226,34 +224,44 @@ class _Batch(NamedTuple):
 def _answers(
     run: Run, ask: Ask, examples: Sequence[Example], places: Sequence[int], name: str
 ) -> Iterator[_Batch]:
-    """Asks for the examples at the given places, a batch at a time."""
+    """Asks for the examples at the given places, some seatings at a time."""
     policy, size = run.policy, run.config.evaluate.batch_size
-    own = sharding.local_rows(size, run.decode_batch_place)
-    # Stands in rows without a prompt, whose answers are dropped; no shorter prompt is possible.
-    filler = policy.prompts.tokenize(Example("filler", "", (), "", ""))
-    firsts = range(0, len(places) if policy.prompts.fits(filler) else 0, size)
+    starts = np.arange(0, _NUM_SEATINGS * size, size)
+    own = (starts[:, None] + sharding.local_rows(size, run.decode_batch_place)).ravel()
+    firsts = range(0, len(places), _NUM_SEATINGS * size)
     for first in progress(firsts, f"evaluate {name}", 0, len(firsts)):
-        if distributed.is_preempted():
-            raise distributed.Preempted(f"in the evaluation {name}")
-        mine = [int(places[row]) for row in first + own if row < len(places)]
-        batch = [examples[place] for place in mine]
-        records = [policy.prompts.tokenize(example) for example in batch]
-        kept = [row for row, record in enumerate(records) if policy.prompts.fits(record)]
-        padded = [filler] * len(own)
-        for row in kept:
-            padded[row] = records[row]
-        sizes = distributed.gather_rows(prompt_sizes(padded), own)
-        prompts = policy.prompts.batch(padded, sizes)
-        rollouts = ask(sharding.put_batch(prompts, run.decode_batch_place))
-        rollouts = jax.tree.map(lambda x: x[kept], rollouts)  # noqa: B023
+        mine = {int(row): int(places[first + row]) for row in own if first + row < len(places)}
+        records = {row: policy.prompts.tokenize(examples[place]) for row, place in mine.items()}
+        kept = [row for row, record in records.items() if policy.prompts.fits(record)]
+        try:
+            parts = list(ask([Request(row, records[row]) for row in kept]))
+        except distributed.Preempted:
+            raise distributed.Preempted(f"in the evaluation {name}") from None
+        numbers = [number for part, _ in parts for number in part]
+        rollouts = [rollouts for _, rollouts in parts] or [_no_rollouts(run)]
+        order = np.argsort(numbers).astype(int)
+        rollouts = jax.tree.map(lambda *rows: np.concatenate(rows)[order], *rollouts)  # noqa: B023
         texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
         yield _Batch(
             places=[mine[row] for row in kept],
-            examples=[batch[row] for row in kept],
+            examples=[examples[mine[row]] for row in kept],
             rollouts=rollouts,
             texts=[text for (text,) in texts],
-            dropped=[mine[row] for row in range(len(mine)) if row not in kept],
+            dropped=[place for row, place in mine.items() if row not in kept],
         )
+
+
+def _no_rollouts(run: Run) -> Rollouts:
+    """What a process has that is asked for nothing."""
+    shape = 0, 1, run.config.evaluate.max_response_tokens
+    return Rollouts(
+        tokens=np.zeros(shape, np.int32),
+        is_valid=np.zeros(shape, bool),
+        is_forced=np.zeros(shape, bool),
+        logp=np.zeros(shape, np.float32),
+        embedding=np.zeros((0, 1, run.policy.config.text.hidden_size), np.float32),
+        is_complete=np.zeros((0, 1), bool),
+    )
 
 
 def _gathered(samples: list[Sample], key: str) -> list[Sample]:

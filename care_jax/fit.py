@@ -2,14 +2,15 @@
 
 Every program of a run is compiled for the chips of a topology from the shapes of its largest batch.
 What a chip must hold while one runs is what the compiler says of the program itself, and what the
-run keeps meanwhile without the program seeing it: optimizer state, reference, another wave, later
-batches. How long a step takes at least is counted at its largest, and at lengths drawn around a
-mean; the bytes between chips are those of the compiled programs.
+run keeps meanwhile without the program seeing it: optimizer state, reference, later batches. How
+long a step takes at least is counted at its largest, and at lengths drawn around a mean; the bytes
+between chips are those of the compiled programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import re
 import time
@@ -22,16 +23,20 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from care_jax import collectives, roofline, sft, shapes, sharding, step_sizes, train
+from care_jax import collectives, roofline, sampler, sft, shapes, sharding, step_sizes, train
 from care_jax.checks import check_config, fill_in
 from care_jax.collectives import Received
-from care_jax.roofline import Chip, Layout, Packed, Work
+from care_jax.decode_line import Schedule, Sizes
+from care_jax.decode_queue import Programs, compile_programs
+from care_jax.roofline import Chip, Layout, Packed, Rows, Work
 from care_jax.run import Run, abstract_state, make_adamw
+from care_jax.sampler import Seats
 from care_jax.sharding import make_mesh
 from care_jax.step_sizes import StepSizes
 from care_jax.topology import find_topology
 from care_jax.train_step import TrainState
 from models import lora
+from models.backbone import Params
 
 _EXHAUSTED = re.compile(r"Used ([\d.]+)([GM]) of|temporaries \(([\d.]+)([GM])\)")
 _UNITS = {"G": 2**30, "M": 2**20}
@@ -86,7 +91,7 @@ class Fit:
         chip: its kind.
         mesh: its chips.
         programs: in the order of a run; where one was refused, those that need its results lack.
-        decode_prompts: the largest wave that should fit; None without rollouts.
+        decode_prompts: most prompts in flight that should fit; None without rollouts.
         largest, expected: what a step of "rl" computes at worst and at the mean length; None
             without rollouts, or without a mean.
         mean_response: tokens of a response at that mean.
@@ -171,77 +176,108 @@ def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
 def _rollout_programs(
     run: Run, chip: Chip, largest: StepSizes, expected: StepSizes | None
 ) -> tuple[list[Program], int | None]:
-    """Reshard, prefill, decode and reflect, each of what the one before gives; the largest wave."""
+    """Reshard and decode, each of what the one before gives; the most prompts that should fit."""
     rl, config = run.config.rl, run.policy.config
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
-    size, num_waves = rl.decode_prompts, len(largest.waves)
     layout = _layout(run, is_decoding=True)
-    programs = train.compile_rollout(run)
-    compiled: list[Program] = []
-
-    def add(name, jitted, arguments, beside, work_of):
-        """Compiles a program of every wave."""
-        works = tuple(work_of(wave) for wave in expected.waves) if expected else ()
-        work = work_of(largest.waves[0])
-        program, results = _compile(name, jitted, arguments, beside, work, num_waves, works)
-        compiled.append(program)
-        return results
-
     reshard = train.compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
     beside = kept - shapes.num_bytes(state.params)
     once = (moved,) if expected else ()
     reshard = reshard.to_decode_layout, (state.params,), beside, moved, 1, once
     program, params = _compile("rl reshard", *reshard)
-    compiled.append(program)
+    compiled = [program]
     if params is None:
         return compiled, None
-    prompts = shapes.prompts(run, size)
-    places = shapes.on_batch(run.decode_batch_place, size)(jnp.int32)
-
-    def prefill_work(wave):
-        return roofline.prefill_work(config, wave.rows, layout)
-
-    prefix = add("rl prefill", programs.prefill, (params, prompts), kept, prefill_work)
-    if prefix is None:
-        return compiled, None
-    rng = jax.eval_shape(lambda: jax.random.key(0))
-
-    def decode_work(wave):
-        counts = dict(num_steps=wave.num_steps, num_tokens=wave.num_tokens)
-        return roofline.decode_work(config, wave.rows, layout, **counts)
-
-    rollouts = add("rl decode", programs.decode, (params, prefix, rng, places), kept, decode_work)
-    if rollouts is None:
-        return compiled, None
+    programs = compile_programs(run, temperature=rl.temperature, top_p=rl.top_p)
+    first, second = shapes.rollout_sizes(run)
+    passes = [("decode", first, lambda step: step.decoding)]
     if shapes.num_rows(run) > rl.num_rollouts:
-        forced = shapes.forced(run, size)
+        passes.append(("reflect", second, lambda step: step.reflecting))
+    for name, sizes, schedule_of in passes:
+        schedules = schedule_of(largest), schedule_of(expected) if expected else None
+        compiled += _decode_programs(run, programs, params, kept, name, sizes, *schedules)
 
-        def reflect_work(wave):
-            return roofline.decode_work(
-                config,
-                dataclasses.replace(wave.rows, rows=1),
-                layout,
-                num_forced=forced.tokens.shape[1],
-                num_steps=wave.num_reflected_steps,
-                num_tokens=wave.num_reflected_tokens,
-            )
-
-        arguments = params, prefix, rng, places, forced
-        add("rl reflect", programs.reflect, arguments, kept, reflect_work)
-    # A wave is dispatched before the one before it is verified and repaired.
-    waiting = shapes.num_bytes((prefix, rollouts)) if num_waves > 1 else 0
-    compiled[1:] = [dataclasses.replace(p, beside=p.beside + waiting) for p in compiled[1:]]
-
-    # What a prompt takes is taken to be the same in a wave of any size.
+    # What a prompt takes is taken to be the same in any number of seats.
     fixed = kept + shapes.num_bytes(params)
-    per_prompt = (max(p.total for p in compiled[1:]) - fixed) / size
-    most = (chip.hbm - fixed) / per_prompt
-    sizes = range(layout.batch_parts, rl.prompts_per_step + 1, layout.batch_parts)
-    fitting = (n for n in sizes if n <= most and rl.prompts_per_step % n == 0)
-    return compiled, max(fitting, default=0)
+    per_prompt = (max(p.total for p in compiled[1:]) - fixed) / rl.decode_prompts
+    most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
+    return compiled, max(most // layout.batch_parts * layout.batch_parts, 0)
+
+
+def _decode_programs(
+    run: Run,
+    programs: Programs,
+    params: Params,
+    kept: int,
+    name: str,
+    sizes: Sizes,
+    largest: Schedule,
+    expected: Schedule | None,
+) -> list[Program]:
+    """Prefill and decoding of one pass.
+
+    Args:
+        run: the run.
+        programs: compiled for it.
+        params: in the decode layout.
+        kept: bytes that the run keeps on one chip meanwhile.
+        name: of the pass.
+        sizes: of its programs.
+        largest, expected: its calls at worst, and at the mean length.
+    """
+    config, layout = run.policy.config, _layout(run, is_decoding=True)
+    place, compiled = run.decode_batch_place, []
+    per_prompt = shapes.on_batch(place, sizes.num_new)
+    prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
+    num_tokens = prompts.tokens.shape[1]
+    seats = _abstract_seats(run, sizes, num_tokens, sizes.max_tokens)
+
+    def add(kind, jitted, arguments, beside, work_of, calls_of):
+        """Compiles one program; its largest call is taken for every call of the worst step."""
+        calls = calls_of(largest)
+        work = max(map(work_of, calls), key=lambda work: (work.hbm_bytes, work.flops))
+        works = tuple(map(work_of, calls_of(expected))) if expected else ()
+        arguments = jitted, arguments, beside, work, len(calls), works
+        program, results = _compile(f"rl {name}{kind}", *arguments)
+        compiled.append(program)
+        return results
+
+    def prefill_work(size):
+        return roofline.prefill_work(config, Rows(sizes.num_new, *size, 1, 0), layout)
+
+    def decode_work(call):
+        shape = call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots
+        counts = dict(num_steps=call.num_steps, num_tokens=call.num_tokens)
+        return roofline.decode_work(config, Rows(*shape), layout, **counts)
+
+    def prefills(schedule):
+        return schedule.prefills
+
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
+    chosen = shapes.on_batch(place, sizes.num_seats)(jnp.int32)
+    arguments = params, seats, prompts, rng, per_prompt(jnp.int32), budget, chosen
+    add(" prefill", programs.sit_down, arguments, kept, prefill_work, prefills)
+    advance = programs.advance, (params, seats, jax.ShapeDtypeStruct((), jnp.int32)), kept
+    add("", *advance, decode_work, lambda schedule: schedule.calls)
+    return compiled
+
+
+def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Seats:
+    """Shapes, types and layout of the seats."""
+    shape = dict(num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+    seats = jax.eval_shape(
+        functools.partial(sampler.empty, run.policy.config, sizes=sizes, dtype=dtype, **shape)
+    )
+    rules = run.config.decode_sharding_rules
+    places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, run.mesh)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), seats, places
+    )
 
 
 def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line, distributed, evaluate, export, sft, train
+from care_jax import command_line, compilation_cache, distributed, evaluate, export, sft, train
 from care_jax.batch import Example
 from care_jax.checks import asks_benchmarks_alone, check_config, check_policy, fill_in
 from care_jax.data.mixture import Mixture
@@ -72,6 +72,8 @@ def run_stages(
     policy = policy_of(config)
     check_policy(config, policy)
     workdir.mkdir(parents=True, exist_ok=True)
+    if config.compilation_cache:
+        compilation_cache.keep_programs(workdir)
     if jax.process_index() == 0:
         (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
     results = {}
@@ -102,6 +104,8 @@ def run_stages(
                 print_line(f"exported to {folder}")
             Report(workdir, max_megabytes=config.report.max_megabytes).write()
             last = stage if stage in ("sft", "rl") else last
+    if found := compilation_cache.counts():
+        print_line(f"{found['compiled']} programs compiled, {found['found']} found in the cache")
     return results
 
 

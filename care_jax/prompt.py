@@ -256,36 +256,57 @@ class PromptBuilder:
         """Whether some bucket holds so much."""
         return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
 
+    @property
+    def nothing(self) -> TokenizedPrompt:
+        """What stands in a row of a batch that no prompt takes."""
+        patches = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
+        return TokenizedPrompt(np.zeros(0, np.int32), np.zeros((0, 3), np.int32), patches)
+
     def batch(
-        self, records: Sequence[TokenizedPrompt], sizes: Int[np.ndarray, "N 2"] | None = None
+        self,
+        records: Sequence[TokenizedPrompt],
+        sizes: Int[np.ndarray, "N 2"] | None = None,
+        *,
+        contexts: Sequence[Int[np.ndarray, " c"]] | None = None,
+        context_tokens: int = 0,
     ) -> Prompts:
         """Pads prompts to the smallest bucket that holds them all.
 
         Args:
             records: B prompts, each of which fits the largest bucket.
             sizes: of all prompts of the batch, where these are one process's share of it.
+            contexts: of each prompt, tokens of a response that its continuation starts from; they
+                stand behind it, and text alone is seen in them.
+            context_tokens: C, room for these beside the bucket's P tokens.
 
         Returns:
-            Prompts of B rows as numpy arrays; `images` is None where the batch has no image.
+            Prompts of B rows of P + C tokens as numpy arrays; `images` is None where the batch has
+            no image.
 
         Raises:
             ValueError: no bucket holds the batch.
         """
         sizes = prompt_sizes(records) if sizes is None else sizes
+        if contexts is None:
+            contexts = [np.zeros(0, np.int32)] * len(records)
         num_tokens, num_patches = self._bucket(sizes)
+        num_tokens += context_tokens
         shape = (len(records), num_tokens)
         tokens = np.full(shape, self.config.pad_token_id, np.int32)
         is_valid = np.zeros(shape, bool)
         positions = np.zeros((*shape, 3), np.int32)
         next_position = np.zeros(len(records), np.int32)
         slots = np.full(shape, -1, np.int32)
-        for row, record in enumerate(records):
-            place = slice(num_tokens - len(record.tokens), num_tokens)
-            tokens[row, place] = record.tokens
-            is_valid[row, place] = True
-            positions[row, place], next_position[row] = prompt_positions(
+        for row, (record, context) in enumerate(zip(records, contexts, strict=True)):
+            end = num_tokens - len(context)
+            place = slice(end - len(record.tokens), end)
+            tokens[row, place], tokens[row, end:] = record.tokens, context
+            is_valid[row, place.start :] = True
+            positions[row, place], following = prompt_positions(
                 record.tokens, record.grids, self.config
             )
+            positions[row, end:] = following + np.arange(len(context))[:, None]
+            next_position[row] = following + len(context)
             slots[row, place] = image_slots(record.tokens, self.config)
         images = None
         if sizes[:, 1].any():

@@ -16,13 +16,12 @@ and, the paper's own, a fresh rollout with neither (resample).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Int
 
 from care_jax.batch import Rollouts, Scores
-from care_jax.sampler import Forced
 
 MODES = ("cue", "no_cue", "shuffled", "resample")
 
@@ -57,45 +56,26 @@ def rationale_of(response: str, think_tag: str) -> str:
     return re.split(rf"</?(?:{tag}|answer)>", behind if found else response, maxsplit=1)[0]
 
 
-def no_context(is_active: Bool[np.ndarray, " B"]) -> Forced:
-    """Nothing in front of what the active prompts sample: a fresh rollout."""
-    empty = np.zeros((len(is_active), 0), np.int32)
-    return Forced(empty, empty.astype(bool), np.asarray(is_active))
-
-
-def forced_context(
-    rationales: Sequence[str | None],
+def context_tokens(
+    rationale: str,
     cue: str,
     encode: Callable[[str], list[int]],
     *,
     think_tag: str,
     max_context: int,
-    pad_token_id: int,
-) -> Forced:
-    """The tokens that each triggered prompt's second decode starts from.
+) -> Int[np.ndarray, " c"]:
+    """The forced tokens that a prompt's second decode starts from.
 
     Args:
-        rationales: per prompt, the text of the failure to repair, or None where none is repaired.
+        rationale: text of the failure to repair.
         cue: text after it.
         encode: text to token ids, without special tokens.
         think_tag: name of the rationale's tag.
         max_context: most tokens of tag and rationale; the rest of the rationale is cut.
-        pad_token_id: fills the left.
-
-    Returns:
-        numpy arrays of width max_context + the cue's tokens, the same at every step.
     """
     cue_tokens = encode(cue) if cue else []
-    width = max_context + len(cue_tokens)
-    tokens = np.full((len(rationales), width), pad_token_id, np.int32)
-    is_valid = np.zeros((len(rationales), width), bool)
-    for row, rationale in enumerate(rationales):
-        if rationale is None:
-            continue
-        context = encode(f"<{think_tag}>{rationale}")[:max_context] + cue_tokens
-        tokens[row, width - len(context) :] = context
-        is_valid[row, width - len(context) :] = True
-    return Forced(tokens, is_valid, np.array([text is not None for text in rationales]))
+    context = encode(f"<{think_tag}>{rationale}")[:max_context] + cue_tokens
+    return np.array(context, np.int32)
 
 
 def without_context(

@@ -1,54 +1,54 @@
-"""One rollout batch: decode in waves, verify, select, reflect.
+"""One rollout batch: decode, verify, select, reflect.
 
-The host side of a step. While the device decodes one wave, the host verifies the wave before,
-chooses its anchors and failures and has the device repair them from the same prefix cache.
+The host side of a step. The prompts' rollouts are verified as they get done, while the devices
+decode the others; then anchors and failures are chosen, and a second decode repairs the failures of
+all prompts that have one.
 
 In a run of several processes each does this for its own prompts. Those are the same in decoding and
-in training (see `plan_waves`), so that no prompt, image or response crosses the network.
+in training, so that no prompt, image or response crosses the network.
 
-Letters: N prompts of a step, B prompts of this process, W prompts of a wave, G rollouts per prompt,
-R rows per prompt (G, or G + 1 with a reflected row).
+Letters: N prompts of a step, B prompts of this process, G rollouts per prompt, R rows per prompt
+(G, or G + 1 with a reflected row).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import flax.struct
 import jax
 import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray, Shaped
 
-from care_jax import distributed, reflect, sharding
+from care_jax import distributed, reflect
 from care_jax.batch import Example, Rollouts, Scores
+from care_jax.decode_queue import Request
 from care_jax.prompt import TokenizedPrompt, prompt_sizes
 from care_jax.run import Run
-from care_jax.sampler import Forced
 from care_jax.scores import score_rollouts
 from care_jax.select import Subgroup
 from care_jax.verifier import Verifier
 from models import backbone
 
+Answers = Callable[..., Iterator[tuple[list[int], Rollouts]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled functions of a rollout, see `train.rollout_programs`.
+    """What a rollout runs on the devices, see `train.compile_rollout`.
 
     Attributes:
-        prefill: (params, prompts) -> Prefix.
-        decode: (params, prefix, rng, places) -> Rollouts of G rows.
-        reflect: (params, prefix, rng, places, forced) -> Rollouts of one row.
-        select: (rollouts, scores, rng, places) -> Subgroup.
-
-    `places` [W] are the prompts' places in the step: a prompt draws by its own, so that neither the
-    wave nor the mesh decides what it samples.
+        decode: (params, rng, requests) -> numbers of requests, and G rollouts of each, as they get
+            done; see `decode_queue.DecodeQueue.answers`.
+        reflect: likewise, one row of each, which starts with the request's context.
+        select: (rollouts, scores, rng, places [B]) -> Subgroup.
     """
 
-    prefill: Callable
-    decode: Callable
-    reflect: Callable
-    select: Callable
+    decode: Answers
+    reflect: Answers
+    select: Callable[..., Subgroup]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,29 +106,14 @@ class Groups:
         return Groups(*(joined(field.name) for field in dataclasses.fields(Groups)))
 
 
-def plan_waves(
-    num_tokens: Int[np.ndarray, " N"],
-    *,
-    prompts_per_update: int,
-    decode_prompts: int,
-    num_shards: int,
-) -> Int[np.ndarray, "waves W"]:
-    """Which prompts each wave decodes, in the order of its rows.
+@flax.struct.dataclass
+class _Judged:
+    """Rows of B prompts and what the verifier says of them, as numpy arrays."""
 
-    Prompts of like size share a wave, so that few are padded to another's bucket: each shard of the
-    devices takes its own prompts from the shortest to the longest. A prompt belongs to the shard
-    on which its update places it.
-
-    Args:
-        num_tokens: of each prompt of the step.
-        prompts_per_update: divides N.
-        decode_prompts: W, divides N.
-        num_shards: that a batch is split into; divides W and prompts_per_update.
-    """
-    place = np.arange(len(num_tokens))
-    shard = place % prompts_per_update // (prompts_per_update // num_shards)
-    by_shard = np.lexsort((num_tokens, shard)).reshape(num_shards, -1, decode_prompts // num_shards)
-    return by_shard.swapaxes(0, 1).reshape(-1, decode_prompts)
+    rollouts: Rollouts
+    scores: Scores
+    texts: Shaped[np.ndarray, "B R"]
+    reasons: Shaped[np.ndarray, "B R"]
 
 
 def roll_out(
@@ -141,7 +126,7 @@ def roll_out(
     records: Sequence[TokenizedPrompt],
     verifier: Verifier,
 ) -> Groups:
-    """Decodes a rollout batch in waves, verifies, selects and reflects.
+    """Decodes a rollout batch, verifies, selects and reflects.
 
     Args:
         run: the run.
@@ -158,88 +143,82 @@ def roll_out(
     Raises:
         distributed.Preempted: the run is to end; nothing of this step is kept.
     """
-    rl, care, policy = run.config.rl, run.config.care, run.policy
-    cue = reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
-    encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
-    has_slot = rl.objective == "care" and care.reflect
-    put = functools.partial(sharding.put_batch, place=run.decode_batch_place)
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
+    places = np.asarray(roster.own, np.int32)
+    requests = [Request(*pair) for pair in zip(places.tolist(), records, strict=True)]
+    first = _judge(run, programs.decode(params, decode_rng, requests), examples, verifier)
+    subgroup = programs.select(first.rollouts, first.scores, select_rng, places)
+    subgroup = jax.device_get(subgroup)
+    has_reflection = np.zeros(len(places), bool)
+    if run.config.rl.objective == "care" and run.config.care.reflect:
+        has_reflection = subgroup.has_update & ~subgroup.is_rescue
+        repaired = np.flatnonzero(has_reflection)
+        contexts = _contexts(run, first.texts[repaired, subgroup.hard_negative[repaired]])
+        requests = [
+            dataclasses.replace(requests[i], context=context)
+            for i, context in zip(repaired, contexts, strict=True)
+        ]
+        answers = programs.reflect(params, reflect_rng, requests)
+        second = _judge(run, answers, [examples[i] for i in repaired], verifier)
+        first = _with_reflected(run, first, second, repaired)
+    return Groups(first.rollouts, first.scores, subgroup, has_reflection, first.reasons)
 
-    def score(rollouts, examples):
-        return score_rollouts(
+
+def _judge(
+    run: Run,
+    answers: Iterator[tuple[list[int], Rollouts]],
+    examples: Sequence[Example],
+    verifier: Verifier,
+) -> _Judged | None:
+    """Verifies answers as they come; then all of them in the examples' order, or None of none."""
+    policy, parts, order = run.policy, [], []
+    for numbers, rollouts in answers:
+        scores, texts, reasons = score_rollouts(
             rollouts,
-            examples,
+            [examples[number] for number in numbers],
             verifier,
             policy.token_bytes,
             eos_token_ids=policy.config.eos_token_ids,
             think_tag=policy.think_tag,
-            format_weight=rl.format_weight,
+            format_weight=run.config.rl.format_weight,
         )
+        parts.append(_Judged(rollouts, scores, np.array(texts, object), reasons))
+        order += numbers
+    if not parts:
+        return None
+    return jax.tree.map(lambda *rows: np.concatenate(rows)[np.argsort(order)], *parts)
 
-    def context_of(texts, hard_negative, has_reflection) -> Forced:
-        if care.reflect_mode == "resample":
-            return reflect.no_context(has_reflection)
-        rationales = [
-            reflect.rationale_of(rows[index], policy.think_tag) if is_triggered else None
-            for rows, index, is_triggered in zip(texts, hard_negative, has_reflection, strict=True)
-        ]
-        return reflect.forced_context(
-            rationales,
-            cue,
-            encode,
+
+def _contexts(run: Run, failures: Sequence[str]) -> list[Int[np.ndarray, " c"]]:
+    """The forced tokens from which each of these responses is repaired."""
+    care, policy = run.config.care, run.policy
+    if care.reflect_mode == "resample":
+        return [np.zeros(0, np.int32) for _ in failures]
+    return [
+        reflect.context_tokens(
+            reflect.rationale_of(failure, policy.think_tag),
+            reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
+            functools.partial(policy.tokenizer.encode, add_special_tokens=False),
             think_tag=policy.think_tag,
             max_context=care.max_context,
-            pad_token_id=policy.config.pad_token_id,
         )
+        for failure in failures
+    ]
 
-    def launch(wave: Int[np.ndarray, " W"]):
-        if distributed.is_preempted():
-            raise distributed.Preempted
-        own = [index_of[place] for place in wave.tolist() if place in index_of]
-        prompts = policy.prompts.batch([records[i] for i in own], roster.sizes[wave])
-        prompts = put(prompts)
-        places = put(roster.own[own].astype(np.int32))
-        prefix = programs.prefill(params, prompts)
-        return own, places, prefix, programs.decode(params, prefix, decode_rng, places)
 
-    def finish(own: list[int], places, prefix, decoded: Rollouts) -> Groups:
-        wave_examples = [examples[i] for i in own]
-        rollouts = distributed.fetch(decoded)
-        wave_scores, texts, reasons = score(rollouts, wave_examples)
-        subgroup = distributed.fetch(programs.select(decoded, put(wave_scores), select_rng, places))
-        has_reflection = np.zeros(len(texts), bool)
-        if has_slot:
-            has_reflection = subgroup.has_update & ~subgroup.is_rescue
-            forced = context_of(texts, subgroup.hard_negative, has_reflection)
-            reflected = distributed.fetch(
-                programs.reflect(params, prefix, reflect_rng, places, put(forced))
+def _with_reflected(
+    run: Run, first: _Judged, second: _Judged | None, repaired: Int[np.ndarray, " n"]
+) -> _Judged:
+    """One more row for every prompt: its reflected one, empty where none was repaired."""
+    last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), first)
+    last.rollouts.tokens[:] = run.policy.config.pad_token_id
+    last.texts[:] = last.reasons[:] = ""
+    if second is not None:
+        if run.config.care.reflect_credit == "prompt_only":
+            rollouts, scores = reflect.without_context(
+                second.rollouts, second.scores, run.policy.config.pad_token_id
             )
-            reflected_scores, _, reflected_reasons = score(reflected, wave_examples)
-            if care.reflect_credit == "prompt_only":
-                reflected, reflected_scores = reflect.without_context(
-                    reflected, reflected_scores, policy.config.pad_token_id
-                )
-            rollouts, wave_scores, reasons = jax.tree.map(
-                lambda *rows: np.concatenate(rows, 1),
-                (rollouts, wave_scores, reasons),
-                (reflected, reflected_scores, reflected_reasons),
-            )
-        return Groups(rollouts, wave_scores, subgroup, has_reflection, reasons)
-
-    index_of = {int(place): index for index, place in enumerate(roster.own)}
-    waves = plan_waves(
-        roster.sizes[:, 0],
-        prompts_per_update=rl.prompts_per_update,
-        decode_prompts=rl.decode_prompts,
-        num_shards=sharding.num_shards(run.decode_batch_place),
-    )
-    groups, order, launched = [], [], None
-    for wave in waves:
-        # Dispatch is asynchronous: the device decodes this wave while the host ends the last.
-        following = launch(wave)
-        order += following[0]
-        if launched:
-            groups.append(finish(*launched))
-        launched = following
-    groups.append(finish(*launched))
-    return Groups.concatenate(groups, np.argsort(order))
+            second = second.replace(rollouts=rollouts, scores=scores)
+        for rows, found in zip(jax.tree.leaves(last), jax.tree.leaves(second), strict=True):
+            rows[repaired] = found
+    return jax.tree.map(lambda *rows: np.concatenate(rows, 1), first, last)

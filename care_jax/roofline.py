@@ -298,40 +298,31 @@ def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
 
 
 def decode_work(
-    config: BackboneConfig,
-    rows: Rows,
-    layout: Layout,
-    *,
-    num_forced: int = 0,
-    num_steps: int | None = None,
-    num_tokens: int | None = None,
+    config: BackboneConfig, rows: Rows, layout: Layout, *, num_steps: int, num_tokens: int
 ) -> Work:
-    """All rows until the longest ends, whose first `num_forced` tokens are given.
+    """Some steps of all rows, idle ones too.
 
-    Every step reads the weights, and all of the cache that there is room for. Rows that have ended
-    are computed until the last does.
+    Every step reads the weights, and all of the cache that there is room for.
 
     Args:
         config: of the backbone.
         rows: with the room that each has.
         layout: of the program.
-        num_forced: tokens in front of the sampled ones.
-        num_steps: tokens that the longest row samples; None: until its room is full.
-        num_tokens: that all rows sample; None: num_steps each.
+        num_steps: tokens that a row which is never idle samples.
+        num_tokens: that all rows sample.
     """
     text = config.text
     num_rows = rows.prompts * rows.rows
-    num_steps = rows.row_tokens - num_forced if num_steps is None else num_steps
-    length = num_forced + num_steps
-    num_pairs = num_rows * (length * rows.prompt_tokens + _causal(length))
-    kept = rows.prompts * rows.prompt_tokens + num_rows * (rows.row_tokens + num_forced)
+    num_pairs = num_rows * num_steps * (rows.prompt_tokens + rows.row_tokens)
+    kept = rows.prompts * rows.prompt_tokens + num_rows * rows.row_tokens
     cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * kept * layout.itemsize
     cache /= layout.batch_parts * math.gcd(text.num_kv_heads, layout.product_parts)
     weights = decoder_weights(text) * layout.itemsize / layout.product_parts
+    num_read = num_rows * num_steps
     return Work(
-        flops=decoder_flops(text, num_rows * length, num_pairs, num_rows * num_steps),
+        flops=decoder_flops(text, num_read, num_pairs, num_read),
         hbm_bytes=num_steps * (weights + cache),
-        tokens=num_rows * num_steps if num_tokens is None else num_tokens,
+        tokens=num_tokens,
         num_passes=num_steps,
     )
 

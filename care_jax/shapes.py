@@ -5,6 +5,7 @@ Every prompt is of the largest bucket and has an image, every response is as lon
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int
 from ml_collections import ConfigDict
 
-from care_jax import reflect, spans
+from care_jax import reflect, sharding, spans
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
+from care_jax.decode_line import Sizes
 from care_jax.policy import Policy
 from care_jax.prompt import backbone_config, load_tokenizer
 from care_jax.run import Run
-from care_jax.sampler import Forced
 from models.config import RELEASES, BackboneConfig
 from models.positions import ImagePatches, pack_images
 
@@ -81,9 +82,10 @@ def largest_update(run: Run) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N
     return sizes, np.full((rl.prompts_per_update, num_rows(run)), rl.max_response_tokens)
 
 
-def prompts(run: Run, size: int) -> Prompts:
-    """`size` prompts of the largest bucket."""
+def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
+    """`size` prompts of the largest bucket, with room for so many tokens of context."""
     num_tokens, num_patches = largest_bucket(run)
+    num_tokens += context_tokens
     place = run.decode_batch_place
     tokens = on_batch(place, size, num_tokens)
     return Prompts(
@@ -142,14 +144,35 @@ def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> Imag
     return jax.tree.map(lambda x: on_batch(place, size, *x.shape[1:])(x.dtype), images)
 
 
-def forced(run: Run, size: int) -> Forced:
-    """Reflected contexts of full length; a token of the cue is taken to be four bytes."""
-    care = run.config.care
+def context_tokens(run: Run) -> int:
+    """Most forced tokens of a reflected row.
+
+    Without a tokenizer, where programs are only compiled, a token of the cue is taken to be four
+    bytes.
+    """
+    care, tokenizer = run.config.care, run.policy.tokenizer
+    if care.reflect_mode == "resample":
+        return 0
     cue = reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
-    num_tokens = care.max_context + math.ceil(len(cue.encode()) / 4)
-    place = run.decode_batch_place
-    tokens = on_batch(place, size, 0 if care.reflect_mode == "resample" else num_tokens)
-    return Forced(tokens(jnp.int32), tokens(jnp.bool), on_batch(place, size)(jnp.bool))
+    if tokenizer is None:
+        return care.max_context + math.ceil(len(cue.encode()) / 4)
+    return care.max_context + len(tokenizer.encode(cue, add_special_tokens=False) if cue else ())
+
+
+def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
+    """Of the first decode, and of the reflected one."""
+    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_place)
+    tries = Sizes(
+        num_seats=rl.decode_prompts,
+        num_rows=min(rl.decode_rows, rl.num_rollouts),
+        num_rollouts=rl.num_rollouts,
+        max_tokens=rl.max_response_tokens,
+        context_tokens=0,
+        num_shards=shards,
+        period=rl.prompts_per_update,
+    )
+    context = context_tokens(run)
+    return tries, dataclasses.replace(tries, num_rows=1, num_rollouts=1, context_tokens=context)
 
 
 def num_bytes(tree: Any) -> int:

@@ -1,4 +1,4 @@
-"""How much one step computes: the rows of its updates and the waves of its decoding (host).
+"""How much one step computes: the rows of its updates and the calls of its decoding (host).
 
 At worst every prompt and response is as long as it may be. Expected is what a run meets: lengths
 drawn from the model in `lengths` around a mean. Of a reflected row, all tokens count as sampled.
@@ -14,29 +14,13 @@ import numpy as np
 from jaxtyping import Int
 
 from care_jax import lengths, roofline, shapes, sharding
-from care_jax.rollout import plan_waves
-from care_jax.roofline import Packed, Rows
+from care_jax.decode_line import Schedule, Waiting, simulate
+from care_jax.roofline import Packed
 from care_jax.row_plan import RowPlan, TreeSizes, plan_rows
 from care_jax.run import Run
+from care_jax.shapes import rollout_sizes
 
 _SEED = 0  # of the drawn lengths: two mean lengths, or two topologies, get the same prompts
-
-
-@dataclasses.dataclass(frozen=True)
-class Wave:
-    """Prompts that are decoded together.
-
-    Attributes:
-        rows: of the wave, with the room that each has; without the reflected ones.
-        num_steps, num_tokens: that the longest rollout samples, and all of them.
-        num_reflected_steps, num_reflected_tokens: likewise of the reflected rows.
-    """
-
-    rows: Rows
-    num_steps: int
-    num_tokens: int
-    num_reflected_steps: int
-    num_reflected_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +29,13 @@ class StepSizes:
 
     Attributes:
         updates: the rows of each update, and what a forward over them computes.
-        waves: of its decoding.
+        decoding, reflecting: the schedules of the first decode and of the second, in which every
+            prompt is taken to be repaired.
     """
 
     updates: tuple[tuple[RowPlan, Packed], ...]
-    waves: tuple[Wave, ...]
+    decoding: Schedule
+    reflecting: Schedule
 
     @property
     def train_fill(self) -> float:
@@ -71,19 +57,12 @@ def num_processes(run: Run) -> int:
 def largest_step(run: Run) -> StepSizes:
     """Every prompt is of the largest bucket, every response as long as it may be."""
     rl = run.config.rl
-    bucket, num_forced = shapes.largest_bucket(run), shapes.forced(run, 1).tokens.shape[1]
     update = _plan(run, "rl", *shapes.largest_update(run))
-    num_steps = rl.max_response_tokens
-    wave = Wave(
-        rows=Rows(rl.decode_prompts, *bucket, rl.num_rollouts, num_steps),
-        num_steps=num_steps,
-        num_tokens=num_steps * rl.decode_prompts * rl.num_rollouts,
-        num_reflected_steps=num_steps - num_forced,
-        num_reflected_tokens=(num_steps - num_forced) * rl.decode_prompts,
-    )
+    prompts = np.tile(shapes.largest_bucket(run), (rl.prompts_per_step, 1))
+    responses = np.full((rl.prompts_per_step, shapes.num_rows(run)), rl.max_response_tokens)
     return StepSizes(
         (update,) * (rl.prompts_per_step // rl.prompts_per_update),
-        (wave,) * (rl.prompts_per_step // rl.decode_prompts),
+        *_schedules(run, prompts, responses),
     )
 
 
@@ -102,13 +81,7 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
         _plan(run, "rl", prompts[part], responses[part])
         for part in np.arange(rl.prompts_per_step).reshape(-1, rl.prompts_per_update)
     )
-    waves = plan_waves(
-        prompts[:, 0],
-        prompts_per_update=rl.prompts_per_update,
-        decode_prompts=rl.decode_prompts,
-        num_shards=sharding.num_shards(run.decode_batch_place),
-    )
-    return StepSizes(updates, tuple(_wave(run, prompts[wave], responses[wave]) for wave in waves))
+    return StepSizes(updates, *_schedules(run, prompts, responses))
 
 
 def largest_imitation(run: Run) -> tuple[int, Packed]:
@@ -182,16 +155,22 @@ def _plan(
     )
 
 
-def _wave(run: Run, prompts: Int[np.ndarray, "W 2"], responses: Int[np.ndarray, "W R"]) -> Wave:
-    rl = run.config.rl
-    largest = prompts.max(0)
-    bucket = min(tuple(b) for b in run.config.data.buckets if (largest <= b).all())
-    rollouts, reflected = np.split(responses, [rl.num_rollouts], axis=1)
-    room = rl.max_response_tokens - shapes.forced(run, 1).tokens.shape[1]
-    return Wave(
-        rows=Rows(len(prompts), *bucket, rl.num_rollouts, rl.max_response_tokens),
-        num_steps=int(rollouts.max()),
-        num_tokens=int(rollouts.sum()),
-        num_reflected_steps=min(int(reflected.max(initial=0)), room),
-        num_reflected_tokens=int(np.minimum(reflected, room).sum()),
-    )
+def _schedules(
+    run: Run, prompts: Int[np.ndarray, "N 2"], responses: Int[np.ndarray, "N R"]
+) -> tuple[Schedule, Schedule]:
+    """Of the first decode, and of the reflected one.
+
+    A reflected row samples what its context leaves of it, which is cut as the longest context is.
+    """
+    buckets = sorted(map(tuple, run.config.data.buckets))
+    first, second = rollout_sizes(run)
+    everyone = [
+        Waiting(int(tokens), place, int(patches)) for place, (tokens, patches) in enumerate(prompts)
+    ]
+    rollouts, reflected = np.split(responses, [first.num_rollouts], axis=1)
+    decoding = simulate(first, everyone, dict(enumerate(rollouts)), buckets)
+    if not reflected.size:
+        return decoding, Schedule((), ())
+    room = second.max_tokens - second.context_tokens
+    reflected = dict(enumerate(np.minimum(reflected, room)))
+    return decoding, simulate(second, everyone, reflected, buckets)

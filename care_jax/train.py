@@ -2,8 +2,8 @@
 
 Its host side is `rollout`, `dynamic` and `update_batch`.
 
-One step: a rollout batch is decoded in waves, verified, contrasted and repaired; then come the
-advantages, then one or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`.
+One step: a rollout batch is decoded, verified, contrasted and repaired; then come the advantages,
+then one or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`.
 
 Letters: B prompts, G rollouts per prompt, R rows per prompt (G, or G + 1 with a reflected row),
 T response tokens.
@@ -27,7 +27,6 @@ from care_jax import (
     distributed,
     dynamic,
     reflect,
-    sampler,
     sharding,
 )
 from care_jax.advantages import RawAdvantages
@@ -36,6 +35,8 @@ from care_jax.batch import Example
 from care_jax.checkpoint import Checkpoints
 from care_jax.credit import Credit
 from care_jax.data.pipeline import Batches
+from care_jax.decode_queue import DecodeQueue, compile_programs
+from care_jax.device_clock import DeviceClock
 from care_jax.dynamic import Draw
 from care_jax.logprobs import score_rows
 from care_jax.metrics import device_memory, format_line, print_line, progress
@@ -47,6 +48,7 @@ from care_jax.rollout import Groups, Programs, Roster, roll_out
 from care_jax.roofline import PEAK_FLOPS, model_flops
 from care_jax.row_plan import RowPlan
 from care_jax.run import Run, make_adamw, start_state
+from care_jax.shapes import rollout_sizes
 from care_jax.train_step import TrainState, map_microbatches, train_step
 from care_jax.update_batch import (
     UpdatePrograms,
@@ -81,7 +83,8 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     learning_rate_at, adamw = make_adamw(run, "rl")
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
-    rollout_programs = compile_rollout(run)
+    clock = DeviceClock()
+    rollout_programs = compile_rollout(run, clock)
     attention = training_attention(run, rl.row_tokens)
     programs = compile_update(run, adamw, sharding.of(state), attention)
     # This process's prompts of an update, and of a step: of every update the same ones.
@@ -121,6 +124,8 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
             step, *_ = first
             began, counted = time.perf_counter(), dict(verifier.counts)
+            busy = clock.busy_seconds()
+            profile_steps(run, step)
             decode_params = programs.to_decode_layout(state.params)
             try:
                 draws = draw_groups(
@@ -147,6 +152,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             update_metrics = []
             for batch in sharding.put_ahead(update_batches, run.train_batch_place):
                 state, metrics = programs.update(state, batch)
+                clock.watch(metrics)
                 update_metrics.append(jax.device_get(metrics))
             ended = time.perf_counter()
 
@@ -179,6 +185,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 "train_tokens_per_second": int(num_tokens.sum()) / (ended - rolled_out),
                 "rollout_seconds": rolled_out - began,
                 "train_seconds": ended - rolled_out,
+                "device_idle": 1 - (clock.busy_seconds() - busy) / (ended - began),
             }
             metrics |= fill(plans) | utilisation(run, roster, num_tokens, ended - rolled_out)
             run.metrics.write("rl", step, metrics)  # stops the run where one is not finite
@@ -189,7 +196,22 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             if (step + 1) % config.checkpoint_every == 0 or step == rl.num_steps - 1:
                 metadata = {"num_decoded": num_decoded}
                 checkpoints.save(step + 1, state, step + 1, config.seed, metadata)
+        profile_steps(run, rl.num_steps)
     return lora.merged(state.params)
+
+
+def profile_steps(run: Run, step: int) -> None:
+    """Begins or ends the trace of `config.profile_steps`, before a step.
+
+    It is written to `workdir/profile`, to be opened by TensorBoard's profiler or by Perfetto.
+    """
+    if not run.config.profile_steps:
+        return
+    first, last = run.config.profile_steps
+    if step == first:
+        jax.profiler.start_trace(run.workdir / "profile")
+    elif step == last + 1:
+        jax.profiler.stop_trace()
 
 
 def draw_groups(
@@ -350,57 +372,24 @@ def assign_credit(
     return jax.device_get((credited, programs.raw_advantages(*arguments)))
 
 
-def compile_rollout(run: Run) -> Programs:
-    """The jitted functions of a rollout, each compiled once per bucket that occurs."""
-    rl, care, config = run.config.rl, run.config.care, run.policy.config
-    dtype = jnp.dtype(run.config.model.compute_dtype)
-    rows = run.decode_batch_place
-    attention = sharding.attention_impl(
-        run.config.model.attention, run.config.decode_sharding_rules, run.mesh
-    )
-    closing_tag = jnp.asarray(run.policy.closing_tag)
-
-    def prefill(params, prompts):
-        return sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
-
-    def keys_of(rng, places):
-        return jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
-
-    def decode(params, prefix, rng, places, forced=None):
-        return sampler.decode(
-            params,
-            prefix,
-            keys_of(rng, places),
-            closing_tag,
-            config,
-            num_rows=rl.num_rollouts if forced is None else 1,
-            max_tokens=rl.max_response_tokens,
-            temperature=rl.temperature,
-            top_p=rl.top_p,
-            dtype=dtype,
-            forced=forced,
-        )
-
-    def reflect(params, prefix, rng, places, forced):
-        return decode(params, prefix, rng, places, forced)
+def compile_rollout(run: Run, clock: DeviceClock) -> Programs:
+    """The jitted functions of a rollout, each compiled once per shape that occurs."""
+    rl, care = run.config.rl, run.config.care
+    programs = compile_programs(run, temperature=rl.temperature, top_p=rl.top_p)
+    decode, reflect = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
 
     def select(rollouts, scores, rng, places):
         return credit.select_subgroups(
             rollouts,
             scores,
-            keys_of(rng, places),
+            jax.vmap(jax.random.fold_in, (None, 0))(rng, places),
             num_negatives=care.num_negatives,
             num_candidates=care.num_candidates,
             rule=care.rule,
             anchor_rule=care.anchor_rule,
         )
 
-    return Programs(
-        prefill=jax.jit(run.placed_to_decode(prefill)),
-        decode=jax.jit(run.placed_to_decode(decode), out_shardings=rows),
-        reflect=jax.jit(run.placed_to_decode(reflect), out_shardings=rows),
-        select=jax.jit(select, out_shardings=rows),
-    )
+    return Programs(decode=decode.answers, reflect=reflect.answers, select=jax.jit(select))
 
 
 def compile_update(

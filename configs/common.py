@@ -52,6 +52,10 @@ def get_config() -> ConfigDict:
     config.log_every = 1  # steps between logged lines
     config.checkpoint_every = 50  # steps; the last step of a stage is always saved
     config.keep_checkpoints = 2
+    # Compiled programs are kept in workdir/compilation_cache: started again, a run compiles none.
+    config.compilation_cache = True
+    # (first, last) step of RL that is traced to workdir/profile by jax.profiler; empty: none.
+    config.profile_steps = ()
 
     config.model = model = ConfigDict()
     model.path = ""  # folder or hub id of a Hugging Face release; empty: random weights
@@ -149,7 +153,10 @@ def get_config() -> ConfigDict:
     # prompt whose responses fill more than a row stands in several.
     rl.row_tokens = 8192
     rl.row_patches = 8192
-    rl.decode_prompts = 64  # prompts decoded at a time (one wave)
+    rl.decode_prompts = 64  # prompts decoded at a time; one that is done gives way to the next
+    rl.decode_rows = (
+        4  # of them in flight at a time: of its rollouts, a row takes one after another
+    )
     rl.max_response_tokens = 2048  # (open) T, forced tokens of a reflected row included
     rl.temperature = 1.0  # (open)
     rl.top_p = 1.0  # (open)

@@ -201,7 +201,7 @@ def text_rotary(
 ) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
     """Cosine and sine at text positions, one number for all three components.
 
-    Decoding computes them before its loop: inside, a compiler puts the sines into every layer.
+    Put a barrier behind them in a loop: a compiler would compute the sines in every layer.
     """
     return rope.text_rotary(jnp.stack([positions] * 3, axis=-1), config.text)
 
@@ -214,13 +214,14 @@ def extend(
     prefix: KeyValues,
     prefix_valid: Bool[Array, "B P"],
     suffix: KeyValues,
-    suffix_valid: Bool[Array, "B R S"],
+    is_visible: Bool[Array, "B R T S"],
     config: BackboneConfig,
 ) -> tuple[Float[Array, "B R T D"], KeyValues]:
     """Decodes T tokens of R rows per prompt.
 
-    The tokens are written to suffix slots index..index+T-1. Query j sees the valid prefix slots
-    and the suffix slots s <= index + j that are valid; the prefix is read once per prompt.
+    The tokens are written to suffix slots index..index+T-1. A query sees the valid prefix slots and
+    the suffix slots it is told; the prefix is read once per prompt. Keys are rotated before they
+    are written, so that a token's slot need not be its position.
 
     Args:
         params: the decode layout.
@@ -228,7 +229,8 @@ def extend(
         rotary: of the tokens' positions, see `text_rotary`.
         index: first suffix slot to write, the same for all rows; may be traced.
         prefix, prefix_valid: keys and values from `prefill`, and which slots are not padding.
-        suffix, suffix_valid: cache of the rows, and which slots hold a token (the new included).
+        suffix: cache of the rows.
+        is_visible: which of its slots each new token sees, itself included.
 
     Returns:
         Hidden states after the final norm, and the suffix cache with the new tokens in it.
@@ -241,7 +243,7 @@ def extend(
         prefix,
         prefix_valid,
         suffix,
-        suffix_valid,
+        is_visible,
         config.text,
     )
 

@@ -56,6 +56,11 @@ class KeyValues:
     values: list[Array]
 
 
+# Logical axes of a layer's keys, and of its values: of a prefix, and of the rows' suffixes.
+PREFIX_AXES = ("batch", "kv_heads", None, None)
+SUFFIX_AXES = ("batch", None, "kv_heads", None, None)
+
+
 class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -274,7 +279,7 @@ def prefill(
 
     def attend_and_keep(q, k, v):
         kept = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
-        kept = tuple(constrain(a, "batch", "kv_heads", None, None) for a in kept)
+        kept = tuple(constrain(a, *PREFIX_AXES) for a in kept)
         return attend(q, k, v, mask), kept
 
     keys, values = [], []
@@ -295,7 +300,7 @@ def init_cache(
 
     def zeros(*shape):
         empty = jnp.zeros(rows + shape, dtype)
-        empty = constrain(empty, "batch", None, "kv_heads", None, None)
+        empty = constrain(empty, *SUFFIX_AXES)
         return [empty for _ in range(config.num_layers)]
 
     return KeyValues(zeros(config.head_dim, num_slots), zeros(num_slots, config.head_dim))
@@ -309,13 +314,10 @@ def extend(
     prefix: KeyValues,
     prefix_valid: Bool[Array, "B P"],
     suffix: KeyValues,
-    suffix_valid: Bool[Array, "B R S"],
+    is_visible: Bool[Array, "B R T S"],
     config: TextConfig,
 ) -> tuple[Float[Array, "B R T D"], KeyValues]:
     """Runs T new tokens of every row against the prefix and the rows' own suffixes."""
-    num_slots = suffix_valid.shape[-1]
-    is_causal = jnp.arange(num_slots) <= index + jnp.arange(x.shape[2])[:, None]
-    is_visible = suffix_valid[:, :, None] & is_causal
     is_shared = prefix_valid[:, None, None]
 
     keys, values = [], []

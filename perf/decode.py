@@ -1,13 +1,20 @@
-"""Rollout speed: the sampler against transformers' `generate`, same weights, one process.
+"""Rollout speed: continuous decoding against transformers' `generate`, same weights, one process.
 
     python -m perf.decode
+    python -m perf.decode --lengths=lognormal --rows 2 4 8
 
-4 prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, 64 sampled tokens each
-(EOS does not end a row on either side), prefill and vision tower included. The two sides take
-turns; the figure is the median of the ratios of neighbouring runs.
+Prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, prefill and vision tower
+included. The lengths are given: "equal" are 4 prompts of 64 sampled tokens each, "lognormal" are 16
+prompts of mean 128, σ 0.8 and at most 512 tokens, the same ones on both sides (EOS ends no row).
+transformers decodes a batch until its longest row ends; its batch and its cache are those that
+were fastest in a first round. The sides take turns; figures are medians of neighbouring runs.
+
+Also printed: the steps of our loop for each token, against as many rows as there are that are
+never idle.
 """
 
 import argparse
+import pathlib
 import statistics
 import tempfile
 import time
@@ -18,126 +25,192 @@ import numpy as np
 import torch
 import transformers
 
-from care_jax import sampler
-from care_jax.batch import Prompts
+from care_jax import sharding
+from care_jax.decode_line import Sizes, Waiting, simulate
+from care_jax.decode_queue import DecodeQueue, Request, compile_programs
+from care_jax.device_clock import DeviceClock
+from care_jax.lengths import draw_responses
+from care_jax.main import policy_of
+from care_jax.prompt import TokenizedPrompt
+from care_jax.run import Run
+from configs import tiny
 from models import backbone
-from models.positions import image_slots, pack_images, prompt_positions
+from models.config import BackboneConfig
 from perf.backbones import IMAGE_SIDE, medium_config
 
+NUM_TEXT = 25  # tokens of a prompt beside its image
+MEAN, SIGMA, CAP = 128, 0.8, 512  # of log-normal lengths
 
-def make_prompts(config, num_prompts: int, num_text: int, rng) -> tuple[Prompts, dict]:
-    """The same prompts for both sides: an image, then text."""
-    vision = config.vision
-    side = IMAGE_SIDE // vision.patch_size
-    num_image_tokens = (side // vision.merge_size) ** 2
+
+def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
+    """A run of the medium backbone, of which decoding alone is used."""
+    config = tiny.get_config()
+    config.model.backbone = medium_config().to_hf()
+    config.model.compute_dtype = dtype
+    config.data.buckets = ((num_tokens, num_patches),)
+    return Run(config, policy_of(config), sharding.make_mesh(1, 1, 1), pathlib.Path(), None)
+
+
+def make_prompts(config: BackboneConfig, num_prompts: int, rng) -> list[TokenizedPrompt]:
+    """An image, then text."""
+    side = IMAGE_SIDE // config.vision.patch_size
+    image = np.full((side // config.vision.merge_size) ** 2, config.image_token_id)
+    wrapped = [config.vision_start_token_id, *image, config.vision_end_token_id]
     grid = np.array([[1, side, side]])
-    rows = []
-    for _ in range(num_prompts):
-        text = rng.integers(0, 30000, num_text)
-        image = np.full(num_image_tokens, config.image_token_id)
-        wrapped = [config.vision_start_token_id, *image, config.vision_end_token_id]
-        rows.append(np.array([*wrapped, *text], np.int32))
-    patches = rng.normal(size=(num_prompts, side * side, vision.patch_dim)).astype(np.float32)
-    tokens = np.stack(rows)
-    placed = [prompt_positions(row, grid, config) for row in rows]
-    prompts = Prompts(
-        tokens=tokens,
-        is_valid=np.ones(tokens.shape, bool),
-        positions=np.stack([positions for positions, _ in placed]),
-        next_position=np.array([following for _, following in placed], np.int32),
-        slots=np.stack([image_slots(row, config) for row in rows]),
-        images=pack_images(list(patches), [grid] * num_prompts, vision, side * side),
-    )
-    inputs = {
+    shape = side * side, config.vision.patch_dim
+    return [
+        TokenizedPrompt(
+            np.array([*wrapped, *rng.integers(0, 256, NUM_TEXT)], np.int32),
+            grid,
+            rng.normal(size=shape).astype(np.float32),
+        )
+        for _ in range(num_prompts)
+    ]
+
+
+def torch_inputs(prompts: list[TokenizedPrompt], config: BackboneConfig, dtype) -> dict:
+    """What `generate` takes."""
+    tokens = np.stack([prompt.tokens for prompt in prompts])
+    return {
         "input_ids": torch.tensor(tokens, dtype=torch.long),
         "attention_mask": torch.ones(tokens.shape, dtype=torch.long),
-        "pixel_values": torch.tensor(patches.reshape(-1, vision.patch_dim)),
-        "image_grid_thw": torch.tensor(np.repeat(grid, num_prompts, 0)),
+        "pixel_values": torch.tensor(np.concatenate([p.patches for p in prompts])).to(dtype),
+        "image_grid_thw": torch.tensor(np.concatenate([p.grids for p in prompts])),
         "mm_token_type_ids": torch.tensor((tokens == config.image_token_id).astype(np.int64)),
     }
-    return prompts, inputs
+
+
+class AtLengths(transformers.StoppingCriteria):
+    """Ends each row at a length of its own."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids, scores, **_):
+        return input_ids.shape[1] >= self.lengths
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lengths", choices=("equal", "lognormal"), default="equal")
+    parser.add_argument("--prompts", type=int, help="4, or 16 of log-normal lengths")
+    parser.add_argument("--rollouts", type=int, default=8, help="G")
+    parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
+    parser.add_argument("--seats", type=int, help="prompts in flight; 128 rows by default")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ours", action="store_true", help="without transformers")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
 
-    config, dtype = medium_config(), jnp.dtype(args.dtype)
+    is_equal = args.lengths == "equal"
+    num_prompts = args.prompts or (4 if is_equal else 16)
+    rng = np.random.default_rng(0)
+    shape = num_prompts, args.rollouts
+    lengths = np.full(shape, args.tokens)
+    if not is_equal:
+        lengths = draw_responses(shape, MEAN, CAP, rng, sigma=SIGMA)
+    side = IMAGE_SIDE // 14
+    run = make_run(args.dtype, side * side // 4 + 2 + NUM_TEXT, side * side)
+    config = run.policy.config
+    prompts = make_prompts(config, num_prompts, rng)
     params = backbone.init(config, jax.random.key(0))
+    to_decode = jax.jit(lambda p: backbone.to_decode_layout(p, config, jnp.dtype(args.dtype)))
+    decode_params = to_decode(params)
+    programs = compile_programs(run, temperature=1.0, top_p=1.0, stops=False)
+    requests = [
+        Request(place, prompt, limits=limits)
+        for place, (prompt, limits) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8])
+
+    def queue_of(num_rows: int) -> DecodeQueue:
+        seats = args.seats or min(num_prompts, 128 // num_rows)
+        sizes = Sizes(seats, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
+        return DecodeQueue(run, programs, sizes, DeviceClock())
+
+    def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
+        queue = queue_of(num_rows)
+        began = time.perf_counter()
+        answers = list(queue.answers(decode_params, jax.random.key(repeat), requests))
+        seconds = time.perf_counter() - began
+        assert sum(int(rollouts.is_valid.sum()) for _, rollouts in answers) == lengths.sum()
+        return seconds, queue
+
     num_params = sum(x.size for x in jax.tree.leaves(params))
-    prompts, inputs = make_prompts(config, args.prompts, 25, np.random.default_rng(0))
+    print(
+        f"{num_params / 1e6:.0f}M parameters, {num_prompts} prompts of {len(prompts[0].tokens)} "
+        f"tokens, G = {args.rollouts}, {args.lengths} lengths of mean {lengths.mean():.0f}, "
+        f"longest {lengths.max()}, {args.dtype}, {torch.get_num_threads()} threads"
+    )
+    for num_rows in all_rows:
+        ours(num_rows, -1)  # compiles
+        seconds, queue = ours(num_rows, -1)
+        everyone = [Waiting(len(p.tokens), i, len(p.patches)) for i, p in enumerate(prompts)]
+        buckets = run.policy.prompts.buckets
+        schedule = simulate(queue.sizes, everyone, dict(enumerate(lengths)), buckets)
+        assert schedule.num_steps == queue.num_steps
+        row_steps = sum(call.num_steps * call.num_seats * num_rows for call in schedule.calls)
+        print(
+            f"R = {num_rows}: {queue.sizes.num_seats} seats, {queue.num_steps} steps, "
+            f"{row_steps / lengths.sum():.2f} row steps a token, "
+            f"{seconds:.1f} s, devices idle {1 - queue.clock.busy_seconds() / seconds:.1%}",
+            flush=True,
+        )
+    if args.ours:
+        return
+
     with tempfile.TemporaryDirectory() as folder:
         backbone.export(folder, params, config, dtype=jnp.float32)
         reference = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
             folder, dtype=getattr(torch, args.dtype)
         ).eval()
-    inputs["pixel_values"] = inputs["pixel_values"].to(reference.dtype)
-    closing_tag = jnp.zeros((2, config.text.vocab_size), jnp.uint8)  # no tag ever closes
 
-    @jax.jit
-    def roll_out(params, prompts, rng):
-        prefix = sampler.prefill(params, prompts, config, dtype=dtype)
-        return sampler.decode(
-            params,
-            prefix,
-            jax.random.split(rng, args.prompts),
-            closing_tag,
-            config,
-            num_rows=args.rollouts,
-            max_tokens=args.tokens,
-            temperature=1.0,
-            top_p=1.0,
-            dtype=dtype,
-            stops=False,
-        )
-
-    decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, dtype))(params)
-
-    def ours(repeat: int) -> float:
-        began = time.perf_counter()
-        rollouts = jax.block_until_ready(roll_out(decode_params, prompts, jax.random.key(repeat)))
-        seconds = time.perf_counter() - began
-        assert int(rollouts.is_valid.sum()) == args.prompts * args.rollouts * args.tokens
-        return seconds
-
-    def theirs(repeat: int) -> float:
+    def theirs(batch: int, cache: str, repeat: int) -> float:
         torch.manual_seed(repeat)
         began = time.perf_counter()
-        with torch.inference_mode():
-            out = reference.generate(
-                **inputs,
-                do_sample=True,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
-                num_return_sequences=args.rollouts,
-                min_new_tokens=args.tokens,
-                max_new_tokens=args.tokens,
-            )
-        seconds = time.perf_counter() - began
-        assert out.shape[1] - inputs["input_ids"].shape[1] == args.tokens
-        return seconds
+        for start in range(0, num_prompts, batch):
+            part = range(start, min(start + batch, num_prompts))
+            inputs = torch_inputs([prompts[i] for i in part], config, reference.dtype)
+            num_prompt_tokens = inputs["input_ids"].shape[1]
+            wanted = lengths[list(part)].ravel()
+            with torch.inference_mode():
+                out = reference.generate(
+                    **inputs,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_p=1.0,
+                    top_k=0,
+                    num_return_sequences=args.rollouts,
+                    max_new_tokens=int(wanted.max()),
+                    eos_token_id=None,
+                    pad_token_id=config.pad_token_id,
+                    stopping_criteria=[AtLengths(num_prompt_tokens + wanted)],
+                    cache_implementation=cache,
+                )
+            assert out.shape[1] - num_prompt_tokens == wanted.max()
+        return time.perf_counter() - began
 
-    ours(-1)  # compiles
-    theirs(-1)
-    num_tokens = args.prompts * args.rollouts * args.tokens
-    print(
-        f"{num_params / 1e6:.0f}M parameters, {args.prompts} prompts of "
-        f"{prompts.tokens.shape[1]} tokens, G = {args.rollouts}, {args.tokens} new tokens, "
-        f"{args.dtype}, {torch.get_num_threads()} threads"
-    )
-    ratios = []
+    candidates = {}
+    for batch in sorted({num_prompts, max(num_prompts // 2, 1), max(num_prompts // 4, 1)}):
+        for cache in ("dynamic", "static"):
+            candidates[batch, cache] = theirs(batch, cache, -1)
+            print(
+                f"transformers, {batch} prompts, {cache}: {candidates[batch, cache]:.1f} s",
+                flush=True,
+            )
+    best = min(candidates, key=candidates.get)
+    ratios = {num_rows: [] for num_rows in all_rows}
     for repeat in range(args.repeats):
-        seconds = {"care_jax": ours(repeat), "transformers": theirs(repeat)}
-        ratios.append(seconds["transformers"] / seconds["care_jax"])
-        speeds = "  ".join(f"{name} {num_tokens / s:7.1f} tok/s" for name, s in seconds.items())
-        print(f"{speeds}  ratio {ratios[-1]:.2f}")
-    print(f"median ratio {statistics.median(ratios):.2f}")
+        seconds = theirs(*best, repeat)
+        line = [f"transformers {lengths.sum() / seconds:.1f} tok/s"]
+        for num_rows in all_rows:
+            mine, _ = ours(num_rows, repeat)
+            ratios[num_rows].append(seconds / mine)
+            line.append(f"R = {num_rows} {lengths.sum() / mine:.1f} ({seconds / mine:.2f}x)")
+        print("  ".join(line), flush=True)
+    for num_rows, found in ratios.items():
+        print(f"R = {num_rows}: median ratio {statistics.median(found):.2f}")
 
 
 if __name__ == "__main__":

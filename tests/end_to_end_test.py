@@ -122,7 +122,10 @@ def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
     assert main.run_stages(small_config(), tmp_path) == finished[1]
 
     def without_times(records):
-        return [{k: v for k, v in record.items() if "second" not in k} for record in records]
+        return [
+            {k: v for k, v in record.items() if "second" not in k and k != "device_idle"}
+            for record in records
+        ]
 
     unbroken, resumed = (
         without_times([r for r in metrics_of(w) if r["stage"] != "sft"])
@@ -241,17 +244,22 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     rl = metrics_of(tmp_path)
     assert len(rl) * config.rl.prompts_per_step == 304
     num_buckets = len(config.data.buckets)
-    counts = {
-        name: getattr(programs[owner], name)._cache_size()
+    update, rollout = programs["compile_update"], programs["compile_rollout"]
+    decoding = rollout.decode.__self__.programs
+    counts, num_shapes, num_calls = (
+        {name: getattr(owner, name)._cache_size() for name in names}
         for owner, names in (
-            ("compile_rollout", ("prefill", "decode", "reflect", "select")),
-            ("compile_update", ("update", "score", "credit")),
+            (update, ("credit",)),
+            (update, ("update", "score")),
+            (decoding, ("sit_down", "advance")),
         )
-        for name in names
-    }
-    assert 1 < counts["prefill"] <= num_buckets
-    num_shapes = {name: counts.pop(name) for name in ("update", "score")}
+    )
     assert all(count <= num_buckets for count in counts.values()), counts
+    assert rollout.select._cache_size() == 1
+    # Two passes, in each of which prompts of one bucket sit beside those of another, and the seats
+    # become half and a quarter.
+    assert 2 <= num_calls["sit_down"] <= 2 * (num_buckets + 1)
+    assert 2 <= num_calls["advance"] <= 2 * 3 * num_buckets
     # Rows of trees come in few lengths and numbers, whatever is in them.
     assert all(count <= 3 for count in num_shapes.values()), num_shapes
     assert all(0 < record["train_fill"] <= 1 for record in rl)

@@ -22,12 +22,13 @@ LAYERS = (
     ("host: answers",             ("notation", "quantities", "symbolic", "answers", "verifier",
                                    "scores", "benchmarks")),
     ("host: prompts",             ("data", "patches", "prompt", "packing", "lengths",
-                                   "tree_packing", "row_plan", "tree_rows")),
+                                   "tree_packing", "row_plan", "tree_rows", "decode_line")),
     ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
-                                   "metrics", "report", "topology")),
-    ("over a backbone",           ("logprobs", "sampler", "reflect", "train_step")),
-    ("one run",                   ("policy", "run", "attention_check", "checks", "rollout",
-                                   "dynamic", "update_batch", "shapes", "step_sizes",
+                                   "metrics", "report", "topology", "device_clock",
+                                   "compilation_cache")),
+    ("over a backbone",           ("logprobs", "sampling", "sampler", "reflect", "train_step")),
+    ("one run",                   ("policy", "run", "attention_check", "checks", "decode_queue",
+                                   "rollout", "dynamic", "update_batch", "shapes", "step_sizes",
                                    "scoreboard")),
     ("loops",                     ("sft", "evaluate", "train", "export", "fit")),
     ("entry",                     ("main", "aot", "sweep")),
@@ -40,7 +41,7 @@ FOLDERS = {
     "care_jax":    ("care_jax", "models"),
 }
 # fmt: on
-JIT_FILES = ("train", "sft", "evaluate", "export", "attention_check")
+JIT_FILES = ("train", "sft", "evaluate", "export", "attention_check", "decode_queue")
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
 

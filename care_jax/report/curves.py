@@ -34,6 +34,7 @@ CHARTS = (
     ("Time", "seconds", ("*_seconds", "seconds")),
     ("Arithmetic", "TFLOP/s per device", ("*tflops_per_second",)),
     ("Utilisation", "share of peak", ("*_mfu",)),
+    ("Devices idle", "share of the time", ("device_idle",)),
     ("Device memory", "GiB", ("device_memory_gib",)),
     ("Decoded so far", "tokens", ("decoded_tokens",)),
     ("Verifier", "calls", ("verifier/*",)),

@@ -213,7 +213,7 @@ def run_loop(make_run, questions, responses, monkeypatch):
         script = make_script(responses, dies_at)
         run = make_run(LOOP | dict(changes), folder)
         monkeypatch.setattr(train, "roll_out", script.roll_out)
-        monkeypatch.setattr(train, "compile_rollout", lambda run: None)
+        monkeypatch.setattr(train, "compile_rollout", lambda *_: None)
         monkeypatch.setattr(train, "compile_update", lambda *_: script.programs())
         params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}
         params = train.train(run, params, questions(range(30)))

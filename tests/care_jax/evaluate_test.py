@@ -3,7 +3,6 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,24 +50,35 @@ def asked(policy, examples, monkeypatch):
         table[row, : len(tokens)], lengths[row] = tokens, len(tokens)
     calls = []
 
-    def decode(params, prefix, rng, closing_tag, config, **settings):
-        calls.append(settings | {"num_prompts": len(prefix.tokens)})
-        row = prefix.is_valid.sum(1)
-        tokens = jnp.asarray(table)[row][:, None]
-        is_valid = (jnp.arange(T) < jnp.asarray(lengths)[row][:, None])[:, None]
-        return Rollouts(
-            tokens=tokens,
-            is_valid=is_valid,
-            is_forced=jnp.zeros_like(is_valid),
-            logp=jnp.zeros(tokens.shape),
-            embedding=jnp.zeros((*tokens.shape[:2], 2)),
-            is_complete=is_valid.any(-1),
-        )
+    def compile_programs(run, **choice):
+        calls.append(choice)
 
-    def prefill(params, prompts, config, *, dtype, attention):
-        return prompts
+    class Queue:
+        def __init__(self, run, programs, sizes, clock):
+            calls[-1] |= {"sizes": sizes, "asked": []}
+            self.asked = calls[-1]["asked"]
 
-    monkeypatch.setattr(evaluate, "sampler", SimpleNamespace(prefill=prefill, decode=decode))
+        def answers(self, params, rng, requests):
+            """The last first, one at a time."""
+            self.asked += [request.place for request in requests]
+            for number, request in reversed(list(enumerate(requests))):
+                length = len(request.record.tokens)
+                tokens = table[length][None, None]
+                is_valid = (np.arange(T) < lengths[length])[None, None]
+                yield (
+                    [number],
+                    Rollouts(
+                        tokens=tokens,
+                        is_valid=is_valid,
+                        is_forced=np.zeros_like(is_valid),
+                        logp=np.zeros(tokens.shape, np.float32),
+                        embedding=np.zeros((1, 1, 2), np.float32),
+                        is_complete=is_valid.any(-1),
+                    ),
+                )
+
+    monkeypatch.setattr(evaluate, "compile_programs", compile_programs)
+    monkeypatch.setattr(evaluate, "DecodeQueue", Queue)
     monkeypatch.setattr(evaluate.backbone, "to_decode_layout", lambda params, *_: params)
     monkeypatch.setattr(evaluate, "decode_shardings", lambda *_: None)
     return texts, calls
@@ -93,16 +103,12 @@ def test_figures_are_over_the_examples_that_fit_and_no_padding(make_run, example
 
 def test_one_greedy_answer_is_asked_for_each(make_run, examples, asked):
     evaluate.evaluate(make_run(SETTINGS), {}, examples, name="rl")
-    assert asked[1] == [
-        {
-            "num_prompts": 3,
-            "num_rows": 1,
-            "max_tokens": T,
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "dtype": jnp.float32,
-        }
-    ]
+    (call,) = asked[1]
+    assert (call["temperature"], call["top_p"]) == (0.0, 1.0)
+    sizes = call["sizes"]
+    assert sizes.num_seats == sizes.period == 3
+    assert (sizes.num_rows, sizes.num_rollouts, sizes.max_tokens) == (1, 1, T)
+    assert call["asked"] == list(range(5))
 
 
 def test_samples_hold_each_example_with_its_own_response(make_run, examples, asked):

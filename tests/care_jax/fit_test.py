@@ -60,7 +60,8 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
     flags += ["--mean_response=12"]
     status, rows, output = compiled("--topology=v5e:2x2", *flags)
     assert status == 0, output
-    names = ["reshard", "prefill", "decode", "reflect", "score", "update"]
+    names = ["reshard", "decode prefill", "decode", "reflect prefill", "reflect"]
+    names += ["score", "update"]
     assert list(rows) == [f"rl {name}" for name in names]
     assert "v5e:2x2: 4 chips (fsdp 4), 15.75 GiB each" in output and "It fits" in output
     assert re.search(
@@ -74,11 +75,11 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
     assert 1.9 < float(update["all-gather"]) / float(score["all-gather"]) < 2.1
     assert float(update["reduce-scatter"]) > 0 and float(score["reduce-scatter"]) == 0
     assert float(update["worst step"]) > 1.5 * float(update["mean step"])
-    # 128 prompts a chip: keys and values of 2 layers, 2 heads of 24, over 128 tokens and 8 of 36.
-    cache = 128 * (128 + 8 * 36) * 2 * 2 * 2 * 24 * 4 / GIB
+    # 128 prompts a chip: keys and values of 2 layers, 2 heads of 24, over 128 tokens and 4 of 36.
+    cache = 128 * (128 + 4 * 36) * 2 * 2 * 2 * 24 * 4 / GIB
     decode = rows["rl decode"]
-    assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.03
-    assert float(rows["rl prefill"]["beside"]) >= 0.01
+    assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.02
+    assert float(rows["rl decode prefill"]["beside"]) >= 0.01
 
 
 @needs_cuda

@@ -10,7 +10,6 @@ import sys
 import types
 
 import jax
-import numpy as np
 import pytest
 import yaml
 from PIL import Image
@@ -18,6 +17,7 @@ from PIL import Image
 from care_jax import evaluate, export, sharding
 from care_jax.batch import Example
 from care_jax.benchmarks import response
+from care_jax.decode_queue import Request
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
 from care_jax.policy import initial_params
@@ -89,8 +89,8 @@ def greedy(folder, example, tmp_path):
         run = Run(config, policy, mesh, tmp_path, metrics)
         ask = evaluate.prepare(run, params)
         prompt = policy.prompts.tokenize(example)
-        rollouts = ask(sharding.put_batch(policy.prompts.batch([prompt]), run.decode_batch_place))
-    return prompt.tokens, np.asarray(rollouts.tokens)[0, 0][np.asarray(rollouts.is_valid)[0, 0]]
+        ((_, rollouts),) = ask([Request(0, prompt)])
+    return prompt.tokens, rollouts.tokens[0, 0][rollouts.is_valid[0, 0]]
 
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)

@@ -41,17 +41,12 @@ def text_of(policy, tokens):
 def test_a_row_that_goes_on_from_the_cue_is_well_formed(policy, encode, tag, end):
     """The cue joins its neighbours in pieces of its own and does not close the rationale."""
     care = common.get_config().care
-    forced = reflect.forced_context(
-        RATIONALES,
-        reflect.cue_text(care.cue, care.reflect_mode, seed=0),
-        encode,
-        think_tag=tag,
-        max_context=care.max_context,
-        pad_token_id=policy.config.pad_token_id,
-    )
+    cue = reflect.cue_text(care.cue, care.reflect_mode, seed=0)
     closing_tag = spans.closing_tag_table(policy.token_bytes, tag)
-    for row, rationale in enumerate(RATIONALES):
-        context = np.asarray(forced.tokens[row])[np.asarray(forced.is_valid[row])].tolist()
+    for rationale in RATIONALES:
+        context = reflect.context_tokens(
+            rationale, cue, encode, think_tag=tag, max_context=care.max_context
+        ).tolist()
         assert text_of(policy, context) == f"<{tag}>{rationale}{care.cue}"
         state = functools.reduce(lambda state, token: closing_tag[state, token], context, 0)
         assert state < len(closing_tag) - 1
@@ -71,18 +66,14 @@ def test_a_row_that_goes_on_from_the_cue_is_well_formed(policy, encode, tag, end
 def test_a_rationale_that_is_cut_leaves_the_cue_whole_and_room_to_answer(policy, encode):
     config = common.get_config()
     care, num_cue = config.care, len(encode(config.care.cue))
-    forced = reflect.forced_context(
-        ["3 + 4 = 8, so " * 1000],
-        care.cue,
-        encode,
-        think_tag="think",
-        max_context=care.max_context,
-        pad_token_id=policy.config.pad_token_id,
+    rationale, width = "3 + 4 = 8, so " * 1000, care.max_context
+    context = reflect.context_tokens(
+        rationale, care.cue, encode, think_tag="think", max_context=width
     )
-    assert np.asarray(forced.is_valid).all()
-    assert text_of(policy, np.asarray(forced.tokens)[0, -num_cue:]) == care.cue
+    assert len(context) == width + num_cue
+    assert text_of(policy, context[-num_cue:]) == care.cue
     assert num_cue < 64
-    assert forced.tokens.shape[1] + 512 < config.rl.max_response_tokens
+    assert len(context) + 512 < config.rl.max_response_tokens
 
 
 @pytest.mark.parametrize("module", CONFIGS, ids=lambda module: module.__name__)

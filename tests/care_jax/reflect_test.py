@@ -11,23 +11,18 @@ def encode(text):
     return [ord(character) for character in text]
 
 
-def test_context_is_tag_rationale_and_cue_left_padded():
-    forced = reflect.forced_context(
-        ["abc", None, ""], "!?", encode, think_tag="t", max_context=8, pad_token_id=7
-    )
-    assert forced.tokens.shape == (3, 10)
-    texts = ["".join(map(chr, forced.tokens[i, forced.is_valid[i]])) for i in range(3)]
-    assert texts == ["<t>abc!?", "", "<t>!?"]
-    np.testing.assert_array_equal(forced.is_valid[0], [False] * 2 + [True] * 8)
-    np.testing.assert_array_equal(forced.is_active, [True, False, True])
-    np.testing.assert_array_equal(forced.tokens[~forced.is_valid], 7)
+def context(rationale, max_context):
+    tokens = reflect.context_tokens(rationale, "!?", encode, think_tag="t", max_context=max_context)
+    return "".join(map(chr, tokens))
+
+
+def test_context_is_tag_rationale_and_cue():
+    assert context("abc", 8) == "<t>abc!?"
+    assert context("", 8) == "<t>!?"
 
 
 def test_long_rationale_loses_its_end_and_keeps_the_cue():
-    forced = reflect.forced_context(
-        ["abcdefgh"], "!?", encode, think_tag="t", max_context=5, pad_token_id=0
-    )
-    assert "".join(map(chr, forced.tokens[0])) == "<t>ab!?"
+    assert context("abcdefgh", 5) == "<t>ab!?"
 
 
 @pytest.mark.parametrize(
@@ -58,12 +53,6 @@ def test_every_context_leaves_a_well_formed_answer_to_be_sampled(response):
     table = [bytes([byte]) for byte in range(256)] + [b""]
     found = spans.parse([*text, 256], table, eos_token_ids=(256,))
     assert (found.answer, found.fmt) == ("4", 1.0)
-
-
-def test_a_fresh_rollout_has_nothing_in_front():
-    forced = reflect.no_context(np.array([True, False]))
-    assert forced.tokens.shape == forced.is_valid.shape == (2, 0)
-    np.testing.assert_array_equal(forced.is_active, [True, False])
 
 
 def test_modes_are_the_cue_nothing_and_its_words_shuffled():

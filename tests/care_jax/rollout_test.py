@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from care_jax.batch import Rollouts
-from care_jax.rollout import Programs, Roster, plan_waves, roll_out
+from care_jax.rollout import Programs, Roster, roll_out
 from care_jax.select import Subgroup
 from care_jax.verifier import Verifier
 
@@ -46,39 +46,39 @@ class Script:
         self.failure = lambda i, g: said(f"row {g} of {i}", 99)
 
     def programs(self):
-        return Programs(self.prefill, self.decode, self.reflect, self.select)
+        return Programs(self.decode, self.reflect, self.select)
 
-    def prefill(self, params, prompts):
-        return [self.index_of[length] for length in np.asarray(prompts.is_valid).sum(1).tolist()]
+    def decode(self, params, rng, requests):
+        """Two prompts at a time, the last first."""
+        self.note("decode", rng, [request.place for request in requests])
+        assert not any(len(request.context) for request in requests)
+        numbers = list(range(len(requests)))[::-1]
+        for pair in zip(numbers[::2], numbers[1::2], strict=True):
+            self.calls.append("decode")
+            rows = []
+            for number in pair:
+                i = self.index_of[len(requests[number].record.tokens)]
+                texts = [
+                    said(f"row {g} of {i}", i) if is_right else self.failure(i, g)
+                    for g, is_right in enumerate(self.accs[i])
+                ]
+                rows.append([self.response(text) for text in texts])
+            yield list(pair), self.rollouts(rows)
 
-    def decode(self, params, prefix, rng, places):
-        self.note("decode", rng, places)
-        assert np.asarray(places).tolist() == prefix
-        rows = [
-            [
-                said(f"row {g} of {i}", i) if is_right else self.failure(i, g)
-                for g, is_right in enumerate(self.accs[i])
-            ]
-            for i in prefix
-        ]
-        return self.rollouts([[self.response(text) for text in texts] for texts in rows])
-
-    def reflect(self, params, prefix, rng, places, forced):
-        self.note("reflect", rng, places)
-        assert np.asarray(places).tolist() == prefix
-        tokens, is_valid, is_active = map(np.asarray, jax.tree.leaves(forced))
-        rows, num_forced = [], []
-        for i, row, mask, is_triggered in zip(prefix, tokens, is_valid, is_active, strict=True):
-            context = row[mask]
-            self.forced[i] = self.policy.tokenizer.decode(context) if is_triggered else None
+    def reflect(self, params, rng, requests):
+        self.note("reflect", rng, [request.place for request in requests])
+        for number, request in list(enumerate(requests))[::-1]:
+            self.calls.append("reflect")
+            i = self.index_of[len(request.record.tokens)]
+            self.forced[i] = self.policy.tokenizer.decode(request.context)
             answer = i if i in self.repaired else 98
             sampled = self.response(f" So</think><answer>{answer}</answer>")
-            rows.append([np.append(context, sampled) if is_triggered else np.array([], np.int32)])
-            num_forced.append([len(context)])
-        return self.rollouts(rows, num_forced)
+            row = np.append(request.context, sampled)
+            yield [number], self.rollouts([[row]], [[len(request.context)]])
 
     def select(self, rollouts, scores, rng, places):
         self.note("select", rng, places)
+        self.calls.append("select")
         is_success = scores.acc == 1
         return Subgroup(
             anchor=is_success.argmax(1),
@@ -89,7 +89,6 @@ class Script:
         )
 
     def note(self, program, rng, places):
-        self.calls.append(program)
         key = tuple(jax.random.key_data(rng).tolist())
         self.keys[program] += [(key, place) for place in np.asarray(places).tolist()]
 
@@ -123,7 +122,7 @@ def roll(make_run, questions, policy):
         examples = questions(LENGTHS[: len(accs)])
         script = Script(policy, examples, accs, repaired)
         script.failure = failure or script.failure
-        run = make_run({"rl.decode_prompts": 2, "care.cue": CUE, **dict(changes)})
+        run = make_run({"care.cue": CUE, **dict(changes)})
         records = [policy.prompts.tokenize(example) for example in examples]
         roster = Roster.call(np.arange(len(examples)), examples, records)
         rng = jax.random.key(seed)
@@ -145,7 +144,7 @@ def texts(policy, rollouts):
     ]
 
 
-def test_rows_come_back_to_their_prompts_whatever_the_waves(roll, policy):
+def test_rows_come_back_to_their_prompts_whoever_is_done_first(roll, policy):
     groups, _, _ = roll()
     for i, rows in enumerate(texts(policy, groups.rollouts)):
         assert rows[:3] == [
@@ -175,8 +174,7 @@ def test_only_prompts_with_an_anchor_and_a_failure_are_repaired(roll):
     accs = ((1, 1, 1), (0, 0, 0), (1, 0, 0), (0, 1, 0))
     groups, script, _ = roll(accs=accs)
     np.testing.assert_array_equal(groups.has_reflection, [False, False, True, True])
-    repaired = {i for i, context in script.forced.items() if context is not None}
-    assert repaired == {2, 3}
+    assert set(script.forced) == {2, 3}
     np.testing.assert_array_equal(groups.rollouts.is_valid[:, 3].any(-1), groups.has_reflection)
     np.testing.assert_array_equal(groups.scores.reward[:2, 3], 0)
 
@@ -197,7 +195,7 @@ def test_mode_changes_the_words_behind_the_rationale(roll, mode, cue):
 def test_resampled_rows_start_from_the_prompt_alone(roll, policy):
     """The paper's control has neither cue nor failed rationale."""
     groups, script, _ = roll({"care.reflect_mode": "resample"}, accs=((1, 0, 0), (1, 1, 1)))
-    assert script.forced == {0: "", 1: None}
+    assert script.forced == {0: ""}
     assert not groups.rollouts.is_forced.any()
     assert texts(policy, groups.rollouts)[0][3] == " So</think><answer>98</answer>"
     np.testing.assert_array_equal(groups.has_reflection, [True, False])
@@ -226,10 +224,25 @@ def test_prompt_only_drops_the_context_and_keeps_the_verdict(roll, policy):
     np.testing.assert_array_equal(groups.scores.fmt[:, 3], 1)
 
 
-def test_next_wave_is_dispatched_before_the_last_is_judged_and_no_key_serves_twice(roll):
+def test_nobody_is_repaired_where_nobody_failed(roll):
+    groups, script, _ = roll(accs=((1, 1, 1), (0, 0, 0)))
+    assert not script.forced and not groups.has_reflection.any()
+    assert not groups.rollouts.is_valid[:, 3].any()
+
+
+def test_answers_are_judged_as_they_come_and_no_key_serves_twice(roll, monkeypatch):
+    judged, calls = [], []
+    verify = Verifier.verify
+
+    def watched(self, texts, examples):
+        judged.append(len(texts))
+        calls.append("judge")
+        return verify(self, texts, examples)
+
+    monkeypatch.setattr(Verifier, "verify", watched)
     _, script, _ = roll()
-    ending = ["select", "reflect"]
-    assert script.calls == ["decode", "decode", *ending, "decode", *ending, *ending]
+    assert judged == [6, 6, 6, *[1] * 6]  # two groups of three at a time, then the reflected rows
+    assert script.calls == ["decode"] * 3 + ["select"] + ["reflect"] * 6
     keys = [key for of_program in script.keys.values() for key in of_program]
     assert len(keys) == len(set(keys)) == 3 * 6
     _, other, _ = roll(seed=1)
@@ -239,32 +252,3 @@ def test_next_wave_is_dispatched_before_the_last_is_judged_and_no_key_serves_twi
 def test_rewards_weigh_the_format_as_configured(roll):
     groups, _, _ = roll({"rl.format_weight": 0.4})
     np.testing.assert_allclose(groups.scores.reward[:, :3], [[1, 0.4, 0.4]] * 6, rtol=1e-6)
-
-
-def plan(num_tokens, num_shards, prompts_per_update=8, decode_prompts=4):
-    return plan_waves(
-        np.asarray(num_tokens),
-        prompts_per_update=prompts_per_update,
-        decode_prompts=decode_prompts,
-        num_shards=num_shards,
-    )
-
-
-def test_waves_of_one_shard_go_from_the_shortest_prompt_to_the_longest_ties_by_place():
-    np.testing.assert_array_equal(
-        plan([5, 1, 3, 1, 9, 2, 2, 8], num_shards=1), [[1, 3, 5, 6], [2, 0, 7, 4]]
-    )
-
-
-@pytest.mark.parametrize(("num_shards", "decode_prompts"), [(2, 2), (2, 8), (4, 4), (4, 8)])
-def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards, decode_prompts):
-    num_tokens = np.random.default_rng(0).integers(1, 50, 24)
-    waves = plan(num_tokens, num_shards, decode_prompts=decode_prompts)
-    assert waves.shape == (24 // decode_prompts, decode_prompts)
-    assert sorted(waves.ravel()) == list(range(24))
-    shard_of_place = np.tile(np.repeat(np.arange(num_shards), 8 // num_shards), 3)
-    by_shard = waves.reshape(len(waves), num_shards, -1)
-    for shard in range(num_shards):
-        own = by_shard[:, shard].ravel()
-        assert set(shard_of_place[own]) == {shard}
-        assert (np.diff(num_tokens[own]) >= 0).all()

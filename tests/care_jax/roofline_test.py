@@ -101,29 +101,14 @@ def test_an_update_is_worth_three_forwards_of_what_is_not_padding():
     assert worth == 3 * (decoder + roofline.tower_flops(TOWER, "qwen2_5_vl", 8))
 
 
-def test_decoding_reads_weights_and_cache_for_every_sampled_token():
+def test_decoding_reads_weights_and_cache_in_every_step():
     """328 weights; 2 prompts of 3 tokens and 4 rows of 2 keep 14 keys and values of 2, 2 layers."""
-    work = roofline.decode_work(SMALL, ROWS, LAYOUT)
+    work = roofline.decode_work(SMALL, ROWS, LAYOUT, num_steps=3, num_tokens=7)
     cache = 14 * 2 * 2 * 2 * 2 / 2  # half of the prompts
-    assert work.tokens == 8 and work.hbm_bytes == 2 * (328 * 2 + cache)
-    assert work.num_passes == 2
-    # Each row's first token sees 3 + 1 keys, its second 3 + 2.
-    assert work.flops == roofline.decoder_flops(TEXT, 8, 4 * 9, 8)
-
-
-def test_forced_tokens_are_computed_at_once_and_kept_beside_the_budget():
-    """One step reads the weights; 4 rows of 2 + 1 slots keep 18 keys and values with 2 x 3."""
-    forced = roofline.decode_work(SMALL, ROWS, LAYOUT, num_forced=1)
-    cache = 18 * 2 * 2 * 2 * 2 / 2
-    assert forced.tokens == 4 and forced.hbm_bytes == 328 * 2 + cache and forced.num_passes == 1
-    assert forced.flops == roofline.decoder_flops(TEXT, 8, 4 * 9, 4)
-
-
-def test_a_wave_that_ends_early_reads_all_of_the_cache_until_then():
-    work = roofline.decode_work(SMALL, ROWS, LAYOUT)
-    short = roofline.decode_work(SMALL, ROWS, LAYOUT, num_steps=1, num_tokens=3)
-    assert (short.tokens, short.num_passes) == (3, 1) and short.hbm_bytes == work.hbm_bytes / 2
-    assert short.flops == roofline.decoder_flops(TEXT, 4, 4 * 4, 4)
+    assert work.tokens == 7 and work.hbm_bytes == 3 * (328 * 2 + cache)
+    assert work.num_passes == 3
+    # Each of 4 rows is computed in each step, against 3 + 2 slots.
+    assert work.flops == roofline.decoder_flops(TEXT, 12, 12 * 5, 12)
 
 
 def test_each_microbatch_gathers_the_weights_of_other_chips_in_every_pass():

@@ -1,5 +1,7 @@
 """What is compiled for is what a run has: shapes, types and layouts of state and batches."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -76,9 +78,14 @@ def test_batches_are_those_that_packing_makes(run, image_records):
     jax.tree.map(assert_same, shapes.imitation_batch(run, 4), sharding.put_batch(imitated, place))
 
 
-def test_forced_context_is_as_wide_as_the_budget_and_the_cue(run):
+def test_a_context_is_as_long_as_the_budget_and_the_cue(run, policy):
     run.config.care.update(max_context=11, cue="a cue of twenty-one b")
-    assert shapes.forced(run, 4).tokens.shape == (4, 11 + 6)
+    num_cue = len(policy.tokenizer.encode("a cue of twenty-one b", add_special_tokens=False))
+    assert shapes.context_tokens(run) == 11 + num_cue
+    without = dataclasses.replace(run, policy=dataclasses.replace(policy, tokenizer=None))
+    assert shapes.context_tokens(without) == 11 + 6
+    run.config.care.reflect_mode = "resample"
+    assert shapes.context_tokens(run) == 0
 
 
 def test_bytes_are_those_of_one_device(run):

@@ -1,12 +1,11 @@
-"""A step's rows and waves: at worst those of the largest batch, expected those of drawn lengths."""
+"""A step's rows and schedules: at worst those of the largest batch, expected of drawn lengths."""
 
 import jax
 import numpy as np
 import pytest
 
-from care_jax import roofline, sharding, step_sizes
+from care_jax import roofline, shapes, sharding, step_sizes
 from care_jax.checks import fill_in
-from care_jax.roofline import Rows
 from care_jax.row_plan import TreeSizes, plan_rows
 from care_jax.run import Run
 from care_jax.sharding import make_mesh
@@ -36,12 +35,18 @@ def drawn(run, monkeypatch):
 
 
 def test_the_largest_step_is_full(run):
-    """64 prompts in waves of 16 and updates of 32; of 36 tokens 11 and a cue of 6 are forced."""
+    """64 prompts on 16 seats, updates of 32; of 36 tokens 11 and a cue are forced."""
     step = step_sizes.largest_step(run)
-    wave = step.waves[0]
-    assert len(step.waves) == 4 and len(step.updates) == 2
-    assert wave.rows == Rows(16, 128, 64, 8, 36) and wave.num_tokens == 16 * 8 * 36
-    assert (wave.num_steps, wave.num_reflected_steps) == (36, 36 - 17)
+    decoding, reflecting = step.decoding, step.reflecting
+    assert len(step.updates) == 2
+    # Four prefills fill the seats; of 8 rollouts 4 are in flight, so each row has two of 36 tokens.
+    assert decoding.prefills == ((128, 64),) * 16
+    assert sum(call.num_tokens for call in decoding.calls) == 64 * 8 * 36
+    assert decoding.num_steps == 64 // 16 * 2 * 35
+    assert {(call.num_prompt_tokens, call.num_slots) for call in decoding.calls} == {(128, 36)}
+    context = shapes.context_tokens(run)
+    assert reflecting.prefills == ((128 + context, 64),) * 16
+    assert sum(call.num_tokens for call in reflecting.calls) == 64 * (36 - context)
     plan, packed = step.updates[0]
     assert plan.real_tokens == 32 * (128 + 9 * 36) and packed.scored == 32 * 9 * 36
     # One tree of 128 + 9 * 36 tokens to a row, 480 of its 512: lengths are sixteenths.
@@ -49,23 +54,15 @@ def test_the_largest_step_is_full(run):
     assert step.train_fill == 452 / 480
 
 
-def test_a_wave_runs_until_its_longest_row_ends(run, drawn):
-    """Prompts are decoded from the shortest to the longest."""
+def test_all_that_is_drawn_is_decoded(run, drawn):
     _, responses = drawn
     step = step_sizes.expected_step(run, MEAN)
-    assert sum(wave.num_tokens for wave in step.waves) == responses[:, :8].sum()
-    assert (
-        sum(wave.num_reflected_tokens for wave in step.waves)
-        == np.minimum(responses[:, 8], 36 - 17).sum()
-    )
-    # A wave has the 8 shortest prompts of either shard, which holds half of each update.
-    shard = np.arange(64) % 32 // 16
-    first = np.concatenate([np.flatnonzero(shard == i)[:8] for i in (0, 1)])
-    wave = step.waves[0]
-    assert wave.num_steps == responses[first, :8].max()
-    assert wave.num_tokens == responses[first, :8].sum()
-    assert wave.num_reflected_steps == min(responses[first, 8].max(), 36 - 17)
-    assert wave.rows == Rows(16, 96, 64, 8, 36)  # of the smallest bucket that holds 20 + 39
+    assert sum(call.num_tokens for call in step.decoding.calls) == responses[:, :8].sum()
+    room = 36 - shapes.context_tokens(run)
+    sampled = sum(call.num_tokens for call in step.reflecting.calls)
+    assert sampled == np.minimum(responses[:, 8], room).sum()
+    # The smallest bucket that holds 20 + 40 tokens, before that which holds 20 + 63.
+    assert step.decoding.prefills[0] == (96, 64)
 
 
 def test_updates_are_planned_as_a_run_plans_them(run, drawn):
@@ -119,8 +116,9 @@ def test_hosts_of_a_mesh_are_counted(run):
 def test_shorter_responses_make_a_smaller_step(run):
     largest, expected = step_sizes.largest_step(run), step_sizes.expected_step(run, MEAN)
     assert expected.num_microbatches < largest.num_microbatches
-    assert sum(w.num_tokens for w in expected.waves) < sum(w.num_tokens for w in largest.waves) / 2
-    assert step_sizes.expected_step(run, MEAN).waves == expected.waves  # drawn alike every time
+    assert expected.decoding.num_steps < 0.6 * largest.decoding.num_steps
+    again = step_sizes.expected_step(run, MEAN)
+    assert again.decoding == expected.decoding  # drawn alike every time
 
 
 def test_the_cold_start_is_planned_too(run):

@@ -3,13 +3,16 @@
 The whole loop with real programs runs in tests/end_to_end_test.py.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scripted import STEPS, B, R, T, credit_of
 
-from care_jax import optimizer, roofline, sft, sharding, train
+from care_jax import optimizer, roofline, sft, shapes, sharding, train
+from care_jax.decode_line import Sizes
 from care_jax.prompt import prompt_sizes
 from care_jax.report import page
 from care_jax.rollout import Roster
@@ -32,6 +35,7 @@ CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
 RL = dict(
     microbatch_size=2,
     num_rollouts=6,
+    decode_rows=3,
     max_response_tokens=33,
     temperature=0.7,
     top_p=0.9,
@@ -52,7 +56,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     run = make_run(changes)
     seen = {}
     for module, name in (
-        (train.sampler, "decode"),
+        (train, "compile_programs"),
         (train.credit, "select_subgroups"),
         (train.credit, "care_credit"),
         (train.credit, "care_raw_advantages"),
@@ -66,15 +70,23 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
         monkeypatch.setattr(module, name, noted)
 
-    rollout, update = train.compile_rollout(run), train.compile_update(run, None, None)
-    two = jnp.zeros(2)
-    decoding = {"max_tokens": 33, "temperature": 0.7, "top_p": 0.9, "dtype": jnp.float32}
+    rollout, update = train.compile_rollout(run, None), train.compile_update(run, None, None)
     rng, places = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
-    jax.eval_shape(rollout.decode, 0, two, rng, places)
-    assert seen["decode"] == decoding | {"num_rows": 6, "forced": None}
-    jax.eval_shape(rollout.reflect, 0, two, rng, places, two)
-    assert seen["decode"].pop("forced") is not None
-    assert seen["decode"] == decoding | {"num_rows": 1}
+    assert seen["compile_programs"] == {"temperature": 0.7, "top_p": 0.9}
+    first, second = (program.__self__.sizes for program in (rollout.decode, rollout.reflect))
+    updated = run.config.rl.prompts_per_update
+    assert first == Sizes(
+        num_seats=run.config.rl.decode_prompts,
+        num_rows=3,
+        num_rollouts=6,
+        max_tokens=33,
+        context_tokens=0,
+        num_shards=1,
+        period=updated,
+    )
+    context = shapes.context_tokens(run)
+    one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
+    assert second == dataclasses.replace(first, **one) and context > 11
     jax.eval_shape(rollout.select, 0, 0, rng, places)
     selection = {"num_negatives": 3, "num_candidates": 5, "rule": "mixed", "anchor_rule": "random"}
     assert seen["select_subgroups"] == selection

@@ -152,6 +152,12 @@ def test_unknown_remat_is_refused(params, prompts, config):
         backbone.encode_images(params, prompts.images, config, dtype=jnp.float32, remat="full")
 
 
+def causal(start, length):
+    """Each of `length` tokens from slot `start` on sees the slots up to its own."""
+    is_visible = jnp.arange(T + 2) <= start + jnp.arange(length)[:, None]
+    return jnp.broadcast_to(is_visible, (B, R, *is_visible.shape))
+
+
 @pytest.mark.parametrize("chunks", [(1,) * T, (3, 2)])
 def test_decoding_equals_the_full_forward(
     params, prompts, features, responses, config, expected, chunks
@@ -172,7 +178,6 @@ def test_decoding_equals_the_full_forward(
             slots=prompts.slots,
         )
         suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
-        is_valid = jnp.ones((B, R, T + 2), bool)
         outs, start = [], 0
         for length in chunks:
             new = slice(start, start + length)
@@ -185,7 +190,7 @@ def test_decoding_equals_the_full_forward(
                 prefix,
                 prompts.is_valid,
                 suffix,
-                is_valid,
+                causal(start, length),
                 config,
             )
             outs.append(hidden)
@@ -229,7 +234,7 @@ def test_invalid_suffix_slots_are_unseen(params, prompts, features, responses, c
             prefix,
             prompts.is_valid,
             suffix,
-            jnp.broadcast_to(jnp.arange(T + 2) >= 2, (B, R, T + 2)),
+            causal(0, T + 2) & (jnp.arange(T + 2) >= 2),
             config,
         )
         return hidden[:, :, 2:]

@@ -142,7 +142,6 @@ def test_greedy_tokens_equal_transformers(pair, make_batch):
         )
         token = backbone.unembed(params, hidden[:, -1:], config).argmax(-1)
         suffix = backbone.init_cache(config, B, 1, T, jnp.float32)
-        is_valid = jnp.ones((B, 1, T), bool)
 
         def step(carry, t):
             token, suffix = carry
@@ -154,7 +153,7 @@ def test_greedy_tokens_equal_transformers(pair, make_batch):
                 prefix,
                 batch.is_valid,
                 suffix,
-                is_valid,
+                jnp.broadcast_to(jnp.arange(T) <= t, (B, 1, 1, T)),
                 config,
             )
             after = backbone.unembed(params, hidden[:, :, 0], config).argmax(-1)

@@ -1,0 +1,50 @@
+"""Compiled programs are kept in the workdir, so that a run that is started again compiles none."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections import Counter
+
+import jax
+
+_EVENTS = {
+    "/jax/compilation_cache/cache_hits": "found",
+    "/jax/compilation_cache/cache_misses": "compiled",
+}
+_counts: Counter[str] = Counter()
+
+
+def keep_programs(workdir: pathlib.Path) -> None:
+    """Has JAX keep programs in `workdir/compilation_cache`.
+
+    A folder that JAX was told of otherwise (JAX_COMPILATION_CACHE_DIR) stays the one.
+    """
+    if not _counts:
+        _counts.update(found=0, compiled=0)
+        jax.monitoring.register_event_listener(_count)
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = workdir / "compilation_cache" / _machine()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def counts() -> dict[str, int]:
+    """Programs of this process that were compiled, and that were found in the cache."""
+    return dict(_counts)
+
+
+def _count(event: str, **_) -> None:
+    if event in _EVENTS:
+        _counts[_EVENTS[event]] += 1
+
+
+def _machine() -> str:
+    """A folder's name for each kind of CPU: what is compiled for one may not run on another."""
+    described = pathlib.Path("/proc/cpuinfo")
+    if not described.exists():
+        return "any"
+    lines = described.read_text().splitlines()
+    kinds = {line for line in lines if line.startswith(("model name", "flags"))}
+    return hashlib.sha256("".join(sorted(kinds)).encode()).hexdigest()[:8]

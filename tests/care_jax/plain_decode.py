@@ -1,0 +1,87 @@
+"""Decoding as plainly as it can be: every token from a forward over the whole row, no cache at all.
+
+The reference of `sampler` and `decode_queue`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from care_jax.logprobs import policy_logits
+from care_jax.sampling import sample_token
+from models import backbone
+from models.positions import image_slots, prompt_positions
+
+
+def plain_decode(
+    params, policy, record, key, *, num_rollouts, max_tokens, temperature, top_p, context=()
+):
+    """The rollouts of one prompt.
+
+    Args:
+        params: in the training layout.
+        policy: of the config, and the automaton of the closing think tag.
+        record: the prompt.
+        key: of the prompt.
+        num_rollouts, max_tokens, temperature, top_p: as of a run; the context is in max_tokens.
+        context: forced tokens in front of what is sampled.
+
+    Returns:
+        a tuple (tokens, logp, rationale sum) per rollout, forced tokens left out.
+    """
+    config, closing_tag = policy.config, np.asarray(policy.closing_tag)
+    start = len(record.tokens) + len(context)
+    length = len(record.tokens) + max_tokens
+    positions, following = prompt_positions(record.tokens, record.grids, config)
+    behind = np.repeat(following + np.arange(max_tokens)[:, None], 3, 1)
+    positions = np.tile(np.concatenate([positions, behind]), (num_rollouts, 1, 1))
+    slots = np.full((num_rollouts, length), -1, np.int32)
+    slots[:, : len(record.tokens)] = image_slots(record.tokens, config)
+    images = policy.prompts.batch([record] * num_rollouts).images
+    images, positions, slots = jax.tree.map(jnp.asarray, (images, positions, slots))
+    reach = jnp.full((num_rollouts, length), length - 1, jnp.int32)
+
+    @jax.jit
+    def step(rows, place, rollouts, index):
+        """The token at `place` of every row, its logp, and the hidden state before it."""
+        features = None
+        if images is not None:
+            features = backbone.encode_images(params, images, config, dtype=jnp.float32)
+        x = backbone.embed(params, rows, dtype=jnp.float32, features=features, slots=slots)
+        mask = backbone.text_mask(reach, config)
+        hidden = backbone.forward(
+            params, x, positions, mask, config, features=features, slots=slots
+        )[:, place - 1]
+        logits = policy_logits(params, hidden, config)
+        u = jax.vmap(
+            lambda rollout: jax.random.uniform(
+                jax.random.fold_in(jax.random.fold_in(key, rollout), index)
+            )
+        )(rollouts)
+        token = sample_token(logits, u, temperature=temperature, top_p=top_p)
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
+        return token, logp, hidden
+
+    rows = np.full((num_rollouts, length), config.pad_token_id, np.int32)
+    rows[:, : len(record.tokens)] = record.tokens
+    rows[:, len(record.tokens) : start] = context
+    sampled, logps, states = [], [], []
+    for place in range(start, length):
+        rollouts = jnp.arange(num_rollouts)
+        token, logp, hidden = step(rows.copy(), place, rollouts, place - start)
+        rows[:, place] = token
+        sampled, logps, states = [*sampled, token], [*logps, logp], [*states, hidden]
+
+    def cut(row):
+        """One rollout, to its EOS; states[i] is what token i was sampled from."""
+        tokens = [int(token[row]) for token in sampled]
+        ends = [i for i, token in enumerate(tokens) if token in config.eos_token_ids]
+        tokens = tokens[: ends[0] + 1] if ends else tokens
+        rationale, tag = np.zeros(config.text.hidden_size), 0
+        for i, token in enumerate(tokens[:-1]):
+            if tag < closing_tag.shape[0] - 1:
+                rationale += states[i + 1][row]
+            tag = closing_tag[tag, token]
+        return tokens, [float(logp[row]) for logp in logps[: len(tokens)]], rationale
+
+    return [cut(row) for row in range(num_rollouts)]

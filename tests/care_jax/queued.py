@@ -1,0 +1,53 @@
+"""A decode queue around a small policy, whose answers come back in the order of the requests."""
+
+import operator
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from care_jax.decode_line import Sizes
+from care_jax.decode_queue import DecodeQueue, compile_programs
+from care_jax.device_clock import DeviceClock
+from care_jax.run import Run
+from care_jax.sharding import make_mesh, num_shards
+from configs import tiny
+from models import backbone
+
+
+def make_answer(
+    policy,
+    params,
+    *,
+    num_seats,
+    num_rows,
+    num_rollouts,
+    max_tokens,
+    context_tokens=0,
+    temperature=1.0,
+    top_p=1.0,
+    stops=True,
+    mesh=None,
+    period=8,
+):
+    """(requests, key) -> Rollouts of all of them; the queue is its attribute `queue`."""
+    mesh = mesh or make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    run = Run(tiny.get_config(), policy, mesh, pathlib.Path(), None)
+    shards = num_shards(run.decode_batch_place)
+    sizes = Sizes(num_seats, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
+    programs = compile_programs(run, temperature=temperature, top_p=top_p, stops=stops)
+    queue = DecodeQueue(run, programs, sizes, DeviceClock())
+    decode_params = backbone.to_decode_layout(params, policy.config, jnp.float32)
+
+    def answer(requests, rng):
+        answered = {}
+        for numbers, rollouts in queue.answers(decode_params, rng, requests):
+            for row, number in enumerate(numbers):
+                assert number not in answered
+                answered[number] = jax.tree.map(operator.itemgetter(row), rollouts)
+        rows = [answered[number] for number in range(len(requests))]
+        return jax.tree.map(lambda *rows: np.stack(rows), *rows)
+
+    answer.queue = queue
+    return answer
