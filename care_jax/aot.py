@@ -136,7 +136,8 @@ def _conclusions(result: Fit) -> list[str]:
         lines = [
             f"It does not fit: {worst.name!r} needs {worst.total / GIB:.2f} GiB of "
             f"{result.chip.hbm / GIB:.2f}, {missing:.2f} too many{by_itself}. Take more chips, "
-            "smaller microbatches, waves or buckets, mesh.tensor, or a lever of config.model."
+            "smaller microbatches or buckets, fewer prompts in flight, mesh.tensor, or a lever of "
+            "config.model."
         ]
     if result.decode_prompts is not None:
         lines.append(f"The largest rl.decode_prompts that should fit is {result.decode_prompts}.")

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 NUM_STEPS = 64  # most of a call of `sampler.advance`
-FEWEST_SLOTS = 128  # of a ring that is smaller than T
+FEWEST_SLOTS = 128  # of a ring that is smaller than T; a quarter of T at least
 _NUM_PREFILLS = 4  # that fill all seats
 _FEWEST_SEATS = 1 / 4  # of all, that are left when nobody waits; each half is one more to compile
 
@@ -53,9 +53,13 @@ class Sizes:
 
     @property
     def rings(self) -> tuple[int, ...]:
-        """The S that occur, ascending, each twice the one before; T is the largest."""
+        """The S that occur, ascending, each twice the one before; T is the largest.
+
+        Each is a program to compile, so there are three at most.
+        """
         sizes = [self.max_tokens]
-        while sizes[0] % 2 == 0 and sizes[0] // 2 >= FEWEST_SLOTS:
+        fewest = max(FEWEST_SLOTS, self.max_tokens // 4)
+        while sizes[0] % 2 == 0 and sizes[0] // 2 >= fewest:
             sizes.insert(0, sizes[0] // 2)
         return tuple(sizes)
 

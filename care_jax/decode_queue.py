@@ -1,9 +1,9 @@
 """Answers to many prompts from few seats: the host's side of continuous decoding.
 
 Prompts sit down a few at a time (`decode_line`), all their rollouts are decoded (`sampler`), and
-whoever is done is handed out while the devices decode the others. Between two calls of `advance`
-the host only reads which seats are free. What takes it long, images and verifying, it does while
-the devices are busy.
+whoever is done is handed out while the devices decode the others, so that verifying takes none of
+their time. Between two calls of `advance` the host reads which seats are free and pads the prompts
+that sit down.
 
 A prompt sits on the shard of the devices that its update is placed on, so that neither prompt nor
 response crosses the network. All processes know who waits everywhere, and decide alike. Nothing

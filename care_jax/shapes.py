@@ -160,7 +160,10 @@ def context_tokens(run: Run) -> int:
 
 
 def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
-    """Of the first decode, and of the reflected one."""
+    """Of the first decode, and of the reflected one.
+
+    A prompt that is repaired has one row and takes less than half of the memory of the others.
+    """
     rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_place)
     tries = Sizes(
         num_seats=rl.decode_prompts,
@@ -171,8 +174,14 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
         num_shards=shards,
         period=rl.prompts_per_update,
     )
-    context = context_tokens(run)
-    return tries, dataclasses.replace(tries, num_rows=1, num_rollouts=1, context_tokens=context)
+    repairs = dataclasses.replace(
+        tries,
+        num_seats=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
+        num_rows=1,
+        num_rollouts=1,
+        context_tokens=context_tokens(run),
+    )
+    return tries, repairs
 
 
 def num_bytes(tree: Any) -> int:

@@ -97,7 +97,9 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=8, help="G")
     parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
-    parser.add_argument("--seats", type=int, help="prompts in flight; 128 rows by default")
+    parser.add_argument(
+        "--seats", type=int, help="prompts in flight; by default what gives 32 rows"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ours", action="store_true", help="without transformers")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -125,7 +127,7 @@ def main() -> None:
     all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8])
 
     def queue_of(num_rows: int) -> DecodeQueue:
-        seats = args.seats or min(num_prompts, 128 // num_rows)
+        seats = args.seats or max(32 // num_rows, 1)
         sizes = Sizes(seats, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
         return DecodeQueue(run, programs, sizes, DeviceClock())
 

@@ -44,7 +44,7 @@ COLUMNS = (
     "mesh",
     "fullest program",
     "GiB of",
-    "largest wave",
+    "most prompts in flight",
     "RL step, worst",
     "RL step, mean {mean:g}",
     "fill",

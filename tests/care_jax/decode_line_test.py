@@ -85,7 +85,7 @@ def test_the_last_ones_wait_for_nobody():
 
 
 def test_rings_double_up_to_the_longest_answer():
-    assert sizes(max_tokens=2048).rings == (128, 256, 512, 1024, 2048)
+    assert sizes(max_tokens=2048).rings == (512, 1024, 2048)
     assert sizes(max_tokens=36).rings == (36,) and sizes(max_tokens=300).rings == (150, 300)
     assert [sizes().ring_for(n) for n in (0, 64, 65, 300, 511)] == [128, 128, 256, 512, 512]
 

@@ -45,7 +45,7 @@ def test_the_largest_step_is_full(run):
     assert decoding.num_steps == 64 // 16 * 2 * 35
     assert {(call.num_prompt_tokens, call.num_slots) for call in decoding.calls} == {(128, 36)}
     context = shapes.context_tokens(run)
-    assert reflecting.prefills == ((128 + context, 64),) * 16
+    assert reflecting.prefills == ((128 + context, 64),) * 8  # of 32 seats, with a row each
     assert sum(call.num_tokens for call in reflecting.calls) == 64 * (36 - context)
     plan, packed = step.updates[0]
     assert plan.real_tokens == 32 * (128 + 9 * 36) and packed.scored == 32 * 9 * 36
