@@ -143,3 +143,10 @@ def test_a_report_that_cannot_be_is_refused(changes, message):
     config.report.update(changes)
     with pytest.raises(ValueError, match=message):
         check_config(config, mesh)
+
+
+@pytest.mark.parametrize("steps", [(3,), (5, 3), (-1, 2), (0, 100), (1.5, 2)])
+def test_steps_that_cannot_be_traced_are_refused(steps):
+    check_rl("grpo", {"profile_steps": (3, 99), "rl.num_steps": 100})
+    with pytest.raises(ValueError, match=r"must be the first and the last step to trace"):
+        check_rl("grpo", {"profile_steps": steps, "rl.num_steps": 100})

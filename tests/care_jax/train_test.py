@@ -313,3 +313,28 @@ def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
         "max_side": 99,
     }
     assert (wording.cue, wording.think_tag) == (" No.", "think")
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (2, STEPS - 1)])
+def test_the_steps_asked_for_are_traced(run_loop, monkeypatch, steps):
+    """From before the first to behind the last, which may be the run's."""
+    calls = []
+    updated = train.train_batch
+
+    def watched(*args):
+        calls.append("update")
+        return updated(*args)
+
+    monkeypatch.setattr(train, "train_batch", watched)
+    monkeypatch.setattr(train.jax.profiler, "start_trace", lambda path: calls.append(path.name))
+    monkeypatch.setattr(train.jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    run_loop(changes={"profile_steps": steps})
+    first, last = steps
+    traced = calls[calls.index("profile") + 1 : calls.index("stop")]
+    assert calls.index("profile") == 2 * first  # two updates in a step
+    assert traced == ["update"] * 2 * (last - first + 1)
+
+
+def test_idle_devices_are_told_of_every_step(run_loop):
+    *_, metrics = run_loop()
+    assert all(record["device_idle"] <= 1 for record in metrics if record["stage"] == "rl")
