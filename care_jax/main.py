@@ -19,7 +19,16 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line, compilation_cache, distributed, evaluate, export, sft, train
+from care_jax import (
+    command_line,
+    compilation_cache,
+    distributed,
+    evaluate,
+    export,
+    sft,
+    train,
+    xla_flags,
+)
 from care_jax.batch import Example
 from care_jax.checks import asks_benchmarks_alone, check_config, check_policy, fill_in
 from care_jax.data.mixture import Mixture
@@ -42,6 +51,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
+    xla_flags.set_defaults()
     distributed.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     config = _CONFIG.value
     overridden = config_flags.get_override_values(flags.FLAGS["config"])

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import transformers
 
-from care_jax import sharding
+from care_jax import sharding, xla_flags
 from care_jax.decode_line import Sizes, Waiting, simulate
 from care_jax.decode_queue import DecodeQueue, Request, compile_programs
 from care_jax.device_clock import DeviceClock
@@ -91,6 +91,7 @@ class AtLengths(transformers.StoppingCriteria):
 
 
 def main() -> None:
+    xla_flags.set_defaults()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", choices=("equal", "lognormal"), default="equal")
     parser.add_argument("--prompts", type=int, help="4, or 16 of log-normal lengths")

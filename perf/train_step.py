@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import lengths, roofline
+from care_jax import lengths, roofline, xla_flags
 from care_jax.batch import TreeRows
 from care_jax.logprobs import score_rows
 from care_jax.prompt import TokenizedPrompt, prompt_sizes
@@ -103,6 +103,7 @@ def layouts_of(prompts, tokens, answers, advantage, row_tokens: int) -> dict[str
 
 
 def main() -> None:
+    xla_flags.set_defaults()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--row-tokens", type=int, default=4096)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import optimizer
+from care_jax import optimizer, xla_flags
 from care_jax.batch import TrainBatch
 from care_jax.prompt import TokenizedPrompt
 from care_jax.row_plan import plan_rows
@@ -62,6 +62,7 @@ def make_batch(config, args) -> TrainBatch:
 
 
 def main() -> None:
+    xla_flags.set_defaults()
     shipped = common.get_config().model
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row-tokens", type=int, default=2048)

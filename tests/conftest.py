@@ -16,9 +16,12 @@ import jax
 import jaxtyping
 import pytest
 
+from care_jax import xla_flags
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # configs and experiments are folders, not installed packages
 
+xla_flags.set_defaults()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 

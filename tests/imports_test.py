@@ -25,7 +25,7 @@ LAYERS = (
                                    "tree_packing", "row_plan", "tree_rows", "decode_line")),
     ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
                                    "metrics", "report", "topology", "device_clock",
-                                   "compilation_cache")),
+                                   "compilation_cache", "xla_flags")),
     ("over a backbone",           ("logprobs", "sampling", "sampler", "reflect", "train_step")),
     ("one run",                   ("policy", "run", "attention_check", "checks", "decode_queue",
                                    "rollout", "dynamic", "update_batch", "shapes", "step_sizes",

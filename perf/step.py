@@ -1,0 +1,358 @@
+"""A whole RL step against TRL's `GRPOTrainer`: the same weights, prompts and lengths, one process.
+
+    pip install -e '.[perf]'
+    python -m perf.step
+
+4 prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, one GRPO update with β = 0.02
+over all 32 rows: images read, rollouts decoded, rewarded, scored under the reference, trained on.
+The backbone is the random Qwen2.5-VL of 106M parameters, float32. The lengths are given, the same
+ones on both sides (no row ends at EOS): "equal" is 64 tokens each, "lognormal" has mean 64, σ 0.8
+and at most 256 tokens. Rewards are a hash of the response, so that no group is without advantage.
+
+TRL has its defaults, which recompute activations in the backward pass; `--keep-activations` has it
+keep them, as our side does (`remat="none"`). It decodes all 32 rows in one batch and trains
+`--rows-per-device` at a time. A stopping criterion ends its rows in `generate`, and its processor
+has no video part, which would need torchvision. The sides take turns in one process: our step runs
+where TRL's begins. Ratios are medians over the turns; the last line is
+`equal <ratio> lognormal <ratio>`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import statistics
+import tempfile
+import time
+import zlib
+
+import datasets
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+import torch
+import transformers
+import trl
+from PIL import Image
+
+from care_jax import dynamic, sharding, train, xla_flags
+from care_jax.batch import Example
+from care_jax.checks import fill_in
+from care_jax.data.pipeline import Batches
+from care_jax.decode_queue import DecodeQueue, compile_programs
+from care_jax.device_clock import DeviceClock
+from care_jax.export import save_processor
+from care_jax.main import policy_of
+from care_jax.metrics import MetricWriter
+from care_jax.policy import initial_params
+from care_jax.run import Run, make_adamw, start_state
+from care_jax.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
+from care_jax.verifier import Verifier
+from configs import tiny
+from models import backbone
+from perf.backbones import IMAGE_SIDE, medium_config
+
+NUM_PROMPTS, NUM_ROLLOUTS = 4, 8
+PROMPT_TOKENS = 283
+CASES = {"equal": 64, "lognormal": 256}  # most tokens of a response
+MEAN, SIGMA = 64, 0.8  # of log-normal lengths
+BETA, LEARNING_RATE = 0.02, 1e-6
+
+
+def reward(question: str, response: str, example: Example) -> tuple[float, float]:
+    """Any number of [0, 1] that differs between the rows of a group."""
+    return _hash(response), 1.0
+
+
+def _hash(text: str) -> float:
+    return zlib.crc32(text.encode()) % 1000 / 999
+
+
+def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
+    """A GRPO run of one update a step; without a folder, one that starts from random weights."""
+    config = tiny.get_config()
+    config.model.backbone = {} if folder else medium_config().to_hf()
+    config.model.path = folder
+    config.data.buckets = ((PROMPT_TOKENS, (IMAGE_SIDE // 14) ** 2),)
+    config.data.max_pixels = IMAGE_SIDE**2
+    config.data.system_prompt = "Answer."
+    rl = config.rl
+    rl.objective = "grpo"
+    rl.num_rollouts = NUM_ROLLOUTS
+    rl.prompts_per_step = rl.prompts_per_update = NUM_PROMPTS
+    rl.decode_prompts, rl.decode_rows = num_seats, num_rows
+    rl.row_tokens, rl.row_patches = 4096, 4096
+    rl.microbatch_size = 1
+    rl.max_response_tokens = cap
+    rl.learning_rate, rl.warmup_steps, rl.schedule = LEARNING_RATE, 0, "constant"
+    config.grpo.beta = BETA
+    config.verifier.reward = "perf.step:reward"
+    return config
+
+
+def make_examples(builder) -> list[Example]:
+    """Questions of so many digits that every prompt has `PROMPT_TOKENS` tokens."""
+    rng = np.random.default_rng(0)
+
+    def example(place, num_digits):
+        pixels = rng.integers(0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), np.uint8)
+        digits = "".join(map(str, rng.integers(0, 10, num_digits)))
+        image = Image.fromarray(pixels)
+        return Example(str(place), "perf", (image,), f"<image>{digits}", answer="0")
+
+    num_digits = PROMPT_TOKENS - len(builder.tokenize(example(0, 0)).tokens)
+    return [example(place, num_digits) for place in range(NUM_PROMPTS)]
+
+
+def draw_lengths() -> dict[str, np.ndarray]:
+    """Tokens of every response [B, G]; log-normal ones are the quantiles, shuffled."""
+    num_rows = NUM_PROMPTS * NUM_ROLLOUTS
+    quantiles = scipy.stats.norm.ppf((np.arange(num_rows) + 0.5) / num_rows)
+    drawn = MEAN * np.exp(SIGMA * quantiles - SIGMA**2 / 2)
+    drawn = np.clip(np.round(drawn), 1, CASES["lognormal"]).astype(int)
+    flat = {
+        "equal": np.full(num_rows, CASES["equal"]),
+        "lognormal": np.random.default_rng(0).permutation(drawn),
+    }
+    return {name: row.reshape(NUM_PROMPTS, NUM_ROLLOUTS) for name, row in flat.items()}
+
+
+class Ours:
+    """Steps of one case, as `train.train` takes them."""
+
+    def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
+        cap = int(lengths.max())
+        config = make_config(cap, args.seats, args.rows, folder)
+        mesh = sharding.make_mesh(1, 1, 1)
+        config = fill_in(config, mesh)
+        metrics = stack.enter_context(MetricWriter(workdir, ""))
+        self.run = Run(config, policy_of(config), mesh, workdir, metrics)
+        params = initial_params(self.run.policy, mesh, config.sharding_rules, seed=0)
+        _, adamw = make_adamw(self.run, "rl")
+        self.reference = copy_reference(self.run, params)
+        self.state = start_state(self.run, params, adamw)
+        self.update = train.compile_update(self.run, adamw, sharding.of(self.state))
+        self.rollout = self._forced(train.compile_rollout(self.run, DeviceClock()), lengths)
+        self.batches = Batches(
+            make_examples(self.run.policy.prompts),
+            self.run.policy.prompts,
+            batch_size=NUM_PROMPTS,
+            seed=0,
+            num_workers=2,
+        )
+        self.verifier = stack.enter_context(
+            Verifier(
+                num_workers=1,
+                timeout=10.0,
+                think_tag=self.run.policy.think_tag,
+                reward=config.verifier.reward,
+            )
+        )
+        self.num_trained = int(lengths.sum())
+
+    def _forced(self, programs, lengths):
+        """The rollouts end at these lengths [B, G], and nowhere else."""
+        sizes = train.rollout_sizes(self.run)[0]
+        queue = DecodeQueue(
+            self.run,
+            compile_programs(self.run, temperature=1.0, top_p=1.0, stops=False),
+            sizes,
+            DeviceClock(),
+        )
+
+        def decode(params, rng, requests):
+            limited = [dataclasses.replace(r, limits=lengths[r.place]) for r in requests]
+            return queue.answers(params, rng, limited)
+
+        return dataclasses.replace(programs, decode=decode)
+
+    def step(self, number: int) -> tuple[float, float]:
+        """Seconds of the rollouts, and of the rest."""
+        began = time.perf_counter()
+        run, update = self.run, self.update
+        first = (number, *self.batches.batch(number))
+        params = update.to_decode_layout(self.state.params)
+        own = np.arange(NUM_PROMPTS)
+        drawn = dynamic.fill(
+            train.draw_groups(run, self.rollout, params, self.batches, first, own, self.verifier)
+        )
+        del params
+        rolled_out = time.perf_counter()
+        credited, raw = train.assign_credit(run, update, drawn.groups)
+        *_, num_tokens = gather_groups(drawn.roster, drawn.groups, credited, raw)
+        assert num_tokens.sum() == self.num_trained
+        batch, _ = train_batch(
+            run, drawn.roster, drawn.records, drawn.groups, credited, num_tokens, 0
+        )
+        [batch] = with_logprobs(run, update, [batch], self.state.params, self.reference)
+        placed = jax.device_put(batch, run.train_batch_place)
+        self.state, metrics = update.update(self.state, placed)
+        assert np.isfinite(jax.device_get(metrics)["grad_norm"])
+        return rolled_out - began, time.perf_counter() - rolled_out
+
+
+class ImageProcessor(transformers.Qwen2_5_VLProcessor):
+    """Without the video part, which needs torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+    def __init__(self, image_processor, tokenizer, chat_template=None):
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
+
+
+class AtLengths(transformers.StoppingCriteria):
+    """Ends each row at a length of its own."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids, scores, **_):
+        return input_ids.shape[1] >= self.lengths
+
+
+def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.GRPOTrainer:
+    """TRL's trainer on the same prompts; `lengths_of_step()` gives the lengths of its next step."""
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    images = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+    processor = ImageProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+    rows = [
+        {
+            "prompt": [
+                {"role": "system", "content": "Answer."},
+                {"role": "user", "content": example.question.removeprefix("<image>")},
+            ],
+            "image": example.images[0],
+        }
+        for example in examples
+    ]
+    num_rows = NUM_PROMPTS * NUM_ROLLOUTS
+    eos = model.config.eos_token_id or tokenizer.eos_token_id
+    settings = trl.GRPOConfig(
+        output_dir=str(workdir),
+        per_device_train_batch_size=args.rows_per_device,
+        gradient_accumulation_steps=num_rows // args.rows_per_device,
+        num_generations=NUM_ROLLOUTS,
+        max_completion_length=max(CASES.values()),
+        beta=BETA,
+        loss_type="grpo",
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        max_steps=len(CASES) * (args.repeats + 1),
+        gradient_checkpointing=not args.keep_activations,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        generation_kwargs={"suppress_tokens": [eos]},
+    )
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [_hash(c[0]["content"]) for c in completions],
+        args=settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=processor,
+    )
+    generate = model.generate
+
+    @functools.wraps(generate)
+    def at_lengths(input_ids, **inputs):
+        lengths = lengths_of_step().ravel()
+        assert input_ids.shape == (num_rows, PROMPT_TOKENS), input_ids.shape
+        ends = AtLengths(PROMPT_TOKENS + lengths)
+        out = generate(input_ids=input_ids, stopping_criteria=[ends], **inputs)
+        # Behind its end a row has padding; one EOS there tells TRL that it ended.
+        for row, length in zip(out, lengths, strict=True):
+            if PROMPT_TOKENS + length < out.shape[1]:
+                row[PROMPT_TOKENS + length - 1] = eos
+        return out
+
+    model.generate = at_lengths
+    return trainer
+
+
+class Turns(transformers.TrainerCallback):
+    """Our step runs where TRL's begins; both are timed."""
+
+    def __init__(self, ours: dict[str, Ours]):
+        self.ours = ours
+        self.names = list(ours)
+        self.case = self.names[0]
+        self.seconds = {name: [] for name in ours}
+
+    def on_step_begin(self, args, state, control, **_):
+        repeat, index = divmod(state.global_step, len(self.names))
+        self.case = self.names[index]
+        self.mine = self.ours[self.case].step(repeat)
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        theirs = time.perf_counter() - self.began
+        rollouts, rest = self.mine
+        note = "compiles, not counted" if state.global_step <= len(self.names) else ""
+        print(
+            f"{self.case}: ours {rollouts + rest:.1f} s ({rollouts:.1f} + {rest:.1f}), "
+            f"TRL {theirs:.1f} s, {theirs / (rollouts + rest):.2f}x {note}",
+            flush=True,
+        )
+        if not note:
+            self.seconds[self.case].append((sum(self.mine), theirs))
+
+
+def main() -> None:
+    xla_flags.set_defaults()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seats", type=int, default=4, help="our prompts in flight")
+    parser.add_argument("--rows", type=int, default=8, help="our rows of a prompt in flight")
+    parser.add_argument("--rows-per-device", type=int, default=8, help="TRL's microbatch")
+    parser.add_argument("--keep-activations", action="store_true", help="TRL's, for the gradient")
+    parser.add_argument("--ours", action="store_true", help="without TRL")
+    args = parser.parse_args()
+
+    lengths = draw_lengths()
+    for name, drawn in lengths.items():
+        print(f"{name}: {drawn.sum()} tokens, longest {drawn.max()}")
+    with contextlib.ExitStack() as stack:
+        folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = make_config(CASES["equal"], args.seats, args.rows)
+        policy = policy_of(config)
+        params = backbone.init(policy.config, jax.random.key(0))
+        backbone.export(folder / "start", params, policy.config, dtype=jnp.float32)
+        save_processor(policy, folder / "start")
+        start = str(folder / "start")
+        ours = {
+            name: Ours(start, drawn, args, folder / name, stack) for name, drawn in lengths.items()
+        }
+        if args.ours:
+            for repeat in range(args.repeats + 1):
+                for name, side in ours.items():
+                    rollouts, rest = side.step(repeat)
+                    print(f"{name}: {rollouts:.1f} + {rest:.1f} s", flush=True)
+            return
+        turns = Turns(ours)
+        examples = make_examples(policy.prompts)
+        trainer = make_trainer(start, examples, lambda: lengths[turns.case], args, folder / "trl")
+        trainer.add_callback(turns)
+        trainer.train()
+    ratios = {
+        name: statistics.median(theirs / mine for mine, theirs in pairs)
+        for name, pairs in turns.seconds.items()
+    }
+    print(" ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+
+
+if __name__ == "__main__":
+    main()
