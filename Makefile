@@ -15,7 +15,7 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/export_test.py
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/libtpu libtpu==0.0.42.1  # see tests/care_jax/fit_test.py
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/libtpu libtpu==0.0.42.1  # see tests/care_jax/aot/compile_test.py
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/cuda jax-cuda13-pjrt==0.10.2  # see tests/models/attention_compile_test.py
 	touch $@
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from care_jax import sharding
+from care_jax.devices import sharding
 from care_jax.metrics import print_line
 from care_jax.run import Run
 from models.attention import largest_difference

@@ -21,19 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import distributed, scoreboard, sharding
 from care_jax.batch import Example, Rollouts
-from care_jax.benchmarks import response
+from care_jax.benchmarks import response, scoreboard
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.suite import Benchmark
-from care_jax.decode_line import Sizes
-from care_jax.decode_queue import DecodeQueue, Request, compile_programs
-from care_jax.device_clock import DeviceClock
+from care_jax.decoding.queue import DecodeQueue, Request, compile_programs
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import distributed, sharding
+from care_jax.devices.device_clock import DeviceClock
 from care_jax.metrics import print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
+from care_jax.rewards.scores import row_texts, score_rollouts
+from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run
-from care_jax.scores import row_texts, score_rollouts
-from care_jax.verifier import Verifier
 from models import backbone
 
 Sample = dict[str, Any]

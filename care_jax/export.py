@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from care_jax.policy import Policy
-from care_jax.prompt import processor_template
+from care_jax.prompts.builder import processor_template
 from care_jax.run import Run
 from models import backbone
 

@@ -19,26 +19,18 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import (
-    command_line,
-    compilation_cache,
-    distributed,
-    evaluate,
-    export,
-    sft,
-    train,
-    xla_flags,
-)
+from care_jax import command_line, evaluate, export, sft, train
 from care_jax.batch import Example
-from care_jax.checks import asks_benchmarks_alone, check_config, check_policy, fill_in
+from care_jax.config_checks import asks_benchmarks_alone, check_config, check_policy, fill_in
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable
 from care_jax.data.sources import MIXTURE, open_source, options_of
+from care_jax.devices import compilation_cache, distributed, xla_flags
+from care_jax.devices.sharding import make_mesh
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.report.writer import Report
 from care_jax.run import Run
-from care_jax.sharding import make_mesh
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")

@@ -21,7 +21,7 @@ import numpy as np
 import tensorboardX
 import tqdm
 
-from care_jax import distributed
+from care_jax.devices import distributed
 
 Item = TypeVar("Item")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import UInt8
 
-from care_jax import sharding, spans
-from care_jax.prompt import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.devices import sharding
+from care_jax.method import spans
+from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from models import backbone, lora
 from models.config import BackboneConfig
 

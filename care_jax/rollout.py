@@ -22,14 +22,15 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray, Shaped
 
-from care_jax import distributed, reflect
 from care_jax.batch import Example, Rollouts, Scores
-from care_jax.decode_queue import Request
-from care_jax.prompt import TokenizedPrompt, prompt_sizes
+from care_jax.decoding import reflection
+from care_jax.decoding.queue import Request
+from care_jax.devices import distributed
+from care_jax.method.select import Subgroup
+from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
+from care_jax.rewards.scores import score_rollouts
+from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run
-from care_jax.scores import score_rollouts
-from care_jax.select import Subgroup
-from care_jax.verifier import Verifier
 from models import backbone
 
 Answers = Callable[..., Iterator[tuple[list[int], Rollouts]]]
@@ -195,9 +196,9 @@ def _contexts(run: Run, failures: Sequence[str]) -> list[Int[np.ndarray, " c"]]:
     if care.reflect_mode == "resample":
         return [np.zeros(0, np.int32) for _ in failures]
     return [
-        reflect.context_tokens(
-            reflect.rationale_of(failure, policy.think_tag),
-            reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
+        reflection.context_tokens(
+            reflection.rationale_of(failure, policy.think_tag),
+            reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
             functools.partial(policy.tokenizer.encode, add_special_tokens=False),
             think_tag=policy.think_tag,
             max_context=care.max_context,
@@ -215,7 +216,7 @@ def _with_reflected(
     last.texts[:] = last.reasons[:] = ""
     if second is not None:
         if run.config.care.reflect_credit == "prompt_only":
-            rollouts, scores = reflect.without_context(
+            rollouts, scores = reflection.without_context(
                 second.rollouts, second.scores, run.policy.config.pad_token_id
             )
             second = second.replace(rollouts=rollouts, scores=scores)

@@ -13,10 +13,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
-from care_jax import optimizer, sharding
+from care_jax.devices import sharding
+from care_jax.learning import optimizer
+from care_jax.learning.train_step import TrainState, init_state, state_shardings
 from care_jax.metrics import MetricWriter
 from care_jax.policy import Policy, abstract_params, with_adapters
-from care_jax.train_step import TrainState, init_state, state_shardings
 from models.backbone import Params
 
 

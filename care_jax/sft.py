@@ -18,19 +18,20 @@ import optax
 from absl import logging
 from jaxtyping import Float, Int
 
-from care_jax import distributed, sharding, spans
 from care_jax.attention_check import training_attention
 from care_jax.batch import Example, ImitationBatch
-from care_jax.checkpoint import Checkpoints
 from care_jax.data.pipeline import Batches
-from care_jax.logprobs import score_rows
+from care_jax.devices import distributed, sharding
+from care_jax.devices.checkpoint import Checkpoints
+from care_jax.learning.logprobs import score_rows
+from care_jax.learning.train_step import TrainState, update
+from care_jax.method import spans
 from care_jax.metrics import format_line, print_line, progress
-from care_jax.prompt import TokenizedPrompt, prompt_sizes
+from care_jax.packing.layout import lay_out, place
+from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
+from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.report.writer import Report
-from care_jax.row_plan import RowPlan, TreeSizes, misfits, plan_rows
 from care_jax.run import Run, make_adamw, start_state
-from care_jax.train_step import TrainState, update
-from care_jax.tree_rows import lay_out, place
 from models import backbone, lora
 from models.attention_mask import AttentionImpl
 

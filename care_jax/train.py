@@ -21,35 +21,32 @@ import numpy as np
 import optax
 from jaxtyping import Int
 
-from care_jax import (
-    credit,
-    diagnostics,
-    distributed,
-    dynamic,
-    reflect,
-    sharding,
-)
-from care_jax.advantages import RawAdvantages
+from care_jax import dynamic_sampling
+from care_jax.aot.shapes import rollout_sizes
 from care_jax.attention_check import training_attention
 from care_jax.batch import Example
-from care_jax.checkpoint import Checkpoints
-from care_jax.credit import Credit
 from care_jax.data.pipeline import Batches
-from care_jax.decode_queue import DecodeQueue, compile_programs
-from care_jax.device_clock import DeviceClock
-from care_jax.dynamic import Draw
-from care_jax.logprobs import score_rows
+from care_jax.decoding import reflection
+from care_jax.decoding.queue import DecodeQueue, compile_programs
+from care_jax.devices import distributed, sharding
+from care_jax.devices.checkpoint import Checkpoints
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices.roofline import PEAK_FLOPS, model_flops
+from care_jax.dynamic_sampling import Draw
+from care_jax.learning.logprobs import score_rows
+from care_jax.learning.train_step import TrainState, map_microbatches, train_step
+from care_jax.method import credit, diagnostics
+from care_jax.method.advantages import RawAdvantages
+from care_jax.method.credit import Credit
 from care_jax.metrics import device_memory, format_line, print_line, progress
+from care_jax.packing.plan import RowPlan
 from care_jax.policy import decode_shardings
-from care_jax.prompt import TokenizedPrompt
+from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.groups import Sampled, Wording
 from care_jax.report.writer import Report
+from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import Groups, Programs, Roster, roll_out
-from care_jax.roofline import PEAK_FLOPS, model_flops
-from care_jax.row_plan import RowPlan
 from care_jax.run import Run, make_adamw, start_state
-from care_jax.shapes import rollout_sizes
-from care_jax.train_step import TrainState, map_microbatches, train_step
 from care_jax.update_batch import (
     UpdatePrograms,
     copy_reference,
@@ -57,7 +54,6 @@ from care_jax.update_batch import (
     train_batch,
     with_logprobs,
 )
-from care_jax.verifier import Verifier
 from models import backbone, lora
 from models.attention_mask import AttentionImpl
 
@@ -138,7 +134,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             del decode_params  # its memory is the update's now
             rolled_out = time.perf_counter()
 
-            drawn = dynamic.fill(draws)
+            drawn = dynamic_sampling.fill(draws)
             roster, records, groups = drawn.roster, drawn.records, drawn.groups
             credited, raw = assign_credit(run, programs, groups)
             rollouts, scores, *contrast, num_tokens = gather_groups(roster, groups, credited, raw)
@@ -157,7 +153,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             ended = time.perf_counter()
 
             is_alone = len(draws) == 1
-            seen = (rollouts, scores, roster.sources) if is_alone else dynamic.survey(draws)
+            seen = (
+                (rollouts, scores, roster.sources) if is_alone else dynamic_sampling.survey(draws)
+            )
             num_sampled = int((seen[0].is_valid & ~seen[0].is_forced).sum())
             num_decoded += num_sampled
             metrics = diagnostics.rollout_metrics(*seen, rl.num_rollouts)
@@ -246,7 +244,7 @@ def draw_groups(
         return Draw(roster, examples, records, groups)
 
     draws = [draw(*first)]
-    while len(draws) < max_tries and not dynamic.is_full(draws):
+    while len(draws) < max_tries and not dynamic_sampling.is_full(draws):
         number = first[0] + len(draws) * rl.num_steps
         draws.append(draw(number, *batches.batch(number)))
     return draws
@@ -291,7 +289,7 @@ def open_report(run: Run, start: int) -> Report:
         token_bytes=policy.token_bytes,
         eos_token_ids=policy.config.eos_token_ids,
         think_tag=policy.think_tag,
-        cue=reflect.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
+        cue=reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
     )
     report = Report(
         run.workdir,

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from care_jax import distributed, sharding
-from care_jax.advantages import RawAdvantages
 from care_jax.batch import Rollouts, Scores, TrainBatch
-from care_jax.credit import Credit
-from care_jax.prompt import TokenizedPrompt
+from care_jax.devices import distributed, sharding
+from care_jax.method.advantages import RawAdvantages
+from care_jax.method.credit import Credit
+from care_jax.method.select import Subgroup
+from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
+from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.rollout import Groups, Roster
-from care_jax.row_plan import RowPlan, TreeSizes, plan_rows
 from care_jax.run import Run
-from care_jax.select import Subgroup
-from care_jax.tree_rows import at_rows, lay_out, place
 from models import backbone, lora
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import sharding
+from care_jax.devices import sharding
 from configs import common
 from models import backbone, release, weights
 from models.config import QWEN2_5_VL_3B, BackboneConfig

@@ -24,7 +24,7 @@ from care_jax.batch import Example
 from care_jax.data import shards
 from care_jax.data.pipeline import Batches
 from care_jax.data.sources import open_source
-from care_jax.prompt import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from configs import common
 from perf.backbones import medium_config
 

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 import transformers
 
-from care_jax import sharding, xla_flags
-from care_jax.decode_line import Sizes, Waiting, simulate
-from care_jax.decode_queue import DecodeQueue, Request, compile_programs
-from care_jax.device_clock import DeviceClock
-from care_jax.lengths import draw_responses
+from care_jax.aot.lengths import draw_responses
+from care_jax.decoding.queue import DecodeQueue, Request, compile_programs
+from care_jax.decoding.schedule import Sizes, Waiting, simulate
+from care_jax.devices import sharding, xla_flags
+from care_jax.devices.device_clock import DeviceClock
 from care_jax.main import policy_of
-from care_jax.prompt import TokenizedPrompt
+from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.run import Run
 from configs import tiny
 from models import backbone

@@ -3,7 +3,7 @@
     python -m perf.fill
 
 No data can be fetched here, so lengths of the paper's mixture are drawn from a model of it,
-`care_jax.lengths`, which states what it assumes.
+`care_jax.aot.lengths`, which states what it assumes.
 
 Cases: 8 and 64 device shards, each of which runs one row at a time, every tree in the row that
 suits it best. Then 64 shards of 8 processes whose rows hold only prompts that the process decoded,
@@ -20,9 +20,9 @@ import time
 
 import numpy as np
 
-from care_jax.lengths import draw_prompts, draw_responses
-from care_jax.row_plan import plan_rows
-from care_jax.tree_packing import TreeSizes
+from care_jax.aot.lengths import draw_prompts, draw_responses
+from care_jax.packing.plan import plan_rows
+from care_jax.packing.trees import TreeSizes
 from configs import common
 
 RESPONSE_BUCKETS = (512, 1024, 2048)

@@ -5,7 +5,7 @@
 
 Compiles every program of each for the topology named here, at its real batch sizes, and prints a
 row as soon as it is known. A step is told at worst, every prompt and response as long as it may be,
-and at a mean length of responses, see `care_jax.step_sizes`; "fill" is the share of the computed
+and at a mean length of responses, see `care_jax.aot.step_sizes`; "fill" is the share of the computed
 tokens that is real at that mean. Needs compilers (`pip install 'care_jax[tpu]'` and
 `'care_jax[cuda]'`), no TPU and no GPU, and minutes a row. Ends with status 1 where a row is missing
 or a run does not fit.
@@ -17,8 +17,8 @@ import sys
 
 import jax
 
-from care_jax.fit import Fit, fit
-from care_jax.roofline import GIB
+from care_jax.aot.compile import Fit, fit
+from care_jax.devices.roofline import GIB
 
 CASES = (
     ("qwen25vl_3b", "v5e:4x4"),

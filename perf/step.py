@@ -37,19 +37,20 @@ import transformers
 import trl
 from PIL import Image
 
-from care_jax import dynamic, sharding, train, xla_flags
+from care_jax import dynamic_sampling, train
 from care_jax.batch import Example
-from care_jax.checks import fill_in
+from care_jax.config_checks import fill_in
 from care_jax.data.pipeline import Batches
-from care_jax.decode_queue import DecodeQueue, compile_programs
-from care_jax.device_clock import DeviceClock
+from care_jax.decoding.queue import DecodeQueue, compile_programs
+from care_jax.devices import sharding, xla_flags
+from care_jax.devices.device_clock import DeviceClock
 from care_jax.export import save_processor
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
 from care_jax.policy import initial_params
+from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run, make_adamw, start_state
 from care_jax.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
-from care_jax.verifier import Verifier
 from configs import tiny
 from models import backbone
 from perf.backbones import IMAGE_SIDE, medium_config
@@ -175,7 +176,7 @@ class Ours:
         first = (number, *self.batches.batch(number))
         params = update.to_decode_layout(self.state.params)
         own = np.arange(NUM_PROMPTS)
-        drawn = dynamic.fill(
+        drawn = dynamic_sampling.fill(
             train.draw_groups(run, self.rollout, params, self.batches, first, own, self.verifier)
         )
         del params

@@ -33,14 +33,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import lengths, roofline, xla_flags
+from care_jax.aot import lengths
 from care_jax.batch import TreeRows
-from care_jax.logprobs import score_rows
-from care_jax.prompt import TokenizedPrompt, prompt_sizes
-from care_jax.row_plan import RowPlan, plan_rows
-from care_jax.train_step import microbatch_at, num_microbatches, split_batch
-from care_jax.tree_packing import Part, TreeSizes
-from care_jax.tree_rows import lay_out, place
+from care_jax.devices import roofline, xla_flags
+from care_jax.learning.logprobs import score_rows
+from care_jax.learning.train_step import microbatch_at, num_microbatches, split_batch
+from care_jax.packing.layout import lay_out, place
+from care_jax.packing.plan import RowPlan, plan_rows
+from care_jax.packing.trees import Part, TreeSizes
+from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from configs import common
 from models import backbone
 from perf.backbones import medium_config

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import optimizer, xla_flags
 from care_jax.batch import TrainBatch
-from care_jax.prompt import TokenizedPrompt
-from care_jax.row_plan import plan_rows
-from care_jax.train_step import init_state, train_step
-from care_jax.tree_packing import TreeSizes
-from care_jax.tree_rows import at_rows, lay_out, place
+from care_jax.devices import xla_flags
+from care_jax.learning import optimizer
+from care_jax.learning.train_step import init_state, train_step
+from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.plan import plan_rows
+from care_jax.packing.trees import TreeSizes
+from care_jax.prompts.builder import TokenizedPrompt
 from configs import common
 from models import backbone
 from perf.backbones import smollm2_config

@@ -18,11 +18,11 @@ import random
 import statistics
 import time
 
-from care_jax import answers
 from care_jax.batch import Example
 from care_jax.benchmarks import mathvision
-from care_jax.symbolic import Question
-from care_jax.verifier import Verifier
+from care_jax.rewards import answers
+from care_jax.rewards.symbolic import Question
+from care_jax.rewards.verifier import Verifier
 
 NUM_QUESTIONS, NUM_ROLLOUTS = 512, 8
 TARGET = 50e-6  # seconds in which an answer at sight should be settled

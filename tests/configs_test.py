@@ -5,8 +5,8 @@ import importlib
 import jax
 import pytest
 
-from care_jax.checks import check_config, fill_in
-from care_jax.sharding import make_mesh
+from care_jax.config_checks import check_config, fill_in
+from care_jax.devices.sharding import make_mesh
 from configs import common
 
 NAMES = ("mixture", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "tiny", "real_images")

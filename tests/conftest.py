@@ -16,7 +16,7 @@ import jax
 import jaxtyping
 import pytest
 
-from care_jax import xla_flags
+from care_jax.devices import xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # configs and experiments are folders, not installed packages
@@ -27,10 +27,10 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # Pure functions of arrays: each call checks its annotated shapes.
 CHECKED_MODULES = [
-    "care_jax.advantages",
-    "care_jax.logprobs",
-    "care_jax.objective",
-    "care_jax.select",
+    "care_jax.method.advantages",
+    "care_jax.learning.logprobs",
+    "care_jax.method.objective",
+    "care_jax.method.select",
     "models.rope",
 ]
 jaxtyping.install_import_hook(CHECKED_MODULES, "beartype.beartype")

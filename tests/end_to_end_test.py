@@ -16,9 +16,9 @@ import pytest
 
 from care_jax import main
 from care_jax.data.sources import open_source
+from care_jax.devices.sharding import make_mesh
 from care_jax.report import page
-from care_jax.sharding import make_mesh
-from care_jax.verifier import Verdict, Verifier
+from care_jax.rewards.verifier import Verdict, Verifier
 from configs import common, real_images, tiny
 from models.config import FAMILIES
 

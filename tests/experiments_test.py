@@ -6,8 +6,8 @@ import pathlib
 import jax
 import pytest
 
-from care_jax.checks import check_config, fill_in
-from care_jax.sharding import make_mesh
+from care_jax.config_checks import check_config, fill_in
+from care_jax.devices.sharding import make_mesh
 from configs.arms import with_arm
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "experiments"

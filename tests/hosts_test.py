@@ -17,7 +17,7 @@ import pytest
 from hosts_config import SFT_STEPS
 
 from care_jax import main
-from care_jax.sharding import make_mesh
+from care_jax.devices.sharding import make_mesh
 from models import backbone
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from care_jax import main
-from care_jax.sharding import make_mesh
-from care_jax.verifier import Verdict, Verifier
+from care_jax.devices.sharding import make_mesh
+from care_jax.rewards.verifier import Verdict, Verifier
 from configs import tiny
 
 COMPARED = ("loss", "grad_norm", "kl_ref", "entropy", "reward", "reflect_success", "think_tokens")

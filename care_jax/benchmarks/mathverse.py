@@ -14,10 +14,10 @@ import re
 import string
 from typing import Any
 
-from care_jax import answers
 from care_jax.benchmarks import letters, response
 from care_jax.benchmarks.rows import Question, gold_of
-from care_jax.verifier import extract_answer
+from care_jax.rewards import answers
+from care_jax.rewards.verifier import extract_answer
 
 # A:..., (A) ..., A. ...; on lines of their own or behind one another.
 _OPTION = re.compile(r"(?:^|(?<=[\s.,;)]))(?:\(([A-H])\)|([A-H])\s*[:：.．、)])\s*")

@@ -18,9 +18,9 @@ import string
 from fractions import Fraction
 from typing import Any
 
-from care_jax import notation, quantities
 from care_jax.benchmarks import response
 from care_jax.benchmarks.rows import Question, gold_of, read_options
+from care_jax.rewards import notation, quantities
 
 _MAX_EXTRACTION = 200  # characters of what may be an extracted answer; more is a response
 _BRACKETED = re.compile(r"\(([a-zA-Z])\)")

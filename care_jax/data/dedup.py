@@ -16,9 +16,9 @@ import hashlib
 import re
 import unicodedata
 
-from care_jax import notation, quantities
 from care_jax.batch import Example
-from care_jax.data.images import Look, look, num_different_bits
+from care_jax.prompts.images import Look, look, num_different_bits
+from care_jax.rewards import notation, quantities
 
 _PLACEHOLDER = re.compile(r"<image>")
 _SPOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")

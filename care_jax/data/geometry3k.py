@@ -16,10 +16,10 @@ from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data import hub
-from care_jax.data.images import AnyImage
 from care_jax.data.json_rows import parse_object
 from care_jax.data.parquet import ParquetRows, find_files, images_of
 from care_jax.data.rows import Rows, make_example
+from care_jax.prompts.images import AnyImage
 
 SPLITS = ("train", "val", "test")
 SUBSETS = ("", "choices", "logic")

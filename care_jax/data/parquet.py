@@ -18,8 +18,8 @@ from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data import hub
-from care_jax.data.images import AnyImage
 from care_jax.data.rows import Rows, make_example
+from care_jax.prompts.images import AnyImage
 
 COLUMNS = ("id", "question", "answer", "images", "choices", "rationale", "response")
 _NUM_CACHED = 2  # row groups

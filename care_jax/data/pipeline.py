@@ -23,7 +23,7 @@ from absl import logging
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.mixture import Mixture
-from care_jax.prompt import PromptBuilder, TokenizedPrompt
+from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 
 TOO_LONG = "prompt fits no bucket"
 _MAX_TRIES = 64  # passes in which a place may meet a prompt it cannot use before giving up

@@ -32,7 +32,7 @@ from care_jax.data import hub, shards
 from care_jax.data.dedup import Content, Seen, content_of
 from care_jax.data.pipeline import TOO_LONG
 from care_jax.data.sources import check_section, open_source, options_of
-from care_jax.prompt import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"

@@ -14,9 +14,9 @@ from typing import Any
 
 from absl import logging
 
-from care_jax import notation
 from care_jax.batch import Example, Unusable
-from care_jax.data.images import AnyImage, open_image
+from care_jax.prompts.images import AnyImage, open_image
+from care_jax.rewards import notation
 
 MAX_CHARS = 16_384  # of a question with its choices; longer texts are no questions
 MAX_RESPONSE_CHARS = 65_536

@@ -20,8 +20,8 @@ from typing import Any
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from care_jax.batch import Example
-from care_jax.data.images import encoded
 from care_jax.data.rows import Rows
+from care_jax.prompts.images import encoded
 
 MANIFEST = "manifest.json"
 FORMAT = 1  # of records and manifest; another number is refused

@@ -12,12 +12,12 @@ import zipfile
 from collections.abc import Sequence
 from typing import Any
 
-from care_jax import notation
 from care_jax.batch import Example
 from care_jax.data import hub
 from care_jax.data.json_rows import JsonRows
 from care_jax.data.parquet import ParquetRows, find_files, images_of
 from care_jax.data.rows import Rows, make_example
+from care_jax.rewards import notation
 
 NAME = "virl39k"
 _COLUMNS = ("question", "answer", "qid", "image")

@@ -13,12 +13,12 @@ import itertools
 import pathlib
 from typing import Any
 
-from care_jax import notation
 from care_jax.batch import Example, Unusable
 from care_jax.data import hub
 from care_jax.data.json_rows import JsonRows
 from care_jax.data.parquet import images_of
 from care_jax.data.rows import Rows, make_example
+from care_jax.rewards import notation
 
 NAME = "vision_r1_cold"
 _ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
-from care_jax.advantages import RawAdvantages
 from care_jax.batch import Example, Rollouts, Scores
-from care_jax.select import Subgroup
+from care_jax.method.advantages import RawAdvantages
+from care_jax.method.select import Subgroup
 
 ROLES = ("anchor", "pseudo-anchor", "hard negative", "reflected", "unused")
 # In the order in which they are sampled in turn.

@@ -8,7 +8,7 @@ import io
 from PIL import Image
 
 from care_jax.batch import Unusable
-from care_jax.data.images import AnyImage, open_image
+from care_jax.prompts.images import AnyImage, open_image
 
 MAX_BYTES = 48 * 1024  # of one encoded picture
 _JPEG_QUALITY = 80

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from care_jax import attention_check, sharding
+from care_jax import attention_check
 from care_jax.attention_check import training_attention, trial_reach
+from care_jax.devices import sharding
 from models import attention_kernels
 from models.attention_mask import AttentionImpl
 

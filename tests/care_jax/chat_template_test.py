@@ -12,9 +12,9 @@ from PIL import Image
 
 from care_jax.batch import Example
 from care_jax.data.rows import make_example
-from care_jax.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from care_jax.main import policy_of
-from care_jax.prompt import PromptBuilder, load_tokenizer
+from care_jax.prompts.builder import PromptBuilder, load_tokenizer
+from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from configs import common, mixture, qwen3vl_8b, qwen25vl_7b
 from models.config import BackboneConfig
 

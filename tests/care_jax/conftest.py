@@ -13,12 +13,12 @@ from scripted import LOOP, B, Script, credit_of, groups_of
 from care_jax import train
 from care_jax.batch import Example, Rollouts
 from care_jax.data.sources import open_source
+from care_jax.devices.sharding import make_mesh
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
-from care_jax.prompt import load_tokenizer, prompt_sizes
+from care_jax.prompts.builder import load_tokenizer, prompt_sizes
 from care_jax.rollout import Roster
 from care_jax.run import Run
-from care_jax.sharding import make_mesh
 from configs import tiny
 from models import backbone
 from models.config import BackboneConfig

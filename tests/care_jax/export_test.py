@@ -14,9 +14,9 @@ from PIL import Image
 
 from care_jax import export
 from care_jax.batch import Example
-from care_jax.data.tokenizer import CHAT_TEMPLATE
 from care_jax.main import policy_of
-from care_jax.prompt import processor_template
+from care_jax.prompts.builder import processor_template
+from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from configs import tiny
 from models import backbone
 from models.config import BackboneConfig

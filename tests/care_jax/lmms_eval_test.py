@@ -14,10 +14,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from care_jax import evaluate, export, sharding
+from care_jax import evaluate, export
 from care_jax.batch import Example
 from care_jax.benchmarks import response
-from care_jax.decode_queue import Request
+from care_jax.decoding.queue import Request
+from care_jax.devices import sharding
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
 from care_jax.policy import initial_params

@@ -10,7 +10,7 @@ from absl.testing import flagsaver
 
 from care_jax import main
 from care_jax.batch import Example
-from care_jax.sharding import make_mesh
+from care_jax.devices.sharding import make_mesh
 from configs import tiny
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent

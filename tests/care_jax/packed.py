@@ -3,8 +3,8 @@
 import numpy as np
 
 from care_jax.batch import TrainBatch
-from care_jax.row_plan import Part, RowPlan, TreeSizes, plan_rows
-from care_jax.tree_rows import at_rows, lay_out, place
+from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.plan import Part, RowPlan, TreeSizes, plan_rows
 
 
 def sizes_of(records, lengths):

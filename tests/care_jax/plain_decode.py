@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.logprobs import policy_logits
-from care_jax.sampling import sample_token
+from care_jax.decoding.sampling import sample_token
+from care_jax.learning.logprobs import policy_logits
 from models import backbone
 from models.positions import image_slots, prompt_positions
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from care_jax import policy as policies
-from care_jax import sharding
+from care_jax.devices import sharding
 from care_jax.main import policy_of
 from configs import common, tiny
 from models import backbone

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.decode_line import Sizes
-from care_jax.decode_queue import DecodeQueue, compile_programs
-from care_jax.device_clock import DeviceClock
+from care_jax.decoding.queue import DecodeQueue, compile_programs
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices.sharding import make_mesh, num_shards
 from care_jax.run import Run
-from care_jax.sharding import make_mesh, num_shards
 from configs import tiny
 from models import backbone
 

@@ -6,8 +6,10 @@ import types
 import numpy as np
 import pytest
 
-from care_jax import reflect, sft, spans
+from care_jax import sft
+from care_jax.decoding import reflection
 from care_jax.main import policy_of
+from care_jax.method import spans
 from configs import common, qwen3vl_4b, qwen3vl_8b, qwen25vl_3b, qwen25vl_7b
 
 RATIONALES = (
@@ -41,10 +43,10 @@ def text_of(policy, tokens):
 def test_a_row_that_goes_on_from_the_cue_is_well_formed(policy, encode, tag, end):
     """The cue joins its neighbours in pieces of its own and does not close the rationale."""
     care = common.get_config().care
-    cue = reflect.cue_text(care.cue, care.reflect_mode, seed=0)
+    cue = reflection.cue_text(care.cue, care.reflect_mode, seed=0)
     closing_tag = spans.closing_tag_table(policy.token_bytes, tag)
     for rationale in RATIONALES:
-        context = reflect.context_tokens(
+        context = reflection.context_tokens(
             rationale, cue, encode, think_tag=tag, max_context=care.max_context
         ).tolist()
         assert text_of(policy, context) == f"<{tag}>{rationale}{care.cue}"
@@ -67,7 +69,7 @@ def test_a_rationale_that_is_cut_leaves_the_cue_whole_and_room_to_answer(policy,
     config = common.get_config()
     care, num_cue = config.care, len(encode(config.care.cue))
     rationale, width = "3 + 4 = 8, so " * 1000, care.max_context
-    context = reflect.context_tokens(
+    context = reflection.context_tokens(
         rationale, care.cue, encode, think_tag="think", max_context=width
     )
     assert len(context) == width + num_cue

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from care_jax.batch import Rollouts
+from care_jax.method.select import Subgroup
+from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import Programs, Roster, roll_out
-from care_jax.select import Subgroup
-from care_jax.verifier import Verifier
 
 T = 48
 LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order

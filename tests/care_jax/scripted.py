@@ -8,8 +8,8 @@ import numpy as np
 
 from care_jax import train
 from care_jax.batch import Scores
-from care_jax.credit import Credit
-from care_jax.prompt import prompt_sizes
+from care_jax.method.credit import Credit
+from care_jax.prompts.builder import prompt_sizes
 from care_jax.rollout import Groups
 
 STEPS, B, R, T = 4, 4, 3, 9

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from scripted import STEPS, B, R, T, credit_of
 
-from care_jax import optimizer, roofline, sft, shapes, sharding, train
-from care_jax.decode_line import Sizes
-from care_jax.prompt import prompt_sizes
+from care_jax import sft, train
+from care_jax.aot import shapes
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import roofline, sharding
+from care_jax.learning import optimizer
+from care_jax.prompts.builder import prompt_sizes
 from care_jax.report import page
 from care_jax.rollout import Roster
 

@@ -8,7 +8,7 @@ from scripted import B, credit_of, groups_of, scripted_update
 
 from care_jax import update_batch
 from care_jax.batch import Example
-from care_jax.prompt import prompt_sizes
+from care_jax.prompts.builder import prompt_sizes
 from care_jax.rollout import Groups, Roster
 
 PARTS = {"rl.prompts_per_step": B, "rl.prompts_per_update": 2}

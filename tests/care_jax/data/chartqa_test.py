@@ -3,9 +3,9 @@
 import pytest
 
 from care_jax.data import chartqa
-from care_jax.data.images import open_image
 from care_jax.data.sources import open_source
-from care_jax.verifier import Verifier
+from care_jax.prompts.images import open_image
+from care_jax.rewards.verifier import Verifier
 
 ROWS = [
     ("How many bars are blue?", ["3"], 0),

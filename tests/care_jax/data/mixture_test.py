@@ -9,7 +9,7 @@ from care_jax.batch import Example, Unusable
 from care_jax.data.mixture import Mixture
 from care_jax.data.pipeline import Batches
 from care_jax.data.rows import Rows
-from care_jax.prompt import TokenizedPrompt
+from care_jax.prompts.builder import TokenizedPrompt
 
 BATCH = 20
 

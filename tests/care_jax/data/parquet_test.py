@@ -5,8 +5,8 @@ import pytest
 
 from care_jax.batch import Unusable
 from care_jax.data import parquet
-from care_jax.data.images import open_image
 from care_jax.data.sources import open_source
+from care_jax.prompts.images import open_image
 
 TYPES = {
     "q": pa.string(),

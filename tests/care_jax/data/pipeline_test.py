@@ -8,7 +8,7 @@ import pytest
 
 from care_jax.data.pipeline import Batches
 from care_jax.data.sources import open_source
-from care_jax.prompt import TokenizedPrompt
+from care_jax.prompts.builder import TokenizedPrompt
 
 
 @dataclasses.dataclass

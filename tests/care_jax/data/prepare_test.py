@@ -13,8 +13,8 @@ from PIL import Image
 from care_jax.batch import Example
 from care_jax.data import prepare, shards
 from care_jax.data.dedup import Seen, content_of, spoken
-from care_jax.data.images import open_image
 from care_jax.data.sources import open_source
+from care_jax.prompts.images import open_image
 from configs import common, mixture, tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]

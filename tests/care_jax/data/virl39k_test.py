@@ -7,7 +7,7 @@ import pytest
 
 from care_jax.batch import Unusable
 from care_jax.data import virl39k
-from care_jax.data.images import encoded, image_size, look, open_image
+from care_jax.prompts.images import encoded, image_size, look, open_image
 
 A, B, GONE = "images/a.png", "images/b.png", "images/gone.png"
 ROWS = [

@@ -3,11 +3,11 @@
 import numpy as np
 from PIL import Image
 
-from care_jax.advantages import RawAdvantages
 from care_jax.batch import Example, Rollouts, Scores
+from care_jax.method.advantages import RawAdvantages
+from care_jax.method.select import Subgroup
 from care_jax.report.groups import Sampled, Wording
-from care_jax.select import Subgroup
-from care_jax.verifier import parse_text
+from care_jax.rewards.verifier import parse_text
 
 EOS = 256
 CUE = " Wait, that is wrong."

@@ -1,0 +1,202 @@
+"""Does a run fit, and how fast can it be? Told by compilation, without any TPU or GPU.
+
+    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --mean_response=600
+    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:8
+
+Prints a row for every program of the configuration's stages "sft" and "rl", in GiB on one chip:
+
+    arguments, outputs, temporaries   of the program, as the compiler lays them out
+    beside                            what the run keeps meanwhile and the program does not see
+    headroom                          what is left of the chip; negative where it does not fit
+    TFLOPs, least time, tokens/s      of its largest call: counted, and no chip is faster
+    bound                             what the least time goes to
+
+and what one chip receives from others, by collective, as compiled. The worst step has prompts and
+responses as long as they may be; with --mean_response the step of drawn lengths is printed too, as
+`step_sizes` and `lengths` have it.
+
+Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Ends with status 1 where the
+run does not fit, 2 where it is not a run.
+"""
+
+from __future__ import annotations
+
+import logging as python_logging
+import math
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from care_jax import command_line
+from care_jax.aot.collectives import COLLECTIVES
+from care_jax.aot.compile import Fit, Program, fit
+from care_jax.devices.roofline import CHIPS, GIB
+from care_jax.devices.sharding import MESH_AXES
+
+_COLUMNS = (
+    "program",
+    "arguments",
+    "outputs",
+    "temporaries",
+    "beside",
+    "total",
+    "headroom",
+    "TFLOPs",
+    "least time",
+    "bound",
+    "tokens/s",
+    "compiled in",
+)
+
+
+_GPU_LIMITS = (
+    "The GPU compiler refuses no program for its size and does not count cuDNN's workspace; a chip "
+    "is taken to have 90% of its memory for programs. Bytes between nodes count as if over NVLink."
+)
+
+
+def report(result: Fit) -> str:
+    """The tables, as Markdown that is aligned to be read as it stands, and what follows from it."""
+    programs = [_COLUMNS, *(_row(result, program) for program in result.programs)]
+    lines = [_heading(result), "", *_table(programs), ""]
+    if received := _received_rows(result):
+        unit = "GB received by one chip, in the largest call of a program and in all of a step"
+        lines += [f"{unit}:", "", *_table(received), ""]
+    return "\n".join([*lines, *_conclusions(result)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [_line(row, widths) for row in rows]
+    lines.insert(1, _line(["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])], widths))
+    return lines
+
+
+def _received_rows(result: Fit) -> list[tuple[str, ...]]:
+    """Bytes between chips: program x collective; none where no program was compiled."""
+    rows = [("program", *COLLECTIVES, "total", "calls", "worst step")]
+    if result.expected:
+        rows[0] += ("mean step",)
+    for program in result.programs:
+        if program.received is None:
+            continue
+        sizes = program.received.by_collective(program.work.num_passes).values()
+        cases = (False, True) if result.expected else (False,)
+        steps = [sum(work.ici_bytes for work in program.works(is_mean)) for is_mean in cases]
+        call = (f"{size / 1e9:.2f}" for size in (*sizes, sum(sizes)))
+        step = (f"{size / 1e9:.1f}" for size in steps)
+        rows.append((program.name, *call, str(program.num_calls), *step))
+    return rows if len(rows) > 1 else []
+
+
+def _heading(result: Fit) -> str:
+    sizes = result.mesh.shape
+    cut = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
+    return (
+        f"{result.topology}: {result.mesh.size} chips ({cut or 'one'}), "
+        f"{result.chip.hbm / GIB:.2f} GiB each"
+    )
+
+
+def _row(result: Fit, program: Program) -> tuple[str, ...]:
+    bounds = program.work.bounds(result.chip, result.mesh.size)
+    seconds = max(bounds.values())
+    sizes = program.arguments, program.outputs, program.temporaries, program.beside, program.total
+    return (
+        program.name,
+        *(f"{size / GIB:.2f}" for size in sizes),
+        f"{(result.chip.hbm - program.total) / GIB:+.2f}",
+        f"{program.work.flops / 1e12:.3g}",
+        f"{seconds:.3g} s",
+        max(bounds, key=bounds.get),
+        f"{program.work.tokens / seconds:.0f}" if program.work.tokens else "",
+        f"{program.seconds:.0f} s",
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+    return f"| {' | '.join(aligned)} |"
+
+
+def _conclusions(result: Fit) -> list[str]:
+    worst = result.fullest
+    missing = (worst.total - result.chip.hbm) / GIB
+    if result.is_fitting:
+        lines = [f"It fits, with {-missing:.2f} GiB to spare in {worst.name!r}."]
+    else:
+        refused = [program.name for program in result.programs if program.is_refused]
+        by_itself = f" (refused by the compiler: {', '.join(refused)})" if refused else ""
+        lines = [
+            f"It does not fit: {worst.name!r} needs {worst.total / GIB:.2f} GiB of "
+            f"{result.chip.hbm / GIB:.2f}, {missing:.2f} too many{by_itself}. Take more chips, "
+            "smaller microbatches or buckets, fewer prompts in flight, mesh.tensor, or a lever of "
+            "config.model."
+        ]
+    if result.decode_prompts is not None:
+        lines.append(f"The largest rl.decode_prompts that should fit is {result.decode_prompts}.")
+    lines += [_step_line(result, stage) for stage in ("sft", "rl") if result.step_seconds(stage)]
+    for name, step in (("worst", result.largest), ("mean", result.expected)):
+        if step is not None:
+            counts = f"{step.num_microbatches} microbatches in {len(step.updates)} updates"
+            lines.append(f"The {name} step of 'rl': {counts}, train_fill {step.train_fill:.3f}.")
+    return lines + ([_GPU_LIMITS] if result.chip in (CHIPS["h100"], CHIPS["h200"]) else [])
+
+
+def _step_line(result: Fit, stage: str) -> str:
+    line = f"A step of {stage!r} takes at least {_duration(result.step_seconds(stage))}"
+    if result.mean_response is None:
+        return f"{line}."
+    expected = _duration(result.step_seconds(stage, is_expected=True))
+    return f"{line} (worst case), {expected} at a mean of {result.mean_response:g} tokens."
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{math.ceil(seconds / 6) / 10} min"
+
+
+def run_main() -> None:
+    """Parses flags and compiles; a mistake of the user's is one line."""
+    # Not at the top, where they would meet those of `main` in a process that imports both.
+    config = config_flags.DEFINE_config_file("config", None, "Configuration to compile.")
+    topology = flags.DEFINE_string("topology", None, "Chips and their shape: v5e:4x4, h100:8.")
+    mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
+    flags.mark_flags_as_required(["config", "topology"])
+    logging.set_verbosity(logging.INFO)
+    logging.use_absl_handler()
+    python_logging.getLogger("jax").setLevel(python_logging.WARNING)
+
+    def parse_flags(argv: Sequence[str]) -> Sequence[str]:
+        try:
+            rest = command_line.parse(argv, config)
+        except ValueError as error:
+            _leave(error)
+        if len(rest) > 1:
+            _leave(f"expected flags alone, got {rest[1]!r}; write --config.<key>=<value>")
+        return rest
+
+    def main(_: Sequence[str]) -> None:
+        jax.config.update("jax_platforms", "cpu")  # what accelerator there may be is left alone
+        try:
+            result = fit(config.value, topology.value, mean.value)
+        except ValueError as error:
+            _leave(error)
+        print(report(result))
+        sys.exit(0 if result.is_fitting else 1)
+
+    app.run(main, flags_parser=parse_flags)
+
+
+def _leave(error: Exception | str) -> NoReturn:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_main()

@@ -1,0 +1,413 @@
+"""Does a run fit, and how fast can it be? Compiles its programs for chips that are not there.
+
+Every program of a run is compiled for the chips of a topology from the shapes of its largest batch.
+What a chip must hold while one runs is what the compiler says of the program itself, and what the
+run keeps meanwhile without the program seeing it: optimizer state, reference, later batches. How
+long a step takes at least is counted at its largest, and at lengths drawn around a mean; the bytes
+between chips are those of the compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from care_jax import sft, train
+from care_jax.aot import collectives, shapes, step_sizes
+from care_jax.aot.collectives import Received
+from care_jax.aot.step_sizes import StepSizes
+from care_jax.aot.topology import find_topology
+from care_jax.config_checks import check_config, fill_in
+from care_jax.decoding import sampler
+from care_jax.decoding.queue import Programs, compile_programs
+from care_jax.decoding.sampler import Seats
+from care_jax.decoding.schedule import Schedule, Sizes
+from care_jax.devices import roofline, sharding
+from care_jax.devices.roofline import Chip, Layout, Packed, Rows, Work
+from care_jax.devices.sharding import make_mesh
+from care_jax.learning.train_step import TrainState
+from care_jax.run import Run, abstract_state, make_adamw
+from models import lora
+from models.backbone import Params
+
+_EXHAUSTED = re.compile(r"Used ([\d.]+)([GM]) of|temporaries \(([\d.]+)([GM])\)")
+_UNITS = {"G": 2**30, "M": 2**20}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program of a run.
+
+    Attributes:
+        name: its stage and what it does.
+        arguments, outputs, temporaries: bytes on one chip; an output that takes the place of an
+            argument is counted once. Of a program that the compiler refused for its size only
+            the sum is known, as temporaries.
+        beside: bytes that the run keeps on one chip meanwhile.
+        work: what it computes and moves in its largest call.
+        num_calls: in one step of its stage.
+        seconds: that compiling took.
+        is_refused: it alone is too large for the chip.
+        received: from other chips, as compiled; None where it was refused.
+        expected: the work of every call of a step at the mean length; empty where none was given.
+    """
+
+    name: str
+    arguments: int
+    outputs: int
+    temporaries: int
+    beside: int
+    work: Work
+    num_calls: int
+    seconds: float
+    is_refused: bool = False
+    received: Received | None = None
+    expected: tuple[Work, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes on one chip while it runs."""
+        return self.arguments + self.outputs + self.temporaries + self.beside
+
+    def works(self, is_expected: bool) -> tuple[Work, ...]:
+        """Of every call of a step, at its largest or as expected."""
+        return self.expected if is_expected else (self.work,) * self.num_calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What compiling a run for a topology showed.
+
+    Attributes:
+        topology: as it was asked for.
+        chip: its kind.
+        mesh: its chips.
+        programs: in the order of a run; where one was refused, those that need its results lack.
+        decode_prompts: most prompts in flight that should fit; None without rollouts.
+        largest, expected: what a step of "rl" computes at worst and at the mean length; None
+            without rollouts, or without a mean.
+        mean_response: tokens of a response at that mean.
+    """
+
+    topology: str
+    chip: Chip
+    mesh: Mesh
+    programs: tuple[Program, ...]
+    decode_prompts: int | None
+    largest: StepSizes | None = None
+    expected: StepSizes | None = None
+    mean_response: float | None = None
+
+    @property
+    def fullest(self) -> Program:
+        """The program that decides whether the run fits."""
+        return max(self.programs, key=lambda program: program.total)
+
+    @property
+    def is_fitting(self) -> bool:
+        return self.fullest.total <= self.chip.hbm and not any(p.is_refused for p in self.programs)
+
+    def step_seconds(self, stage: str, is_expected: bool = False) -> float:
+        """The least time of a step of "sft" or "rl", at its largest or as expected."""
+        return sum(
+            work.seconds(self.chip, self.mesh.size)
+            for program in self.programs
+            if program.name.startswith(stage)
+            for work in program.works(is_expected)
+        )
+
+
+def fit(config: ConfigDict, topology: str, mean_response: float | None = None) -> Fit:
+    """Compiles the programs of a configuration's stages "sft" and "rl".
+
+    Args:
+        config: complete, see `configs/common.py`.
+        topology: such as "v5e:4x4"; its chips are the mesh.
+        mean_response: tokens of a response on average; None counts the largest step alone.
+
+    Raises:
+        ValueError: no such topology, or a configuration that cannot run on it.
+    """
+    chip, devices = find_topology(topology)
+    mesh = make_mesh(**config.mesh, devices=devices)
+    config = fill_in(config, mesh)
+    check_config(config, mesh)
+    if mean_response is not None and mean_response <= 0:
+        raise ValueError(f"--mean_response must be positive tokens, got {mean_response}")
+    run = Run(config, shapes.policy(config), mesh, pathlib.Path(), None)
+    programs, decode_prompts, largest, expected = [], None, None, None
+    if "rl" in config.stages:
+        largest = step_sizes.largest_step(run)
+        expected = step_sizes.expected_step(run, mean_response) if mean_response else None
+    if "sft" in config.stages:
+        programs += _sft_programs(run, mean_response)
+    if largest is not None:
+        rollout, decode_prompts = _rollout_programs(run, chip, largest, expected)
+        programs += rollout + _update_programs(run, largest, expected)
+    if not programs:
+        raise ValueError(f'stages {tuple(config.stages)} train nothing; add "sft" or "rl"')
+    steps = largest, expected, mean_response
+    return Fit(topology, chip, mesh, tuple(programs), decode_prompts, *steps)
+
+
+def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
+    _, adamw = make_adamw(run, "sft")
+    state = abstract_state(run, adamw)
+    num_microbatches, packed = step_sizes.largest_imitation(run)
+    expected = ()
+    if mean_response:
+        expected = (_train_work(run, *step_sizes.expected_imitation(run, mean_response)),)
+    batch = shapes.imitation_batch(run, num_microbatches * run.config.sft.microbatch_size)
+    step = sft.compile_step(run, adamw, jax.tree.map(lambda x: x.sharding, state))
+    # The next batch is put on the devices while a step runs.
+    beside = shapes.num_bytes(batch)
+    work = _train_work(run, num_microbatches, packed)
+    return [_compile("sft step", step, (state, batch), beside, work, 1, expected)[0]]
+
+
+def _rollout_programs(
+    run: Run, chip: Chip, largest: StepSizes, expected: StepSizes | None
+) -> tuple[list[Program], int | None]:
+    """Reshard and decode, each of what the one before gives; the most prompts that should fit."""
+    rl, config = run.config.rl, run.policy.config
+    _, adamw = make_adamw(run, "rl")
+    state = abstract_state(run, adamw)
+    kept = shapes.num_bytes(state) + _reference_bytes(run, state)
+    layout = _layout(run, is_decoding=True)
+    reshard = train.compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
+    moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
+    beside = kept - shapes.num_bytes(state.params)
+    once = (moved,) if expected else ()
+    reshard = reshard.to_decode_layout, (state.params,), beside, moved, 1, once
+    program, params = _compile("rl reshard", *reshard)
+    compiled = [program]
+    if params is None:
+        return compiled, None
+    programs = compile_programs(run, temperature=rl.temperature, top_p=rl.top_p)
+    first, second = shapes.rollout_sizes(run)
+    passes = [("decode", first, lambda step: step.decoding)]
+    if shapes.num_rows(run) > rl.num_rollouts:
+        passes.append(("reflect", second, lambda step: step.reflecting))
+    for name, sizes, schedule_of in passes:
+        schedules = schedule_of(largest), schedule_of(expected) if expected else None
+        compiled += _decode_programs(run, programs, params, kept, name, sizes, *schedules)
+
+    # What a prompt takes is taken to be the same in any number of seats.
+    fixed = kept + shapes.num_bytes(params)
+    per_prompt = (max(p.total for p in compiled[1:]) - fixed) / rl.decode_prompts
+    most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
+    return compiled, max(most // layout.batch_parts * layout.batch_parts, 0)
+
+
+def _decode_programs(
+    run: Run,
+    programs: Programs,
+    params: Params,
+    kept: int,
+    name: str,
+    sizes: Sizes,
+    largest: Schedule,
+    expected: Schedule | None,
+) -> list[Program]:
+    """Prefill and decoding of one pass.
+
+    Args:
+        run: the run.
+        programs: compiled for it.
+        params: in the decode layout.
+        kept: bytes that the run keeps on one chip meanwhile.
+        name: of the pass.
+        sizes: of its programs.
+        largest, expected: its calls at worst, and at the mean length.
+    """
+    config, layout = run.policy.config, _layout(run, is_decoding=True)
+    place, compiled = run.decode_batch_place, []
+    per_prompt = shapes.on_batch(place, sizes.num_new)
+    prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
+    num_tokens = prompts.tokens.shape[1]
+    seats = _abstract_seats(run, sizes, num_tokens, sizes.max_tokens)
+
+    def add(kind, jitted, arguments, beside, work_of, calls_of):
+        """Compiles one program; its largest call is taken for every call of the worst step."""
+        calls = calls_of(largest)
+        work = max(map(work_of, calls), key=lambda work: (work.hbm_bytes, work.flops))
+        works = tuple(map(work_of, calls_of(expected))) if expected else ()
+        arguments = jitted, arguments, beside, work, len(calls), works
+        program, results = _compile(f"rl {name}{kind}", *arguments)
+        compiled.append(program)
+        return results
+
+    def prefill_work(size):
+        return roofline.prefill_work(config, Rows(sizes.num_new, *size, 1, 0), layout)
+
+    def decode_work(call):
+        shape = call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots
+        counts = dict(num_steps=call.num_steps, num_tokens=call.num_tokens)
+        return roofline.decode_work(config, Rows(*shape), layout, **counts)
+
+    def prefills(schedule):
+        return schedule.prefills
+
+    rng = jax.eval_shape(lambda: jax.random.key(0))
+    budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
+    chosen = shapes.on_batch(place, sizes.num_seats)(jnp.int32)
+    arguments = params, seats, prompts, rng, per_prompt(jnp.int32), budget, chosen
+    add(" prefill", programs.sit_down, arguments, kept, prefill_work, prefills)
+    advance = programs.advance, (params, seats, jax.ShapeDtypeStruct((), jnp.int32)), kept
+    add("", *advance, decode_work, lambda schedule: schedule.calls)
+    return compiled
+
+
+def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Seats:
+    """Shapes, types and layout of the seats."""
+    shape = dict(num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+    seats = jax.eval_shape(
+        functools.partial(sampler.empty, run.policy.config, sizes=sizes, dtype=dtype, **shape)
+    )
+    rules = run.config.decode_sharding_rules
+    places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, run.mesh)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), seats, places
+    )
+
+
+def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:
+    """The update, and the forward that scores its batch for the reference or for π_old."""
+    rl, care, model = run.config.rl, run.config.care, run.config.model
+    _, adamw = make_adamw(run, "rl")
+    state = abstract_state(run, adamw)
+    plan, _ = largest.updates[0]
+    batch = shapes.train_batch(run, len(plan.rows) * step_sizes.num_processes(run))
+    num_updates = len(largest.updates)
+    programs = train.compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
+    # The next batch is put on the devices while one is worked on.
+    later = shapes.num_bytes(batch) if num_updates > 1 else 0
+
+    def add(name, jitted, arguments, beside, work_of, num_scores=1):
+        """Compiles a program that every update runs so many times."""
+        work, *works = (
+            work_of(plan.num_microbatches, packed)
+            for step in (largest, expected)
+            if step is not None
+            for plan, packed in (step.updates[:1] if step is largest else step.updates)
+        )
+        num_calls, works = num_updates * num_scores, tuple(works) * num_scores
+        return _compile(name, jitted, arguments, beside, work, num_calls, works)[0]
+
+    compiled = []
+    is_reframed = rl.objective == "care" and care.reflect_credit == "prompt_only"
+    num_scores = bool(run.objective.beta) + (rl.old_logp == "trainer" or is_reframed)
+    if num_scores:
+        params = lora.without(state.params)
+        beside = shapes.num_bytes(state) + later
+        if not run.objective.beta or model.lora_rank:  # the parameters scored with are the state's
+            beside -= shapes.num_bytes(params)
+
+        def score_work(num_microbatches, packed):
+            counts = dict(num_microbatches=num_microbatches)
+            return roofline.score_work(run.policy.config, packed, _layout(run), **counts)
+
+        score = programs.score, (params, batch), beside, score_work, num_scores
+        compiled.append(add("rl score", *score))
+    beside = _reference_bytes(run, state) + later
+
+    def update_work(num_microbatches, packed):
+        return _train_work(run, num_microbatches, packed)
+
+    return [*compiled, add("rl update", programs.update, (state, batch), beside, update_work)]
+
+
+def _train_work(run: Run, num_microbatches: int, packed: Packed) -> Work:
+    """Of a forward and backward over packed rows, and the optimizer."""
+    model = run.config.model
+    return roofline.train_work(
+        run.policy.config,
+        packed,
+        _layout(run),
+        num_microbatches=num_microbatches,
+        remat=model.remat,
+        freeze_vision=model.freeze_vision,
+        has_adapters=bool(model.lora_rank),
+    )
+
+
+def _compile(
+    name: str,
+    jitted: Callable,
+    arguments: tuple,
+    beside: int,
+    work: Work,
+    num_calls: int,
+    expected: Sequence[Work],
+) -> tuple[Program, Any]:
+    """The program, and its results as abstract arrays; None where it was refused for its size.
+
+    `Program` says what the arguments are.
+    """
+    logging.info("compiling %s", name)
+    began = time.perf_counter()
+    device = jax.tree.leaves(arguments)[0].sharding.mesh.devices.flat[0]
+    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    lowered = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = _EXHAUSTED.search(str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
+            raise
+        size, unit = (part for part in needed.groups() if part)
+        sizes = 0, 0, int(float(size) * _UNITS[unit])
+        seconds = time.perf_counter() - began
+        program = Program(name, *sizes, beside, work, num_calls, seconds, True, None, expected)
+        return program, None
+    seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
+    results = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporaries = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    sizes = memory.argument_size_in_bytes, outputs, temporaries
+    received = collectives.received(compiled.as_text())
+    work, *expected = (
+        dataclasses.replace(each, ici_bytes=received.total(each.num_passes))
+        for each in (work, *expected)
+    )
+    fields = beside, work, num_calls, seconds, False, received, tuple(expected)
+    return Program(name, *sizes, *fields), results
+
+
+def _layout(run: Run, is_decoding: bool = False) -> Layout:
+    """How many shards batches, gathered weights and products have, as the rules say."""
+    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
+
+    def shards(axis: str) -> int:
+        return sharding.num_shards_of(axis, rules, run.mesh)
+
+    return Layout(
+        batch_parts=shards("batch"),
+        weight_parts=shards("embed"),
+        product_parts=shards("mlp"),
+        itemsize=jnp.dtype(run.config.model.compute_dtype).itemsize,
+    )
+
+
+def _reference_bytes(run: Run, state: TrainState) -> int:
+    """Of the reference policy that stays on the devices, see `update_batch.copy_reference`."""
+    model = run.config.model
+    has_copy = run.objective.beta and not model.lora_rank and "reference" not in model.offload
+    return shapes.num_bytes(state.params) if has_copy else 0

@@ -1,0 +1,195 @@
+"""A run's inputs as shapes alone: what `fit` compiles for, without weights, data or devices.
+
+Every prompt is of the largest bucket and has an image, every response is as long as it may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
+from care_jax.decoding import reflection
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import sharding
+from care_jax.method import spans
+from care_jax.policy import Policy
+from care_jax.prompts.builder import backbone_config, load_tokenizer
+from care_jax.run import Run
+from models.config import RELEASES, BackboneConfig
+from models.positions import ImagePatches, pack_images
+
+
+def policy(config: ConfigDict) -> Policy:
+    """A policy that tokenises nothing and has no weights.
+
+    Raises:
+        ValueError: `model.path` is neither a folder nor a release whose shape is known.
+    """
+    model = config.model
+    file = pathlib.Path(model.path).expanduser() / "config.json"
+    if not model.path:
+        backbone = backbone_config(None, model.backbone.to_dict(), load_tokenizer(model.tokenizer))
+    elif file.is_file():
+        backbone = BackboneConfig.from_folder(file.parent)
+    elif model.path in RELEASES:
+        backbone = RELEASES[model.path]
+    else:
+        raise ValueError(
+            f"model.path {model.path!r} is neither a folder with a config.json nor one of "
+            f"{', '.join(RELEASES)}"
+        )
+    no_bytes = [b""] * backbone.text.vocab_size
+    return Policy(
+        config=backbone,
+        tokenizer=None,
+        prompts=None,
+        token_bytes=no_bytes,
+        closing_tag=spans.closing_tag_table(no_bytes, config.data.think_tag),
+        think_tag=config.data.think_tag,
+        folder=None,
+    )
+
+
+def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
+    """Arrays of a shape, by their dtype, sharded as `Run.train_batch_place` or its like says."""
+    return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def largest_bucket(run: Run) -> tuple[int, int]:
+    """(prompt tokens, image patches) of the longest prompts."""
+    return max(map(tuple, run.config.data.buckets))
+
+
+def num_rows(run: Run) -> int:
+    """Rows of a prompt: its rollouts, and the reflected one where there may be any."""
+    has_slot = run.config.rl.objective == "care" and run.config.care.reflect
+    return run.config.rl.num_rollouts + has_slot
+
+
+def largest_update(run: Run) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
+    """Sizes of the prompts and tokens of the responses of the largest update there can be."""
+    rl = run.config.rl
+    sizes = np.tile(largest_bucket(run), (rl.prompts_per_update, 1))
+    return sizes, np.full((rl.prompts_per_update, num_rows(run)), rl.max_response_tokens)
+
+
+def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
+    """`size` prompts of the largest bucket, with room for so many tokens of context."""
+    num_tokens, num_patches = largest_bucket(run)
+    num_tokens += context_tokens
+    place = run.decode_batch_place
+    tokens = on_batch(place, size, num_tokens)
+    return Prompts(
+        tokens=tokens(jnp.int32),
+        is_valid=tokens(jnp.bool),
+        positions=on_batch(place, size, num_tokens, 3)(jnp.int32),
+        next_position=on_batch(place, size)(jnp.int32),
+        slots=tokens(jnp.int32),
+        images=_images(run, place, size, num_patches),
+    )
+
+
+def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRows:
+    """`size` rows of packed trees."""
+    place = run.train_batch_place
+    tokens = on_batch(place, size, num_tokens)
+    return TreeRows(
+        tokens=tokens(jnp.int32),
+        reach=tokens(jnp.int32),
+        positions=on_batch(place, size, num_tokens, 3)(jnp.int32),
+        slots=tokens(jnp.int32),
+        images=_images(run, place, size, num_patches),
+        predictor=tokens(jnp.int32),
+        branch=tokens(jnp.int32),
+        scored=tokens(jnp.int32),
+    )
+
+
+def imitation_batch(run: Run, size: int) -> ImitationBatch:
+    """`size` rows of the cold start."""
+    sft = run.config.sft
+    weight = on_batch(run.train_batch_place, size, sft.row_tokens)(jnp.float32)
+    return ImitationBatch(tree_rows(run, size, sft.row_tokens, sft.row_patches), weight)
+
+
+def train_batch(run: Run, size: int) -> TrainBatch:
+    """`size` rows of an update."""
+    rl, place = run.config.rl, run.train_batch_place
+    tokens = on_batch(place, size, rl.row_tokens)
+    return TrainBatch(
+        rows=tree_rows(run, size, rl.row_tokens, rl.row_patches),
+        token_advantage=tokens(jnp.float32),
+        old_logp=tokens(jnp.float32),
+        ref_logp=tokens(jnp.float32),
+        row_weight=tokens(jnp.float32),
+        is_trained=tokens(jnp.bool),
+        is_answer=tokens(jnp.bool),
+        prompt_weight=on_batch(place, size)(jnp.float32),
+    )
+
+
+def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> ImagePatches:
+    vision = run.policy.config.vision
+    patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
+    images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
+    return jax.tree.map(lambda x: on_batch(place, size, *x.shape[1:])(x.dtype), images)
+
+
+def context_tokens(run: Run) -> int:
+    """Most forced tokens of a reflected row.
+
+    Without a tokenizer, where programs are only compiled, a token of the cue is taken to be four
+    bytes.
+    """
+    care, tokenizer = run.config.care, run.policy.tokenizer
+    if care.reflect_mode == "resample":
+        return 0
+    cue = reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
+    if tokenizer is None:
+        return care.max_context + math.ceil(len(cue.encode()) / 4)
+    return care.max_context + len(tokenizer.encode(cue, add_special_tokens=False) if cue else ())
+
+
+def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
+    """Of the first decode, and of the reflected one.
+
+    A prompt that is repaired has one row and takes less than half of the memory of the others.
+    """
+    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_place)
+    tries = Sizes(
+        num_seats=rl.decode_prompts,
+        num_rows=min(rl.decode_rows, rl.num_rollouts),
+        num_rollouts=rl.num_rollouts,
+        max_tokens=rl.max_response_tokens,
+        context_tokens=0,
+        num_shards=shards,
+        period=rl.prompts_per_update,
+    )
+    repairs = dataclasses.replace(
+        tries,
+        num_seats=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
+        num_rows=1,
+        num_rollouts=1,
+        context_tokens=context_tokens(run),
+    )
+    return tries, repairs
+
+
+def num_bytes(tree: Any) -> int:
+    """On one device; what lies in host memory takes none of it."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != "pinned_host"
+    )

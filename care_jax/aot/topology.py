@@ -1,0 +1,88 @@
+"""Chips that are not there: what compilers need to know of them, by the name of a topology.
+
+TPUs: "v5e:8x8", a shape of chips, as libtpu names them. GPUs: "h100:8" or "h100:2x8", nodes x GPUs.
+Either compiler runs without a device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import topologies
+
+from care_jax.devices.roofline import CHIPS, Chip
+
+# What libtpu would else ask the network, about a host that is none of a TPU's.
+_HOST = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a compiler need not be the only one
+}
+# (what jax calls it, bytes of memory) of each GPU.
+_GPUS = {
+    "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072),
+    "h200": ("NVIDIA H200", 151_397_597_184),
+}
+# GpuTargetConfigProto: limits from NVIDIA's data sheets and CUDA's tables.
+_HOPPER = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: {memory} shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_address_bits: 64 name: "{name}"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0" device_interconnect_info {{ active_links: 18 }} }}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}" """
+
+
+def find_topology(name: str) -> tuple[Chip, Sequence[jax.Device]]:
+    """The kind of chip and the devices of a topology.
+
+    Raises:
+        ValueError: there is none of that name, or no compiler for it.
+    """
+    kind, _, shape = name.partition(":")
+    if kind not in CHIPS:
+        raise ValueError(
+            f"--topology must be one of {', '.join(CHIPS)} and its shape, such as v5e:4x4 or "
+            f"h100:8, got {name!r}"
+        )
+    find, extra = (_gpus, "cuda") if kind in _GPUS else (_tpus, "tpu")
+    try:
+        found = find(kind, shape)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if "not installed" in reason or "not implemented" in reason:
+            reason = f"its compiler is not there; run: pip install 'care_jax[{extra}]'"
+        raise ValueError(f"--topology {name!r} cannot be compiled for: {reason}") from error
+    return CHIPS[kind], found.devices
+
+
+def _tpus(kind: str, shape: str) -> topologies.TopologyDescription:
+    for question, answer in _HOST.items():
+        os.environ.setdefault(question, answer)
+    sizes = [int(size) for size in re.findall(r"\d+", shape)]
+    host = {}
+    if math.prod(sizes) < 4:  # less than a host of four
+        host = {"chips_per_host_bounds": [*sizes, 1, 1, 1][:3]}
+    return topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{kind}:{shape}" if shape else kind, **host
+    )
+
+
+def _gpus(kind: str, shape: str) -> topologies.TopologyDescription:
+    if not (sizes := re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)):
+        raise ValueError(f"its shape must be GPUs or nodes x GPUs, such as 8 or 2x8, got {shape!r}")
+    name, memory = _GPUS[kind]
+    target = _HOPPER.format(name=name, memory=memory, bandwidth=CHIPS[kind].hbm_bandwidth)
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology=f"1x{sizes[1] or 1}x{sizes[2]}"
+    )

@@ -1,0 +1,317 @@
+"""What a configuration must satisfy, checked before anything is loaded or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding
+from ml_collections import ConfigDict
+
+from care_jax.benchmarks.suite import RELEASES
+from care_jax.data.sources import check_section
+from care_jax.decoding import reflection
+from care_jax.devices import distributed, sharding
+from care_jax.learning import optimizer
+from care_jax.method import select
+from care_jax.policy import Policy
+from care_jax.rewards.verifier import load_reward
+from models import layers
+
+STAGES = ("sft", "rl", "evaluate", "export")
+OBJECTIVES = ("care", "grpo", "dapo", "gspo", "dr_grpo", "rloo")
+DTYPES = ("float32", "bfloat16")
+OFFLOADS = ("reference", "optimizer")
+CREDITS = ("as_sampled", "prompt_only")
+OLD_LOGPS = ("sampler", "trainer")
+ATTENTIONS = ("auto", "xla", "kernel")
+
+
+def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = ()) -> None:
+    """Refuses a configuration that cannot run, naming the key to change.
+
+    Args:
+        config: of the run, filled in.
+        mesh: its devices.
+        overridden: keys set on the command line, such as "care.beta"; those that mean nothing for
+            the chosen objective are refused.
+
+    Raises:
+        ValueError: one line, the first thing that is wrong.
+    """
+    for name in ("sharding_rules", "decode_sharding_rules"):
+        sharding.check_rules(name, config[name])
+        distributed.check_mesh(mesh, config[name])
+    for stage in config.stages:
+        _check_choice("stages", stage, STAGES)
+    _check_model(config.model, mesh)
+    if config.verifier.reward:
+        load_reward(config.verifier.reward)
+    for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
+        _check_positive(name, config[name])
+    _check_report(config.report)
+    if "sft" in config.stages:
+        _check_sft(config, mesh)
+    if "rl" in config.stages:
+        _check_rl(config, mesh, overridden)
+    if "evaluate" in config.stages:
+        _check_evaluate(config, mesh)
+    _check_data(config)
+
+
+def check_policy(config: ConfigDict, policy: Policy) -> None:
+    """Refuses what only the tokenizer can tell: a reflected context that leaves no room.
+
+    Raises:
+        ValueError: naming the key to change.
+    """
+    rl, care = config.rl, config.care
+    if "rl" not in config.stages or rl.objective != "care" or not care.reflect:
+        return
+    if care.reflect_mode == "resample":
+        return
+    cue = reflection.cue_text(care.cue, care.reflect_mode, seed=config.seed)
+    num_cue = len(policy.tokenizer.encode(cue, add_special_tokens=False)) if cue else 0
+    if care.max_context + num_cue >= rl.max_response_tokens:
+        raise ValueError(
+            f"care.max_context {care.max_context} and a cue of {num_cue} tokens leave nothing of "
+            f"rl.max_response_tokens {rl.max_response_tokens} to decode; set care.max_context to "
+            f"{max((rl.max_response_tokens - num_cue) // 2, 1)} or less"
+        )
+
+
+def asks_benchmarks_alone(config: ConfigDict) -> bool:
+    """Whether there are benchmarks to evaluate, and no held-out questions are named."""
+    test = config.data.test
+    is_named = bool(test.path) if test.source == "jsonl" else bool(test.source)
+    return bool(config.evaluate.benchmarks) and not is_named
+
+
+def _check_data(config: ConfigDict) -> None:
+    data = config.data
+    _check_positive("data.num_workers", data.num_workers)
+    for stage, name in (("sft", "sft"), ("rl", "train"), ("evaluate", "test")):
+        if stage == "evaluate" and asks_benchmarks_alone(config):
+            continue
+        if stage in config.stages:
+            check_section(
+                f"data.{name}",
+                data[name],
+                min_pixels=data.min_pixels,
+                max_pixels=data.max_pixels,
+            )
+
+
+def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
+    """A copy of a configuration in which sizes that are left to the mesh are numbers."""
+    config = config.copy_and_resolve_references()
+    sharding.check_rules("sharding_rules", config.sharding_rules)
+    num_shards = sharding.num_shards(sharding.batch_sharding(mesh, config.sharding_rules))
+    for section in (config.sft, config.rl):
+        section.microbatch_size = section.microbatch_size or num_shards
+    return config
+
+
+def _check_model(model: ConfigDict, mesh: Mesh) -> None:
+    _check_choice("model.remat", model.remat, layers.REMATS)
+    _check_choice("model.attention", model.attention, ATTENTIONS)
+    _check_positive("model.logprob_chunk", model.logprob_chunk)
+    platform = mesh.devices.flat[0].platform
+    if model.attention == "kernel" and platform == "cpu":
+        raise ValueError(
+            "model.attention 'kernel' needs a TPU or a GPU, the devices are CPUs; set it to 'auto'"
+        )
+    for name in ("compute_dtype", "param_dtype", "moments_dtype"):
+        _check_choice(f"model.{name}", model[name], DTYPES)
+    for name in model.offload:
+        _check_choice("model.offload", name, OFFLOADS)
+    if model.offload and not sharding.has_host_memory(mesh):
+        raise ValueError(
+            f"model.offload {tuple(model.offload)} needs devices that can keep arrays in host "
+            f"memory, which {mesh.local_devices[0].device_kind} cannot; set it to ()"
+        )
+    if model.lora_rank < 0:
+        raise ValueError(f"model.lora_rank must be 0 or more, got {model.lora_rank}")
+    if model.lora_rank and not model.lora_alpha > 0:
+        raise ValueError(f"model.lora_alpha must be positive, got {model.lora_alpha}")
+
+
+def _check_evaluate(config: ConfigDict, mesh: Mesh) -> None:
+    evaluate = config.evaluate
+    decoding, _ = _batch_places(config, mesh)
+    sharding.check_divides("evaluate.batch_size", evaluate.batch_size, decoding)
+    _check_positive("evaluate.max_response_tokens", evaluate.max_response_tokens)
+    for pair in evaluate.benchmarks:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise ValueError(
+                f"evaluate.benchmarks must be pairs (name, path), got {pair!r}; write "
+                "(('mmmu', 'path/of/MMMU'),)"
+            )
+        _check_choice("a name in evaluate.benchmarks", pair[0], tuple(RELEASES))
+    names = [name for name, _ in evaluate.benchmarks]
+    if len(names) != len(set(names)):
+        raise ValueError(f"evaluate.benchmarks names a benchmark twice: {', '.join(names)}")
+    if evaluate.judge_url and not (evaluate.judge_model and evaluate.benchmarks):
+        raise ValueError(
+            "evaluate.judge_url needs evaluate.judge_model and evaluate.benchmarks; set them or "
+            "clear it"
+        )
+    if evaluate.judge_timeout <= 0 or evaluate.judge_retries < 0:
+        raise ValueError(
+            "evaluate.judge_timeout must be positive and evaluate.judge_retries not negative, got "
+            f"{evaluate.judge_timeout} and {evaluate.judge_retries}"
+        )
+
+
+def _check_report(report: ConfigDict) -> None:
+    if report.groups_per_step < 0:
+        raise ValueError(f"report.groups_per_step must be 0 or more, got {report.groups_per_step}")
+    _check_positive("report.image_side", report.image_side)
+    if report.max_megabytes < 1:
+        raise ValueError(
+            f"report.max_megabytes must be at least 1, got {report.max_megabytes}; to keep the "
+            "curves alone, set report.groups_per_step to 0"
+        )
+
+
+def _check_sft(config: ConfigDict, mesh: Mesh) -> None:
+    sft = config.sft
+    _check_positive("sft.num_steps", sft.num_steps)
+    decoding, training = _batch_places(config, mesh)
+    sharding.check_divides("sft.batch_size", sft.batch_size, decoding)
+    sharding.check_divides("sft.microbatch_size", sft.microbatch_size, training)
+    _check_row("sft", config, num_response=1)
+    _check_schedule("sft", sft, sft.num_steps)
+
+
+def _batch_places(config: ConfigDict, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """How batches are sharded in decoding and in training."""
+    rules = config.decode_sharding_rules, config.sharding_rules
+    return tuple(sharding.batch_sharding(mesh, each) for each in rules)
+
+
+def _check_row(section: str, config: ConfigDict, num_response: int) -> None:
+    """Refuses rows that do not hold the longest prompt with one response."""
+    num_tokens, num_patches = max(map(tuple, config.data.buckets))
+    for name, size in (("row_tokens", num_tokens + num_response), ("row_patches", num_patches)):
+        if config[section][name] < size:
+            raise ValueError(
+                f"{section}.{name} {config[section][name]} does not hold the largest of "
+                f"data.buckets, {num_tokens} tokens and {num_patches} patches, and a response of "
+                f"{num_response} tokens; set it to {size} or more"
+            )
+
+
+def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> None:
+    rl, care = config.rl, config.care
+    _check_choice("rl.objective", rl.objective, OBJECTIVES)
+    _check_choice("rl.old_logp", rl.old_logp, OLD_LOGPS)
+    for key in overridden:
+        section = key.split(".")[0]
+        if section in OBJECTIVES and section != rl.objective:
+            raise ValueError(
+                f"--config.{key} means nothing under rl.objective {rl.objective!r}; leave it out "
+                f"or set rl.objective to {section!r}"
+            )
+    for name in ("num_steps", "prompts_per_step", "max_response_tokens", "decode_rows"):
+        _check_positive(f"rl.{name}", rl[name])
+    if rl.num_rollouts < 2:
+        raise ValueError(
+            f"rl.num_rollouts {rl.num_rollouts} must be at least 2: a group of one has nothing to "
+            "compare; set it to 8"
+        )
+    decoding, training = _batch_places(config, mesh)
+    sharding.check_divides("rl.microbatch_size", rl.microbatch_size, training)
+    for name in ("prompts_per_update", "decode_prompts"):
+        sharding.check_divides(f"rl.{name}", rl[name], decoding)
+    _check_multiple(
+        "rl.prompts_per_step", rl.prompts_per_step, "rl.prompts_per_update", rl.prompts_per_update
+    )
+    _check_schedule("rl", rl, rl.num_steps * rl.prompts_per_step // rl.prompts_per_update)
+    _check_profile(tuple(config.profile_steps), rl.num_steps)
+    _check_row("rl", config, num_response=rl.max_response_tokens)
+    _check_objective(rl.objective, config[rl.objective])
+    if rl.objective == "care":
+        _check_choice("care.rule", care.rule, select.RULES)
+        _check_choice("care.anchor_rule", care.anchor_rule, select.ANCHOR_RULES)
+        _check_choice("care.reflect_mode", care.reflect_mode, reflection.MODES)
+        _check_choice("care.reflect_credit", care.reflect_credit, CREDITS)
+        _check_region_weights(care, overridden)
+        _check_positive("care.max_context", care.max_context)
+        _check_reflection(care, overridden)
+
+
+def _check_objective(name: str, own: ConfigDict) -> None:
+    if not (0 < own.clip_low <= 1 and own.clip_high > 0 and own.beta >= 0):
+        raise ValueError(
+            f"{name}.clip_low must lie in (0, 1], {name}.clip_high be positive and {name}.beta not "
+            f"negative, got {own.clip_low}, {own.clip_high} and {own.beta}"
+        )
+    if "ddof" in own and own.ddof not in (0, 1):
+        raise ValueError(
+            f"{name}.ddof must be 0 (population) or 1 (sample deviation), got {own.ddof}"
+        )
+    if name == "dapo":
+        _check_positive("dapo.max_tries", own.max_tries)
+        if not 0 <= own.overlong_share < 1:
+            raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
+
+
+def _check_profile(steps: tuple[int, ...], num_steps: int) -> None:
+    is_pair = len(steps) == 2 and all(isinstance(step, int) for step in steps)
+    if steps and not (is_pair and 0 <= steps[0] <= steps[1] < num_steps):
+        raise ValueError(
+            f"profile_steps {steps} must be the first and the last step to trace, between 0 and "
+            f"rl.num_steps - 1 = {num_steps - 1}, such as (3, 5)"
+        )
+
+
+def _check_reflection(care: ConfigDict, overridden: Collection[str]) -> None:
+    unread = {"no_cue": ("cue",), "resample": ("cue", "max_context", "reflect_credit")}
+    for name in unread.get(care.reflect_mode, ()):
+        if f"care.{name}" in overridden:
+            raise ValueError(
+                f"--config.care.{name} means nothing under care.reflect_mode "
+                f"{care.reflect_mode!r}; leave it out or set care.reflect_mode to 'cue'"
+            )
+
+
+def _check_region_weights(care: ConfigDict, overridden: Collection[str]) -> None:
+    for name in ("gamma_pos", "gamma_neg"):
+        if not 0 <= care[name] <= 1:
+            raise ValueError(f"care.{name} must lie in [0, 1], got {care[name]}")
+        if not care.region_weights and f"care.{name}" in overridden:
+            raise ValueError(
+                f"--config.care.{name} means nothing without care.region_weights; leave it out or "
+                "set care.region_weights to True"
+            )
+
+
+def _check_schedule(name: str, section: ConfigDict, num_updates: int) -> None:
+    try:
+        optimizer.make_schedule(
+            learning_rate=section.learning_rate,
+            warmup_steps=section.warmup_steps,
+            num_steps=num_updates,
+            schedule=section.schedule,
+        )
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value < 1 or value % divisor:
+        raise ValueError(
+            f"{name} {value} must be a multiple of {divisor_name} {divisor}; set it to "
+            f"{max(value // divisor, 1) * divisor}"
+        )

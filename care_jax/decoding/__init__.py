@@ -1,0 +1,1 @@
+"""Rollouts: sampling, the continuous decoder, its schedule and queue, the reflected context."""

@@ -1,0 +1,382 @@
+"""Answers to many prompts from few seats: the host's side of continuous decoding.
+
+Prompts sit down a few at a time (`decode_line`), all their rollouts are decoded (`sampler`), and
+whoever is done is handed out while the devices decode the others, so that verifying takes none of
+their time. Between two calls of `advance` the host reads which seats are free and pads the prompts
+that sit down.
+
+A prompt sits on the shard of the devices that its update is placed on, so that neither prompt nor
+response crosses the network. All processes know who waits everywhere, and decide alike. Nothing
+depends on how long the host takes: the same weights and prompts give the same calls.
+
+Letters: B seats, R rows in flight of each, G rollouts of a prompt, T tokens of a rollout, N prompts
+of a prefill, P prompt tokens, S slots of a row's ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Int, PRNGKeyArray
+
+from care_jax.batch import Rollouts
+from care_jax.decoding import sampler
+from care_jax.decoding.sampler import Progress, Sampled, Seats
+from care_jax.decoding.schedule import NUM_STEPS, Line, Newcomers, Sizes, Waiting
+from care_jax.devices import distributed, sharding
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.prompts.builder import TokenizedPrompt
+from care_jax.run import Run
+from models import backbone
+from models.config import BackboneConfig
+
+_NO_CONTEXT = np.zeros(0, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to be answered.
+
+    Attributes:
+        place: in the step. A prompt draws by it, so that neither the schedule nor the mesh decides
+            what it samples, and it says on which shard the prompt sits.
+        record: the prompt.
+        context: forced tokens that each of its answers starts with; they count in the T of it.
+        limits: most tokens of each of its answers, at most T; None for T.
+    """
+
+    place: int
+    record: TokenizedPrompt
+    context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: _NO_CONTEXT)
+    limits: Int[np.ndarray, " G"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled functions of decoding, see `compile_programs`.
+
+    Attributes:
+        empty: (sizes, P, S) -> Seats.
+        sit_down: (params, seats, prompts, rng, places [N], budget [N, G], chosen [B]) ->
+            (Seats, Sampled), prefill included.
+        share: (seats, source [B], begin [B], end [B]) -> Seats.
+        advance: (params, seats, num_wanted) -> (Seats, Sampled, Progress).
+        resize: (an array of the rows' cache, clock, axis of its slots, S) -> the array.
+        pad: (an array of the prefix's cache, axis of its tokens, P) -> the array.
+        keep: (an array of the seats, the ones that are kept) -> the array.
+    """
+
+    empty: Callable[..., Seats]
+    sit_down: Callable[..., tuple[Seats, Sampled]]
+    share: Callable[..., Seats]
+    advance: Callable[..., tuple[Seats, Sampled, Progress]]
+    resize: Callable[..., jax.Array]
+    pad: Callable[..., jax.Array]
+    keep: Callable[..., jax.Array]
+
+
+def compile_programs(run: Run, *, temperature: float, top_p: float, stops: bool = True) -> Programs:
+    """The jitted functions of decoding, each compiled once per shape that occurs."""
+    config, mesh = run.policy.config, run.mesh
+    rules, rows = run.config.decode_sharding_rules, run.decode_batch_place
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+    attention = sharding.attention_impl(run.config.model.attention, rules, mesh)
+    closing_tag = jnp.asarray(run.policy.closing_tag)
+    num_shards = sharding.num_shards(rows)
+    choice = dict(temperature=temperature, top_p=top_p)
+
+    def laid_out(seats: Seats) -> Seats:
+        """Every program leaves the seats where the next one takes them from."""
+        places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, mesh)
+        return jax.lax.with_sharding_constraint(seats, places)
+
+    def empty(sizes, num_prompt_tokens, num_slots):
+        seats = sampler.empty(
+            config,
+            sizes=sizes,
+            num_prompt_tokens=num_prompt_tokens,
+            num_slots=num_slots,
+            dtype=dtype,
+        )
+        return laid_out(seats)
+
+    def sit_down(params, seats, prompts, rng, places, budget, chosen):
+        prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
+        rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
+        seats, first = sampler.sit_down(
+            params, seats, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
+        )
+        return laid_out(seats), jax.lax.with_sharding_constraint(first, rows)
+
+    def share(seats, source, begin, end):
+        return laid_out(sampler.share(seats, source, begin, end, num_shards=num_shards))
+
+    def advance(params, seats, num_wanted):
+        seats, sampled, progress = sampler.advance(
+            params,
+            seats,
+            closing_tag,
+            num_wanted,
+            config,
+            num_steps=NUM_STEPS,
+            dtype=dtype,
+            stops=stops,
+            **choice,
+        )
+        sampled = jax.lax.with_sharding_constraint(sampled, rows)
+        progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
+        return laid_out(seats), sampled, progress
+
+    return Programs(
+        empty=jax.jit(run.placed_to_decode(empty), static_argnums=(0, 1, 2)),
+        sit_down=jax.jit(run.placed_to_decode(sit_down), donate_argnums=1),
+        share=jax.jit(share, donate_argnums=0),
+        advance=jax.jit(run.placed_to_decode(advance), donate_argnums=1),
+        resize=jax.jit(sampler.resize_ring, static_argnums=(2, 3)),
+        pad=jax.jit(sampler.pad_left, static_argnums=(1, 2)),
+        keep=jax.jit(functools.partial(sampler.keep, num_shards=num_shards)),
+    )
+
+
+class DecodeQueue:
+    """Answers prompts with the sizes and settings of one configuration.
+
+    Args:
+        run: the run.
+        programs: compiled for it.
+        sizes: of them.
+        clock: told of what runs.
+
+    Attributes:
+        num_steps: decoded so far, each by all rows at once.
+    """
+
+    def __init__(self, run: Run, programs: Programs, sizes: Sizes, clock: DeviceClock):
+        self.programs, self.sizes, self.clock = programs, sizes, clock
+        self.place, self.policy = run.decode_batch_place, run.policy
+        self.num_steps = 0
+
+    def answers(
+        self, params: backbone.Params, rng: PRNGKeyArray, requests: Sequence[Request]
+    ) -> Iterator[tuple[list[int], Rollouts]]:
+        """Answers prompts, in the order in which they get done.
+
+        Args:
+            params: in the decode layout.
+            rng: of all draws.
+            requests: of this process; every process has its own, of its own places.
+
+        Yields:
+            the numbers of some requests, and their G rollouts each as numpy arrays.
+
+        Raises:
+            distributed.Preempted: the run is to end.
+        """
+        line = Line(_everyone(requests), self.sizes)
+        sheets = _Sheets(requests, self.sizes, self.place, self.policy.config)
+        seats, longest, num_steps, finished = None, 0, 0, None
+        while line.is_anyone_left:
+            if distributed.is_preempted():
+                raise distributed.Preempted
+            while (newcomers := line.next_newcomers()) is not None:
+                seats, first = self._sit_down(params, rng, requests, newcomers, seats, longest)
+                self.clock.watch(first)
+                sheets.expect(first, line.who)
+            if (shares := line.next_shares()) is not None:
+                seats = self.programs.share(
+                    seats, *map(self._put_seats, (shares.source, shares.begin, shares.end))
+                )
+            while (kept := line.next_half()) is not None:
+                seats = self._keep(seats, self._put_seats(kept))
+            seats = self._with_room(seats, seats.prefix.is_valid.shape[1], longest)
+            num_wanted = np.int32(line.num_wanted)
+            seats, sampled, progress = self.programs.advance(params, seats, num_wanted)
+            self.clock.watch(progress)
+            sheets.expect(sampled, line.who)
+            if finished is not None:
+                yield finished  # the devices decode meanwhile
+            sheets.write()
+            progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
+            longest, num_steps = int(progress.longest), int(progress.clock)
+            left = line.leave(progress.is_free, progress.next_rollout)
+            finished = sheets.end(left, line.who, seats)
+        self.num_steps += num_steps
+        if finished is not None:
+            yield finished
+
+    def _put_seats(self, array: Int[np.ndarray, " B"]) -> jax.Array:
+        """A number of every seat, known to all processes, on the devices."""
+        rows = sharding.local_rows(len(array), self.place)
+        return sharding.put_batch(array[rows], self.place)
+
+    def _sit_down(
+        self,
+        params: backbone.Params,
+        rng: PRNGKeyArray,
+        requests: Sequence[Request],
+        newcomers: Newcomers,
+        seats: Seats | None,
+        longest: int,
+    ) -> tuple[Seats, Sampled]:
+        """Prefills the newcomers' prompts and seats them."""
+        sizes, put = self.sizes, functools.partial(sharding.put_batch, place=self.place)
+        own = {request.place: request for request in requests}
+        nobody = Request(0, self.policy.prompts.nothing)
+        asked = [
+            nobody if prompt is None else own[prompt.place]
+            for prompt in (
+                newcomers.prompts[row] for row in sharding.local_rows(sizes.num_new, self.place)
+            )
+        ]
+        prompts = self.policy.prompts.batch(
+            [request.record for request in asked],
+            newcomers.sizes,
+            contexts=[request.context for request in asked],
+            context_tokens=sizes.context_tokens,
+        )
+        longest_answers = np.full(sizes.num_rollouts, sizes.max_tokens)
+        budget = [
+            (longest_answers if request.limits is None else request.limits) - len(request.context)
+            for request in asked
+        ]
+        places = np.array([request.place for request in asked], np.int32)
+        num_tokens = prompts.tokens.shape[1]
+        if seats is None:
+            seats = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
+        seats = self._with_room(seats, num_tokens, longest)
+        arrays = *put((places, np.array(budget, np.int32))), self._put_seats(newcomers.chosen)
+        return self.programs.sit_down(params, seats, put(prompts), rng, *arrays)
+
+    def _with_room(self, seats: Seats, num_tokens: int, longest: int) -> Seats:
+        """The seats with room for prompts of so many tokens, and for a call of `advance`."""
+        prefix, cache, programs = seats.prefix, seats.cache, self.programs
+        if num_tokens > prefix.is_valid.shape[1]:
+            _change(prefix.cache.keys, lambda x: programs.pad(x, 3, num_tokens))
+            _change(prefix.cache.values, lambda x: programs.pad(x, 2, num_tokens))
+            is_valid = [prefix.is_valid]
+            _change(is_valid, lambda x: programs.pad(x, 1, num_tokens))
+            seats = seats.replace(prefix=prefix.replace(is_valid=is_valid[0]))
+        wanted = self.sizes.ring_for(longest)
+        while (size := cache.keys[0].shape[4]) != wanted:
+            size = size * 2 if size < wanted else size // 2
+            _change(cache.keys, lambda x: programs.resize(x, seats.clock, 4, size))  # noqa: B023
+            _change(cache.values, lambda x: programs.resize(x, seats.clock, 3, size))  # noqa: B023
+        return seats
+
+    def _keep(self, seats: Seats, kept: jax.Array) -> Seats:
+        """Half of the seats; see `Line.next_half`."""
+        clock, arrays = seats.clock, seats.replace(clock=None)
+        leaves, structure = jax.tree.flatten(arrays)
+        del seats, arrays
+        _change(leaves, lambda x: self.programs.keep(x, kept))
+        return jax.tree.unflatten(structure, leaves).replace(clock=clock)
+
+
+def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> None:
+    """Replaces arrays by what a program makes of each, laid out alike.
+
+    One after the other, so that no second cache lies beside the first.
+    """
+    for place, array in enumerate(arrays):
+        arrays[place] = jax.device_put(function(array), array.sharding)
+
+
+def _everyone(requests: Sequence[Request]) -> list[Waiting]:
+    """The prompts of all processes."""
+    own = [
+        (len(request.record.tokens), request.place, len(request.record.patches))
+        for request in requests
+    ]
+    return [Waiting(*row) for part in distributed.gather_json(own) for row in part]
+
+
+class _Sheets:
+    """What this process's requests have been answered so far (numpy)."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        sizes: Sizes,
+        place: NamedSharding,
+        config: BackboneConfig,
+    ):
+        self._contexts = [request.context for request in requests]
+        self._number = {request.place: number for number, request in enumerate(requests)}
+        self._config, self._place = config, place
+        shape = len(requests), sizes.num_rollouts, sizes.max_tokens
+        self._tokens = np.full(shape, config.pad_token_id, np.int32)
+        self._logp = np.zeros(shape, np.float32)
+        self._is_sampled = np.zeros(shape, bool)
+        self._rationale = np.zeros((*shape[:2], config.text.hidden_size), np.float32)
+        self._unread: list[tuple[Sampled, Int[np.ndarray, " b"]]] = []
+
+    def expect(self, sampled: Sampled, who: Int[np.ndarray, " B"]) -> None:
+        """Takes note of what will have been sampled, and for the places of whom by seat."""
+        seats = sharding.local_rows(len(who), self._place)
+        numbers = [self._number.get(place, -1) for place in who[seats].tolist()]
+        self._unread.append((sampled, np.array(numbers)))
+
+    def write(self) -> None:
+        """Writes down what was sampled, as soon as it is there."""
+        unread, self._unread = self._unread, []
+        for sampled, numbers in unread:
+            sampled = distributed.fetch(sampled)
+            seat, row, step = np.nonzero(sampled.rollout >= 0)
+            found = seat, row, step
+            places = numbers[seat], sampled.rollout[found], sampled.index[found]
+            self._tokens[places], self._logp[places] = sampled.tokens[found], sampled.logp[found]
+            self._is_sampled[places] = True
+
+    def end(
+        self, left: Sequence[tuple[int, int]], who: Int[np.ndarray, " B"], seats: Seats
+    ) -> tuple[list[int], Rollouts] | None:
+        """Takes the sheets of those who sit nowhere any more.
+
+        Args:
+            left: places of those who have just left a seat, and the seats.
+            who: places of those who still sit.
+            seats: as they were left.
+        """
+        left = [(self._number[place], seat) for place, seat in left if place in self._number]
+        if not left:
+            return None
+        local = {
+            int(seat): row for row, seat in enumerate(sharding.local_rows(len(who), self._place))
+        }
+        rationale = distributed.fetch(seats.rationale)
+        for number, seat in left:  # each of a prompt's seats has some of its rollouts
+            self._rationale[number] += rationale[local[seat]]
+        sitting = {self._number.get(place) for place in who.tolist()}
+        numbers = sorted({number for number, _ in left} - sitting)
+        return (numbers, self._rollouts(numbers)) if numbers else None
+
+    def _rollouts(self, numbers: list[int]) -> Rollouts:
+        """Of some requests, their contexts in front."""
+        contexts = [self._contexts[number] for number in numbers]
+        num_forced = np.array([len(context) for context in contexts])[:, None, None]
+        slots = np.arange(self._tokens.shape[-1])
+        is_forced = np.broadcast_to(slots < num_forced, self._tokens[numbers].shape)
+        source = np.maximum(slots - num_forced, 0)
+        shift = functools.partial(np.take_along_axis, indices=source, axis=-1)
+        is_sampled = shift(self._is_sampled[numbers]) & ~is_forced
+        tokens = np.where(is_sampled, shift(self._tokens[numbers]), self._config.pad_token_id)
+        for row, context in zip(tokens, contexts, strict=True):
+            row[:, : len(context)] = context
+        is_valid = is_forced | is_sampled
+        last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
+        rationale = self._rationale[numbers]
+        norm = np.linalg.norm(rationale, axis=-1, keepdims=True)
+        return Rollouts(
+            tokens=tokens,
+            is_valid=is_valid,
+            is_forced=is_forced,
+            logp=np.where(is_sampled, shift(self._logp[numbers]), 0.0),
+            embedding=rationale / np.maximum(norm, 1e-6),
+            is_complete=np.isin(last, self._config.eos_token_ids),
+        )

@@ -1,0 +1,481 @@
+"""Decoding that never waits: prompts take seats, and rows that end take the next rollout.
+
+B prompts sit in a program of fixed shapes, each with R rows in flight. A row whose response ends
+takes its prompt's next rollout in the same step; a prompt whose rollouts are all done gives its
+seat to another between two calls of `advance`. `decode_queue` is the host's side of it.
+
+A prompt's keys and values (its image's too) are stored once and read by its R rows as one matmul.
+What a row has read is a ring: at step t of all, every row writes slot t mod S, so that nothing is
+scattered, and slot j holds a token of a row that has read n before this one if
+(t - j) mod S <= n. Keys are rotated before they are written: a slot is no position.
+
+Every draw is a function of prompt, rollout and token alone, so that what is sampled does not depend
+on the schedule.
+
+Letters: B seats, R rows in flight of each, G rollouts of a prompt, P prompt tokens, S slots of the
+ring, L steps of a call, N new prompts, D model, V vocab.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
+
+from care_jax.batch import Prompts
+from care_jax.decoding.sampling import log_probability, sample_token
+from care_jax.decoding.schedule import Sizes
+from care_jax.learning.logprobs import policy_logits
+from models import backbone
+from models.attention_mask import XLA, AttentionImpl
+from models.config import BackboneConfig
+from models.decoder import PREFIX_AXES, SUFFIX_AXES, KeyValues
+from models.layers import constrain
+
+
+@flax.struct.dataclass
+class Prefix:
+    """What decoding needs of B prompts.
+
+    Attributes:
+        cache: keys and values of the prompt tokens.
+        is_valid: false at the prompt's left padding.
+        last_hidden: the state that predicts the first response token.
+        next_position: the position of the first response token.
+    """
+
+    cache: KeyValues
+    is_valid: Bool[Array, "B P"]
+    last_hidden: Float[Array, "B D"]
+    next_position: Int[Array, " B"]
+
+
+@flax.struct.dataclass
+class Seats:
+    """Prompts that are being decoded, and their rows.
+
+    Attributes:
+        prefix: of the prompts.
+        rngs: a key per prompt.
+        budget: tokens that each rollout may sample.
+        first: the first token of every rollout, sampled when the prompt sat down.
+        next_rollout: the one that the next free row takes, if it is before `end_rollout`.
+        end_rollout: the seat's prompt may sit on others too, which take the rollouts from here on.
+        rationale: of rollouts that have ended, the sum of their rationale's hidden states.
+        rollout: that a row decodes; G where it is idle.
+        token: the row's last, which is read next.
+        num_read: tokens of the rollout that are in the row's cache.
+        tag_state: of the automaton that looks for the closing think tag.
+        running: sum of the hidden states of the rationale so far.
+        cache: of the rows.
+        clock: steps so far, t.
+    """
+
+    prefix: Prefix
+    rngs: PRNGKeyArray
+    budget: Int[Array, "B G"]
+    first: Int[Array, "B G"]
+    next_rollout: Int[Array, " B"]
+    end_rollout: Int[Array, " B"]
+    rationale: Float[Array, "B G D"]
+    rollout: Int[Array, "B R"]
+    token: Int[Array, "B R"]
+    num_read: Int[Array, "B R"]
+    tag_state: UInt8[Array, "B R"]
+    running: Float[Array, "B R D"]
+    cache: KeyValues
+    clock: Int[Array, ""]
+
+
+@flax.struct.dataclass
+class Sampled:
+    """Tokens that a program sampled.
+
+    Attributes:
+        tokens: their ids.
+        logp: log-probability (nats) at temperature 1, what the trainer's forward computes.
+        rollout: which rollout of its prompt a token belongs to; -1 where none was sampled.
+        index: of the token in its rollout, from 0.
+    """
+
+    tokens: Int[Array, "B R L"]
+    logp: Float[Array, "B R L"]
+    rollout: Int[Array, "B R L"]
+    index: Int[Array, "B R L"]
+
+
+@flax.struct.dataclass
+class Progress:
+    """Where a call of `advance` has left the seats.
+
+    Attributes:
+        is_free: nothing is in flight on the seat.
+        next_rollout: of the seat.
+        longest: most tokens that a row in flight has read.
+        clock: of the seats.
+    """
+
+    is_free: Bool[Array, " B"]
+    next_rollout: Int[Array, " B"]
+    longest: Int[Array, ""]
+    clock: Int[Array, ""]
+
+
+def prefill(
+    params: backbone.Params,
+    prompts: Prompts,
+    config: BackboneConfig,
+    *,
+    dtype: DTypeLike,
+    attention: AttentionImpl = XLA,
+) -> Prefix:
+    """Runs prompts and images once; `params` are in the decode layout."""
+    features = None
+    if prompts.images is not None:
+        features = backbone.encode_images(
+            params, prompts.images, config, dtype=dtype, attention=attention
+        )
+    x = backbone.embed(params, prompts.tokens, dtype=dtype, features=features, slots=prompts.slots)
+    hidden, cache = backbone.prefill(
+        params,
+        x,
+        prompts.positions,
+        prompts.is_valid,
+        config,
+        features=features,
+        slots=prompts.slots,
+        attention=attention,
+    )
+    return Prefix(cache, prompts.is_valid, hidden[:, -1], prompts.next_position)
+
+
+def empty(
+    config: BackboneConfig,
+    *,
+    sizes: Sizes,
+    num_prompt_tokens: int,
+    num_slots: int,
+    dtype: DTypeLike,
+) -> Seats:
+    """Seats on which nobody sits."""
+    text, B, R, G = config.text, sizes.num_seats, sizes.num_rows, sizes.num_rollouts
+    kv = (B, text.num_kv_heads)
+    prefix = KeyValues(
+        [jnp.zeros((*kv, text.head_dim, num_prompt_tokens), dtype)] * text.num_layers,
+        [jnp.zeros((*kv, num_prompt_tokens, text.head_dim), dtype)] * text.num_layers,
+    )
+    return Seats(
+        prefix=Prefix(
+            cache=prefix,
+            is_valid=jnp.zeros((B, num_prompt_tokens), bool),
+            last_hidden=jnp.zeros((B, text.hidden_size), dtype),
+            next_position=jnp.zeros(B, jnp.int32),
+        ),
+        rngs=jax.vmap(jax.random.key)(jnp.zeros(B, jnp.uint32)),
+        budget=jnp.zeros((B, G), jnp.int32),
+        first=jnp.zeros((B, G), jnp.int32),
+        next_rollout=jnp.zeros(B, jnp.int32),
+        end_rollout=jnp.zeros(B, jnp.int32),
+        rationale=jnp.zeros((B, G, text.hidden_size)),
+        rollout=jnp.full((B, R), G, jnp.int32),
+        token=jnp.zeros((B, R), jnp.int32),
+        num_read=jnp.zeros((B, R), jnp.int32),
+        tag_state=jnp.zeros((B, R), jnp.uint8),
+        running=jnp.zeros((B, R, text.hidden_size)),
+        cache=backbone.init_cache(config, B, R, num_slots, dtype),
+        clock=jnp.int32(0),
+    )
+
+
+def seat_axes(seats: Seats) -> Seats:
+    """The tree of `seats` with a tuple of logical axis names at every leaf."""
+    axes = jax.tree.map(lambda x: ("batch",) + (None,) * (x.ndim - 1) if x.ndim else (), seats)
+    cache = KeyValues(*([part] * len(seats.cache.keys) for part in (SUFFIX_AXES, SUFFIX_AXES)))
+    prefix = KeyValues(*([part] * len(seats.cache.keys) for part in (PREFIX_AXES, PREFIX_AXES)))
+    return axes.replace(cache=cache, prefix=axes.prefix.replace(cache=prefix))
+
+
+def sit_down(
+    params: backbone.Params,
+    seats: Seats,
+    prefix: Prefix,
+    rngs: PRNGKeyArray,
+    budget: Int[Array, "N G"],
+    chosen: Int[Array, " B"],
+    config: BackboneConfig,
+    *,
+    num_shards: int,
+    temperature: float,
+    top_p: float,
+) -> tuple[Seats, Sampled]:
+    """Prompts take seats, and the first token of each of their rollouts is sampled.
+
+    Args:
+        params: in the decode layout.
+        seats: some of them free.
+        prefix: of N prompts, not all of which need to sit down; P at most that of the seats.
+        rngs: a key per prompt [N], so that what it draws does not depend on who is beside it.
+        budget: tokens that each of their rollouts may sample, at least 1.
+        chosen: of each seat, which of its shard's N / num_shards prompts takes it; -1 for none.
+        config: of the backbone.
+        num_shards: of the batch. A prompt sits down on its own shard.
+        temperature, top_p: see `sample_token`.
+
+    Returns:
+        the seats, and the first tokens by seat, [B, G, 1]; of no rollout where nobody sat down.
+    """
+    num_rollouts = budget.shape[1]
+    logits = policy_logits(params, prefix.last_hidden, config)
+    logits = constrain(logits, "batch", "vocab")[:, None]
+    logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
+    u = _draws(rngs, jnp.broadcast_to(jnp.arange(num_rollouts), budget.shape), 0)
+    token = sample_token(logits, u, temperature=temperature, top_p=top_p)
+    logp = log_probability(logits, token)
+
+    num_tokens = seats.prefix.is_valid.shape[1]
+    prefix = prefix.replace(
+        cache=KeyValues(
+            [pad_left(x, 3, num_tokens) for x in prefix.cache.keys],
+            [pad_left(x, 2, num_tokens) for x in prefix.cache.values],
+        ),
+        is_valid=pad_left(prefix.is_valid, 1, num_tokens),
+    )
+    found = functools.partial(_of_shard, chosen=chosen, num_shards=num_shards)
+    is_new = chosen >= 0
+    first = found(token, seats.first)
+    begin, end = jnp.zeros_like(chosen), jnp.full_like(chosen, num_rollouts)
+    seats = seats.replace(
+        prefix=jax.tree.map(found, prefix, seats.prefix),
+        rngs=found(rngs, seats.rngs),
+        budget=found(budget, seats.budget),
+        first=first,
+        end_rollout=jnp.where(is_new, end, seats.end_rollout),
+    )
+    seats = _begin(seats, is_new, begin)
+    is_sampled = is_new[:, None] & jnp.ones_like(first, bool)
+    sampled = Sampled(
+        tokens=first,
+        logp=found(logp, jnp.zeros(first.shape)),
+        rollout=jnp.where(is_sampled, jnp.arange(num_rollouts), -1),
+        index=jnp.zeros_like(first),
+    )
+    return seats, jax.tree.map(lambda x: x[..., None], sampled)
+
+
+def share(
+    seats: Seats,
+    source: Int[Array, " B"],
+    begin: Int[Array, " B"],
+    end: Int[Array, " B"],
+    *,
+    num_shards: int,
+) -> Seats:
+    """Free seats take over rollouts of prompts that sit elsewhere; see `decode_line.Shares`."""
+    found = functools.partial(_of_shard, chosen=source, num_shards=num_shards)
+    seats = seats.replace(
+        prefix=jax.tree.map(found, seats.prefix, seats.prefix),
+        rngs=found(seats.rngs, seats.rngs),
+        budget=found(seats.budget, seats.budget),
+        first=found(seats.first, seats.first),
+        end_rollout=end,
+    )
+    return _begin(seats, source >= 0, begin)
+
+
+def advance(
+    params: backbone.Params,
+    seats: Seats,
+    closing_tag: UInt8[Array, "states V"],
+    num_wanted: Int[Array, ""],
+    config: BackboneConfig,
+    *,
+    num_steps: int,
+    temperature: float,
+    top_p: float,
+    dtype: DTypeLike,
+    stops: bool = True,
+) -> tuple[Seats, Sampled, Progress]:
+    """Decodes until nothing is in flight, enough seats are free, or `num_steps` are done.
+
+    Args:
+        params: in the decode layout.
+        seats: as `sit_down` or this function left them. Rows must not outgrow the ring: no row
+            in flight has read more than S - num_steps tokens.
+        closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
+            rationale is every token up to the one that closes the span (all of them if none does),
+            the last sampled one excepted, whose state is never computed.
+        num_wanted: free seats at which it is worth to stop.
+        config: of the backbone.
+        num_steps: L, most tokens of a row.
+        temperature, top_p: see `sample_token`.
+        dtype: of activations and cache.
+        stops: whether EOS ends a rollout; false for measuring speed at given lengths.
+    """
+    num_rollouts, num_slots = seats.first.shape[1], seats.cache.keys[0].shape[-1]
+    slots = jnp.arange(num_slots)
+
+    def is_end(token):
+        is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
+        return is_eos if stops else jnp.zeros_like(is_eos)
+
+    def read(seats: Seats) -> tuple[Float[Array, "B R D"], KeyValues]:
+        """The hidden state of every row's last token, which goes into the cache."""
+        positions = seats.prefix.next_position[:, None] + seats.num_read
+        rotary = backbone.text_rotary(positions[..., None], config)
+        age = (seats.clock - slots) % num_slots
+        hidden, cache = backbone.extend(
+            params,
+            backbone.embed(params, seats.token[..., None], dtype=dtype),
+            jax.lax.optimization_barrier(rotary),
+            seats.clock % num_slots,
+            seats.prefix.cache,
+            seats.prefix.is_valid,
+            seats.cache,
+            (age <= seats.num_read[..., None])[:, :, None],
+            config,
+        )
+        return hidden[:, :, 0], cache
+
+    def step(carry: tuple[Array, Seats, Sampled]) -> tuple[Array, Seats, Sampled]:
+        i, seats, log = carry
+        hidden, cache = read(seats)
+        index = seats.num_read + 1
+        is_active = seats.rollout < num_rollouts
+        limit = _rollouts_of(seats.budget, seats.rollout)
+        # A first token may be the only one.
+        is_sampled = is_active & ~is_end(seats.token) & (index < limit)
+        logits = policy_logits(params, hidden, config)
+        logits = constrain(logits, "batch", None, "vocab")
+        u = _draws(seats.rngs, seats.rollout, index)
+        token = sample_token(logits, u, temperature=temperature, top_p=top_p)
+        entry = Sampled(
+            tokens=token,
+            logp=log_probability(logits, token),
+            rollout=jnp.where(is_sampled, seats.rollout, -1),
+            index=index,
+        )
+        log = jax.tree.map(lambda all, x: all.at[..., i].set(x), log, entry)
+
+        is_rationale = (seats.tag_state < closing_tag.shape[0] - 1) & is_sampled
+        running = seats.running + jnp.where(is_rationale[..., None], hidden, 0.0)
+        is_last = is_active & (~is_sampled | is_end(token) | (index + 1 >= limit))
+        is_whose = is_last[..., None] & (seats.rollout[..., None] == jnp.arange(num_rollouts))
+        ended = jnp.einsum(
+            "BRG,BRD->BGD", is_whose.astype(jnp.float32), running, precision="highest"
+        )
+        # Rows that end take the rollouts that follow, in the order of the rows.
+        upcoming = seats.next_rollout[:, None] + jnp.cumsum(is_last, 1) - is_last
+        upcoming = jnp.where(upcoming < seats.end_rollout[:, None], upcoming, num_rollouts)
+        seats = seats.replace(
+            next_rollout=seats.next_rollout + is_last.sum(1),
+            rationale=seats.rationale + ended,
+            rollout=jnp.where(is_last, upcoming, seats.rollout),
+            token=jnp.where(is_last, _rollouts_of(seats.first, upcoming), token),
+            num_read=jnp.where(is_active & ~is_last, index, 0),
+            tag_state=jnp.where(is_last, 0, closing_tag[seats.tag_state, seats.token]),
+            running=jnp.where(is_last[..., None], 0.0, running),
+            cache=cache,
+            clock=seats.clock + 1,
+        )
+        return i + 1, seats, log
+
+    def is_free(seats: Seats) -> Bool[Array, " B"]:
+        return (seats.rollout == num_rollouts).all(1)
+
+    def goes_on(carry) -> Bool[Array, ""]:
+        i, seats, _ = carry
+        num_free = is_free(seats).sum()
+        return (i < num_steps) & (num_free < num_wanted) & (num_free < seats.rollout.shape[0])
+
+    shape = (*seats.rollout.shape, num_steps)
+    ids = jnp.zeros(shape, jnp.int32)
+    log = Sampled(tokens=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
+    _, seats, log = jax.lax.while_loop(goes_on, step, (jnp.int32(0), seats, log))
+    return (
+        seats,
+        log,
+        Progress(is_free(seats), seats.next_rollout, seats.num_read.max(), seats.clock),
+    )
+
+
+def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_slots: int) -> Array:
+    """An array of the rows' cache with half or double the slots.
+
+    A ring that doubles holds everything twice: of the two copies of a token one seems S steps older
+    than it is, and no row has read that many. A ring that is halved keeps of two slots the later
+    one; no row may have read more than that leaves.
+
+    Args:
+        x: the array.
+        clock: of the seats.
+        axis: of its slots.
+        num_slots: that it is to have.
+    """
+    old = x.shape[axis]
+    if num_slots == 2 * old:
+        return jnp.concatenate([x, x], axis)
+    if old != 2 * num_slots:
+        raise ValueError(f"a ring of {old} slots becomes {2 * old} or {old / 2}, not {num_slots}")
+    is_later = (clock - 1 - jnp.arange(num_slots)) % old < num_slots
+    first, second = jnp.split(x, 2, axis)
+    return jnp.where(jnp.expand_dims(is_later, range(1, x.ndim - axis)), first, second)
+
+
+def pad_left(x: Array, axis: int, size: int) -> Array:
+    """An array of a prefix with room for prompts of `size` tokens."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (size - x.shape[axis], 0)
+    return jnp.pad(x, widths)
+
+
+def keep(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
+    """An array of the seats with some of each shard's alone; see `decode_line.Line.next_half`."""
+    shards = x.reshape(num_shards, -1, *x.shape[1:])
+    found = jax.vmap(lambda x, i: x[i])(shards, kept.reshape(num_shards, -1))
+    return found.reshape(-1, *x.shape[1:])
+
+
+def _of_shard(new: Array, old: Array, chosen: Int[Array, " B"], num_shards: int) -> Array:
+    """Row chosen[b] of what the shard of b has, in place of row b where it is not negative."""
+    found = keep(new, jnp.maximum(chosen, 0), num_shards)
+    return jnp.where(jnp.expand_dims(chosen >= 0, range(1, old.ndim)), found, old)
+
+
+def _begin(seats: Seats, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> Seats:
+    """The rows of new seats take rollouts from `begin` on."""
+    num_rows, num_rollouts = seats.rollout.shape[1], seats.first.shape[1]
+    taken = begin[:, None] + jnp.arange(num_rows)
+    rollout = jnp.where(taken < seats.end_rollout[:, None], taken, num_rollouts)
+
+    def on_new(new: Any, old: Array) -> Array:
+        return jnp.where(jnp.expand_dims(is_new, range(1, old.ndim)), new, old).astype(old.dtype)
+
+    return seats.replace(
+        next_rollout=on_new(begin + num_rows, seats.next_rollout),
+        rationale=on_new(0, seats.rationale),
+        rollout=on_new(rollout, seats.rollout),
+        token=on_new(_rollouts_of(seats.first, taken), seats.token),
+        num_read=on_new(0, seats.num_read),
+        tag_state=on_new(0, seats.tag_state),
+        running=on_new(0, seats.running),
+    )
+
+
+def _rollouts_of(values: Int[Array, "B G"], rollout: Int[Array, "B R"]) -> Int[Array, "B R"]:
+    """The value of each row's rollout; of none in particular where it has none."""
+    return jnp.take_along_axis(values, jnp.minimum(rollout, values.shape[1] - 1), 1)
+
+
+def _draws(rngs: PRNGKeyArray, rollout: Int[Array, "B R"], index: Any) -> Float[Array, "B R"]:
+    """A uniform number for each prompt, rollout and token."""
+    index = jnp.broadcast_to(index, rollout.shape)
+
+    def draw(rng, rollout, index):
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, rollout), index))
+
+    return jax.vmap(jax.vmap(draw, (None, 0, 0)))(rngs, rollout, index)

@@ -1,0 +1,1 @@
+"""Devices and processes: sharding, several hosts, checkpoints, what hardware can do."""

@@ -1,0 +1,252 @@
+"""Several processes as one run: the start, whose rows are whose, gathering, the end.
+
+Every process runs the same program on its own rows of each batch, those that lie on its devices;
+files are the first process's. What all must agree on (bucket sizes, metrics) is gathered from
+small host arrays. Nothing here costs anything in a run of one process.
+
+N is rows of a whole batch, n those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+import warnings
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from care_jax.devices import sharding
+
+_NO_TIMEOUT = 10**6  # seconds: a lone process may be suspended, nobody waits for its heartbeat
+_EXIT_PREEMPTED = 75  # EX_TEMPFAIL: not done, start it again
+
+# Calls of `is_preempted` so far, which every process makes in the same order.
+_sync_points = itertools.count(1)
+
+
+class Preempted(Exception):
+    """The run was told to end and has saved what it needs to go on; says where it was."""
+
+
+def start(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: int = 300,
+) -> None:
+    """Joins the processes of a run, before anything touches a device; also where there is but one.
+
+    TPU pods (also of GKE), Slurm and Open MPI are found by JAX. Elsewhere the three arguments, or
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment, say who is
+    who; without them the run is this process alone.
+
+    Args:
+        coordinator_address: host:port of process 0, where it listens and the others find it.
+        num_processes: of the whole run.
+        process_id: of this one, 0 to num_processes - 1.
+        timeout: seconds until those that have not come are given up.
+
+    Raises:
+        ValueError: the arguments are incomplete or wrong, or process 0 cannot be reached.
+    """
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count = _from_environment(num_processes, "JAX_NUM_PROCESSES")
+    index = _from_environment(process_id, "JAX_PROCESS_ID")
+    if None not in (address, count, index):
+        return _join(address, count, index, timeout)
+    try:
+        with warnings.catch_warnings():  # of clusters that are none, such as a single pod
+            warnings.simplefilter("ignore")
+            jax.distributed.initialize(address, count, index, initialization_timeout=timeout)
+    except ValueError as error:  # JAX found no cluster to complete them from
+        if (address, count, index) != (None, None, None):
+            raise ValueError(
+                "expected --coordinator_address, --num_processes and --process_id together (or "
+                f"JAX_... in the environment), got {address}, {count} and {index}; set all or none"
+            ) from error
+        _start_alone()
+
+
+def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
+    """Refuses a mesh on which a row of a batch would belong to several processes.
+
+    Args:
+        mesh: the devices.
+        rules: see `sharding.batch_sharding`.
+
+    Raises:
+        ValueError: mesh axes that do not shard the batch reach over the border of a process.
+    """
+    place = sharding.batch_sharding(mesh, rules)
+    num_shards = sharding.num_shards(place)
+    num_processes = len({device.process_index for device in mesh.devices.flat})
+    if len(sharding.local_rows(num_shards, place)) * num_processes != num_shards:
+        sizes = (f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh.axis_names)
+        inner = " x ".join(
+            size
+            for axis, size in zip(mesh.axis_names, sizes, strict=True)
+            if axis not in place.spec[0]
+        )
+        raise ValueError(
+            f"{inner} must divide the {mesh.size // num_processes} devices of each of "
+            f"{num_processes} processes, so that a row of a batch belongs to one"
+        )
+
+
+def fetch(tree: Any) -> Any:
+    """This process's rows of arrays that are split as `sharding.put_batch` does, as numpy."""
+    if jax.process_count() == 1:
+        return jax.device_get(tree)
+    for array in jax.tree.leaves(tree):
+        array.copy_to_host_async()
+
+    def rows(array):
+        # Replicas over "tensor" and "sequence" hold the same rows: one of them is read.
+        shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+        return np.concatenate([np.asarray(shards[first]) for first in sorted(shards)])
+
+    return jax.tree.map(rows, tree)
+
+
+def gather_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
+    """The rows of all processes, in the order of the whole batch.
+
+    Args:
+        tree: numpy arrays [n, ...] of at most 32 bits.
+        rows: where they stand in the batch; over all processes these are 0 to N - 1.
+
+    Returns:
+        numpy arrays [N, ...], the same on every process.
+    """
+    if jax.process_count() == 1:
+        return tree
+    rows, tree = multihost_utils.process_allgather((np.asarray(rows, np.int32), tree))
+    order = np.argsort(rows.ravel())
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[order], tree)
+
+
+def gather_json(value: Any) -> list[Any]:
+    """The values of all processes, in their order; JSON types, of any length."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    # Powers of two, so that few programs are compiled.
+    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
+    padded[: text.size] = text
+    texts = multihost_utils.process_allgather(padded)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(texts, sizes, strict=True)]
+
+
+def is_preempted() -> bool:
+    """Whether some process got SIGTERM and all have now come to the same place to stop at.
+
+    Every process calls it at the same places of the program. The notice takes a second or two to
+    reach the others; the place is the next one after all have heard of it.
+    """
+    return multihost_utils.reached_preemption_sync_point(next(_sync_points))
+
+
+def leave(message: str, *, is_preempted: bool = False) -> NoReturn:
+    """Ends a run that is not done, with a line on stderr.
+
+    A process of several that fails alone must not wait for the others: they wait for it, until
+    the heartbeats it no longer sends end them too.
+
+    Args:
+        message: the line.
+        is_preempted: exits with status 75, which asks for another start; else with 1.
+    """
+    print(message, file=sys.stderr, flush=True)
+    if is_preempted:
+        sys.exit(_EXIT_PREEMPTED)
+    if jax.distributed.is_initialized() and jax.process_count() > 1:
+        sys.stdout.flush()
+        os._exit(1)
+    sys.exit(1)
+
+
+def _from_environment(value: int | None, name: str) -> int | None:
+    text = os.environ.get(name, "")
+    if value is not None or not text:
+        return value
+    if not text.isdecimal():
+        raise ValueError(f"{name} must be a whole number, got {text!r}; correct or unset it")
+    return int(text)
+
+
+def _join(address: str, num_processes: int, process_id: int, timeout: int) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(
+            f"coordinator address {address!r} must be host:port, such as 10.0.0.2:8476"
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process id {process_id} must lie in 0..{num_processes - 1} of {num_processes} "
+            "processes; number them from 0"
+        )
+    if process_id:  # JAX would abort where it cannot connect
+        _wait_for(host, int(port), timeout)
+    _bypass_proxies(host)
+    jax.distributed.initialize(
+        address,
+        num_processes,
+        process_id,
+        cluster_detection_method="deactivate",
+        initialization_timeout=timeout,
+    )
+
+
+def _start_alone() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    _bypass_proxies("127.0.0.1")
+    # Virtual CPU devices of one process need no network between them.
+    jax.config.update("jax_cpu_collectives_implementation", None)
+    jax.distributed.initialize(
+        address,
+        1,
+        0,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address,
+        heartbeat_timeout_seconds=_NO_TIMEOUT,
+    )
+
+
+def _bypass_proxies(host: str) -> None:
+    """gRPC would look for the coordinator behind `http_proxy`."""
+    name = "no_grpc_proxy"  # which it reads in place of `no_proxy` where both are set
+    known = os.environ.get(name) or os.environ.get("no_proxy")
+    os.environ[name] = ",".join(filter(None, (known, host)))
+    jax.config.update("jax_check_proxy_envs", False)  # a warning of what has just been prevented
+
+
+def _wait_for(host: str, port: int, timeout: float) -> None:
+    """Returns once something listens there."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            with contextlib.closing(socket.create_connection((host.strip("[]"), port), timeout=5)):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"process 0 does not answer at {host}:{port} after {timeout:.0f} s ({error}); "
+                    "check --coordinator_address and that process 0 runs"
+                ) from error
+            logging.log_every_n_seconds(logging.WARNING, "waiting for %s:%d", 30, host, port)
+            time.sleep(0.2)

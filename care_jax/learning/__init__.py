@@ -1,0 +1,1 @@
+"""The update: log-probabilities over packed rows, the training step, the optimizer."""

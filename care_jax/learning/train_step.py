@@ -1,0 +1,282 @@
+"""One optimizer update: pure (state, batch) -> (state, metrics), accumulated over microbatches.
+
+Every sum is divided by a denominator counted over the whole batch, so loss, gradient and metrics
+are the same however trees are packed into rows, and rows into microbatches and over devices.
+Microbatches that hold nothing are skipped when the program runs, so that one program serves
+batches of several sizes.
+
+Letters: B rows, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from care_jax.batch import TrainBatch
+from care_jax.devices import sharding
+from care_jax.learning.logprobs import score_rows
+from care_jax.learning.optimizer import combine, partition, round_like, widen
+from care_jax.method import objective
+from models.attention_mask import XLA, AttentionImpl
+from models.backbone import Params
+from models.config import BackboneConfig
+
+Batch = TypeVar("Batch")
+Partition = Callable[[Params], tuple[Params, Params]]
+# Metric name -> (numerator, denominator), summed over microbatches and divided once.
+Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What an update changes.
+
+    Attributes:
+        params: master weights, in the training layout.
+        opt_state: of the optimizer, over the trained parameters.
+        step: updates done.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    step: Int[Array, ""]
+
+
+def init_state(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    *,
+    partition: Partition = partition,
+    moments_dtype: DTypeLike = jnp.float32,
+) -> TrainState:
+    """The state before the first update.
+
+    Args:
+        params: where it starts.
+        optimizer: of the trained ones.
+        partition: tells the trained from the frozen, see `optimizer.partition`.
+        moments_dtype: of the optimizer's arrays.
+    """
+    trained, _ = partition(params)
+    is_moment = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    opt_state = jax.tree.map(
+        lambda x: x.astype(moments_dtype) if is_moment(x) else x, optimizer.init(trained)
+    )
+    return TrainState(params, opt_state, jnp.zeros((), jnp.int32))
+
+
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """Where a state lies: the optimizer's as the parameters, which are on the mesh already."""
+    params = sharding.of(state.params)
+    opt_state = sharding.shardings_like(state.opt_state, params, mesh)
+    return TrainState(params, opt_state, sharding.replicated(mesh))
+
+
+def train_step(
+    state: TrainState,
+    batch: TrainBatch,
+    config: BackboneConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatch_size: int,
+    beta: float,
+    clip_low: float,
+    clip_high: float,
+    chunk: int,
+    dtype: DTypeLike,
+    remat: str,
+    has_sequence_ratio: bool = False,
+    partition: Partition = partition,
+    attention: AttentionImpl = XLA,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """One reinforcement learning update.
+
+        L = -Σᵢ wᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
+            + β · mean over is_trained of k3(π_θ, π_ref)
+
+    over the responses i, wᵢ their share in their prompt's loss.
+
+    Args:
+        state: before the update.
+        batch: B rows of packed trees.
+        config: of the backbone.
+        optimizer: of the trained parameters.
+        microbatch_size: rows of one forward and backward; divides B.
+        beta: β; 0 leaves the KL out.
+        clip_low, clip_high: ε of the clipped ratio, below and above 1.
+        chunk: tokens of each row whose logits are held at a time.
+        dtype: of the activations.
+        remat: what the backward pass recomputes.
+        has_sequence_ratio: ρₜ is that of its response, the geometric mean over tokens (GSPO).
+        partition: tells the trained parameters from the frozen.
+        attention: what computes attention over the rows.
+
+    Returns:
+        the state after it, and metrics in nats and shares of tokens.
+    """
+    total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
+    num_trained = jnp.maximum(batch.is_trained.sum(), 1)
+
+    clip = dict(clip_low=clip_low, clip_high=clip_high)
+    surrogate = jax.vmap(functools.partial(objective.clipped_surrogate, **clip))
+    clips = jax.vmap(functools.partial(objective.is_clipped, **clip))
+    k3 = jax.vmap(objective.k3)
+    sequence_log_ratio = jax.vmap(objective.sequence_log_ratio)
+
+    def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Ratios]:
+        logp, entropy = score_rows(
+            params,
+            batch.rows,
+            config,
+            dtype=dtype,
+            chunk=chunk,
+            remat=remat,
+            attention=attention,
+        )
+        # Elsewhere (prompts, forced tokens, padding) the ratio is held at 1.
+        logp = jnp.where(batch.is_trained, logp, batch.old_logp)
+        log_ratio = logp - batch.old_logp
+        if has_sequence_ratio:
+            log_ratio = sequence_log_ratio(
+                logp, batch.old_logp, batch.is_trained, batch.rows.branch
+            )
+        moved = log_ratio, jnp.zeros_like(log_ratio), batch.token_advantage
+        terms = batch.row_weight * surrogate(*moved)
+        loss = -terms.sum() / total_weight
+        if beta:
+            kl = jnp.where(batch.is_trained, k3(logp, batch.ref_logp), 0.0)
+            loss += beta * kl.sum() / num_trained
+
+        is_clipped = clips(*moved)
+        has_credit = batch.token_advantage != 0
+        is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
+        ratios = {
+            "policy_loss": (-terms.sum(), batch.prompt_weight.sum()),
+            "entropy": _mean(entropy, batch.is_trained),
+            "kl_old": _mean(k3(logp, batch.old_logp), batch.is_trained),
+            "clip_rate": _mean(is_clipped, has_credit),
+            "clip_rate_negative_answer": _mean(is_clipped, is_negative_answer),
+        }
+        if beta:
+            ratios["kl_ref"] = _mean(kl, batch.is_trained)
+        return loss, ratios
+
+    return update(
+        state, batch, loss_fn, optimizer, microbatch_size=microbatch_size, partition=partition
+    )
+
+
+def update(
+    state: TrainState,
+    batch: Batch,
+    loss_fn: Callable[[Params, Batch], tuple[Float[Array, ""], Ratios]],
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatch_size: int,
+    partition: Partition = partition,
+) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+    """Sums `loss_fn`'s gradients over microbatches and applies them once.
+
+    Args:
+        state: before the update.
+        batch: arrays with a leading axis of B rows, and the trees in them as `batch.rows`.
+        loss_fn: the share of the loss that a microbatch adds (already divided by the whole
+            batch's denominators), and metrics as (numerator, denominator).
+        optimizer: of the trained parameters.
+        microbatch_size: rows of one forward and backward; divides B.
+        partition: tells the trained parameters from the frozen.
+
+    Gradients are summed and applied in float32 whatever type the state is stored in.
+    """
+    trained, frozen = partition(state.params)
+    value_and_grad = jax.value_and_grad(
+        lambda trained, batch: loss_fn(combine(trained, frozen), batch), has_aux=True
+    )
+    microbatches = split_batch(batch, microbatch_size)
+
+    def add(index, total):
+        new = value_and_grad(trained, microbatch_at(microbatches, index))
+        return jax.tree.map(jnp.add, total, widen(new))
+
+    first = jax.eval_shape(lambda x: microbatch_at(x, 0), microbatches)
+    shapes = jax.eval_shape(lambda *args: widen(value_and_grad(*args)), trained, first)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    number = num_microbatches(microbatches)
+    (loss, ratios), grads = jax.lax.fori_loop(0, number, add, zeros)
+
+    wide = widen(trained)
+    moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # they may lie on the host
+    updates, opt_state = optimizer.update(grads, widen(moments), wide)
+    updated = optax.apply_updates(wide, updates), opt_state
+    rng = jax.random.fold_in(jax.random.key(0), state.step)
+    trained, opt_state = round_like(updated, (trained, moments), rng)
+    metrics = {
+        name: numerator / jnp.maximum(denominator, 1e-9)
+        for name, (numerator, denominator) in ratios.items()
+    }
+    metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    return TrainState(combine(trained, frozen), opt_state, state.step + 1), metrics
+
+
+def split_batch(batch: Batch, microbatch_size: int) -> Batch:
+    """[B, ...] to [B / microbatch_size, microbatch_size, ...], see `map_microbatches` for the way
+    back.
+
+    Microbatch i of n takes every n-th row from i on, so that each keeps the batch's layout over
+    devices.
+    """
+    size = jax.tree.leaves(batch)[0].shape[0]
+    if size % microbatch_size:
+        raise ValueError(f"microbatch size {microbatch_size} must divide the batch of {size}")
+
+    def split(x):
+        return jnp.swapaxes(x.reshape(microbatch_size, size // microbatch_size, *x.shape[1:]), 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def microbatch_at(microbatches: Batch, index: int | Int[Array, ""]) -> Batch:
+    """One of those of `split_batch`."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), microbatches
+    )
+
+
+def num_microbatches(microbatches: Batch) -> Int[Array, ""]:
+    """The microbatches before the first that holds no response; those behind it are empty too."""
+    is_used = (microbatches.rows.predictor >= 0).any((1, 2))
+    return jnp.cumprod(is_used.astype(jnp.int32)).sum()
+
+
+def map_microbatches(
+    function: Callable[[Batch], Array], batch: Batch, microbatch_size: int
+) -> Array:
+    """`function` of each microbatch, [microbatch_size, ...], put together to [B, ...].
+
+    Rows of empty microbatches are 0.
+    """
+    microbatches = split_batch(batch, microbatch_size)
+    shape = jax.eval_shape(lambda x: function(microbatch_at(x, 0)), microbatches)
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+
+    def put(index, results):
+        new = function(microbatch_at(microbatches, index))
+        return jax.lax.dynamic_update_index_in_dim(results, new, index, 0)
+
+    results = jnp.zeros((count, *shape.shape), shape.dtype)
+    results = jax.lax.fori_loop(0, num_microbatches(microbatches), put, results)
+    return jnp.swapaxes(results, 0, 1).reshape(-1, *shape.shape[1:])
+
+
+def _mean(x: Array, mask: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    return jnp.where(mask, x, 0.0).sum(), mask.sum().astype(jnp.float32)

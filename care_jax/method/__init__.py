@@ -1,0 +1,1 @@
+"""The method of the paper, per prompt: selection, advantages, objective, credit, spans."""

@@ -1,0 +1,235 @@
+"""How much each rollout of one prompt is pushed: CARE's advantages, and those of its baselines.
+
+CARE normalises inside the subgroup S of anchor, hard negatives and reflected rollout, scales the
+negatives down (eq:neg-scale), and makes up for missing negatives. Where nobody succeeded,
+pseudo-rewards put the pseudo-anchor above its negatives (rescue).
+
+Where the paper's text and its algorithm disagree: a reflected *success* keeps its raw advantage, as
+the text has it (negatives alone are scaled); the algorithm's loop, read literally, would negate it.
+
+δ cancels in the normalisation: a pseudo-anchor has the strength √K' of an anchor whatever δ is.
+`rescue_scale` makes it smaller for those who want that.
+
+The baselines compare the whole group: GRPO (Shao et al. 2024, arXiv 2402.03300), DAPO (Yu et al.
+2025, arXiv 2503.14476), Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian et al. 2024,
+arXiv 2402.14740). GSPO's advantages are GRPO's.
+
+G is rollouts per prompt, R = G + 1 rows (slot G holds the reflected one), K the target number of
+negatives, K' those there are, K_S the verifier-negatives in S.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from care_jax.batch import HostOrDevice
+from care_jax.method.select import Subgroup
+
+# The trimmed mean drops one row in TRIM_ONE_IN at each end: one of five, none of four or fewer.
+TRIM_ONE_IN = 5
+
+
+@flax.struct.dataclass
+class RawAdvantages:
+    """Normalised rewards of a prompt's subgroup S before any scaling; under vmap, of a batch *B.
+
+    Attributes:
+        value: A_raw, 0 outside S. For binary rewards √K' at the anchor, -1/√K' at the negatives.
+        is_positive: the anchor or pseudo-anchor, and a reflected success.
+        is_negative: the hard negatives in S, and a reflected failure.
+        is_reflected: slot G where it is in S.
+    """
+
+    value: Float[HostOrDevice, "*B R"]
+    is_positive: Bool[HostOrDevice, "*B R"]
+    is_negative: Bool[HostOrDevice, "*B R"]
+    is_reflected: Bool[HostOrDevice, "*B R"]
+
+
+def raw_advantages(
+    reward: Float[Array, " R"],
+    acc: Float[Array, " R"],
+    subgroup: Subgroup,
+    has_reflection: Bool[Array, ""],
+    *,
+    delta: float,
+    eps: float,
+    robust: bool = False,
+) -> RawAdvantages:
+    """Who is in S, and A_raw = (r - μ_S) / (σ_S + ε) with the population's σ.
+
+    A reflected success takes the hard negative's place in S, a reflected failure joins beside it,
+    one with 0 < acc < 1 stays out. In a rescue the rewards are δ for the pseudo-anchor and -δ/K'
+    for its negatives, and no reflection counts.
+
+    Args: see `care_advantages`.
+    """
+    row = jnp.arange(reward.shape[0])
+    is_anchor = (row == subgroup.anchor) & subgroup.has_update
+    is_negative = jnp.pad(subgroup.is_negative, (0, 1)) & subgroup.has_update
+
+    can_reflect = has_reflection & subgroup.has_update & ~subgroup.is_rescue
+    is_reflected = (row == row.shape[0] - 1) & can_reflect
+    is_repair = is_reflected & (acc >= 1)
+    is_failed_repair = is_reflected & (acc <= 0)
+    is_replaced = (row == subgroup.hard_negative) & jnp.any(is_repair)
+
+    num_chosen = jnp.maximum(jnp.sum(is_negative), 1)  # K'
+    pseudo_reward = jnp.where(is_anchor, delta, -delta / num_chosen)
+    reward = jnp.where(subgroup.is_rescue, pseudo_reward, reward)
+
+    is_positive = is_anchor | is_repair
+    is_negative = (is_negative & ~is_replaced) | is_failed_repair
+    return RawAdvantages(
+        value=_normalize(reward, is_positive | is_negative, eps=eps, robust=robust),
+        is_positive=is_positive,
+        is_negative=is_negative,
+        is_reflected=is_repair | is_failed_repair,
+    )
+
+
+def care_advantages(
+    reward: Float[Array, " R"],
+    acc: Float[Array, " R"],
+    subgroup: Subgroup,
+    has_reflection: Bool[Array, ""],
+    *,
+    K: int,
+    s: float,
+    s_refl: float,
+    delta: float,
+    eps: float,
+    equalize: bool = True,
+    rescue: bool = True,
+    robust: bool = False,
+    rescue_scale: float = 1.0,
+) -> Float[Array, " R"]:
+    """The advantage of each row, exactly 0 for those that take no part.
+
+    A = A_raw             anchor, reflected success
+    A = -s·|A_raw|        hard negatives                                        (eq:neg-scale)
+    A = -s_refl·|A_raw|   reflected failure
+    A ← √(K/K_S)·A        where 0 < K_S < K; K_S = K + 1 after a reflected failure stays as it is
+    A = 0                 where K_S = 0
+
+    Args:
+        reward: r of the rollouts and, in slot G, of the reflected row.
+        acc: correctness in [0, 1], likewise.
+        subgroup: anchor and negatives among the G rollouts.
+        has_reflection: slot G holds a reflected row.
+        K: target number of negatives.
+        s, s_refl: scales of negatives and of a reflected failure.
+        delta: δ of the pseudo-rewards, > 0.
+        eps: ε added to σ.
+        equalize: make up for missing negatives.
+        rescue: let groups learn in which nobody succeeded; else they get 0.
+        robust: trimmed mean and median absolute deviation for μ and σ.
+        rescue_scale: multiplies the advantages of a rescued group.
+    """
+    raw = raw_advantages(reward, acc, subgroup, has_reflection, delta=delta, eps=eps, robust=robust)
+    scale = jnp.where(raw.is_reflected, s_refl, s)
+    advantage = jnp.where(raw.is_negative, -scale * jnp.abs(raw.value), raw.value)
+
+    num_negatives = jnp.sum(raw.is_negative)  # K_S
+    if equalize:
+        advantage *= jnp.sqrt(jnp.maximum(K / jnp.maximum(num_negatives, 1), 1.0))
+    advantage *= jnp.where(subgroup.is_rescue, rescue_scale if rescue else 0.0, 1.0)
+    return jnp.where(num_negatives > 0, advantage, 0.0)
+
+
+def grpo_advantages(reward: Float[Array, " G"], *, eps: float, ddof: int = 0) -> Float[Array, " G"]:
+    """A = (r - μ) / (σ + ε) over the whole group; 0 where all rewards are equal.
+
+    Args:
+        reward: r of the rollouts.
+        eps: ε added to σ.
+        ddof: 0 for the population's σ; 1 for the sample's, as EasyR1, verl and TRL have it.
+    """
+    return _normalize(reward, jnp.ones(reward.shape, bool), eps=eps, ddof=ddof)
+
+
+def dr_grpo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
+    """A = r - μ over the whole group: σ would weigh prompts by how hard they are.
+
+    Exactly 0 where all rewards are equal.
+    """
+    reward = reward.astype(jnp.float32)
+    return jnp.where(reward.max() > reward.min(), reward - reward.mean(), 0.0)
+
+
+def rloo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
+    """Aᵢ = rᵢ - 1/(G-1) · Σ_{j≠i} rⱼ = G/(G-1) · (rᵢ - μ): what the other rollouts got is expected.
+
+    The baseline does not depend on rᵢ, so the gradient is unbiased. Exactly 0 where all are equal.
+    """
+    num_rollouts = reward.shape[0]
+    return num_rollouts / (num_rollouts - 1) * dr_grpo_advantages(reward)
+
+
+def overlong_penalty(
+    num_tokens: Int[HostOrDevice, "*B"], *, max_tokens: int, cache_tokens: int
+) -> Float[Array, "*B"]:
+    """DAPO's soft overlong punishment, added to the reward of each response y (their eq. 13).
+
+    R = 0                                  |y| ≤ L_max - L_cache
+    R = ((L_max - L_cache) - |y|)/L_cache  up to -1 at L_max
+
+    Args:
+        num_tokens: |y|, of the response alone.
+        max_tokens: L_max.
+        cache_tokens: L_cache; 0 for no penalty.
+    """
+    if not cache_tokens:
+        return jnp.zeros(num_tokens.shape)
+    return -jnp.clip((num_tokens - (max_tokens - cache_tokens)) / cache_tokens, 0.0, 1.0)
+
+
+def is_mixed(acc: Float[Array, " G"]) -> Bool[Array, ""]:
+    """Whether right and wrong stand in one group: DAPO drops those all right or all wrong.
+
+    By acc and not by the reward, in which an all-wrong group differs by its format alone.
+    """
+    return acc.max() > acc.min()
+
+
+def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
+    """(r - μ) / (σ + ε) over the rows that are in, 0 elsewhere and where all rewards are equal.
+
+    Equal rewards are told by comparing them: in floating point their σ is not 0 but around 1e-8,
+    which ε = 1e-6 would not hide.
+    """
+    reward = reward.astype(jnp.float32)
+    number = jnp.sum(is_in)
+    center = jnp.sum(reward, where=is_in) / jnp.maximum(number, 1)
+    variance = jnp.sum((reward - center) ** 2, where=is_in) / jnp.maximum(number - ddof, 1)
+    spread = jnp.sqrt(variance)
+    if robust:
+        robust_center, robust_spread = _robust_moments(reward, is_in)
+        # With more than half of S at one reward (always so for binary rewards and K' ≥ 2) the
+        # deviation is 0 and says nothing: the plain moments stand.
+        is_defined = robust_spread > 0
+        center = jnp.where(is_defined, robust_center, center)
+        spread = jnp.where(is_defined, robust_spread, spread)
+    highest = jnp.max(reward, where=is_in, initial=-jnp.inf)
+    lowest = jnp.min(reward, where=is_in, initial=jnp.inf)
+    return jnp.where(is_in & (highest > lowest), (reward - center) / (spread + eps), 0.0)
+
+
+def _robust_moments(reward, is_in):
+    """Mean without the ⌊n/TRIM_ONE_IN⌋ highest and lowest of n; median of |r - median(r)|."""
+    number = jnp.sum(is_in)
+    rank = jnp.arange(reward.shape[0])
+    num_cut = number // TRIM_ONE_IN
+    is_kept = (rank >= num_cut) & (rank < number - num_cut)
+    ordered = jnp.sort(jnp.where(is_in, reward, jnp.inf))
+    mean = jnp.sum(ordered, where=is_kept) / jnp.maximum(jnp.sum(is_kept), 1)
+    deviation = jnp.abs(reward - _median(reward, is_in))
+    return mean, _median(deviation, is_in)
+
+
+def _median(x, is_in):
+    number = jnp.maximum(jnp.sum(is_in), 1)
+    ordered = jnp.sort(jnp.where(is_in, x, jnp.inf))
+    return (ordered[(number - 1) // 2] + ordered[number // 2]) / 2

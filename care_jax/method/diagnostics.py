@@ -1,0 +1,139 @@
+"""What a run logs about its groups, from host copies of one step's rollouts.
+
+Texts, log-probabilities and spans are not looked at and may be missing in the records.
+
+A metric that is undefined at a step (no rescue, no reflection) is left out of it.
+
+Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+from care_jax.batch import Rollouts, Scores
+from care_jax.method import advantages
+from care_jax.method.advantages import RawAdvantages
+from care_jax.method.select import Subgroup
+
+
+def rollout_metrics(
+    rollouts: Rollouts, scores: Scores, sources: Sequence[str], num_rollouts: int
+) -> dict[str, float]:
+    """Means over the G rollouts of each prompt; the reflected row is left out.
+
+    Lengths are in tokens. `acc/<source>` is the mean of each source in the batch, `sources` naming
+    that of each prompt.
+    """
+    acc, fmt, reward = (
+        getattr(scores, name)[:, :num_rollouts] for name in ("acc", "fmt", "reward")
+    )
+    metrics = {
+        "reward": reward.mean(),
+        "acc": acc.mean(),
+        "fmt": fmt.mean(),
+        "all_correct_rate": (acc == 1).all(1).mean(),
+        "all_wrong_rate": (acc == 0).all(1).mean(),
+        "think_tokens": scores.num_think[:, :num_rollouts].mean(),
+        "answer_tokens": scores.num_answer[:, :num_rollouts].mean(),
+        "response_tokens": rollouts.is_valid[:, :num_rollouts].sum(-1).mean(),
+        "truncated_rate": 1 - rollouts.is_complete[:, :num_rollouts].mean(),
+    }
+    if len(set(sources)) > 1:
+        for source in sorted(set(sources)):
+            rows = [each == source for each in sources]
+            metrics[f"acc/{source}"] = acc[rows].mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def dapo_metrics(
+    rollouts: Rollouts,
+    scores: Scores,
+    trained: Scores,
+    num_tries: int,
+    *,
+    max_tokens: int,
+    cache_tokens: int,
+) -> dict[str, float]:
+    """DAPO's own diagnostics: what dynamic sampling drew, and how much length cost.
+
+    Args:
+        rollouts, scores: of every group that was drawn.
+        trained: of those that stand in the step's places.
+        num_tries: rollout batches that were drawn.
+        max_tokens, cache_tokens: see `advantages.overlong_penalty`.
+    """
+    is_mixed = jax.vmap(advantages.is_mixed)
+    num_kept, num_trained = (int(is_mixed(each.acc).sum()) for each in (scores, trained))
+    penalty = advantages.overlong_penalty(
+        rollouts.is_valid.sum(-1), max_tokens=max_tokens, cache_tokens=cache_tokens
+    )
+    return {
+        "dynamic/tries": float(num_tries),
+        "dynamic/kept_rate": num_kept / len(scores.acc),
+        "dynamic/missing": float(len(trained.acc) - num_trained),
+        "dynamic/unused": float(num_kept - num_trained),
+        "overlong_penalty": float(penalty.mean()),
+    }
+
+
+def subgroup_metrics(
+    scores: Scores,
+    subgroup: Subgroup,
+    raw: RawAdvantages,
+    advantage: Float[np.ndarray, "B R"],
+    has_reflection: Bool[np.ndarray, " B"],
+) -> dict[str, float]:
+    """CARE's own diagnostics.
+
+    `reflect_success` is acc of the reflected rows, `reflect_first_try` that of the G rollouts of
+    the same groups: what sampling again would reach.
+
+    The √K' signature: for binary rewards A_raw is √K' at the anchor and -1/√K' at its K'
+    negatives. Where the negatives' rewards differ (format), the anchor's falls to α·√K' with
+
+        α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2),  Δ = r⁺ - mean(r⁻)
+
+    which `signature/*` reports over the groups with a true anchor and no reflected row.
+    """
+    num_prompts = len(has_reflection)
+    has_update = (advantage != 0).any(1)
+    num_negatives = raw.is_negative.sum(1)
+    metrics = {
+        "anchor_rate": np.mean(subgroup.has_update & ~subgroup.is_rescue),
+        "rescue_rate": np.mean(has_update & subgroup.is_rescue),
+        "skip_rate": np.mean(~has_update),
+        "reflect_rate": has_reflection.mean(),
+    }
+    if has_reflection.any():
+        tries = scores.acc[has_reflection]
+        metrics["reflect_success"] = tries[:, -1].mean()
+        metrics["reflect_first_try"] = tries[:, :-1].mean()
+    for count in range(1, int(num_negatives[has_update].max(initial=0)) + 1):
+        metrics[f"negatives/{count}"] = np.sum(has_update & (num_negatives == count)) / num_prompts
+
+    negatives = advantage[advantage < 0]
+    positives = advantage[advantage > 0]
+    if len(negatives) > 1 and len(positives) > 1 and positives.var() > 0:
+        metrics["variance_ratio"] = negatives.var() / positives.var()
+
+    signature = defaultdict(list)
+    plain = subgroup.has_update & ~subgroup.is_rescue & ~raw.is_reflected.any(1)
+    for group in np.flatnonzero(plain):
+        anchor, negative = subgroup.anchor[group], np.flatnonzero(subgroup.is_negative[group])
+        count, value, reward = len(negative), raw.value[group], scores.reward[group]
+        gap = reward[anchor] - reward[negative].mean()
+        if gap <= 0:
+            continue
+        alpha = (1 + (count + 1) * reward[negative].var() / gap**2) ** -0.5
+        signature["ratio"].append(value[anchor] / np.sqrt(count))
+        signature["alpha"].append(alpha)
+        signature[f"anchor_{count}"].append(value[anchor])
+        signature[f"negative_{count}"].append(value[negative].mean())
+    metrics |= {f"signature/{name}": np.mean(values) for name, values in signature.items()}
+    return {name: float(value) for name, value in metrics.items()}

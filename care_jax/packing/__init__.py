@@ -1,0 +1,1 @@
+"""Trees of prompts and responses packed into rows of one length."""

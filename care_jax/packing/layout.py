@@ -1,0 +1,154 @@
+"""Prompts and their responses laid out in rows of trees, and values at their tokens (host numpy).
+
+A row is `[prompt | r_0 | r_1 | ...] [prompt' | r'_0 | ...] padding`, as `row_plan` has it. A prompt
+whose tree is split stands in several rows, with its images in each.
+
+Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from care_jax.batch import TreeRows
+from care_jax.packing.plan import RowPlan
+from care_jax.prompts.builder import TokenizedPrompt
+from models.config import BackboneConfig
+from models.positions import ImagePatches, image_slots, pack_images, prompt_positions
+
+
+def lay_out(
+    prompts: Sequence[TokenizedPrompt] | Mapping[int, TokenizedPrompt],
+    responses: Int[np.ndarray, "N R T"],
+    plan: RowPlan,
+    config: BackboneConfig,
+) -> TreeRows:
+    """The rows of this process.
+
+    Args:
+        prompts: by the numbers that trees have in the plan; those of `plan.trees` are read.
+        responses: right-padded token ids, as long as `plan.sizes.branches` says.
+        plan: which of them stand where.
+        config: of the backbone.
+
+    Raises:
+        ValueError: the plan was made for prompts of other sizes.
+    """
+    which, offset = plan.places
+    is_response = which >= 0
+    own = np.arange(plan.row_tokens)  # each token's place in its row
+    length = plan.sizes.branches.reshape(-1)[which]
+    tokens = place(responses, plan, fill=config.pad_token_id)
+    reach = np.where(is_response, own - offset + length - 1, own).astype(np.int32)
+    predictor = np.where(is_response, own - 1, -1).astype(np.int32)
+    positions = np.zeros((*which.shape, 3), np.int32)
+    slots = np.full(which.shape, -1, np.int32)
+    stands_at = {}  # positions of a prompt's tokens, and of the first token behind it
+    for tree in plan.trees:
+        prompt = prompts[tree]
+        _check_size(tree, prompt, plan)
+        stands_at[tree] = prompt_positions(prompt.tokens, prompt.grids, config)
+    for row, parts in enumerate(plan.rows):
+        start = num_features = 0
+        for part in parts:
+            prompt = prompts[part.tree]
+            given = start + len(prompt.tokens)
+            stop = given + int(plan.sizes.branches[part.tree, list(part.branches)].sum())
+            tokens[row, start:given] = prompt.tokens
+            reach[row, start:given] = stop - 1
+            positions[row, start:given], behind = stands_at[part.tree]
+            positions[row, given:stop] = (behind + offset[row, given:stop])[:, None]
+            feature = image_slots(prompt.tokens, config)
+            slots[row, start:given] = np.where(feature >= 0, feature + num_features, -1)
+            num_features += len(prompt.patches) // config.vision.merge_size**2
+            is_first = offset[row, given:stop] == 0
+            predictor[row, given:stop][is_first] = given - 1
+            start = stop
+    return TreeRows(
+        tokens=tokens,
+        reach=reach,
+        positions=positions,
+        slots=slots,
+        images=_images(prompts, plan, config),
+        predictor=predictor,
+        branch=np.where(is_response, np.cumsum(offset == 0, axis=1) - 1, -1).astype(np.int32),
+        scored=_compacted(is_response),
+    )
+
+
+def place(values: np.ndarray, plan: RowPlan, *, fill: float = 0) -> np.ndarray:
+    """Values of responses at their tokens' places in the rows.
+
+    Args:
+        values: [N, R, T], of each token; or [N, R], the same for all tokens of a branch.
+        plan: which branches stand where.
+        fill: stands at prompts and padding.
+
+    Returns:
+        [B, S], of the same type.
+    """
+    which, offset = plan.places
+    by_branch = values.reshape(-1, *values.shape[2:])
+    found = by_branch[which] if values.ndim == 2 else by_branch[which, offset]
+    return np.where(which >= 0, found, np.asarray(fill, values.dtype))
+
+
+def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray, " B"]:
+    """The sum of a number of each prompt over the prompts of a row.
+
+    A prompt that stands in several rows counts in the first of them.
+    """
+    sums, seen = np.zeros(len(plan.rows), np.float32), set()
+    for row, parts in enumerate(plan.rows):
+        for tree in {part.tree for part in parts} - seen:
+            sums[row] += values[tree]
+            seen.add(tree)
+    return sums
+
+
+def take_back(values: np.ndarray, plan: RowPlan, num_tokens: int) -> np.ndarray:
+    """[B, S] values at response tokens as [N, R, T], see `place`; 0 where the rows hold no token.
+
+    Args:
+        values: at every place of the rows.
+        plan: which branches stand where.
+        num_tokens: T.
+    """
+    which, offset = plan.places
+    is_response = which >= 0
+    found = np.zeros((plan.sizes.branches.size, num_tokens), values.dtype)
+    found[which[is_response], offset[is_response]] = values[is_response]
+    return found.reshape(*plan.sizes.branches.shape, num_tokens)
+
+
+def _images(prompts, plan: RowPlan, config: BackboneConfig) -> ImagePatches | None:
+    """The patches of each row's prompts, one prompt after the other."""
+    if not plan.row_patches:
+        return None
+    dtype = next((prompts[tree].patches.dtype for tree in plan.trees), np.float32)
+    no_patch, no_grid = np.zeros((0, config.vision.patch_dim), dtype), np.zeros((0, 3), np.int32)
+    return pack_images(
+        [np.concatenate([no_patch, *(prompts[p.tree].patches for p in row)]) for row in plan.rows],
+        [np.concatenate([no_grid, *(prompts[p.tree].grids for p in row)]) for row in plan.rows],
+        config.vision,
+        plan.row_patches,
+    )
+
+
+def _compacted(is_response: np.ndarray) -> np.ndarray:
+    """Places of true values at the front of each row, -1 behind them."""
+    order = np.argsort(~is_response, axis=1, kind="stable").astype(np.int32)
+    return np.where(np.take_along_axis(is_response, order, 1), order, -1)
+
+
+def _check_size(tree: int, prompt: TokenizedPrompt, plan: RowPlan) -> None:
+    expected = int(plan.sizes.prompt[tree]), int(plan.sizes.patches[tree])
+    got = len(prompt.tokens), len(prompt.patches)
+    if got != expected:
+        raise ValueError(
+            f"the plan has {expected[0]} tokens and {expected[1]} patches for prompt {tree}, it "
+            f"has {got[0]} and {got[1]}; plan and lay out the same prompts in the same order"
+        )

@@ -1,0 +1,261 @@
+"""Which trees, and which of their branches, share which row of an update (host, from sizes alone).
+
+A tree is a prompt with the responses to it, its branches. Trees are packed whole where they can
+be. Where that would compute more tokens, a tree is split by branches; each part repeats the prompt
+and its images. The plan is a pure function of all sizes, so processes that know them agree on it.
+
+Row i of every device shard forms microbatch i. Rows that run together should take equally long:
+all have S tokens and as many patches, so they are sorted by (query, visible key) pairs.
+
+Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+from jaxtyping import Int
+
+from care_jax.packing.trees import Packing, Part, TreeSizes, pack
+
+# A row length other than the longest is one more program to compile: worth it only where it saves
+# this share of the computed tokens.
+_WORTH_A_COMPILE = 1 / 16
+_FEWEST_TOKENS = 32  # that lengths of rows differ by
+_PATCH_BLOCK = 16  # a row's patches are a multiple: whole blocks of every tower's merger
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowPlan:
+    """What stands in the B rows of this process.
+
+    Microbatch i of n = B / (rows of a microbatch) holds rows i, n + i, 2n + i, ..., as
+    `train_step.split_batch` has them. The last may be empty: n is a power of two.
+
+    Attributes:
+        rows: the parts of each row, in order; none in an empty row.
+        sizes: of the trees that are numbered here, see `plan_rows`.
+        row_tokens: S, tokens of a row.
+        row_patches: patches of a row; 0 where no tree of any process has an image.
+        num_microbatches: those that hold anything in some process; a program runs no others.
+        real_tokens, computed_tokens: of all processes. A repeated prompt is computed, not real.
+        real_patches, computed_patches: likewise.
+    """
+
+    rows: tuple[tuple[Part, ...], ...]
+    sizes: TreeSizes
+    row_tokens: int
+    row_patches: int
+    num_microbatches: int
+    real_tokens: int
+    computed_tokens: int
+    real_patches: int
+    computed_patches: int
+
+    @property
+    def train_fill(self) -> float:
+        """Share of the computed tokens that is real."""
+        return self.real_tokens / self.computed_tokens if self.computed_tokens else 1.0
+
+    @property
+    def patch_fill(self) -> float:
+        """Share of the computed patches that is real."""
+        return self.real_patches / self.computed_patches if self.computed_patches else 1.0
+
+    @property
+    def trees(self) -> list[int]:
+        """The trees whose prompts these rows hold."""
+        return sorted({part.tree for row in self.rows for part in row})
+
+    @functools.cached_property
+    def places(self) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
+        """The branch that each token of a row belongs to, R times its tree plus its own place in
+        the tree, and the token's place in the branch; -1 for both off branches."""
+        num_branches = self.sizes.branches.shape[1]
+        which, offset = (np.full((len(self.rows), self.row_tokens), -1, np.int32) for _ in "ab")
+        for row, parts in enumerate(self.rows):
+            start = 0
+            for part in parts:
+                start += self.sizes.prompt[part.tree]
+                for branch in part.branches:
+                    stop = start + self.sizes.branches[part.tree, branch]
+                    which[row, start:stop] = part.tree * num_branches + branch
+                    offset[row, start:stop] = np.arange(stop - start)
+                    start = stop
+        return which, offset
+
+
+def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str) -> dict[int, str]:
+    """The trees that no row holds even by single branches, and why.
+
+    Args:
+        sizes: of the trees.
+        row_tokens, row_patches: of the longest row.
+        section: "sft" or "rl", whose keys the message names.
+    """
+    longest = sizes.is_needed * (sizes.prompt + sizes.branches.max(-1, initial=0))
+    patches = sizes.is_needed * sizes.patches
+    return {
+        tree: f"prompt and longest response have {longest[tree]} tokens and {patches[tree]} "
+        f"patches, but a row has {row_tokens} and {row_patches}; raise {section}.row_tokens or "
+        f"{section}.row_patches, or leave the example out"
+        for tree in np.flatnonzero((longest > row_tokens) | (patches > row_patches)).tolist()
+    }
+
+
+def plan_rows(
+    sizes: TreeSizes,
+    *,
+    row_tokens: int,
+    row_patches: int,
+    microbatch_size: int,
+    token_multiple: int | None = None,
+    patch_multiple: int | None = None,
+    owner: Int[np.ndarray, " N"] | None = None,
+    num_processes: int = 1,
+    process: int = 0,
+    section: str = "rl",
+) -> RowPlan:
+    """Plans an update, or a step of the cold start.
+
+    Number and length of the rows are those that compute fewest tokens; among plans of that shape
+    it is the one with fewest patches. Permuting the trees permutes their numbers, and no more.
+
+    Args:
+        sizes: of the trees of all processes.
+        row_tokens, row_patches: most tokens and patches of a row; patches rounded up to 16.
+        microbatch_size: rows of one forward and backward, over all processes and shards.
+        token_multiple: a row's tokens are a multiple of it, or row_tokens; None: a
+            sixteenth of row_tokens, or 32. Each length is a program to compile.
+        patch_multiple: likewise of its patches; None: a quarter of row_patches.
+        owner: the process in whose rows each tree has to stand; a process's trees are then
+            numbered among themselves. None: a tree may stand in any process's rows, which fills
+            them better; that process needs its prompt.
+        num_processes: among which the rows of a microbatch are shared evenly.
+        process: the one whose rows are wanted.
+        section: "sft" or "rl", whose keys a message names.
+
+    Raises:
+        ValueError: a tree does not fit, see `misfits`; or the processes cannot share a microbatch
+            evenly.
+    """
+    if microbatch_size < 1 or microbatch_size % num_processes:
+        raise ValueError(
+            f"microbatch_size {microbatch_size} must be a positive multiple of {num_processes} "
+            f"processes; set it to {num_processes} or a multiple"
+        )
+    sizes = TreeSizes(*(np.asarray(x, np.int64) for x in dataclasses.astuple(sizes)))
+    unfit = misfits(sizes, row_tokens=row_tokens, row_patches=row_patches, section=section)
+    for tree, message in unfit.items():
+        raise ValueError(f"{len(unfit)} of {len(sizes.prompt)} trees fit no row; {tree}: {message}")
+    groups, own = [sizes], 0
+    if owner is not None:
+        groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
+        own = process
+    num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
+    lengths = _sizes(token_multiple or max(-(-row_tokens // 16), _FEWEST_TOKENS), row_tokens)
+    whole_patches = max(-(-row_patches // _PATCH_BLOCK), 1)  # in blocks
+    widths = _sizes(
+        patch_multiple or _PATCH_BLOCK * -(-whole_patches // 4), _PATCH_BLOCK * whole_patches
+    )
+    length, packings, count = _pack_all(groups, num_rows, lengths, widths)
+    rows = _deal(groups[own], packings[own], num_rows, count)
+    if owner is None:  # each process takes as many of every microbatch's rows
+        rows = tuple(rows[row] for row in np.split(np.arange(len(rows)), num_processes)[process])
+    most = max(
+        (
+            int(sum(group.patches[part.tree] for part in row))
+            for group, packing in zip(groups, packings, strict=True)
+            for row in packing
+        ),
+        default=0,
+    )
+    row_patches = next(width for width in (0, *widths) if width >= most)
+    return RowPlan(
+        rows=rows,
+        sizes=groups[own],
+        row_tokens=length,
+        row_patches=row_patches,
+        num_microbatches=count,
+        real_tokens=int(sizes.total.sum()),
+        computed_tokens=microbatch_size * count * length,
+        real_patches=int((sizes.is_needed * sizes.patches).sum()),
+        computed_patches=microbatch_size * count * row_patches,
+    )
+
+
+def _sizes(unit: int, largest: int) -> tuple[int, ...]:
+    """Multiples of a unit below the largest, and the largest."""
+    return *range(unit, largest, unit), largest
+
+
+def _pack_all(
+    groups: list[TreeSizes], num_rows: int, lengths: tuple[int, ...], widths: tuple[int, ...]
+) -> tuple[int, list[Packing], int]:
+    """The packings that compute fewest tokens; among those of their shape, fewest patches.
+
+    Args:
+        groups: trees that are packed among themselves.
+        num_rows: of a microbatch, for each group.
+        lengths, widths: tokens and patches that rows may have.
+
+    Returns:
+        tokens of a row, the packing of each group, number of microbatches.
+    """
+    largest = max(int(group.total.sum()) for group in groups)
+    num_patches = max(int((group.is_needed * group.patches).sum()) for group in groups)
+    if not largest:
+        return lengths[-1], [[] for _ in groups], 0
+    # Rows of one branch each always do; more than one microbatch of less than half the longest
+    # row are never needed.
+    most = -(-max(np.count_nonzero(group.branches) for group in groups) // num_rows)
+    shapes = [
+        (n, length)
+        for n in range(max(1, -(-num_patches // (num_rows * widths[-1]))), most + 1)
+        for length in lengths
+        if n * num_rows * length >= largest and (n == 1 or 2 * length > lengths[-1])
+    ]
+
+    def cost(shape: tuple[int, int]) -> tuple[float, int]:
+        n, length = shape
+        return n * length * (1 + _WORTH_A_COMPILE * (length != lengths[-1])), n
+
+    shapes.sort(key=cost)
+    failed: list[tuple[int, int]] = []
+    for num_microbatches, length in shapes:
+        if any(n >= num_microbatches and other >= length for n, other in failed):
+            continue
+        found = None
+        for width in reversed(widths):  # as narrow as it goes
+            packings = [pack(group, num_microbatches * num_rows, length, width) for group in groups]
+            if None in packings:
+                break
+            found = length, packings, num_microbatches
+        if found:
+            return found
+        failed.append((num_microbatches, length))
+    raise AssertionError("rows of one branch each hold everything")
+
+
+def _num_pairs(sizes: TreeSizes, parts: list[Part]) -> int:
+    """(query, visible key) pairs of a row."""
+    pairs = 0
+    for part in parts:
+        own, prompt = sizes.branches[part.tree, list(part.branches)], sizes.prompt[part.tree]
+        pairs += int(prompt * (prompt + 1) // 2 + (own * (2 * prompt + own + 1) // 2).sum())
+    return pairs
+
+
+def _deal(
+    sizes: TreeSizes, packing: Packing, num_rows: int, num_microbatches: int
+) -> tuple[tuple[Part, ...], ...]:
+    """Every row at its place among the B of this process; those of most pairs run together."""
+    bucket = 1 << max(num_microbatches - 1, 0).bit_length()  # a power of two
+    rows: list[tuple[Part, ...]] = [()] * (bucket * num_rows)
+    in_order = sorted(packing, key=lambda parts: _num_pairs(sizes, parts), reverse=True)
+    for number, parts in enumerate(in_order):
+        microbatch, place = divmod(number, num_rows)
+        rows[place * bucket + microbatch] = tuple(sorted(parts, key=lambda part: part.tree))
+    return tuple(rows)

@@ -1,0 +1,1 @@
+"""Prompts: chat template and tokens, images and their patches."""

@@ -1,0 +1,416 @@
+"""Examples to prompts: chat template, tokens, image patches, padding.
+
+Prompts are left-padded, so that the first response token's log-probability always comes from the
+last place. A batch is padded to the smallest of a few (tokens, patches) buckets, so that few
+shapes are compiled. A prompt that no bucket holds is reported (`fits`), never cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+from PIL import Image
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from care_jax.batch import Example, Prompts
+from care_jax.prompts.images import AnyImage, image_size, open_image
+from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
+from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from models.config import BackboneConfig
+from models.positions import image_slots, pack_images, prompt_positions
+
+IMAGE_PLACEHOLDER = "<image>"
+_IMAGE_TOKEN = "<|image_pad|>"
+# Classes that releases name in their preprocessor_config.json.
+_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+# Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
+_TOKEN_NAMES = {
+    "image_token_id": _IMAGE_TOKEN,
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "eos_token_id": "<|im_end|>",
+    "pad_token_id": "<|endoftext|>",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedPrompt:
+    """One prompt on the host, before any padding.
+
+    Attributes:
+        tokens: with one image token for each merged feature.
+        grids: (frames, rows, columns) of each image, in patches.
+        patches: those of all images, one image after another.
+    """
+
+    tokens: Int[np.ndarray, " L"]
+    grids: Int[np.ndarray, "I 3"]
+    patches: Float[np.ndarray, "n C"]
+
+
+def prompt_sizes(records: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
+    """Tokens and patches of each prompt."""
+    sizes = [(len(record.tokens), len(record.patches)) for record in records]
+    return np.array(sizes, np.int32).reshape(-1, 2)
+
+
+def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
+    """Opens a tokenizer folder; an empty name gives the small built-in tokenizer.
+
+    The chat template is the one that transformers' AutoProcessor has: chat_template.json or
+    chat_template.jinja come before the tokenizer's own, which in Qwen2.5-VL's releases is for text
+    alone. A folder without any gets that of Qwen2.5-VL.
+
+    Raises:
+        ValueError: the folder holds no tokenizer, or its templates cannot be read.
+    """
+    if not folder:
+        return build_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"expected a tokenizer in {str(folder)!r}, got {str(error).splitlines()[0]!r}; point "
+            "model.tokenizer at a folder with tokenizer.json, or vocab.json and merges.txt"
+        ) from error
+    template = processor_template(folder) or tokenizer.chat_template or CHAT_TEMPLATE
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | None:
+    """The chat template that AutoProcessor takes from a folder, beside the tokenizer's own.
+
+    Returns:
+        the template, or templates by name; None where there is only the tokenizer's, or none.
+
+    Raises:
+        ValueError: a file cannot be read, or two kinds of template files contradict each other.
+    """
+    # Takes a second to import, which runs with the built-in tokenizer need not wait for.
+    from transformers.processing_utils import ProcessorMixin
+
+    try:
+        fields, _ = ProcessorMixin.get_processor_dict(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"expected a chat template in {str(folder)!r}, got {str(error).splitlines()[0]!r}; "
+            "fetch the release's chat_template.json or chat_template.jinja again, and keep one"
+        ) from error
+    return fields.get("chat_template")
+
+
+def backbone_config(
+    folder: pathlib.Path | None, fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> BackboneConfig:
+    """The backbone of a release's folder; without one, of `fields` with the tokenizer's ids."""
+    if folder:
+        return BackboneConfig.from_folder(folder)
+    ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
+    text = {"vocab_size": len(tokenizer), **fields["text_config"]}
+    return BackboneConfig.from_hf({**fields, **ids, "text_config": text})
+
+
+class PromptBuilder:
+    """Turns examples into prompts for one backbone and one tokenizer.
+
+    Args:
+        tokenizer: with a chat template that takes content items.
+        config: the backbone; gives patch sizes, channel statistics and token ids.
+        min_pixels, max_pixels: images are resized into this range of height x width.
+        buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks.
+        system_prompt: text of the system turn; empty for none, where the template may put its own.
+        instruction: appended to every question on a line of its own; empty for none.
+        think_tag: name of the tag around the rationale.
+        patch_dtype: of image patches; the type that the backbone computes in loses nothing.
+
+    Raises:
+        ValueError: the tokenizer and the backbone disagree, the template is for text alone, or a
+            size cannot be.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: BackboneConfig,
+        *,
+        min_pixels: int,
+        max_pixels: int,
+        buckets: Sequence[tuple[int, int]],
+        system_prompt: str = "You are a helpful assistant.",
+        instruction: str = "",
+        think_tag: str = "think",
+        patch_dtype: DTypeLike = np.float32,
+    ):
+        _check_tokenizer(tokenizer, config)
+        if not 0 < min_pixels <= max_pixels:
+            raise ValueError(
+                f"min_pixels must be positive and at most max_pixels, got {min_pixels} and "
+                f"{max_pixels}; change data.min_pixels or data.max_pixels"
+            )
+        block = config.vision.merge_size**2
+        if not buckets or any(p < 1 or n < block or n % block for p, n in buckets):
+            raise ValueError(
+                f"buckets must be pairs of (tokens, patches) with patches in multiples of {block}, "
+                f"got {tuple(buckets)}; change data.buckets"
+            )
+        buckets = tuple(sorted((int(p), int(n)) for p, n in buckets))
+        if buckets[-1][1] < max(n for _, n in buckets):
+            raise ValueError(
+                f"the bucket with most tokens must have most patches too, got {buckets}; else "
+                "prompts that fit one by one need not fit together"
+            )
+        self.tokenizer = tokenizer
+        self.config = config
+        self.min_pixels = min_pixels
+        self.max_pixels = max_pixels
+        self.buckets = buckets
+        self.system_prompt = system_prompt
+        self.instruction = instruction
+        self.think_tag = think_tag
+        self.patch_dtype = np.dtype(patch_dtype)
+        self.image_mean, self.image_std = IMAGE_STATISTICS[config.family]
+        # Rendering the template takes longer than drawing a small picture; questions come again.
+        self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
+        self._check_template()
+
+    def chat(self, example: Example) -> str:
+        """The prompt as text, one image token per image, up to the assistant's turn."""
+        texts = example.question.split(IMAGE_PLACEHOLDER)
+        if len(texts) - 1 != len(example.images):
+            raise ValueError(
+                f"example {example.id} of {example.source} has {len(example.images)} images and "
+                f"{len(texts) - 1} {IMAGE_PLACEHOLDER} in its question; make them agree"
+            )
+        return self._chat_of(example.question)
+
+    def _render(self, question: str) -> str:
+        texts = question.split(IMAGE_PLACEHOLDER)
+        if self.instruction:
+            texts[-1] = f"{texts[-1]}\n{self.instruction}"
+        content = [{"type": "text", "text": texts[0]}]
+        for text in texts[1:]:
+            content += [{"type": "image"}, {"type": "text", "text": text}]
+        content = [item for item in content if item.get("text") != ""]
+        messages = [{"role": "user", "content": content}]
+        if self.system_prompt:
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+
+    def tokenize(self, example: Example) -> TokenizedPrompt:
+        """Tokens and patches of one example.
+
+        Raises:
+            ValueError: the images and their places in the text disagree.
+            Unusable: an image cannot be read.
+        """
+        tokens = self._encode(self.chat(example))
+        is_image = tokens == self.config.image_token_id
+        if is_image.sum() != len(example.images) or np.any(tokens == self.config.video_token_id):
+            raise ValueError(
+                f"example {example.id} of {example.source} spells out an image or video token in "
+                f"its text; write {IMAGE_PLACEHOLDER} for an image"
+            )
+        if not example.images:
+            empty = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
+            return TokenizedPrompt(tokens, np.zeros((0, 3), np.int32), empty)
+        limits = self._limits(example)
+        pairs = [self._patches(image, limits) for image in example.images]
+        patches, grids = zip(*pairs, strict=True)
+        grids = np.stack(grids)
+        repeats = np.ones(len(tokens), np.int64)
+        repeats[is_image] = grids.prod(-1) // self.config.vision.merge_size**2
+        # One image's patches are megabytes that need no copy.
+        patches = patches[0] if len(patches) == 1 else np.concatenate(patches)
+        return TokenizedPrompt(np.repeat(tokens, repeats), grids, patches)
+
+    def measure(self, example: Example) -> tuple[int, int]:
+        """(tokens, patches) that `tokenize` would give, from the headers of the images alone."""
+        vision = self.config.vision
+        factor = vision.patch_size * vision.merge_size
+        sizes = [image_size(image) for image in example.images]
+        num_blocks = sum(
+            math.prod(target_size(height, width, factor=factor, **self._limits(example)))
+            for width, height in sizes
+        ) // (factor**2)
+        num_text = len(self._encode(self.chat(example))) - len(sizes)
+        return num_text + num_blocks, num_blocks * vision.merge_size**2
+
+    def fits(self, record: TokenizedPrompt) -> bool:
+        """Whether some bucket holds the prompt."""
+        return self.holds(len(record.tokens), len(record.patches))
+
+    def holds(self, num_tokens: int, num_patches: int) -> bool:
+        """Whether some bucket holds so much."""
+        return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
+
+    @property
+    def nothing(self) -> TokenizedPrompt:
+        """What stands in a row of a batch that no prompt takes."""
+        patches = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
+        return TokenizedPrompt(np.zeros(0, np.int32), np.zeros((0, 3), np.int32), patches)
+
+    def batch(
+        self,
+        records: Sequence[TokenizedPrompt],
+        sizes: Int[np.ndarray, "N 2"] | None = None,
+        *,
+        contexts: Sequence[Int[np.ndarray, " c"]] | None = None,
+        context_tokens: int = 0,
+    ) -> Prompts:
+        """Pads prompts to the smallest bucket that holds them all.
+
+        Args:
+            records: B prompts, each of which fits the largest bucket.
+            sizes: of all prompts of the batch, where these are one process's share of it.
+            contexts: of each prompt, tokens of a response that its continuation starts from; they
+                stand behind it, and text alone is seen in them.
+            context_tokens: C, room for these beside the bucket's P tokens.
+
+        Returns:
+            Prompts of B rows of P + C tokens as numpy arrays; `images` is None where the batch has
+            no image.
+
+        Raises:
+            ValueError: no bucket holds the batch.
+        """
+        sizes = prompt_sizes(records) if sizes is None else sizes
+        if contexts is None:
+            contexts = [np.zeros(0, np.int32)] * len(records)
+        num_tokens, num_patches = self._bucket(sizes)
+        num_tokens += context_tokens
+        shape = (len(records), num_tokens)
+        tokens = np.full(shape, self.config.pad_token_id, np.int32)
+        is_valid = np.zeros(shape, bool)
+        positions = np.zeros((*shape, 3), np.int32)
+        next_position = np.zeros(len(records), np.int32)
+        slots = np.full(shape, -1, np.int32)
+        for row, (record, context) in enumerate(zip(records, contexts, strict=True)):
+            end = num_tokens - len(context)
+            place = slice(end - len(record.tokens), end)
+            tokens[row, place], tokens[row, end:] = record.tokens, context
+            is_valid[row, place.start :] = True
+            positions[row, place], following = prompt_positions(
+                record.tokens, record.grids, self.config
+            )
+            positions[row, end:] = following + np.arange(len(context))[:, None]
+            next_position[row] = following + len(context)
+            slots[row, place] = image_slots(record.tokens, self.config)
+        images = None
+        if sizes[:, 1].any():
+            images = pack_images(
+                [record.patches for record in records],
+                [record.grids for record in records],
+                self.config.vision,
+                num_patches,
+            )
+        return Prompts(tokens, is_valid, positions, next_position, slots, images)
+
+    def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
+        """Tokens of a response, tags included, with the first end-of-sequence token."""
+        return np.append(self._encode(text), np.int32(self.config.eos_token_ids[0]))
+
+    def save_processor(self, folder: str | pathlib.Path) -> None:
+        """Writes the tokenizer and the image processor's settings, as released folders have them.
+
+        `AutoTokenizer` and `AutoImageProcessor` open the folder; `AutoProcessor` does where
+        torchvision is installed, which its video part asks for.
+        """
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save_pretrained(folder)
+        vision = self.config.vision
+        settings = {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": _PROCESSORS[self.config.family],
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "resample": int(Image.Resampling.BICUBIC),
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            "min_pixels": self.min_pixels,
+            "max_pixels": self.max_pixels,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.image_mean),
+            "image_std": list(self.image_std),
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.merge_size,
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    def _check_template(self) -> None:
+        """Refuses a template that does not show each of a prompt's images."""
+        try:
+            shown = self._render(f"{IMAGE_PLACEHOLDER}{IMAGE_PLACEHOLDER}?").count(_IMAGE_TOKEN)
+            got = f"{shown} of them for two images"
+        except Exception as error:  # the template is a program of its authors
+            shown, got = 0, f"{type(error).__name__} ({str(error).partition(chr(10))[0]})"
+        if shown != 2:
+            raise ValueError(
+                f"the chat template of {self.tokenizer.name_or_path!r} must write {_IMAGE_TOKEN} "
+                f"for an image, got {got}, as one for text alone does; put the release's "
+                "chat_template.json or chat_template.jinja beside its tokenizer_config.json"
+            )
+
+    def _encode(self, text: str) -> Int[np.ndarray, " L"]:
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _limits(self, example: Example) -> dict[str, int]:
+        """The range of pixels its images are resized into, where it has none of its own."""
+        return {
+            "min_pixels": example.min_pixels or self.min_pixels,
+            "max_pixels": example.max_pixels or self.max_pixels,
+        }
+
+    def _patches(
+        self, image: AnyImage, limits: dict[str, int]
+    ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
+        statistics = {"mean": self.image_mean, "std": self.image_std, "dtype": self.patch_dtype}
+        return to_patches(open_image(image), self.config.vision, **limits, **statistics)
+
+    def _bucket(self, sizes: Int[np.ndarray, "N 2"]) -> tuple[int, int]:
+        """The smallest (P, N), by tokens and then by patches, that holds every prompt."""
+        num_tokens, num_patches = sizes.max(0).tolist()
+        for p, n in self.buckets:
+            if num_tokens <= p and num_patches <= n:
+                return p, n
+        raise ValueError(
+            f"a batch needs {num_tokens} tokens and {num_patches} patches, but the buckets are "
+            f"{self.buckets}; leave out prompts that do not fit or enlarge data.buckets"
+        )
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: BackboneConfig) -> None:
+    """The tokens that join text and images must have the same ids on both sides."""
+    expected = {
+        _IMAGE_TOKEN: config.image_token_id,
+        "<|video_pad|>": config.video_token_id,
+        "<|vision_start|>": config.vision_start_token_id,
+        "<|vision_end|>": config.vision_end_token_id,
+    }
+    for token, token_id in expected.items():
+        actual = tokenizer.convert_tokens_to_ids(token)
+        if actual != token_id:
+            raise ValueError(
+                f"the backbone has {token} at {token_id} and the tokenizer at {actual}; use the "
+                "tokenizer of the backbone's release, or change the backbone's token ids"
+            )
+    if len(tokenizer) > config.text.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the backbone a vocabulary of "
+            f"{config.text.vocab_size}; raise the backbone's vocab_size"
+        )

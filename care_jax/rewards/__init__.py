@@ -1,0 +1,1 @@
+"""Rewards: is an answer right, is a response well formed."""

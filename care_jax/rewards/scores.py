@@ -1,0 +1,98 @@
+"""From sampled tokens to scores: tag spans, then the verifier on the answer span (host).
+
+Letters: B prompts, R rows per prompt, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from jaxtyping import Shaped
+
+from care_jax.batch import Example, Rollouts, Scores
+from care_jax.method import spans
+from care_jax.rewards.verifier import Verifier
+
+
+def row_texts(
+    rollouts: Rollouts, token_bytes: Sequence[bytes], *, eos_token_ids: Collection[int]
+) -> list[list[str]]:
+    """The text of every row, forced tokens included and EOS left out, [B][R]."""
+    tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
+    is_text = is_valid & ~np.isin(tokens, list(eos_token_ids))
+    return [
+        [
+            b"".join(token_bytes[token] for token in row[mask]).decode("utf-8", "replace")
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        for rows, masks in zip(tokens, is_text, strict=True)
+    ]
+
+
+def score_rollouts(
+    rollouts: Rollouts,
+    examples: Sequence[Example],
+    verifier: Verifier,
+    token_bytes: Sequence[bytes],
+    *,
+    eos_token_ids: Collection[int],
+    think_tag: str,
+    format_weight: float,
+) -> tuple[Scores, list[list[str]], Shaped[np.ndarray, "B R"]]:
+    """Parses and verifies every row.
+
+    Args:
+        rollouts: of len(examples) prompts.
+        examples: the questions, for their gold answers.
+        verifier: compares answers.
+        token_bytes: the bytes of every token id.
+        eos_token_ids: one of them ends a complete response.
+        think_tag: name of the rationale's tag.
+        format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall).
+
+    Returns:
+        numpy scores; the text of every row [B][R], see `row_texts`; and `Verdict.reason` of every
+        row, a str each.
+    """
+    tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
+    num_rows, num_tokens = tokens.shape[1:]
+    parsed = [
+        [
+            spans.parse(row[mask], token_bytes, eos_token_ids=eos_token_ids, think_tag=think_tag)
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        for rows, masks in zip(tokens, is_valid, strict=True)
+    ]
+    flat = [row for rows in parsed for row in rows]
+    texts = row_texts(rollouts, token_bytes, eos_token_ids=eos_token_ids)
+    verdicts = verifier.verify(
+        [text for rows in texts for text in rows],
+        [example for example in examples for _ in range(num_rows)],
+    )
+
+    def table(values, dtype=np.float32):
+        return np.array(values, dtype).reshape(len(examples), num_rows)
+
+    def masks(name):
+        padded = np.zeros((len(flat), num_tokens), bool)
+        for row, span in zip(padded, flat, strict=True):
+            mask = getattr(span, name)
+            row[: len(mask)] = mask
+        return padded.reshape(tokens.shape)
+
+    acc = table([verdict.acc for verdict in verdicts])
+    # Whether a row ended is known from its tokens alone, which a reward function never sees.
+    formats = [verdict.fmt for verdict in verdicts] if verifier.is_replaced else None
+    fmt = table(formats or [span.fmt for span in flat])
+    scores = Scores(
+        acc=acc,
+        fmt=fmt,
+        reward=(1 - format_weight) * acc + format_weight * fmt,
+        is_think=masks("is_think"),
+        is_answer=masks("is_answer"),
+        num_think=table([span.num_think for span in flat], np.int32),
+        num_answer=table([span.num_answer for span in flat], np.int32),
+        has_answer=table([span.has_answer for span in flat], bool),
+    )
+    return scores, texts, table([verdict.reason for verdict in verdicts], object)

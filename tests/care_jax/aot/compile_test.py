@@ -1,0 +1,222 @@
+"""A run is compiled for chips that are not there, and what does not fit is said not to.
+
+`make test` puts libtpu and the CUDA compiler beside the environment, not in it: jax would else ask
+them for devices at every start.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+from collections import Counter
+
+import pytest
+
+from care_jax.aot import __main__ as aot
+from care_jax.aot.collectives import Received
+from care_jax.aot.compile import Fit, Program
+from care_jax.devices.roofline import GIB, Chip, Work
+from perf import fit as table
+
+LIBTPU = pathlib.Path(sys.prefix, "libtpu")
+needs_libtpu = pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
+CUDA = pathlib.Path(sys.prefix, "cuda")
+needs_cuda = pytest.mark.skipif(not CUDA.is_dir(), reason=f"needs the CUDA compiler in {CUDA}")
+
+
+RL = ["--topology=v5e:2x2", "--config.stages=('rl',)"]
+
+
+def compiled(*flags, compiler=LIBTPU):
+    """Status, rows of the tables by program, and all of the output."""
+    command = [sys.executable, "-m", "care_jax.aot", "--config=configs/tiny.py", *flags]
+    environment = {
+        "PYTHONPATH": f"{compiler}:{os.getcwd()}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_OPTIMIZATION_LEVEL": "O0",
+    }
+    result = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
+    rows, head = {}, ()
+    for line in lines:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        head = cells if name == "program" else head
+        if not name.startswith(("program", "-")):
+            rows.setdefault(name, {}).update(zip(head, cells, strict=True))
+    return result.returncode, rows, result.stdout + result.stderr
+
+
+@needs_libtpu
+def test_a_small_run_compiles_for_a_v5e_and_fits():
+    """A hundred times the batch, so that sizes show; half of each prompt's rows are reflected."""
+    flags = ["--config.stages=('rl',)", "--config.care.beta=0.1", "--config.rl.decode_prompts=512"]
+    flags += ["--config.rl.prompts_per_step=1024", "--config.rl.prompts_per_update=512"]
+    flags += ["--config.data.buckets=((128, 64),)", "--config.rl.row_tokens=512"]
+    flags += ["--mean_response=12"]
+    status, rows, output = compiled("--topology=v5e:2x2", *flags)
+    assert status == 0, output
+    names = ["reshard", "decode prefill", "decode", "reflect prefill", "reflect"]
+    names += ["score", "update"]
+    assert list(rows) == [f"rl {name}" for name in names]
+    assert "v5e:2x2: 4 chips (fsdp 4), 15.75 GiB each" in output and "It fits" in output
+    assert re.search(
+        r"'rl' takes at least .* s \(worst case\), .* s at a mean of 12 tokens", output
+    )
+    # At worst a tree of 128 + 9 * 36 tokens to a row, of which 4 are a microbatch.
+    worst, mean = re.findall(r"(\d+) microbatches in 2 updates, train_fill (0\.\d+)", output)
+    assert int(worst[0]) == 1024 / 4 > 1.5 * int(mean[0]) and float(mean[1]) > 0.5
+    # FSDP of 4: all weights but a chip's own are gathered for each microbatch, twice in an update.
+    score, update = rows["rl score"], rows["rl update"]
+    assert 1.9 < float(update["all-gather"]) / float(score["all-gather"]) < 2.1
+    assert float(update["reduce-scatter"]) > 0 and float(score["reduce-scatter"]) == 0
+    assert float(update["worst step"]) > 1.5 * float(update["mean step"])
+    # 128 prompts a chip: keys and values of 2 layers, 2 heads of 24, over 128 tokens and 4 of 36.
+    cache = 128 * (128 + 4 * 36) * 2 * 2 * 2 * 24 * 4 / GIB
+    decode = rows["rl decode"]
+    assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.02
+    assert float(rows["rl decode prefill"]["arguments"]) > cache  # the seats are there already
+
+
+@needs_cuda
+def test_a_small_run_compiles_for_gpus_and_says_what_their_compiler_leaves_out():
+    flags = ["--config.stages=('sft',)", "--config.sft.microbatch_size=4", "--topology=h100:2x2"]
+    status, rows, output = compiled(*flags, compiler=CUDA)
+    assert status == 0, output
+    assert "h100:2x2: 4 chips (fsdp 4), 71.19 GiB each" in output and "It fits" in output
+    assert float(rows["sft step"]["all-gather"]) > 0
+    assert "The GPU compiler refuses no program for its size and does not count cuDNN" in output
+
+
+@needs_libtpu
+def test_what_cannot_fit_says_so():
+    flags = ["--config.stages=('sft',)", "--config.sft.row_tokens=8192"]
+    flags += ["--config.sft.batch_size=512", "--config.sft.microbatch_size=512"]
+    status, rows, output = compiled("--topology=v5e:1x1", *flags)
+    assert status == 1, output
+    assert float(rows["sft step"]["headroom"]) < 0
+    assert "It does not fit: 'sft step' needs" in output
+    assert "refused by the compiler: sft step" in output
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology=v5e:3x5x7"], "error: --topology 'v5e:3x5x7' cannot be compiled for: "),
+        (["--topology=v5e:2x2", "--config.mesh.tensor=3"], "error: mesh.data=1 x mesh.fsdp=-1 x"),
+        (["--topology=v5e:2x2", "--config.stages=('evaluate',)"], "error: stages ('evaluate',) "),
+        ([*RL, "--mean_response=-1"], "error: --mean_response must be positive "),
+        ([*RL, "--mean_response=9"], "error: data.buckets ((48, 64),) hold none "),
+    ],
+)
+def test_a_mistake_is_one_line(flags, message):
+    status, _, output = compiled(*flags)
+    (line,) = [line for line in output.splitlines() if line.startswith("error")]
+    assert status == 2 and line.startswith(message) and "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--topology=v5e:2x2", "--config.rl.nothing=3"], "no such key: 'nothing'; configs/"),
+        (["--topology=v5e:2x2", "--config=configs/tiny.py:gpt"], "flag --config=configs/tiny.py:g"),
+        ([], "flag --topology=None: "),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_line(flags, message):
+    status, _, output = compiled(*flags)
+    assert status == 2 and output.startswith(f"error: {message}") and output.count("\n") == 1
+
+
+def program(name, *sizes, seconds=1.0, **fields):
+    arguments, outputs, temporaries, beside = (int(size * GIB) for size in sizes)
+    work = Work(flops=20 * seconds, tokens=10)
+    defaults = {"num_calls": 1, "seconds": 3.0}
+    return Program(name, arguments, outputs, temporaries, beside, work, **defaults | fields)
+
+
+def fit_of(*programs, **fields):
+    sizes = {"data": 1, "fsdp": 2, "tensor": 1, "sequence": 1}
+    mesh = types.SimpleNamespace(size=2, shape=sizes)
+    chip = Chip(flops=10, hbm=10 * GIB, hbm_bandwidth=1, ici_bandwidth=1)
+    return Fit("v5e:2x1", chip, mesh, programs, 64, **fields)
+
+
+def test_the_fullest_program_decides_with_what_the_run_keeps_beside_it():
+    small, large = program("sft step", 1, 2, 3, 0), program("rl update", 1, 1, 4, 3)
+    assert fit_of(small, large).is_fitting and fit_of(small, large).fullest is large
+    too_large = program("rl score", 1, 1, 4, 5)
+    assert not fit_of(small, too_large, large).is_fitting
+    assert not fit_of(program("sft step", 0, 0, 9, 0, is_refused=True)).is_fitting
+    text = aot.report(fit_of(small, too_large))
+    assert "It does not fit: 'rl score' needs 11.00 GiB of 10.00, 1.00 too many." in text
+    assert "It fits, with 1.00 GiB to spare in 'rl update'." in aot.report(fit_of(small, large))
+
+
+def test_a_step_takes_all_calls_of_its_programs():
+    programs = program("rl decode", 0, 0, 0, 0, num_calls=4), program("rl update", 0, 0, 0, 0)
+    result = fit_of(program("sft step", 0, 0, 0, 0, seconds=7.0), *programs)
+    assert (result.step_seconds("sft"), result.step_seconds("rl")) == (7, 5)
+    assert "A step of 'sft' takes at least 7.0 s." in aot.report(result)
+
+
+def test_the_step_of_a_mean_is_told_beside_the_worst():
+    """Two waves of 3 and 4 s where the longest takes 10."""
+    waves = Work(flops=60), Work(flops=80)
+    decode = program("rl decode", 0, 0, 0, 0, seconds=10.0, num_calls=2, expected=waves)
+    step = types.SimpleNamespace(num_microbatches=6, updates=(0, 0), train_fill=0.75)
+    result = fit_of(decode, expected=step, mean_response=600.0)
+    assert (result.step_seconds("rl"), result.step_seconds("rl", is_expected=True)) == (20, 7)
+    text = aot.report(result)
+    assert "A step of 'rl' takes at least 20.0 s (worst case), 7.0 s at a mean of 600 tok" in text
+    assert "The mean step of 'rl': 6 microbatches in 2 updates, train_fill 0.750." in text
+
+
+def test_bytes_between_chips_are_told_by_program_and_collective():
+    """2 GB once and 1 GB in each of 3 microbatches, twice a step; 5 GB are expected."""
+    received = Received(Counter({"all-gather": 2 * 10**9}), Counter({"all-reduce": 10**9}))
+    update = program("rl update", 0, 0, 0, 0, num_calls=2, received=received)
+    work = Work(ici_bytes=5e9, num_passes=3)
+    update = dataclasses.replace(update, work=work, expected=(Work(ici_bytes=5e9),))
+    step = types.SimpleNamespace(num_microbatches=6, updates=(0, 0), train_fill=0.75)
+    lines = aot.report(fit_of(update, expected=step, mean_response=600.0)).splitlines()
+    row = [line for line in lines if line.startswith("| rl update")][-1]
+    cells = ["2.00", "0.00", "3.00", "0.00", "0.00", "5.00", "2", "10.0", "5.0"]
+    assert [cell.strip() for cell in row.strip("| ").split("|")] == ["rl update", *cells]
+    assert "GB received" not in aot.report(fit_of(program("rl update", 0, 0, 0, 0)))
+
+
+def test_a_row_of_the_readme_tells_worst_and_mean():
+    """Decoding: 20 tokens in 2 x 10 s at worst, 8 in 4 s at the mean; an update of 5 s or 1."""
+    waves = Work(flops=40, tokens=4), Work(flops=40, tokens=4)
+    decode = program("rl decode", 1, 0, 0, 0, seconds=10.0, num_calls=2, expected=waves)
+    update = program("rl update", 2, 0, 0, 0, seconds=5.0, expected=(Work(flops=20),))
+    step = types.SimpleNamespace(train_fill=0.75)
+    result = fit_of(decode, update, expected=step, mean_response=600.0)
+    result = dataclasses.replace(
+        result, programs=tuple(dataclasses.replace(p, seconds=3.0) for p in result.programs)
+    )
+    cells = dict(zip(table.COLUMNS, table.row("qwen25vl_7b", result), strict=True))
+    assert cells["RL step, worst"] == "25 s" and cells["RL step, mean {mean:g}"] == "5 s"
+    assert cells["decoding, tokens/s, worst and mean"] == "1, 2" and cells["fill"] == "0.75"
+    assert cells["fullest program"] == "rl update" and cells["compiled in"] == "6 s"
+
+
+def test_the_fit_table_goes_on_behind_a_case_that_cannot_be_compiled(monkeypatch, capsys):
+    def fit(config, topology, mean):
+        if topology.startswith("v5e"):
+            raise ValueError("no compiler")
+        return fit_of(program("rl update", 2, 0, 0, 0, seconds=mean, expected=(Work(flops=20),)))
+
+    monkeypatch.setattr(table, "fit", fit)
+    monkeypatch.setattr(table.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["fit", "--only=7b", "--mean=9"])
+    assert table.main() == 1
+    out, err = capsys.readouterr()
+    assert err == "qwen25vl_7b v5e:8x8: no compiler\n"
+    assert "RL step, mean 9" in out and out.count("| qwen25vl_7b | v5e:2x1 |") == 3

@@ -1,0 +1,110 @@
+"""What is compiled for is what a run has: shapes, types and layouts of state and batches."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from packed import packed_plan, train_batch
+
+from care_jax.aot import shapes
+from care_jax.batch import ImitationBatch
+from care_jax.devices import sharding
+from care_jax.devices.sharding import make_mesh
+from care_jax.policy import abstract_params
+from care_jax.prompts.builder import prompt_sizes
+from care_jax.run import Run, abstract_state, make_adamw, start_state
+from configs import tiny
+from models.config import QWEN3_VL_8B
+
+BUCKET = (96, 192)
+
+
+@pytest.fixture
+def run(policy, tmp_path):
+    config = tiny.get_config()
+    config.data.buckets = (BUCKET,)
+    return Run(config, policy, make_mesh(1, 2, 2, devices=jax.devices()[:4]), tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora_rank": 2},
+        {"freeze_vision": True, "moments_dtype": "bfloat16"},
+        {"offload": ("optimizer",)},
+    ],
+)
+def test_state_is_that_of_the_start(run, params, changes):
+    run.config.model.update(changes)
+    where = sharding.of(abstract_params(run.policy, run.mesh, run.config.sharding_rules))
+    _, adamw = make_adamw(run, "rl")
+    state = start_state(run, jax.device_put(params, where), adamw)
+    jax.tree.map(assert_same, abstract_state(run, adamw), state)
+
+
+def assert_same(abstract, array):
+    assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
+    assert abstract.sharding.is_equivalent_to(array.sharding, array.ndim)
+    assert abstract.sharding.memory_kind == array.sharding.memory_kind
+
+
+@pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+def test_prompts_are_those_of_the_largest_bucket(run, examples):
+    records = [run.policy.prompts.tokenize(example) for example in examples]
+    sizes = np.concatenate([prompt_sizes(records), [BUCKET]])
+    batch = run.policy.prompts.batch(records, sizes)
+    expected = sharding.put_batch(batch, run.decode_batch_place)
+    assert batch.tokens.shape[1] == BUCKET[0] and batch.images.patches.shape[1] == BUCKET[1]
+    jax.tree.map(assert_same, shapes.prompts(run, len(records)), expected)
+
+
+def test_batches_are_those_that_packing_makes(run, image_records):
+    """Of full rows, one on each device."""
+    lengths = np.full((4, 2), 150)
+    plan = packed_plan(image_records, lengths, row_tokens=512, row_patches=192, microbatch_size=4)
+    shape = dict(row_tokens=plan.row_tokens, row_patches=plan.row_patches)
+    run.config.rl.update(shape)
+    run.config.sft.update(shape)
+    fields = ("token_advantage", "old_logp", "ref_logp", "row_weight", "is_trained", "is_answer")
+    values = {name: np.zeros((4, 2, 150), np.float32) for name in fields}
+    values |= {name: values[name].astype(bool) for name in ("is_trained", "is_answer")}
+    tokens = np.zeros((4, 2, 150), np.int32)
+    made = train_batch(run.policy, image_records, plan, tokens, values, np.ones(4))
+    assert len(made.rows.tokens) == 4
+    place = run.train_batch_place
+    jax.tree.map(assert_same, shapes.train_batch(run, 4), sharding.put_batch(made, place))
+    imitated = ImitationBatch(made.rows, made.old_logp)
+    jax.tree.map(assert_same, shapes.imitation_batch(run, 4), sharding.put_batch(imitated, place))
+
+
+def test_a_context_is_as_long_as_the_budget_and_the_cue(run, policy):
+    run.config.care.update(max_context=11, cue="a cue of twenty-one b")
+    num_cue = len(policy.tokenizer.encode("a cue of twenty-one b", add_special_tokens=False))
+    assert shapes.context_tokens(run) == 11 + num_cue
+    without = dataclasses.replace(run, policy=dataclasses.replace(policy, tokenizer=None))
+    assert shapes.context_tokens(without) == 11 + 6
+    run.config.care.reflect_mode = "resample"
+    assert shapes.context_tokens(run) == 0
+
+
+def test_bytes_are_those_of_one_device(run):
+    cut = shapes.on_batch(run.decode_batch_place, 4, 3)("float32")
+    on_host = jax.ShapeDtypeStruct(
+        (8,), "float32", sharding=cut.sharding.with_memory_kind("pinned_host")
+    )
+    whole = jax.ShapeDtypeStruct((5,), "bfloat16", sharding=sharding.replicated(run.mesh))
+    assert shapes.num_bytes({"cut": cut, "whole": whole, "host": on_host}) == 4 // 2 * 3 * 4 + 10
+
+
+def test_a_release_is_known_by_its_hub_id_alone():
+    config = tiny.get_config()
+    config.model.backbone = {}
+    config.model.path = "Qwen/Qwen3-VL-8B-Instruct"
+    assert shapes.policy(config).config == QWEN3_VL_8B
+    config.model.path = "Qwen/Qwen9-VL"
+    with pytest.raises(
+        ValueError, match=r"'Qwen/Qwen9-VL' is neither a folder .* nor one of Qwen/"
+    ):
+        shapes.policy(config)

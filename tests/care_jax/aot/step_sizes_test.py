@@ -1,0 +1,130 @@
+"""A step's rows and schedules: at worst those of the largest batch, expected of drawn lengths."""
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax.aot import shapes, step_sizes
+from care_jax.config_checks import fill_in
+from care_jax.devices import roofline, sharding
+from care_jax.devices.sharding import make_mesh
+from care_jax.packing.plan import TreeSizes, plan_rows
+from care_jax.run import Run
+from configs import tiny
+
+MEAN = 12
+
+
+@pytest.fixture
+def run(policy, tmp_path):
+    config = tiny.get_config()
+    config.data.buckets = ((96, 64), (128, 64))
+    config.data.max_pixels = 1024
+    config.rl.row_tokens, config.rl.decode_prompts = 512, 16
+    config.sft.row_tokens = 256
+    mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
+    return Run(fill_in(config, mesh), policy, mesh, tmp_path, None)
+
+
+@pytest.fixture
+def drawn(run, monkeypatch):
+    """(prompts, responses) in place of drawn ones: response r of prompt n has n % 20 + r + 1."""
+    prompts = np.stack([np.arange(64) + 20, np.full(64, 32)], 1)
+    responses = np.arange(64)[:, None] % 20 + np.arange(9) + 1
+    monkeypatch.setattr(step_sizes, "_draw", lambda *_: (prompts, responses))
+    return prompts, responses
+
+
+def test_the_largest_step_is_full(run):
+    """64 prompts on 16 seats, updates of 32; of 36 tokens 11 and a cue are forced."""
+    step = step_sizes.largest_step(run)
+    decoding, reflecting = step.decoding, step.reflecting
+    assert len(step.updates) == 2
+    # Four prefills fill the seats; of 8 rollouts 4 are in flight, so each row has two of 36 tokens.
+    assert decoding.prefills == ((128, 64),) * 16
+    assert sum(call.num_tokens for call in decoding.calls) == 64 * 8 * 36
+    assert decoding.num_steps == 64 // 16 * 2 * 35
+    assert {(call.num_prompt_tokens, call.num_slots) for call in decoding.calls} == {(128, 36)}
+    context = shapes.context_tokens(run)
+    assert reflecting.prefills == ((128 + context, 64),) * 8  # of 32 seats, with a row each
+    assert sum(call.num_tokens for call in reflecting.calls) == 64 * (36 - context)
+    plan, packed = step.updates[0]
+    assert plan.real_tokens == 32 * (128 + 9 * 36) and packed.scored == 32 * 9 * 36
+    # One tree of 128 + 9 * 36 tokens to a row, 480 of its 512: lengths are sixteenths.
+    assert step.num_microbatches == 2 * 32 // run.config.rl.microbatch_size
+    assert step.train_fill == 452 / 480
+
+
+def test_all_that_is_drawn_is_decoded(run, drawn):
+    _, responses = drawn
+    step = step_sizes.expected_step(run, MEAN)
+    assert sum(call.num_tokens for call in step.decoding.calls) == responses[:, :8].sum()
+    room = 36 - shapes.context_tokens(run)
+    sampled = sum(call.num_tokens for call in step.reflecting.calls)
+    assert sampled == np.minimum(responses[:, 8], room).sum()
+    # The smallest bucket that holds 20 + 40 tokens, before that which holds 20 + 63.
+    assert step.decoding.prefills[0] == (96, 64)
+
+
+def test_updates_are_planned_as_a_run_plans_them(run, drawn):
+    prompts, responses = drawn
+    step = step_sizes.expected_step(run, MEAN)
+    for (plan, packed), start in zip(step.updates, (0, 32), strict=True):
+        part = slice(start, start + 32)
+        expected = plan_rows(
+            TreeSizes(*prompts[part].T, responses[part]),
+            row_tokens=512,
+            row_patches=run.config.rl.row_patches,
+            microbatch_size=run.config.rl.microbatch_size,
+            owner=sharding.owners(32, run.decode_batch_place),
+        )
+        assert plan.num_microbatches == expected.num_microbatches
+        assert (packed.tokens, packed.patches) == (
+            expected.computed_tokens,
+            expected.computed_patches,
+        )
+        pairs = roofline.tree_pairs(prompts[part, 0], responses[part]).sum()
+        assert packed.pairs == pairs and packed.patch_pairs == 32 * 32 * 32
+        assert packed.scored == responses[part].sum()
+    real = sum((prompts.sum(0)[0], responses.sum()))
+    assert step.train_fill == real / sum(packed.tokens for _, packed in step.updates)
+
+
+def test_every_process_plans_rows_for_its_own_prompts(run, drawn, monkeypatch):
+    """Nine long prompts of one process and one of the other share no row."""
+    prompts, responses = drawn
+    responses[:] = 1
+    responses[:9] = 36
+    owner = np.arange(32) // 16
+    monkeypatch.setattr(sharding, "owners", lambda *_: owner)
+    monkeypatch.setattr(step_sizes, "num_processes", lambda _: 2)
+    plan, _ = step_sizes.expected_step(run, MEAN).updates[0]
+    shape = dict(
+        row_tokens=512,
+        row_patches=run.config.rl.row_patches,
+        microbatch_size=run.config.rl.microbatch_size,
+    )
+    sizes = TreeSizes(*prompts[:32].T, responses[:32])
+    apart = plan_rows(sizes, owner=owner, num_processes=2, **shape)
+    assert plan.computed_tokens == apart.computed_tokens
+    assert plan.computed_tokens > plan_rows(sizes, **shape).computed_tokens
+
+
+def test_hosts_of_a_mesh_are_counted(run):
+    assert step_sizes.num_processes(run) == 1
+
+
+def test_shorter_responses_make_a_smaller_step(run):
+    largest, expected = step_sizes.largest_step(run), step_sizes.expected_step(run, MEAN)
+    assert expected.num_microbatches < largest.num_microbatches
+    assert expected.decoding.num_steps < 0.6 * largest.decoding.num_steps
+    again = step_sizes.expected_step(run, MEAN)
+    assert again.decoding == expected.decoding  # drawn alike every time
+
+
+def test_the_cold_start_is_planned_too(run):
+    num_microbatches, packed = step_sizes.largest_imitation(run)
+    assert (num_microbatches, packed.tokens, packed.scored) == (8, 64 * 256, 64 * 256)
+    assert packed.pairs == 64 * 256 * 257 // 2 and packed.patch_pairs == 64 * 128**2
+    num_expected, expected = step_sizes.expected_imitation(run, MEAN)
+    assert num_expected < num_microbatches and expected.scored < 64 * 3 * MEAN

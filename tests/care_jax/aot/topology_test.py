@@ -1,0 +1,68 @@
+"""Topologies by name, and what is said where there is none, or no compiler for it."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from care_jax.aot.topology import _GPUS, find_topology
+from care_jax.devices.roofline import CHIPS, GIB, PEAK_FLOPS
+
+CUDA = pathlib.Path(sys.prefix, "cuda")
+needs_cuda = pytest.mark.skipif(not CUDA.is_dir(), reason=f"needs the CUDA compiler in {CUDA}")
+PROGRAM = """
+import sys
+import jax
+from care_jax.devices.sharding import attention_impl, make_mesh
+from care_jax.aot.topology import find_topology
+from configs import common
+
+jax.config.update("jax_platforms", "cpu")
+for name in sys.argv[1:]:
+    chip, devices = find_topology(name)
+    rules = common.get_config().sharding_rules
+    kernel = attention_impl("auto", rules, make_mesh(1, -1, 1, devices=devices)).name
+    processes = {device.process_index for device in devices}
+    print(name, len(devices), len(processes), devices[0].platform, kernel)
+"""
+
+
+def test_a_topology_that_is_not_known_names_those_that_are():
+    with pytest.raises(
+        ValueError, match="one of v5e, v5p, v6e, h100, h200 and its shape, such as v5e:4x4 or h100"
+    ):
+        find_topology("a100:8")
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu"), ("h100:8", "cuda")])
+def test_a_missing_compiler_says_what_to_install(name, extra):
+    with pytest.raises(ValueError, match=rf"is not there; run: pip install 'care_jax\[{extra}\]'$"):
+        find_topology(name)
+
+
+@pytest.mark.parametrize("shape", ["", "x8", "8x", "2x2x2", "eight"])
+def test_gpus_are_counted_by_nodes(shape):
+    with pytest.raises(ValueError, match="its shape must be GPUs or nodes x GPUs, such as 8 or 2x"):
+        find_topology(f"h100:{shape}")
+
+
+def test_a_gpu_leaves_a_tenth_of_its_memory_to_others():
+    for kind, (device_kind, memory) in _GPUS.items():
+        assert CHIPS[kind].flops == PEAK_FLOPS[device_kind]
+        assert CHIPS[kind].hbm == pytest.approx(0.9 * memory, rel=1e-3)
+    assert CHIPS["h100"].hbm / GIB == pytest.approx(71.2, abs=0.1)
+
+
+@needs_cuda
+def test_abstract_gpus_attend_by_the_kernel_of_gpus():
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "h100:8", "h200:2x4"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{CUDA}:{os.getcwd()}", "JAX_PLATFORMS": "cpu"},
+    )
+    assert result.stdout.splitlines() == ["h100:8 8 1 gpu gpu", "h200:2x4 8 2 gpu gpu"], (
+        result.stderr[-2000:]
+    )

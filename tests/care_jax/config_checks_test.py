@@ -1,0 +1,152 @@
+"""Configurations that cannot run, or say what nobody reads, are refused in one line."""
+
+import jax
+import pytest
+
+from care_jax.config_checks import OBJECTIVES, check_config, check_policy, fill_in
+from care_jax.devices.sharding import make_mesh
+from configs import common, tiny
+
+MMMU = (("mmmu", "releases/MMMU"),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"benchmarks": ("mmmu",)}, r"must be pairs \(name, path\), got 'mmmu'; write"),
+        ({"benchmarks": (("chartqa", "x"),)}, "must be one of mathvista, .* got 'chartqa'"),
+        ({"benchmarks": MMMU + MMMU}, "names a benchmark twice: mmmu, mmmu"),
+        ({"benchmarks": MMMU, "judge_url": "http://x"}, "needs evaluate.judge_model"),
+        ({"judge_url": "http://x", "judge_model": "m"}, "needs .* and evaluate.benchmarks"),
+        ({"judge_timeout": 0.0}, "judge_timeout must be positive"),
+        ({"judge_retries": -1}, "judge_retries not negative"),
+        ({"max_response_tokens": 0}, "evaluate.max_response_tokens must be at least 1"),
+    ],
+)
+def test_an_evaluation_that_cannot_run_is_refused(changes, message):
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    config = common.get_config()
+    config.stages = ("evaluate",)
+    config.evaluate.benchmarks = MMMU
+    check_config(config, mesh)
+    config.evaluate.benchmarks = ()
+    config.evaluate.update(changes)
+    with pytest.raises(ValueError, match=message) as error:
+        check_config(config, mesh)
+    assert "\n" not in str(error.value)
+
+
+def check_rl(objective, changes=(), overridden=()):
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    config = tiny.get_config()
+    config.stages, config.rl.objective = ("rl",), objective
+    config.update_from_flattened_dict(dict(changes))
+    check_config(fill_in(config, mesh), mesh, overridden)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_takes_its_own_keys_and_no_others(objective):
+    """Clip range and β belong to an objective: GSPO's range says nothing to DAPO."""
+    for section in OBJECTIVES:
+        for key in common.get_config()[section]:
+            if section == objective:
+                check_rl(objective, overridden=[f"{section}.{key}"])
+                continue
+            with pytest.raises(ValueError, match=f"config.{section}.{key} means nothing under"):
+                check_rl(objective, overridden=[f"{section}.{key}"])
+
+
+PUBLISHED = {  # clip range and β
+    "care": (0.2, 0.28, 0.02),
+    "grpo": (0.2, 0.2, 0.02),
+    "dapo": (0.2, 0.28, 0.0),
+    "gspo": (3e-4, 4e-4, 0.0),
+    "dr_grpo": (0.2, 0.2, 0.0),
+    "rloo": (0.2, 0.2, 0.0),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_objective_by_its_name_alone_has_the_published_settings(objective):
+    config = common.get_config()[objective]
+    assert (config.clip_low, config.clip_high, config.beta) == PUBLISHED[objective]
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes", "message"),
+    [
+        ("ppo", {}, "rl.objective must be one of care, grpo, dapo, gspo, dr_grpo, rloo, got 'ppo'"),
+        ("gspo", {"gspo.clip_low": 1.2}, r"gspo.clip_low must lie in \(0, 1\], .* got 1.2"),
+        ("rloo", {"rloo.clip_high": 0.0}, "rloo.clip_high be positive"),
+        ("grpo", {"grpo.beta": -0.1}, "grpo.beta not negative"),
+        ("grpo", {"grpo.ddof": 2}, "grpo.ddof must be 0 .population. or 1"),
+        ("dapo", {"dapo.max_tries": 0}, "dapo.max_tries must be at least 1"),
+        ("care", {"care.anchor_rule": "longest"}, "care.anchor_rule must be one of shortest, rand"),
+        ("care", {"care.gamma_pos": 1.5}, r"care.gamma_pos must lie in \[0, 1\], got 1.5"),
+        ("care", {"care.gamma_neg": -0.1}, r"care.gamma_neg must lie in \[0, 1\], got -0.1"),
+        ("dapo", {"dapo.overlong_share": 1.0}, r"dapo.overlong_share must lie in \[0, 1\), got 1"),
+    ],
+)
+def test_objective_that_cannot_run_is_refused(objective, changes, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_rl(objective, changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "key"),
+    [("no_cue", "care.cue"), ("resample", "care.max_context"), ("resample", "care.reflect_credit")],
+)
+def test_keys_that_a_reflection_mode_does_not_read_are_refused(mode, key):
+    value = {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"}[key]
+    check_rl("care", {key: value}, overridden=[key])
+    with pytest.raises(ValueError, match=rf"config\.{key} means nothing under care\.reflect_mode"):
+        check_rl("care", {key: value, "care.reflect_mode": mode}, overridden=[key])
+
+
+def test_a_reflected_context_that_leaves_no_room_is_refused(policy):
+    """The cue counts by its tokens, so only the tokenizer can tell."""
+    config = common.get_config()
+    config.rl.max_response_tokens = config.care.max_context + 40
+    with pytest.raises(ValueError, match=r"a cue of 68 tokens .* care\.max_context to 498 or"):
+        check_policy(config, policy)
+    config.care.reflect_mode = "no_cue"
+    check_policy(config, policy)
+    config.care.max_context = config.rl.max_response_tokens
+    with pytest.raises(ValueError, match="a cue of 0 tokens"):
+        check_policy(config, policy)
+    config.care.reflect_mode = "resample"
+    check_policy(config, policy)
+
+
+@pytest.mark.parametrize("key", ["care.gamma_pos", "care.gamma_neg"])
+def test_rationale_weights_mean_nothing_under_uniform_weights(key):
+    check_rl("care", {key: 0.5}, overridden=[key])
+    check_rl("care", {"care.region_weights": False}, overridden=["care.region_weights"])
+    with pytest.raises(ValueError, match=f"config.{key} means nothing without care.region_weights"):
+        check_rl("care", {key: 0.5, "care.region_weights": False}, overridden=[key])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups_per_step": -1}, "groups_per_step must be 0 or more, got -1"),
+        ({"max_megabytes": 0.5}, "max_megabytes must be at least 1, got 0.5; .*groups_per_step"),
+        ({"image_side": 0}, "report.image_side must be at least 1"),
+    ],
+)
+def test_a_report_that_cannot_be_is_refused(changes, message):
+    config = common.get_config()
+    config.stages = ()
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    check_config(config, mesh)
+    config.report.update(changes)
+    with pytest.raises(ValueError, match=message):
+        check_config(config, mesh)
+
+
+@pytest.mark.parametrize("steps", [(3,), (5, 3), (-1, 2), (0, 100), (1.5, 2)])
+def test_steps_that_cannot_be_traced_are_refused(steps):
+    check_rl("grpo", {"profile_steps": (3, 99), "rl.num_steps": 100})
+    with pytest.raises(ValueError, match=r"must be the first and the last step to trace"):
+        check_rl("grpo", {"profile_steps": steps, "rl.num_steps": 100})

@@ -1,0 +1,144 @@
+"""Continuous decoding gives what plain decoding gives, whatever the seats, rows, rings and mesh."""
+
+import dataclasses
+import itertools
+import operator
+
+import jax
+import numpy as np
+import pytest
+from plain_decode import plain_decode
+from queued import make_answer
+
+from care_jax.decoding import queue as decode_queue
+from care_jax.decoding import schedule as decode_schedule
+from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.decoding.schedule import Waiting, simulate
+from care_jax.devices.sharding import make_mesh
+
+G, T, TOP_P = 5, 16, 0.98
+HOT = 1.5  # temperature
+RNG = jax.random.key(11)
+
+
+@pytest.fixture(scope="module")
+def ending(policy):
+    """The policy with ids that end a rollout so many that lengths differ: about one in nine."""
+    ends = (*policy.config.eos_token_ids, *range(0, 600, 9))
+    return dataclasses.replace(
+        policy, config=dataclasses.replace(policy.config, eos_token_ids=ends)
+    )
+
+
+@pytest.fixture(scope="module")
+def requests(policy, image_records, questions):
+    """Seven prompts of three lengths of images and none; every other one has a context."""
+    texts = [policy.prompts.tokenize(example) for example in questions((30, 2, 9))]
+    records = [*image_records, *texts]
+    contexts = [np.arange(300, 300 + n, dtype=np.int32) for n in (0, 3, 0, 5, 1, 0, 4)]
+    places = (0, 9, 3, 6, 13, 7, 10)
+    return [Request(*row) for row in zip(places, records, contexts, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(params, ending, requests):
+    answers = [
+        plain_decode(
+            params,
+            ending,
+            request.record,
+            jax.random.fold_in(RNG, request.place),
+            num_rollouts=G,
+            max_tokens=T,
+            temperature=HOT,
+            top_p=TOP_P,
+            context=request.context,
+        )
+        for request in requests
+    ]
+    lengths = {len(tokens) for rollouts in answers for tokens, *_ in rollouts}
+    assert 1 in lengths and T in lengths and len(lengths) > 8  # what the cases need
+    return answers
+
+
+@pytest.fixture(scope="module")
+def answer(params, ending, requests):
+    """All requests answered, in their order, and the queue that did."""
+
+    def answer(num_seats, num_rows, mesh=None):
+        ask = make_answer(
+            ending,
+            params,
+            num_seats=num_seats,
+            num_rows=num_rows,
+            num_rollouts=G,
+            max_tokens=T,
+            context_tokens=5,
+            temperature=HOT,
+            top_p=TOP_P,
+            mesh=mesh,
+        )
+        return ask(requests, RNG), ask.queue
+
+    return answer
+
+
+def assert_equal(answered, expected, requests, policy):
+    for row, (plain, request) in enumerate(zip(expected, requests, strict=True)):
+        rollouts = jax.tree.map(operator.itemgetter(row), answered)
+        start = len(request.context)
+        for g, (tokens, logp, rationale) in enumerate(plain):
+            end = start + len(tokens)
+            np.testing.assert_array_equal(rollouts.tokens[g, :start], request.context)
+            np.testing.assert_array_equal(rollouts.tokens[g, start:end], tokens)
+            assert (rollouts.tokens[g, end:] == policy.config.pad_token_id).all()
+            np.testing.assert_allclose(rollouts.logp[g, start:end], logp, atol=2e-5)
+            assert not rollouts.logp[g, :start].any() and not rollouts.logp[g, end:].any()
+            np.testing.assert_array_equal(rollouts.is_valid[g], np.arange(T) < end)
+            np.testing.assert_array_equal(rollouts.is_forced[g], np.arange(T) < start)
+            norm = max(np.linalg.norm(rationale), 1e-6)
+            np.testing.assert_allclose(rollouts.embedding[g], rationale / norm, atol=2e-5)
+            assert rollouts.is_complete[g] == (tokens[-1] in policy.config.eos_token_ids)
+
+
+@pytest.mark.parametrize(("num_seats", "num_rows"), [(1, 1), (2, 2), (3, 5), (16, 4)])
+def test_tokens_do_not_depend_on_the_schedule(
+    answer, expected, requests, ending, num_seats, num_rows
+):
+    answered, queue = answer(num_seats, num_rows)
+    assert_equal(answered, expected, requests, ending)
+    everyone = [Waiting(len(r.record.tokens), r.place, len(r.record.patches)) for r in requests]
+    lengths = {
+        request.place: [len(tokens) for tokens, *_ in plain]
+        for request, plain in zip(requests, expected, strict=True)
+    }
+    schedule = simulate(queue.sizes, everyone, lengths, ending.prompts.buckets)
+    assert schedule.num_steps == queue.num_steps
+
+
+def test_rings_grow_and_shrink_with_what_is_in_flight(
+    answer, expected, requests, ending, monkeypatch
+):
+    """Calls of three steps, rings of 4, 8 and 16 slots."""
+    monkeypatch.setattr(decode_queue, "NUM_STEPS", 3)
+    monkeypatch.setattr(decode_schedule, "NUM_STEPS", 3)
+    monkeypatch.setattr(decode_schedule, "FEWEST_SLOTS", 4)
+    seen = []
+    with_room = DecodeQueue._with_room
+
+    def watched(*args):
+        seats = with_room(*args)
+        seen.append(seats.cache.keys[0].shape[-1])
+        return seats
+
+    monkeypatch.setattr(DecodeQueue, "_with_room", watched)
+    answered, _ = answer(3, 2)
+    assert_equal(answered, expected, requests, ending)
+    changes = {pair for pair in itertools.pairwise(seen) if pair[0] != pair[1]}
+    assert {(4, 8), (8, 16), (16, 8)} <= changes
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 2, 2, 1)])
+def test_tokens_do_not_depend_on_the_mesh(answer, expected, requests, ending, sizes):
+    answered, _ = answer(8, 2, make_mesh(*sizes))
+    assert_equal(answered, expected, requests, ending)

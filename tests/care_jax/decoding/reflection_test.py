@@ -1,0 +1,104 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from care_jax.batch import Rollouts, Scores
+from care_jax.decoding import reflection
+from care_jax.method import spans
+from configs.common import CUE
+
+
+def encode(text):
+    return [ord(character) for character in text]
+
+
+def context(rationale, max_context):
+    tokens = reflection.context_tokens(
+        rationale, "!?", encode, think_tag="t", max_context=max_context
+    )
+    return "".join(map(chr, tokens))
+
+
+def test_context_is_tag_rationale_and_cue():
+    assert context("abc", 8) == "<t>abc!?"
+    assert context("", 8) == "<t>!?"
+
+
+def test_long_rationale_loses_its_end_and_keeps_the_cue():
+    assert context("abcdefgh", 5) == "<t>ab!?"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("<t>two dots.</t><answer>2</answer>", "two dots."),
+        ("<t>two dots. <answer>2</answer>", "two dots. "),  # never closed
+        ("<t>two dots.</answer>", "two dots."),
+        ("<t>two<t>dots</t>", "two"),
+        ("Well: <t>two dots", "two dots"),  # cut off by its budget
+        ("two dots. <answer>2</answer>", "two dots. "),  # never opened
+        ("<answer>2</answer> as <t>I count", "I count"),
+        ("<answer>2</answer>", ""),
+        ("a < b and <answers> b", "a < b and <answers> b"),
+    ],
+)
+def test_rationale_ends_at_the_next_tag_whichever_it_is(response, expected):
+    assert reflection.rationale_of(response, "t") == expected
+
+
+@pytest.mark.parametrize(
+    "response", ["<think>a <answer>3</answer>", "a</answer>", "<think>a<think>b", "<answer>"]
+)
+def test_every_context_leaves_a_well_formed_answer_to_be_sampled(response):
+    """A forced answer tag would make a second answer span, and acc 0, certain."""
+    context = f"<think>{reflection.rationale_of(response, 'think')}{CUE}"
+    text = (context + "b</think><answer>4</answer>").encode()
+    table = [bytes([byte]) for byte in range(256)] + [b""]
+    found = spans.parse([*text, 256], table, eos_token_ids=(256,))
+    assert (found.answer, found.fmt) == ("4", 1.0)
+
+
+def test_modes_are_the_cue_nothing_and_its_words_shuffled():
+    assert reflection.cue_text(CUE, "cue", seed=0) == CUE
+    assert reflection.cue_text(CUE, "no_cue", seed=0) == ""
+    assert reflection.cue_text(CUE, "resample", seed=0) == ""
+    shuffled = reflection.cue_text(CUE, "shuffled", seed=0)
+    assert sorted(shuffled.split()) == sorted(CUE.split()) and shuffled.split() != CUE.split()
+    assert (
+        shuffled
+        == reflection.cue_text(CUE, "shuffled", seed=0)
+        != reflection.cue_text(CUE, "shuffled", seed=1)
+    )
+    with pytest.raises(ValueError, match=r"care\.reflect_mode 'hint' is none of cue, no_cue"):
+        reflection.cue_text(CUE, "hint", seed=0)
+
+
+def test_rows_without_context_keep_what_was_sampled():
+    tokens = np.array([[[5, 6, 7, 8, 2]], [[7, 8, 9, 2, 2]]])
+    is_valid = tokens > 2
+    is_forced = np.zeros_like(is_valid)
+    is_forced[0, 0, :2] = True
+    rollouts = Rollouts(
+        tokens=tokens,
+        is_valid=is_valid,
+        is_forced=is_forced,
+        logp=-tokens.astype(np.float32) * (is_valid & ~is_forced),
+        embedding=np.zeros((2, 1, 1), np.float32),
+        is_complete=np.ones((2, 1), bool),
+    )
+    is_answer = tokens >= 8
+    scores = Scores(
+        *(np.ones((2, 1)),) * 3,
+        is_think=is_valid & ~is_answer,
+        is_answer=is_answer,
+        num_think=jnp.ones((2, 1)),
+        num_answer=jnp.ones((2, 1)),
+        has_answer=np.ones((2, 1), bool),
+    )
+    rollouts, scores = reflection.without_context(rollouts, scores, pad_token_id=2)
+    np.testing.assert_array_equal(rollouts.tokens[:, 0], [[7, 8, 2, 2, 2], [7, 8, 9, 2, 2]])
+    np.testing.assert_array_equal(rollouts.is_valid, rollouts.tokens > 2)
+    np.testing.assert_array_equal(rollouts.logp, -rollouts.tokens * rollouts.is_valid)
+    np.testing.assert_array_equal(scores.is_answer, rollouts.tokens >= 8)
+    np.testing.assert_array_equal(scores.is_think, rollouts.tokens == 7)
+    assert not rollouts.is_forced.any()

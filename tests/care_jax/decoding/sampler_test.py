@@ -1,0 +1,240 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from packed import packed_plan
+from queued import make_answer
+
+from care_jax.decoding.queue import Request
+from care_jax.learning import logprobs
+from care_jax.packing.layout import lay_out, take_back
+from models import backbone
+
+MAX_TOKENS = 14
+
+
+@pytest.fixture(scope="module")
+def decode(policy, params, image_records):
+    """Decodes all four prompts at once; `changes` are of the backbone's config."""
+
+    compiled = {}
+
+    def decode(rng, contexts=None, num_rows=3, asked=policy, **choice):
+        contexts = [np.zeros(0, np.int32)] * 4 if contexts is None else contexts
+        key = (id(asked), num_rows, max(map(len, contexts)), *choice.items())
+        if key not in compiled:
+            sizes = dict(num_seats=4, num_rows=num_rows, num_rollouts=num_rows)
+            sizes |= dict(max_tokens=MAX_TOKENS, context_tokens=key[2])
+            compiled[key] = asked, make_answer(asked, params, **sizes, **choice)
+        requests = map(Request, range(4), image_records, contexts)
+        return compiled[key][1](list(requests), rng)
+
+    return decode
+
+
+def ending_with(policy, *ids):
+    """The policy with these ids that end a response."""
+    config = dataclasses.replace(policy.config, eos_token_ids=ids)
+    return dataclasses.replace(policy, config=config)
+
+
+@pytest.fixture(scope="module")
+def trainer_logp(policy, params, image_records):
+    """Log-probabilities of rollouts by the trainer's forward, [B, R, T]."""
+    score = jax.jit(
+        functools.partial(logprobs.score_rows, config=policy.config, dtype=jnp.float32, chunk=1000)
+    )
+
+    def trainer_logp(rollouts):
+        tokens, lengths = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid).sum(-1)
+        plan = packed_plan(image_records, lengths, row_tokens=512, row_patches=512)
+        logp, _ = score(params, lay_out(image_records, tokens, plan, policy.config))
+        return take_back(np.asarray(logp), plan, tokens.shape[-1])
+
+    return trainer_logp
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (0.0, 1.0)])
+def test_log_probabilities_are_the_trainers_own_whatever_the_sampling(
+    trainer_logp, decode, temperature, top_p
+):
+    rollouts = decode(jax.random.key(1), temperature=temperature, top_p=top_p)
+    mask = np.asarray(rollouts.is_valid)
+    assert mask.sum() > 50
+    logp = trainer_logp(rollouts)
+    np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)
+    assert np.all(np.asarray(rollouts.logp)[~mask] == 0)
+
+
+def test_greedy_rows_take_the_most_likely_token_of_the_full_forward(trainer_logp, decode):
+    rollouts = decode(jax.random.key(1), num_rows=1, temperature=0.0)
+    tokens = np.asarray(rollouts.tokens)
+    for position in range(4):
+        best = np.zeros_like(tokens[:, 0, 0])
+        highest = np.full(len(best), -np.inf)
+        for token in set(tokens[:, 0, position]) | set(range(0, 600, 37)):
+            changed = tokens.copy()
+            changed[:, 0, position] = token
+            logp = trainer_logp(rollouts.replace(tokens=changed))
+            is_better = logp[:, 0, position] > highest
+            best = np.where(is_better, token, best)
+            highest = np.where(is_better, logp[:, 0, position], highest)
+        np.testing.assert_array_equal(best, tokens[:, 0, position])
+
+
+def test_rows_end_with_their_first_eos(policy, decode):
+    (eos,) = policy.config.eos_token_ids
+    seen = 0
+    for seed in range(30):
+        rollouts = decode(jax.random.key(seed), temperature=3.0)
+        tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
+        for row, mask, is_complete in zip(
+            tokens.reshape(-1, MAX_TOKENS),
+            is_valid.reshape(-1, MAX_TOKENS),
+            np.asarray(rollouts.is_complete).ravel(),
+            strict=True,
+        ):
+            length = mask.sum()
+            assert mask[:length].all()
+            ends = np.flatnonzero(row[:length] == eos)
+            assert list(ends) == ([length - 1] if is_complete else [])
+            assert is_complete or length == MAX_TOKENS
+            assert np.all(row[length:] == policy.config.pad_token_id)
+            seen += is_complete
+    assert seen > 0
+
+
+def test_each_end_of_sequence_id_ends_a_row_and_padding_does_not(policy, decode, trainer_logp):
+    """As in the releases, rows are padded with one of the ids that end them."""
+    # Ten ids of which one is the padding: at a high temperature about a row in eight meets one.
+    ends = (*policy.config.eos_token_ids, policy.config.pad_token_id, *range(300, 308))
+    asked = ending_with(policy, *ends)
+    seen = set()
+    for seed in range(40):
+        rollouts = decode(jax.random.key(seed), temperature=3.0, asked=asked)
+        tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
+        logp = trainer_logp(rollouts)
+        np.testing.assert_allclose(np.asarray(rollouts.logp)[is_valid], logp[is_valid], atol=3e-5)
+        is_end = np.isin(tokens, ends) & is_valid
+        length = is_valid.sum(-1)
+        is_complete = np.asarray(rollouts.is_complete)
+        np.testing.assert_array_equal(is_end.sum(-1), is_complete)
+        last = np.take_along_axis(tokens, length[..., None] - 1, -1)[..., 0]
+        assert np.isin(last[is_complete], ends).all()
+        assert (length[~is_complete] == MAX_TOKENS).all()
+        assert (tokens[~is_valid] == policy.config.pad_token_id).all()
+        seen |= set(last[is_complete].tolist())
+    assert policy.config.pad_token_id in seen and len(seen) > 5
+
+
+def test_rows_go_on_past_eos_when_told_not_to_stop(decode):
+    assert np.asarray(decode(jax.random.key(0), temperature=3.0, stops=False).is_valid).all()
+
+
+def test_each_token_of_each_row_is_drawn_anew(decode):
+    """At a high temperature all ids are about as likely, so equal draws would give like ids."""
+    tokens = np.asarray(decode(jax.random.key(0), temperature=3.0, stops=False).tokens)
+    for one, other in (
+        (tokens[:, :, :-1], tokens[:, :, 1:]),
+        (tokens[:, :-1], tokens[:, 1:]),
+        (tokens[:-1], tokens[1:]),
+    ):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.35
+
+
+CONTEXTS = [np.arange(300, 300 + n, dtype=np.int32) for n in (6, 1, 3, 0)]
+
+
+def test_reflected_rows_hold_their_context_then_what_was_sampled_from_it(
+    policy, trainer_logp, decode
+):
+    rollouts = decode(jax.random.key(2), CONTEXTS, num_rows=1)
+    is_forced, is_valid = rollouts.is_forced[:, 0], rollouts.is_valid[:, 0]
+    tokens = rollouts.tokens[:, 0]
+    for row, context in enumerate(CONTEXTS):
+        np.testing.assert_array_equal(tokens[row, : len(context)], context)
+        assert is_forced[row].sum() == len(context)
+        length = is_valid[row].sum()
+        assert is_valid[row, :length].all()
+        assert len(context) < length <= MAX_TOKENS
+    np.testing.assert_array_equal(
+        rollouts.is_complete[:, 0], (tokens == policy.config.eos_token_ids[0]).any(1)
+    )
+
+    mask = is_valid & ~is_forced
+    logp = trainer_logp(rollouts)[:, 0]
+    np.testing.assert_allclose(rollouts.logp[:, 0][mask], logp[mask], atol=3e-5)
+    assert np.all(rollouts.logp[:, 0][~mask] == 0)
+
+
+def test_reflected_rows_are_charged_their_real_context(decode):
+    """Padding in front of a short context takes none of the row's budget of tokens."""
+    rollouts = decode(jax.random.key(2), CONTEXTS, num_rows=1, stops=False)
+    assert rollouts.is_forced[:, 0].sum(1).tolist() == [6, 1, 3, 0]
+    assert rollouts.is_valid[:, 0].sum(1).tolist() == [MAX_TOKENS] * 4
+
+
+def test_without_a_context_the_reflected_row_is_a_fresh_rollout(decode):
+    """From the same keys it is the first row that a plain decode gives."""
+    fresh = decode(jax.random.key(5), CONTEXTS, num_rows=1)
+    plain = decode(jax.random.key(5), num_rows=3)
+    np.testing.assert_array_equal(fresh.tokens[3, 0], plain.tokens[3, 0])
+    np.testing.assert_allclose(fresh.logp[3, 0], plain.logp[3, 0], atol=1e-6)
+    assert not fresh.is_forced[3].any()
+
+
+def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
+    policy, params, image_records, decode
+):
+    """The token at index 5 closes the span, whatever it is; one row ends with EOS before it.
+
+    EOS is what that row takes at index 3, so a first decode must tell.
+    """
+    closing, rng = 5, jax.random.key(3)
+    eos = int(decode(rng).tokens[1, 2, 3])
+    asked = dataclasses.replace(
+        ending_with(policy, eos), closing_tag=_closing_at_token(policy, closing)
+    )
+    rollouts = decode(rng, asked=asked)
+    tokens = np.asarray(rollouts.tokens)
+    is_eos = tokens == eos
+    end = np.where(is_eos.any(-1), is_eos.argmax(-1), MAX_TOKENS)
+    assert end[1, 2] <= 3 and (end > closing).sum() > 6
+    in_mean = np.arange(MAX_TOKENS) < np.minimum(end, closing + 1)[..., None]
+    # All of the rows, also what stands behind their end.
+    plan = packed_plan(image_records, np.full(tokens.shape[:2], MAX_TOKENS), row_patches=512)
+    rows = jax.tree.map(jnp.asarray, lay_out(image_records, tokens, plan, policy.config))
+    settings = {"dtype": jnp.float32}
+    features = backbone.encode_images(params, rows.images, policy.config, **settings)
+    hidden = backbone.forward(
+        params,
+        backbone.embed(params, rows.tokens, features=features, slots=rows.slots, **settings),
+        rows.positions,
+        backbone.text_mask(rows.reach, policy.config),
+        policy.config,
+        features=features,
+        slots=rows.slots,
+    )
+    hidden = np.stack(
+        [take_back(x, plan, MAX_TOKENS) for x in np.moveaxis(np.asarray(hidden), -1, 0)], -1
+    )
+    mean = (hidden * in_mean[..., None]).sum(2)
+    expected = mean / np.linalg.norm(mean, axis=-1, keepdims=True)
+    np.testing.assert_allclose(rollouts.embedding, expected, atol=1e-5)
+
+
+def _closing_at_token(policy, count: int) -> np.ndarray:
+    """An automaton that closes with the token at index `count`, whatever it is."""
+    states = np.minimum(np.arange(count + 2) + 1, count + 1)
+    return np.repeat(states[:, None], policy.config.text.vocab_size, 1).astype(np.uint8)
+
+
+@pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
+def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, trainer_logp, decode):
+    rollouts = decode(jax.random.key(0))
+    mask = np.asarray(rollouts.is_valid)
+    logp = trainer_logp(rollouts)
+    np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)

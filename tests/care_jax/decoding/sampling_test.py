@@ -1,0 +1,112 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from care_jax.decoding import sampling
+from care_jax.devices.sharding import make_mesh
+
+
+def drawn(logits, seed, **choice):
+    """A token for each row of logits."""
+    u = jax.random.uniform(jax.random.key(seed), logits.shape[:-1])
+    return np.asarray(sampling.sample_token(jnp.asarray(logits), u, **choice))
+
+
+def test_nucleus_is_the_least_set_that_reaches_top_p():
+    logits = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01]]))
+    for top_p, expected in (
+        (0.5, [[0, 1, 0, 0], [1, 0, 0, 0]]),
+        (0.51, [[0, 1, 0, 1], [1, 0, 0, 0]]),
+        (0.9, [[0, 1, 1, 1], [1, 0, 0, 0]]),
+        (0.95, [[1, 1, 1, 1], [1, 0, 0, 0]]),
+    ):
+        np.testing.assert_array_equal(sampling.is_nucleus(logits, top_p=top_p), expected)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+def test_nucleus_is_the_head_of_the_sorted_probabilities(top_p):
+    logits = np.random.default_rng(0).normal(0, 3, (50, 700)).astype(np.float32)
+    logits[:, 5] = -np.inf
+    logits[0] = 1.0  # as likely as each other: all of them belong
+    found = np.asarray(sampling.is_nucleus(jnp.asarray(logits), top_p=top_p))
+    assert found[0].all()
+    for row, kept in zip(logits[1:].astype(np.float64), found[1:], strict=True):
+        probabilities = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        order = np.argsort(-probabilities)
+        upto = np.cumsum(probabilities[order])
+        expected = np.zeros(700, bool)
+        expected[order[: np.searchsorted(upto, top_p) + 1]] = True
+        np.testing.assert_array_equal(kept, expected)
+
+
+def test_tokens_are_sampled_in_proportion_within_the_nucleus():
+    logits = np.tile(np.log([0.1, 0.5, 0.15, 0.25]), (20000, 1)).astype(np.float32)
+    shares = np.bincount(drawn(logits, 0, temperature=1.0, top_p=0.9), minlength=4) / len(logits)
+    np.testing.assert_allclose(shares, np.array([0, 0.5, 0.15, 0.25]) / 0.9, atol=0.015)
+    hot = drawn(logits, 0, temperature=2.0, top_p=1.0)
+    root = np.sqrt([0.1, 0.5, 0.15, 0.25])
+    np.testing.assert_allclose(np.bincount(hot) / len(hot), root / root.sum(), atol=0.015)
+
+
+def test_nucleus_is_that_of_the_distribution_at_the_temperature():
+    """At temperature 1/2 the odds 10:50:15:25 are 4:100:9:25, and 0.9 of it is the two largest."""
+    logits = np.tile(np.log([0.1, 0.5, 0.15, 0.25]), (4000, 1)).astype(np.float32)
+    shares = np.bincount(drawn(logits, 0, temperature=0.5, top_p=0.9), minlength=4) / len(logits)
+    np.testing.assert_allclose(shares, [0, 0.8, 0, 0.2], atol=0.03)
+
+
+@pytest.mark.parametrize("vocab_size", [1031, 1280])
+def test_sampling_never_takes_what_has_no_probability(vocab_size):
+    """Across blocks of ids, some of them without any weight, and at the vocabulary's end."""
+    allowed = np.array([3, 255, 256, 700, 1030])
+    logits = np.full((4000, vocab_size), -np.inf, np.float32)
+    logits[:, allowed] = np.log([0.3, 0.1, 0.2, 0.15, 0.25])
+    tokens = drawn(logits, 1, temperature=1.0, top_p=1.0)
+    ids, counts = np.unique(tokens, return_counts=True)
+    np.testing.assert_array_equal(ids, allowed)
+    np.testing.assert_allclose(counts / len(tokens), [0.3, 0.1, 0.2, 0.15, 0.25], atol=0.03)
+
+
+def test_the_least_and_the_largest_draw_take_a_token():
+    logits = jnp.log(jnp.array([[0.0, 0.3, 0.7, 0.0]] * 2))
+    u = jnp.array([0.0, np.nextafter(np.float32(1), np.float32(0))])
+    tokens = sampling.sample_token(logits, u, temperature=1.0, top_p=1.0)
+    np.testing.assert_array_equal(tokens, [1, 2])
+
+
+def test_log_probability_is_that_of_the_softmax():
+    logits = np.random.default_rng(0).normal(0, 3, (9, 300)).astype(np.float32)
+    tokens = np.arange(0, 270, 30)
+    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(9), tokens]
+    found = sampling.log_probability(jnp.asarray(logits), jnp.asarray(tokens))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("vocab_size", [4 * 128 * 9, 4 * 32 * 37])
+def test_a_sharded_vocabulary_is_sampled_without_gathering_it(vocab_size, top_p):
+    """Sizes divide as those of the two families: by 4 x 128, and by 4 x 32 alone."""
+    mesh = make_mesh(2, 1, 4)
+    place = NamedSharding(mesh, PartitionSpec("data", "tensor"))
+    logits = np.random.default_rng(0).normal(0, 3, (8, vocab_size)).astype(np.float32)
+    u = jax.random.uniform(jax.random.key(0), (8,))
+
+    def choose(logits, u):
+        token = sampling.sample_token(logits, u, temperature=0.7, top_p=top_p)
+        return token, sampling.log_probability(logits, token)
+
+    sharded = jax.jit(choose, in_shardings=(place, NamedSharding(mesh, PartitionSpec("data"))))
+    whole = jax.jit(choose)(logits, u)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5), sharded(logits, u), whole
+    )
+    text = sharded.lower(logits, u).compile().as_text()
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", text)
+    sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in gathered]
+    # 4 rows of a device: what is gathered, if anything, is a number per block.
+    assert max(sizes, default=0) <= 4 * (vocab_size // 32), gathered

@@ -1,0 +1,177 @@
+import asyncio
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.path import atomicity
+
+from care_jax.devices import sharding
+from care_jax.devices.checkpoint import Checkpoints
+from care_jax.devices.sharding import abstract
+from care_jax.learning.optimizer import make_optimizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FINGERPRINT = {"family": "qwen2_5_vl", "text": {"hidden_size": 64, "mrope_section": (2, 3, 3)}}
+
+
+def checkpoints(folder, keep=2, fingerprint=FINGERPRINT):
+    return Checkpoints(folder, keep=keep, fingerprint=fingerprint)
+
+
+def make_state(value=0.0, mesh=None):
+    """Parameters and the state of an optimizer that trains half of them."""
+    params = {"frozen": jnp.full((4,), value), "w": jnp.full((8, 4), value) + jnp.arange(4)}
+    optimizer = make_optimizer(lambda step: 1e-3, weight_decay=0.0, max_grad_norm=1.0)
+    state = {"params": params, "opt_state": optimizer.init({"w": params["w"]})}
+    if mesh is None:
+        return state
+    own = {"frozen": NamedSharding(mesh, P()), "w": NamedSharding(mesh, P("fsdp", "tensor"))}
+    return jax.device_put(state, sharding.shardings_like(state, own, mesh))
+
+
+def assert_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_everything_saved_comes_back(tmp_path):
+    state = make_state(3.0)
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest_step is None
+        saved.save(7, state, 448, 11, {"stage": "rl", "tokens": 10**12})
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest_step == 7
+        got, step, data_position, rng, metadata = saved.restore(abstract(make_state()))
+    assert_equal(got, state)
+    assert (step, data_position, rng) == (7, 448, 11)
+    assert metadata == {"stage": "rl", "tokens": 10**12}
+
+
+def test_a_checkpoint_restores_onto_another_mesh(tmp_path):
+    state = make_state(2.0, sharding.make_mesh(1, 8, 1))
+    target = abstract(make_state(0.0, sharding.make_mesh(2, 2, 2)))
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, state, 0, 0, {})
+        got = saved.restore(target).state
+    assert_equal(got, state)
+    assert got["params"]["w"].sharding.spec == P("fsdp", "tensor")
+    assert {each.data.shape for each in got["params"]["w"].addressable_shards} == {(4, 2)}
+
+
+def test_latest_steps_are_kept_and_any_of_them_restores(tmp_path):
+    with checkpoints(tmp_path, keep=2) as saved:
+        for step in (1, 2, 3):
+            saved.save(step, make_state(step), step, 0, {})
+        assert saved.restore(abstract(make_state())).step == 3
+        assert saved.restore(abstract(make_state()), step=2).data_position == 2
+        with pytest.raises(ValueError, match=r"expected checkpoint 1 in .*, found steps \[2, 3\]"):
+            saved.restore(abstract(make_state()), step=1)
+
+
+def test_restoring_at_once_waits_for_the_files(tmp_path, monkeypatch):
+    original = atomicity.AtomicRenameTemporaryPath.finalize
+
+    async def slow(self):
+        await asyncio.sleep(0.3)
+        await original(self)
+
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", slow)
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(4.0), 0, 0, {})
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(4.0))
+
+
+def test_saving_leaves_the_sync_points_of_preemption_to_the_run(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "jax.experimental.multihost_utils.reached_preemption_sync_point", seen.append
+    )
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(), 1, 0, {})
+    assert not seen
+
+
+def test_an_empty_folder_says_so(tmp_path):
+    with checkpoints(tmp_path) as saved, pytest.raises(ValueError, match=r"found steps \[\]"):
+        saved.restore(abstract(make_state()))
+
+
+def test_a_step_is_not_saved_behind_a_later_one(tmp_path):
+    with checkpoints(tmp_path) as saved:
+        saved.save(5, make_state(), 0, 0, {})
+        with pytest.raises(ValueError, match="step 5 is not after step 5"):
+            saved.save(5, make_state(), 0, 0, {})
+
+
+def test_another_model_is_refused_by_its_differing_keys(tmp_path):
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(), 0, 0, {})
+    other = {"family": "qwen2_5_vl", "text": {"hidden_size": 128, "num_layers": 2}, "z": 0}
+    with checkpoints(tmp_path, fingerprint=other) as saved, pytest.raises(ValueError) as error:
+        saved.restore(abstract(make_state()))
+    assert str(error.value) == (
+        f"the checkpoint in {tmp_path} is of another model: "
+        "text.hidden_size (checkpoint 64, config 128), "
+        "text.mrope_section (checkpoint [2, 3, 3], config unset), "
+        "text.num_layers (checkpoint unset, config 2) "
+        "and 1 more; use the config it was saved with or another --workdir"
+    )
+
+
+def test_saving_is_not_disturbed_by_donating_the_state_at_once(tmp_path):
+    step_fn = jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = {"w": jnp.zeros((512, 1024))}
+    with checkpoints(tmp_path, keep=3) as saved:
+        for step in (1, 2, 3):
+            state = jax.tree.map(step_fn, state)
+            saved.save(step, state, 0, 0, {})
+            for _ in range(3):
+                state = jax.tree.map(step_fn, state)
+        target = abstract(state)
+        got = [float(saved.restore(target, step=s).state["w"].max()) for s in (1, 2, 3)]
+    assert got == [1.0, 5.0, 9.0]
+
+
+def save_and_die(folder: str, moment: str) -> None:
+    """Runs in a process of its own: saves step 1, then is killed while saving step 2."""
+    with checkpoints(folder) as saved:
+        saved.save(1, make_state(1.0), 64, 5, {})
+        saved.wait()
+        original = getattr(atomicity.AtomicRenameTemporaryPath, moment)
+
+        async def kill(self, *args, **kwargs):
+            if moment == "create":  # the folder is there, no file is
+                await original(self, *args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(atomicity.AtomicRenameTemporaryPath, moment, kill)
+        saved.save(2, make_state(2.0), 128, 5, {})
+
+
+@pytest.mark.parametrize("moment", ["create", "finalize"])
+def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, moment):
+    code = f"import checkpoint_test as t; t.save_and_die({str(tmp_path)!r}, {moment!r})"
+    path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert any(left.name.startswith("2.") for left in tmp_path.iterdir())
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest_step == 1
+        got = saved.restore(abstract(make_state()))
+        assert_equal(got.state, make_state(1.0))
+        assert got.data_position == 64
+        saved.save(3, make_state(3.0), 192, 5, {})
+    assert sorted(left.name for left in tmp_path.iterdir()) == ["1", "3"]

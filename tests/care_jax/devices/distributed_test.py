@@ -1,0 +1,150 @@
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax.devices import distributed, sharding
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+# One of two processes of four devices each: rows go to the devices and come back.
+PROCESS = """
+import sys
+import jax
+import numpy as np
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+from care_jax import distributed, sharding
+
+RULES = (("batch", ("data", "fsdp")),)
+index = int(sys.argv[2])
+distributed.start(sys.argv[1], 2, index)
+assert jax.process_count() == 2 and len(jax.devices()) == 8
+
+for shape in ((1, 8, 1), (2, 2, 2), (2, 1, 4), (1, 2, 2, 2)):
+    mesh = sharding.make_mesh(*shape)
+    distributed.check_mesh(mesh, RULES)
+    place = sharding.batch_sharding(mesh, RULES)
+    rows = sharding.local_rows(16, place)
+    np.testing.assert_array_equal(rows, np.arange(8) + 8 * index)
+    batch = {"x": np.arange(16 * 3).reshape(16, 3)[rows], "none": None}
+    placed = sharding.put_batch(batch, place)
+    assert placed["x"].shape == (16, 3) and int(placed["x"].sum()) == sum(range(16 * 3))
+    np.testing.assert_array_equal(distributed.fetch(placed)["x"], batch["x"])
+    assert distributed.fetch(placed)["none"] is None
+
+# Rows of a process need not be neighbours: on TPU slices the order of devices follows the wires.
+devices = np.array(jax.devices())[[0, 4, 5, 1, 6, 2, 3, 7]]
+mesh = jax.sharding.Mesh(devices.reshape(1, 8, 1, 1), sharding.MESH_AXES)
+place = sharding.batch_sharding(mesh, RULES)
+rows = sharding.local_rows(16, place)
+np.testing.assert_array_equal(np.flatnonzero(sharding.owners(16, place) == index), rows)
+assert rows.tolist() == [[0, 1, 6, 7, 10, 11, 12, 13], [2, 3, 4, 5, 8, 9, 14, 15]][index]
+placed = sharding.put_batch(rows * 10, place)
+np.testing.assert_array_equal(distributed.fetch(placed), rows * 10)
+whole = jax.jit(lambda x: x, out_shardings=sharding.replicated(mesh))(placed)
+np.testing.assert_array_equal(np.asarray(whole), np.arange(16) * 10)
+
+odd = np.arange(index, 6, 2)
+whole = distributed.gather_rows({"x": odd[:, None] * 10, "is": odd > 2, "none": None}, odd)
+np.testing.assert_array_equal(whole["x"][:, 0], np.arange(6) * 10)
+np.testing.assert_array_equal(whole["is"], np.arange(6) > 2)
+assert distributed.gather_json(["é" * 3 * index]) == [[""], ["ééé"]]
+assert not distributed.is_preempted()
+try:
+    distributed.check_mesh(sharding.make_mesh(1, 1, 4, 2), RULES)
+except ValueError as error:
+    distributed.leave(f"refused: {error}")
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_rows_of_two_processes_go_to_the_devices_and_come_together():
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(index)],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    message = (
+        "refused: mesh.tensor=4 x mesh.sequence=2 must divide the 4 devices of each of 2 "
+        "processes, so that a row of a batch belongs to one"
+    )
+    assert all(message in error for error in errors), "\n".join(errors)
+
+
+def test_one_process_holds_every_row_and_gathers_nothing():
+    mesh = sharding.make_mesh(2, 2, 2)
+    rules = (("batch", ("data", "fsdp")),)
+    distributed.check_mesh(mesh, rules)
+    place = sharding.batch_sharding(mesh, rules)
+    np.testing.assert_array_equal(sharding.local_rows(8, place), range(8))
+    tree = {"x": np.arange(3)}
+    assert distributed.gather_rows(tree, np.arange(3)) is tree
+    assert distributed.gather_json(tree) == [tree]
+    assert distributed.fetch(jax.device_put(tree))["x"].tolist() == [0, 1, 2]
+    assert not distributed.is_preempted()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("here", 2, 1), "coordinator address 'here' must be host:port"),
+        (("10.0.0.1:8476", 2, 2), "process id 2 must lie in 0..1 of 2 processes"),
+        (("10.0.0.1:8476", 2, -1), "process id -1 must lie in 0..1"),
+    ],
+)
+def test_wrong_places_in_a_run_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        distributed.start(*arguments)
+
+
+def test_the_environment_says_who_is_who_where_the_arguments_do_not(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:8476")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+    monkeypatch.setenv("JAX_PROCESS_ID", "5")
+    with pytest.raises(ValueError, match=r"process id 5 must lie in 0\.\.3"):
+        distributed.start()
+    with pytest.raises(ValueError, match=r"process id 5 must lie in 0\.\.1"):
+        distributed.start(num_processes=2)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "four")
+    with pytest.raises(ValueError, match="JAX_NUM_PROCESSES must be a whole number, got 'four'"):
+        distributed.start()
+
+
+def test_a_coordinator_that_does_not_answer_is_named():
+    port = free_port()
+    with pytest.raises(
+        ValueError, match=f"process 0 does not answer at 127.0.0.1:{port} after 0 s"
+    ):
+        distributed.start(f"127.0.0.1:{port}", 2, 1, timeout=0)
+
+
+def test_a_proxy_does_not_stand_between_the_processes(monkeypatch):
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    program = (
+        "from care_jax import distributed; distributed.start(); import jax;"
+        "assert jax.process_count() == 1"
+    )
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stderr) == (0, "")

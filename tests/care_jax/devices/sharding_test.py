@@ -1,0 +1,195 @@
+import logging
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from care_jax.devices import sharding
+from models import layers
+
+RULES = (("embed", "fsdp"), ("vocab", "tensor"), ("mlp", "tensor"), ("kv_heads", "tensor"))
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, -1, 1), (1, 8, 1, 1)),
+        ((2, 2, -1), (2, 2, 2, 1)),
+        ((1, 2, 1, -1), (1, 2, 1, 4)),
+        ((8, 1, 1, 1),) * 2,
+    ],
+)
+def test_one_free_size_takes_what_the_others_leave(sizes, expected):
+    mesh = sharding.make_mesh(*sizes)
+    assert tuple(mesh.shape.values()) == expected
+    assert mesh.axis_names == ("data", "fsdp", "tensor", "sequence")
+    assert mesh.axis_types == (AxisType.Auto,) * 4
+
+
+def test_a_mesh_may_take_some_of_the_devices():
+    assert sharding.make_mesh(1, -1, 2, devices=jax.devices()[:4]).shape["fsdp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 3, 1), r"mesh.fsdp=3 .* needs 3 devices, there are 8; set one size to -1"),
+        ((3, -1, 1), r"mesh.data=3 .* product 3 divides 8"),
+        ((-1, -1, 1), r"one of them may be -1, not mesh.data=-1 x mesh.fsdp=-1"),
+        ((1, 0, 8), r"mesh sizes must be positive.* mesh.fsdp=0"),
+        ((1, -2, 8), r"mesh sizes must be positive"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_the_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        sharding.make_mesh(*sizes)
+
+
+def test_first_rule_decides_and_axes_without_rule_are_replicated():
+    mesh = sharding.make_mesh(2, 2, 2)
+    axes = {"a": ("layers", "embed", "mlp"), "b": (None, "vocab"), "c": ()}
+    shapes = {"a": shape(3, 4, 6), "b": shape(5, 2), "c": shape()}
+    got = sharding.param_shardings(axes, shapes, (*RULES, ("embed", "tensor")), mesh)
+    specs = jax.tree.map(lambda each: each.spec, got)
+    assert specs == {"a": P(None, "fsdp", "tensor"), "b": P(None, "tensor"), "c": P()}
+
+
+def test_a_mesh_axis_used_twice_names_parameter_and_axes():
+    mesh = sharding.make_mesh(1, 4, 2)
+    with pytest.raises(ValueError, match=r"text/odd: axes 'vocab' and 'mlp' .* 'tensor'"):
+        sharding.param_shardings(
+            {"text": {"odd": ("vocab", "mlp")}}, {"text": {"odd": shape(2, 2)}}, RULES, mesh
+        )
+
+
+def test_an_axis_that_does_not_divide_is_replicated_and_logged_once(caplog):
+    mesh = sharding.make_mesh(1, 2, 4)
+    axes = {"k": ("embed", "kv_heads"), "v": ("embed", "kv_heads")}
+    with caplog.at_level(logging.WARNING):
+        got = sharding.param_shardings(axes, dict.fromkeys("kv", shape(8, 2)), RULES, mesh)
+    assert got["k"].spec == got["v"].spec == P("fsdp", None)
+    assert [r.getMessage() for r in caplog.records if "'kv_heads' of size 2" in r.getMessage()] == [
+        "axis 'kv_heads' of size 2 does not divide by mesh.tensor=4 and is replicated"
+    ]
+
+
+def test_an_axis_is_cut_over_as_many_mesh_axes_as_it_divides_by(caplog):
+    mesh = sharding.make_mesh(1, 1, 2, 4)
+    rules = (("heads", ("tensor", "sequence")),)
+    axes = {"all": ("heads", None), "some": ("heads", None)}
+    with caplog.at_level(logging.WARNING):
+        shapes = {"all": shape(16, 3), "some": shape(6, 3)}
+        got = sharding.param_shardings(axes, shapes, rules, mesh)
+    assert got["all"].spec == P(("tensor", "sequence"), None)
+    assert got["some"].spec == P("tensor", None)
+    assert "axis 'heads' of size 6 does not divide by mesh.sequence=4" in caplog.text
+
+
+def test_activations_are_laid_out_only_inside_a_placed_function():
+    mesh = sharding.make_mesh(2, 2, 1, 2)
+
+    def double(x):
+        return layers.constrain(2 * x, "batch", "tokens", None)
+
+    x = np.ones((4, 6, 3))
+    rules = (("batch", ("data", "fsdp")), ("tokens", "sequence"))
+    placed = jax.jit(sharding.placed(double, rules, mesh))(x)
+    assert placed.sharding.is_equivalent_to(
+        NamedSharding(mesh, P(("data", "fsdp"), "sequence", None)), 3
+    )
+    assert jax.jit(double)(x).sharding.is_fully_replicated
+
+
+def test_wrong_rules_and_ranks_are_refused():
+    mesh = sharding.make_mesh(1, 8, 1)
+    message = "sharding_rules maps 'mlp' to 'model', which is no mesh axis; choose among data"
+    with pytest.raises(ValueError, match=message):
+        sharding.check_rules("sharding_rules", (("embed", None), ("mlp", ("tensor", "model"))))
+    with pytest.raises(ValueError, match=r"w has axes \('mlp',\) but shape \(2, 2\)"):
+        sharding.param_shardings({"w": ("mlp",)}, {"w": shape(2, 2)}, RULES, mesh)
+
+
+def test_optimizer_state_lies_as_its_parameters():
+    mesh = sharding.make_mesh(1, 4, 2)
+    axes = {"text": {"up": ("embed", "mlp")}, "scale": ("embed",)}
+    shapes = {"text": {"up": shape(8, 2)}, "scale": shape(8)}
+    own = sharding.param_shardings(axes, shapes, RULES, mesh)
+    state = jax.eval_shape(optax.adam(1e-3).init, shapes)
+    moments = sharding.shardings_like(state, own, mesh)[0]
+    assert moments.mu == moments.nu == own
+    assert moments.count.spec == P()
+
+
+def place_of(mesh, *axes):
+    return sharding.batch_sharding(mesh, (("batch", axes),))
+
+
+def test_batch_is_sharded_by_rows_as_its_rule_says():
+    mesh = sharding.make_mesh(2, 2, 2)
+    rows = np.arange(24, dtype=np.float32).reshape(8, 3)
+    for axes, num_rows in ((("data", "fsdp"), 2), (("data", "fsdp", "tensor"), 1)):
+        place = place_of(mesh, *axes)
+        batch = sharding.put_batch({"rows": rows, "images": None, "mask": rows[:, 0] > 3}, place)
+        assert batch["images"] is None
+        np.testing.assert_array_equal(batch["rows"], rows)
+        assert batch["rows"].sharding == place and sharding.num_shards(place) == 8 // num_rows
+        assert {each.data.shape for each in batch["rows"].addressable_shards} == {(num_rows, 3)}
+        assert {each.data.shape for each in batch["mask"].addressable_shards} == {(num_rows,)}
+
+
+def test_batches_are_put_one_ahead_of_the_one_worked_on(monkeypatch):
+    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
+    put, put_batch = [], sharding.put_batch
+    monkeypatch.setattr(
+        sharding, "put_batch", lambda batch, place: put.append(batch[0]) or put_batch(batch, place)
+    )
+    for number, batch in enumerate(sharding.put_ahead([np.full(4, n) for n in range(4)], place)):
+        assert put == list(range(min(number + 2, 4)))
+        np.testing.assert_array_equal(batch, np.full(4, number))
+    assert number == 3 and not list(sharding.put_ahead([], place))
+
+
+def test_a_batch_that_does_not_divide_names_the_array():
+    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
+    with pytest.raises(ValueError, match=r"batch\['rows'\] of shape \(6, 3\) .* by 4 shards"):
+        sharding.put_batch({"rows": np.zeros((6, 3))}, place)
+
+
+def test_sizes_that_divide_pass_and_others_are_told_what_to_set():
+    place = place_of(sharding.make_mesh(2, 4, 1), "data", "fsdp")
+    sharding.check_divides("rl.microbatch_size", 16, place)
+    for size, choices in ((12, "8 or 16"), (3, "8"), (0, "8")):
+        with pytest.raises(ValueError) as error:
+            sharding.check_divides("rl.microbatch_size", size, place)
+        assert str(error.value) == (
+            f"rl.microbatch_size {size} must be divisible by 8 devices (data x fsdp); "
+            f"set it to {choices}"
+        )
+
+
+def test_only_the_mesh_axes_of_its_rule_count_for_a_batch():
+    mesh = sharding.make_mesh(2, 2, 2)
+    sharding.check_divides("sft.microbatch_size", 4, place_of(mesh, "data", "fsdp"))
+    with pytest.raises(ValueError, match=r"by 8 devices \(data x fsdp x tensor\)"):
+        sharding.check_divides("sft.microbatch_size", 4, place_of(mesh, *mesh.axis_names[:3]))
+
+
+def test_every_row_of_a_batch_has_one_owner():
+    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
+    np.testing.assert_array_equal(sharding.owners(8, place), np.zeros(8))
+    np.testing.assert_array_equal(sharding.local_rows(8, place), np.arange(8))
+
+
+def test_attention_is_sharded_as_the_rules_say_and_chosen_by_the_device():
+    mesh = sharding.make_mesh(2, 2, 2)
+    rules = (("batch", "data"), ("attended_heads", "tensor"))
+    impl = sharding.attention_impl("auto", rules, mesh)
+    assert (impl.name, impl.batch_axes, impl.head_axes) == ("xla", ("data",), ("tensor",))
+    assert impl.mesh == mesh

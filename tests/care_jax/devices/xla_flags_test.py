@@ -1,0 +1,50 @@
+"""What XLA is told by default."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from care_jax.devices import xla_flags
+
+FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("", FLAG),
+        ("--xla_dump_to=/tmp/x", f"--xla_dump_to=/tmp/x {FLAG}"),
+        (f"{FLAG}dot", f"{FLAG}dot"),
+    ],
+)
+def test_a_flag_that_is_given_stays(monkeypatch, given, wanted):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    xla_flags.set_defaults()
+    xla_flags.set_defaults()
+    assert os.environ["XLA_FLAGS"] == wanted
+
+
+def test_xla_knows_the_flags_and_no_longer_calls_the_library():
+    program = """
+import sys
+from care_jax import xla_flags
+if sys.argv[1] == "defaults":
+    xla_flags.set_defaults()
+import jax, jax.numpy as jnp
+x = jnp.ones((512, 512))
+print("ynn" in jax.jit(lambda x: (x @ x).sum(0)).lower(x).compile().as_text())
+"""
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", program, case],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for case in ("none", "defaults")
+    ]
+    assert found == ["True", "False"]

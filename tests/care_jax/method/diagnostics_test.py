@@ -1,0 +1,156 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax.batch import Rollouts, Scores
+from care_jax.method import credit, diagnostics
+
+
+def scores_of(acc, fmt):
+    acc, fmt = np.array(acc, np.float32), np.array(fmt, np.float32)
+    shape = (*acc.shape, 3)
+    return Scores(
+        acc=acc,
+        fmt=fmt,
+        reward=0.9 * acc + 0.1 * fmt,
+        is_think=np.ones(shape, bool),
+        is_answer=np.zeros(shape, bool),
+        num_think=np.full(acc.shape, 2),
+        num_answer=np.full(acc.shape, 1),
+        has_answer=np.ones(acc.shape, bool),
+    )
+
+
+def rollouts_of(shape):
+    return Rollouts(
+        tokens=np.ones((*shape, 3), np.int32),
+        is_valid=np.ones((*shape, 3), bool),
+        is_forced=np.zeros((*shape, 3), bool),
+        logp=-np.ones((*shape, 3), np.float32),
+        embedding=np.ones((*shape, 2), np.float32),
+        is_complete=np.ones(shape, bool),
+    )
+
+
+select = jax.jit(
+    functools.partial(
+        credit.select_subgroups,
+        num_negatives=4,
+        num_candidates=6,
+        rule="nearest",
+        anchor_rule="shortest",
+    )
+)
+raw_advantages = jax.jit(
+    functools.partial(credit.care_raw_advantages, delta=0.1, eps=1e-6, robust=False)
+)
+
+
+def care_metrics(acc, fmt, has_reflection, advantage=None):
+    """Of a batch whose advantages are the raw ones, or those given."""
+    scores = scores_of(acc, fmt)
+    group = jax.tree.map(lambda x: x[:, :4], scores)
+    subgroup = select(
+        rollouts_of((len(acc), 4)), group, jax.random.split(jax.random.key(0), len(acc))
+    )
+    raw = raw_advantages(scores, subgroup, np.array(has_reflection))
+    subgroup, raw = jax.device_get((subgroup, raw))
+    advantage = raw.value if advantage is None else np.array(advantage)
+    return diagnostics.subgroup_metrics(scores, subgroup, raw, advantage, np.array(has_reflection))
+
+
+def test_rates_count_anchors_rescues_reflections_and_skips():
+    acc = [[1, 0, 0, 0, 1], [1, 0, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
+    metrics = care_metrics(acc, np.ones((4, 5)), [True, True, False, False])
+    assert metrics["anchor_rate"] == 0.5
+    assert metrics["rescue_rate"] == metrics["skip_rate"] == 0.25
+    assert metrics["reflect_rate"] == metrics["reflect_success"] == 0.5
+    assert (metrics["negatives/2"], metrics["negatives/3"]) == (0.5, 0.25)
+    # Of the two groups that were reflected: 1 and 3 of 4.
+    assert metrics["reflect_first_try"] == 0.5
+
+
+@pytest.mark.parametrize("reflected_slot", [[0], []])
+def test_signature_is_the_root_of_the_number_of_negatives(reflected_slot):
+    """Binary rewards: √3 at the anchor of three negatives, -1/√3 at each of them, α̂ = 1.
+
+    Where nothing is ever reflected there is no slot for it.
+    """
+    acc = [[1, 0, 0, 0, *reflected_slot]]
+    metrics = care_metrics(acc, np.ones((1, len(acc[0]))), [False])
+    assert metrics["signature/anchor_3"] == pytest.approx(3**0.5, rel=1e-4)
+    assert metrics["signature/negative_3"] == pytest.approx(-(3**-0.5), rel=1e-4)
+    assert metrics["signature/alpha"] == pytest.approx(1)
+
+
+def test_alpha_predicts_the_ratio_where_negatives_differ_in_format():
+    metrics = care_metrics([[1, 0, 0, 0, 0]], [[1, 1, 0, 0, 0]], [False])
+    assert metrics["signature/alpha"] < 0.999
+    assert metrics["signature/ratio"] == pytest.approx(metrics["signature/alpha"], rel=1e-4)
+
+
+def test_signature_leaves_out_reflected_and_rescued_groups():
+    reflected = care_metrics([[1, 0, 0, 0, 0]], np.ones((1, 5)), [True])
+    rescued = care_metrics([[0, 0, 0, 0, 0]], [[1, 0, 0, 0, 0]], [False])
+    assert reflected["reflect_rate"] == rescued["rescue_rate"] == 1
+    assert not any(name.startswith("signature") for name in {**reflected, **rescued})
+
+
+def test_groups_whose_advantages_are_zero_are_skipped_and_count_nowhere_else():
+    acc = [[1, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
+    advantage = np.array([[3, -1, -1, -1, 0]] + [[0] * 5] * 3)
+    metrics = care_metrics(acc, np.ones((4, 5)), [False] * 4, advantage)
+    assert (metrics["skip_rate"], metrics["rescue_rate"]) == (0.75, 0)
+    assert metrics["negatives/3"] == 0.25
+
+
+def test_variance_ratio_is_that_of_negative_to_positive_advantages():
+    """Of -1, -4 and 2, 3: (9/4) / (1/4)."""
+    advantage = [[2, -1, -4, 0, 3]]
+    metrics = care_metrics([[1, 0, 0, 0, 1]], np.ones((1, 5)), [True], advantage)
+    assert metrics["variance_ratio"] == pytest.approx(9)
+
+
+def test_undefined_metrics_are_left_out():
+    metrics = care_metrics([[1, 1, 1, 1, 0]], np.ones((1, 5)), [False])
+    assert metrics["skip_rate"] == 1
+    assert not any(
+        name.startswith(("signature", "negatives", "reflect_success")) for name in metrics
+    )
+
+
+def test_means_leave_the_reflected_row_out_and_split_by_source():
+    """Every number of the reflected row is one that its group has nowhere else."""
+    scores = scores_of([[1, 0, 0, 0, 1], [1, 1, 1, 1, 0]], [[1, 1, 1, 0, 1], [1, 1, 1, 1, 0]])
+    rollouts = rollouts_of((2, 5))
+    scores.num_think[:, 4], scores.num_answer[:, 4] = 30, 40
+    rollouts.is_valid[:, 4, 2], rollouts.is_complete[:, 4] = False, False
+    rollouts.is_complete[0, 0] = False
+    metrics = diagnostics.rollout_metrics(rollouts, scores, "ab", num_rollouts=4)
+    assert metrics["acc"] == pytest.approx(5 / 8)
+    assert metrics["fmt"] == pytest.approx(7 / 8)
+    assert metrics["reward"] == pytest.approx((0.9 * 5 + 0.1 * 7) / 8)
+    assert (metrics["acc/a"], metrics["acc/b"]) == (0.25, 1.0)
+    assert metrics["all_correct_rate"] == 0.5 and metrics["all_wrong_rate"] == 0
+    assert (metrics["think_tokens"], metrics["answer_tokens"]) == (2, 1)
+    assert (metrics["response_tokens"], metrics["truncated_rate"]) == (3, 1 / 8)
+
+
+def test_dapo_counts_what_was_drawn_kept_and_missing_and_what_length_cost():
+    """Five groups drawn, three of them mixed; of three places one holds none, so one is unused."""
+    drawn = scores_of([[1, 0], [1, 1], [0, 0], [0, 1], [1, 0]], np.ones((5, 2)))
+    trained = scores_of([[1, 0], [0, 0], [0, 1]], np.ones((3, 2)))
+    rollouts = rollouts_of((5, 2))
+    rollouts.is_valid[0, 0, 2] = False
+    limits = dict(max_tokens=4, cache_tokens=2)
+    metrics = diagnostics.dapo_metrics(rollouts, drawn, trained, 2, **limits)
+    assert metrics == {
+        "dynamic/tries": 2,
+        "dynamic/kept_rate": 0.6,
+        "dynamic/missing": 1,
+        "dynamic/unused": 1,
+        # Rows of three tokens lose a half, the one of two nothing.
+        "overlong_penalty": pytest.approx(-0.45),
+    }

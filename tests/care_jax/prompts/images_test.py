@@ -1,0 +1,92 @@
+"""Images: whatever a source gives is decoded upright or refused, and copies look alike."""
+
+import io
+import itertools
+import struct
+import warnings
+import zlib
+
+import pytest
+from PIL import Image
+
+from care_jax.batch import Unusable
+from care_jax.prompts.images import encoded, image_size, look, num_different_bits, open_image
+
+
+def png_header(width, height):
+    """A PNG file that says it is that large and has no pixels."""
+
+    def chunk(kind, data):
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + checksum
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+def test_paths_bytes_and_opened_images_are_the_same_picture(picture, tmp_path):
+    data = picture(1, format="PNG")
+    path = tmp_path / "a.png"
+    path.write_bytes(data)
+    opened = Image.open(path)
+    pixels = {open_image(image).tobytes() for image in (data, path, opened)}
+    assert len(pixels) == 1
+    assert {image_size(image) for image in (data, path, opened)} == {(96, 64)}
+    assert {look(image) for image in (data, path, opened)} == {look(data)}
+    assert encoded(path) == data == encoded(data)
+    assert open_image(encoded(opened)).tobytes() in pixels
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "image unreadable or truncated"),
+        (b"<svg></svg>", "image unreadable or truncated"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "image unreadable or truncated"),
+        (png_header(64, 64), "image unreadable or truncated"),
+        (png_header(30_000, 20), "image too large"),
+        (png_header(9_000, 9_000), "image too large"),
+        (png_header(60_000, 60_000), "image too large"),
+        (png_header(402, 2), "image too narrow"),
+    ],
+)
+def test_file_that_is_no_image_or_beyond_all_size_is_refused_before_decoding(data, reason):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with pytest.raises(Unusable, match=reason):
+            open_image(data)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+@pytest.mark.parametrize("at_least", [0, 1])
+def test_truncated_file_is_refused_at_every_scale(picture, format, at_least):
+    data = picture(2, size=(640, 480), format=format)
+    assert open_image(data, at_least=at_least).size[0] in (640, 80)
+    with pytest.raises(Unusable, match="unreadable or truncated"):
+        open_image(data[: len(data) // 2], at_least=at_least)
+
+
+def test_photo_is_turned_upright(picture):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    data = picture(3, format="JPEG", exif=exif)
+    assert open_image(data).size == (64, 96)
+    upright = open_image(picture(3, format="JPEG")).rotate(-90, expand=True)
+    assert open_image(data).tobytes() == upright.tobytes()
+
+
+def test_copies_of_real_figures_look_alike_and_different_ones_do_not(shared):
+    """At 20 of 144 bits: no two of 60 figures, and nine in ten of their worse copies."""
+    paths = sorted((shared / "data" / "mathvision_mini" / "images").iterdir())[::5]
+    looks = [look(path) for path in paths]
+    assert all(num_different_bits(a.hash, b.hash) > 20 for a, b in itertools.combinations(looks, 2))
+    distances = []
+    for path, own in zip(paths, looks, strict=True):
+        image = open_image(path).convert("RGB")
+        file = io.BytesIO()
+        image.resize([max(8, side * 7 // 10) for side in image.size]).save(file, "JPEG", quality=60)
+        copy = look(file.getvalue())
+        assert copy.digest != own.digest
+        distances.append(num_different_bits(copy.hash, own.hash))
+    assert sum(distance <= 20 for distance in distances) >= 0.9 * len(distances)
+    assert sorted(distances)[len(distances) // 2] <= 12

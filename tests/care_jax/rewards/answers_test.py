@@ -1,0 +1,375 @@
+"""Answer equivalence: decisions at sight, what is left to computer algebra, agreement on cases."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from care_jax.rewards import answers
+from care_jax.rewards.answers import is_equal, is_equivalent
+from care_jax.rewards.notation import choice_letter, clean, final_answer, split_list
+from care_jax.rewards.quantities import read_number, split_unit
+from care_jax.rewards.symbolic import Question, SymbolicPool
+from care_jax.rewards.verifier import extract_answer
+
+CASES = Path(__file__).parents[2].parent / "shared" / "cases" / "equivalence.jsonl"
+
+EQUAL = [
+    ("7", "7"),
+    ("\\boxed{7}", "7"),
+    ("$\\text{NET Excellent/good}$", "NET Excellent/ good"),
+    ("１２", "12"),
+    ("1,234.50", "1234.5"),
+    ("\\$10", "10"),
+    ("\\frac{6}{8}", "0.75"),
+    ("\\frac34", "3/4"),
+    ("5½", "11/2"),
+    ("5 1/2", "5.5"),
+    ("−5", "-5"),
+    ("1.2\\times 10^{3}", "1200"),
+    ("1000,99", "1000.99"),
+    ("0.333333", "1/3"),
+    ("39%", "0.39"),
+    ("39\\%", "39"),
+    ("17^{\\circ}", "17"),
+    ("17 degrees", "17°"),
+    ("10\\,\\mathrm{cm}^2", "10 cm^2"),
+    ("12 inches", "12 in"),
+    ("1.5 million", "1500000"),
+    ("x = 7", "7"),
+    ("q=7", "7"),
+    ("\\angle ABC = 50^\\circ", "50"),
+    ("AB=4, CD=5", "4, 5"),
+    ("5, 4", "4 and 5"),
+    ("(3,2)", "(p,q)=(3,2)"),
+    ("\\boxed{1} and \\boxed{2}", "1, 2"),
+    ("The answer is $7$.", "7"),
+    ("\x0crac{1}{2}", "\\frac{1}{2}"),
+    ("1,22", "1.22"),
+    ("1'000 m".replace("'", ""), "1 km"),
+    ("0.5 m", "50 cm"),
+    ("2 hours", "120 min"),
+    ("1 m^2", "10000 cm^2"),
+    ("60 mph", "60 miles per hour"),
+    ("USD 1,234", "$1,234"),
+    ("{7}", "7"),
+    ("3pi", "3\\pi"),
+    ("\\overline{AB}", "AB"),
+    ("\\varnothing", "\\emptyset"),
+]
+DIFFERENT = [
+    ("", "7"),
+    ("8", "7"),
+    ("0.333", "1/3"),
+    ("7.0000001", "7"),
+    ("0.07", "7"),
+    ("10 m", "10 cm"),
+    ("12 cm^2", "12 cm"),
+    ("(2,1)", "(1,2)"),
+    ("{1,3}", "(3,1)"),
+    ("[0,9)", "(0,9)"),
+    ("10 11", "1011"),
+    ("7, 8", "7"),
+    ("7 or 8", "7"),
+    ("\\boxed{1}\\boxed{7}", "7"),
+    ("not 7", "7"),
+    ("about 7", "7"),
+    ("> 6", "7"),
+    ("\\neq 7", "7"),
+    ("9=7", "7"),
+    ("x=7", "y=7"),
+    ("a = b = 7 = 8", "7"),
+    ("between 0 and 100", "7"),
+    ("Excellent", "NET Excellent/ good"),
+    ("2.3", "2,3"),
+    ("1 m", "1 km"),
+    ("1 m^2", "100 cm^2"),
+    ("2 hours", "120 cm"),
+    ("12\\pi cm", "12\\pi m"),
+    ("计划的比例为13/28 吗", "13/28"),
+]
+
+
+def compare(*args, **kwargs):
+    """ "equal", "different", "refused: ..." or the question; verifier_test has the rules' names."""
+    outcome = answers.compare(*args, **kwargs)
+    is_decided = not isinstance(outcome, Question) and not outcome.startswith("refused")
+    return outcome.partition(":")[0] if is_decided else outcome
+
+
+@pytest.mark.parametrize(("prediction", "gold"), EQUAL)
+def test_notations_of_one_answer_are_equal_at_sight(prediction, gold):
+    assert compare(prediction, gold) == "equal"
+
+
+@pytest.mark.parametrize(("prediction", "gold"), DIFFERENT)
+def test_wrong_hedged_and_multiple_answers_are_different_at_sight(prediction, gold):
+    assert compare(prediction, gold) == "different"
+
+
+NUMBERS = st.one_of(
+    st.integers(-(10**9), 10**9).map(str),
+    st.decimals(-1000, 1000, places=3).map(str),
+    st.tuples(st.integers(-99, 99), st.integers(2, 99)).map(lambda x: f"{x[0]}/{x[1]}"),
+    st.integers(1000, 10**9).map("{:,}".format),
+)
+LETTERS = st.sampled_from(["x", "y", "n"])
+EXPRESSIONS = st.one_of(
+    st.tuples(LETTERS, NUMBERS).map(lambda x: f"{x[0]} = {x[1]}"),
+    st.integers(2, 50).map(lambda n: f"{n}\\sqrt{{{n + 1}}}"),
+    st.tuples(NUMBERS, NUMBERS).map(lambda x: f"({x[0].replace(',', '')}, {x[1]})"),
+    LETTERS.map(lambda x: f"{x}^2 + 3{x}"),
+)
+ANSWERS = NUMBERS | EXPRESSIONS
+DRESSES = st.sampled_from([
+    "${}$", "\\({}\\)", "\\[{}\\]", "\\boxed{{{}}}", "$\\boxed{{{}}}$", "\\boxed{{${}$}}", "**{}**",
+    " {} ", "\n{}\n", "{}.", "\\displaystyle {}", "The answer is ${}$.", "\\text{{{}}}",
+    "\\left.{}\\right.", "\\,{}\\,",
+])  # fmt: skip
+UNITS = st.sampled_from(
+    [" cm", " \\text{ m}", "\\,\\mathrm{kg}", "^\\circ", " hours", "\\%", " apples"]
+)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60))
+def test_every_text_equals_itself(text):
+    assert compare(text, text) == ("equal" if clean(text) else "different")
+
+
+@settings(deadline=None)
+@given(ANSWERS, ANSWERS)
+def test_it_does_not_matter_which_of_two_values_is_gold(one, other):
+    def outcome(prediction, gold):
+        found = compare(prediction, gold)
+        return "asked" if isinstance(found, Question) else found
+
+    if "=" not in one + other:  # `x = 7` answers 7, but 7 may not answer an equation
+        assert outcome(one, other) == outcome(other, one)
+
+
+@settings(deadline=None)
+@given(ANSWERS, ANSWERS, DRESSES, DRESSES)
+def test_latex_around_an_answer_changes_nothing(answer, gold, dress, other):
+    assert compare(dress.format(answer), other.format(answer)) == "equal"
+    plain, dressed = compare(answer, gold), compare(dress.format(answer), other.format(gold))
+    assert isinstance(plain, Question) == isinstance(dressed, Question)
+    assert isinstance(plain, Question) or plain == dressed
+
+
+@settings(deadline=None)
+@given(NUMBERS, NUMBERS, UNITS, DRESSES)
+def test_a_unit_on_one_side_changes_nothing_but_a_percent(number, gold, unit, dress):
+    plain = compare(number, gold)
+    with_unit = compare(dress.format(number + unit), gold)
+    if "%" not in unit or plain == "equal":
+        assert with_unit == plain
+    assert compare(number + unit, dress.format(number + unit)) == "equal"
+
+
+@settings(deadline=None)
+@given(st.integers(-(10**6), 10**6), st.integers(-(10**6), 10**6), DRESSES)
+def test_integers_are_equal_only_to_themselves(number, other, dress):
+    assert compare(dress.format(number), f"{other:,}") == (
+        "equal" if number == other else "different"
+    )
+
+
+@given(st.text("0123456789.,/%^_{}()[]\\fracsqtx=<>+- $", max_size=80), ANSWERS)
+@settings(deadline=None, max_examples=300)
+def test_reading_never_fails(text, gold):
+    for outcome in (
+        compare(text, gold),
+        compare(gold, text),
+        compare(text, gold, choices=("7", gold)),
+    ):
+        assert isinstance(outcome, Question) or outcome.split(":")[0] in (
+            "equal", "different", "refused",
+        )  # fmt: skip
+
+
+def test_tolerance_is_relative_to_the_gold_answer():
+    relaxed = {"tolerance": 0.05}
+    assert compare("105", "100", **relaxed) == "equal"
+    assert compare("105.1", "100", **relaxed) == "different"
+    assert compare("100%", "0.96", **relaxed) == "equal"
+    assert compare("0.01", "0", **relaxed) == "different"
+    assert compare("24750", "19800", **relaxed) == "different"
+
+
+def test_decimals_round_both_sides():
+    assert compare("0.67", "2/3", num_decimals=2) == "equal"
+    assert compare("0.7", "2/3", num_decimals=2) == "different"
+
+
+def test_a_choice_is_named_by_letter_or_by_content():
+    choices = ("30", "45", "60", "90")
+    for prediction in ("B", "b", "(B)", "B.", "B. 45", "45", "45^\\circ", "The answer is B"):
+        assert compare(prediction, "B", choices=choices) == "equal", prediction
+        assert compare(prediction, "45", choices=choices) == "equal", prediction
+    for prediction in ("C", "60", "B and C", "ABCD", "A B C D", "not B", "50", "E"):
+        assert compare(prediction, "B", choices=choices) != "equal", prediction
+
+
+def test_a_negated_letter_does_not_count():
+    assert choice_letter("for sure D, it can't be A or B", 4) == "D"
+    assert choice_letter("It's not A because it is odd, so it is B", 4) == "B"
+    assert choice_letter("A and C", 4) == ""
+
+
+def test_only_undecided_mathematics_becomes_a_question():
+    assert isinstance(compare("\\frac{x}{2}", "0.5x"), Question)
+    assert isinstance(compare("\\sqrt{75}", "5\\sqrt{3}"), Question)
+    assert compare("a long way", "5\\sqrt{3}") == "different"
+    assert compare("__import__('os').getcwd()", "5\\sqrt{3}") == "different"
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        "(10^9)!",
+        "9^{9^{9}}",
+        "9**9**9",
+        "10^{1000}",
+        "100!",
+        "9!!",
+        "(9!)!",
+        "2^9!",
+        "\\binom{100}{50}",
+        "\\int x dx",
+        "\\sum_k k",
+        "(" * 20 + ")" * 20,
+    ],
+)
+def test_what_only_exhausts_a_machine_is_refused(prediction):
+    assert compare(prediction, "5\\sqrt{3}").startswith("refused: ")
+
+
+def test_the_gold_answer_licenses_its_own_constructs():
+    assert isinstance(compare("24", "4!"), Question)
+    assert isinstance(compare("4!", "24"), Question)  # small enough
+    assert isinstance(compare("\\binom{5}{2}", "10"), Question)
+    assert isinstance(compare("\\sum_k k^2", "\\sum_j j^2"), Question)
+
+
+def test_numbers_are_exact():
+    assert read_number("0.1").value * 10 == 1
+    assert read_number("7x") is None
+    assert read_number("5 times") is None
+    assert read_number("9" * 5000) is None
+    assert read_number("1e999999999") is None
+    assert read_number("7/0") is None
+
+
+def test_a_unit_behind_an_expression_is_no_part_of_it():
+    assert split_unit("12\\pi cm ^2") == ("12\\pi", "square cm")
+    assert split_unit("6\\sqrt{2}cm") == ("6\\sqrt{2}", "cm")
+    assert split_unit("x m") == ("x", "m")
+    for text in ("2m", "cm", "5\\min", "a + m", "7"):
+        assert split_unit(text) == (text, "")
+    assert is_equivalent("4\\sqrt{3}\\text{ cm}", "\\sqrt{48}")
+
+
+def test_lists_keep_their_brackets():
+    assert split_list("[63, 26]") == ("[]", ["63", "26"])
+    assert split_list("(1,2) and (3,4)") == ("", ["(1,2)", "(3,4)"])
+    assert split_list("(7") is None
+    assert split_list("(7)") is None
+
+
+def test_free_text_settles_on_its_last_answer():
+    assert final_answer("First 3. The final answer is 12,000,023. I hope so.") == "12,000,023"
+    assert final_answer("It has 3 + 4 = 7 sides.") == "7"
+    assert final_answer("So $x$ is $\\frac{1}{2}$.") == "$\\frac{1}{2}$"
+    assert final_answer("Final answer: The volume of $V$ is 120.") == "120"
+    assert final_answer("The answer is 35 + 70 = 105.") == "105"
+    assert final_answer("The answer is \\frac{2}{5} of it.") == "\\frac{2}{5}"
+    # A formula within a line does not go over it, and its numbers are no answers.
+    assert final_answer("Answer \\( \n 9 \n \\)") == "Answer \\( \n 9 \n \\)"
+
+
+def test_symbolic_comparison_is_reached_through_is_equivalent():
+    assert is_equivalent("(r+5)(r+5)", "(r+5)^2")
+    assert is_equivalent("8.66", "5\\sqrt{3}", num_decimals=2)
+    assert not is_equivalent("8.66", "5\\sqrt{3}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" " * 200_000, "\\boxed{" * 50_000, "1,111" * 40_000, "$" * 100_001, "a b " * 50_000,
+     "answer is " * 20_000, "\\text{" * 50_000, "(" * 100_000, "1 000 " * 30_000],
+)  # fmt: skip
+def test_reading_is_linear_in_the_length_of_the_text(text):
+    start = time.process_time()
+    compare(text, "7", choices=("7", "8"))
+    compare(text, "5\\sqrt{3}")
+    extract_answer(text)
+    clean(text)
+    assert time.process_time() - start < 3.0
+
+
+# Cases whose label is not reached, and why.
+MISSED = {
+    "c0040": "the gold answer is a whole solution, and settles on prose",
+    "c0131": "the answer span denies one number in a sentence and names another",
+    "c0207": "a function of x for a function of n",
+    "c0242": "f(y) for f(x): equal only to a lenient grader",
+    "c0287": "a sum with its result in an answer span, in French prose",
+    "c0288": "a sentence in an answer span, in French",
+    "c0289": "a sentence in an answer span, in French",
+    "c0293": "a sentence in an answer span, in Chinese",
+    "c0294": "a sentence in an answer span, in Chinese",
+    "c0586": "1/3 for (3^1008 - 1) / 3^1009: equal at two decimals alone",
+}
+
+
+def test_agreement_on_recorded_cases():
+    if not CASES.exists():
+        pytest.skip(f"{CASES.name} is not beside this checkout")
+    rows = [json.loads(line) for line in CASES.read_text().splitlines()]
+    outcomes = []
+    for row in rows:
+        params = row.get("params") or {}
+        prediction = row["prediction"]
+        outcomes.append(
+            compare(
+                extract_answer(prediction) if row["span"] == "response" else prediction,
+                row["gold"],
+                choices=params.get("choices", ()),
+                tolerance=params.get("relaxed", 0.0),
+                num_decimals=params.get("numeric_decimals", params.get("precision")),
+            )
+        )
+    pool = SymbolicPool(num_workers=2, timeout=30.0)
+    questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
+    replies = dict(zip(questions, pool.ask(questions), strict=True))
+    pool.close()
+
+    agreed: dict[str, list[bool]] = {}
+    missed, false_positives = [], []
+    for row, outcome in zip(rows, outcomes, strict=True):
+        is_right = is_equal(replies.get(outcome, outcome))
+        agreed.setdefault(row["label_by"], []).append(is_right == row["expected"])
+        missed += [row["id"]] if is_right != row["expected"] else []
+        false_positives += [row["id"]] if is_right and not row["expected"] else []
+    shares = {label: sum(values) / len(values) for label, values in agreed.items()}
+    assert shares["test-suite"] >= 0.96  # measured 0.963
+    assert shares["official-scorer"] >= 0.97  # 0.972
+    assert shares["author"] == 1.0
+    assert not false_positives
+    assert set(missed) <= set(MISSED)
+
+
+PIECES = ("pi", " ", "  ", "percent", "pct", "Answer is ", "the answer: ", "7", "1,000", "x", "=",
+          ".", "(", ")", "5 1/2", "+")  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
+@settings(deadline=None, max_examples=300)
+def test_the_short_way_through_cleaning_leads_to_the_same_place(text):
+    """A formula that is empty sends a text the long way round."""
+    text = text.strip()
+    assert clean(text) == clean(text + "\\!")

@@ -1,0 +1,328 @@
+"""Verdicts on whole responses, and the worker processes behind them."""
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from care_jax.batch import Example
+from care_jax.rewards import symbolic
+from care_jax.rewards.scores import score_rollouts
+from care_jax.rewards.symbolic import Question, SymbolicPool
+from care_jax.rewards.verifier import Verdict, Verifier, extract_answer
+
+HOSTILE = Path(__file__).parents[2].parent / "shared" / "cases" / "hostile.jsonl"
+SAME = "equal: by computer algebra"
+
+
+def response(answer: str, think: str = "because") -> str:
+    return f"<think>{think}</think><answer>{answer}</answer>"
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with Verifier(num_workers=2, timeout=20.0) as verifier:
+        yield verifier
+
+
+def example(answer: str, choices: tuple[str, ...] = ()) -> Example:
+    return Example(id="0", source="", images=(), question="", answer=answer, choices=choices)
+
+
+def test_right_and_wrong_answers(verifier):
+    assert verifier.verify([response("7"), response("8")], ["7", "7"]) == [
+        Verdict(acc=1.0, fmt=1.0, reason="same text"),
+        Verdict(acc=0.0, fmt=1.0, reason="another number"),
+    ]
+
+
+RED_AND_SEVEN = ("red", "7 cm", "9")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "acc", "reason"),
+    [
+        ("red", "red", 1, "same text"),
+        ("1/2", "0.5", 1, "same number"),
+        ("8", "7", 0, "another number"),
+        ("104", dataclasses.replace(example("100"), tolerance=0.05), 1, "number within 5%"),
+        ("106", dataclasses.replace(example("100"), tolerance=0.05), 0, "no number within 5%"),
+        ("B", example("7 cm", RED_AND_SEVEN), 1, "same option"),
+        ("9", example("7 cm", RED_AND_SEVEN), 0, "another option"),
+        ("7.0", example("7 cm", RED_AND_SEVEN), 1, "same number"),
+        ("none", example("B", ("a", "b")), 0, "no option"),
+        ("(1, 2.0)", "(1,2)", 1, "same list"),
+        ("(1, 3)", "(1,2)", 0, "another list"),
+        ("1, 2", "2", 0, "another number of values"),
+        ("x = 7", "7", 1, "same value"),
+        ("x = 8", "7", 0, "another value"),
+        ("x = 7", "y = 7", 0, "another variable"),
+        ("7\\pi cm", "7\\pi m", 0, "another unit"),
+        ("a long way", "7", 0, "other words"),
+        ("> 6", "7", 0, "a relation, no value"),
+        ("9 = 7", "7", 0, "an equation, no value"),
+        ("x + 1", "1 + x", 1, "by computer algebra"),
+        ("x + 2", "1 + x", 0, "by computer algebra"),
+        ("(" * 13 + "x" + ")" * 13, "1 + x", 0, "refused: nesting"),
+    ],
+)
+def test_a_verdict_says_what_decided(verifier, answer, gold, acc, reason):
+    assert verifier.verify([response(answer)], [gold]) == [Verdict(float(acc), 1.0, reason)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "7",
+        "\\boxed{7}",
+        "<think>7</think>",
+        "<think>7</think>7",
+        "<think>7</think><answer>",
+        "<think>7</think><answer>7",
+        "<think>7</think><answer> </answer>",
+        "<think><answer>7</answer>",
+        "<think>a</think><answer>7</answer><answer>7</answer>",
+    ],
+)
+def test_nothing_but_an_answer_span_earns_acc(verifier, text):
+    (verdict,) = verifier.verify([text], ["7"])
+    assert (verdict.acc, verdict.fmt, verdict.reason) == (0.0, 0.0, "no answer span")
+
+
+def test_a_right_rationale_does_not_help_a_wrong_answer(verifier):
+    (verdict,) = verifier.verify([response("8", think="the answer is \\boxed{7}")], ["7"])
+    assert verdict.acc == 0.0
+
+
+def test_acc_and_format_are_judged_apart(verifier):
+    (verdict,) = verifier.verify(["Well: <answer>7</answer>"], ["7"])
+    assert (verdict.acc, verdict.fmt) == (1.0, 0.0)
+
+
+def test_a_response_cut_off_has_no_format(verifier):
+    verdicts = verifier.verify([response("7")] * 2, ["7"] * 2, is_complete=[True, False])
+    assert [(v.acc, v.fmt) for v in verdicts] == [(1.0, 1.0), (1.0, 0.0)]
+
+
+def test_the_think_tag_is_that_of_the_backbone():
+    text = "<reasoning>r</reasoning><answer>7</answer>"
+    with Verifier(think_tag="reasoning") as reasoning, Verifier() as think:
+        assert reasoning.verify([text], ["7"])[0].fmt == 1.0
+        assert think.verify([text], ["7"])[0].fmt == 0.0
+
+
+def test_choices_of_an_example_are_known(verifier):
+    gold = example("B", ("30", "45"))
+    verdicts = verifier.verify([response("45"), response("(B)"), response("30")], [gold] * 3)
+    assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0]
+
+
+# A module of its own for the reward functions below.
+REWARDS = """
+def length(prompt, response, example):
+    return len(response) / 10, float(prompt == "How long?" and example.id == "0")
+
+def broken(prompt, response, example):
+    return 2.0, 0.0
+
+constant = 1.0
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    (tmp_path / "some_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "some_rewards", raising=False)
+
+
+def test_a_reward_function_judges_in_place_of_the_verifier(rewards):
+    asked = dataclasses.replace(example("7"), question="How long?")
+    with Verifier(reward="some_rewards:length") as verifier:
+        assert verifier.verify(["1234", "<answer>7</answer>"[:10]], [asked, "7"]) == [
+            Verdict(acc=0.4, fmt=1.0, reason="reward function"),
+            Verdict(acc=1.0, fmt=0.0, reason="reward function"),
+        ]
+
+
+def test_scores_take_both_figures_of_a_reward_function(rewards, policy, examples, responses):
+    with Verifier(reward="some_rewards:length") as verifier:
+        settings = {"eos_token_ids": policy.config.eos_token_ids, "think_tag": "think"}
+        asked = [
+            dataclasses.replace(each, question="How long?", id=str(place))
+            for place, each in enumerate(examples)
+        ]
+        short = [b"a"] * len(policy.token_bytes)
+        scores, _, reasons = score_rollouts(
+            responses, asked, verifier, short, format_weight=0.1, **settings
+        )
+    assert reasons.shape == scores.acc.shape and set(reasons.flat) == {"reward function"}
+    lengths = np.asarray(responses.is_valid).sum(-1)
+    np.testing.assert_allclose(scores.acc, lengths / 10, rtol=1e-6)
+    np.testing.assert_array_equal(scores.fmt, np.repeat([[1.0], [0], [0], [0]], 3, 1))
+    np.testing.assert_allclose(scores.reward, 0.9 * scores.acc + 0.1 * scores.fmt, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("some_rewards:absent", "expected verifier.reward as module:function .* correct it or set"),
+        ("no_such_module:f", "expected verifier.reward as module:function"),
+        ("some_rewards", "expected verifier.reward as module:function"),
+        ("some_rewards:constant", "is no function"),
+    ],
+)
+def test_a_reward_function_that_is_not_there_is_named(rewards, name, message):
+    with pytest.raises(ValueError, match=message):
+        Verifier(reward=name)
+
+
+def test_a_reward_out_of_range_stops_the_run(rewards):
+    with (
+        Verifier(reward="some_rewards:broken") as verifier,
+        pytest.raises(ValueError, match=r"must return \(acc, fmt\) in \[0, 1\], got \(2.0, 0.0\)"),
+    ):
+        verifier.verify(["7"], ["7"])
+
+
+def test_simple_answers_start_no_process():
+    with Verifier() as verifier:
+        verifier.verify([response("7"), response("red"), "7"], ["7.0", "blue", "7"])
+        assert verifier.counts == {
+            "fast_calls": 3, "symbolic_calls": 0, "cached": 0, "timeouts": 0, "crashes": 0,
+        }  # fmt: skip
+        assert not verifier._pool._workers
+
+
+def test_symbolic_answers_keep_their_places_and_are_remembered(verifier):
+    answers = ["\\sqrt{75}", "7", "\\sqrt{74}", "(x+1)^2", "\\sqrt{75}"]
+    golds = ["5\\sqrt{3}", "7", "5\\sqrt{3}", "x^2+2x+1", "5\\sqrt{3}"]
+    before = verifier.counts
+    for _ in range(2):
+        verdicts = verifier.verify([response(a) for a in answers], golds)
+        assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0, 1.0, 1.0]
+    new = {name: count - before[name] for name, count in verifier.counts.items()}
+    assert (new["symbolic_calls"], new["cached"]) == (3, 5)
+
+
+def test_lengths_must_agree(verifier):
+    with pytest.raises(ValueError, match="expected as many golds"):
+        verifier.verify([response("7")], [])
+
+
+def test_a_verdict_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Verdict(1.0, 1.0, "same text").acc = 0.0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = SymbolicPool(num_workers=1, timeout=20.0)
+    assert pool.ask([Question("4", "2+2", 6)]) == [SAME]
+    yield pool
+    pool.close()
+
+
+def test_a_stuck_worker_is_killed_at_the_deadline_and_replaced(pool):
+    (worker,) = pool._workers
+    stuck = worker._process
+    os.kill(stuck.pid, signal.SIGSTOP)
+    worker.timeout = 1.0
+    start = time.monotonic()
+    assert pool.ask([Question("5", "2+3", 6)]) == ["timeout"]
+    assert time.monotonic() - start < 10.0
+    assert stuck.poll() is not None
+    worker.timeout = pool.timeout
+    assert pool.ask([Question("6", "3+3", 6)]) == [SAME]
+    assert pool.counts["timeouts"] == 1
+
+
+def test_a_dead_worker_costs_one_answer_at_most(pool):
+    pool._workers[0]._process.kill()
+    assert pool.ask([Question("7", "3+4", 6)])[0] in ("crash", SAME)
+    assert pool.ask([Question("7", "3+4", 6)]) == [SAME]
+
+
+def test_a_worker_outlives_the_signal_that_ends_the_run(pool):
+    assert pool.ask([Question("x+1", "1+x", 6)]) == [SAME]
+    process = pool._workers[0]._process
+    process.send_signal(signal.SIGTERM)
+    assert pool.ask([Question("x+2", "2+x", 6)]) == [SAME]
+    assert pool._workers[0]._process is process and process.poll() is None
+
+
+def test_a_run_that_was_suspended_misses_no_reply(pool, monkeypatch):
+    """The wait is interrupted after the reply has come, and the clock has gone on meanwhile."""
+    suspended = 0.0
+
+    class Interrupted(selectors.DefaultSelector):
+        def select(self, timeout):
+            nonlocal suspended
+            events = super().select(timeout)
+            if not timeout:
+                return events
+            suspended += 1000.0
+            return []
+
+    real = time.monotonic
+    monkeypatch.setattr(symbolic.selectors, "DefaultSelector", Interrupted)
+    monkeypatch.setattr(symbolic.time, "monotonic", lambda: real() + suspended)
+    pool.close()  # the start of a worker is waited for too
+    assert pool.ask([Question("8", "4+4", 6)]) == [SAME]
+    assert suspended >= 2000.0
+
+
+def test_a_long_computation_is_stopped_inside_the_worker():
+    pool = SymbolicPool(num_workers=1, timeout=5.0)
+    assert pool.ask([Question("7", "(10^9)!", 6)]) == ["timeout"]
+    process = pool._workers[0]._process
+    assert process.poll() is None  # the worker lives on
+    pool.close()
+    assert process.poll() is not None
+
+
+def test_the_main_script_is_not_run_again(tmp_path):
+    script = tmp_path / "train.py"  # without a main guard
+    script.write_text(
+        "print('started')\n"
+        "from care_jax.rewards.answers import is_equivalent\n"
+        "print(is_equivalent('(r+5)(r+5)', '(r+5)^2'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["started", "True"], done.stderr
+
+
+def test_extraction_for_evaluation_is_looser():
+    assert extract_answer("<answer>6</answer> no, <answer>7</answer>") == "7"
+    assert extract_answer("<think>\\boxed{6}</think> so 7") == "7"
+    assert extract_answer("<think>it is \\boxed{7}") == ""
+    assert extract_answer("a</reasoning> 7", think_tag="reasoning") == "7"
+
+
+def test_hostile_answers_end_safely(tmp_path, monkeypatch):
+    if not HOSTILE.exists():
+        pytest.skip(f"{HOSTILE.name} is not beside this checkout")
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in HOSTILE.read_text().splitlines()]
+    pairs = [(row, gold) for row in rows for gold in (row["gold"], row["gold2"])]
+    with Verifier(num_workers=2, timeout=5.0) as verifier:
+        start = time.monotonic()
+        verdicts = verifier.verify(
+            [response(row["prediction"]) for row, _ in pairs], [gold for _, gold in pairs]
+        )
+        assert time.monotonic() - start < 60.0
+    for (row, _), verdict in zip(pairs, verdicts, strict=True):
+        assert row["expected"] is not False or verdict.acc == 0.0, row["id"]
+    assert not list(tmp_path.iterdir())
