@@ -84,7 +84,7 @@ class TreeRows:
     """B rows of S tokens, each of several trees: `[prompt | r_0 | r_1 | ...] [prompt' | ...]`.
 
     Query q sees key k iff k <= q <= reach[k], which is the whole mask. What belongs to the scored
-    tokens (advantages, old log-probabilities, weights) is [B, S] beside it, see `tree_rows.place`.
+    tokens (advantages, old log-probabilities, weights) is [B, S] beside it, see `layout.place`.
 
     Attributes:
         tokens: right-padded token ids.

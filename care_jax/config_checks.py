@@ -14,12 +14,13 @@ from care_jax.decoding import reflection
 from care_jax.devices import distributed, sharding
 from care_jax.learning import optimizer
 from care_jax.method import select
+from care_jax.method.objectives import OBJECTIVES
 from care_jax.policy import Policy
 from care_jax.rewards.verifier import load_reward
+from care_jax.run import objective_of
 from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
-OBJECTIVES = ("care", "grpo", "dapo", "gspo", "dr_grpo", "rloo")
 DTYPES = ("float32", "bfloat16")
 OFFLOADS = ("reference", "optimizer")
 CREDITS = ("as_sampled", "prompt_only")
@@ -66,7 +67,7 @@ def check_policy(config: ConfigDict, policy: Policy) -> None:
         ValueError: naming the key to change.
     """
     rl, care = config.rl, config.care
-    if "rl" not in config.stages or rl.objective != "care" or not care.reflect:
+    if "rl" not in config.stages or not objective_of(config).has_reflection:
         return
     if care.reflect_mode == "resample":
         return

@@ -25,12 +25,13 @@ from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import response, scoreboard
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.suite import Benchmark
-from care_jax.decoding.queue import DecodeQueue, Request, compile_programs
+from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.metrics import print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
+from care_jax.programs import compile_decoding
 from care_jax.rewards.scores import row_texts, score_rollouts
 from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run
@@ -205,7 +206,7 @@ def prepare(run: Run, params: backbone.Params) -> Ask:
         num_shards=sharding.num_shards(run.decode_batch_place),
         period=size,
     )
-    programs = compile_programs(run, temperature=0.0, top_p=1.0)
+    programs = compile_decoding(run, temperature=0.0, top_p=1.0)
     queue = DecodeQueue(run, programs, sizes, DeviceClock())
     nothing_is_drawn = jax.random.key(0)
     return lambda requests: queue.answers(decode_params, nothing_is_drawn, requests)
@@ -328,7 +329,7 @@ def _benchmark_samples(
 
 
 def _scored(benchmark: Benchmark, batch: _Batch, judge: Judge | None) -> list[Sample]:
-    """Samples in the layout of lmms-eval's, with what `scoreboard.score` asks for."""
+    """Samples in the layout of lmms-eval's, with what `benchmarks.scoreboard.score` asks for."""
     is_complete = np.asarray(batch.rollouts.is_complete)[:, 0]
     samples = [
         _sample(benchmark, place, example, text, bool(ended))

@@ -2,7 +2,8 @@
 
 The stages of `config.stages` follow one another, each from the parameters that the one before
 left. A run that was stopped goes on where it was when it is started again with the same workdir.
-Several processes are one run with one workdir that all of them can write to; see `distributed`.
+Several processes are one run with one workdir that all of them can write to; see
+`devices.distributed`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def run_stages(
     Args:
         config: complete, see `configs/common.py`.
         workdir: made where it does not exist.
-        overridden: keys set on the command line, see `checks.check_config`.
+        overridden: keys set on the command line, see `config_checks.check_config`.
 
     Returns:
         the metrics of each evaluation, by the stage it followed.

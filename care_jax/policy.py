@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import UInt8
 
+from care_jax.data.tokenizer import open_tokenizer
 from care_jax.devices import sharding
 from care_jax.method import spans
-from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config
 from models import backbone, lora
 from models.config import BackboneConfig
 
@@ -87,7 +88,7 @@ def build_policy(
             f"{len(backbone_fields)} fields of a backbone; set exactly one"
         )
     folder = find_release(path) if path else None
-    tokenizer = load_tokenizer(tokenizer_path or str(folder or ""))
+    tokenizer = open_tokenizer(tokenizer_path or str(folder or ""))
     config = backbone_config(folder, backbone_fields, tokenizer)
     token_bytes = spans.token_bytes(tokenizer, config.text.vocab_size)
     return Policy(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import flax.struct
 import jax
@@ -27,29 +27,12 @@ from care_jax.decoding import reflection
 from care_jax.decoding.queue import Request
 from care_jax.devices import distributed
 from care_jax.method.select import Subgroup
+from care_jax.programs import RolloutPrograms
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.rewards.scores import score_rollouts
 from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run
 from models import backbone
-
-Answers = Callable[..., Iterator[tuple[list[int], Rollouts]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """What a rollout runs on the devices, see `train.compile_rollout`.
-
-    Attributes:
-        decode: (params, rng, requests) -> numbers of requests, and G rollouts of each, as they get
-            done; see `decode_queue.DecodeQueue.answers`.
-        reflect: likewise, one row of each, which starts with the request's context.
-        select: (rollouts, scores, rng, places [B]) -> Subgroup.
-    """
-
-    decode: Answers
-    reflect: Answers
-    select: Callable[..., Subgroup]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +102,7 @@ class _Judged:
 
 def roll_out(
     run: Run,
-    programs: Programs,
+    programs: RolloutPrograms,
     params: backbone.Params,
     rng: PRNGKeyArray,
     roster: Roster,
@@ -151,7 +134,7 @@ def roll_out(
     subgroup = programs.select(first.rollouts, first.scores, select_rng, places)
     subgroup = jax.device_get(subgroup)
     has_reflection = np.zeros(len(places), bool)
-    if run.config.rl.objective == "care" and run.config.care.reflect:
+    if run.objective.has_reflection:
         has_reflection = subgroup.has_update & ~subgroup.is_rescue
         repaired = np.flatnonzero(has_reflection)
         contexts = _contexts(run, first.texts[repaired, subgroup.hard_negative[repaired]])

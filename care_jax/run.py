@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from ml_collections import ConfigDict
 from care_jax.devices import sharding
 from care_jax.learning import optimizer
 from care_jax.learning.train_step import TrainState, init_state, state_shardings
+from care_jax.method.objectives import Objective, make_objective
 from care_jax.metrics import MetricWriter
 from care_jax.policy import Policy, abstract_params, with_adapters
 from models.backbone import Params
@@ -39,10 +41,10 @@ class Run:
     workdir: pathlib.Path
     metrics: MetricWriter | None
 
-    @property
-    def objective(self) -> ConfigDict:
-        """The section of the chosen objective; every one has `clip_low`, `clip_high` and `beta`."""
-        return self.config[self.config.rl.objective]
+    @functools.cached_property
+    def objective(self) -> Objective:
+        """What `rl.objective` and its section choose."""
+        return objective_of(self.config)
 
     @property
     def train_batch_place(self) -> NamedSharding:
@@ -78,6 +80,12 @@ class Run:
     def placed_to_decode(self, function: Callable) -> Callable:
         """`function` with activations laid out for decoding."""
         return sharding.placed(function, self.config.decode_sharding_rules, self.mesh)
+
+
+def objective_of(config: ConfigDict) -> Objective:
+    """The objective that a configuration chooses."""
+    name = config.rl.objective
+    return make_objective(name, config[name], max_tokens=config.rl.max_response_tokens)
 
 
 def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:

@@ -1,6 +1,7 @@
-"""The reinforcement learning loop and every `jax.jit` of it.
+"""The reinforcement learning loop.
 
-Its host side is `rollout`, `dynamic` and `update_batch`.
+Its compiled functions are those of `programs`; its host side is `rollout`, `dynamic_sampling` and
+`update_batch`.
 
 One step: a rollout batch is decoded, verified, contrasted and repaired; then come the advantages,
 then one or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`.
@@ -11,51 +12,47 @@ T response tokens.
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Int
 
 from care_jax import dynamic_sampling
-from care_jax.aot.shapes import rollout_sizes
 from care_jax.attention_check import training_attention
 from care_jax.batch import Example
 from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
-from care_jax.decoding.queue import DecodeQueue, compile_programs
 from care_jax.devices import distributed, sharding
 from care_jax.devices.checkpoint import Checkpoints
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.roofline import PEAK_FLOPS, model_flops
 from care_jax.dynamic_sampling import Draw
-from care_jax.learning.logprobs import score_rows
-from care_jax.learning.train_step import TrainState, map_microbatches, train_step
-from care_jax.method import credit, diagnostics
+from care_jax.method import diagnostics
 from care_jax.method.advantages import RawAdvantages
 from care_jax.method.credit import Credit
 from care_jax.metrics import device_memory, format_line, print_line, progress
 from care_jax.packing.plan import RowPlan
-from care_jax.policy import decode_shardings
+from care_jax.programs import (
+    RolloutPrograms,
+    UpdatePrograms,
+    compile_rollout,
+    compile_update,
+)
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.groups import Sampled, Wording
 from care_jax.report.writer import Report
 from care_jax.rewards.verifier import Verifier
-from care_jax.rollout import Groups, Programs, Roster, roll_out
+from care_jax.rollout import Groups, Roster, roll_out
 from care_jax.run import Run, make_adamw, start_state
 from care_jax.update_batch import (
-    UpdatePrograms,
     copy_reference,
     gather_groups,
     train_batch,
     with_logprobs,
 )
 from models import backbone, lora
-from models.attention_mask import AttentionImpl
 
 _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
 
@@ -159,9 +156,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             num_sampled = int((seen[0].is_valid & ~seen[0].is_forced).sum())
             num_decoded += num_sampled
             metrics = diagnostics.rollout_metrics(*seen, rl.num_rollouts)
-            if rl.objective == "dapo":
+            if run.objective.overlong is not None:
                 metrics |= diagnostics.dapo_metrics(
-                    *seen[:2], scores, len(draws), **overlong_limits(run)
+                    *seen[:2], scores, len(draws), **run.objective.overlong
                 )
             if raw is not None:
                 metrics |= diagnostics.subgroup_metrics(scores, *contrast)
@@ -214,7 +211,7 @@ def profile_steps(run: Run, step: int) -> None:
 
 def draw_groups(
     run: Run,
-    programs: Programs,
+    programs: RolloutPrograms,
     params: backbone.Params,
     batches: Batches,
     first: tuple[int, list[Example], list[TokenizedPrompt]],
@@ -235,7 +232,6 @@ def draw_groups(
         verifier: compares answers.
     """
     rl = run.config.rl
-    max_tries = run.objective.max_tries if rl.objective == "dapo" else 1
 
     def draw(number: int, examples: list[Example], records: list[TokenizedPrompt]) -> Draw:
         rng = jax.random.fold_in(jax.random.key(run.config.seed), number)
@@ -244,7 +240,7 @@ def draw_groups(
         return Draw(roster, examples, records, groups)
 
     draws = [draw(*first)]
-    while len(draws) < max_tries and not dynamic_sampling.is_full(draws):
+    while len(draws) < run.objective.max_tries and not dynamic_sampling.is_full(draws):
         number = first[0] + len(draws) * rl.num_steps
         draws.append(draw(number, *batches.batch(number)))
     return draws
@@ -318,136 +314,12 @@ def sampled(
     )
 
 
-def credit_of(run: Run) -> Callable:
-    """The chosen objective's function of `credit`, with its keys; see `UpdatePrograms.credit`."""
-    rl, own = run.config.rl, run.objective
-    if rl.objective == "care":
-        return functools.partial(
-            credit.care_credit,
-            num_negatives=own.num_negatives,
-            negative_scale=own.negative_scale,
-            reflected_scale=own.reflected_scale,
-            delta=own.delta,
-            eps=own.advantage_eps,
-            equalize=own.equalize,
-            rescue=own.rescue,
-            rescue_scale=own.rescue_scale,
-            robust=own.robust,
-            region_weights=own.region_weights,
-            gamma_pos=own.gamma_pos,
-            gamma_neg=own.gamma_neg,
-            weight_eps=own.weight_eps,
-        )
-    if rl.objective in ("grpo", "gspo"):  # they differ in the ratio alone
-        return functools.partial(credit.grpo_credit, eps=own.advantage_eps, ddof=own.ddof)
-    if rl.objective == "dapo":
-        return functools.partial(
-            credit.dapo_credit,
-            eps=own.advantage_eps,
-            ddof=own.ddof,
-            **overlong_limits(run),
-        )
-    if rl.objective == "dr_grpo":
-        return functools.partial(credit.dr_grpo_credit, max_tokens=rl.max_response_tokens)
-    return credit.rloo_credit
-
-
-def overlong_limits(run: Run) -> dict[str, int]:
-    """L_max and L_cache of DAPO's penalty, in tokens."""
-    max_tokens = run.config.rl.max_response_tokens
-    cache_tokens = round(run.config.dapo.overlong_share * max_tokens)
-    return {"max_tokens": max_tokens, "cache_tokens": cache_tokens}
-
-
 def assign_credit(
     run: Run, programs: UpdatePrograms, groups: Groups
 ) -> tuple[Credit, RawAdvantages | None]:
     """Advantages and token weights of a rollout batch; under CARE A_raw too, for its metrics."""
-    if run.config.rl.objective != "care":
+    if run.objective.raw_advantages is None:
         return jax.device_get(programs.credit(groups.rollouts, groups.scores)), None
     arguments = groups.scores, groups.subgroup, groups.has_reflection
     credited = programs.credit(groups.rollouts, *arguments)
     return jax.device_get((credited, programs.raw_advantages(*arguments)))
-
-
-def compile_rollout(run: Run, clock: DeviceClock) -> Programs:
-    """The jitted functions of a rollout, each compiled once per shape that occurs."""
-    rl, care = run.config.rl, run.config.care
-    programs = compile_programs(run, temperature=rl.temperature, top_p=rl.top_p)
-    decode, reflect = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
-
-    def select(rollouts, scores, rng, places):
-        return credit.select_subgroups(
-            rollouts,
-            scores,
-            jax.vmap(jax.random.fold_in, (None, 0))(rng, places),
-            num_negatives=care.num_negatives,
-            num_candidates=care.num_candidates,
-            rule=care.rule,
-            anchor_rule=care.anchor_rule,
-        )
-
-    return Programs(decode=decode.answers, reflect=reflect.answers, select=jax.jit(select))
-
-
-def compile_update(
-    run: Run,
-    adamw: optax.GradientTransformation,
-    state_shardings: TrainState,
-    attention: AttentionImpl | None = None,
-) -> UpdatePrograms:
-    """The jitted functions of an update, each compiled once per bucket that occurs.
-
-    Args:
-        run: the run.
-        adamw: its optimizer.
-        state_shardings: where the state lies before and after an update.
-        attention: what computes it; None for what the device has, unchecked.
-    """
-    rl, care, model, own = run.config.rl, run.config.care, run.config.model, run.objective
-    config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
-    if attention is None:
-        rules = run.config.sharding_rules
-        attention = sharding.attention_impl(model.attention, rules, run.mesh)
-    scoring = dict(
-        dtype=dtype,
-        chunk=run.chunk_of_row(rl.microbatch_size),
-        remat=model.remat,
-        attention=attention,
-    )
-
-    def to_decode_layout(params):
-        return backbone.to_decode_layout(params, config, dtype)
-
-    def score(params, batch):
-        def one(batch):
-            return score_rows(params, batch.rows, config, **scoring)[0]
-
-        return map_microbatches(one, batch, rl.microbatch_size)
-
-    def update(state, batch):
-        return train_step(
-            state,
-            batch,
-            config,
-            adamw,
-            microbatch_size=rl.microbatch_size,
-            beta=own.beta,
-            clip_low=own.clip_low,
-            clip_high=own.clip_high,
-            has_sequence_ratio=rl.objective == "gspo",
-            partition=run.partition,
-            **scoring,
-        )
-
-    raw = functools.partial(
-        credit.care_raw_advantages, delta=care.delta, eps=care.advantage_eps, robust=care.robust
-    )
-    decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
-    return UpdatePrograms(
-        to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
-        credit=jax.jit(credit_of(run)),
-        raw_advantages=jax.jit(raw),
-        score=jax.jit(run.placed(score), out_shardings=run.train_batch_place),
-        update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
-    )

@@ -9,8 +9,7 @@ Letters: N prompts of a step, B prompts of this process, R responses per prompt,
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,29 +23,11 @@ from care_jax.method.credit import Credit
 from care_jax.method.select import Subgroup
 from care_jax.packing.layout import at_rows, lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
+from care_jax.programs import UpdatePrograms
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.rollout import Groups, Roster
 from care_jax.run import Run
 from models import backbone, lora
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdatePrograms:
-    """The compiled functions of the update; those of the rollout are `rollout.Programs`.
-
-    Attributes:
-        to_decode_layout: params -> params in the decode layout.
-        credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
-        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages.
-        score: (params, batch) -> log-probabilities at the tokens of the batch's rows.
-        update: (state, batch) -> (state, metrics).
-    """
-
-    to_decode_layout: Callable
-    credit: Callable
-    raw_advantages: Callable
-    score: Callable
-    update: Callable
 
 
 def gather_groups(
@@ -158,8 +139,7 @@ def with_logprobs(
         elif "reference" in run.config.model.offload:
             reference = jax.device_put(reference, sharding.of(lora.without(params)))
         scorers["ref_logp"] = reference
-    is_reframed = rl.objective == "care" and run.config.care.reflect_credit == "prompt_only"
-    if rl.old_logp == "trainer" or is_reframed:
+    if rl.old_logp == "trainer" or run.objective.is_reframed:
         scorers["old_logp"] = params
     if not scorers:
         return list(batches)

@@ -24,7 +24,8 @@ from care_jax.batch import Example
 from care_jax.data import shards
 from care_jax.data.pipeline import Batches
 from care_jax.data.sources import open_source
-from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.data.tokenizer import open_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config
 from configs import common
 from perf.backbones import medium_config
 
@@ -43,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
 
     data = common.get_config().data
-    tokenizer = load_tokenizer()
+    tokenizer = open_tokenizer("")
     prompts = PromptBuilder(
         tokenizer,
         backbone_config(None, medium_config().to_hf(), tokenizer),

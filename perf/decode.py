@@ -26,11 +26,12 @@ import torch
 import transformers
 
 from care_jax.aot.lengths import draw_responses
-from care_jax.decoding.queue import DecodeQueue, Request, compile_programs
+from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes, Waiting, simulate
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.main import policy_of
+from care_jax.programs import compile_decoding
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.run import Run
 from configs import tiny
@@ -102,6 +103,12 @@ def main() -> None:
         "--seats", type=int, help="prompts in flight; by default what gives 32 rows"
     )
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="of prompts, for transformers to try"
+    )
+    parser.add_argument(
+        "--caches", nargs="+", default=("dynamic", "static"), help="for transformers to try"
+    )
     parser.add_argument("--ours", action="store_true", help="without transformers")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
@@ -120,7 +127,7 @@ def main() -> None:
     params = backbone.init(config, jax.random.key(0))
     to_decode = jax.jit(lambda p: backbone.to_decode_layout(p, config, jnp.dtype(args.dtype)))
     decode_params = to_decode(params)
-    programs = compile_programs(run, temperature=1.0, top_p=1.0, stops=False)
+    programs = compile_decoding(run, temperature=1.0, top_p=1.0, stops=False)
     requests = [
         Request(place, prompt, limits=limits)
         for place, (prompt, limits) in enumerate(zip(prompts, lengths, strict=True))
@@ -195,8 +202,9 @@ def main() -> None:
         return time.perf_counter() - began
 
     candidates = {}
-    for batch in sorted({num_prompts, max(num_prompts // 2, 1), max(num_prompts // 4, 1)}):
-        for cache in ("dynamic", "static"):
+    batches = args.batches or {num_prompts, max(num_prompts // 2, 1), max(num_prompts // 4, 1)}
+    for batch in sorted(batches):
+        for cache in args.caches:
             candidates[batch, cache] = theirs(batch, cache, -1)
             print(
                 f"transformers, {batch} prompts, {cache}: {candidates[batch, cache]:.1f} s",

@@ -5,8 +5,8 @@
 
 Compiles every program of each for the topology named here, at its real batch sizes, and prints a
 row as soon as it is known. A step is told at worst, every prompt and response as long as it may be,
-and at a mean length of responses, see `care_jax.aot.step_sizes`; "fill" is the share of the computed
-tokens that is real at that mean. Needs compilers (`pip install 'care_jax[tpu]'` and
+and at a mean length of responses, see `care_jax.aot.step_sizes`; "fill" is the share of the
+computed tokens that is real at that mean. Needs compilers (`pip install 'care_jax[tpu]'` and
 `'care_jax[cuda]'`), no TPU and no GPU, and minutes a row. Ends with status 1 where a row is missing
 or a run does not fit.
 """

@@ -41,13 +41,14 @@ from care_jax import dynamic_sampling, train
 from care_jax.batch import Example
 from care_jax.config_checks import fill_in
 from care_jax.data.pipeline import Batches
-from care_jax.decoding.queue import DecodeQueue, compile_programs
+from care_jax.decoding.queue import DecodeQueue
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.export import save_processor
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
 from care_jax.policy import initial_params
+from care_jax.programs import compile_decoding, compile_rollout, compile_update, rollout_sizes
 from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run, make_adamw, start_state
 from care_jax.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
@@ -134,8 +135,8 @@ class Ours:
         _, adamw = make_adamw(self.run, "rl")
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
-        self.update = train.compile_update(self.run, adamw, sharding.of(self.state))
-        self.rollout = self._forced(train.compile_rollout(self.run, DeviceClock()), lengths)
+        self.update = compile_update(self.run, adamw, sharding.of(self.state))
+        self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
         self.batches = Batches(
             make_examples(self.run.policy.prompts),
             self.run.policy.prompts,
@@ -155,10 +156,10 @@ class Ours:
 
     def _forced(self, programs, lengths):
         """The rollouts end at these lengths [B, G], and nowhere else."""
-        sizes = train.rollout_sizes(self.run)[0]
+        sizes = rollout_sizes(self.run)[0]
         queue = DecodeQueue(
             self.run,
-            compile_programs(self.run, temperature=1.0, top_p=1.0, stops=False),
+            compile_decoding(self.run, temperature=1.0, top_p=1.0, stops=False),
             sizes,
             DeviceClock(),
         )

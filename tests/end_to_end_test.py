@@ -233,10 +233,10 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     config.care.beta = 0.0
     programs = {}
     for name in ("compile_rollout", "compile_update"):
-        compile_programs = getattr(main.train, name)
+        compile_decoding = getattr(main.train, name)
 
-        def kept(*args, name=name, compile_programs=compile_programs):
-            programs[name] = compile_programs(*args)
+        def kept(*args, name=name, compile_decoding=compile_decoding):
+            programs[name] = compile_decoding(*args)
             return programs[name]
 
         monkeypatch.setattr(main.train, name, kept)

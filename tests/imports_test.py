@@ -14,24 +14,17 @@ OURS = ("care_jax", "models", "configs", "experiments")
 
 # fmt: off
 LAYERS = (
-    ("commands",                  ("command_line",)),
-    ("records",                   ("batch",)),
-    ("pure leaves",               ("spans", "select", "advantages", "objective",
-                                   "roofline", "collectives")),
-    ("pure, over a batch",        ("credit", "diagnostics")),
-    ("host: answers",             ("notation", "quantities", "symbolic", "answers", "verifier",
-                                   "scores", "benchmarks")),
-    ("host: prompts",             ("data", "patches", "prompt", "packing", "lengths",
-                                   "tree_packing", "row_plan", "tree_rows", "decode_line")),
-    ("host: the run's resources", ("sharding", "distributed", "optimizer", "checkpoint",
-                                   "metrics", "report", "topology", "device_clock",
-                                   "compilation_cache", "xla_flags")),
-    ("over a backbone",           ("logprobs", "sampling", "sampler", "reflect", "train_step")),
-    ("one run",                   ("policy", "run", "attention_check", "checks", "decode_queue",
-                                   "rollout", "dynamic", "update_batch", "shapes", "step_sizes",
-                                   "scoreboard")),
-    ("loops",                     ("sft", "evaluate", "train", "export", "fit")),
-    ("entry",                     ("main", "aot", "sweep")),
+    ("records and flags",        ("batch", "command_line")),
+    ("devices and processes",    ("devices",)),
+    ("the method",               ("method", "metrics")),
+    ("host: answers",            ("rewards", "benchmarks")),
+    ("host: prompts",            ("prompts",)),
+    ("host: data and rows",      ("data", "packing", "report")),
+    ("over a backbone",          ("learning", "policy")),
+    ("what the stages share",    ("run", "attention_check", "decoding", "config_checks")),
+    ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
+    ("loops",                    ("sft", "evaluate", "train", "export")),
+    ("entry",                    ("main", "aot", "sweep")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {
@@ -41,7 +34,7 @@ FOLDERS = {
     "care_jax":    ("care_jax", "models"),
 }
 # fmt: on
-JIT_FILES = ("train", "sft", "evaluate", "export", "attention_check", "decode_queue")
+JIT_FILES = ("programs", "sft", "evaluate", "attention_check")
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
 
@@ -161,24 +154,19 @@ PLANTED = (
     (wrong_imports, "configs/tiny.py", "import care_jax.batch", "configs imports only configs"),
     (wrong_imports, "experiments/arm.py", "from models import rope", "imports only configs"),
     (wrong_imports, "models/rope.py", "from care_jax import batch", "models imports only models"),
-    (
-        wrong_imports,
-        "care_jax/method/select.py",
-        "from care_jax.train import x",
-        "lies below 'loops'",
-    ),
-    (wrong_imports, "care_jax/method/select.py", "from . import train", "lies below 'loops'"),
+    (wrong_imports, "care_jax/method/a.py", "from care_jax.train import x", "below 'loops'"),
+    (wrong_imports, "care_jax/method/a.py", "from .. import train", "below 'loops'"),
     (wrong_imports, "care_jax/train.py", "def f():\n    import care_jax.main", "below 'entry'"),
-    (wrong_imports, "care_jax/data/mix.py", "from ..sampler import x", "below 'over a backbone'"),
-    (cycles, "care_jax/method/spans.py", "import care_jax.method.select", "care_jax.s"),
+    (wrong_imports, "care_jax/data/mix.py", "from ..decoding import x", "below 'what the stages"),
+    (cycles, "care_jax/method/spans.py", "import care_jax.method.a", "care_jax.method.s"),
     (torch_imports, "models/rope.py", "def f():\n    from torch.nn import Linear", "torch.nn"),
     (
         stray_jits,
-        "care_jax/method/select.py",
+        "care_jax/method/a.py",
         "import jax\n@jax.jit\ndef f(x): return x",
-        "select.py:2",
+        "a.py:2",
     ),
-    (stray_jits, "care_jax/method/select.py", "import jax\nf = jax.vmap(jax.jit)", "select.py:2"),
+    (stray_jits, "care_jax/method/a.py", "import jax\nf = jax.vmap(jax.jit)", "a.py:2"),
     (stray_jits, "models/rope.py", "from jax import jit as compile", "rope.py:1"),
 )
 
@@ -191,9 +179,10 @@ def test_a_planted_violation_is_named(rule, file, text, message, tmp_path):
         "care_jax/data/mix.py": "from .. import batch",
         "care_jax/main.py": "from care_jax import train",
         "care_jax/decoding/sampler.py": "from models import rope",
-        "care_jax/method/select.py": "from care_jax import batch, spans",
+        "care_jax/method/a.py": "from care_jax import batch\nfrom care_jax.method import spans",
         "care_jax/method/spans.py": "import jax.numpy as jnp",
-        "care_jax/train.py": "import jax\nfrom care_jax import select\nf = jax.jit(select.x)",
+        "care_jax/programs.py": "import jax\nfrom care_jax.method import a\nf = jax.jit(a.x)",
+        "care_jax/train.py": "from care_jax.programs import f",
         "configs/tiny.py": "from configs import common",
         "experiments/arm.py": "from configs.tiny import get_config",
         "models/rope.py": "",

@@ -23,20 +23,21 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from care_jax import sft, train
+from care_jax import sft
 from care_jax.aot import collectives, shapes, step_sizes
 from care_jax.aot.collectives import Received
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology
 from care_jax.config_checks import check_config, fill_in
 from care_jax.decoding import sampler
-from care_jax.decoding.queue import Programs, compile_programs
+from care_jax.decoding.queue import DecodePrograms
 from care_jax.decoding.sampler import Seats
 from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import roofline, sharding
 from care_jax.devices.roofline import Chip, Layout, Packed, Rows, Work
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
+from care_jax.programs import compile_decoding, compile_update, rollout_sizes
 from care_jax.run import Run, abstract_state, make_adamw
 from models import lora
 from models.backbone import Params
@@ -185,7 +186,7 @@ def _rollout_programs(
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
     layout = _layout(run, is_decoding=True)
-    reshard = train.compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
+    reshard = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
     beside = kept - shapes.num_bytes(state.params)
     once = (moved,) if expected else ()
@@ -194,8 +195,8 @@ def _rollout_programs(
     compiled = [program]
     if params is None:
         return compiled, None
-    programs = compile_programs(run, temperature=rl.temperature, top_p=rl.top_p)
-    first, second = shapes.rollout_sizes(run)
+    programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p)
+    first, second = rollout_sizes(run)
     passes = [("decode", first, lambda step: step.decoding)]
     if shapes.num_rows(run) > rl.num_rollouts:
         passes.append(("reflect", second, lambda step: step.reflecting))
@@ -212,7 +213,7 @@ def _rollout_programs(
 
 def _decode_programs(
     run: Run,
-    programs: Programs,
+    programs: DecodePrograms,
     params: Params,
     kept: int,
     name: str,
@@ -285,13 +286,13 @@ def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: i
 
 def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:
     """The update, and the forward that scores its batch for the reference or for π_old."""
-    rl, care, model = run.config.rl, run.config.care, run.config.model
+    rl, model = run.config.rl, run.config.model
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     plan, _ = largest.updates[0]
     batch = shapes.train_batch(run, len(plan.rows) * step_sizes.num_processes(run))
     num_updates = len(largest.updates)
-    programs = train.compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
+    programs = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
     # The next batch is put on the devices while one is worked on.
     later = shapes.num_bytes(batch) if num_updates > 1 else 0
 
@@ -307,8 +308,8 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
         return _compile(name, jitted, arguments, beside, work, num_calls, works)[0]
 
     compiled = []
-    is_reframed = rl.objective == "care" and care.reflect_credit == "prompt_only"
-    num_scores = bool(run.objective.beta) + (rl.old_logp == "trainer" or is_reframed)
+    has_old_logp = rl.old_logp == "trainer" or run.objective.is_reframed
+    num_scores = bool(run.objective.beta) + has_old_logp
     if num_scores:
         params = lora.without(state.params)
         beside = shapes.num_bytes(state) + later

@@ -1,11 +1,10 @@
-"""A run's inputs as shapes alone: what `fit` compiles for, without weights, data or devices.
+"""A run's inputs as shapes alone: what `compile` compiles for, without weights, data or devices.
 
 Every prompt is of the largest bucket and has an image, every response is as long as it may be.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import pathlib
 from collections.abc import Callable
@@ -19,12 +18,10 @@ from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
-from care_jax.decoding import reflection
-from care_jax.decoding.schedule import Sizes
-from care_jax.devices import sharding
+from care_jax.data.tokenizer import open_tokenizer
 from care_jax.method import spans
 from care_jax.policy import Policy
-from care_jax.prompts.builder import backbone_config, load_tokenizer
+from care_jax.prompts.builder import backbone_config
 from care_jax.run import Run
 from models.config import RELEASES, BackboneConfig
 from models.positions import ImagePatches, pack_images
@@ -39,7 +36,7 @@ def policy(config: ConfigDict) -> Policy:
     model = config.model
     file = pathlib.Path(model.path).expanduser() / "config.json"
     if not model.path:
-        backbone = backbone_config(None, model.backbone.to_dict(), load_tokenizer(model.tokenizer))
+        backbone = backbone_config(None, model.backbone.to_dict(), open_tokenizer(model.tokenizer))
     elif file.is_file():
         backbone = BackboneConfig.from_folder(file.parent)
     elif model.path in RELEASES:
@@ -73,8 +70,7 @@ def largest_bucket(run: Run) -> tuple[int, int]:
 
 def num_rows(run: Run) -> int:
     """Rows of a prompt: its rollouts, and the reflected one where there may be any."""
-    has_slot = run.config.rl.objective == "care" and run.config.care.reflect
-    return run.config.rl.num_rollouts + has_slot
+    return run.config.rl.num_rollouts + run.objective.has_reflection
 
 
 def largest_update(run: Run) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
@@ -144,46 +140,6 @@ def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> Imag
     patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
     images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
     return jax.tree.map(lambda x: on_batch(place, size, *x.shape[1:])(x.dtype), images)
-
-
-def context_tokens(run: Run) -> int:
-    """Most forced tokens of a reflected row.
-
-    Without a tokenizer, where programs are only compiled, a token of the cue is taken to be four
-    bytes.
-    """
-    care, tokenizer = run.config.care, run.policy.tokenizer
-    if care.reflect_mode == "resample":
-        return 0
-    cue = reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
-    if tokenizer is None:
-        return care.max_context + math.ceil(len(cue.encode()) / 4)
-    return care.max_context + len(tokenizer.encode(cue, add_special_tokens=False) if cue else ())
-
-
-def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
-    """Of the first decode, and of the reflected one.
-
-    A prompt that is repaired has one row and takes less than half of the memory of the others.
-    """
-    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_place)
-    tries = Sizes(
-        num_seats=rl.decode_prompts,
-        num_rows=min(rl.decode_rows, rl.num_rollouts),
-        num_rollouts=rl.num_rollouts,
-        max_tokens=rl.max_response_tokens,
-        context_tokens=0,
-        num_shards=shards,
-        period=rl.prompts_per_update,
-    )
-    repairs = dataclasses.replace(
-        tries,
-        num_seats=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
-        num_rows=1,
-        num_rollouts=1,
-        context_tokens=context_tokens(run),
-    )
-    return tries, repairs
 
 
 def num_bytes(tree: Any) -> int:

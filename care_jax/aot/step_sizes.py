@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Int
 
 from care_jax.aot import lengths, shapes
-from care_jax.aot.shapes import rollout_sizes
 from care_jax.decoding.schedule import Schedule, Waiting, simulate
 from care_jax.devices import roofline, sharding
 from care_jax.devices.roofline import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
+from care_jax.programs import rollout_sizes
 from care_jax.run import Run
 
 _SEED = 0  # of the drawn lengths: two mean lengths, or two topologies, get the same prompts

@@ -32,7 +32,8 @@ from care_jax.data import hub, shards
 from care_jax.data.dedup import Content, Seen, content_of
 from care_jax.data.pipeline import TOO_LONG
 from care_jax.data.sources import check_section, open_source, options_of
-from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.data.tokenizer import open_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
@@ -226,7 +227,7 @@ def _inspector(config: ConfigDict) -> Callable[[Example], Content]:
     folder = None
     if model.path:
         folder = hub.find(model.path, ["*.json", "*.txt", "*.jinja"], kind="model")
-    tokenizer = load_tokenizer(model.tokenizer or str(folder or ""))
+    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
     prompts = PromptBuilder(
         tokenizer,
         backbone_config(folder, model.backbone.to_dict(), tokenizer),

@@ -166,7 +166,12 @@ def draw(picture: _Diagram | _Chart) -> Image.Image:
 
 
 def texts() -> Iterator[str]:
-    """Every question, rationale and answer that can occur, without the picture."""
+    """Every question, rationale and answer that can occur, without the picture.
+
+    Colours come often, so that a tokenizer that learns from it has a token for each.
+    """
+    for _ in range(50):
+        yield from COLOURS
     for kind, templates in _TEXTS.items():
         is_chart = kind in CHART_KINDS
         for a in COLOURS if is_chart else SHAPES:

@@ -1,6 +1,6 @@
 """Answers to many prompts from few seats: the host's side of continuous decoding.
 
-Prompts sit down a few at a time (`decode_line`), all their rollouts are decoded (`sampler`), and
+Prompts sit down a few at a time (`schedule`), all their rollouts are decoded (`sampler`), and
 whoever is done is handed out while the devices decode the others, so that verifying takes none of
 their time. Between two calls of `advance` the host reads which seats are free and pads the prompts
 that sit down.
@@ -20,15 +20,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
-from care_jax.decoding import sampler
 from care_jax.decoding.sampler import Progress, Sampled, Seats
-from care_jax.decoding.schedule import NUM_STEPS, Line, Newcomers, Sizes, Waiting
+from care_jax.decoding.schedule import Line, Newcomers, Sizes, Waiting
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
@@ -58,8 +56,8 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
-    """The compiled functions of decoding, see `compile_programs`.
+class DecodePrograms:
+    """The compiled functions of decoding, see `programs.compile_decoding`.
 
     Attributes:
         empty: (sizes, P, S) -> Seats.
@@ -81,69 +79,6 @@ class Programs:
     keep: Callable[..., jax.Array]
 
 
-def compile_programs(run: Run, *, temperature: float, top_p: float, stops: bool = True) -> Programs:
-    """The jitted functions of decoding, each compiled once per shape that occurs."""
-    config, mesh = run.policy.config, run.mesh
-    rules, rows = run.config.decode_sharding_rules, run.decode_batch_place
-    dtype = jnp.dtype(run.config.model.compute_dtype)
-    attention = sharding.attention_impl(run.config.model.attention, rules, mesh)
-    closing_tag = jnp.asarray(run.policy.closing_tag)
-    num_shards = sharding.num_shards(rows)
-    choice = dict(temperature=temperature, top_p=top_p)
-
-    def laid_out(seats: Seats) -> Seats:
-        """Every program leaves the seats where the next one takes them from."""
-        places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, mesh)
-        return jax.lax.with_sharding_constraint(seats, places)
-
-    def empty(sizes, num_prompt_tokens, num_slots):
-        seats = sampler.empty(
-            config,
-            sizes=sizes,
-            num_prompt_tokens=num_prompt_tokens,
-            num_slots=num_slots,
-            dtype=dtype,
-        )
-        return laid_out(seats)
-
-    def sit_down(params, seats, prompts, rng, places, budget, chosen):
-        prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
-        rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
-        seats, first = sampler.sit_down(
-            params, seats, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
-        )
-        return laid_out(seats), jax.lax.with_sharding_constraint(first, rows)
-
-    def share(seats, source, begin, end):
-        return laid_out(sampler.share(seats, source, begin, end, num_shards=num_shards))
-
-    def advance(params, seats, num_wanted):
-        seats, sampled, progress = sampler.advance(
-            params,
-            seats,
-            closing_tag,
-            num_wanted,
-            config,
-            num_steps=NUM_STEPS,
-            dtype=dtype,
-            stops=stops,
-            **choice,
-        )
-        sampled = jax.lax.with_sharding_constraint(sampled, rows)
-        progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
-        return laid_out(seats), sampled, progress
-
-    return Programs(
-        empty=jax.jit(run.placed_to_decode(empty), static_argnums=(0, 1, 2)),
-        sit_down=jax.jit(run.placed_to_decode(sit_down), donate_argnums=1),
-        share=jax.jit(share, donate_argnums=0),
-        advance=jax.jit(run.placed_to_decode(advance), donate_argnums=1),
-        resize=jax.jit(sampler.resize_ring, static_argnums=(2, 3)),
-        pad=jax.jit(sampler.pad_left, static_argnums=(1, 2)),
-        keep=jax.jit(functools.partial(sampler.keep, num_shards=num_shards)),
-    )
-
-
 class DecodeQueue:
     """Answers prompts with the sizes and settings of one configuration.
 
@@ -157,7 +92,7 @@ class DecodeQueue:
         num_steps: decoded so far, each by all rows at once.
     """
 
-    def __init__(self, run: Run, programs: Programs, sizes: Sizes, clock: DeviceClock):
+    def __init__(self, run: Run, programs: DecodePrograms, sizes: Sizes, clock: DeviceClock):
         self.programs, self.sizes, self.clock = programs, sizes, clock
         self.place, self.policy = run.decode_batch_place, run.policy
         self.num_steps = 0

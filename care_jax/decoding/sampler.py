@@ -2,7 +2,7 @@
 
 B prompts sit in a program of fixed shapes, each with R rows in flight. A row whose response ends
 takes its prompt's next rollout in the same step; a prompt whose rollouts are all done gives its
-seat to another between two calls of `advance`. `decode_queue` is the host's side of it.
+seat to another between two calls of `advance`. `queue` is the host's side of it.
 
 A prompt's keys and values (its image's too) are stored once and read by its R rows as one matmul.
 What a row has read is a ring: at step t of all, every row writes slot t mod S, so that nothing is
@@ -275,7 +275,7 @@ def share(
     *,
     num_shards: int,
 ) -> Seats:
-    """Free seats take over rollouts of prompts that sit elsewhere; see `decode_line.Shares`."""
+    """Free seats take over rollouts of prompts that sit elsewhere; see `schedule.Shares`."""
     found = functools.partial(_of_shard, chosen=source, num_shards=num_shards)
     seats = seats.replace(
         prefix=jax.tree.map(found, seats.prefix, seats.prefix),
@@ -434,7 +434,7 @@ def pad_left(x: Array, axis: int, size: int) -> Array:
 
 
 def keep(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
-    """An array of the seats with some of each shard's alone; see `decode_line.Line.next_half`."""
+    """An array of the seats with some of each shard's alone; see `schedule.Line.next_half`."""
     shards = x.reshape(num_shards, -1, *x.shape[1:])
     found = jax.vmap(lambda x, i: x[i])(shards, kept.reshape(num_shards, -1))
     return found.reshape(-1, *x.shape[1:])

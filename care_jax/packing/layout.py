@@ -1,6 +1,6 @@
 """Prompts and their responses laid out in rows of trees, and values at their tokens (host numpy).
 
-A row is `[prompt | r_0 | r_1 | ...] [prompt' | r'_0 | ...] padding`, as `row_plan` has it. A prompt
+A row is `[prompt | r_0 | r_1 | ...] [prompt' | r'_0 | ...] padding`, as `plan` has it. A prompt
 whose tree is split stands in several rows, with its images in each.
 
 Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.

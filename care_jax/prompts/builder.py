@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from care_jax.batch import Example, Prompts
 from care_jax.prompts.images import AnyImage, image_size, open_image
 from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
-from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from models.config import BackboneConfig
 from models.positions import image_slots, pack_images, prompt_positions
 
@@ -64,8 +64,8 @@ def prompt_sizes(records: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
     return np.array(sizes, np.int32).reshape(-1, 2)
 
 
-def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
-    """Opens a tokenizer folder; an empty name gives the small built-in tokenizer.
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """Opens a tokenizer folder.
 
     The chat template is the one that transformers' AutoProcessor has: chat_template.json or
     chat_template.jinja come before the tokenizer's own, which in Qwen2.5-VL's releases is for text
@@ -74,8 +74,6 @@ def load_tokenizer(folder: str = "") -> PreTrainedTokenizerBase:
     Raises:
         ValueError: the folder holds no tokenizer, or its templates cannot be read.
     """
-    if not folder:
-        return build_tokenizer()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

@@ -2,18 +2,16 @@
 
 Runs without a released backbone need a tokenizer of a few hundred tokens. This one has Qwen's
 pre-tokenising rule (digits stand alone), special tokens and chat template, and learns its merges
-from the texts of the synthetic source and a fixed page of English. It differs from Qwen's in having
+from texts that are given and a fixed page of English. It differs from Qwen's in having
 no Unicode normaliser, so that every string comes back as it went in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-from care_jax.data import synthetic
 
 # In Qwen's order; they take the last ids of the vocabulary, so that a vocabulary of V tokens has
 # <|endoftext|> at V - 8 and <|video_pad|> at V - 1.
@@ -94,10 +92,11 @@ _ENGLISH = (
 )
 
 
-def build_tokenizer(vocab_size: int = 640) -> PreTrainedTokenizerFast:
-    """Trains the tokenizer; the same `vocab_size` always gives the same one.
+def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTokenizerFast:
+    """Trains the tokenizer; the same arguments always give the same one.
 
     Args:
+        texts: what it will have to write.
         vocab_size: tokens, special ones included, from 400 to `MAX_VOCAB_SIZE`.
 
     Returns:
@@ -124,7 +123,7 @@ def build_tokenizer(vocab_size: int = 640) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.train_from_iterator(_corpus(texts), trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
@@ -142,10 +141,10 @@ def build_tokenizer(vocab_size: int = 640) -> PreTrainedTokenizerFast:
     )
 
 
-def _corpus() -> Iterator[str]:
+def _corpus(texts: Iterable[str]) -> Iterator[str]:
     for _ in range(50):
-        yield from (*_TAGS, *synthetic.COLOURS)
-    yield from synthetic.texts()
+        yield from _TAGS
+    yield from texts
     for text in _ENGLISH:
         yield text
         yield " " + text

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from care_jax.batch import Example
+from care_jax.data import synthetic
 from care_jax.data.rows import make_example
 from care_jax.main import policy_of
 from care_jax.prompts.builder import PromptBuilder, load_tokenizer
@@ -197,7 +198,7 @@ TEXT_ONLY = {
 
 @pytest.mark.parametrize("name", TEXT_ONLY)
 def test_whatever_a_template_does_instead_of_showing_images_is_refused(name, policy):
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(synthetic.texts())
     tokenizer.chat_template = TEXT_ONLY[name]
     with pytest.raises(ValueError, match=r"must write <\|image_pad\|> for an image") as error:
         PromptBuilder(tokenizer, policy.config, **LIMITS, buckets=((64, 64),))

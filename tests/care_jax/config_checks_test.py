@@ -3,8 +3,9 @@
 import jax
 import pytest
 
-from care_jax.config_checks import OBJECTIVES, check_config, check_policy, fill_in
+from care_jax.config_checks import check_config, check_policy, fill_in
 from care_jax.devices.sharding import make_mesh
+from care_jax.method.objectives import OBJECTIVES
 from configs import common, tiny
 
 MMMU = (("mmmu", "releases/MMMU"),)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scripted import STEPS, B, R, groups_of, scripted_update, trees_of
 
-from care_jax import dynamic_sampling, train
+from care_jax import dynamic_sampling
 from care_jax.batch import Example, Scores
 from care_jax.devices import distributed
 from care_jax.dynamic_sampling import Draw
@@ -146,7 +146,7 @@ class DynamicScript:
     def programs(self):
         return scripted_update(
             to_decode_layout=lambda params: params,
-            credit=lambda *groups: train.credit_of(self.run)(*groups),
+            credit=lambda *groups: self.run.objective.credit(*groups),
             update=self.update,
         )
 

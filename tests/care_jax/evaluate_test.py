@@ -50,7 +50,7 @@ def asked(policy, examples, monkeypatch):
         table[row, : len(tokens)], lengths[row] = tokens, len(tokens)
     calls = []
 
-    def compile_programs(run, **choice):
+    def compile_decoding(run, **choice):
         calls.append(choice)
 
     class Queue:
@@ -77,7 +77,7 @@ def asked(policy, examples, monkeypatch):
                     ),
                 )
 
-    monkeypatch.setattr(evaluate, "compile_programs", compile_programs)
+    monkeypatch.setattr(evaluate, "compile_decoding", compile_decoding)
     monkeypatch.setattr(evaluate, "DecodeQueue", Queue)
     monkeypatch.setattr(evaluate.backbone, "to_decode_layout", lambda params, *_: params)
     monkeypatch.setattr(evaluate, "decode_shardings", lambda *_: None)

@@ -1,6 +1,6 @@
 """Decoding as plainly as it can be: every token from a forward over the whole row, no cache at all.
 
-The reference of `sampler` and `decode_queue`.
+The reference of `decoding.sampler` and `decoding.queue`.
 """
 
 import jax

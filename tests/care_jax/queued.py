@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.decoding.queue import DecodeQueue, compile_programs
+from care_jax.decoding.queue import DecodeQueue
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.sharding import make_mesh, num_shards
+from care_jax.programs import compile_decoding
 from care_jax.run import Run
 from configs import tiny
 from models import backbone
@@ -36,7 +37,7 @@ def make_answer(
     run = Run(tiny.get_config(), policy, mesh, pathlib.Path(), None)
     shards = num_shards(run.decode_batch_place)
     sizes = Sizes(num_seats, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
-    programs = compile_programs(run, temperature=temperature, top_p=top_p, stops=stops)
+    programs = compile_decoding(run, temperature=temperature, top_p=top_p, stops=stops)
     queue = DecodeQueue(run, programs, sizes, DeviceClock())
     decode_params = backbone.to_decode_layout(params, policy.config, jnp.float32)
 

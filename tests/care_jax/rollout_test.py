@@ -13,8 +13,9 @@ import pytest
 
 from care_jax.batch import Rollouts
 from care_jax.method.select import Subgroup
+from care_jax.programs import RolloutPrograms
 from care_jax.rewards.verifier import Verifier
-from care_jax.rollout import Programs, Roster, roll_out
+from care_jax.rollout import Roster, roll_out
 
 T = 48
 LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order
@@ -46,7 +47,7 @@ class Script:
         self.failure = lambda i, g: said(f"row {g} of {i}", 99)
 
     def programs(self):
-        return Programs(self.decode, self.reflect, self.select)
+        return RolloutPrograms(self.decode, self.reflect, self.select)
 
     def decode(self, params, rng, requests):
         """Two prompts at a time, the last first."""

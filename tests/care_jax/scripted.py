@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import train
 from care_jax.batch import Scores
 from care_jax.method.credit import Credit
+from care_jax.programs import UpdatePrograms
 from care_jax.prompts.builder import prompt_sizes
 from care_jax.rollout import Groups
 
@@ -48,7 +48,7 @@ def credit_of(shape, seed=0):
 def scripted_update(**programs):
     """UpdatePrograms of which a test gives some; the others must not be called."""
     names = ("to_decode_layout", "credit", "raw_advantages", "score", "update")
-    return train.UpdatePrograms(**{name: programs.get(name) for name in names})
+    return UpdatePrograms(**{name: programs.get(name) for name in names})
 
 
 def trees_of(batch):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from scripted import STEPS, B, R, T, credit_of
 
-from care_jax import sft, train
-from care_jax.aot import shapes
+from care_jax import programs, sft, train
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import roofline, sharding
 from care_jax.learning import optimizer
+from care_jax.method import credit
 from care_jax.prompts.builder import prompt_sizes
 from care_jax.report import page
 from care_jax.rollout import Roster
@@ -59,12 +59,12 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     run = make_run(changes)
     seen = {}
     for module, name in (
-        (train, "compile_programs"),
-        (train.credit, "select_subgroups"),
-        (train.credit, "care_credit"),
-        (train.credit, "care_raw_advantages"),
-        (train, "train_step"),
-        (train, "score_rows"),
+        (programs, "compile_decoding"),
+        (credit, "select_subgroups"),
+        (credit, "care_credit"),
+        (credit, "care_raw_advantages"),
+        (programs, "train_step"),
+        (programs, "score_rows"),
     ):
 
         def noted(*args, name=name, **kwargs):
@@ -73,9 +73,9 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
         monkeypatch.setattr(module, name, noted)
 
-    rollout, update = train.compile_rollout(run, None), train.compile_update(run, None, None)
+    rollout, update = programs.compile_rollout(run, None), programs.compile_update(run, None, None)
     rng, places = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
-    assert seen["compile_programs"] == {"temperature": 0.7, "top_p": 0.9}
+    assert seen["compile_decoding"] == {"temperature": 0.7, "top_p": 0.9}
     first, second = (program.__self__.sizes for program in (rollout.decode, rollout.reflect))
     updated = run.config.rl.prompts_per_update
     assert first == Sizes(
@@ -87,7 +87,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         num_shards=1,
         period=updated,
     )
-    context = shapes.context_tokens(run)
+    context = programs.context_tokens(run)
     one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
     assert second == dataclasses.replace(first, **one) and context > 11
     jax.eval_shape(rollout.select, 0, 0, rng, places)
@@ -132,9 +132,9 @@ def test_each_baseline_is_called_with_the_keys_of_its_section(
         return lambda *args, **kwargs: seen.update({called: kwargs}) or (jnp.zeros(2), None)
 
     for called in ("care_credit", "grpo_credit", "dapo_credit", "dr_grpo_credit", "rloo_credit"):
-        monkeypatch.setattr(train.credit, called, noted(called))
-    monkeypatch.setattr(train, "train_step", noted("train_step"))
-    update = train.compile_update(run, None, None)
+        monkeypatch.setattr(credit, called, noted(called))
+    monkeypatch.setattr(programs, "train_step", noted("train_step"))
+    update = programs.compile_update(run, None, None)
     jax.eval_shape(update.credit, 0, 0)
     jax.eval_shape(update.update, 0, 0)
     settings = seen.pop("train_step")
@@ -154,8 +154,8 @@ def test_log_probabilities_come_back_in_the_order_of_the_rows(
     def score_rows(params, rows, *args, **kwargs):
         return jnp.where(rows.predictor >= 0, rows.tokens, 0).astype(jnp.float32), None
 
-    monkeypatch.setattr(train, "score_rows", score_rows)
-    logp = train.compile_update(run, None, None).score(0, batch)
+    monkeypatch.setattr(programs, "score_rows", score_rows)
+    logp = programs.compile_update(run, None, None).score(0, batch)
     is_scored = batch.rows.predictor >= 0
     np.testing.assert_array_equal(logp, np.where(is_scored, batch.rows.tokens, 0))
 

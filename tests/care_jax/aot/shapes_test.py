@@ -12,6 +12,7 @@ from care_jax.batch import ImitationBatch
 from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.policy import abstract_params
+from care_jax.programs import context_tokens
 from care_jax.prompts.builder import prompt_sizes
 from care_jax.run import Run, abstract_state, make_adamw, start_state
 from configs import tiny
@@ -82,11 +83,11 @@ def test_batches_are_those_that_packing_makes(run, image_records):
 def test_a_context_is_as_long_as_the_budget_and_the_cue(run, policy):
     run.config.care.update(max_context=11, cue="a cue of twenty-one b")
     num_cue = len(policy.tokenizer.encode("a cue of twenty-one b", add_special_tokens=False))
-    assert shapes.context_tokens(run) == 11 + num_cue
+    assert context_tokens(run) == 11 + num_cue
     without = dataclasses.replace(run, policy=dataclasses.replace(policy, tokenizer=None))
-    assert shapes.context_tokens(without) == 11 + 6
+    assert context_tokens(without) == 11 + 6
     run.config.care.reflect_mode = "resample"
-    assert shapes.context_tokens(run) == 0
+    assert context_tokens(run) == 0
 
 
 def test_bytes_are_those_of_one_device(run):

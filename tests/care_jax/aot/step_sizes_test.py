@@ -4,11 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from care_jax.aot import shapes, step_sizes
+from care_jax.aot import step_sizes
 from care_jax.config_checks import fill_in
 from care_jax.devices import roofline, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.packing.plan import TreeSizes, plan_rows
+from care_jax.programs import context_tokens
 from care_jax.run import Run
 from configs import tiny
 
@@ -45,7 +46,7 @@ def test_the_largest_step_is_full(run):
     assert sum(call.num_tokens for call in decoding.calls) == 64 * 8 * 36
     assert decoding.num_steps == 64 // 16 * 2 * 35
     assert {(call.num_prompt_tokens, call.num_slots) for call in decoding.calls} == {(128, 36)}
-    context = shapes.context_tokens(run)
+    context = context_tokens(run)
     assert reflecting.prefills == ((128 + context, 64),) * 8  # of 32 seats, with a row each
     assert sum(call.num_tokens for call in reflecting.calls) == 64 * (36 - context)
     plan, packed = step.updates[0]
@@ -59,7 +60,7 @@ def test_all_that_is_drawn_is_decoded(run, drawn):
     _, responses = drawn
     step = step_sizes.expected_step(run, MEAN)
     assert sum(call.num_tokens for call in step.decoding.calls) == responses[:, :8].sum()
-    room = 36 - shapes.context_tokens(run)
+    room = 36 - context_tokens(run)
     sampled = sum(call.num_tokens for call in step.reflecting.calls)
     assert sampled == np.minimum(responses[:, 8], room).sum()
     # The smallest bucket that holds 20 + 40 tokens, before that which holds 20 + 63.

@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from care_jax.batch import Example
+from care_jax.data import synthetic
 from care_jax.data.synthetic import SyntheticSource
 from care_jax.prompts.builder import PromptBuilder, load_tokenizer, prompt_sizes
 from care_jax.prompts.tokenizer import build_tokenizer
@@ -73,7 +74,7 @@ BUCKETS = ((96, 256), (48, 64), (64, 128))  # in no order
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(1000)
+    return build_tokenizer(synthetic.texts(), 1000)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from care_jax.data import synthetic
 from care_jax.data.synthetic import SyntheticSource
 from care_jax.prompts.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = build_tokenizer(synthetic.texts())
 
 
 def num_tokens(text):
@@ -27,7 +28,7 @@ def test_every_text_comes_back(text):
 
 @pytest.mark.parametrize("vocab_size", [600, 1000])
 def test_special_tokens_take_the_last_ids(vocab_size):
-    tokenizer = build_tokenizer(vocab_size)
+    tokenizer = build_tokenizer(synthetic.texts(), vocab_size)
     assert len(tokenizer) == vocab_size
     ids = tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS))
     assert ids == list(range(vocab_size - 8, vocab_size))
@@ -45,8 +46,9 @@ def test_saved_folder_opens_as_the_same_tokenizer(tmp_path):
 
 def test_another_process_builds_the_same_tokenizer():
     code = (
+        "from care_jax.data import synthetic;"
         "from care_jax.prompts.tokenizer import build_tokenizer;"
-        "print(build_tokenizer().backend_tokenizer.to_str(), end='')"
+        "print(build_tokenizer(synthetic.texts()).backend_tokenizer.to_str(), end='')"
     )
     built = subprocess.run(
         [sys.executable, "-c", code],
@@ -83,4 +85,4 @@ def test_synthetic_responses_take_about_twenty_tokens():
 @pytest.mark.parametrize("vocab_size", [100, 5000])
 def test_vocabulary_size_out_of_range_is_refused(vocab_size):
     with pytest.raises(ValueError, match="vocab_size must lie in"):
-        build_tokenizer(vocab_size)
+        build_tokenizer(synthetic.texts(), vocab_size)

@@ -1,0 +1,256 @@
+"""The compiled functions of RL: every `jax.jit` of rollouts and updates, and the sizes they have.
+
+Each is compiled once per shape that occurs.
+
+Letters: B seats, R rows in flight of each, G rollouts of a prompt, P prompt tokens, S slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from care_jax.batch import Rollouts
+from care_jax.decoding import reflection, sampler
+from care_jax.decoding.queue import DecodePrograms, DecodeQueue
+from care_jax.decoding.sampler import Seats
+from care_jax.decoding.schedule import NUM_STEPS, Sizes
+from care_jax.devices import sharding
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.learning.logprobs import score_rows
+from care_jax.learning.train_step import TrainState, map_microbatches, train_step
+from care_jax.method import credit
+from care_jax.method.select import Subgroup
+from care_jax.policy import decode_shardings
+from care_jax.run import Run
+from models import backbone
+from models.attention_mask import AttentionImpl
+
+Answers = Callable[..., Iterator[tuple[list[int], Rollouts]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutPrograms:
+    """What a rollout runs on the devices, see `compile_rollout`.
+
+    Attributes:
+        decode: (params, rng, requests) -> numbers of requests, and G rollouts of each, as they get
+            done; see `decoding.queue.DecodeQueue.answers`.
+        reflect: likewise, one row of each, which starts with the request's context.
+        select: (rollouts, scores, rng, places [B]) -> Subgroup.
+    """
+
+    decode: Answers
+    reflect: Answers
+    select: Callable[..., Subgroup]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePrograms:
+    """The compiled functions of the update; those of the rollout are `RolloutPrograms`.
+
+    Attributes:
+        to_decode_layout: params -> params in the decode layout.
+        credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
+        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages; None where the
+            objective has none.
+        score: (params, batch) -> log-probabilities at the tokens of the batch's rows.
+        update: (state, batch) -> (state, metrics).
+    """
+
+    to_decode_layout: Callable
+    credit: Callable
+    raw_advantages: Callable | None
+    score: Callable
+    update: Callable
+
+
+def compile_decoding(
+    run: Run, *, temperature: float, top_p: float, stops: bool = True
+) -> DecodePrograms:
+    """The jitted functions of decoding, each compiled once per shape that occurs."""
+    config, mesh = run.policy.config, run.mesh
+    rules, rows = run.config.decode_sharding_rules, run.decode_batch_place
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+    attention = sharding.attention_impl(run.config.model.attention, rules, mesh)
+    closing_tag = jnp.asarray(run.policy.closing_tag)
+    num_shards = sharding.num_shards(rows)
+    choice = dict(temperature=temperature, top_p=top_p)
+
+    def laid_out(seats: Seats) -> Seats:
+        """Every program leaves the seats where the next one takes them from."""
+        places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, mesh)
+        return jax.lax.with_sharding_constraint(seats, places)
+
+    def empty(sizes, num_prompt_tokens, num_slots):
+        seats = sampler.empty(
+            config,
+            sizes=sizes,
+            num_prompt_tokens=num_prompt_tokens,
+            num_slots=num_slots,
+            dtype=dtype,
+        )
+        return laid_out(seats)
+
+    def sit_down(params, seats, prompts, rng, places, budget, chosen):
+        prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
+        rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
+        seats, first = sampler.sit_down(
+            params, seats, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
+        )
+        return laid_out(seats), jax.lax.with_sharding_constraint(first, rows)
+
+    def share(seats, source, begin, end):
+        return laid_out(sampler.share(seats, source, begin, end, num_shards=num_shards))
+
+    def advance(params, seats, num_wanted):
+        seats, sampled, progress = sampler.advance(
+            params,
+            seats,
+            closing_tag,
+            num_wanted,
+            config,
+            num_steps=NUM_STEPS,
+            dtype=dtype,
+            stops=stops,
+            **choice,
+        )
+        sampled = jax.lax.with_sharding_constraint(sampled, rows)
+        progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
+        return laid_out(seats), sampled, progress
+
+    return DecodePrograms(
+        empty=jax.jit(run.placed_to_decode(empty), static_argnums=(0, 1, 2)),
+        sit_down=jax.jit(run.placed_to_decode(sit_down), donate_argnums=1),
+        share=jax.jit(share, donate_argnums=0),
+        advance=jax.jit(run.placed_to_decode(advance), donate_argnums=1),
+        resize=jax.jit(sampler.resize_ring, static_argnums=(2, 3)),
+        pad=jax.jit(sampler.pad_left, static_argnums=(1, 2)),
+        keep=jax.jit(functools.partial(sampler.keep, num_shards=num_shards)),
+    )
+
+
+def context_tokens(run: Run) -> int:
+    """Most forced tokens of a reflected row.
+
+    Without a tokenizer, where programs are only compiled, a token of the cue is taken to be four
+    bytes.
+    """
+    care, tokenizer = run.config.care, run.policy.tokenizer
+    if care.reflect_mode == "resample":
+        return 0
+    cue = reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
+    if tokenizer is None:
+        return care.max_context + math.ceil(len(cue.encode()) / 4)
+    return care.max_context + len(tokenizer.encode(cue, add_special_tokens=False) if cue else ())
+
+
+def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
+    """Of the first decode, and of the reflected one.
+
+    A prompt that is repaired has one row and takes less than half of the memory of the others.
+    """
+    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_place)
+    tries = Sizes(
+        num_seats=rl.decode_prompts,
+        num_rows=min(rl.decode_rows, rl.num_rollouts),
+        num_rollouts=rl.num_rollouts,
+        max_tokens=rl.max_response_tokens,
+        context_tokens=0,
+        num_shards=shards,
+        period=rl.prompts_per_update,
+    )
+    repairs = dataclasses.replace(
+        tries,
+        num_seats=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
+        num_rows=1,
+        num_rollouts=1,
+        context_tokens=context_tokens(run),
+    )
+    return tries, repairs
+
+
+def compile_rollout(run: Run, clock: DeviceClock) -> RolloutPrograms:
+    """The jitted functions of a rollout, each compiled once per shape that occurs."""
+    rl, care = run.config.rl, run.config.care
+    programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p)
+    decode, reflect = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
+
+    def select(rollouts, scores, rng, places):
+        return credit.select_subgroups(
+            rollouts,
+            scores,
+            jax.vmap(jax.random.fold_in, (None, 0))(rng, places),
+            num_negatives=care.num_negatives,
+            num_candidates=care.num_candidates,
+            rule=care.rule,
+            anchor_rule=care.anchor_rule,
+        )
+
+    return RolloutPrograms(decode=decode.answers, reflect=reflect.answers, select=jax.jit(select))
+
+
+def compile_update(
+    run: Run,
+    adamw: optax.GradientTransformation,
+    state_shardings: TrainState,
+    attention: AttentionImpl | None = None,
+) -> UpdatePrograms:
+    """The jitted functions of an update, each compiled once per bucket that occurs.
+
+    Args:
+        run: the run.
+        adamw: its optimizer.
+        state_shardings: where the state lies before and after an update.
+        attention: what computes it; None for what the device has, unchecked.
+    """
+    rl, model, objective = run.config.rl, run.config.model, run.objective
+    config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
+    if attention is None:
+        rules = run.config.sharding_rules
+        attention = sharding.attention_impl(model.attention, rules, run.mesh)
+    scoring = dict(
+        dtype=dtype,
+        chunk=run.chunk_of_row(rl.microbatch_size),
+        remat=model.remat,
+        attention=attention,
+    )
+
+    def to_decode_layout(params):
+        return backbone.to_decode_layout(params, config, dtype)
+
+    def score(params, batch):
+        def one(batch):
+            return score_rows(params, batch.rows, config, **scoring)[0]
+
+        return map_microbatches(one, batch, rl.microbatch_size)
+
+    def update(state, batch):
+        return train_step(
+            state,
+            batch,
+            config,
+            adamw,
+            microbatch_size=rl.microbatch_size,
+            beta=objective.beta,
+            clip_low=objective.clip_low,
+            clip_high=objective.clip_high,
+            has_sequence_ratio=objective.has_sequence_ratio,
+            partition=run.partition,
+            **scoring,
+        )
+
+    decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
+    return UpdatePrograms(
+        to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
+        credit=jax.jit(objective.credit),
+        raw_advantages=objective.raw_advantages and jax.jit(objective.raw_advantages),
+        score=jax.jit(run.placed(score), out_shardings=run.train_batch_place),
+        update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
+    )
