@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import flax.struct
 import jax
 import numpy as np
 from jaxtyping import Bool
@@ -73,20 +74,24 @@ def fill(draws: Sequence[Draw]) -> Draw:
     )
 
 
-def survey(draws: Sequence[Draw]) -> tuple[Rollouts, Scores, list[str]]:
-    """Every group that was drawn, on all processes, without texts; and where its prompt is from.
+@flax.struct.dataclass
+class Survey:
+    """Every group that was drawn, on all processes, without texts and spans."""
 
-    What is trained on is no sample of what the policy does: its groups were chosen by their acc.
-    """
+    rollouts: Rollouts
+    scores: Scores
+
+
+def survey(draws: Sequence[Draw]) -> Survey:
+    """What the policy does: the groups that are trained on were chosen by their acc."""
     parts = [
         distributed.gather_rows(
-            (draw.groups.rollouts.without_text(), draw.groups.scores.without_spans()),
+            Survey(draw.groups.rollouts.without_text(), draw.groups.scores.without_spans()),
             draw.roster.own,
         )
         for draw in draws
     ]
-    rollouts, scores = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-    return rollouts, scores, [source for draw in draws for source in draw.roster.sources]
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
 def _is_mixed(draw: Draw) -> Bool[np.ndarray, " B"]:

@@ -288,8 +288,8 @@ def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
         "min_pixels": config.data.min_pixels,
         "max_pixels": config.data.max_pixels,
         "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],
-        "system_prompt": config.data.system_prompt,
-        "instruction": config.data.instruction,
+        "system_prompt": run.policy.prompts.system_prompt,
+        "instruction": run.policy.prompts.instruction,
         "judge": [config.evaluate.judge_url, config.evaluate.judge_model],
     }
 

@@ -17,7 +17,7 @@ from care_jax.data.tokenizer import open_tokenizer
 from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.prompts.builder import PromptBuilder, backbone_config
-from models import backbone, lora
+from models import backbone, hf_config, lora
 from models.config import BackboneConfig
 
 
@@ -45,7 +45,7 @@ class Policy:
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that restores it."""
-        fields = self.config.to_hf()
+        fields = hf_config.to_hf(self.config)
         nested = {
             f"{part.removesuffix('_config')}.{key}": value
             for part in ("vision_config", "text_config")

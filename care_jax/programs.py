@@ -187,8 +187,8 @@ def compile_rollout(run: Run, clock: DeviceClock) -> RolloutPrograms:
             rollouts,
             scores,
             jax.vmap(jax.random.fold_in, (None, 0))(rng, places),
-            num_negatives=care.num_negatives,
-            num_candidates=care.num_candidates,
+            K=care.K,
+            M=care.M,
             rule=care.rule,
             anchor_rule=care.anchor_rule,
         )

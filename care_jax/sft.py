@@ -26,7 +26,7 @@ from care_jax.devices.checkpoint import Checkpoints
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.train_step import TrainState, update
 from care_jax.method import spans
-from care_jax.metrics import format_line, print_line, progress
+from care_jax.metrics import check_finite, format_line, print_line, progress
 from care_jax.packing.layout import lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
@@ -78,12 +78,13 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             state, start = restored.state, restored.data_position
         run.metrics.begin("sft", start)
         report = Report(run.workdir, max_megabytes=config.report.max_megabytes)
-        began, first = time.perf_counter(), start
+        began, first, metrics = time.perf_counter(), start, {}
         for step, step_examples, records in progress(
             batches.iterate(start, sft.num_steps), "sft", start, sft.num_steps
         ):
             if distributed.is_preempted():
                 if step > (checkpoints.latest_step or 0):
+                    check_finite(step - 1, "sft", metrics)
                     checkpoints.save(step, state, step, config.seed, {})
                 raise distributed.Preempted(f"before sft step {step}")
             batch, plan = packed_batch(run, rows, step_examples, records)
@@ -100,6 +101,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 report.write()
                 print_line(format_line("sft", step, sft.num_steps, metrics, seconds))
             if (step + 1) % config.checkpoint_every == 0 or is_last:
+                check_finite(step, "sft", metrics)
                 checkpoints.save(step + 1, state, step + 1, config.seed, {})
     return lora.merged(state.params)
 

@@ -134,10 +134,10 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             drawn = dynamic_sampling.fill(draws)
             roster, records, groups = drawn.roster, drawn.records, drawn.groups
             credited, raw = assign_credit(run, programs, groups)
-            rollouts, scores, *contrast, num_tokens = gather_groups(roster, groups, credited, raw)
+            gathered = gather_groups(roster, groups, credited, raw)
             # All of them are scored before the first update moves the policy.
             planned = [
-                train_batch(run, roster, records, groups, credited, num_tokens, index)
+                train_batch(run, roster, records, groups, credited, gathered.num_tokens, index)
                 for index in range(updates_per_step)
             ]
             update_batches, plans = zip(*planned, strict=True)
@@ -149,19 +149,30 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 update_metrics.append(jax.device_get(metrics))
             ended = time.perf_counter()
 
-            is_alone = len(draws) == 1
-            seen = (
-                (rollouts, scores, roster.sources) if is_alone else dynamic_sampling.survey(draws)
-            )
-            num_sampled = int((seen[0].is_valid & ~seen[0].is_forced).sum())
+            drew_once = len(draws) == 1
+            seen = gathered if drew_once else dynamic_sampling.survey(draws)
+            sources = [source for draw in draws for source in draw.roster.sources]
+            num_sampled = int((seen.rollouts.is_valid & ~seen.rollouts.is_forced).sum())
             num_decoded += num_sampled
-            metrics = diagnostics.rollout_metrics(*seen, rl.num_rollouts)
+            metrics = diagnostics.rollout_metrics(
+                seen.rollouts, seen.scores, sources, rl.num_rollouts
+            )
             if run.objective.overlong is not None:
                 metrics |= diagnostics.dapo_metrics(
-                    *seen[:2], scores, len(draws), **run.objective.overlong
+                    seen.rollouts,
+                    seen.scores,
+                    gathered.scores,
+                    len(draws),
+                    **run.objective.overlong,
                 )
             if raw is not None:
-                metrics |= diagnostics.subgroup_metrics(scores, *contrast)
+                metrics |= diagnostics.subgroup_metrics(
+                    gathered.scores,
+                    gathered.subgroup,
+                    gathered.raw,
+                    gathered.advantage,
+                    gathered.has_reflection,
+                )
             metrics |= {
                 name: float(np.mean([metrics[name] for metrics in update_metrics]))
                 for name in update_metrics[0]
@@ -177,12 +188,14 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 "learning_rate": float(learning_rate_at(step * updates_per_step)),
                 "decoded_tokens": num_decoded,
                 "rollout_tokens_per_second": num_sampled / (rolled_out - began),
-                "train_tokens_per_second": int(num_tokens.sum()) / (ended - rolled_out),
+                "train_tokens_per_second": int(gathered.num_tokens.sum()) / (ended - rolled_out),
                 "rollout_seconds": rolled_out - began,
                 "train_seconds": ended - rolled_out,
                 "device_idle": 1 - (clock.busy_seconds() - busy) / (ended - began),
             }
-            metrics |= fill(plans) | utilisation(run, roster, num_tokens, ended - rolled_out)
+            metrics |= fill(plans) | utilisation(
+                run, roster, gathered.num_tokens, ended - rolled_out
+            )
             run.metrics.write("rl", step, metrics)  # stops the run where one is not finite
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}

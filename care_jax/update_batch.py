@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,34 +31,43 @@ from care_jax.run import Run
 from models import backbone, lora
 
 
+@flax.struct.dataclass
+class Gathered:
+    """What the packing and the metrics need of all N prompts of a step, as numpy arrays.
+
+    Attributes:
+        rollouts: without their texts.
+        scores: without their spans.
+        subgroup, raw: anchor and negatives, and A_raw; `raw` is None under the baselines.
+        advantage: of every response.
+        has_reflection: the last response is a reflected one.
+        num_tokens: of each response that is trained, 0 of the others.
+    """
+
+    rollouts: Rollouts
+    scores: Scores
+    subgroup: Subgroup
+    raw: RawAdvantages | None
+    advantage: Float[np.ndarray, "N R"]
+    has_reflection: Bool[np.ndarray, " N"]
+    num_tokens: Int[np.ndarray, "N R"]
+
+
 def gather_groups(
     roster: Roster, groups: Groups, credited: Credit, raw: RawAdvantages | None
-) -> tuple[
-    Rollouts,
-    Scores,
-    Subgroup,
-    RawAdvantages | None,
-    Float[np.ndarray, "N R"],
-    Bool[np.ndarray, " N"],
-    Int[np.ndarray, "N R"],
-]:
-    """What the packing and the metrics need of all N prompts, without the texts of the responses.
-
-    The last are the tokens of each response that is trained, 0 of the others.
-    """
+) -> Gathered:
+    """Gathers this process's groups with those of all others."""
     num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
-    return distributed.gather_rows(
-        (
-            groups.rollouts.without_text(),
-            groups.scores.without_spans(),
-            groups.subgroup,
-            raw,
-            credited.advantage,
-            groups.has_reflection,
-            num_tokens.astype(np.int32),
-        ),
-        roster.own,
+    own = Gathered(
+        rollouts=groups.rollouts.without_text(),
+        scores=groups.scores.without_spans(),
+        subgroup=groups.subgroup,
+        raw=raw,
+        advantage=credited.advantage,
+        has_reflection=groups.has_reflection,
+        num_tokens=num_tokens.astype(np.int32),
     )
+    return distributed.gather_rows(own, roster.own)
 
 
 def train_batch(

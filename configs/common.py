@@ -114,9 +114,9 @@ def get_config() -> ConfigDict:
     # Longer prompts are dropped and counted.
     data.buckets = ((512, 2048), (1024, 4096), (2048, 6144))
     data.system_prompt = "You are a helpful assistant."
-    # Appended to the question, as the policy is told the format.
+    # Appended to the question, as the policy is told the format; {tag} stands for data.think_tag.
     data.instruction = (
-        "First think about the reasoning process inside <think> </think> tags, then give the "
+        "First think about the reasoning process inside <{tag}> </{tag}> tags, then give the "
         "final answer inside <answer> </answer> tags."
     )
     data.think_tag = "think"  # "reasoning" for Qwen3-VL
@@ -177,13 +177,13 @@ def get_config() -> ConfigDict:
     care.clip_high = 0.28  # and rise above it
     care.beta = 0.02  # β, weight of the KL to the reference policy; 0 keeps no reference
     care.anchor_rule = "shortest"  # of the correct rows; "random": any of them
-    care.num_negatives = 4  # K
-    care.num_candidates = 6  # M, nearest failures among which the spread ones are taken
+    care.K = 4  # most negatives of a subgroup
+    care.M = 6  # nearest failures among which the spread ones are taken
     care.rule = "nearest_diverse"  # nearest, nearest_diverse, mixed, farthest, random
-    care.negative_scale = 0.5  # s
-    care.reflected_scale = 0.25  # s_refl = s/2
+    care.s = 0.5  # weight of the negatives' advantages
+    care.s_refl = 0.25  # of a reflected failure's: s/2
     care.delta = 0.1  # δ of the pseudo-rewards
-    care.advantage_eps = 1e-6  # ε added to σ
+    care.eps = 1e-6  # ε added to σ
     care.equalize = True  # A <- sqrt(K / K_S) A
     care.robust = False  # trimmed mean and median absolute deviation for μ, σ
     care.rescue = True  # all-failed groups get a pseudo-anchor
@@ -191,7 +191,7 @@ def get_config() -> ConfigDict:
     care.region_weights = True  # False: weight 1 on every sampled token
     care.gamma_pos = 0.005  # weight of the rationale of a correct row; the answer's is 1
     care.gamma_neg = 0.0  # of the other rows
-    care.weight_eps = 1e-6  # ε_w
+    care.eps_w = 1e-6  # ε_w, added to the sum of a row's weights
     care.reflect = True  # reflection-guided resampling (RGR)
     # "cue"; its controls: "no_cue", "shuffled" (the cue's words in another order), "resample" (a
     # fresh rollout, without cue and failed rationale).
@@ -205,14 +205,14 @@ def get_config() -> ConfigDict:
     grpo.clip_high = 0.20
     grpo.beta = 0.02
     grpo.ddof = 0  # 0: population standard deviation; 1: sample, as EasyR1, verl and TRL
-    grpo.advantage_eps = 1e-6  # ε added to σ
+    grpo.eps = 1e-6  # ε added to σ
 
     config.dapo = dapo = ConfigDict()
     dapo.clip_low = 0.20
     dapo.clip_high = 0.28
     dapo.beta = 0.0
     dapo.ddof = 0  # as grpo.ddof
-    dapo.advantage_eps = 1e-6
+    dapo.eps = 1e-6
     # Dynamic sampling: further rollout batches are drawn until rl.prompts_per_step groups have both
     # right and wrong rollouts, but at most so many in all; 1 draws none. Missing groups weigh 0.
     dapo.max_tries = 10
@@ -227,7 +227,7 @@ def get_config() -> ConfigDict:
     gspo.clip_high = 4e-4
     gspo.beta = 0.0
     gspo.ddof = 0  # as grpo.ddof
-    gspo.advantage_eps = 1e-6
+    gspo.eps = 1e-6
 
     config.dr_grpo = dr_grpo = ConfigDict()
     dr_grpo.clip_low = 0.20

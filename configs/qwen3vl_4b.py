@@ -18,10 +18,6 @@ def get_config() -> ConfigDict:
     config.mesh.tensor = config.mesh.sequence = 2
     config.rl.decode_prompts = 32  # its keys and values are 2.6 times those of Qwen2.5-VL-7B
     config.data.think_tag = "reasoning"
-    config.data.instruction = (
-        "First think about the reasoning process inside <reasoning> </reasoning> tags, then give "
-        "the final answer inside <answer> </answer> tags."
-    )
     for section in ("sft", "train", "test"):
         config.data[section].source = "jsonl"
     return config

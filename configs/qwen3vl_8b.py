@@ -17,10 +17,6 @@ def get_config() -> ConfigDict:
     # Shards the policy that decodes, for the 16 GB of a v5e; training is FSDP over the whole mesh.
     config.mesh.tensor = config.mesh.sequence = 2
     config.data.think_tag = "reasoning"
-    config.data.instruction = (
-        "First think about the reasoning process inside <reasoning> </reasoning> tags, then give "
-        "the final answer inside <answer> </answer> tags."
-    )
     for section in ("sft", "train", "test"):
         config.data[section].source = "jsonl"
     return config

@@ -6,7 +6,7 @@ from configs.arms import with_arm
 
 ARMS = {
     f"k_{number}{'' if equalize else '_unequalized'}": {
-        "care.num_negatives": number,
+        "care.K": number,
         "care.equalize": equalize,
     }
     for number in (2, 4, 6)

@@ -4,10 +4,7 @@ from ml_collections import ConfigDict
 
 from configs.arms import with_arm
 
-ARMS = {
-    f"s_{s}": {"care.negative_scale": s, "care.reflected_scale": s / 2}
-    for s in (1.0, 0.7, 0.5, 0.3)
-}
+ARMS = {f"s_{s}": {"care.s": s, "care.s_refl": s / 2} for s in (1.0, 0.7, 0.5, 0.3)}
 REFERENCE = "s_0.5"
 
 

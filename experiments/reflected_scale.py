@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 from configs.arms import with_arm
 
-ARMS = {f"{share}_s": {"care.reflected_scale": share * 0.5} for share in (0.25, 0.5, 0.75, 1.0)}
+ARMS = {f"{share}_s": {"care.s_refl": share * 0.5} for share in (0.25, 0.5, 0.75, 1.0)}
 REFERENCE = "0.5_s"
 
 

@@ -10,7 +10,7 @@ from configs.arms import with_arm
 
 ARMS = {
     f"k_{number}_{name}": {
-        "care.num_negatives": number,
+        "care.K": number,
         "care.reflect": False,
         "rl.format_weight": weight,
     }

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models import decoder, lora, rope, transfer, vision_qwen2_5, vision_qwen3
+from models import decoder, hf_config, lora, rope, transfer, vision_qwen2_5, vision_qwen3
 from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask
 from models.config import BackboneConfig
 from models.decoder import KeyValues
@@ -25,6 +25,7 @@ from models.layers import Params
 from models.positions import ImagePatches
 from models.vision import ImageFeatures
 
+_NEVER = -1e30  # a logit no sample and no sum notices; finite, so that 0·logp stays 0
 _TOWERS = {"qwen2_5_vl": vision_qwen2_5, "qwen3_vl": vision_qwen3}
 
 
@@ -142,6 +143,16 @@ def unembed(
 ) -> Float[Array, "... V"]:
     """Float32 logits over the vocabulary."""
     return decoder.unembed(params["text"], hidden)
+
+
+def policy_logits(
+    params: Params, hidden: Float[Array, "*S D"], config: BackboneConfig
+) -> Float[Array, "*S V"]:
+    """Float32 logits of the policy, in which image and video pad tokens never occur."""
+    logits = unembed(params, hidden, config)
+    ids = jnp.arange(logits.shape[-1])
+    is_pad = (ids == config.image_token_id) | (ids == config.video_token_id)
+    return jnp.where(is_pad, _NEVER, logits)
 
 
 def to_decode_layout(params: Params, config: BackboneConfig, dtype: Any) -> Params:
@@ -269,7 +280,7 @@ def load(
             short, or tensors are missing, unused or of the wrong shape.
     """
     if config is None:
-        config = BackboneConfig.from_folder(folder)
+        config = hf_config.from_folder(folder)
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return transfer.load(folder, config, shapes, dtype, shardings), config
 

@@ -1,22 +1,36 @@
-"""Backbone shapes: frozen, hashable, and read from or written to a Hugging Face `config.json`.
+"""Backbone shapes of two families, Qwen2.5-VL and Qwen3-VL, frozen and hashable; the releases'.
 
-Two families: Qwen2.5-VL and Qwen3-VL. Two layouts of that file are in use: published Qwen2.5-VL
-releases keep the text fields at the top level with `rope_theta` and `rope_scaling`; Qwen3-VL and
-transformers 5 nest them under `text_config`, the latter with `rope_parameters`. All are read; the
-nested one is written, with the rotary fields in the older form, which either generation of
-transformers opens. No field has a silent default: the class defaults of transformers fit none of
-the releases.
+No field has a silent default: the class defaults of transformers fit none of the releases.
+`hf_config` reads and writes them as a Hugging Face `config.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import pathlib
 from typing import Any
 
 VISION_ROPE_THETA = 10000.0  # base of the towers' rotary frequencies, of all releases
+
+# What `TextConfig` says of each family.
+_FLAGS = {
+    "qwen2_5_vl": {"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
+    "qwen3_vl": {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True},
+}
+FAMILIES = tuple(_FLAGS)
+
+
+def flags_of(family: str) -> dict[str, bool]:
+    """The fields of `TextConfig` that all releases of a family share.
+
+    Raises:
+        ValueError: there is no such family.
+    """
+    if family not in _FLAGS:
+        raise ValueError(
+            f"family must be one of {', '.join(_FLAGS)}, got {family!r}; use such a backbone"
+        )
+    return _FLAGS[family]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +174,7 @@ class BackboneConfig:
     pad_token_id: int
 
     def __post_init__(self):
-        _family(self.family)
+        flags_of(self.family)
         if self.vision.output_size != self.text.hidden_size:
             raise ValueError(
                 f"vision output_size {self.vision.output_size} must equal text hidden_size "
@@ -172,326 +186,17 @@ class BackboneConfig:
                 f"{self.text.num_layers} decoder layers; name fewer"
             )
 
-    @classmethod
-    def from_folder(cls, folder: str | pathlib.Path) -> BackboneConfig:
-        """Reads a release's config.json, and its generation_config.json where there is one.
-
-        Raises:
-            ValueError: one of them is no JSON, or `from_hf` refuses it.
-        """
-        folder = pathlib.Path(folder)
-        generation = {}
-        if (folder / "generation_config.json").is_file():
-            generation = _read_json(folder / "generation_config.json")
-        return cls.from_hf(_read_json(folder / "config.json"), generation)
-
-    @classmethod
-    def from_hf(
-        cls, config: dict[str, Any], generation: dict[str, Any] | None = None
-    ) -> BackboneConfig:
-        """Reads a `config.json` in either layout.
-
-        Args:
-            config: the file's fields.
-            generation: those of `generation_config.json`. Its end-of-sequence ids come behind the
-                config's; the rest, how its authors sampled, is not read.
-
-        Raises:
-            ValueError: a field is missing, or asks for something that is not implemented.
-        """
-        model_type = _field(config, "model_type", "config.json")
-        family = _family(model_type)
-        text = config.get("text_config") or config
-        eos = _eos_token_ids(text, config, generation or {})
-        pad = text.get("pad_token_id", config.get("pad_token_id"))
-        if pad is None:
-            pad = text.get("bos_token_id", config.get("bos_token_id"))
-        tie = _is_tied(config, "config.json")
-        if family.text_ties:
-            tie = tie or _is_tied(text, "text_config")
-        return cls(
-            vision=_vision_from_hf(_field(config, "vision_config", "config.json"), family),
-            text=_text_from_hf(text, family, tie=tie),
-            family=model_type,
-            image_token_id=_field(config, "image_token_id", "config.json"),
-            video_token_id=_field(config, "video_token_id", "config.json"),
-            vision_start_token_id=_field(config, "vision_start_token_id", "config.json"),
-            vision_end_token_id=_field(config, "vision_end_token_id", "config.json"),
-            eos_token_ids=eos,
-            pad_token_id=eos[0] if pad is None else pad,
-        )
-
-    @property
-    def hf_eos_token_id(self) -> int | list[int]:
-        """`eos_token_ids` as files have them: a number where there is one."""
-        return self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
-
-    def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that transformers opens; `from_hf` of it gives this config back."""
-        family = _family(self.family)
-        # The releases' beginning-of-sequence token is the one they pad with.
-        tokens = {
-            "bos_token_id": self.pad_token_id,
-            "eos_token_id": self.hf_eos_token_id,
-            "pad_token_id": self.pad_token_id,
-        }
-        return {
-            "architectures": [family.architecture],
-            "model_type": self.family,
-            "tie_word_embeddings": self.text.tie_embeddings,
-            "image_token_id": self.image_token_id,
-            "video_token_id": self.video_token_id,
-            "vision_start_token_id": self.vision_start_token_id,
-            "vision_end_token_id": self.vision_end_token_id,
-            **tokens,
-            "text_config": {**_text_to_hf(self.text, family), **tokens},
-            "vision_config": _vision_to_hf(self.vision, family),
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """What the releases of a family have in common.
-
-    Attributes:
-        architecture: class of transformers.
-        vision_fields, text_fields: fields it has and the other family has not, ours to theirs.
-        vision_fixed, text_fixed: settings of all its releases; others are not implemented.
-        vision_written, text_written, rope_written: what else is written, and not read.
-        text_ties: embeddings are tied where text_config alone says so too, as transformers has it.
-        flags: what `TextConfig` says of it.
-    """
-
-    architecture: str
-    vision_fields: dict[str, str]
-    text_fields: dict[str, str]
-    vision_fixed: dict[str, Any]
-    text_fixed: dict[str, Any]
-    vision_written: dict[str, Any]
-    text_written: dict[str, Any]
-    rope_written: dict[str, Any]
-    text_ties: bool
-    flags: dict[str, bool]
-
-
-_FAMILIES = {
-    "qwen2_5_vl": _Family(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        vision_fields={
-            "window_size": "window_size",
-            "full_attention_layers": "fullatt_block_indexes",
-        },
-        text_fields={},
-        vision_fixed={"hidden_act": "silu"},
-        text_fixed={"hidden_act": "silu", "use_sliding_window": False},
-        vision_written={"model_type": "qwen2_5_vl_vision", "tokens_per_second": 2},
-        text_written={"model_type": "qwen2_5_vl_text"},
-        rope_written={"type": "mrope"},
-        text_ties=True,
-        flags={"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
-    ),
-    "qwen3_vl": _Family(
-        architecture="Qwen3VLForConditionalGeneration",
-        vision_fields={
-            "num_position_embeddings": "num_position_embeddings",
-            "deepstack_layers": "deepstack_visual_indexes",
-        },
-        text_fields={"head_dim": "head_dim"},
-        vision_fixed={"hidden_act": "gelu_pytorch_tanh"},
-        text_fixed={"hidden_act": "silu", "attention_bias": False},
-        vision_written={"model_type": "qwen3_vl"},
-        text_written={"model_type": "qwen3_vl_text"},
-        rope_written={"rope_type": "default", "mrope_interleaved": True},
-        text_ties=False,
-        flags={"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True},
-    ),
-}
-FAMILIES = tuple(_FAMILIES)
-
-# Fields of both families, ours to theirs.
-_VISION_FIELDS = {
-    "num_layers": "depth",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_heads",
-    "output_size": "out_hidden_size",
-    "patch_size": "patch_size",
-    "temporal_patch_size": "temporal_patch_size",
-    "merge_size": "spatial_merge_size",
-}
-_TEXT_FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "max_position_embeddings": "max_position_embeddings",
-}
-
-
-def _family(name: str) -> _Family:
-    if name not in _FAMILIES:
-        raise ValueError(
-            f"family must be one of {', '.join(_FAMILIES)}, got {name!r}; use such a backbone"
-        )
-    return _FAMILIES[name]
-
-
-def _field(config: dict[str, Any], name: str, where: str) -> Any:
-    if config.get(name) is None:
-        raise ValueError(f"{where} must have {name!r}, got {sorted(config)}; add it")
-    return config[name]
-
-
-def _fields(config: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
-    """The fields under our names, lists as tuples."""
-    values = {ours: _field(config, theirs, where) for ours, theirs in names.items()}
-    return {ours: tuple(v) if isinstance(v, list | tuple) else v for ours, v in values.items()}
-
-
-def _fields_to_hf(config: VisionConfig | TextConfig, names: dict[str, str]) -> dict[str, Any]:
-    values = {theirs: getattr(config, ours) for ours, theirs in names.items()}
-    return {theirs: list(v) if isinstance(v, tuple) else v for theirs, v in values.items()}
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be a JSON file, got {error}; fetch it again") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {fields!r}; fetch it again")
-    return fields
-
-
-def _eos_token_ids(
-    text: dict[str, Any], config: dict[str, Any], generation: dict[str, Any]
-) -> tuple[int, ...]:
-    """The config's ids, its text part's where that has any, then the generation config's others."""
-    own = text.get("eos_token_id")
-    own = config.get("eos_token_id") if own is None else own
-    ids: list[int] = []
-    for found in (own, generation.get("eos_token_id")):
-        ids += found if isinstance(found, list | tuple) else [] if found is None else [found]
-    if not ids or not all(type(index) is int for index in ids):
-        raise ValueError(
-            "config.json or generation_config.json must have 'eos_token_id', a token id or a list "
-            f"of them, got {ids or None}; add it"
-        )
-    return tuple(dict.fromkeys(ids))
-
-
-def _is_tied(config: dict[str, Any], where: str) -> bool:
-    tie = config.get("tie_word_embeddings", False)
-    if not isinstance(tie, bool):
-        raise ValueError(
-            f"{where} tie_word_embeddings must be true or false, got {tie!r}; correct or remove it"
-        )
-    return tie
-
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         raise ValueError(f"{name} {value} must be a multiple of {divisor_name} = {divisor}")
 
 
-def _check_fixed(config: dict[str, Any], fixed: dict[str, Any], where: str) -> None:
-    """Refuses settings that the code does not implement; an absent one is as it should be."""
-    for name, expected in fixed.items():
-        if config.get(name, expected) != expected:
-            raise ValueError(
-                f"{where} {name} must be {expected!r}, got {config[name]!r}, which is not "
-                "implemented"
-            )
-
-
-def _vision_from_hf(config: dict[str, Any], family: _Family) -> VisionConfig:
-    _check_fixed(config, family.vision_fixed, "vision_config")
-    _check_tower_rope(config)
-    fields = _fields(config, _VISION_FIELDS | family.vision_fields, "vision_config")
-    for name in ("patch_size", "temporal_patch_size"):
-        fields[name] = _one_size(fields[name], name)
-    return VisionConfig(in_channels=config.get("in_channels", config.get("in_chans", 3)), **fields)
-
-
-def _check_tower_rope(config: dict[str, Any]) -> None:
-    """Refuses a tower with other rotary frequencies, in any of the places they are written in."""
-    fixed = {"rope_theta": VISION_ROPE_THETA, "partial_rotary_factor": 1.0}
-    for where in ("rope_parameters", "rope_scaling", ""):
-        rope = (config.get(where) or {}) if where else config
-        given = {name: value for name, value in rope.items() if value is not None}
-        _check_fixed(given, fixed, f"vision_config {where}".strip())
-        rope_type = given.get("rope_type", given.get("type", "default")) if where else "default"
-        if rope_type not in ("default", "axial"):
-            raise ValueError(
-                f"vision_config {where} rope_type must be 'default' or 'axial', got {rope_type!r}, "
-                "which is not implemented"
-            )
-
-
-def _one_size(size: int | tuple[int, ...], name: str) -> int:
-    """A size that may be written once for each axis."""
-    sizes = size if isinstance(size, tuple) else (size,)
-    if len(set(sizes)) != 1 or type(sizes[0]) is not int:
-        raise ValueError(
-            f"vision_config {name} must be one number, the same along every axis, got {size!r}, "
-            "which is not implemented"
-        )
-    return sizes[0]
-
-
-def _vision_to_hf(vision: VisionConfig, family: _Family) -> dict[str, Any]:
-    return {
-        **family.vision_written,
-        **family.vision_fixed,
-        "in_channels": vision.in_channels,
-        **_fields_to_hf(vision, _VISION_FIELDS | family.vision_fields),
-    }
-
-
-def _text_from_hf(config: dict[str, Any], family: _Family, *, tie: bool) -> TextConfig:
-    _check_fixed(config, family.text_fixed, "text_config")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "mrope"):
-        raise ValueError(f"rope type must be 'default' or 'mrope', got {rope_type!r}")
-    is_interleaved = {"mrope_interleaved": family.flags["mrope_interleaved"]}
-    _check_fixed(rope, is_interleaved, "rope_scaling")
-    fields = _fields(config, _TEXT_FIELDS | family.text_fields, "text_config")
-    if "head_dim" not in fields:
-        fields["head_dim"], remainder = divmod(fields["hidden_size"], fields["num_heads"])
-        if remainder or config.get("head_dim", fields["head_dim"]) != fields["head_dim"]:
-            raise ValueError(
-                "head_dim must be hidden_size / num_attention_heads = "
-                f"{fields['hidden_size']} / {fields['num_heads']}, got {config.get('head_dim')}"
-            )
-    return TextConfig(
-        rope_theta=float(rope.get("rope_theta") or _field(config, "rope_theta", "text_config")),
-        mrope_section=tuple(_field(rope, "mrope_section", "rope_scaling")),
-        tie_embeddings=tie,
-        **fields,
-        **family.flags,
-    )
-
-
-def _text_to_hf(text: TextConfig, family: _Family) -> dict[str, Any]:
-    return {
-        **family.text_written,
-        **family.text_fixed,
-        **_fields_to_hf(text, _TEXT_FIELDS | family.text_fields),
-        "rope_theta": text.rope_theta,
-        "rope_scaling": {**family.rope_written, "mrope_section": list(text.mrope_section)},
-        "tie_word_embeddings": text.tie_embeddings,
-    }
-
-
 def _preset(family: str, vision: VisionConfig, **text: Any) -> BackboneConfig:
     """A release: what both families share, and `text` fields of its own."""
     return BackboneConfig(
         vision=vision,
-        text=TextConfig(head_dim=128, norm_eps=1e-6, **text, **_FAMILIES[family].flags),
+        text=TextConfig(head_dim=128, norm_eps=1e-6, **text, **flags_of(family)),
         family=family,
         image_token_id=151655,
         video_token_id=151656,

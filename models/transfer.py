@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
-from models import release, weights
+from models import hf_config, release, weights
 from models.config import BackboneConfig
 from models.layers import Params
 
@@ -228,9 +228,12 @@ def export(
 
 def _begin_export(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    hf_config = {**config.to_hf(), "dtype": dtype.name}
-    (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    generation = {"eos_token_id": config.hf_eos_token_id, "pad_token_id": config.pad_token_id}
+    fields = {**hf_config.to_hf(config), "dtype": dtype.name}
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    generation = {
+        "eos_token_id": hf_config.hf_eos_token_id(config),
+        "pad_token_id": config.pad_token_id,
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     for old in folder.glob("model*.safetensors*"):  # shards of an earlier export
         old.unlink()

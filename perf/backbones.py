@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from models import hf_config
 from models.config import BackboneConfig
 
 IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
@@ -9,7 +10,7 @@ IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
 
 def medium_config() -> BackboneConfig:
     """106M parameters: 12 decoder layers of 768; 6 of 256 in the tower, two of full attention."""
-    return BackboneConfig.from_hf(
+    return hf_config.from_hf(
         {
             "model_type": "qwen2_5_vl",
             "tie_word_embeddings": True,

@@ -27,7 +27,7 @@ import numpy as np
 
 from care_jax.devices import sharding
 from configs import common
-from models import backbone, release, weights
+from models import backbone, hf_config, release, weights
 from models.config import QWEN2_5_VL_3B, BackboneConfig
 
 SHARD_BYTES = 4_000_000_000
@@ -64,7 +64,7 @@ def make_release(folder: pathlib.Path, config: BackboneConfig) -> dict[str, int]
         release.write_file(folder / name, shapes, dtype, blocks(shapes))
         weight_map |= dict.fromkeys(shapes, name)
     release.write_index(folder, weight_map, sum(sizes.values()))
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    (folder / "config.json").write_text(json.dumps(hf_config.to_hf(config)))
     return sizes
 
 

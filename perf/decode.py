@@ -35,7 +35,7 @@ from care_jax.programs import compile_decoding
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.run import Run
 from configs import tiny
-from models import backbone
+from models import backbone, hf_config
 from models.config import BackboneConfig
 from perf.backbones import IMAGE_SIDE, medium_config
 
@@ -46,7 +46,7 @@ MEAN, SIGMA, CAP = 128, 0.8, 512  # of log-normal lengths
 def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
     """A run of the medium backbone, of which decoding alone is used."""
     config = tiny.get_config()
-    config.model.backbone = medium_config().to_hf()
+    config.model.backbone = hf_config.to_hf(medium_config())
     config.model.compute_dtype = dtype
     config.data.buckets = ((num_tokens, num_patches),)
     return Run(config, policy_of(config), sharding.make_mesh(1, 1, 1), pathlib.Path(), None)

@@ -53,7 +53,7 @@ from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run, make_adamw, start_state
 from care_jax.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
 from configs import tiny
-from models import backbone
+from models import backbone, hf_config
 from perf.backbones import IMAGE_SIDE, medium_config
 
 NUM_PROMPTS, NUM_ROLLOUTS = 4, 8
@@ -75,7 +75,7 @@ def _hash(text: str) -> float:
 def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
     """A GRPO run of one update a step; without a folder, one that starts from random weights."""
     config = tiny.get_config()
-    config.model.backbone = {} if folder else medium_config().to_hf()
+    config.model.backbone = {} if folder else hf_config.to_hf(medium_config())
     config.model.path = folder
     config.data.buckets = ((PROMPT_TOKENS, (IMAGE_SIDE // 14) ** 2),)
     config.data.max_pixels = IMAGE_SIDE**2
@@ -183,7 +183,7 @@ class Ours:
         del params
         rolled_out = time.perf_counter()
         credited, raw = train.assign_credit(run, update, drawn.groups)
-        *_, num_tokens = gather_groups(drawn.roster, drawn.groups, credited, raw)
+        num_tokens = gather_groups(drawn.roster, drawn.groups, credited, raw).num_tokens
         assert num_tokens.sum() == self.num_trained
         batch, _ = train_batch(
             run, drawn.roster, drawn.records, drawn.groups, credited, num_tokens, 0

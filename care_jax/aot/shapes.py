@@ -23,7 +23,8 @@ from care_jax.method import spans
 from care_jax.policy import Policy
 from care_jax.prompts.builder import backbone_config
 from care_jax.run import Run
-from models.config import RELEASES, BackboneConfig
+from models import hf_config
+from models.config import RELEASES
 from models.positions import ImagePatches, pack_images
 
 
@@ -38,7 +39,7 @@ def policy(config: ConfigDict) -> Policy:
     if not model.path:
         backbone = backbone_config(None, model.backbone.to_dict(), open_tokenizer(model.tokenizer))
     elif file.is_file():
-        backbone = BackboneConfig.from_folder(file.parent)
+        backbone = hf_config.from_folder(file.parent)
     elif model.path in RELEASES:
         backbone = RELEASES[model.path]
     else:

@@ -30,7 +30,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import log_probability, sample_token
 from care_jax.decoding.schedule import Sizes
-from care_jax.learning.logprobs import policy_logits
 from models import backbone
 from models.attention_mask import XLA, AttentionImpl
 from models.config import BackboneConfig
@@ -230,7 +229,7 @@ def sit_down(
         the seats, and the first tokens by seat, [B, G, 1]; of no rollout where nobody sat down.
     """
     num_rollouts = budget.shape[1]
-    logits = policy_logits(params, prefix.last_hidden, config)
+    logits = backbone.policy_logits(params, prefix.last_hidden, config)
     logits = constrain(logits, "batch", "vocab")[:, None]
     logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
     u = _draws(rngs, jnp.broadcast_to(jnp.arange(num_rollouts), budget.shape), 0)
@@ -349,7 +348,7 @@ def advance(
         limit = _rollouts_of(seats.budget, seats.rollout)
         # A first token may be the only one.
         is_sampled = is_active & ~is_end(seats.token) & (index < limit)
-        logits = policy_logits(params, hidden, config)
+        logits = backbone.policy_logits(params, hidden, config)
         logits = constrain(logits, "batch", None, "vocab")
         u = _draws(seats.rngs, seats.rollout, index)
         token = sample_token(logits, u, temperature=temperature, top_p=top_p)

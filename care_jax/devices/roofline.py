@@ -38,6 +38,8 @@ class Chip:
     ici_bandwidth: float
 
 
+_TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # matrices of a tower's MLP: gated, or not
+
 # Of a TPU's 16, 95 and 32 GiB the compiler keeps some to itself. Of a GPU's 79.1 and 141 GiB, 90%:
 # CUDA and NCCL take theirs beside what XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 reserves for programs.
 # Its network is NVLink, one way; between nodes it is slower.
@@ -185,7 +187,7 @@ def tower_flops(
     """
     D, F, N = vision.hidden_size, vision.intermediate_size, num_patches
     whole = N * N if num_pairs is None else num_pairs
-    mlp = (3 if family == "qwen2_5_vl" else 2) * D * F  # gated or not
+    mlp = _TOWER_MLPS[family] * D * F
     num_windowed = 0
     if vision.window_size:
         num_windowed = vision.num_layers - len(vision.full_attention_layers)

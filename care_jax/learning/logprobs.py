@@ -23,18 +23,6 @@ from models.attention_mask import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.layers import constrain
 
-_NEVER = -1e30  # a logit no sample and no sum notices; finite, so that 0·logp stays 0
-
-
-def policy_logits(
-    params: backbone.Params, hidden: Float[Array, "*S D"], config: BackboneConfig
-) -> Float[Array, "*S V"]:
-    """float32 logits of the policy, in which image and video pad tokens never occur."""
-    logits = backbone.unembed(params, hidden, config)
-    ids = jnp.arange(logits.shape[-1])
-    is_pad = (ids == config.image_token_id) | (ids == config.video_token_id)
-    return jnp.where(is_pad, _NEVER, logits)
-
 
 def token_logprobs(
     params: backbone.Params,
@@ -59,7 +47,9 @@ def token_logprobs(
     @jax.checkpoint
     def score(hidden, targets):
         hidden = constrain(hidden, "batch", "tokens", None)
-        logits = constrain(policy_logits(params, hidden, config), "batch", "tokens", "vocab")
+        logits = constrain(
+            backbone.policy_logits(params, hidden, config), "batch", "tokens", "vocab"
+        )
         logp = jax.nn.log_softmax(logits)
         entropy = -(jnp.exp(logp) * logp).sum(-1)
         return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy

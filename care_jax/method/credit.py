@@ -45,15 +45,13 @@ def select_subgroups(
     scores: Scores,
     rngs: PRNGKeyArray,
     *,
-    num_negatives: int,
-    num_candidates: int,
+    K: int,
+    M: int,
     rule: str,
     anchor_rule: str,
 ) -> Subgroup:
     """Anchor and hard negatives of every prompt, from its G rollouts; a key of `rngs` for each."""
-    select = functools.partial(
-        select_subgroup, K=num_negatives, M=num_candidates, rule=rule, anchor_rule=anchor_rule
-    )
+    select = functools.partial(select_subgroup, K=K, M=M, rule=rule, anchor_rule=anchor_rule)
 
     def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):
         return select(
@@ -77,9 +75,9 @@ def care_credit(
     subgroup: Subgroup,
     has_reflection: Bool[Array, " B"],
     *,
-    num_negatives: int,
-    negative_scale: float,
-    reflected_scale: float,
+    K: int,
+    s: float,
+    s_refl: float,
     delta: float,
     eps: float,
     equalize: bool,
@@ -89,7 +87,7 @@ def care_credit(
     region_weights: bool,
     gamma_pos: float,
     gamma_neg: float,
-    weight_eps: float,
+    eps_w: float,
 ) -> Credit:
     """CARE: contrast inside the subgroup, credit by region, mean over its members.
 
@@ -101,9 +99,9 @@ def care_credit(
     advantage = jax.vmap(
         functools.partial(
             advantages.care_advantages,
-            K=num_negatives,
-            s=negative_scale,
-            s_refl=reflected_scale,
+            K=K,
+            s=s,
+            s_refl=s_refl,
             delta=delta,
             eps=eps,
             equalize=equalize,
@@ -125,7 +123,7 @@ def care_credit(
     num_members = in_subgroup.sum(-1, keepdims=True)
     return Credit(
         advantage=advantage,
-        token_advantage=_over_rows(functools.partial(objective.token_advantages, eps_w=weight_eps))(
+        token_advantage=_over_rows(functools.partial(objective.token_advantages, eps_w=eps_w))(
             advantage, weights
         ),
         row_weight=in_subgroup / jnp.maximum(num_members, 1),

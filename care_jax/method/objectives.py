@@ -61,12 +61,12 @@ def make_objective(name: str, section: Mapping[str, Any], *, max_tokens: int) ->
 
 def _care(section, max_tokens):
     credit_keys = (
-        *("num_negatives", "negative_scale", "reflected_scale", "delta", "equalize", "rescue"),
-        *("rescue_scale", "robust", "region_weights", "gamma_pos", "gamma_neg", "weight_eps"),
+        *("K", "s", "s_refl", "delta", "equalize", "rescue"),
+        *("rescue_scale", "robust", "region_weights", "gamma_pos", "gamma_neg", "eps_w"),
     )
     chosen = {key: section[key] for key in credit_keys}
     raw = {key: section[key] for key in ("delta", "robust")}
-    eps = section["advantage_eps"]
+    eps = section["eps"]
     return {
         "credit": functools.partial(credit.care_credit, eps=eps, **chosen),
         "raw_advantages": functools.partial(credit.care_raw_advantages, eps=eps, **raw),
@@ -76,7 +76,7 @@ def _care(section, max_tokens):
 
 
 def _grpo(section, max_tokens):
-    moments = {"eps": section["advantage_eps"], "ddof": section["ddof"]}
+    moments = {"eps": section["eps"], "ddof": section["ddof"]}
     return {"credit": functools.partial(credit.grpo_credit, **moments)}
 
 
@@ -89,7 +89,7 @@ def _dapo(section, max_tokens):
         "max_tokens": max_tokens,
         "cache_tokens": round(section["overlong_share"] * max_tokens),
     }
-    moments = {"eps": section["advantage_eps"], "ddof": section["ddof"]}
+    moments = {"eps": section["eps"], "ddof": section["ddof"]}
     return {
         "credit": functools.partial(credit.dapo_credit, **moments, **overlong),
         "max_tries": section["max_tries"],

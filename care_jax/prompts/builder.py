@@ -25,6 +25,7 @@ from care_jax.batch import Example, Prompts
 from care_jax.prompts.images import AnyImage, image_size, open_image
 from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
+from models import hf_config
 from models.config import BackboneConfig
 from models.positions import image_slots, pack_images, prompt_positions
 
@@ -113,10 +114,10 @@ def backbone_config(
 ) -> BackboneConfig:
     """The backbone of a release's folder; without one, of `fields` with the tokenizer's ids."""
     if folder:
-        return BackboneConfig.from_folder(folder)
+        return hf_config.from_folder(folder)
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
     text = {"vocab_size": len(tokenizer), **fields["text_config"]}
-    return BackboneConfig.from_hf({**fields, **ids, "text_config": text})
+    return hf_config.from_hf({**fields, **ids, "text_config": text})
 
 
 class PromptBuilder:
@@ -129,7 +130,7 @@ class PromptBuilder:
         buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks.
         system_prompt: text of the system turn; empty for none, where the template may put its own.
         instruction: appended to every question on a line of its own; empty for none.
-        think_tag: name of the tag around the rationale.
+        think_tag: name of the tag around the rationale; `{tag}` in the texts above stands for it.
         patch_dtype: of image patches; the type that the backbone computes in loses nothing.
 
     Raises:
@@ -173,9 +174,8 @@ class PromptBuilder:
         self.min_pixels = min_pixels
         self.max_pixels = max_pixels
         self.buckets = buckets
-        self.system_prompt = system_prompt
-        self.instruction = instruction
-        self.think_tag = think_tag
+        self.system_prompt = system_prompt.replace("{tag}", think_tag)
+        self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
         self.image_mean, self.image_std = IMAGE_STATISTICS[config.family]
         # Rendering the template takes longer than drawing a small picture; questions come again.

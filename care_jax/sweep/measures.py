@@ -82,7 +82,7 @@ def signature_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarra
     if name == "alpha":
         x, y = outcome.series("signature/alpha"), outcome.series("signature/ratio")
     else:
-        counts = range(1, outcome.config["care"]["num_negatives"] + 1)
+        counts = range(1, outcome.config["care"]["K"] + 1)
         ys = [outcome.series(f"signature/{name}_{count}") for count in counts]
         power = 0.5 if name == "anchor" else -0.5
         x = np.repeat([count**power for count in counts], [len(each) for each in ys])

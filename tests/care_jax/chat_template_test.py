@@ -17,7 +17,7 @@ from care_jax.main import policy_of
 from care_jax.prompts.builder import PromptBuilder, load_tokenizer
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from configs import common, mixture, qwen3vl_8b, qwen25vl_7b
-from models.config import BackboneConfig
+from models import hf_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,6 +44,9 @@ QUESTIONS = {
 }
 
 
+TOLD = common.get_config().data.instruction.replace("{tag}", "think")
+
+
 def example_of(question, sizes):
     rng = np.random.default_rng(len(question))
     images = tuple(
@@ -55,9 +58,7 @@ def example_of(question, sizes):
 
 def builder_of(folder, **settings):
     settings = {"buckets": ((8192, 32768),)} | LIMITS | settings
-    return PromptBuilder(
-        load_tokenizer(str(folder)), BackboneConfig.from_folder(folder), **settings
-    )
+    return PromptBuilder(load_tokenizer(str(folder)), hf_config.from_folder(folder), **settings)
 
 
 def conversation(content, system_prompt, instruction):
@@ -89,9 +90,7 @@ def assert_rendered_as(builder, processor, example, messages):
         np.testing.assert_array_equal(ours.patches, patches)
 
 
-@pytest.mark.parametrize(
-    "instruction", ["", common.get_config().data.instruction], ids=["", "told"]
-)
+@pytest.mark.parametrize("instruction", ["", TOLD], ids=["", "told"])
 @pytest.mark.parametrize("system_prompt", ["", "You are a helpful assistant.", "Be\nbrief. é"])
 def test_every_prompt_is_transformers_rendering(
     real_release, open_processor, system_prompt, instruction
@@ -117,7 +116,7 @@ def test_without_a_system_prompt_there_is_no_system_turn_of_ours(real_release):
     """Qwen2.5-VL's template puts its own, Qwen3-VL's none."""
     text = builder_of(real_release, system_prompt="").chat(example_of("Why?", ()))
     own = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    has_own = BackboneConfig.from_folder(real_release).family == "qwen2_5_vl"
+    has_own = hf_config.from_folder(real_release).family == "qwen2_5_vl"
     rest = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert text == own * has_own + rest
 
@@ -130,7 +129,8 @@ def test_the_shipped_configs_prompts(releases, open_processor, get_config):
     config.model.path = str(releases[family])
     policy = policy_of(config)
     question, sizes, content = QUESTIONS["several lines"]
-    messages = conversation(content, config.data.system_prompt, config.data.instruction)
+    instruction = config.data.instruction.replace("{tag}", config.data.think_tag)
+    messages = conversation(content, config.data.system_prompt, instruction)
     processor = open_processor(releases[family])
     assert_rendered_as(policy.prompts, processor, example_of(question, sizes), messages)
     assert policy.config.eos_token_ids == (151645, 151643)
@@ -168,7 +168,7 @@ def test_prompts_of_the_mixtures_kinds_have_transformers_lengths_and_fit(
         parts = question.split("<image>")
         content = [parts[0], *(item for text in parts[1:] for item in (IMAGE, text))]
         content = [item for item in content if item]
-        messages = conversation(content, data.system_prompt, data.instruction)
+        messages = conversation(content, data.system_prompt, TOLD)
         example = example_of(question, sizes)
         assert_rendered_as(builder, processor, example, messages)
         num_tokens, num_patches = builder.measure(example)

@@ -20,8 +20,7 @@ from care_jax.prompts.builder import load_tokenizer, prompt_sizes
 from care_jax.rollout import Roster
 from care_jax.run import Run
 from configs import tiny
-from models import backbone
-from models.config import BackboneConfig
+from models import backbone, hf_config
 
 
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
@@ -52,7 +51,7 @@ def small_release(real_release, tmp_path_factory):
     layers = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0]}
     vision |= {name: layers[name] for name in layers.keys() & vision.keys()}
     (folder / "config.json").write_text(json.dumps(fields))
-    config = BackboneConfig.from_folder(folder)
+    config = hf_config.from_folder(folder)
     weights = tmp_path_factory.mktemp("weights")
     backbone.export(weights, backbone.init(config, jax.random.key(0)), config, jnp.float32)
     shutil.move(weights / "model.safetensors", folder)

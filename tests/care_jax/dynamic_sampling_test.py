@@ -87,11 +87,12 @@ def test_processes_go_on_until_the_last_of_them_is_full(draw, monkeypatch, other
 
 def test_survey_counts_every_group_that_was_drawn(draw):
     draws = [draw(0, "wrong", *["mixed"] * 3), draw(1, *["right"] * 4)]
-    rollouts, scores, sources = dynamic_sampling.survey(draws)
-    np.testing.assert_array_equal(scores.acc, [ACC["wrong"], *[ACC["mixed"]] * 3] + [[1] * 3] * 4)
-    np.testing.assert_array_equal(rollouts.is_valid.sum(-1), [[1] * 3] * 4 + [[2] * 3] * 4)
-    assert sources == ["source 0"] * 4 + ["source 1"] * 4
-    assert rollouts.tokens is None and scores.is_think is None
+    seen = dynamic_sampling.survey(draws)
+    np.testing.assert_array_equal(
+        seen.scores.acc, [ACC["wrong"], *[ACC["mixed"]] * 3] + [[1] * 3] * 4
+    )
+    np.testing.assert_array_equal(seen.rollouts.is_valid.sum(-1), [[1] * 3] * 4 + [[2] * 3] * 4)
+    assert seen.rollouts.tokens is None and seen.scores.is_think is None
 
 
 MAX_TRIES = 4

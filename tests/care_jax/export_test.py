@@ -18,8 +18,7 @@ from care_jax.main import policy_of
 from care_jax.prompts.builder import processor_template
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from configs import tiny
-from models import backbone
-from models.config import BackboneConfig
+from models import backbone, hf_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -148,7 +147,7 @@ def test_an_export_of_a_real_release_opens_as_the_release_does(
     assert names_of(folder) == names_of(small_release)
     for name in names_of(folder) - {"config.json", "generation_config.json", "model.safetensors"}:
         assert (folder / name).read_bytes() == (small_release / name).read_bytes(), name
-    assert BackboneConfig.from_folder(folder) == start.config
+    assert hf_config.from_folder(folder) == start.config
 
     generation = transformers.GenerationConfig.from_pretrained(folder)
     assert generation.eos_token_id == [151645, 151643]

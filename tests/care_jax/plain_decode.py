@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from care_jax.decoding.sampling import sample_token
-from care_jax.learning.logprobs import policy_logits
 from models import backbone
 from models.positions import image_slots, prompt_positions
 
@@ -52,7 +51,7 @@ def plain_decode(
         hidden = backbone.forward(
             params, x, positions, mask, config, features=features, slots=slots
         )[:, place - 1]
-        logits = policy_logits(params, hidden, config)
+        logits = backbone.policy_logits(params, hidden, config)
         u = jax.vmap(
             lambda rollout: jax.random.uniform(
                 jax.random.fold_in(jax.random.fold_in(key, rollout), index)

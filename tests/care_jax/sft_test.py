@@ -182,6 +182,24 @@ def test_resumed_stage_does_what_the_unbroken_one_did(make_run, examples, script
     np.testing.assert_allclose(rates, [0.25, 0.5, 0.5])
 
 
+def test_a_state_that_diverged_between_two_logged_steps_is_not_saved(
+    make_run, examples, scripted, monkeypatch
+):
+    """The second of three steps goes wrong; only the first and the last are logged."""
+    whole = sft.update
+
+    def update(state, *args, **kwargs):
+        after, metrics = whole(state, *args, **kwargs)
+        metrics["loss"] += jnp.where(state.step == 1, jnp.nan, 0.0)
+        return after, metrics
+
+    monkeypatch.setattr(sft, "update", update)
+    run = make_run(SETTINGS | {"log_every": 10})
+    with pytest.raises(FloatingPointError, match=r"sft step 1: .*loss=nan"):
+        sft.train(run, params(), examples)
+    assert not (run.workdir / "checkpoints" / "sft" / "2").exists()
+
+
 def test_checkpoint_of_another_backbone_is_refused(
     make_run, policy, examples, scripted, monkeypatch
 ):

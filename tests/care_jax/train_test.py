@@ -21,9 +21,9 @@ from care_jax.report import page
 from care_jax.rollout import Roster
 
 CARE = dict(
-    num_negatives=3,
-    negative_scale=0.6,
-    reflected_scale=0.7,
+    K=3,
+    s=0.6,
+    s_refl=0.7,
     delta=0.11,
     equalize=False,
     rescue=False,
@@ -32,7 +32,7 @@ CARE = dict(
     region_weights=False,
     gamma_pos=0.02,
     gamma_neg=0.03,
-    weight_eps=2e-6,
+    eps_w=2e-6,
 )
 CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
 RL = dict(
@@ -45,7 +45,7 @@ RL = dict(
 )
 
 
-NORMAL = dict(ddof=1, advantage_eps=4e-6)
+NORMAL = dict(ddof=1, eps=4e-6)
 MOMENTS = dict(ddof=1, eps=4e-6)
 
 
@@ -53,7 +53,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     """Each key has a value of its own; the functions note what they are called with."""
     changes = {f"care.{key}": value for key, value in (CARE | CLIP).items()}
     changes |= {f"rl.{key}": value for key, value in RL.items()}
-    changes |= {"care.num_candidates": 5, "care.rule": "mixed", "care.advantage_eps": 3e-6}
+    changes |= {"care.M": 5, "care.rule": "mixed", "care.eps": 3e-6}
     changes |= {"care.anchor_rule": "random"}
     changes |= {"model.remat": "layer", "model.logprob_chunk": 77}
     run = make_run(changes)
@@ -91,7 +91,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
     assert second == dataclasses.replace(first, **one) and context > 11
     jax.eval_shape(rollout.select, 0, 0, rng, places)
-    selection = {"num_negatives": 3, "num_candidates": 5, "rule": "mixed", "anchor_rule": "random"}
+    selection = {"K": 3, "M": 5, "rule": "mixed", "anchor_rule": "random"}
     assert seen["select_subgroups"] == selection
     jax.eval_shape(update.credit, 0, 0, 0, 0)
     assert seen["care_credit"] == CARE | {"eps": 3e-6}

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
+from models import hf_config
 from models.config import (
     QWEN2_5_VL_3B,
     QWEN2_5_VL_7B,
     QWEN3_VL_4B,
     QWEN3_VL_8B,
-    BackboneConfig,
 )
 
 PRESETS = {
@@ -138,7 +138,7 @@ RELEASES = {"qwen2.5-vl-3b": qwen2_5_release(), "qwen3-vl-4b": qwen3_release()}
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_release_is_the_preset(name):
-    assert BackboneConfig.from_hf(RELEASES[name]) == PRESETS[name]
+    assert hf_config.from_hf(RELEASES[name]) == PRESETS[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -173,16 +173,16 @@ def opened_by_transformers(fields: dict):
 @pytest.mark.parametrize("name", PRESETS)
 def test_config_survives_its_own_file_and_transformers(name):
     config = PRESETS[name]
-    assert BackboneConfig.from_hf(config.to_hf()) == config
-    opened = opened_by_transformers(config.to_hf())
+    assert hf_config.from_hf(hf_config.to_hf(config)) == config
+    opened = opened_by_transformers(hf_config.to_hf(config))
     assert opened.text_config.rope_parameters["rope_theta"] == config.text.rope_theta
-    assert BackboneConfig.from_hf(opened.to_dict()) == config
+    assert hf_config.from_hf(opened.to_dict()) == config
 
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_transformers_reads_the_release_as_we_do(name):
     opened = opened_by_transformers(RELEASES[name])
-    assert BackboneConfig.from_hf(opened.to_dict()) == PRESETS[name]
+    assert hf_config.from_hf(opened.to_dict()) == PRESETS[name]
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_the_generation_config_adds_its_end_of_sequence_ids(tmp_path, name, own,
         generation = {"eos_token_id": further, "repetition_penalty": 1.05, "temperature": 0.1}
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     expected = dataclasses.replace(PRESETS[name], eos_token_ids=ids)
-    assert BackboneConfig.from_folder(tmp_path) == expected
-    assert BackboneConfig.from_hf(expected.to_hf()) == expected
-    written = expected.to_hf()["text_config"]["eos_token_id"]
+    assert hf_config.from_folder(tmp_path) == expected
+    assert hf_config.from_hf(hf_config.to_hf(expected)) == expected
+    written = hf_config.to_hf(expected)["text_config"]["eos_token_id"]
     assert written == (ids[0] if len(ids) == 1 else list(ids))
 
 
@@ -217,7 +217,7 @@ def test_the_real_files_are_the_presets_with_both_ends(releases):
         (releases["qwen2_5_vl"], QWEN2_5_VL_3B),
         (releases["qwen3_vl"], QWEN3_VL_4B),
     ):
-        config = BackboneConfig.from_folder(folder)
+        config = hf_config.from_folder(folder)
         generation = transformers.GenerationConfig.from_pretrained(folder)
         assert config.eos_token_ids == tuple(generation.eos_token_id) == (151645, 151643)
         text = dataclasses.replace(
@@ -230,7 +230,7 @@ def test_a_generation_config_that_is_no_json_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(qwen2_5_release()))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
     with pytest.raises(ValueError, match=r"generation_config\.json must be a JSON file") as error:
-        BackboneConfig.from_folder(tmp_path)
+        hf_config.from_folder(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -240,7 +240,7 @@ def test_embeddings_are_tied_where_transformers_ties_them(config, outside, in_te
     """In Qwen2.5-VL either place ties them; in Qwen3-VL text_config's is not looked at."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    fields = config.to_hf()
+    fields = hf_config.to_hf(config)
     for part, tie in ((fields, outside), (fields["text_config"], in_text)):
         del part["tie_word_embeddings"]
         if tie is not None:
@@ -248,7 +248,7 @@ def test_embeddings_are_tied_where_transformers_ties_them(config, outside, in_te
     model_class = getattr(transformers, fields["architectures"][0])
     model = model_class(model_class.config_class(**copy.deepcopy(fields)))
     is_tied = model.lm_head.weight is model.get_input_embeddings().weight
-    assert BackboneConfig.from_hf(fields).text.tie_embeddings == is_tied
+    assert hf_config.from_hf(fields).text.tie_embeddings == is_tied
 
 
 TOWER_ROPE = [
@@ -269,7 +269,7 @@ def test_a_towers_own_settings_are_read(name, rope):
         "rope_parameters": rope,
         "rope_theta": 10000,
     }
-    assert BackboneConfig.from_hf(config) == PRESETS[name]
+    assert hf_config.from_hf(config) == PRESETS[name]
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -289,7 +289,7 @@ def test_a_tower_that_is_not_implemented_is_refused(name, change, message):
     config = copy.deepcopy(RELEASES[name])
     config["vision_config"] |= change
     with pytest.raises(ValueError, match=message):
-        BackboneConfig.from_hf(config)
+        hf_config.from_hf(config)
 
 
 def test_config_is_hashable():
@@ -319,7 +319,7 @@ def test_what_is_not_implemented_is_refused(change, message):
     if "hidden_size" in change:
         config["num_attention_heads"] = 32
     with pytest.raises(ValueError, match=message):
-        BackboneConfig.from_hf(config)
+        hf_config.from_hf(config)
 
 
 @pytest.mark.parametrize(
@@ -349,4 +349,4 @@ def test_what_is_not_implemented_of_qwen3_vl_is_refused(part, change, message):
     config = qwen3_release()
     config[part] |= change
     with pytest.raises(ValueError, match=message):
-        BackboneConfig.from_hf(config)
+        hf_config.from_hf(config)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import backbone, release
-from models.config import BackboneConfig
+from models import backbone, hf_config, release
 
 # Where a family's releases put the decoder and the tower.
 PREFIXES = {
@@ -67,7 +66,7 @@ def test_every_end_of_sequence_id_comes_back_from_the_files(params, config, tmp_
     backbone.export(tmp_path, params, config)
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [114, 115]
-    assert BackboneConfig.from_hf(config.to_hf()) == config
+    assert hf_config.from_hf(hf_config.to_hf(config)) == config
     fields = json.loads((tmp_path / "config.json").read_text())
     fields["eos_token_id"] = fields["text_config"]["eos_token_id"] = 114
     (tmp_path / "config.json").write_text(json.dumps(fields))

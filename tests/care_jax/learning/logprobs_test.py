@@ -8,6 +8,7 @@ from packed import packed_plan, replicated_plan, split_plan
 
 from care_jax.learning import logprobs
 from care_jax.packing.layout import lay_out, place, take_back
+from models import backbone
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_what_is_recomputed_changes_nothing(score, lay, params, remat):
 
 def test_image_and_video_pad_tokens_have_no_probability(policy, params):
     hidden = jax.random.normal(jax.random.key(0), (5, policy.config.text.hidden_size))
-    probability = jax.nn.softmax(logprobs.policy_logits(params, hidden, policy.config))
+    probability = jax.nn.softmax(backbone.policy_logits(params, hidden, policy.config))
     pads = [policy.config.image_token_id, policy.config.video_token_id]
     assert np.all(np.asarray(probability)[:, pads] == 0)
     np.testing.assert_allclose(probability.sum(-1), 1, atol=1e-5)
@@ -90,7 +91,7 @@ def test_image_and_video_pad_tokens_have_no_probability(policy, params):
 
 def test_entropy_is_that_of_the_distribution(policy, params):
     hidden = jax.random.normal(jax.random.key(0), (1, 3, policy.config.text.hidden_size))
-    logits = np.asarray(logprobs.policy_logits(params, hidden, policy.config), np.float64)
+    logits = np.asarray(backbone.policy_logits(params, hidden, policy.config), np.float64)
     probability = np.exp(logits - logits.max(-1, keepdims=True))
     probability /= probability.sum(-1, keepdims=True)
     logs = np.log(np.maximum(probability, 1e-300))

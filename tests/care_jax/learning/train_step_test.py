@@ -238,9 +238,9 @@ def test_packing_and_microbatches_change_nothing_under_any_baseline(step, params
         assert_same_update(params, packed, replicated)
 
 
-CARE = dict(num_negatives=1, negative_scale=0.5, reflected_scale=0.25, delta=0.1, eps=1e-6)
+CARE = dict(K=1, s=0.5, s_refl=0.25, delta=0.1, eps=1e-6)
 CARE |= dict(equalize=True, rescue=True, rescue_scale=1.0, robust=False, region_weights=True)
-CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, weight_eps=1e-6)
+CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, eps_w=1e-6)
 
 
 @pytest.mark.parametrize("reflect_credit", ["as_sampled", "prompt_only"])
@@ -259,7 +259,7 @@ def test_packing_changes_nothing_under_care_with_reflected_rows(
         jax.tree.map(lambda x, part=part: np.asarray(x)[:, part], (responses, scores))
         for part in (slice(2), slice(2, 3))
     )
-    select = dict(num_negatives=1, num_candidates=1, rule="nearest", anchor_rule="shortest")
+    select = dict(K=1, M=1, rule="nearest", anchor_rule="shortest")
     subgroup = credit.select_subgroups(*group, jax.random.split(jax.random.key(0), 4), **select)
     has_reflection = np.asarray(subgroup.has_update & ~subgroup.is_rescue)
     assert has_reflection.tolist() == [True, True, False, False]

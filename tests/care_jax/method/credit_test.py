@@ -10,9 +10,9 @@ from care_jax.method import credit
 
 B, G, T, D = 3, 4, 6, 5
 CARE = dict(
-    num_negatives=2,
-    negative_scale=0.5,
-    reflected_scale=0.25,
+    K=2,
+    s=0.5,
+    s_refl=0.25,
     delta=0.1,
     eps=1e-6,
     equalize=True,
@@ -22,7 +22,7 @@ CARE = dict(
     region_weights=True,
     gamma_pos=0.005,
     gamma_neg=0.0,
-    weight_eps=1e-6,
+    eps_w=1e-6,
 )
 
 
@@ -61,8 +61,8 @@ def select(rollouts, scores, rule="nearest", seed=0, anchor_rule="shortest"):
         rollouts,
         scores,
         jax.random.split(jax.random.key(seed), len(scores.acc)),
-        num_negatives=2,
-        num_candidates=3,
+        K=2,
+        M=3,
         rule=rule,
         anchor_rule=anchor_rule,
     )

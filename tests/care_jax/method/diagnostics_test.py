@@ -37,8 +37,8 @@ def rollouts_of(shape):
 select = jax.jit(
     functools.partial(
         credit.select_subgroups,
-        num_negatives=4,
-        num_candidates=6,
+        K=4,
+        M=6,
         rule="nearest",
         anchor_rule="shortest",
     )

@@ -14,7 +14,7 @@ from care_jax.data import synthetic
 from care_jax.data.synthetic import SyntheticSource
 from care_jax.prompts.builder import PromptBuilder, load_tokenizer, prompt_sizes
 from care_jax.prompts.tokenizer import build_tokenizer
-from models.config import BackboneConfig
+from models import hf_config
 
 FIELDS = {
     "model_type": "qwen2_5_vl",
@@ -50,7 +50,7 @@ FIELDS = {
         "fullatt_block_indexes": [0],
     },
 }
-CONFIG = BackboneConfig.from_hf(FIELDS)
+CONFIG = hf_config.from_hf(FIELDS)
 QWEN3_FIELDS = {
     **FIELDS,
     "model_type": "qwen3_vl",
@@ -111,6 +111,22 @@ def test_chat_is_the_published_form_of_qwen(tokenizer):
         "<|vision_start|><|image_pad|><|vision_end|>\nwhich?\nThink first.<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+def test_the_tag_stands_in_what_the_policy_is_told(tokenizer):
+    builder = PromptBuilder(
+        tokenizer,
+        CONFIG,
+        min_pixels=256,
+        max_pixels=16384,
+        buckets=BUCKETS,
+        system_prompt="Use {tag}.",
+        instruction="Think in <{tag}> </{tag}>.",
+        think_tag="reasoning",
+    )
+    text = builder.chat(example("1 + 1?"))
+    assert "system\nUse reasoning.<" in text
+    assert "1 + 1?\nThink in <reasoning> </reasoning>.<" in text
 
 
 def test_image_tokens_equal_merged_features(builder):
@@ -238,18 +254,18 @@ def test_settings_that_cannot_work_are_refused(tokenizer, change, message):
     fields["text_config"] = FIELDS["text_config"] | {"vocab_size": vocab_size}
     settings = {"min_pixels": 256, "max_pixels": 16384, "buckets": BUCKETS} | change
     with pytest.raises(ValueError, match=message):
-        PromptBuilder(tokenizer, BackboneConfig.from_hf(fields), **settings)
+        PromptBuilder(tokenizer, hf_config.from_hf(fields), **settings)
 
 
 @pytest.mark.parametrize("fields", [FIELDS, QWEN3_FIELDS], ids=lambda fields: fields["model_type"])
 def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(
     tokenizer, tmp_path, fields
 ):
-    config = BackboneConfig.from_hf(fields)
+    config = hf_config.from_hf(fields)
     builder = PromptBuilder(
         tokenizer, config, min_pixels=256, max_pixels=16384, buckets=((96, 256),)
     )
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.to_hf(config)))
     builder.save_processor(tmp_path)
     drawn = SyntheticSource(1)[0]
 

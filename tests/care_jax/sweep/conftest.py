@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from configs.arms import with_arm
 
-ARMS = {"one": {}, "two": {"care.num_negatives": 2}, "same": {"care.num_negatives": 2}}
+ARMS = {"one": {}, "two": {"care.K": 2}, "same": {"care.K": 2}}
 REFERENCE = "one"
 
 
@@ -98,7 +98,7 @@ def make_outcome():
             }
             for step in range(num_steps)
         ]
-        config = {"rl": {"prompts_per_step": 64}, "care": {"num_negatives": 4}}
+        config = {"rl": {"prompts_per_step": 64}, "care": {"K": 4}}
         return Outcome(arm, seed, config, start or {}, final or {}, steps)
 
     return make
