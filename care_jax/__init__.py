@@ -2,5 +2,6 @@
 
 import os
 
-# transformers serves tokenizers and templates here; that it has no torch needs no mention.
+# Only the tokenizers and templates of transformers are used, so its warning about a missing torch
+# is switched off.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

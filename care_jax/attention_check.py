@@ -1,8 +1,9 @@
 """Compares the device's attention kernel with XLA before a stage uses it.
 
-The kernels were compiled for TPUs and GPUs and run step by step on a CPU; none has run on an
-accelerator yet. So a run on one compares its kernel with XLA's products, forward and backward, on
-packed rows of the stage's shape, and falls back to XLA where they differ.
+The kernels have been compiled for TPUs and GPUs and run in interpret mode on a CPU; none has run on
+an accelerator yet. A run on an accelerator therefore compares the kernel with XLA, forward and
+backward, on packed rows of tokens and of patches of the stage's shape. If they differ, the stage
+uses XLA.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Int
 
 from care_jax.devices import sharding
@@ -20,49 +22,82 @@ from care_jax.run import Run
 from models.attention import largest_difference
 from models.attention_mask import AttentionImpl
 
-# Of the largest entry. Rounding gives 1e-2 in bfloat16, and 1e-3 where float32 products are
-# computed in fewer bits; a wrong mask gives about 1.
+# Relative to the largest entry. Rounding gives 1e-2 in bfloat16, and 1e-3 if float32 matmuls are
+# computed at reduced precision; a wrong mask gives about 1.
 TOLERANCE = 5e-2
 
 
-def training_attention(run: Run, row_tokens: int) -> AttentionImpl:
-    """What computes attention over the packed rows of a stage.
+def training_attention(run: Run, row_tokens: int, row_patches: int) -> AttentionImpl:
+    """The attention implementation for the packed rows of a stage.
 
-    Under model.attention = "auto" the device's kernel, if it has one that agrees with XLA.
+    With model.attention = "auto" it is the device's kernel, if there is one and it agrees with XLA.
 
     Args:
         run: the run.
-        row_tokens: of a row of the stage.
+        row_tokens, row_patches: tokens and image patches per row of the stage.
     """
-    name, rules = run.config.model.attention, run.config.sharding_rules
+    sizes = row_tokens, row_patches
+    return _checked(run, run.config.sharding_rules, run.train_batch_place, sizes, "training")
+
+
+def prefill_attention(run: Run) -> AttentionImpl:
+    """The attention implementation for prefill: as in training, at the largest bucket."""
+    sizes = map(max, zip(*run.policy.prompts.buckets, strict=True))
+    return _checked(
+        run, run.config.decode_sharding_rules, run.decode_batch_place, tuple(sizes), "prefill"
+    )
+
+
+def _checked(
+    run: Run, rules: sharding.Rules, place: NamedSharding, sizes: tuple[int, int], use: str
+) -> AttentionImpl:
+    name = run.config.model.attention
     impl = sharding.attention_impl(name, rules, run.mesh)
     if name != "auto" or impl.name == "xla":
         return impl
-    text = run.policy.config.text
+    (num_tokens, num_patches), num_rows = sizes, sharding.num_shards(place)
+    text, vision = run.policy.config.text, run.policy.config.vision
     group = text.num_heads // text.num_kv_heads
-    heads = text.num_kv_heads, group, text.head_dim
-    num_rows = sharding.num_shards(run.train_batch_place)
-    reach = np.tile(trial_reach(row_tokens), (num_rows, 1))
-    compare = functools.partial(
-        largest_difference,
-        None,
-        heads=heads,
-        impl=impl,
-        dtype=jnp.dtype(run.config.model.compute_dtype),
-    )
-    difference = float(jax.jit(compare)(sharding.replicate(reach, run.mesh)))
-    is_close = difference <= TOLERANCE  # false for NaN
+
+    def difference(first, last, heads) -> float:
+        compare = functools.partial(
+            largest_difference,
+            heads=heads,
+            impl=impl,
+            dtype=jnp.dtype(run.config.model.compute_dtype),
+        )
+        first, last = (
+            None if row is None else sharding.replicate(np.tile(row, (num_rows, 1)), run.mesh)
+            for row in (first, last)
+        )
+        return float(jax.jit(compare)(first, last))
+
+    on_text = difference(None, trial_reach(num_tokens), (text.num_kv_heads, group, text.head_dim))
+    on_images = difference(*trial_images(num_patches), (vision.num_heads, 1, vision.head_dim))
+    is_close = on_text <= TOLERANCE and on_images <= TOLERANCE  # false for NaN
     print_line(
-        f"attention: the {impl.name} kernel differs from XLA by {difference:.1e} on rows of "
-        f"{row_tokens} tokens, {'so it is used' if is_close else 'so XLA is used'}"
+        f"attention in {use}: the {impl.name} kernel differs from XLA by {on_text:.1e} on rows of "
+        f"{num_tokens} tokens and by {on_images:.1e} on rows of {num_patches} patches, so "
+        f"{'it' if is_close else 'XLA'} is used"
     )
     if is_close:
         return impl
     return sharding.attention_impl("xla", rules, run.mesh)
 
 
+def trial_images(num_patches: int) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
+    """The first and last patch of every patch's image: unequal images, then padding."""
+    first = np.arange(num_patches, dtype=np.int32)
+    last, start = first.copy(), 0
+    for part in (3, 8, 4, 16):
+        stop = start + max(num_patches // part, 1)
+        first[start:stop], last[start:stop] = start, stop - 1
+        start = stop
+    return first, last
+
+
 def trial_reach(num_tokens: int) -> Int[np.ndarray, " S"]:
-    """A row of trees of unequal prompts and responses, and padding: see `batch.TreeRows.reach`."""
+    """`batch.TreeRows.reach` of a row of trees with unequal lengths, padded to `num_tokens`."""
     rng = np.random.default_rng(0)
     reach, start = np.arange(num_tokens, dtype=np.int32), 0
     while True:

@@ -1,4 +1,4 @@
-"""The records that flow from data to update.
+"""The records that are passed from the data pipeline to the update.
 
 Letters: B prompts, G rollouts per prompt, R = G + 1 rows per prompt (slot G holds the reflected
 row), P prompt tokens (left-padded), T response tokens (right-padded), N image patches, D model.
@@ -22,26 +22,27 @@ HostOrDevice = Array | np.ndarray
 
 
 class Unusable(ValueError):
-    """Why a row or its prompt is left out; the message is the reason it is counted under."""
+    """A data row or its prompt is left out; the message is the reason under which it is counted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One question, on the host, before any tokenising.
+    """One question, on the host, before tokenisation.
 
     Attributes:
         id: unique inside its source.
         source: name of the source, for metrics and reports.
-        images: in the order of the `<image>` placeholders; a path, or the bytes of an image file,
-            is decoded when it is needed.
+        images: in the order of the `<image>` placeholders; paths and the bytes of image files are
+            decoded when they are needed.
         question: text with one `<image>` per image.
         answer: gold answer.
         choices: options of a multiple-choice question, in order (A, B, ...); empty otherwise.
-        rationale: the teacher's reasoning for the cold start; empty where there is none.
-        response: what the cold start imitates, tags included; empty where there is none.
-        tolerance: relative error allowed between numbers; 0 takes the verifier's.
-        min_pixels, max_pixels: its images are resized into this range; 0 takes the prompts'.
-        repair: what had to be mended in its row; empty where nothing.
+        rationale: the teacher's reasoning for the cold start; empty if there is none.
+        response: what the cold start imitates, tags included; empty if there is none.
+        tolerance: relative error allowed between numbers; 0: that of the verifier.
+        min_pixels, max_pixels: range of height x width to which its images are resized; 0: that of
+            the prompt builder.
+        repair: what was corrected in its data row; empty if nothing was.
     """
 
     id: str
@@ -60,12 +61,12 @@ class Example:
 
 @flax.struct.dataclass
 class Prompts:
-    """B tokenised prompts, each computed once for all rows that answer it.
+    """B tokenised prompts; each is prefilled once for all of its rollouts.
 
     Attributes:
         tokens: left-padded token ids.
         is_valid: true at prompt tokens, false at padding.
-        positions: M-RoPE ids (time, height, width), counted over unpadded tokens.
+        positions: M-RoPE ids (time, height, width); padding is not counted.
         next_position: the position of the first response token (all three components).
         slots: index into the row's image features at image tokens, -1 elsewhere.
         images: packed patches, or None for a batch without any image.
@@ -83,23 +84,23 @@ class Prompts:
 class TreeRows:
     """B rows of S tokens, each of several trees: `[prompt | r_0 | r_1 | ...] [prompt' | ...]`.
 
-    Query q sees key k iff k <= q <= reach[k], which is the whole mask. What belongs to the scored
-    tokens (advantages, old log-probabilities, weights) is [B, S] beside it, see `layout.place`.
+    Query q attends to key k iff k <= q <= reach[k]; there is no other mask. Values per scored token
+    (advantages, old log-probabilities, weights) are separate [B, S] arrays, see `layout.place`.
 
     Attributes:
         tokens: right-padded token ids.
-        reach: place in the row of the last token that sees this one: its tree's end for a prompt
-            token, its branch's end for a response token, itself for padding.
-        positions: M-RoPE ids, counted anew in each tree; every response continues from the end of
-            its prompt.
+        reach: index in the row of the last token that attends to this one: the end of its tree for
+            a prompt token, the end of its branch for a response token, itself for padding.
+        positions: M-RoPE ids, restarted in each tree; every response continues from the end of its
+            prompt.
         slots: index into the row's image features at image tokens, -1 elsewhere.
         images: packed patches of all prompts of a row, or None for a batch without any image.
-        predictor: place in the row of the token that predicts this one: the prompt's last for a
-            branch's first, else the one before; -1 at tokens that are not scored, which are those
-            of prompts and padding.
-        branch: number of the response within its row, -1 off responses.
-        scored: places of the scored tokens, one after the other; -1 behind them. Logits are
-            computed over these; `cumsum(predictor >= 0) - 1` leads back from a token's place.
+        predictor: index in the row of the token that predicts this one: the last prompt token for
+            the first token of a branch, else the previous token. -1 at tokens that are not scored
+            (prompts and padding).
+        branch: number of the response within its row; -1 outside responses.
+        scored: indices of the scored tokens, moved to the front; -1 after them. Logits are computed
+            for these only. `cumsum(predictor >= 0) - 1` is the index in `scored` of each token.
     """
 
     tokens: Int[HostOrDevice, "B S"]
@@ -114,16 +115,16 @@ class TreeRows:
 
 @flax.struct.dataclass
 class Rollouts:
-    """Responses to B prompts, R per prompt, as the sampler leaves them.
+    """Responses to B prompts, R per prompt, as the sampler returns them.
 
     Attributes:
         tokens: right-padded token ids: forced tokens first, then sampled ones, EOS included.
         is_valid: true at forced and sampled tokens (EOS included), false at padding.
-        is_forced: true where the token was put there and not sampled (reflected context).
+        is_forced: true at tokens that were given, not sampled (the context of a reflected row).
         logp: log-probability (nats) of each sampled token under the policy that sampled it; 0
             elsewhere.
         embedding: mean final-layer hidden state over the rationale, unit length, stop-gradient.
-        is_complete: the row ended with EOS inside its budget of T tokens.
+        is_complete: the row ended with EOS within its T tokens.
     """
 
     tokens: Int[HostOrDevice, "B R T"]
@@ -134,13 +135,13 @@ class Rollouts:
     is_complete: Bool[HostOrDevice, "B R"]
 
     def without_text(self) -> Rollouts:
-        """What metrics and bucket sizes need, a fraction of the bytes."""
+        """The fields that metrics need, a fraction of the bytes."""
         return self.replace(tokens=None, logp=None, embedding=None)
 
 
 @flax.struct.dataclass
 class Scores:
-    """What the verifier and the tag parser say of R rows for B prompts.
+    """Results of the verifier and the tag parser for B prompts with R rows each.
 
     Attributes:
         acc: correctness in [0, 1], read from the answer span alone.
@@ -161,28 +162,28 @@ class Scores:
     has_answer: Bool[HostOrDevice, "B R"]
 
     def without_spans(self) -> Scores:
-        """What metrics need."""
+        """The fields that metrics need."""
         return self.replace(is_think=None, is_answer=None)
 
 
 @flax.struct.dataclass
 class TrainBatch:
-    """One update's worth of packed trees; numbers of a response's tokens stand at their places.
+    """The packed trees of one update, with the values of each token at its index in the row.
 
-    The loss is Σ row_weight · surrogate(token_advantage) / Σ prompt_weight, so that every
-    objective's own mean is a choice of weights and no number depends on how trees are packed.
+    The loss is Σ row_weight · surrogate(token_advantage) / Σ prompt_weight. Each objective's mean
+    is a choice of these weights, and the loss does not depend on how trees are packed.
 
     Attributes:
         rows: the trees.
-        token_advantage: a_t, zero off sampled tokens.
+        token_advantage: a_t; 0 at tokens that were not sampled.
         old_logp: log-probability under the policy that sampled.
         ref_logp: log-probability under the fixed reference; zeros where β = 0.
-        row_weight: share of each token's response in its prompt's loss.
-        is_trained: sampled tokens of the responses that take part; KL and entropy are means over
-            them.
-        is_answer: answer span, for the diagnostics.
-        prompt_weight: what the prompts of a row add to the loss's denominator; a prompt that is in
-            several rows counts in one of them.
+        row_weight: weight of the token's response in the loss of its prompt.
+        is_trained: sampled tokens of the responses that are trained on; KL and entropy are means
+            over them.
+        is_answer: tokens of the answer span, for the diagnostics.
+        prompt_weight: sum over the prompts of a row of their terms in the denominator of the loss.
+            A prompt repeated in several rows counts once.
     """
 
     rows: TreeRows
@@ -197,11 +198,11 @@ class TrainBatch:
 
 @flax.struct.dataclass
 class ImitationBatch:
-    """One step's worth of the cold start: trees of one branch, the response to imitate.
+    """The packed trees of one cold-start step; each has one branch, the response to imitate.
 
     Attributes:
         rows: the trees.
-        weight: of each response token in the loss; 0 elsewhere.
+        weight: loss weight of each response token; 0 elsewhere.
     """
 
     rows: TreeRows

@@ -1,4 +1,4 @@
-"""What the commands share: flags are parsed, and what is wrong with them is told in one line."""
+"""Flag parsing for all commands; a wrong flag or key is reported in one line."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from absl import flags
 from ml_collections import ConfigDict
 
-# ml_collections puts the traceback of what a config file raised into a message that begins so; what
-# it raised is that message's context.
+# If a config file raises, ml_collections raises an error whose message begins with this and holds
+# the traceback; the original exception is the `__context__` of that error.
 _WRAPPED = "Error whilst parsing config file"
 
 
 def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence[str]:
-    """Parses all flags that are defined, and loads the file that `config` names, if any.
+    """Parses all defined flags, and loads the file that `config` names, if any.
 
     Returns:
-        what of the command line is no flag, the program's name first.
+        the arguments that are not flags; the first is the program's name.
 
     Raises:
-        ValueError: one line: a flag or key that does not exist, or a file that cannot be loaded.
+        ValueError: one line: a flag or key does not exist, or a file cannot be loaded.
     """
     try:
         rest = flags.FLAGS(argv)
         if config.value is not None:
-            _ = config.value.stages  # a file that could not be loaded is reported when it is used
+            _ = config.value.stages  # raises if the file could not be loaded
     except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
         raise ValueError(" ".join(_message(error).split())) from error
     return rest

@@ -1,4 +1,4 @@
-"""What a configuration must satisfy, checked before anything is loaded or compiled."""
+"""Checks of a configuration, done before anything is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     """Refuses a configuration that cannot run, naming the key to change.
 
     Args:
-        config: of the run, filled in.
-        mesh: its devices.
-        overridden: keys set on the command line, such as "care.beta"; those that mean nothing for
+        config: the run's configuration, from `fill_in`.
+        mesh: the run's devices.
+        overridden: keys set on the command line, such as "care.beta"; those without effect under
             the chosen objective are refused.
 
     Raises:
-        ValueError: one line, the first thing that is wrong.
+        ValueError: one line, the first error found.
     """
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
@@ -61,7 +61,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
-    """Refuses what only the tokenizer can tell: a reflected context that leaves no room.
+    """Refuses a reflected context that leaves no tokens to decode; this needs the tokenizer.
 
     Raises:
         ValueError: naming the key to change.
@@ -82,7 +82,7 @@ def check_policy(config: ConfigDict, policy: Policy) -> None:
 
 
 def asks_benchmarks_alone(config: ConfigDict) -> bool:
-    """Whether there are benchmarks to evaluate, and no held-out questions are named."""
+    """Whether benchmarks are evaluated, but no held-out questions: data.test is not set."""
     test = config.data.test
     is_named = bool(test.path) if test.source == "jsonl" else bool(test.source)
     return bool(config.evaluate.benchmarks) and not is_named
@@ -104,7 +104,7 @@ def _check_data(config: ConfigDict) -> None:
 
 
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
-    """A copy of a configuration in which sizes that are left to the mesh are numbers."""
+    """A copy of a configuration, with the sizes that depend on the mesh filled in."""
     config = config.copy_and_resolve_references()
     sharding.check_rules("sharding_rules", config.sharding_rules)
     num_shards = sharding.num_shards(sharding.batch_sharding(mesh, config.sharding_rules))
@@ -192,7 +192,7 @@ def _batch_places(config: ConfigDict, mesh: Mesh) -> tuple[NamedSharding, NamedS
 
 
 def _check_row(section: str, config: ConfigDict, num_response: int) -> None:
-    """Refuses rows that do not hold the longest prompt with one response."""
+    """Refuses rows that are too short for the largest bucket and one response."""
     num_tokens, num_patches = max(map(tuple, config.data.buckets))
     for name, size in (("row_tokens", num_tokens + num_response), ("row_patches", num_patches)):
         if config[section][name] < size:

@@ -1,9 +1,9 @@
 """DAPO's dynamic sampling: a step is filled from several rollout batches (Yu et al. 2025, eq. 11).
 
-A group in which all rollouts are right, or all wrong, has nothing to compare; its place goes to a
-mixed group of a later batch. Places keep their processes: what a process drew fills its own places
-and nobody else's, so that no prompt, image or response crosses the network. All processes draw
-until each of them is full; what one has left over is not used.
+A group whose rollouts are all correct or all wrong has nothing to compare. It is replaced by a
+mixed group (some correct, some wrong) of a later batch. Each process replaces its groups only by
+groups that it decoded, so that no prompt, image or response crosses the network. All processes draw
+until each has enough mixed groups; surplus groups are not used.
 
 Letters: N prompts of a step, B prompts of this process, G rollouts per prompt.
 """
@@ -30,8 +30,8 @@ class Draw:
     """A rollout batch and its prompts.
 
     Attributes:
-        roster: of all N prompts.
-        examples, records, groups: of this process's B, in the order of `roster.own`.
+        roster: sizes and sources of all N prompts.
+        examples, records, groups: of the B prompts of this process, in the order of `roster.own`.
     """
 
     roster: Roster
@@ -41,15 +41,15 @@ class Draw:
 
 
 def is_full(draws: Sequence[Draw]) -> bool:
-    """Whether every process has drawn a mixed group for each of its places; all hear the same."""
+    """Whether every process has enough mixed groups; all processes get the same answer."""
     num_missing = len(draws[0].examples) - sum(int(_is_mixed(draw).sum()) for draw in draws)
     return max(distributed.gather_json(num_missing)) <= 0
 
 
 def fill(draws: Sequence[Draw]) -> Draw:
-    """The first draw, its unmixed groups replaced by mixed ones of the others as far as they go.
+    """The first draw, with its unmixed groups replaced by mixed groups of the later draws.
 
-    What is still unmixed stays in its place; `credit.dapo_credit` gives it the weight 0.
+    If there are too few, unmixed groups remain; `credit.dapo_credit` gives them weight 0.
     """
     if len(draws) == 1:
         return draws[0]
@@ -76,14 +76,14 @@ def fill(draws: Sequence[Draw]) -> Draw:
 
 @flax.struct.dataclass
 class Survey:
-    """Every group that was drawn, on all processes, without texts and spans."""
+    """Every group that was drawn on any process, without texts and spans."""
 
     rollouts: Rollouts
     scores: Scores
 
 
 def survey(draws: Sequence[Draw]) -> Survey:
-    """What the policy does: the groups that are trained on were chosen by their acc."""
+    """Gathers all drawn groups for the metrics: those trained on were selected by their acc."""
     parts = [
         distributed.gather_rows(
             Survey(draw.groups.rollouts.without_text(), draw.groups.scores.without_spans()),

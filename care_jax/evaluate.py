@@ -1,9 +1,9 @@
-"""Accuracy on held-out questions and on benchmarks: one greedy answer each.
+"""Accuracy on held-out questions and on benchmarks, with one greedy response per question.
 
-Held-out questions are judged by the verifier, as in training; benchmarks by their own published
-rules, and on request the free answers these call wrong by a language model. Samples of a benchmark
-are written as they come, in the layout of lmms-eval's, and a run that was stopped goes on behind
-them.
+The verifier judges held-out questions, as in training. Each benchmark is judged by its published
+rules; optionally, a language model judges the free-form answers that the rules call wrong. Samples
+of a benchmark are written during decoding, in the format of lmms-eval. A resumed run skips the
+questions that are already in the file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from care_jax.attention_check import prefill_attention
 from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import response, scoreboard
 from care_jax.benchmarks.judge import Case, Judge
@@ -40,7 +41,7 @@ from models import backbone
 Sample = dict[str, Any]
 Ask = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
 
-_NUM_SEATINGS = 4  # of evaluate.batch_size, that are asked and written together
+_NUM_SEATINGS = 4  # batches of evaluate.batch_size that are decoded and written together
 
 
 def evaluate(
@@ -59,7 +60,7 @@ def evaluate(
 
     Raises:
         ValueError: no example's prompt fits a bucket.
-        distributed.Preempted: the run is to end.
+        distributed.Preempted: the run was told to stop.
     """
     config, policy = run.config, run.policy
     correct, formatted = defaultdict(list), []
@@ -129,21 +130,21 @@ def evaluate(
 
 
 def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict[str, float]:
-    """Answers `evaluate.benchmarks` greedily and scores each by its own rules.
+    """Answers `evaluate.benchmarks` greedily and scores each by its published rules.
 
     Args:
         run: the run.
         params: in the training layout.
         name: of this evaluation; results.json, results.md and samples_<benchmark>.jsonl go to
-            `workdir/benchmarks_<name>`. Samples that are there from the same weights and settings
-            are not asked for again.
+            `workdir/benchmarks_<name>`. Samples already in that folder are reused if weights and
+            settings are the same.
 
     Returns:
         accuracy of each benchmark and their mean, in [0, 1].
 
     Raises:
-        ValueError: a benchmark's files are not there.
-        distributed.Preempted: the run is to end.
+        ValueError: a benchmark's files are missing.
+        distributed.Preempted: the run was told to stop.
     """
     config = run.config.evaluate
     benchmarks = [Benchmark(which, path) for which, path in config.benchmarks]
@@ -167,7 +168,7 @@ def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict
     results["macro"] = scoreboard.macro_average(results["benchmarks"])
     results["settings"] = settings
     if judge is not None:
-        # Of this process and this start: what is resumed was paid for before.
+        # Only this process since its start: resumed samples were judged, and paid for, before.
         results["judge"] = judge.counts | {"cost": judge.cost}
     markdown = scoreboard.to_markdown(results)
     if jax.process_index() == 0:
@@ -183,10 +184,11 @@ def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict
 
 
 def prepare(run: Run, params: backbone.Params) -> Ask:
-    """The compiled greedy decoder with the weights laid out for it.
+    """The compiled greedy decoder, with the weights in the decode layout.
 
     Returns:
-        This process's requests to the numbers of some, and one rollout of each, as they get done.
+        A function from this process's requests to (indices of some requests, one rollout of each)
+        pairs, in order of completion.
     """
     config, policy = run.config, run.policy
     dtype = jnp.dtype(config.model.compute_dtype)
@@ -206,14 +208,14 @@ def prepare(run: Run, params: backbone.Params) -> Ask:
         num_shards=sharding.num_shards(run.decode_batch_place),
         period=size,
     )
-    programs = compile_decoding(run, temperature=0.0, top_p=1.0)
+    programs = compile_decoding(run, temperature=0.0, top_p=1.0, attention=prefill_attention(run))
     queue = DecodeQueue(run, programs, sizes, DeviceClock())
     nothing_is_drawn = jax.random.key(0)
     return lambda requests: queue.answers(decode_params, nothing_is_drawn, requests)
 
 
 class _Batch(NamedTuple):
-    """This process's share of a batch: what was answered, and the places no bucket holds."""
+    """This process's share of a batch; `dropped` are the places of prompts that fit no bucket."""
 
     places: list[int]
     examples: list[Example]
@@ -225,7 +227,7 @@ class _Batch(NamedTuple):
 def _answers(
     run: Run, ask: Ask, examples: Sequence[Example], places: Sequence[int], name: str
 ) -> Iterator[_Batch]:
-    """Asks for the examples at the given places, some seatings at a time."""
+    """Decodes the examples at the given indices, `_NUM_SEATINGS` batches at a time."""
     policy, size = run.policy, run.config.evaluate.batch_size
     starts = np.arange(0, _NUM_SEATINGS * size, size)
     own = (starts[:, None] + sharding.local_rows(size, run.decode_batch_place)).ravel()
@@ -253,7 +255,7 @@ def _answers(
 
 
 def _no_rollouts(run: Run) -> Rollouts:
-    """What a process has that is asked for nothing."""
+    """The empty rollouts of a process without requests."""
     shape = 0, 1, run.config.evaluate.max_response_tokens
     return Rollouts(
         tokens=np.zeros(shape, np.int32),
@@ -266,13 +268,13 @@ def _no_rollouts(run: Run) -> Rollouts:
 
 
 def _gathered(samples: list[Sample], key: str) -> list[Sample]:
-    """The samples of all processes, in order."""
+    """The samples of all processes, sorted by `key`."""
     gathered = [sample for part in distributed.gather_json(samples) for sample in part]
     return sorted(gathered, key=operator.itemgetter(key))
 
 
 def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
-    """What samples must share to stand in one file: weights, prompts, lengths and the judge."""
+    """What all samples of a file must have in common: weights, prompts, lengths and judge."""
     config = run.config
 
     def checksum(params):
@@ -288,8 +290,9 @@ def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
         "min_pixels": config.data.min_pixels,
         "max_pixels": config.data.max_pixels,
         "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],
-        "system_prompt": run.policy.prompts.system_prompt,
-        "instruction": run.policy.prompts.instruction,
+        "system_prompt": config.data.system_prompt,
+        "instruction": config.data.instruction,
+        "think_tag": config.data.think_tag,
         "judge": [config.evaluate.judge_url, config.evaluate.judge_model],
     }
 
@@ -297,7 +300,7 @@ def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
 def _benchmark_samples(
     run: Run, ask: Ask, benchmark: Benchmark, judge: Judge | None, folder, settings
 ) -> list[Sample]:
-    """A sample for every row: those already in the benchmark's file, and the rest, appended."""
+    """A sample per row of the benchmark: read from its file, or decoded and appended to it."""
     path = folder / f"samples_{benchmark.name}.jsonl"
     stamp = folder / f"settings_{benchmark.name}.json"
     is_same = stamp.exists() and json.loads(stamp.read_text()) == settings
@@ -305,7 +308,7 @@ def _benchmark_samples(
     lines = [line for line in lines if line.endswith("\n")]  # a killed run leaves half a line
     samples = [json.loads(line) for line in lines]
     done = {sample["doc_id"] for sample in samples}
-    distributed.gather_json(len(done))  # all have read it before it is written to
+    distributed.gather_json(len(done))  # a barrier: all processes have read the file
     file = contextlib.nullcontext()
     if jax.process_index() == 0:
         path.write_text("".join(lines))
@@ -329,7 +332,7 @@ def _benchmark_samples(
 
 
 def _scored(benchmark: Benchmark, batch: _Batch, judge: Judge | None) -> list[Sample]:
-    """Samples in the layout of lmms-eval's, with what `benchmarks.scoreboard.score` asks for."""
+    """Samples in lmms-eval's format, with the fields that `benchmarks.scoreboard.score` needs."""
     is_complete = np.asarray(batch.rollouts.is_complete)[:, 0]
     samples = [
         _sample(benchmark, place, example, text, bool(ended))
@@ -338,7 +341,7 @@ def _scored(benchmark: Benchmark, batch: _Batch, judge: Judge | None) -> list[Sa
         )
     ]
     if judge is not None:
-        # Free answers that the rules read and call wrong.
+        # Free-form answers that the rules parse but call wrong.
         rest = [
             (sample, Case(example.question, example.answer, sample["filtered_resps"][0]))
             for sample, example in zip(samples, batch.examples, strict=True)

@@ -1,8 +1,8 @@
 """Writes a trained policy as a Hugging Face folder: weights, config, tokenizer and processor.
 
-`generation_config.json` says how the policy was trained and evaluated: it ends at any of the
-backbone's end-of-sequence tokens and has no sampling settings. Those of a release, such as a
-repetition penalty, are left out.
+`generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
+response, and there are no sampling settings. Those of a release, such as a repetition penalty, are
+left out.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _PROCESSOR_FILES = (
 
 
 def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:
-    """Exports parameters in bfloat16, the releases' own type.
+    """Exports the parameters in bfloat16, the dtype of the releases.
 
-    In a run of several processes all of them call this and the first one writes.
+    With several processes, all of them must call this; the first one writes.
 
     Args:
         run: the run.
         params: in the training layout; gathered one tensor at a time.
-        folder: made where it does not exist.
+        folder: created if it does not exist.
     """
     backbone.export(folder, params, run.policy.config, dtype=jnp.bfloat16)
     if jax.process_index() == 0:
@@ -54,10 +54,11 @@ def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.P
 
 
 def save_processor(policy: Policy, folder: pathlib.Path) -> None:
-    """Writes what turns text and images into inputs, for AutoTokenizer and AutoProcessor.
+    """Writes the tokenizer and processor files that AutoTokenizer and AutoProcessor read.
 
-    The files of the release that the policy started from are copied as they are, its limits on
-    image sizes included. What it lacks, or a policy without a release, gets the run's own.
+    The files of the release that the policy started from are copied unchanged, including its limits
+    on image sizes. Files that are missing there, or all if there is no release, are written from
+    the run's tokenizer and settings.
     """
     source = policy.folder
     if source and source.resolve() == folder.resolve():
@@ -79,7 +80,7 @@ def save_processor(policy: Policy, folder: pathlib.Path) -> None:
 
 
 def _drop_chat_template(path: pathlib.Path) -> None:
-    """Of the release's tokenizer, where the run has another; AutoProcessor would prefer it."""
+    """Removes the release's template, which AutoProcessor would prefer to the run's."""
     fields = json.loads(path.read_text())
     if fields.pop("chat_template", None) is not None:
         path.write_text(json.dumps(fields, indent=2) + "\n")

@@ -1,9 +1,8 @@
 """One run: `python -m care_jax.main --config=configs/tiny.py --workdir=runs/demo`.
 
-The stages of `config.stages` follow one another, each from the parameters that the one before
-left. A run that was stopped goes on where it was when it is started again with the same workdir.
-Several processes are one run with one workdir that all of them can write to; see
-`devices.distributed`.
+The stages of `config.stages` run in order, each from the parameters of the one before. A stopped
+run resumes if it is started again with the same workdir. If a run has several processes, all of
+them must be able to write to its workdir; see `devices.distributed`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from care_jax.run import Run
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
-# Found by JAX on TPU pods, Slurm and Open MPI; one process alone needs none of them.
+# JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
 _COORDINATOR = flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the whole run.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
@@ -58,7 +57,7 @@ def run_stages(
 
     Args:
         config: complete, see `configs/common.py`.
-        workdir: made where it does not exist.
+        workdir: created if it does not exist.
         overridden: keys set on the command line, see `config_checks.check_config`.
 
     Returns:
@@ -113,7 +112,7 @@ def run_stages(
 
 
 def policy_of(config: ConfigDict) -> Policy:
-    """The policy a configuration asks for, without its weights."""
+    """The policy of a configuration, without its weights."""
     return build_policy(
         path=config.model.path,
         backbone_fields=config.model.backbone.to_dict(),
@@ -129,7 +128,7 @@ def policy_of(config: ConfigDict) -> Policy:
 
 
 def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
-    """The examples a stage works on; held-out ones are checked, all of them, before it starts."""
+    """The examples of a stage; unusable held-out examples of files are found and left out here."""
     name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
     section = config.data[name]
     parts = section.parts if section.source == MIXTURE else (section,)
@@ -175,9 +174,9 @@ def _check_responses(source: str, example: Example, think_tag: str) -> None:
 
 
 def run_main() -> None:
-    """Parses flags and runs; a mistake of the user's is one line, not a traceback.
+    """Parses flags and runs; user errors are one line, not a traceback.
 
-    Ends with status 75 where it was told to end before it was done.
+    Exits with status 75 if the run was told to stop before it was done.
     """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()

@@ -1,8 +1,8 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, wandb, under the same names; the console line.
+"""Metrics of a run, under the same names in metrics.jsonl, TensorBoard and wandb; console lines.
 
-A run has stages ("sft", "rl", "evaluate"); a step is counted within its stage and is the number
-of updates done before it. Each line of metrics.jsonl is one flat object: stage, step, then the
-metrics by name. A resumed run drops what it is about to do again, so every step stands there once.
+A run has stages ("sft", "rl", "evaluate_rl", ...). Steps are counted from 0 within each stage. Each
+line of metrics.jsonl is one flat object: stage, step, then the metrics by name. A resumed run drops
+the lines of the steps that it will repeat, so that every step appears once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def format_line(
     """One line for the console: `rl   12/200  reward 0.5132  acc 0.4375  3.21 s`.
 
     Args:
-        metrics: those to show, in this order.
+        metrics: the metrics to show, in this order.
         seconds: wall time of the step.
     """
     width = len(str(num_steps))
@@ -63,13 +63,13 @@ def format_line(
 
 
 def print_line(line: str) -> None:
-    """Prints above the progress bar, on the first process alone."""
+    """Prints above the progress bar, on the first process only."""
     if jax.process_index() == 0:
         tqdm.tqdm.write(line)
 
 
 def progress(items: Iterable[Item], name: str, start: int, stop: int) -> Iterator[Item]:
-    """Passes items through under a progress bar; none where the output is no terminal."""
+    """Yields the items under a progress bar, which is not shown if the output is no terminal."""
     bar = tqdm.tqdm(
         items,
         desc=name,
@@ -85,7 +85,7 @@ def progress(items: Iterable[Item], name: str, start: int, stop: int) -> Iterato
 
 
 def device_memory() -> dict[str, float]:
-    """Peak memory of the first local device in GiB, where its backend counts it."""
+    """Peak memory of the first local device in GiB, if its backend reports it."""
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return {} if peak is None else {"device_memory_gib": peak / 2**30}
@@ -126,15 +126,15 @@ def _import_wandb() -> Any:
 
 
 class MetricWriter:
-    """Writes workdir/metrics.jsonl and workdir/tensorboard/<stage>, on the first process alone.
+    """Writes workdir/metrics.jsonl and workdir/tensorboard/<stage>, on the first process only.
 
-    On wandb, where asked for, a stage is a run in the workdir's group, and a resumed one goes on in
-    its own. What it did before cannot be taken back there; steps that are done again are the same
-    and are dropped by wandb.
+    On wandb each stage is a run, in a group named for the workdir. A resumed stage continues its
+    wandb run. Steps sent there cannot be dropped; repeated steps have the same values, and wandb
+    ignores them.
 
     Args:
-        workdir: made where it does not exist.
-        wandb_project: of wandb; empty for none.
+        workdir: created if it does not exist.
+        wandb_project: empty: wandb is not used.
 
     Raises:
         ValueError: a project is named and wandb is not installed.
@@ -151,7 +151,7 @@ class MetricWriter:
         self._counters: dict[str, dict[str, Counter[str]]] = {}
 
     def begin(self, stage: str, start_step: int = 0) -> None:
-        """Starts a stage, or resumes it: what it wrote from `start_step` on is dropped."""
+        """Starts or resumes a stage; its lines from `start_step` on are dropped."""
         if not self._is_writer:
             return
         if stage in self._boards:
@@ -173,14 +173,15 @@ class MetricWriter:
             )
 
     def counter(self, stage: str, name: str) -> Counter[str]:
-        """Counts by reason, to be kept by the caller, that every line of the stage carries.
+        """A counter by reason, updated by the caller and written with every line of the stage.
 
-        They are written as `name/reason`, summed over the processes, which all ask for the same.
+        Counts are written as `name/reason`, summed over the processes. All processes must ask for
+        the same counters.
         """
         return self._counters.setdefault(stage, {}).setdefault(name, Counter())
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Scalar]) -> None:
-        """Appends one line; a stage that has not begun begins here.
+        """Appends one line; begins the stage if it has not begun.
 
         Args:
             metrics: finite scalars; a metric that is undefined at this step is left out.
@@ -227,12 +228,12 @@ class MetricWriter:
         self.close()
 
     def _drop(self, stage: str, start_step: int) -> None:
-        """Rewrites the file without the lines to be written again, whole or not at all."""
+        """Atomically rewrites the file without the lines that will be written again."""
         if self._file is not None:
             self._file.close()
         lines = []
         if self.path.exists():
-            # A killed run may leave its last line without an end.
+            # A killed run may leave its last line incomplete.
             lines = [x for x in self.path.read_text().splitlines(keepends=True) if x[-1] == "\n"]
         records = [json.loads(line) for line in lines]
         kept = [

@@ -23,16 +23,16 @@ from models.config import BackboneConfig
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What stays the same while the parameters change.
+    """Everything about the policy except its parameters.
 
     Attributes:
-        config: of the backbone.
-        tokenizer: of transformers.
-        prompts: examples to tokens and patches.
+        config: the backbone's configuration.
+        tokenizer: from transformers.
+        prompts: turns examples into tokens and image patches.
         token_bytes: bytes of every token id.
         closing_tag: automaton that finds the end of a rationale while decoding.
         think_tag: name of the rationale's tag.
-        folder: the release the weights come from; None for random ones.
+        folder: the release that the weights come from; None for random weights.
     """
 
     config: BackboneConfig
@@ -67,17 +67,17 @@ def build_policy(
     think_tag: str,
     patch_dtype: DTypeLike = np.float32,
 ) -> Policy:
-    """Reads everything but the weights.
+    """Reads everything except the weights.
 
     Args:
         path: folder or hub id of a release; empty to start from random weights.
         backbone_fields: a `config.json` without token ids and vocabulary size, for random weights.
         tokenizer_path: folder of a tokenizer; empty for the release's, or the built-in small one.
-        min_pixels, max_pixels: images are resized into this range.
+        min_pixels, max_pixels: range of height x width that images are resized to.
         buckets: (prompt tokens, image patches) that batches are padded to.
-        system_prompt, instruction: around the question.
+        system_prompt, instruction: texts before and after the question.
         think_tag: name of the rationale's tag.
-        patch_dtype: of image patches.
+        patch_dtype: dtype of image patches.
 
     Raises:
         ValueError: no such folder, or neither or both of path and backbone are given.
@@ -136,7 +136,7 @@ def find_release(path: str) -> pathlib.Path:
 def initial_params(
     policy: Policy, mesh: Mesh, rules: sharding.Rules, *, seed: int, dtype: DTypeLike = jnp.float32
 ) -> backbone.Params:
-    """Weights of the release, or random ones, laid over the mesh; `dtype` of the master weights."""
+    """The release's weights or random ones, sharded; `dtype` is that of the master weights."""
     shardings = sharding.of(abstract_params(policy, mesh, rules))
     if policy.folder is None:
         params = backbone.init(policy.config, jax.random.key(seed), dtype)
@@ -153,7 +153,7 @@ def abstract_params(
     dtype: DTypeLike = jnp.float32,
     lora_rank: int = 0,
 ) -> backbone.Params:
-    """Shape, type and layout of every parameter, with adapters where `lora_rank` is above 0."""
+    """Shape, dtype and sharding of every parameter; with adapters if `lora_rank` is above 0."""
 
     def init(key):
         params = backbone.init(policy.config, key, dtype)
@@ -179,14 +179,14 @@ def with_adapters(
     alpha: float,
     seed: int,
 ) -> backbone.Params:
-    """The parameters with new adapters at the decoder's linear layers, on the mesh."""
+    """The parameters with new adapters on the decoder's linear layers, sharded over the mesh."""
     params = lora.add(params, jax.random.key(seed), rank=rank, alpha=alpha)
     axes = lora.add_axes(backbone.logical_axes(policy.config))
     return jax.device_put(params, sharding.param_shardings(axes, params, rules, mesh))
 
 
 def decode_shardings(policy: Policy, mesh: Mesh, rules: sharding.Rules) -> backbone.Params:
-    """Where the parameters lie in the decode layout: one reshard away from training's."""
+    """Shardings of the parameters in the decode layout; one reshard leads there from training."""
 
     def decode_layout(key):
         return backbone.to_decode_layout(

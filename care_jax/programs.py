@@ -1,8 +1,9 @@
-"""The compiled functions of RL: every `jax.jit` of rollouts and updates, and the sizes they have.
+"""The compiled functions of RL: every `jax.jit` of rollouts and updates, and their static sizes.
 
 Each is compiled once per shape that occurs.
 
-Letters: B seats, R rows in flight of each, G rollouts of a prompt, P prompt tokens, S slots.
+Letters: B seats (prompts that are decoded at a time), R rows of each (its rollouts that are decoded
+at a time), G rollouts per prompt, P prompt tokens, S cache slots per row.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ Answers = Callable[..., Iterator[tuple[list[int], Rollouts]]]
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPrograms:
-    """What a rollout runs on the devices, see `compile_rollout`.
+    """The compiled functions of a rollout, see `compile_rollout`.
 
     Attributes:
-        decode: (params, rng, requests) -> numbers of requests, and G rollouts of each, as they get
-            done; see `decoding.queue.DecodeQueue.answers`.
-        reflect: likewise, one row of each, which starts with the request's context.
+        decode: (params, rng, requests) -> indices of requests with G rollouts of each, in order of
+            completion; see `decoding.queue.DecodeQueue.answers`.
+        reflect: likewise, with one rollout per request, which starts with the request's context.
         select: (rollouts, scores, rng, places [B]) -> Subgroup.
     """
 
@@ -58,8 +59,8 @@ class UpdatePrograms:
     Attributes:
         to_decode_layout: params -> params in the decode layout.
         credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
-        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages; None where the
-            objective has none.
+        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages; None if the objective
+            has none.
         score: (params, batch) -> log-probabilities at the tokens of the batch's rows.
         update: (state, batch) -> (state, metrics).
     """
@@ -72,19 +73,32 @@ class UpdatePrograms:
 
 
 def compile_decoding(
-    run: Run, *, temperature: float, top_p: float, stops: bool = True
+    run: Run,
+    *,
+    temperature: float,
+    top_p: float,
+    stops: bool = True,
+    attention: AttentionImpl | None = None,
 ) -> DecodePrograms:
-    """The jitted functions of decoding, each compiled once per shape that occurs."""
+    """The jitted functions of decoding, each compiled once per shape that occurs.
+
+    Args:
+        run: the run.
+        temperature, top_p: of sampling; greedy at temperature 0.
+        stops: end-of-sequence tokens end a rollout.
+        attention: of prefill; None for the device's, without comparing it with XLA.
+    """
     config, mesh = run.policy.config, run.mesh
     rules, rows = run.config.decode_sharding_rules, run.decode_batch_place
     dtype = jnp.dtype(run.config.model.compute_dtype)
-    attention = sharding.attention_impl(run.config.model.attention, rules, mesh)
+    if attention is None:
+        attention = sharding.attention_impl(run.config.model.attention, rules, mesh)
     closing_tag = jnp.asarray(run.policy.closing_tag)
     num_shards = sharding.num_shards(rows)
     choice = dict(temperature=temperature, top_p=top_p)
 
     def laid_out(seats: Seats) -> Seats:
-        """Every program leaves the seats where the next one takes them from."""
+        """Gives the seats the same shardings after every program."""
         places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, mesh)
         return jax.lax.with_sharding_constraint(seats, places)
 
@@ -137,10 +151,9 @@ def compile_decoding(
 
 
 def context_tokens(run: Run) -> int:
-    """Most forced tokens of a reflected row.
+    """Maximum number of forced tokens of a reflected row.
 
-    Without a tokenizer, where programs are only compiled, a token of the cue is taken to be four
-    bytes.
+    Without a tokenizer (programs are only compiled), four bytes of the cue count as one token.
     """
     care, tokenizer = run.config.care, run.policy.tokenizer
     if care.reflect_mode == "resample":
@@ -152,9 +165,10 @@ def context_tokens(run: Run) -> int:
 
 
 def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
-    """Of the first decode, and of the reflected one.
+    """Sizes of the first decode, and of the reflected one.
 
-    A prompt that is repaired has one row and takes less than half of the memory of the others.
+    A reflected prompt has one row and takes less than half the memory, so more of them are decoded
+    at a time.
     """
     rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_place)
     tries = Sizes(
@@ -176,10 +190,20 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     return tries, repairs
 
 
-def compile_rollout(run: Run, clock: DeviceClock) -> RolloutPrograms:
-    """The jitted functions of a rollout, each compiled once per shape that occurs."""
+def compile_rollout(
+    run: Run, clock: DeviceClock, attention: AttentionImpl | None = None
+) -> RolloutPrograms:
+    """The jitted functions of a rollout, each compiled once per shape that occurs.
+
+    Args:
+        run: the run.
+        clock: told of what runs.
+        attention: see `compile_decoding`.
+    """
     rl, care = run.config.rl, run.config.care
-    programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p)
+    programs = compile_decoding(
+        run, temperature=rl.temperature, top_p=rl.top_p, attention=attention
+    )
     decode, reflect = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
 
     def select(rollouts, scores, rng, places):
@@ -202,13 +226,13 @@ def compile_update(
     state_shardings: TrainState,
     attention: AttentionImpl | None = None,
 ) -> UpdatePrograms:
-    """The jitted functions of an update, each compiled once per bucket that occurs.
+    """The jitted functions of an update, each compiled once per shape of rows that occurs.
 
     Args:
         run: the run.
         adamw: its optimizer.
-        state_shardings: where the state lies before and after an update.
-        attention: what computes it; None for what the device has, unchecked.
+        state_shardings: of the state before and after an update.
+        attention: the attention implementation; None: that of `model.attention`, unchecked.
     """
     rl, model, objective = run.config.rl, run.config.model, run.objective
     config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)

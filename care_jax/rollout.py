@@ -1,11 +1,11 @@
 """One rollout batch: decode, verify, select, reflect.
 
-The host side of a step. The prompts' rollouts are verified as they get done, while the devices
-decode the others; then anchors and failures are chosen, and a second decode repairs the failures of
-all prompts that have one.
+This is the host side of a step. Finished rollouts are verified while the devices decode the others.
+Then anchors and hard negatives are selected. A second decode repairs one failure of every prompt
+that has both a correct rollout and a failure.
 
-In a run of several processes each does this for its own prompts. Those are the same in decoding and
-in training, so that no prompt, image or response crosses the network.
+With several processes, each does this for its part of the prompts. A process trains on the prompts
+that it decoded, so that no prompt, image or response crosses the network.
 
 Letters: N prompts of a step, B prompts of this process, G rollouts per prompt, R rows per prompt
 (G, or G + 1 with a reflected row).
@@ -37,12 +37,12 @@ from models import backbone
 
 @dataclasses.dataclass(frozen=True)
 class Roster:
-    """What every process knows of all prompts of a step.
+    """What every process knows about all prompts of a step.
 
     Attributes:
-        own: places in the step of this process's B prompts, ascending.
+        own: indices in the step of this process's B prompts, ascending.
         sizes: tokens and patches of each of the N prompts.
-        sources: where each of them comes from.
+        sources: name of the data source of each of the N prompts.
     """
 
     own: Int[np.ndarray, " B"]
@@ -53,7 +53,7 @@ class Roster:
     def call(
         own: Int[np.ndarray, " B"], examples: Sequence[Example], records: Sequence[TokenizedPrompt]
     ) -> Roster:
-        """Gathers it from all processes."""
+        """Builds the roster by gathering from all processes."""
         sources = [
             [int(place), example.source] for place, example in zip(own, examples, strict=True)
         ]
@@ -64,10 +64,10 @@ class Roster:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """What one rollout batch came to, as numpy arrays over B prompts.
+    """The results of one rollout batch, as numpy arrays over B prompts.
 
     Attributes:
-        rollouts, scores: of all rows; a reflected row stands last.
+        rollouts, scores: of all rows; a reflected row is the last.
         subgroup: anchor and negatives.
         has_reflection: the last row is a reflected one.
         reasons: why the verifier judged each row as it did, see `Verdict`.
@@ -81,7 +81,7 @@ class Groups:
 
     @staticmethod
     def concatenate(groups: Sequence[Groups], places: Sequence[int]) -> Groups:
-        """Joins batches of groups and takes those at `places`, counted over all, in that order."""
+        """Concatenates batches of groups, then takes the groups at indices `places`, in order."""
 
         def joined(name):
             parts = [getattr(group, name) for group in groups]
@@ -92,7 +92,7 @@ class Groups:
 
 @flax.struct.dataclass
 class _Judged:
-    """Rows of B prompts and what the verifier says of them, as numpy arrays."""
+    """Rows of B prompts with the verifier's results, as numpy arrays."""
 
     rollouts: Rollouts
     scores: Scores
@@ -114,18 +114,18 @@ def roll_out(
 
     Args:
         run: the run.
-        programs: compiled for it.
+        programs: compiled for the run.
         params: in the decode layout.
         rng: key of this step.
         roster: of the step's prompts.
-        examples, records: this process's, as questions and as tokens.
+        examples, records: questions and tokenised prompts of this process.
         verifier: compares answers.
 
     Returns:
         the groups of this process's prompts, in the order of `roster.own`.
 
     Raises:
-        distributed.Preempted: the run is to end; nothing of this step is kept.
+        distributed.Preempted: the run was told to stop; nothing of this step is kept.
     """
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
     places = np.asarray(roster.own, np.int32)
@@ -154,7 +154,7 @@ def _judge(
     examples: Sequence[Example],
     verifier: Verifier,
 ) -> _Judged | None:
-    """Verifies answers as they come; then all of them in the examples' order, or None of none."""
+    """Verifies rollouts as they finish; returns them in the order of `examples`, None if none."""
     policy, parts, order = run.policy, [], []
     for numbers, rollouts in answers:
         scores, texts, reasons = score_rollouts(
@@ -174,7 +174,7 @@ def _judge(
 
 
 def _contexts(run: Run, failures: Sequence[str]) -> list[Int[np.ndarray, " c"]]:
-    """The forced tokens from which each of these responses is repaired."""
+    """The forced tokens with which the repair of each failed response starts."""
     care, policy = run.config.care, run.policy
     if care.reflect_mode == "resample":
         return [np.zeros(0, np.int32) for _ in failures]
@@ -193,7 +193,7 @@ def _contexts(run: Run, failures: Sequence[str]) -> list[Int[np.ndarray, " c"]]:
 def _with_reflected(
     run: Run, first: _Judged, second: _Judged | None, repaired: Int[np.ndarray, " n"]
 ) -> _Judged:
-    """One more row for every prompt: its reflected one, empty where none was repaired."""
+    """Appends the reflected row to every prompt; an empty row if nothing was repaired."""
     last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), first)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id
     last.texts[:] = last.reasons[:] = ""

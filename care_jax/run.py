@@ -25,14 +25,14 @@ from models.backbone import Params
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's configuration and the things that live as long as it does.
+    """A run's configuration, and the objects that last for the whole run.
 
     Attributes:
         config: complete, see `configs/common.py`.
-        policy: what is trained.
+        policy: the policy that is trained.
         mesh: the devices.
-        workdir: where metrics, checkpoints and exports go.
-        metrics: writes them; None for a run that is only compiled.
+        workdir: folder of metrics, checkpoints and exports.
+        metrics: the metric writer; None for a run that is only compiled.
     """
 
     config: ConfigDict
@@ -43,24 +43,24 @@ class Run:
 
     @functools.cached_property
     def objective(self) -> Objective:
-        """What `rl.objective` and its section choose."""
+        """The objective that `rl.objective` and its section define."""
         return objective_of(self.config)
 
     @property
     def train_batch_place(self) -> NamedSharding:
-        """How the rows of an update, or of a step of the cold start, are sharded."""
+        """Sharding of the packed rows of an RL update or of a cold-start step."""
         return sharding.batch_sharding(self.mesh, self.config.sharding_rules)
 
     @property
     def decode_batch_place(self) -> NamedSharding:
-        """How prompts and their rollouts are sharded."""
+        """Sharding of prompts and their rollouts."""
         return sharding.batch_sharding(self.mesh, self.config.decode_sharding_rules)
 
     def chunk_of_row(self, microbatch_size: int) -> int:
-        """Tokens of each row whose logits are held at a time, `model.logprob_chunk` on a device.
+        """Tokens per row whose logits are in memory at a time: `model.logprob_chunk` per device.
 
         Args:
-            microbatch_size: rows of one forward and backward, over all devices.
+            microbatch_size: rows per forward and backward pass, over all devices.
         """
         rows_of_device = microbatch_size // sharding.num_shards(self.train_batch_place)
         return max(self.config.model.logprob_chunk // max(rows_of_device, 1), 1)
@@ -74,22 +74,22 @@ class Run:
         return optimizer.partition(params, freeze_vision=self.config.model.freeze_vision)
 
     def placed(self, function: Callable) -> Callable:
-        """`function` with activations laid out for training."""
+        """`function` with activations sharded for training."""
         return sharding.placed(function, self.config.sharding_rules, self.mesh)
 
     def placed_to_decode(self, function: Callable) -> Callable:
-        """`function` with activations laid out for decoding."""
+        """`function` with activations sharded for decoding."""
         return sharding.placed(function, self.config.decode_sharding_rules, self.mesh)
 
 
 def objective_of(config: ConfigDict) -> Objective:
-    """The objective that a configuration chooses."""
+    """The objective of a configuration."""
     name = config.rl.objective
     return make_objective(name, config[name], max_tokens=config.rl.max_response_tokens)
 
 
 def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:
-    """The learning rate of each update, and the optimizer, of a stage: "sft" or "rl"."""
+    """The learning rate schedule and the optimizer of a stage, "sft" or "rl"."""
     section = run.config[stage]
     num_updates = section.num_steps
     if stage == "rl":
@@ -113,7 +113,7 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
 
     Args:
         run: the run.
-        params: without adapters, on the mesh. Consumed.
+        params: without adapters, on the mesh. Must not be used afterwards.
         adamw: optimizer of the trained parameters.
     """
     model = run.config.model
@@ -132,7 +132,7 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
 
 
 def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
-    """Shape, type and layout of what `start_state` gives, without making any of it."""
+    """Shape, dtype and sharding of the result of `start_state`, without allocating arrays."""
     model = run.config.model
     params = abstract_params(
         run.policy,

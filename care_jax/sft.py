@@ -1,7 +1,7 @@
 """The cold start: supervised fine-tuning on rationales and answers, loss on the response only.
 
-An example is a tree of one branch, its prompt and the response to imitate; a step's loss is that of
-its examples, however they are packed into rows.
+An example is packed as a tree with one branch: its prompt and the response to imitate. The loss of
+a step does not depend on how its examples are packed into rows.
 
 Letters: N examples of a step, n of this process, B rows of S tokens, T response tokens.
 """
@@ -43,19 +43,20 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
     Args:
         run: the run.
-        params: where it starts; float32, on the mesh. Consumed.
+        params: initial parameters, of dtype `model.param_dtype`, on the mesh. Must not be used
+            afterwards.
         examples: with responses to imitate.
 
     Returns:
         the trained parameters.
 
     Raises:
-        distributed.Preempted: the run is to end; the state reached is saved.
+        distributed.Preempted: the run was told to stop; the state reached is saved.
     """
     config, sft = run.config, run.config.sft
     learning_rate_at, adamw = make_adamw(run, "sft")
     state = start_state(run, params, adamw)
-    attention = training_attention(run, sft.row_tokens)
+    attention = training_attention(run, sft.row_tokens, sft.row_patches)
     sft_step = compile_step(run, adamw, sharding.of(state), attention)
     rows = sharding.local_rows(sft.batch_size, run.decode_batch_place)
     batches = Batches(
@@ -93,7 +94,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             if step % config.log_every == 0 or is_last:
                 metrics = {name: float(value) for name, value in metrics.items()}
                 metrics |= {"train_fill": plan.train_fill, "patch_fill": plan.patch_fill}
-                # Steps are dispatched ahead of the device: time them from one read-out to the next.
+                # Dispatch is asynchronous, so time is measured between reads of the metrics.
                 seconds = (time.perf_counter() - began) / (step + 1 - first)
                 began, first = time.perf_counter(), step + 1
                 metrics["learning_rate"] = float(learning_rate_at(step))
@@ -117,8 +118,8 @@ def compile_step(
     Args:
         run: the run.
         adamw: its optimizer.
-        state_shardings: where the state lies before and after a step.
-        attention: what computes it; None for what the device has, unchecked.
+        state_shardings: of the state before and after a step.
+        attention: the attention implementation; None: that of `model.attention`, unchecked.
     """
     config, model = run.config, run.config.model
     if attention is None:
@@ -158,14 +159,14 @@ def packed_batch(
     examples: Sequence[Example],
     records: Sequence[TokenizedPrompt],
 ) -> tuple[ImitationBatch, RowPlan]:
-    """This process's rows of a step on the host, and what stands where in them.
+    """This process's packed rows of a step, on the host, and the plan of the packing.
 
     An example that exceeds a row is left out, counted and logged.
 
     Args:
         run: the run.
-        places: of this process's examples among those of the step.
-        examples, records: this process's.
+        places: indices of this process's examples in the step.
+        examples, records: of this process.
     """
     sft, policy = run.config.sft, run.policy
     row = {"row_tokens": sft.row_tokens, "row_patches": sft.row_patches, "section": "sft"}
@@ -176,7 +177,7 @@ def packed_batch(
     for index, reason in unfit.items():
         run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
         logging.log_every_n(logging.WARNING, "left out %s: %s", 100, examples[index].id, reason)
-    sizes[list(unfit), 2] = 0  # a tree without branches takes no place
+    sizes[list(unfit), 2] = 0  # a tree without branches is not packed
     sizes = distributed.gather_rows(sizes, places)
     plan = plan_rows(
         TreeSizes(*sizes.T[:2], sizes[:, 2:]),
@@ -196,7 +197,7 @@ def packed_batch(
 
 
 def response_weight(run: Run, response: Int[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-    """Of each token in the loss: `sft.answer_weight` in the answer span, 1 elsewhere."""
+    """Loss weight of each token: `sft.answer_weight` in the answer span, 1 elsewhere."""
     policy = run.policy
     span = spans.parse(
         response,

@@ -1,10 +1,10 @@
 """The reinforcement learning loop.
 
-Its compiled functions are those of `programs`; its host side is `rollout`, `dynamic_sampling` and
+The compiled functions are in `programs`; the host side is in `rollout`, `dynamic_sampling` and
 `update_batch`.
 
-One step: a rollout batch is decoded, verified, contrasted and repaired; then come the advantages,
-then one or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`.
+A step decodes and verifies a rollout batch, selects subgroups, repairs failures and computes
+advantages. Then come one or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`.
 
 Letters: B prompts, G rollouts per prompt, R rows per prompt (G, or G + 1 with a reflected row),
 T response tokens.
@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from care_jax import dynamic_sampling
-from care_jax.attention_check import training_attention
+from care_jax.attention_check import prefill_attention, training_attention
 from care_jax.batch import Example
 from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
@@ -62,14 +62,16 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
     Args:
         run: the run.
-        params: where RL starts, and the reference of the KL term; float32, on the mesh. Consumed.
+        params: initial parameters and reference of the KL term, of dtype `model.param_dtype`, on
+            the mesh. Must not be used afterwards.
         examples: the prompts to learn from.
 
     Returns:
         the trained parameters.
 
     Raises:
-        distributed.Preempted: the run is to end; the state before the unfinished step is saved.
+        distributed.Preempted: the run was told to stop; the state before the unfinished step is
+            saved.
     """
     config, rl = run.config, run.config.rl
     updates_per_step = rl.prompts_per_step // rl.prompts_per_update
@@ -77,10 +79,11 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
     clock = DeviceClock()
-    rollout_programs = compile_rollout(run, clock)
-    attention = training_attention(run, rl.row_tokens)
+    rollout_programs = compile_rollout(run, clock, prefill_attention(run))
+    attention = training_attention(run, rl.row_tokens, rl.row_patches)
     programs = compile_update(run, adamw, sharding.of(state), attention)
-    # This process's prompts of an update, and of a step: of every update the same ones.
+    # Indices of this process's prompts, first in an update, then in a step: the same in every
+    # update.
     own = sharding.local_rows(rl.prompts_per_update, run.decode_batch_place)
     own = np.arange(0, rl.prompts_per_step, rl.prompts_per_update)[:, None] + own
     batches = Batches(
@@ -128,14 +131,14 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 if step > (checkpoints.latest_step or 0):
                     checkpoints.save(step, state, step, config.seed, {"num_decoded": num_decoded})
                 raise distributed.Preempted(f"before rl step {step}") from None
-            del decode_params  # its memory is the update's now
+            del decode_params  # frees memory for the update
             rolled_out = time.perf_counter()
 
             drawn = dynamic_sampling.fill(draws)
             roster, records, groups = drawn.roster, drawn.records, drawn.groups
             credited, raw = assign_credit(run, programs, groups)
             gathered = gather_groups(roster, groups, credited, raw)
-            # All of them are scored before the first update moves the policy.
+            # All batches are scored before the first update changes the policy.
             planned = [
                 train_batch(run, roster, records, groups, credited, gathered.num_tokens, index)
                 for index in range(updates_per_step)
@@ -196,7 +199,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             metrics |= fill(plans) | utilisation(
                 run, roster, gathered.num_tokens, ended - rolled_out
             )
-            run.metrics.write("rl", step, metrics)  # stops the run where one is not finite
+            run.metrics.write("rl", step, metrics)  # stops the run if a metric is not finite
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 print_line(format_line("rl", step, rl.num_steps, shown, ended - began))
@@ -209,9 +212,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
 
 def profile_steps(run: Run, step: int) -> None:
-    """Begins or ends the trace of `config.profile_steps`, before a step.
+    """Starts or stops the trace of `config.profile_steps`; called before each step.
 
-    It is written to `workdir/profile`, to be opened by TensorBoard's profiler or by Perfetto.
+    The trace is written to `workdir/profile`, for TensorBoard's profiler or Perfetto.
     """
     if not run.config.profile_steps:
         return
@@ -231,17 +234,18 @@ def draw_groups(
     own: Int[np.ndarray, " B"],
     verifier: Verifier,
 ) -> list[Draw]:
-    """The rollout batches of a step: one, or under DAPO as many as fill it with mixed groups.
+    """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
 
-    Draw t of step s has batch s + t·num_steps of the stream, and the random key of that number: a
-    pure function of (s, t) that shares neither with another draw or step.
+    Draw t of step s uses batch s + t·num_steps of the stream and the random key of that number.
+    Both are functions of (s, t) alone, and no other draw or step uses them.
 
     Args:
         run: the run.
-        programs, params: compiled for it; in the decode layout.
+        programs: compiled for the run.
+        params: in the decode layout.
         batches: the stream.
-        first: number and batch of the step itself.
-        own: places of this process's prompts in a batch.
+        first: the step, and the examples and tokenised prompts of its first draw.
+        own: indices of this process's prompts in a batch.
         verifier: compares answers.
     """
     rl = run.config.rl
@@ -262,16 +266,16 @@ def draw_groups(
 def utilisation(
     run: Run, roster: Roster, num_tokens: Int[np.ndarray, "N R"], seconds: float
 ) -> dict[str, float]:
-    """TFLOPs per second and device that updates were worth, and their share of the device's peak.
+    """Model TFLOPs per second and device during the updates, and their share of the peak (MFU).
 
-    Padding and what is recomputed count as nothing; the share is left out where the peak of such a
-    device is not known.
+    Padding and rematerialisation do not count. The MFU is left out if the device's peak is not
+    known.
 
     Args:
         run: the run.
         roster: of the step's prompts.
-        num_tokens: of each response that was trained, 0 of the others.
-        seconds: that the updates took.
+        num_tokens: tokens of each response that was trained on, 0 for the others.
+        seconds: wall time of the updates.
     """
     rate = model_flops(run.policy.config, roster.sizes, num_tokens) / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
@@ -279,7 +283,10 @@ def utilisation(
 
 
 def fill(plans: Sequence[RowPlan]) -> dict[str, float]:
-    """Share of the tokens, and of the patches, that a step's updates computed and that are real."""
+    """Share of the tokens and of the patches computed in a step's updates that are real.
+
+    The others are padding and repeated prompts.
+    """
     real, computed = (
         {of: sum(getattr(plan, f"{kind}_{of}") for plan in plans) for of in ("tokens", "patches")}
         for kind in ("real", "computed")
@@ -292,7 +299,7 @@ def fill(plans: Sequence[RowPlan]) -> dict[str, float]:
 
 
 def open_report(run: Run, start: int) -> Report:
-    """The run report, from which the steps to be done again are dropped."""
+    """The run report, without the steps that will be repeated."""
     care, policy, settings = run.config.care, run.policy, run.config.report
     wording = Wording(
         token_bytes=policy.token_bytes,
@@ -330,7 +337,7 @@ def sampled(
 def assign_credit(
     run: Run, programs: UpdatePrograms, groups: Groups
 ) -> tuple[Credit, RawAdvantages | None]:
-    """Advantages and token weights of a rollout batch; under CARE A_raw too, for its metrics."""
+    """Advantages and token weights of a rollout batch; with CARE also A_raw, for its metrics."""
     if run.objective.raw_advantages is None:
         return jax.device_get(programs.credit(groups.rollouts, groups.scores)), None
     arguments = groups.scores, groups.subgroup, groups.has_reflection

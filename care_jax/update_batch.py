@@ -1,8 +1,9 @@
 """From the groups of a step to the batches of its updates (host).
 
-The trees of an update, each a prompt with its trained responses, are packed into rows; responses
-without credit, and prompts without any response that has some, take no place. What only the
-trainer's forward can say, log-probabilities under the reference and under π_old, is filled in.
+A tree is a prompt with the responses that are trained on; the trees of an update are packed into
+rows. Responses without credit are left out, and so are prompts without any such response.
+Log-probabilities that need the trainer's forward pass, under the reference and under π_old, are
+filled in.
 
 Letters: N prompts of a step, B prompts of this process, R responses per prompt, T response tokens.
 """
@@ -33,15 +34,15 @@ from models import backbone, lora
 
 @flax.struct.dataclass
 class Gathered:
-    """What the packing and the metrics need of all N prompts of a step, as numpy arrays.
+    """What packing and metrics need from all N prompts of a step, as numpy arrays.
 
     Attributes:
-        rollouts: without their texts.
-        scores: without their spans.
-        subgroup, raw: anchor and negatives, and A_raw; `raw` is None under the baselines.
+        rollouts: without texts.
+        scores: without spans.
+        subgroup, raw: anchor and negatives, and A_raw; `raw` is None for the baselines.
         advantage: of every response.
         has_reflection: the last response is a reflected one.
-        num_tokens: of each response that is trained, 0 of the others.
+        num_tokens: tokens of each response that is trained on, 0 for the others.
     """
 
     rollouts: Rollouts
@@ -56,7 +57,7 @@ class Gathered:
 def gather_groups(
     roster: Roster, groups: Groups, credited: Credit, raw: RawAdvantages | None
 ) -> Gathered:
-    """Gathers this process's groups with those of all others."""
+    """Gathers the groups of all processes."""
     num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
     own = Gathered(
         rollouts=groups.rollouts.without_text(),
@@ -79,13 +80,13 @@ def train_batch(
     num_tokens: Int[np.ndarray, "N R"],
     index: int,
 ) -> tuple[TrainBatch, RowPlan]:
-    """The batch of one update on the host, and what stands where in its rows.
+    """This process's batch of one update, on the host, and the plan of the packing.
 
     Args:
         run: the run.
         roster: of the step's N prompts.
-        records, groups, credited: of this process's.
-        num_tokens: of each response of the N that is trained.
+        records, groups, credited: of this process's prompts.
+        num_tokens: tokens of each response that is trained on, 0 for the others.
         index: of the update in its step.
     """
     rl = run.config.rl
@@ -122,7 +123,7 @@ def train_batch(
 
 
 def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
-    """The reference policy of the KL term; None where there is none or adapters leave it alone."""
+    """The reference policy of the KL term; None if β = 0, or if LoRA keeps its weights frozen."""
     if not run.objective.beta or run.config.model.lora_rank:
         return None
     if "reference" in run.config.model.offload:
@@ -137,14 +138,15 @@ def with_logprobs(
     params: backbone.Params,
     reference: backbone.Params | None,
 ) -> list[TrainBatch]:
-    """Fills in, on the host, what the sampler could not: the reference's and the trainer's own.
+    """Fills in, on the host, log-probabilities under the reference and, if needed, under π_old.
 
-    The sampler's are the model's at temperature 1 whatever the sampling settings, so they serve as
-    π_old unless the config asks for the trainer's numerics, or rows lost the context they had.
+    The sampler records log-probabilities at temperature 1 for all sampling settings, so they serve
+    as π_old. The trainer recomputes them if rl.old_logp = "trainer", or if reflected rows are
+    trained without the context they were sampled with.
     """
     rl, scorers = run.config.rl, {}
     if run.objective.beta:
-        if reference is None:  # adapters leave the weights they started from as they were
+        if reference is None:  # LoRA: the frozen weights are the reference
             reference = lora.without(params)
         elif "reference" in run.config.model.offload:
             reference = jax.device_put(reference, sharding.of(lora.without(params)))

@@ -1,8 +1,8 @@
 """An arm of an experiment: a base configuration with some keys changed.
 
-`--config=experiments/selector.py:farthest` is that arm at the size of `configs/tiny.py`;
-`--config=experiments/selector.py:farthest@qwen25vl_7b` that of `configs/qwen25vl_7b.py`, and
-`...:farthest@tiny:qwen3_vl` passes an argument on to the base.
+`--config=experiments/selector.py:farthest` is the arm `farthest` with `configs/tiny.py` as base.
+`--config=experiments/selector.py:farthest@qwen25vl_7b` has `configs/qwen25vl_7b.py` as base, and
+`...:farthest@tiny:qwen3_vl` passes the argument `qwen3_vl` to the base.
 """
 
 import importlib
@@ -15,10 +15,10 @@ Arms = Mapping[str, Mapping[str, Any]]
 
 
 def with_arm(arms: Arms, argument: str) -> ConfigDict:
-    """The configuration that a name stands for.
+    """The configuration of an arm.
 
     Args:
-        arms: changed keys, such as "care.rule", of each arm; all of them in a section.
+        arms: changed keys of each arm, such as "care.rule"; keys outside a section are not allowed.
         argument: `arm`, `arm@base` or `arm@base:argument`; the base is a file of configs/.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Every key of a run, with its default. Other config files start from here and change some.
+"""Every configuration key, with its default. The other config files start from this one.
 
-Defaults that the paper leaves open follow its code base's published configuration; they are
-marked (open).
+Defaults marked (open) are not given in the paper; they follow the published configuration of its
+code base.
 """
 
 from ml_collections import ConfigDict
@@ -14,30 +14,32 @@ CUE = (
 
 
 def source(name: str = "", **options) -> ConfigDict:
-    """One source of examples: every key it has, some of them set.
+    """The configuration of one data source: every key with its default, then `options`.
 
     Args:
-        name: of the source.
-        options: keys to set; one that does not exist is refused.
+        name: see `source` below.
+        options: keys to set; an unknown key is an error.
     """
     section = ConfigDict()
     # synthetic, jsonl, parquet, arrayrecord, chartqa, geometry3k, virl39k, vision_r1_cold; or
-    # "mixture" of the sources in `parts`.
+    # "mixture", the sources in `parts`.
     section.source = name
-    section.path = ""  # file, folder or hub id; none for synthetic and mixture
-    section.split = ""  # of a release: train, val, test
+    section.path = ""  # file, folder or hub id; empty for synthetic and mixture
+    section.split = ""  # split of a release: train, val, test
     section.subset = ""  # part of a release (chartqa: human, augmented), see its reader
-    section.images = ""  # folder that image paths start from; empty: the release's own
-    section.num_examples = 0  # to draw; or the first so many rows of a release, 0 for all
-    section.seed = 0  # of what is drawn
-    section.weight = 0.0  # share in a mixture; 0 in all of its parts: their numbers of examples
-    section.tolerance = 0.0  # relative error allowed between numbers; chartqa's benchmark: 0.05
-    section.min_pixels = 0  # of this source's images; 0: data.min_pixels
-    section.max_pixels = 0  # likewise
-    section.columns = columns = ConfigDict()  # of the parquet source; empty for none
+    section.images = ""  # folder that image paths are relative to; empty: the release's folder
+    # synthetic: number of examples to generate; else: use only the first rows, 0 for all of them.
+    section.num_examples = 0
+    section.seed = 0  # of the synthetic source
+    section.weight = 0.0  # share in a mixture; 0 in all of its parts: proportional to their sizes
+    section.tolerance = 0.0  # relative error allowed between numbers; the ChartQA benchmark: 0.05
+    section.min_pixels = 0  # per image, height x width; 0: data.min_pixels
+    section.max_pixels = 0  # likewise; 0: data.max_pixels
+    # Column names of the parquet source; empty: it has no such column.
+    section.columns = columns = ConfigDict()
     for column in ("id", "question", "answer", "images", "choices", "rationale", "response"):
         columns[column] = ""
-    section.parts = ()  # of a mixture: sources
+    section.parts = ()  # the sources of a mixture
     section.lock()
     section.update(options)
     return section
@@ -46,46 +48,49 @@ def source(name: str = "", **options) -> ConfigDict:
 def get_config() -> ConfigDict:
     """A complete configuration: Qwen2.5-VL sizes, CARE objective, no data source."""
     config = ConfigDict()
-    # In this order, each from the parameters the one before left; "evaluate" may stand twice.
+    # Run in this order, each from the parameters of the one before. "evaluate" may appear twice.
     config.stages = ("sft", "rl", "evaluate")  # also "export"
     config.seed = 0
-    config.log_every = 1  # steps between logged lines
+    config.log_every = 1  # steps between console lines, and in SFT between logged metrics
     config.checkpoint_every = 50  # steps; the last step of a stage is always saved
-    config.keep_checkpoints = 2
-    # Compiled programs are kept in workdir/compilation_cache: started again, a run compiles none.
+    config.keep_checkpoints = 2  # newest checkpoints kept, per stage
+    # Keep compiled programs in workdir/compilation_cache, so that a restarted run compiles none.
     config.compilation_cache = True
-    # (first, last) step of RL that is traced to workdir/profile by jax.profiler; empty: none.
+    # (first, last) RL step that jax.profiler traces to workdir/profile; empty: none.
     config.profile_steps = ()
 
     config.model = model = ConfigDict()
     model.path = ""  # folder or hub id of a Hugging Face release; empty: random weights
-    model.backbone = ConfigDict()  # config.json of a backbone to start from random; with path empty
+    model.backbone = ConfigDict()  # config.json fields for random weights; needs an empty path
     model.tokenizer = ""  # folder of a tokenizer; empty: that of model.path, or the built-in one
-    model.compute_dtype = "bfloat16"  # of activations and of the weights that decode
-    # Attention over whole rows: "auto", a kernel where the device has one (TPU, GPU), after it was
-    # compared with the compiler's own products; "xla", those alone; "kernel", without a comparison.
+    model.compute_dtype = "bfloat16"  # dtype of activations and of the weights used in decoding
+    # Attention of training and prefill. "auto": the kernel of the device if it has one (TPU, GPU)
+    # and it agrees with XLA when a stage starts. "xla": XLA matmuls. "kernel": the kernel, without
+    # the comparison.
     model.attention = "auto"
-    model.logprob_chunk = 1024  # tokens on a device whose logits are held at a time
-    model.freeze_vision = False  # (open) the vision tower is trained
-    # What the memory allows.
-    model.remat = "layer"  # the backward pass recomputes "none", all but "dots", or each "layer"
-    model.param_dtype = "float32"  # of the master weights; "bfloat16" rounds stochastically
-    model.moments_dtype = "float32"  # of the optimizer's state; likewise
-    model.lora_rank = 0  # above 0, adapters on the decoder's linear layers are all that is trained
-    model.lora_alpha = 32.0  # their product is scaled by alpha / rank
-    model.offload = ()  # to host memory: "reference", "optimizer"
+    model.logprob_chunk = 1024  # tokens per device whose logits are in memory at a time
+    model.freeze_vision = False  # (open) False: the vision tower is trained
+    # The next keys trade speed or precision for memory.
+    # What the backward pass rematerialises: "none"; "dots", everything except the outputs of weight
+    # matmuls and attention; "layer", each layer from its input.
+    model.remat = "layer"
+    model.param_dtype = "float32"  # dtype of the master weights; "bfloat16" rounds stochastically
+    model.moments_dtype = "float32"  # dtype of the optimizer state; likewise
+    model.lora_rank = 0  # above 0: train only LoRA adapters on the decoder's linear layers
+    model.lora_alpha = 32.0  # the adapters are scaled by alpha / rank
+    model.offload = ()  # what is kept in host memory: "reference", "optimizer"
 
-    # Mesh sizes; -1 takes what the others leave.
+    # Devices along each mesh axis; one may be -1 and takes the remaining devices.
     config.mesh = mesh = ConfigDict()
     mesh.data = 1
     mesh.fsdp = -1
     mesh.tensor = 1
     mesh.sequence = 1
     # Logical axis of a batch, parameter, activation or cache -> the mesh axes that shard it.
-    # Training is FSDP over all of them: each device has rows of its own and a shard of every
-    # parameter, all-gathered where it is used. Where one row does not fit a device, map "batch" to
-    # ("data", "fsdp"), "embed" to ("fsdp", "sequence"), "vocab", "heads", "kv_heads" and "mlp" to
-    # "tensor", "tokens" to "sequence" and "attended_heads" to ("tensor", "sequence").
+    # Training is FSDP over the whole mesh: the batch and every parameter are sharded over all
+    # devices, and parameters are all-gathered for use. If one row does not fit on a device, map
+    # "batch" to ("data", "fsdp"), "embed" to ("fsdp", "sequence"), "vocab", "heads", "kv_heads" and
+    # "mlp" to "tensor", "tokens" to "sequence" and "attended_heads" to ("tensor", "sequence").
     config.sharding_rules = (
         ("batch", ("data", "fsdp", "tensor", "sequence")),
         ("embed", ("fsdp", "tensor", "sequence")),
@@ -105,106 +110,110 @@ def get_config() -> ConfigDict:
     data.train = source()
     data.sft = source()
     data.test = source()
-    data.num_workers = 8  # threads that decode images and make prompts, in each process
-    data.teacher_error = 0.0  # synthetic cold start: share of wrong sums and differences
+    data.num_workers = 8  # threads per process that decode images and tokenise prompts
+    data.teacher_error = 0.0  # synthetic cold start: share of sums and differences that are wrong
     data.cue_share = 0.0  # synthetic cold start: share of rationales that carry the repair cue
-    data.min_pixels = 262144  # (open) images are resized into this range
-    data.max_pixels = 1003520  # (open) of the mixture; 4194304 for geometry alone
-    # (prompt tokens, image patches) a batch is padded to; the smallest that holds it is taken.
-    # Longer prompts are dropped and counted.
+    data.min_pixels = 262144  # (open) minimum height x width that images are resized to
+    data.max_pixels = 1003520  # (open) maximum, for the mixture; 4194304 for geometry alone
+    # (prompt tokens, image patches) per prompt. A batch is padded to the smallest bucket that holds
+    # all of its prompts. Prompts that fit no bucket are left out and counted.
     data.buckets = ((512, 2048), (1024, 4096), (2048, 6144))
     data.system_prompt = "You are a helpful assistant."
-    # Appended to the question, as the policy is told the format; {tag} stands for data.think_tag.
+    # Appended to every question to state the format; {tag} is replaced by data.think_tag.
     data.instruction = (
         "First think about the reasoning process inside <{tag}> </{tag}> tags, then give the "
         "final answer inside <answer> </answer> tags."
     )
-    data.think_tag = "think"  # "reasoning" for Qwen3-VL
+    data.think_tag = "think"  # tag of the rationale; "reasoning" for Qwen3-VL
 
     # What `python -m care_jax.data.prepare` writes.
     data.prepare = prepare = ConfigDict()
-    prepare.sources = ()  # of what two of them share, the first keeps it
+    prepare.sources = ()  # in order; of two equal examples the first is kept
     prepare.benchmarks = ()  # sources whose questions must not be trained on
-    prepare.near_bits = 20  # of 144 that may differ between hashes of the same picture
-    prepare.shard_megabytes = 256
+    prepare.near_bits = 20  # images match if at most so many of 144 perceptual-hash bits differ
+    prepare.shard_megabytes = 256  # MiB after which an output shard is closed
 
     config.sft = sft = ConfigDict()
     sft.num_steps = 1000
-    sft.batch_size = 128  # examples of a step
-    sft.microbatch_size = 0  # rows of one forward and backward; 0: one for each device
-    sft.learning_rate = 1e-5
+    sft.batch_size = 128  # examples per step
+    # Packed rows per forward and backward pass, over all devices. 0: one per shard of the batch,
+    # which by default is one per device.
+    sft.microbatch_size = 0
+    sft.learning_rate = 1e-5  # peak
     sft.warmup_steps = 50
     sft.schedule = "cosine"  # "constant" or "cosine" (to 0)
     sft.weight_decay = 0.01
-    sft.max_grad_norm = 1.0
-    sft.answer_weight = 1.0  # weight of answer tokens against rationale tokens
-    # A row holds prompts with their responses, as many as fit; what exceeds it is left out.
+    sft.max_grad_norm = 1.0  # the global gradient norm is clipped to this
+    sft.answer_weight = 1.0  # loss weight of answer tokens; all other response tokens weigh 1
+    # Maximum tokens and image patches of a row, into which examples are packed. An example that
+    # exceeds a row is left out.
     sft.row_tokens = 4096
     sft.row_patches = 8192
 
     config.rl = rl = ConfigDict()
     rl.objective = "care"  # "care", "grpo", "dapo", "gspo", "dr_grpo", "rloo"
     rl.num_steps = 200  # rollout batches
-    rl.num_rollouts = 8  # G
-    rl.prompts_per_step = 512  # (open) prompts of a rollout batch
-    rl.prompts_per_update = 128  # (open) prompts of one optimizer update
-    rl.microbatch_size = 0  # rows of one forward and backward; 0: one for each device
-    # A row holds prompts with the responses to them, as many as fit, each as long as it is; a
-    # prompt whose responses fill more than a row stands in several.
+    rl.num_rollouts = 8  # G, rollouts per prompt
+    rl.prompts_per_step = 512  # (open) prompts per rollout batch
+    rl.prompts_per_update = 128  # (open) prompts per optimizer update
+    rl.microbatch_size = 0  # packed rows per forward and backward pass, see sft.microbatch_size
+    # Maximum tokens and image patches of a row, into which prompts are packed with their responses.
+    # A prompt whose responses do not fit in one row is repeated in several.
     rl.row_tokens = 8192
     rl.row_patches = 8192
-    rl.decode_prompts = 64  # prompts decoded at a time; one that is done gives way to the next
-    rl.decode_rows = (
-        4  # of them in flight at a time: of its rollouts, a row takes one after another
-    )
-    rl.max_response_tokens = 2048  # (open) T, forced tokens of a reflected row included
+    rl.decode_prompts = 64  # prompts decoded at a time; the next one replaces a finished one
+    rl.decode_rows = 4  # rollouts decoded at a time per prompt; the next replaces a finished one
+    rl.max_response_tokens = 2048  # (open) T, including the forced tokens of a reflected row
     rl.temperature = 1.0  # (open)
     rl.top_p = 1.0  # (open)
-    rl.learning_rate = 1e-6  # (open)
-    rl.warmup_steps = 0
+    rl.learning_rate = 1e-6  # (open) peak
+    rl.warmup_steps = 0  # optimizer updates
     rl.schedule = "constant"  # (open) "constant" or "cosine" (to 0)
     rl.weight_decay = 0.01  # (open)
     rl.max_grad_norm = 1.0  # (open)
     rl.format_weight = 0.1  # λ of the reward (eq:overall)
-    # π_old: "sampler", as it sampled; "trainer", computed anew by the trainer's forward, which
-    # costs a forward and hides differences between the two programs' numerics.
+    # Log-probabilities under π_old: "sampler", as recorded during sampling; "trainer", recomputed
+    # by the trainer. "trainer" costs one forward pass and hides numerical differences between the
+    # two programs.
     rl.old_logp = "sampler"
 
-    # Each objective has a section, with its own clip range and KL. That of rl.objective is read;
-    # a change of another is refused.
+    # One section per objective, each with its clip range and KL weight. Only the section of
+    # rl.objective is read; a key of another section on the command line is an error.
     config.care = care = ConfigDict()
-    care.clip_low = 0.20  # how far the ratio to π_old may fall below 1
-    care.clip_high = 0.28  # and rise above it
-    care.beta = 0.02  # β, weight of the KL to the reference policy; 0 keeps no reference
-    care.anchor_rule = "shortest"  # of the correct rows; "random": any of them
-    care.K = 4  # most negatives of a subgroup
-    care.M = 6  # nearest failures among which the spread ones are taken
+    # The importance ratio to π_old is clipped to [1 - clip_low, 1 + clip_high].
+    care.clip_low = 0.20
+    care.clip_high = 0.28
+    care.beta = 0.02  # β, weight of the KL to the reference policy; 0: no reference is kept
+    care.anchor_rule = "shortest"  # among the correct rollouts; "random": any of them
+    care.K = 4  # maximum number of hard negatives per prompt
+    care.M = 6  # nearest_diverse: it chooses among the M failures nearest to the anchor
     care.rule = "nearest_diverse"  # nearest, nearest_diverse, mixed, farthest, random
-    care.s = 0.5  # weight of the negatives' advantages
-    care.s_refl = 0.25  # of a reflected failure's: s/2
-    care.delta = 0.1  # δ of the pseudo-rewards
+    care.s = 0.5  # scale of the negatives' advantages
+    care.s_refl = 0.25  # scale of a reflected failure's advantage; s/2
+    care.delta = 0.1  # δ of the pseudo-rewards in a rescued group
     care.eps = 1e-6  # ε added to σ
-    care.equalize = True  # A <- sqrt(K / K_S) A
-    care.robust = False  # trimmed mean and median absolute deviation for μ, σ
+    care.equalize = True  # A <- sqrt(K / K_S) A if a subgroup has only K_S < K negatives
+    care.robust = False  # True: μ, σ are the trimmed mean and the median absolute deviation
     care.rescue = True  # all-failed groups get a pseudo-anchor
-    care.rescue_scale = 1.0  # multiplies A of a rescued group
+    care.rescue_scale = 1.0  # advantages of a rescued group are multiplied by this
     care.region_weights = True  # False: weight 1 on every sampled token
-    care.gamma_pos = 0.005  # weight of the rationale of a correct row; the answer's is 1
-    care.gamma_neg = 0.0  # of the other rows
-    care.eps_w = 1e-6  # ε_w, added to the sum of a row's weights
+    care.gamma_pos = 0.005  # weight of a correct rollout's rationale tokens; its answer weighs 1
+    care.gamma_neg = 0.0  # weight of rationale tokens in all other rollouts
+    care.eps_w = 1e-6  # ε_w, added to the sum of a rollout's token weights
     care.reflect = True  # reflection-guided resampling (RGR)
-    # "cue"; its controls: "no_cue", "shuffled" (the cue's words in another order), "resample" (a
-    # fresh rollout, without cue and failed rationale).
+    # "cue", or one of its controls: "no_cue"; "shuffled", the words of the cue in random order;
+    # "resample", a fresh rollout without cue and failed rationale.
     care.reflect_mode = "cue"
-    care.reflect_credit = "as_sampled"  # "as_sampled" or "prompt_only"
-    care.max_context = 1024  # most tokens of tag and failed rationale a reflected row keeps: T/2
-    care.cue = CUE  # put right behind the rationale
+    # A reflected row is trained with its forced context ("as_sampled") or without ("prompt_only").
+    care.reflect_credit = "as_sampled"
+    care.max_context = 1024  # maximum tokens of think tag and failed rationale in the context; T/2
+    care.cue = CUE  # appended directly to the failed rationale
 
     config.grpo = grpo = ConfigDict()
     grpo.clip_low = 0.20
     grpo.clip_high = 0.20
     grpo.beta = 0.02
-    grpo.ddof = 0  # 0: population standard deviation; 1: sample, as EasyR1, verl and TRL
+    grpo.ddof = 0  # 0: population standard deviation; 1: sample, as in EasyR1, verl and TRL
     grpo.eps = 1e-6  # ε added to σ
 
     config.dapo = dapo = ConfigDict()
@@ -213,16 +222,18 @@ def get_config() -> ConfigDict:
     dapo.beta = 0.0
     dapo.ddof = 0  # as grpo.ddof
     dapo.eps = 1e-6
-    # Dynamic sampling: further rollout batches are drawn until rl.prompts_per_step groups have both
-    # right and wrong rollouts, but at most so many in all; 1 draws none. Missing groups weigh 0.
+    # Dynamic sampling: maximum number of rollout batches per step; 1 draws no further batch. They
+    # are drawn until rl.prompts_per_step groups have both correct and wrong rollouts. If the
+    # maximum is reached first, the other groups get weight 0.
     dapo.max_tries = 10
-    # Soft overlong penalty: the last share of rl.max_response_tokens, L_cache, over which it grows
-    # from 0 to -1; 0 for none. As published: 4096 of 20480 tokens.
+    # Soft overlong penalty: it grows from 0 to -1 over the last L_cache tokens of
+    # rl.max_response_tokens. This is L_cache as a share of them; 0 for no penalty. Published: 4096
+    # of 20480 tokens.
     dapo.overlong_share = 0.2
 
     config.gspo = gspo = ConfigDict()
-    # Of the whole response's ratio. In a range so narrow the numerics of sampler and trainer
-    # differ visibly in bfloat16, see clip_rate; rl.old_logp = "trainer" hides that.
+    # Clip range of the sequence-level ratio. It is so narrow that in bfloat16 numerical differences
+    # between sampler and trainer show up in clip_rate; rl.old_logp = "trainer" hides them.
     gspo.clip_low = 3e-4
     gspo.clip_high = 4e-4
     gspo.beta = 0.0
@@ -235,39 +246,42 @@ def get_config() -> ConfigDict:
     dr_grpo.beta = 0.0
 
     config.rloo = rloo = ConfigDict()
-    # The paper updates once per rollout batch, where no ratio leaves 1.
+    # The paper does one update per rollout batch, so that every ratio is 1 and none is clipped.
     rloo.clip_low = 0.20
     rloo.clip_high = 0.20
-    rloo.beta = 0.0  # the paper's KL is a part of a preference's reward; a verifier needs none
+    rloo.beta = 0.0  # the paper's KL is part of a preference reward; a verifier needs none
 
     config.evaluate = evaluate = ConfigDict()
-    evaluate.batch_size = 64
+    evaluate.batch_size = 64  # questions decoded at a time
     evaluate.max_response_tokens = 2048
-    # (name, path of its downloaded release), beside or in place of data.test; names are mathvista,
-    # mathverse, mathvision, mathvision_testmini, mmmu, mmmu_pro and mmmu_pro_vision.
+    # (name, path of the downloaded release) pairs, evaluated in addition to data.test, or alone if
+    # data.test is not set. Names: mathvista, mathverse, mathvision, mathvision_testmini, mmmu,
+    # mmmu_pro, mmmu_pro_vision.
     evaluate.benchmarks = ()
-    # An OpenAI-compatible endpoint, up to /chat/completions, that is asked about the free answers
-    # the rules call wrong; its key in the environment as JUDGE_API_KEY. Empty: nobody is asked.
+    # URL of an OpenAI-compatible endpoint, without /chat/completions. It judges the free-form
+    # benchmark answers that the rules call wrong. The environment variable JUDGE_API_KEY holds its
+    # key. Empty: no judge.
     evaluate.judge_url = ""
     evaluate.judge_model = ""
-    evaluate.judge_timeout = 60.0  # seconds for one request
-    evaluate.judge_retries = 3  # further requests after one that failed
-    evaluate.judge_prices = (0.0, 0.0)  # of a million prompt and completion tokens, to count cost
+    evaluate.judge_timeout = 60.0  # seconds per request
+    evaluate.judge_retries = 3  # retries of a failed request
+    evaluate.judge_prices = (0.0, 0.0)  # per million (prompt, completion) tokens, to count cost
 
     # workdir/report.html: curves, and prompts with their images, responses and advantages.
     config.report = report = ConfigDict()
-    report.groups_per_step = 4  # prompts shown of every logged step, each outcome in turn; 0: none
-    report.max_megabytes = 16.0  # of the file; where it would grow larger, old steps are thinned
-    report.image_side = 448  # pixels of the longer side of an image in it
+    report.groups_per_step = 4  # prompts shown per logged step, from each outcome in turn; 0: none
+    report.max_megabytes = 16.0  # MiB of the file; old steps are thinned out to stay below it
+    report.image_side = 448  # maximum pixels of an image's longer side
 
     config.metrics = metrics = ConfigDict()
-    # Beside metrics.jsonl and TensorBoard, under the same names (wandb extra). Empty: not written.
+    # wandb project that gets the metrics of metrics.jsonl and TensorBoard, under the same names
+    # (needs the extra care_jax[wandb]). Empty: wandb is not used.
     metrics.wandb_project = ""
 
     config.verifier = verifier = ConfigDict()
-    verifier.num_workers = 2  # processes for answers that need symbolic comparison
-    verifier.timeout = 5.0  # seconds until a worker is killed and its answer scores 0
-    # "module:function" that judges instead: called with question, response and Example, it returns
-    # (acc, fmt), each in [0, 1]. Empty: the built-in comparison with the gold answer.
+    verifier.num_workers = 2  # worker processes for symbolic comparison of answers
+    verifier.timeout = 5.0  # seconds after which a worker is killed and its answer scores 0
+    # "module:function" that replaces the built-in verifier: called with (question, response,
+    # Example), it returns (acc, fmt), each in [0, 1]. Empty: compare with the gold answer.
     verifier.reward = ""
     return config

@@ -1,15 +1,16 @@
-"""The paper's data from the releases' hub ids, or from folders of that form set in their place.
+"""The paper's data, from the releases' hub ids; a path may be set to a folder of the same format.
 
     python -m care_jax.data.prepare --config=configs/mixture.py --out=data/train
     python -m care_jax.data.prepare --config=configs/mixture.py:cold_start --out=data/sft
 
-and then, on what that wrote,
+and then, to train on the output,
 
     python -m care_jax.main --config=configs/mixture.py --workdir=runs/7b
 
 The images of Vision-R1-cold come from two other releases, in archives of several parts; unpack them
-and name their folder in `images`. Columns of the benchmarks are as public code quotes them.
-MMMU-Pro's vision form asks its standard form's questions as pictures, so they are compared once.
+and set `images` to their folder. The benchmarks' column names are taken from public code. The
+vision form of MMMU-Pro shows the questions of its standard form as pictures, so only the standard
+form is compared.
 """
 
 from ml_collections import ConfigDict

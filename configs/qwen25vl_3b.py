@@ -1,7 +1,7 @@
 """Qwen2.5-VL-3B-Instruct: CARE on a file of verifiable questions with images.
 
 Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
-`data.test`; `data/jsonl.py` says how a row looks.
+`data.test`; `care_jax/data/jsonl.py` describes a row.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +14,8 @@ def get_config() -> ConfigDict:
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
     config.model.path = "Qwen/Qwen2.5-VL-3B-Instruct"
-    # Shards the policy that decodes, for the 16 GB of a v5e; training is FSDP over the whole mesh.
+    # Decoding shards the weights over these axes, to fit the 16 GB of a v5e. Training is FSDP over
+    # the whole mesh.
     config.mesh.tensor = config.mesh.sequence = 2
     for section in ("sft", "train", "test"):
         config.data[section].source = "jsonl"

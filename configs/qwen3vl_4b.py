@@ -1,7 +1,7 @@
 """Qwen3-VL-4B-Instruct: CARE on a file of verifiable questions with images.
 
 Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
-`data.test`; `data/jsonl.py` says how a row looks. The rationale stands in <reasoning> tags.
+`data.test`; `care_jax/data/jsonl.py` describes a row. The rationale is in <reasoning> tags.
 """
 
 from ml_collections import ConfigDict
@@ -14,9 +14,10 @@ def get_config() -> ConfigDict:
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
     config.model.path = "Qwen/Qwen3-VL-4B-Instruct"
-    # Shards the policy that decodes, for the 16 GB of a v5e; training is FSDP over the whole mesh.
+    # Decoding shards the weights over these axes, to fit the 16 GB of a v5e. Training is FSDP over
+    # the whole mesh.
     config.mesh.tensor = config.mesh.sequence = 2
-    config.rl.decode_prompts = 32  # its keys and values are 2.6 times those of Qwen2.5-VL-7B
+    config.rl.decode_prompts = 32  # its KV cache per token is 2.6 times that of Qwen2.5-VL-7B
     config.data.think_tag = "reasoning"
     for section in ("sft", "train", "test"):
         config.data[section].source = "jsonl"

@@ -3,7 +3,7 @@
     python -m care_jax.main --config=configs/real_images.py --config.data.train.path=FILE.jsonl \
         --config.data.test.path=FILE.jsonl --workdir=runs/real
 
-It shows that the pipeline takes real figures; a backbone this small learns nothing from them.
+It shows that the pipeline handles real images; a backbone this small learns nothing from them.
 """
 
 from ml_collections import ConfigDict
@@ -26,14 +26,14 @@ def get_config() -> ConfigDict:
     data.buckets = ((384, 576), (1088, 576))
     rl = config.rl
     rl.num_steps = 4
-    rl.prompts_per_step = 76  # four steps see all of 304 questions
+    rl.prompts_per_step = 76  # four steps cover all 304 questions
     rl.prompts_per_update = 76
     rl.microbatch_size = 2
     rl.row_tokens = 2048
     rl.row_patches = 1152
     rl.decode_prompts = 19
     rl.warmup_steps = 1
-    # Random weights know no format; a KL to the start exercises the reference policy as well.
+    # Random weights do not produce the format; a KL term exercises the reference policy as well.
     config.care.beta = config.grpo.beta = 0.02
     config.evaluate.batch_size = 19
     return config

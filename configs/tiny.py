@@ -1,8 +1,9 @@
-"""A small backbone on drawn charts and diagrams: the whole path on a laptop CPU, in minutes.
+"""A small backbone on synthetic charts and diagrams: SFT, RL and evaluation on a laptop CPU.
 
-The cold start's teacher is wrong on purpose: most of its sums and differences miss by two.
-Imitation learns the mistake; reward repairs it. See `data/synthetic.py`. The backbone has the form
-of Qwen2.5-VL, or that of Qwen3-VL with `--config=configs/tiny.py:qwen3_vl`.
+The teacher of the cold start is wrong on purpose: most of its sums and differences are off by two.
+SFT learns the error and RL corrects it, see `care_jax/data/synthetic.py`. The run takes minutes.
+The backbone has the architecture of Qwen2.5-VL, or of Qwen3-VL with
+`--config=configs/tiny.py:qwen3_vl`.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +14,7 @@ THINK_TAGS = {"qwen2_5_vl": "think", "qwen3_vl": "reasoning"}
 
 
 def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
-    """`make demo`."""
+    """The configuration of `make demo`."""
     if family not in THINK_TAGS:
         raise ValueError(f"configs/tiny.py has {' and '.join(THINK_TAGS)}, not {family!r}")
     config = common.get_config()
@@ -29,7 +30,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     data.sft = common.source("synthetic", num_examples=32768, seed=1)
     data.train = common.source("synthetic", num_examples=32768, seed=2)
     data.test = common.source("synthetic", num_examples=512, seed=3)
-    data.num_workers = 1  # pictures are drawn by Python, which threads do not speed up
+    data.num_workers = 1  # images are drawn by Python code, which threads do not speed up
     data.teacher_error = 0.75
     data.cue_share = 0.1
     data.min_pixels = 256
@@ -62,8 +63,8 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     rl.schedule = "cosine"
     config.care.beta = config.grpo.beta = 0.0
     config.care.max_context = 11
-    # At this size a prompt that fails G times is mostly one the backbone cannot read, and a rescued
-    # guess at full strength teaches the guess.
+    # At this size a prompt that fails G times is mostly one that the backbone cannot read. A rescue
+    # at full strength would reinforce a guess.
     config.care.rescue_scale = 0.1
     config.care.cue = " Wait, that is wrong."
     config.evaluate.batch_size = 64
@@ -72,7 +73,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
 
 
 def _backbone(family: str) -> dict:
-    """config.json of about 0.6M parameters."""
+    """`config.json` fields of a backbone with about 0.6M parameters."""
     of_family = {
         "qwen2_5_vl": {"hidden_act": "silu", "window_size": 64, "fullatt_block_indexes": [0]},
         "qwen3_vl": {

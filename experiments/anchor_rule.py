@@ -1,4 +1,4 @@
-"""Which success is the anchor: the shortest, or any of them."""
+"""Which success is the anchor: the shortest, or a random one."""
 
 from ml_collections import ConfigDict
 

@@ -1,8 +1,8 @@
 """CARE against its baselines: same data, verifier, reward and prompts per update.
 
-DAPO decodes more, to fill an update with prompts that teach: about twice as many here. Each has its
-published clip range and β; at the size of `configs/tiny.py` CARE and GRPO do without a KL, as its
-demo does.
+DAPO samples more prompts, about twice as many here, to fill an update with mixed groups. Clip
+ranges and β are those of `configs/common.py`, except that CARE and GRPO have no KL (β = 0) in
+`configs/tiny.py`, as in the demo.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
 """What the parts of CARE add: GRPO, the anchored contrast, and with reflection (RGR) upon it.
 
-One table for each backbone: `components.py:anchor@qwen3vl_4b`.
+One table per backbone, such as `components.py:anchor@qwen3vl_4b`.
 """
 
 from ml_collections import ConfigDict

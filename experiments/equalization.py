@@ -1,4 +1,4 @@
-"""The target number of negatives K, with and without making up for missing ones."""
+"""The target number of negatives K, with and without equalisation when fewer exist."""
 
 from ml_collections import ConfigDict
 

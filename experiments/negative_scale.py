@@ -1,4 +1,4 @@
-"""How strongly negatives push: s; a failed reflection keeps its half, s/2."""
+"""The scale s of negative advantages; that of a failed reflection stays s/2."""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""How strongly a failed reflection pushes: s_refl, as a share of s = 0.5."""
+"""The advantage scale s_refl of a failed reflection, as a fraction of s = 0.5."""
 
 from ml_collections import ConfigDict
 

@@ -1,7 +1,7 @@
-"""Where credit lands (region weights, RW): everywhere alike, on the answer alone, or as in CARE.
+"""Token weights by region (RW): uniform, on the answer alone, or as in CARE.
 
-`rw_unmasked` gives the rationale of wrong rows what CARE keeps for that of right ones. Drawn over
-decoded tokens.
+`rw_unmasked` gives the rationale of wrong rows the weight that CARE reserves for correct ones.
+Plotted against decoded tokens.
 """
 
 from ml_collections import ConfigDict

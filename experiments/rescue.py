@@ -1,4 +1,4 @@
-"""Groups in which everyone failed: left alone, rescued in full as in the paper, or weakly."""
+"""All-failed groups: skipped, rescued at full scale as in the paper, or at a tenth of it."""
 
 from ml_collections import ConfigDict
 

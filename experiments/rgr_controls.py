@@ -1,7 +1,7 @@
-"""Does the cue's meaning repair, or any words, or sampling again? And whose context is trained?
+"""RGR controls: what repairs a failure, the cue's meaning, any words, or sampling again?
 
-`resample` is the paper's control, a fresh rollout in place of the reflected row. The last arm
-drops the forced tokens from the context that the reflected row is trained in.
+`resample` is the paper's control: a fresh rollout replaces the reflected row. `prompt_only` drops
+the forced tokens from the context in which the reflected row is trained.
 """
 
 from ml_collections import ConfigDict

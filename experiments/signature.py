@@ -1,7 +1,7 @@
 """The √K' signature: A_raw of an anchor is α·√K' and that of its negatives -α/√K'.
 
-Reflected rows, which join or leave S, are left out; see `signature/*` in the metrics. With the
-format in the reward the negatives' rewards differ and α falls below 1; with acc alone it is 1.
+Reflection is off, as a reflected row changes S; see `signature/*` in the metrics. With the
+format in the reward, the negatives' rewards differ and α falls below 1; with acc alone it is 1.
 """
 
 from ml_collections import ConfigDict

@@ -1,12 +1,12 @@
-"""Attention: whole rows under a mask of two integers per key, and decoding against a cache.
+"""Attention over full rows (training, prefill, vision tower) and against a KV cache (decoding).
 
-`attend` serves packed rows of token trees and the images of a vision tower alike; what tells them
-apart is the mask, see `models.attention_mask`. Scores and softmax are float32, memory is O(S), and
-the time goes with the pairs of blocks that see each other. Rows of a few hundred tokens are one
-dense product, where there is nothing to skip.
+`attend` serves packed rows of token trees and the images of a vision tower. Only the mask differs,
+see `models.attention_mask`. Scores and softmax are float32. Memory is O(S), and time is
+proportional to the number of unmasked block pairs. Rows of at most `AttentionImpl.dense_tokens`
+tokens have nothing to skip and use dense attention.
 
-While decoding, rows share a prompt's keys: the prompt's keys are never repeated, the rows and the
-query heads of a group are extra query rows of one matrix product per (prompt, kv head).
+In decoding, all rows of a prompt read one copy of its keys. The rows and the query heads per kv
+head become query rows of one matmul per (prompt, kv head).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def attend(
     v: Float[Array, "B S K H"],
     mask: BlockMask,
 ) -> Float[Array, "B S K G H"]:
-    """softmax(q·k / √H)·v of every query over the keys that it sees.
+    """softmax(q·k / √H)·v of every query over the keys it attends to.
 
     Args:
-        q, k, v: rotated queries and keys, and values, of whole rows.
-        mask: of these rows, from `block_mask`; says what computes it.
+        q, k, v: rotated queries and keys, and values, of full rows.
+        mask: the mask of these rows, from `block_mask`; it also selects the implementation.
     """
     if mask.last.shape != q.shape[:2]:
         raise ValueError(f"the mask is of rows {mask.last.shape}, got q {q.shape}; build it anew")
@@ -45,17 +45,17 @@ def attend(
     head_axes, copies = _split_heads(q.shape[2], q.shape[3], mask.impl)
     if copies == 1:
         return _attend_blocks(q, k, v, mask, head_axes)
-    # A kv head for each of the devices that hold its query heads.
+    # Repeat kv heads, so that every device has the kv head of each of its query heads.
     k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
     spread = q.reshape(*k.shape[:3], -1, q.shape[-1])
     return _attend_blocks(spread, k, v, mask, head_axes).reshape(q.shape)
 
 
 def _attend_dense(q, k, v, mask: BlockMask):
-    """One masked product; sharded, if at all, by the compiler.
+    """Dense masked attention; under a mesh the compiler shards it.
 
-    Both products put their batch axes first and their contraction last and first: a CPU multiplies
-    that several times faster than any other form.
+    Both matmuls have leading batch axes and contract adjacent axes; XLA:CPU is several times slower
+    otherwise.
     """
     B, S, K, G, H = q.shape
     tokens = jnp.arange(S)[:, None]
@@ -89,10 +89,10 @@ _attend_blocks.defvjp(_attend_blocks_fwd, _attend_blocks_bwd)
 
 
 def _sharded(function, mask: BlockMask, head_axes: tuple[str, ...], inputs: str, outputs: str):
-    """`function` on each device for its rows and heads.
+    """`function` under `shard_map`, with rows and heads sharded.
 
-    The gradient is written with it, not taken through it: `shard_map` would sum the gradients of
-    what it replicates, which every device has whole.
+    The custom VJP calls this for the backward pass too. Differentiating through `shard_map` would
+    sum the gradients of replicated inputs, which every device already has in full.
 
     Args:
         inputs, outputs: "h" for [B, S, heads, ...], "l" for log-sum-exps, "m" for the mask.
@@ -115,7 +115,7 @@ def _sharded(function, mask: BlockMask, head_axes: tuple[str, ...], inputs: str,
 
 
 def _split_heads(num_kv_heads: int, group: int, impl: AttentionImpl) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that shard the heads, and how many copies of a kv head that takes."""
+    """The mesh axes that shard the heads, and the copies of each kv head that this needs."""
     for num_axes in range(len(impl.head_axes) if impl.mesh else 0, 0, -1):
         axes = impl.head_axes[:num_axes]
         parts = math.prod(impl.mesh.shape[axis] for axis in axes)
@@ -132,17 +132,18 @@ def largest_difference(
     impl: AttentionImpl,
     dtype=jnp.bfloat16,
 ) -> Float[Array, ""]:
-    """How far `impl` is from "xla" on random queries, keys and values, to be jitted.
+    """Largest difference of `impl` from "xla" on random queries, keys and values; jit it.
 
     Args:
-        first, last: as of `block_mask`, of a run's first batch.
-        heads: kv heads, query heads of each, and their size.
-        impl: compared with "xla" on the same mesh.
+        first, last: as in `block_mask`.
+        heads: kv heads, query heads per kv head, and head dim.
+        impl: the implementation compared with "xla" on the same mesh.
         dtype: of q, k and v.
 
     Returns:
-        The largest difference of the output and the gradients of q, k and v, each relative to its
-        largest entry: about 1e-2 in bfloat16, 1e-5 in float32 at full matmul precision.
+        The maximum over the output and the gradients of q, k and v of the largest difference
+        relative to the largest entry: about 1e-2 in bfloat16, 1e-5 in float32 at full matmul
+        precision.
     """
     K, G, H = heads
     keys = jax.random.split(jax.random.key(0), 4)
@@ -160,7 +161,7 @@ def largest_difference(
 
 
 def matmul(equation: str, a: Array, b: Array) -> Array:
-    """The einsum, summed in float32."""
+    """The einsum, accumulated in float32."""
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
@@ -169,17 +170,17 @@ def attend_cached(
     shared: tuple[Array, Array, Array],
     own: tuple[Array, Array, Array],
 ) -> Float[Array, "B R T K G H"]:
-    """One softmax over keys shared by the R rows of a prompt and keys of each row's own.
+    """One softmax over the prompt's keys, shared by its R rows, and the keys of each row.
 
-    Keys come turned and every product puts its batch axes first, its contraction last and first:
-    the two forms that a CPU multiplies several times faster than any other.
+    Keys are stored transposed, [..., H, S], so that both matmuls contract adjacent axes; XLA:CPU is
+    several times slower otherwise.
 
     Args:
         q: rotated queries.
-        shared: keys [B, K, H, P], values [B, K, P, H] and which of them each query sees, bool
-            broadcasting to [B, R, T, P].
-        own: keys [B, R, K, H, S], values [B, R, K, S, H] and which of them each query sees, bool
-            broadcasting to [B, R, T, S].
+        shared: of the prompt: keys [B, K, H, P], values [B, K, P, H] and a bool mask that
+            broadcasts to [B, R, T, P], true for the keys a query attends to.
+        own: of each row: keys [B, R, K, H, S], values [B, R, K, S, H] and a bool mask that
+            broadcasts to [B, R, T, S].
     """
     scale = q.shape[-1] ** -0.5
     k, v, is_visible = own

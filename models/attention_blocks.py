@@ -1,12 +1,12 @@
-"""The arithmetic of attention on one pair of blocks, of query rows and of keys.
+"""Attention on one pair of blocks: a block of query rows and a block of keys.
 
-An online softmax in float32, after FlashAttention (arXiv:2205.14135, 2307.08691). Three walks over
-pairs need it: the output with its log-sum-exp, the gradient of q, the gradients of k and v. G rows
-may belong to one token, whose G query heads share a kv head: row r is token r // G and sees key k
-iff G·first[k] <= r < G·(last[k] + 1).
+An online softmax in float32, after FlashAttention (arXiv:2205.14135, 2307.08691). Three walks
+iterate over the pairs: the output with its log-sum-exp, the gradient of q, the gradients of k and
+v. A token may have G rows, one per query head of a kv head: row r belongs to token r // G and
+attends to key k iff G·first[k] <= r < G·(last[k] + 1).
 
-Blocks have a side, and arrays are cut into blocks along it:
-    "q" query rows [rows, H], "a" the same turned [H, rows], "l" a number per query row [1, rows],
+The side of a block is a letter for its kind and shape:
+    "q" query rows [rows, H], "a" their transpose [H, rows], "l" a number per query row [1, rows],
     "k" keys [keys, H], "b" first and last + 1 of each key, [keys, 1] both.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
-MASKED = -1e30  # a score; finite, so that a row that sees nothing of a block stays finite
+MASKED = -1e30  # score of a masked entry; finite, so that rows masked in a whole block stay finite
 
 INPUTS = "qkkbllq"  # sides of q, k, v, bounds, log-sum-exp, delta, gradient of the output
 OF_KEYS = "kb"
@@ -27,9 +27,9 @@ OF_KEYS = "kb"
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Sizes of a pair of blocks: query rows, keys, head size, rows per token; and the scale.
+    """Sizes of a pair of blocks: query rows, keys, head dim, rows per token; and the scale.
 
-    Scores are [keys, rows] if `turned`: what belongs to a row then lies along a processor's lanes.
+    If `turned`, scores are transposed, [keys, rows], which puts rows along the vector lanes.
     """
 
     rows: int
@@ -40,7 +40,7 @@ class Pair:
     turned: bool = True
 
     def block(self, side: str) -> tuple[int, int]:
-        """The shape of a block."""
+        """The shape of a block of this side."""
         return {
             "q": (self.rows, self.head_dim),
             "a": (self.head_dim, self.rows),
@@ -52,16 +52,16 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """For each block that owns pairs, sums over its pairs.
+    """A reduction over the pairs of every owner block.
 
     Attributes:
-        num_inputs: how many of `INPUTS` it reads.
-        sums: the side of each sum, "a" and "l" the other way round where scores are not turned.
-        initial: what each sum starts from.
+        num_inputs: it reads the first `num_inputs` of `INPUTS`.
+        sums: the side of each accumulator; "a" and "l" are transposed if scores are not `turned`.
+        initial: the initial value of each accumulator.
         outputs: the side of each output.
-        visit: (sums, blocks, number of the query block, pair) -> the sums after a pair.
+        visit: (sums, blocks, index of the query block, pair) -> the accumulators after a pair.
         finish: (sums, pair) -> the outputs.
-        num_products: matrix products of a pair.
+        num_products: matmuls per pair.
     """
 
     num_inputs: int
@@ -87,12 +87,12 @@ def _product(rows: Array, keys: Array, pair: Pair) -> Array:
     return _dot(keys, rows, 1, 1) if pair.turned else _dot(rows, keys, 1, 1)
 
 
-def _line(line: Float[Array, "1 rows"], pair: Pair) -> Array:
+def _line(line: Shaped[Array, "1 rows"], pair: Pair) -> Array:
     return line if pair.turned else line.T
 
 
 def _scores(q, k, bounds, i, pair: Pair) -> Array:
-    """Scaled scores of query block i and a block of keys, `MASKED` where unseen."""
+    """Scaled scores of query block i and a block of keys; `MASKED` if masked."""
     row = i * pair.rows + lax.broadcasted_iota(jnp.int32, (1, pair.rows), 1)
     row = _line(row, pair)
     first, stop = (pair.group * (a if pair.turned else a.T) for a in bounds)
@@ -118,7 +118,7 @@ def _finish_forward(sums, pair: Pair):
 
 
 def _weights(blocks, i, pair: Pair) -> tuple[Array, Array]:
-    """The softmax's weights, and the gradient of the unscaled scores."""
+    """The softmax weights, and the gradient of the unscaled scores q·k."""
     q, k, v, bounds, lse, delta, g = blocks
     weights = jnp.exp(_scores(q, k, bounds, i, pair) - _line(lse, pair))
     ds = weights * (_product(g, v, pair) - _line(delta, pair)) * pair.scale

@@ -1,9 +1,9 @@
-"""Attention over listed pairs of blocks: the same walks on XLA, Pallas TPU and Pallas Triton.
+"""Attention over the listed block pairs: the same walks in XLA, Pallas TPU and Pallas Triton.
 
-The rows of a batch follow one another as one long row. On XLA and TPU the G query heads of a kv
-head are folded into its query rows, [K, rows, H], so that one matrix product serves all of them. A
-GPU's programs take one query head each, since its blocks are powers of two and G is not; they read
-[tokens, heads, H] with strides.
+The rows of a batch are concatenated into one long row. On XLA and TPU the G query heads per kv head
+are folded into the query rows, [K, rows, H], so that one matmul serves all of them. GPU programs
+process one query head at a time, since GPU blocks must be powers of two and G need not be. They
+read [tokens, heads, H] with strides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def forward(
     v: Float[Array, "B S K H"],
     mask: BlockMask,
 ) -> tuple[Float[Array, "B S K G H"], Float[Array, "K _ _"]]:
-    """The output, and its log-sum-exps in a layout that `backward` reads."""
+    """The output, and the log-sum-exps in the layout that `backward` reads."""
     arrays, pair = _arrays(mask, q, k, v)
     out, lse = _RUN[mask.impl.name]((FORWARD,), arrays, mask.by_query, pair, mask.impl.interpret)
     return _unfold(out, q, mask), lse.reshape(q.shape[2], -1, lse.shape[-1])
@@ -45,9 +45,9 @@ def backward(
     lse: Float[Array, "K _ _"],
     g: Float[Array, "B S K G H"],
 ) -> tuple[Float[Array, "B S K G H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """The gradients of q, k and v, from what `forward` gave and the gradient of the output."""
+    """The gradients of q, k and v, from the results of `forward` and the output's gradient g."""
     arrays, pair = _arrays(mask, q, k, v)
-    # As a product: see `layers._rms_norm_bwd`.
+    # An einsum for speed on CPU, see `layers._rms_norm_bwd`.
     delta = jnp.einsum("...H,...H->...", g, out, preferred_element_type=jnp.float32)
     delta = _fold(delta[..., None], mask)
     if mask.impl.name == "gpu":
@@ -56,7 +56,7 @@ def backward(
         delta = delta.swapaxes(1, 2)  # [K, 1, rows], as lse
     settings = dict(arrays=(*arrays, lse, delta, _fold(g, mask)), pair=pair)
     run = functools.partial(_RUN[mask.impl.name], **settings, interpret=mask.impl.interpret)
-    if mask.impl.name == "xla":  # one loop for both: the compiler computes their weights once
+    if mask.impl.name == "xla":  # one loop, so that the compiler computes the softmax weights once
         grads = run((DQ, DKV), pairs=mask.by_key)
     else:
         grads = *run((DQ,), pairs=mask.by_query), *run((DKV,), pairs=mask.by_key)
@@ -64,7 +64,7 @@ def backward(
 
 
 def _arrays(mask: BlockMask, q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], Pair]:
-    """q, k, v and the bounds with the rows of the batch one after another, and a pair's sizes."""
+    """q, k, v and bounds with the rows of the batch concatenated, and the sizes of a pair."""
     first, last = padded_bounds(mask.first, mask.last, _padding(mask))
     start = first.shape[1] * jnp.arange(len(first), dtype=first.dtype)[:, None]
     bounds = jnp.stack([first + start, last + start + 1], axis=-1).reshape(-1, 2)
@@ -95,9 +95,9 @@ def _unfold(a: Array, like: Float[Array, "B S K ..."], mask: BlockMask) -> Array
     return jnp.moveaxis(a.reshape(K, B, -1, *rest), 0, 2)[:, :S]
 
 
-# The backends: (walks over the same pairs, arrays, pairs, sizes, interpret) -> their outputs.
+# The backends: (walks over the same pairs, arrays, pairs, sizes, interpret) -> the walks' outputs.
 
-# The axis along which folded arrays are cut, by side.
+# The axis along which a folded array is split into blocks, by side.
 _AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}
 
 
@@ -108,7 +108,7 @@ def _bounds(block: Array) -> tuple[Array, Array]:
 def _run_xla(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
 ) -> list[Array]:
-    """One loop over all pairs, all kv heads at a time, that updates the sums in place."""
+    """One loop over all pairs, vmapped over kv heads, that updates the accumulators in place."""
     by_key = any(walk.by_key for walk in walks)
     sides = INPUTS[: len(arrays)]
     heads = [None if side == "b" else 0 for side in sides]
@@ -155,9 +155,9 @@ def _run_xla(
 def _run_tpu(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
 ) -> list[Array]:
-    """A grid of kv heads and pairs, as many as there are; it knows ahead which blocks come next.
+    """A grid over kv heads and a dynamic number of pairs, with the pair lists prefetched.
 
-    The sums of an owner stay on the chip while the grid goes through its pairs.
+    The accumulators of an owner stay in VMEM while the grid iterates over its pairs.
     """
     (walk,) = walks
     sides, num_heads = INPUTS[: walk.num_inputs], len(arrays[0])
@@ -207,7 +207,7 @@ def _run_tpu(
             scratch_shapes=[pltpu.VMEM(pair.block(side), jnp.float32) for side in walk.sums],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(  # of as many pairs as there can be
+        cost_estimate=pl.CostEstimate(  # upper bound, for full pair lists
             flops=2 * walk.num_products * num_scores * pair.head_dim,
             transcendentals=num_scores,
             bytes_accessed=sum(a.size * a.dtype.itemsize for a in (*arrays, *outputs)),
@@ -219,17 +219,18 @@ def _run_tpu(
 def _run_gpu(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
 ) -> list[Array]:
-    """A program for each owner and query head, or kv head where keys own, that loops over pairs.
+    """One program per owner and query head, which loops over the owner's pairs.
 
-    Programs of query blocks keep scores as [rows, keys], which moves less between threads. Heads
-    are padded to a power of two as they are read.
+    If key blocks are the owners, one program per owner and kv head. If query blocks are, scores are
+    [rows, keys], which moves less data between threads. Head dims are padded to a power of two on
+    load.
     """
     (walk,) = walks
     sides, arrays = INPUTS[: walk.num_inputs], arrays[: walk.num_inputs]
     num_tokens, num_heads, head_dim = arrays[0].shape
     num_kv_heads = arrays[1].shape[1]
     G = num_heads // num_kv_heads
-    group = G if walk.by_key else 1  # query heads that a program goes through
+    group = G if walk.by_key else 1  # query heads per program
     pair = dataclasses.replace(pair, head_dim=pl.next_power_of_2(head_dim), turned=walk.by_key)
     size = {"q": pair.rows, "l": pair.rows, "k": pair.keys, "b": pair.keys}
 

@@ -1,11 +1,11 @@
-"""Which tokens of a row see which: two integers per key, and the blocks that follow from them.
+"""The attention mask: two integers per key, and the lists of unmasked block pairs.
 
-Key k is seen by the queries first[k]..last[k] of its row. A text row of trees in depth-first order,
-`[prompt | branch 0 | branch 1 | ...] [prompt' | ...] padding`, has first[k] = k and last[k] = the
-end of k's tree if k is a prompt token, the end of its branch if it is a response token. An image
-has the first and the last of its patches for all of them. Padding sees itself, so that every
-softmax has a term. Only pairs of a query block and a key block that see each other are computed:
-they are listed on the device, once per batch, and every layer walks the same lists.
+Queries first[k]..last[k] of a row attend to key k. A text row packs trees in depth-first order,
+`[prompt | branch 0 | branch 1 | ...] [prompt' | ...] padding`. Its first[k] is k. Its last[k] is
+the end of k's tree if k is a prompt token, and the end of k's branch if k is a response token. In
+an image, every patch has the image's first patch as `first` and its last patch as `last`. Padding
+attends to itself, so that no softmax is empty. Only pairs of a query block and a key block with an
+unmasked entry are computed. They are listed on the device once per batch, for all layers.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-# Query rows of a TPU block: its query tokens times the query heads of a kv head.
+# Query rows per TPU block: query tokens times query heads per kv head.
 _TPU_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionImpl:
-    """What computes attention over whole rows.
+    """The implementation of attention over full rows.
 
     Attributes:
         name: "xla" for any device, "tpu" (Pallas) or "gpu" (Pallas through Triton).
         mesh: the devices that rows and heads are sharded over; None for one device.
         batch_axes: mesh axes that shard the rows.
-        head_axes: mesh axes that shard the heads, as many of them, from the first on, as divide.
-        interpret: runs a Pallas kernel step by step on any device, for tests.
-        query_block, key_block: tokens of a block; None for what suits `name`. One must divide the
-            other. For a GPU both are powers of two, for a TPU multiples of 128.
-        dense_tokens: rows of at most this many tokens are one masked product.
+        head_axes: mesh axes that shard the heads. Only the longest prefix that divides the heads is
+            used; kv heads may be repeated to make it divide.
+        interpret: runs a Pallas kernel in interpret mode on any device, for tests.
+        query_block, key_block: tokens per block; None for the default of `name`. One must divide
+            the other. On a GPU both are powers of two, on a TPU multiples of 128.
+        dense_tokens: rows of at most this many tokens use dense attention.
     """
 
     name: str = "xla"
@@ -62,12 +63,12 @@ XLA = AttentionImpl()
 
 @flax.struct.dataclass
 class BlockPairs:
-    """The n pairs of blocks to visit, grouped by the block that owns them.
+    """The pairs of blocks to compute, grouped by one block of the pair, its owner.
 
     Attributes:
-        starts: pairs starts[i] to starts[i + 1] are those of owner i.
-        owners: the owner of each pair; 0 behind the last pair.
-        others: the block that the owner meets.
+        starts: the pairs of owner i are starts[i] to starts[i + 1] - 1.
+        owners: the owner of each pair; 0 after the last pair.
+        others: the other block of each pair.
     """
 
     starts: Int[Array, " blocks+1"]
@@ -77,15 +78,15 @@ class BlockPairs:
 
 @flax.struct.dataclass
 class BlockMask:
-    """A mask and how to walk it, from `block_mask`.
+    """A mask and its lists of block pairs, from `block_mask`.
 
     Attributes:
-        first, last: key k is seen by the queries first[k]..last[k].
-        by_query: pairs owned by query blocks; None where rows are one dense product. Under a mesh
-            each shard of the rows has lists of its own, one after another.
+        first, last: queries first[k]..last[k] attend to key k.
+        by_query: pairs owned by query blocks; None for dense attention. Under a mesh, the
+            concatenated lists of all row shards.
         by_key: the same pairs, owned by key blocks.
-        impl: what the lists were made for.
-        blocks: tokens of a query block and of a key block; None where rows are dense.
+        impl: the implementation that the lists were built for.
+        blocks: tokens per query block and per key block; None for dense attention.
     """
 
     first: Int[Array, "B S"]
@@ -105,10 +106,10 @@ def block_mask(
     """The mask of a batch of rows, for `attend`.
 
     Args:
-        first: first query that sees each key; None for causal rows, where it is the key itself.
-        last: last query that sees each key. Every token must see itself.
-        group: query heads of a kv head, 1 in a vision tower.
-        impl: what will compute attention.
+        first: first query that attends to each key; None for a causal mask (the key itself).
+        last: last query that attends to each key. Every token must attend to itself.
+        group: query heads per kv head, 1 in a vision tower.
+        impl: the implementation that will compute attention.
     """
     is_causal = first is None
     last = jnp.asarray(last, jnp.int32)
@@ -130,17 +131,15 @@ def block_mask(
 
 
 def _block_sizes(num_tokens: int, group: int, impl: AttentionImpl) -> tuple[int, int]:
-    """Tokens of a query block and of a key block."""
-    if impl.name == "xla":  # measured, perf/attention.py: towers gain from larger blocks
+    """Tokens per query block and per key block."""
+    if impl.name == "xla":  # perf/attention.py: vision towers are faster with larger blocks
         num_blocks = -(-num_tokens // (128 if group == 1 else 64))
-        query_block = key_block = -(-num_tokens // (16 * num_blocks)) * 16  # all equally full
-    elif (
-        impl.name == "tpu"
-    ):  # powers of two, so that they divide each other, up to the row's length
+        query_block = key_block = -(-num_tokens // (16 * num_blocks)) * 16  # blocks equally full
+    elif impl.name == "tpu":  # powers of two (one divides the other), at most the row length
         longest = max(128, _power_of_two(num_tokens))
         query_block = min(max(128, _power_of_two(_TPU_ROWS // group)), longest)
         key_block = min(512, longest)
-    else:  # larger ones spill registers at head size 128
+    else:  # larger blocks spill registers at head dim 128
         query_block = key_block = 64
     query_block, key_block = impl.query_block or query_block, impl.key_block or key_block
     if max(query_block, key_block) % min(query_block, key_block):
@@ -151,14 +150,14 @@ def _block_sizes(num_tokens: int, group: int, impl: AttentionImpl) -> tuple[int,
 
 
 def _power_of_two(size: int) -> int:
-    """The largest that is not above `size`."""
+    """The largest power of two that is at most `size`."""
     return 1 << size.bit_length() - 1
 
 
 def padded_bounds(
     first: Int[Array, "B S"], last: Int[Array, "B S"], padding: int
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """first and last of rows with `padding` more tokens, each of which sees itself."""
+    """first and last of rows with `padding` more tokens, each attending only to itself."""
     more = first.shape[1] + jnp.arange(padding, dtype=first.dtype)
     more = jnp.broadcast_to(more, (len(first), padding))
     return tuple(jnp.concatenate([a, more], axis=1) for a in (first, last))
@@ -172,12 +171,12 @@ def _block_lists(
     key_block: int,
     is_causal: bool,
 ) -> tuple[BlockPairs, BlockPairs]:
-    """Lists of the pairs that see each other, blocks counted over all rows one after another."""
+    """The unmasked pairs, by query block and by key block. Blocks are numbered through all rows."""
     padding = -first.shape[1] % max(query_block, key_block)
     first, last = padded_bounds(first, last, padding)
     B, S = first.shape
     query = np.arange(0, S, query_block)[:, None]
-    # The queries that see a key block are one run, since those of neighbouring keys overlap.
+    # Every token attends to itself, so the queries that attend to a key block are contiguous.
     lowest = first.reshape(B, 1, -1, key_block).min(-1)
     highest = last.reshape(B, 1, -1, key_block).max(-1)
     is_seen = (lowest < query + query_block) & (highest >= query)  # [B, query, key blocks]
@@ -197,9 +196,9 @@ def _block_lists(
 def segment_spans(
     segments: Int[Array, "B S"],
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """The first and the last token of every token's segment; padding (-1) is its own segment.
+    """First and last token of every token's segment; each padding token (-1) is one segment.
 
-    A segment is a run of equal numbers, so two of the same number with others between are two.
+    A segment is a run of equal ids; runs of the same id that do not touch are different segments.
     """
     tokens = jnp.arange(segments.shape[1], dtype=jnp.int32)
     is_start = (segments != jnp.roll(segments, 1, axis=1)) | (segments < 0) | (tokens == 0)
@@ -210,5 +209,5 @@ def segment_spans(
 
 
 def causal_reach(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """`last` of causal rows: the end of every token's segment; padding (-1) sees itself."""
+    """`last` of a causal mask: the end of every token's segment; padding (-1) attends to itself."""
     return segment_spans(segments)[1]

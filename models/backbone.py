@@ -1,9 +1,9 @@
-"""A backbone as pure functions over nested dicts of arrays; the one place where NNX is split.
+"""A backbone as pure functions over nested dicts of arrays; only this module calls `nnx.split`.
 
-The dict has two layouts. `init` and `load` give the training layout: {"vision", "text"}, layers
-stacked on a leading axis. `to_decode_layout` gives the one decoding wants: text layers in a list,
-fused and cast. `encode_images`, `embed` and `unembed` take either; `forward` the first; `prefill`
-and `extend` the second.
+The dict has two layouts. `init` and `load` return the training layout: {"vision", "text"}, layers
+stacked on a leading axis. `to_decode_layout` returns the decode layout: text layers in a list, with
+fused and cast weights. `encode_images`, `embed` and `unembed` take either layout, `forward` takes
+the training layout, `prefill` and `extend` take the decode layout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from models.layers import Params
 from models.positions import ImagePatches
 from models.vision import ImageFeatures
 
-_NEVER = -1e30  # a logit no sample and no sum notices; finite, so that 0·logp stays 0
+_NEVER = -1e30  # logit of a token with probability 0; finite, so that 0·logp is 0
 _TOWERS = {"qwen2_5_vl": vision_qwen2_5, "qwen3_vl": vision_qwen3}
 
 
@@ -66,11 +66,11 @@ def encode_images(
     Args:
         params: either layout.
         images: packed patches; P is their padded number, M patches make a feature.
-        remat: what the backward pass recomputes, see `layers.checkpointed`.
-        attention: what computes attention.
+        remat: what the backward pass rematerialises, see `layers.checkpointed`.
+        attention: attention implementation.
 
     Returns:
-        Features in prompt order, finite also at padding and in rows without images.
+        Features in prompt order; finite also at padding and in rows without images.
     """
     return _TOWERS[config.family].encode(
         params["vision"], images, config.vision, dtype=dtype, remat=remat, attention=attention
@@ -85,7 +85,7 @@ def embed(
     features: ImageFeatures | None = None,
     slots: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "... S D"]:
-    """Token embeddings, with image features in the places that `slots` names (-1: none)."""
+    """Token embeddings; a token with a slot gets the image feature of that slot (-1: no slot)."""
     x = params["text"]["embed"]["table"][tokens].astype(dtype)
     if features is None:
         return x
@@ -98,9 +98,9 @@ def text_mask(
     """The mask of packed text rows, for `forward`.
 
     Args:
-        reach: the last token that sees each token: the end of its tree for a prompt token, of its
-            branch for a response token, itself for padding.
-        attention: what will compute attention.
+        reach: the last token that attends to each token: the end of its tree for a prompt token,
+            the end of its branch for a response token, the token itself for padding.
+        attention: attention implementation.
     """
     return block_mask(None, reach, config.text.num_heads // config.text.num_kv_heads, attention)
 
@@ -116,15 +116,15 @@ def forward(
     features: ImageFeatures | None = None,
     slots: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S D"]:
-    """Hidden states after the final norm, of packed rows.
+    """Hidden states of packed rows after the final norm.
 
     Args:
         params: the training layout.
         x: embedded rows.
         positions: M-RoPE ids; a branch continues from the end of its prompt.
-        mask: who sees whom, and what computes attention; from `text_mask`.
-        remat: what the backward pass recomputes, see `layers.checkpointed`.
-        features, slots: as of `embed`; DeepStack's features are added to the same tokens.
+        mask: attention mask and implementation, from `text_mask`.
+        remat: what the backward pass rematerialises, see `layers.checkpointed`.
+        features, slots: as in `embed`; DeepStack features are added to the same tokens.
     """
     return decoder.run(
         params["text"],
@@ -148,7 +148,7 @@ def unembed(
 def policy_logits(
     params: Params, hidden: Float[Array, "*S D"], config: BackboneConfig
 ) -> Float[Array, "*S V"]:
-    """Float32 logits of the policy, in which image and video pad tokens never occur."""
+    """Float32 logits of the policy; image and video pad tokens have probability 0."""
     logits = unembed(params, hidden, config)
     ids = jnp.arange(logits.shape[-1])
     is_pad = (ids == config.image_token_id) | (ids == config.video_token_id)
@@ -156,7 +156,7 @@ def policy_logits(
 
 
 def to_decode_layout(params: Params, config: BackboneConfig, dtype: Any) -> Params:
-    """The training layout merged, unstacked, fused and cast for `prefill` and `extend`."""
+    """The decode layout: adapters merged, layers unstacked, weights fused and cast to `dtype`."""
     params = lora.merged(params)
     text = decoder.to_decode_layout(params["text"], config.text)
     return jax.tree.map(lambda a: a.astype(dtype), {"vision": params["vision"], "text": text})
@@ -184,9 +184,9 @@ def prefill(
     Args:
         params: the decode layout.
         x, positions: embedded prompts and their M-RoPE ids.
-        is_valid: false at padding, which no token sees.
-        features, slots: as of `embed`; DeepStack's features are added to the same tokens.
-        attention: what computes attention.
+        is_valid: false at padding, which no other token attends to.
+        features, slots: as in `embed`; DeepStack features are added to the same tokens.
+        attention: attention implementation.
     """
     return decoder.prefill(
         params["text"],
@@ -210,9 +210,10 @@ def init_cache(
 def text_rotary(
     positions: Int[Array, "*B"], config: BackboneConfig
 ) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
-    """Cosine and sine at text positions, one number for all three components.
+    """Cosine and sine at text positions, which have time = height = width.
 
-    Put a barrier behind them in a loop: a compiler would compute the sines in every layer.
+    In a loop, pass the result through `jax.lax.optimization_barrier`: otherwise the compiler
+    computes the sines in every layer.
     """
     return rope.text_rotary(jnp.stack([positions] * 3, axis=-1), config.text)
 
@@ -230,18 +231,18 @@ def extend(
 ) -> tuple[Float[Array, "B R T D"], KeyValues]:
     """Decodes T tokens of R rows per prompt.
 
-    The tokens are written to suffix slots index..index+T-1. A query sees the valid prefix slots and
-    the suffix slots it is told; the prefix is read once per prompt. Keys are rotated before they
-    are written, so that a token's slot need not be its position.
+    Their keys and values are written to suffix slots index..index+T-1. A query attends to the valid
+    prefix slots and to the suffix slots in `is_visible`. The prefix is read once per prompt. Cached
+    keys are already rotated, so a token's slot need not equal its position.
 
     Args:
         params: the decode layout.
         x: embedded tokens.
         rotary: of the tokens' positions, see `text_rotary`.
         index: first suffix slot to write, the same for all rows; may be traced.
-        prefix, prefix_valid: keys and values from `prefill`, and which slots are not padding.
-        suffix: cache of the rows.
-        is_visible: which of its slots each new token sees, itself included.
+        prefix, prefix_valid: KV cache from `prefill`, and which of its slots are not padding.
+        suffix: KV cache of the rows.
+        is_visible: which suffix slots each new token attends to, including the token's slot.
 
     Returns:
         Hidden states after the final norm, and the suffix cache with the new tokens in it.
@@ -268,16 +269,16 @@ def load(
     """Reads a Hugging Face release from disk, in the training layout.
 
     Args:
-        folder: holds config.json and safetensors, in one file or in several with their index, and
-            mostly generation_config.json.
-        config: in place of the folder's.
-        dtype: what the parameters are cast to.
-        shardings: tree of `logical_axes` with where each parameter lies; what a process does not
-            hold it does not read. None: everything on the default device.
+        folder: holds config.json, safetensors (one file, or several with an index) and optionally
+            generation_config.json.
+        config: replaces the config read from the folder.
+        dtype: the parameters are cast to it.
+        shardings: a Sharding for each leaf of `logical_axes`; each process reads the shards of
+            its devices. None: everything on the default device.
 
     Raises:
-        ValueError: the config asks for something that is not implemented, files are missing or cut
-            short, or tensors are missing, unused or of the wrong shape.
+        ValueError: the config asks for something that is not implemented, files are missing or
+            truncated, or tensors are missing, unused or of the wrong shape.
     """
     if config is None:
         config = hf_config.from_folder(folder)
@@ -294,10 +295,10 @@ def export(
 ) -> None:
     """Writes the training layout as a Hugging Face release: config, weights, generation config.
 
-    In a run of several processes all of them call this and the first one writes.
+    In a multi-process run every process must call this; process 0 writes.
 
     Args:
-        folder: made if need be; an earlier export in it is replaced.
+        folder: created if missing; an earlier export in it is replaced.
         dtype: of the written tensors.
         max_shard_bytes: larger weights are split over several files.
     """

@@ -1,7 +1,7 @@
-"""Backbone shapes of two families, Qwen2.5-VL and Qwen3-VL, frozen and hashable; the releases'.
+"""Backbone configs, frozen and hashable, and the releases of two families: Qwen2.5-VL, Qwen3-VL.
 
-No field has a silent default: the class defaults of transformers fit none of the releases.
-`hf_config` reads and writes them as a Hugging Face `config.json`.
+Only fields specific to a family have defaults: the class defaults of transformers fit none of the
+releases. `hf_config` reads and writes a config as a Hugging Face `config.json`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import dataclasses
 import math
 from typing import Any
 
-VISION_ROPE_THETA = 10000.0  # base of the towers' rotary frequencies, of all releases
+VISION_ROPE_THETA = 10000.0  # base of the rotary frequencies in every release's vision tower
 
-# What `TextConfig` says of each family.
+# Fields of `TextConfig` that the family determines.
 _FLAGS = {
     "qwen2_5_vl": {"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
     "qwen3_vl": {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True},
@@ -24,7 +24,7 @@ def flags_of(family: str) -> dict[str, bool]:
     """The fields of `TextConfig` that all releases of a family share.
 
     Raises:
-        ValueError: there is no such family.
+        ValueError: the family is unknown.
     """
     if family not in _FLAGS:
         raise ValueError(
@@ -43,11 +43,11 @@ class VisionConfig:
         patch_size: pixels per side of a patch.
         temporal_patch_size: frames per patch (a still image is repeated to fill it).
         in_channels: colour channels.
-        merge_size: patches per side that become one feature.
-        window_size: pixels per side of an attention window; 0 where there are no windows.
+        merge_size: patches per side of a merge block, which becomes one feature.
+        window_size: pixels per side of an attention window; 0 without windows.
         full_attention_layers: layers that attend over the whole image instead of windows.
-        num_position_embeddings: rows of the learned position table, a square; 0 without one.
-        deepstack_layers: layers after which the decoder is given features too, increasing.
+        num_position_embeddings: rows of the learned position table, a square number; 0 without one.
+        deepstack_layers: layers whose output also goes to the decoder (DeepStack), increasing.
     """
 
     num_layers: int
@@ -99,7 +99,7 @@ class VisionConfig:
 
     @property
     def position_side(self) -> int:
-        """Rows, and columns, of the grid that the position table is."""
+        """Cells per side of the square grid in the position table."""
         return math.isqrt(self.num_position_embeddings)
 
 
@@ -112,12 +112,13 @@ class TextConfig:
             of the transformer.
         norm_eps: ε of every RMSNorm.
         rope_theta: base of the rotary frequencies.
-        mrope_section: frequencies that turn with time, height and width; they sum to head_dim / 2.
+        mrope_section: number of frequencies for time, height and width; the sum is head_dim / 2.
         tie_embeddings: the unembedding is the embedding table.
-        max_position_embeddings: tokens the release was trained for; kept for export.
+        max_position_embeddings: tokens the release was trained for; only for export.
         qkv_bias: queries, keys and values have biases.
-        qk_norm: queries and keys are normalised, head by head, before they are rotated.
-        mrope_interleaved: height and width take turns with time, instead of consecutive sections.
+        qk_norm: queries and keys get a per-head RMSNorm before the rotary embedding.
+        mrope_interleaved: time, height and width alternate over the frequencies instead of each
+            taking a consecutive section.
     """
 
     num_layers: int
@@ -152,15 +153,15 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackboneConfig:
-    """A vision-language backbone: its two halves and the token ids that join them.
+    """A vision-language backbone: vision tower, text decoder and special token ids.
 
     Attributes:
-        vision, text: the halves.
+        vision, text: the tower and the decoder.
         family: the `model_type` of its releases.
-        image_token_id, video_token_id, vision_start_token_id, vision_end_token_id: of the tokens
-            that stand for images and videos, and around them.
-        eos_token_ids: each of them ends a response. The first is the one that is taught.
-        pad_token_id: fills rows. It may be one of `eos_token_ids`: masks tell what is padding.
+        image_token_id, video_token_id: placeholder tokens of image and video features.
+        vision_start_token_id, vision_end_token_id: tokens before and after the placeholders.
+        eos_token_ids: each of them ends a response. SFT targets end with the first.
+        pad_token_id: pads rows. It may be one of `eos_token_ids`: masks mark the padding.
     """
 
     vision: VisionConfig
@@ -193,7 +194,7 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
 
 
 def _preset(family: str, vision: VisionConfig, **text: Any) -> BackboneConfig:
-    """A release: what both families share, and `text` fields of its own."""
+    """A release: values that all releases share, and its `vision` and `text` fields."""
     return BackboneConfig(
         vision=vision,
         text=TextConfig(head_dim=128, norm_eps=1e-6, **text, **flags_of(family)),

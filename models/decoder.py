@@ -1,13 +1,13 @@
 """The text decoder: one layer function for training, prefill and decoding.
 
-A layer projects, rotates, hands queries, keys and values to an `attend` function and adds what
-comes back, so that training (tree mask), prefill (keys and values kept) and decoding (cache read
-and written) differ only in that function. Training scans stacked layers; decoding unrolls a list
-of layers whose q, k, v and whose gate, up are fused, since single products are what a CPU or a
-small batch spends its time on.
+A layer passes its rotated queries, keys and values to an `attend` function. Training (tree mask),
+prefill (keeps keys and values) and decoding (reads and writes the KV cache) differ only in that
+function. Training scans stacked layers. Decoding unrolls a list of layers, with q, k, v fused into
+one matmul and gate, up into another: on a CPU or with a small batch, most of the time goes to
+individual matmuls.
 
-DeepStack: where the tower gives features of its middle layers too, those of number l are added to
-the prompt's image tokens behind decoder layer l. Responses have no images, so decoding adds none.
+DeepStack: if the tower also returns features of intermediate layers, the l-th of them are added to
+the prompt's image tokens after decoder layer l. Responses have no images, so decoding adds none.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from models.rope import rotate, text_rotary
 
 @flax.struct.dataclass
 class KeyValues:
-    """Keys and values by layer, as decoding reads them.
+    """KV cache by layer.
 
     Attributes:
-        keys: one array per layer, turned: [B, K, H, P] for a prefix that all rows of a prompt
-            share, [B, R, K, H, S] for the rows' own suffixes.
+        keys: one array per layer, stored transposed: [B, K, H, P] for the prefix that all rows of a
+            prompt share, [B, R, K, H, S] for the suffixes of the rows.
         values: likewise, [B, K, P, H] and [B, R, K, S, H].
     """
 
@@ -56,7 +56,7 @@ class KeyValues:
     values: list[Array]
 
 
-# Logical axes of a layer's keys, and of its values: of a prefix, and of the rows' suffixes.
+# Logical axes of a layer's keys, or of its values, in the prefix and in the suffix cache.
 PREFIX_AXES = ("batch", "kv_heads", None, None)
 SUFFIX_AXES = ("batch", None, "kv_heads", None, None)
 
@@ -84,7 +84,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Table(nnx.Module):
-    """A row of width D for every token of the vocabulary."""
+    """A vector of width D for every token of the vocabulary."""
 
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
         shape = (config.vocab_size, config.hidden_size)
@@ -113,11 +113,11 @@ def decoder_layer(
         p: its parameters, in either layout.
         x: [B, S, D], or [B, R, T, D] in decoding.
         rotary: cosine and sine at each token.
-        attend: (q [..., K, G, H], k [..., K, H], v [..., K, H]) -> (output like q, what to keep).
+        attend: (q [..., K, G, H], k [..., K, H], v [..., K, H]) -> (output like q, kept).
         config: shapes and ε.
 
     Returns:
-        The layer's output, and what `attend` kept.
+        The layer's output, and `kept` as `attend` returned it.
     """
     spread = (None,) * (x.ndim - 3)
     x = constrain(x, "batch", *spread, "tokens", None)
@@ -161,7 +161,7 @@ def run(
 ) -> Float[Array, "B S D"]:
     """All stacked layers and the final norm, over whole rows.
 
-    Behind layer l < L each token with a slot is given feature deepstack[l] of that slot.
+    After layer l < L, each token adds the feature deepstack[l] of its slot; slot -1 adds nothing.
     """
     rotary = text_rotary(positions, config)
 
@@ -179,10 +179,10 @@ def run(
 
 
 def to_decode_layout(p: Params, config: TextConfig) -> Params:
-    """Unstacks the layers, fuses what reads the same input, and puts output axes first.
+    """Unstacks the layers, fuses kernels with the same input, and puts output axes first.
 
-    q, k, v become one kernel [K, G + 2, H, D]: each kv head after the query heads that use it, so
-    that the fused kernel still splits over kv heads. gate, up become [2, F, D].
+    q, k, v become one kernel [K, G + 2, H, D]: the query heads of a kv head, then its key and its
+    value, so that the fused kernel can be sharded over kv heads. gate, up become [2, F, D].
     """
     K, H = config.num_kv_heads, config.head_dim
 
@@ -234,7 +234,7 @@ def decode_axes(axes: Params, config: TextConfig) -> Params:
 def at_slots(
     features: Float[Array, "B N D"], slots: Int[Array, "B S"], elsewhere: Array | float
 ) -> Float[Array, "B S D"]:
-    """The feature that each token's slot names, and `elsewhere` where it is -1."""
+    """The feature of each token's slot, or `elsewhere` for slot -1."""
     named = jnp.take_along_axis(features, jnp.maximum(slots, 0)[..., None], axis=1)
     return jnp.where((slots >= 0)[..., None], named, elsewhere)
 
@@ -253,7 +253,7 @@ def _transposed(p: Params, num_inputs: int = 1) -> Params:
 
 
 def unembed(p: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Float32 logits, from the embedding table where the two are tied."""
+    """Float32 logits, from the embedding table if the embeddings are tied."""
     table = p["unembed" if "unembed" in p else "embed"]["table"].astype(hidden.dtype)
     if isinstance(p["layers"], list):
         return outputs_first(table, hidden)
@@ -271,7 +271,7 @@ def prefill(
     slots: Int[Array, "B P"] | None = None,
     attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
-    """Runs the prompts and keeps their keys and values."""
+    """Hidden states of the prompts after the final norm, and their keys and values."""
     num_added = 0 if deepstack is None else len(deepstack)
     rotary = text_rotary(positions, config)
     reach = causal_reach(jnp.where(is_valid, 0, -1))
@@ -317,7 +317,7 @@ def extend(
     is_visible: Bool[Array, "B R T S"],
     config: TextConfig,
 ) -> tuple[Float[Array, "B R T D"], KeyValues]:
-    """Runs T new tokens of every row against the prefix and the rows' own suffixes."""
+    """Runs T new tokens of every row against the prefix and suffix caches."""
     is_shared = prefix_valid[:, None, None]
 
     keys, values = [], []

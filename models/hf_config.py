@@ -1,9 +1,9 @@
-"""A Hugging Face `config.json` to a backbone's shape and back.
+"""Converts a Hugging Face `config.json` to a `BackboneConfig` and back.
 
-Two layouts of that file are in use: published Qwen2.5-VL releases keep the text fields at the top
-level with `rope_theta` and `rope_scaling`; Qwen3-VL and transformers 5 nest them under
-`text_config`, the latter with `rope_parameters`. All are read; the nested one is written, with the
-rotary fields in the older form, which either generation of transformers opens.
+The file has two layouts. Published Qwen2.5-VL releases keep the text fields at the top level with
+`rope_theta` and `rope_scaling`. Qwen3-VL and transformers 5 nest them under `text_config`, the
+latter with `rope_parameters`. All are read. The nested layout is written, with `rope_theta` and
+`rope_scaling`, which both older and newer transformers open.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class _Family:
     """What the releases of a family have in common.
 
     Attributes:
-        architecture: class of transformers.
-        vision_fields, text_fields: fields it has and the other family has not, ours to theirs.
-        vision_fixed, text_fixed: settings of all its releases; others are not implemented.
-        vision_written, text_written, rope_written: what else is written, and not read.
-        text_ties: embeddings are tied where text_config alone says so too, as transformers has it.
-        flags: what `TextConfig` says of it.
+        architecture: class in transformers.
+        vision_fields, text_fields: fields that only this family has, our name to theirs.
+        vision_fixed, text_fixed: settings of all its releases; other values are not implemented.
+        vision_written, text_written, rope_written: further fields for export.
+        text_ties: setting tie_word_embeddings in text_config alone also ties the embeddings, as in
+            transformers.
+        flags: fields of `TextConfig` that the family determines.
     """
 
     architecture: str
@@ -79,7 +80,7 @@ _FAMILIES = {
         flags=flags_of("qwen3_vl"),
     ),
 }
-# Fields of both families, ours to theirs.
+# Fields of both families, our name to theirs.
 _VISION_FIELDS = {
     "num_layers": "depth",
     "hidden_size": "hidden_size",
@@ -103,10 +104,10 @@ _TEXT_FIELDS = {
 
 
 def from_folder(folder: str | pathlib.Path) -> BackboneConfig:
-    """Reads a release's config.json, and its generation_config.json where there is one.
+    """Reads a release's config.json, and its generation_config.json if present.
 
     Raises:
-        ValueError: one of them is no JSON, or `from_hf` refuses it.
+        ValueError: one of them is not valid JSON, or `from_hf` refuses it.
     """
     folder = pathlib.Path(folder)
     generation = {}
@@ -120,8 +121,8 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
     Args:
         config: the file's fields.
-        generation: those of `generation_config.json`. Its end-of-sequence ids come behind the
-            config's; the rest, how its authors sampled, is not read.
+        generation: fields of `generation_config.json`. Its EOS ids are appended to the config's;
+            the rest, the authors' sampling settings, is ignored.
 
     Raises:
         ValueError: a field is missing, or asks for something that is not implemented.
@@ -151,14 +152,14 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
 
 def hf_eos_token_id(config: BackboneConfig) -> int | list[int]:
-    """`eos_token_ids` as files have them: a number where there is one."""
+    """`eos_token_ids` as written to files: a number if there is only one, else a list."""
     return config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids)
 
 
 def to_hf(config: BackboneConfig) -> dict[str, Any]:
     """A `config.json` that transformers opens; `from_hf` of it gives this config back."""
     family = _FAMILIES[config.family]
-    # The releases' beginning-of-sequence token is the one they pad with.
+    # The releases use the padding token as BOS.
     tokens = {
         "bos_token_id": config.pad_token_id,
         "eos_token_id": hf_eos_token_id(config),
@@ -185,7 +186,7 @@ def _field(config: dict[str, Any], name: str, where: str) -> Any:
 
 
 def _fields(config: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
-    """The fields under our names, lists as tuples."""
+    """The fields under our names, lists converted to tuples."""
     values = {ours: _field(config, theirs, where) for ours, theirs in names.items()}
     return {ours: tuple(v) if isinstance(v, list | tuple) else v for ours, v in values.items()}
 
@@ -208,7 +209,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 def _eos_token_ids(
     text: dict[str, Any], config: dict[str, Any], generation: dict[str, Any]
 ) -> tuple[int, ...]:
-    """The config's ids, its text part's where that has any, then the generation config's others."""
+    """EOS ids of text_config, or of the config if it has none, then the generation config's."""
     own = text.get("eos_token_id")
     own = config.get("eos_token_id") if own is None else own
     ids: list[int] = []
@@ -232,7 +233,7 @@ def _is_tied(config: dict[str, Any], where: str) -> bool:
 
 
 def _check_fixed(config: dict[str, Any], fixed: dict[str, Any], where: str) -> None:
-    """Refuses settings that the code does not implement; an absent one is as it should be."""
+    """Refuses settings that the code does not implement; absent settings pass."""
     for name, expected in fixed.items():
         if config.get(name, expected) != expected:
             raise ValueError(
@@ -251,7 +252,7 @@ def _vision_from_hf(config: dict[str, Any], family: _Family) -> VisionConfig:
 
 
 def _check_tower_rope(config: dict[str, Any]) -> None:
-    """Refuses a tower with other rotary frequencies, in any of the places they are written in."""
+    """Refuses a tower with other rotary frequencies, in every field that may set them."""
     fixed = {"rope_theta": VISION_ROPE_THETA, "partial_rotary_factor": 1.0}
     for where in ("rope_parameters", "rope_scaling", ""):
         rope = (config.get(where) or {}) if where else config
@@ -266,7 +267,7 @@ def _check_tower_rope(config: dict[str, Any]) -> None:
 
 
 def _one_size(size: int | tuple[int, ...], name: str) -> int:
-    """A size that may be written once for each axis."""
+    """A size that may be given as one number or as a list with one per axis."""
     sizes = size if isinstance(size, tuple) else (size,)
     if len(set(sizes)) != 1 or type(sizes[0]) is not int:
         raise ValueError(

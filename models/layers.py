@@ -1,15 +1,15 @@
-"""Parameters with their logical axes, and the layers every part of a backbone shares.
+"""Parameters with logical axes, and the layers that all parts of a backbone share.
 
-A Flax NNX module declares: each parameter's shape, initial value and logical axes stand together,
-the axes in the parameter's `axes` metadata. Functions compute: they take the plain dict that the
-module splits into, so the same code serves stacked layers under a scan and single layers in
-decoding. Weights are cast to the input's dtype where they are used; norms run in float32.
+Flax NNX modules only declare parameters: shape, initial value and logical axes, the latter in the
+parameter's `axes` metadata. Functions compute: they take the plain dict that the module splits
+into, so the same code serves stacked layers under a scan and single layers in decoding. Weights are
+cast to the input's dtype when they are used; norms run in float32.
 
 The dimension alphabet, here and in every einsum of this package: B batch, T query, S key, D model,
 N heads, K kv heads, G query heads per kv head, H head dim, F mlp, V vocab, P patches or prompt
 tokens, R rows per prompt, W window bins, C values of a patch, M patches merged into a feature.
 Logical axes of parameters: layers, embed, heads, kv_heads, head_dim, mlp, vocab, or None; of
-activations and caches also batch, tokens, and attended_heads (kv heads while they attend).
+activations and caches also batch, tokens, and attended_heads (kv heads inside attention).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Params = dict[str, Any]  # nested dicts of arrays
 Axes = tuple[str | None, ...]
 
 REMATS = ("none", "dots", "layer")
-ATTENDED = "attended"  # the name of what attention gives, see `checkpointed`
+ATTENDED = "attended"  # names attention's output and log-sum-exp, see `checkpointed`
 
 _place: contextvars.ContextVar[Callable[[Array, Axes], Array] | None] = contextvars.ContextVar(
     "place", default=None
@@ -39,7 +39,7 @@ _place: contextvars.ContextVar[Callable[[Array, Axes], Array] | None] = contextv
 
 @contextlib.contextmanager
 def placement(place: Callable[[Array, Axes], Array]) -> Iterator[None]:
-    """What is traced inside lays its activations out by `place(x, logical axes)`."""
+    """Code traced inside shards its activations with `place(x, logical axes)`."""
     token = _place.set(place)
     try:
         yield
@@ -48,7 +48,7 @@ def placement(place: Callable[[Array, Axes], Array]) -> Iterator[None]:
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """x, laid out over the devices by its logical axes if a `placement` says how."""
+    """x, sharded by its logical axes inside a `placement`; otherwise x unchanged."""
     place = _place.get()
     return x if place is None else place(x, axes)
 
@@ -58,15 +58,15 @@ def normal(
 ) -> nnx.Param:
     """A parameter drawn from N(0, 1/fan_in).
 
-    At the releases' widths that is their fixed deviation of 0.02; at width 96 theirs would leave
-    images, and what token stands where, all but unheard.
+    Hugging Face initialises with σ = 0.02, about 1/√fan_in at the widths of released models. At
+    width 96 that makes image features and positions too small to learn from.
     """
     value = fan_in**-0.5 * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value.astype(dtype), axes=axes)
 
 
 class Norm(nnx.Module):
-    """Scale of an RMSNorm over one axis, the model's unless another is named."""
+    """Scale of an RMSNorm over one axis, by default the model axis."""
 
     def __init__(self, size: int, dtype: Any, axis: str = "embed"):
         self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(axis,))
@@ -108,7 +108,7 @@ class MLP(nnx.Module):
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`num_layers` of what `make` declares, as one module with a leading "layers" axis."""
+    """`num_layers` modules from `make`, stacked into one with a leading "layers" axis."""
     layers = nnx.vmap(make)(rngs.split(num_layers))
     for _, node in nnx.iter_graph(layers):
         if isinstance(node, nnx.Param):
@@ -133,8 +133,8 @@ def _rms_norm_fwd(scale, x, eps):
 
 
 def _rms_norm_bwd(eps, saved, g):
-    """Sums along a row are written as products: XLA's CPU library takes 40 times as long for a sum
-    of products of two arrays (jaxlib 0.10)."""
+    """The row sum of a product of two arrays is an einsum: multiplying and then summing takes
+    XLA:CPU 40 times as long (jaxlib 0.10)."""
     scale, x = saved
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
@@ -150,7 +150,7 @@ _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
 
 
 def layer_norm(p: Params, x: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
-    """(x - mean) / sqrt(var + ε) over the axes that the scale has, scaled and shifted; float32."""
+    """(x - mean) / sqrt(var + ε) over the axes of the scale, scaled and shifted, in float32."""
     axes = tuple(range(-p["scale"].ndim, 0))
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
@@ -160,10 +160,10 @@ def layer_norm(p: Params, x: Float[Array, "..."], eps: float) -> Float[Array, ".
 
 
 def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
-    """Product of the last `num_inputs` axes of x with the first of the kernel, plus any bias.
+    """Contracts the last `num_inputs` axes of x with the first of the kernel; adds any bias.
 
-    A parameter named "transposed" is a kernel with its output axes first (the decode layout);
-    "lora_a" and "lora_b" are an adapter's, see `models.lora`.
+    A parameter named "transposed" is a kernel with its output axes first (the decode layout).
+    "lora_a" and "lora_b" are a LoRA adapter, see `models.lora`.
     """
     if "transposed" in p:
         y = outputs_first(p["transposed"].astype(x.dtype), x, num_inputs).astype(x.dtype)
@@ -178,10 +178,10 @@ def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def product(x: Array, kernel: Array, num_inputs: int) -> Array:
-    """The last `num_inputs` axes of x with the first of the kernel, in x's type.
+    """Contracts the last `num_inputs` axes of x with the first of the kernel, in x's dtype.
 
-    Forward and backward every product is summed in float32 and then cast. Accelerators sum so
-    anyhow; for a CPU it is the difference between its bfloat16 instructions and emulating them.
+    Every matmul, forward and backward, accumulates in float32 and is then cast. Accelerators do so
+    anyway. It lets a CPU use its bfloat16 instructions instead of emulating them.
     """
     return _summed_wide(x, kernel, num_inputs)
 
@@ -190,7 +190,7 @@ def _summed_wide(x, kernel, num_inputs):
     return jnp.tensordot(x, kernel, num_inputs, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _product_fwd(x, kernel, num_inputs):  # not by `product`, which would hide it from `remat`
+def _product_fwd(x, kernel, num_inputs):  # `product` would hide the matmul from remat
     return _summed_wide(x, kernel, num_inputs), (x, kernel)
 
 
@@ -200,9 +200,9 @@ def _product_bwd(num_inputs, saved, g):
     outputs = tuple(range(num_rows, g.ndim)), tuple(range(num_inputs, kernel.ndim))
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
     dx = dot(g, kernel, (outputs, ((), ())))
-    if _place.get() is None and x.dtype == jnp.float32:  # merged, axes would lose their shards
-        # XLA's CPU takes half the time to sum over one axis of rows, 58 against 110 ms. For
-        # bfloat16 summed in float32 it has no such product.
+    if _place.get() is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
+        # XLA:CPU takes about half the time to contract one merged row axis: 58 instead of 110 ms.
+        # It has no such fast matmul for bfloat16 accumulated in float32.
         num_rows, merged = 1, math.prod(x.shape[:num_rows])
         x, g = (
             a.reshape(merged, *a.shape[-n:]) for a, n in ((x, num_inputs), (g, len(outputs[0])))
@@ -216,10 +216,10 @@ product.defvjp(_product_fwd, _product_bwd)
 
 
 def outputs_first(kernel: Array, x: Array, num_inputs: int = 1) -> Array:
-    """x with a kernel [*outputs, *inputs], computed outputs first and then turned, in float32.
+    """x times a kernel [*outputs, *inputs], computed outputs first, then transposed, in float32.
 
-    For the few tokens of a decoding step a CPU takes 0.6 of the time that x @ kernel takes. The
-    barrier keeps the compiler from folding the turning of the small result into the product.
+    For the few tokens of a decode step, a CPU takes 0.6 times as long as for x @ kernel. The
+    barrier keeps the compiler from folding the transpose of the small result into the matmul.
     """
     inputs = tuple(range(kernel.ndim - num_inputs, kernel.ndim))
     contracted = tuple(range(x.ndim - num_inputs, x.ndim))
@@ -232,12 +232,12 @@ def outputs_first(kernel: Array, x: Array, num_inputs: int = 1) -> Array:
 
 
 def checkpointed(layer: Callable, remat: str) -> Callable:
-    """A scanned layer whose backward pass recomputes what `remat` says.
+    """A scanned layer that rematerialises activations as `remat` says.
 
     Args:
-        layer: of a scan.
-        remat: "none" keeps everything; "dots" keeps the products with weights and what attention
-            gives, and recomputes the rest; "layer" keeps the layer's input alone.
+        layer: the body of a scan.
+        remat: "none" saves everything; "layer" saves only the layer's input; "dots" saves matmuls
+            with weights, and the output and log-sum-exp of attention unless it is dense.
     """
     if remat not in REMATS:
         raise ValueError(f"remat must be one of {', '.join(REMATS)}, got {remat!r}")

@@ -1,9 +1,9 @@
 """Low-rank adapters on the decoder's linear layers (LoRA, arXiv 2106.09685).
 
 An adapted layer computes x·W + scale · (x·A)·B, with A [*inputs, rank] and B [rank, *outputs]
-beside the kernel in the training layout; scale is α/rank. `merged` folds them into the kernels,
-which is what decoding and export take; `without` leaves the weights that the adapters started
-from. B starts at 0, so that adding adapters changes nothing.
+stored next to the kernel in the training layout; scale is α/rank. `merged` folds the adapters into
+the kernels, as decoding and export require. `without` returns the base weights. B starts at 0, so
+new adapters do not change the output.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def add(params: Params, rng: Array, *, rank: int, alpha: float) -> Params:
     """The parameters with an adapter at every linear layer of the decoder.
 
     Args:
-        params: the training layout; adapters that are there already are replaced.
-        rng: draws A from N(0, 1/inputs).
+        params: the training layout; existing adapters are replaced.
+        rng: key to draw A from N(0, 1/inputs).
         rank: of A·B.
         alpha: α; the product is scaled by α/rank.
     """
@@ -45,7 +45,7 @@ def add(params: Params, rng: Array, *, rank: int, alpha: float) -> Params:
 
 
 def add_axes(axes: Params) -> Params:
-    """The tree of `add` with logical axes, from that of the parameters without adapters."""
+    """Logical axes of the tree that `add` returns, from those of the base parameters."""
     flat: dict[Path, Axes] = flatten_dict(axes)
     for path in [p for p in flat if _is_adapted(p)]:
         layers, inputs, outputs = _split(path, flat[path])
@@ -56,7 +56,7 @@ def add_axes(axes: Params) -> Params:
 
 
 def merged(params: Params) -> Params:
-    """W + scale · A·B at every adapted layer, in the kernel's type, and no adapters."""
+    """Folds the adapters into the kernels: W + scale · A·B, in the kernel's dtype."""
     flat = flatten_dict(without(params))
     adapters = flatten_dict(params)
     for path in [p for p in adapters if p[-1] == "lora_a"]:
@@ -82,6 +82,6 @@ def _is_adapted(path: Path) -> bool:
 
 
 def _split(path: Path, dims: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """A stacked kernel's dimensions: layers, inputs, outputs."""
+    """Splits the dimensions of a stacked kernel into layers, inputs and outputs."""
     end = 1 + _NUM_INPUTS[path[-2]]
     return dims[0], dims[1:end], dims[end:]

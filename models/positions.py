@@ -1,10 +1,10 @@
-"""Where tokens and patches stand, computed once per prompt on the host (numpy).
+"""Positions of tokens and patches, computed once per prompt on the host (numpy).
 
-The vision tower never reorders patches into windows. `pack_images` says which image each patch
-belongs to (full attention) and which window bin it visits (windowed attention), so the tower is a
-gather, a batched attention and a gather back, with shapes that depend on the padded patch count
-alone. For a tower with learned positions it says which rows of their table a patch reads. Patches
-keep the order of Hugging Face processors: merge blocks in raster order, and within a block its
+`pack_images` computes the image of each patch (for full attention) and its slot in a window bin
+(for windowed attention). Windowed attention is then a gather, a batched attention and a gather
+back, with shapes that depend only on the padded patch count. For a tower with learned positions,
+`pack_images` also computes the rows of the position table that each patch reads. Patches stay in
+the order of Hugging Face processors: merge blocks in raster order, and within a block its
 merge_size x merge_size patches in raster order.
 """
 
@@ -23,20 +23,20 @@ from models.config import BackboneConfig, VisionConfig
 class ImagePatches:
     """The patches of B prompts, each row padded to N patches.
 
-    W window bins of S slots hold the attention windows: S is the patches of a full window, and
-    several partial windows may share a bin.
+    Attention windows are packed into W bins of S slots. S is the number of patches in a full
+    window, and several partial windows may share a bin.
 
     Attributes:
         patches: flattened pixels (channel, frame, row, column), normalised by the processor.
         coordinates: (row, column) of each patch in its image, in patches.
-        segments: number of the image within its row, -1 at padding.
+        segments: index of the patch's image within its row, -1 at padding.
         window_patches: index of the patch in each slot, -1 in an empty slot; this and the next
-            two are None where the tower has no windows.
-        window_segments: number of the window in each slot, -1 in an empty slot.
-        window_slots: index into the W * S slots where each patch stands; 0 at padding.
-        position_rows: the four rows of the position table around each patch; this and the next
-            are None where the tower has no such table.
-        position_weights: their shares, which sum to 1; 0 at padding.
+            two are None if the tower has no windows.
+        window_segments: index of the window in each slot, -1 in an empty slot.
+        window_slots: slot of each patch among the W * S slots; 0 at padding.
+        position_rows: the four rows of the position table that each patch interpolates; this and
+            the next are None if the tower has no position table.
+        position_weights: interpolation weights of those rows, with sum 1; 0 at padding.
     """
 
     patches: Float[Array, "B N C"]
@@ -58,13 +58,13 @@ def pack_images(
     """Packs each prompt's images into one padded row.
 
     Args:
-        patches: per prompt, the patches of its images one after another; empty without images.
+        patches: per prompt, the concatenated patches of its images; empty without images.
         grids: per prompt, (frames, rows, columns) of each image, in patches; frames is 1.
-        config: the tower whose windows or table rows are wanted.
-        num_patches: N, patches that a row is padded to.
+        config: the tower that will read the patches.
+        num_patches: N, the padded number of patches per row.
 
     Returns:
-        ImagePatches of B = len(patches) rows, as numpy arrays; patches keep their type.
+        ImagePatches of B = len(patches) rows, as numpy arrays; patches keep their dtype.
 
     Raises:
         ValueError: a grid does not fit its patches, the tower, or num_patches.
@@ -127,10 +127,10 @@ def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
 def _window_bins(
     coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
 ) -> dict[str, np.ndarray]:
-    """Puts each window, whole, into the first bin with room.
+    """Packs each window into the first bin with enough free slots; no window is split.
 
-    First fit leaves at most one bin half empty, so 2 * ceil(N / S) + 1 bins always suffice and
-    the number of bins need not depend on the images.
+    First fit leaves at most one bin half full or less, so 2 * ceil(N / S) + 1 bins always suffice
+    and the number of bins does not depend on the images.
 
     Args:
         coordinates: (row, column) of each patch, without padding.
@@ -166,7 +166,7 @@ def _window_bins(
 def _windows(
     coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
 ) -> tuple[np.ndarray, int]:
-    """The window of each patch, numbered image by image and row by row, and how many there are."""
+    """Index of each patch's window, image by image and row by row, and the number of windows."""
     across = -(-sizes // side)  # windows per side of each image
     first = np.cumsum([0, *across.prod(-1)])
     image = segments[: len(coordinates)]
@@ -177,10 +177,10 @@ def _windows(
 def _table_rows(
     coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
 ) -> dict[str, np.ndarray]:
-    """Bilinear interpolation of a side x side table stretched over each image, corner to corner.
+    """Bilinear interpolation of a side x side table over each image, with aligned corners.
 
     Args:
-        coordinates, segments, sizes: as of `_window_bins`.
+        coordinates, segments, sizes: as in `_window_bins`.
         side: rows and columns of the table.
 
     Returns:
@@ -205,8 +205,9 @@ def prompt_positions(
 ) -> tuple[Int[np.ndarray, "L 3"], int]:
     """M-RoPE position ids of an unpadded prompt.
 
-    Text advances all three components together. An image keeps time fixed, counts its merged rows
-    and columns from where it starts, and moves the text after it on by the longer of its sides.
+    Each text token advances all three components by 1. Within an image, time is constant, and
+    height and width count merged rows and columns from the image's first position. What follows
+    the image starts at that position plus the longer of the two merged sides.
 
     Args:
         tokens: the prompt, with one image token for each merged feature.

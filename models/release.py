@@ -1,8 +1,8 @@
-"""Safetensors of a release: headers checked before any data, slices read, files streamed out.
+"""Safetensors of a release: checks headers before data, reads slices, writes files as a stream.
 
-A release keeps its tensors in `model.safetensors`, or in several such files beside an index that
-says which tensor is in which. A file is eight bytes of header length, a JSON header with every
-tensor's type, shape and place, and the tensors' bytes.
+A release keeps its tensors in `model.safetensors`, or in several such files with an index that maps
+tensors to files. A file is eight bytes of header length, a JSON header with the dtype, shape and
+byte offsets of every tensor, and the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from safetensors import SafetensorError, safe_open
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _BLOCK_SIZE = 2**22  # elements read at a time when tensors are compared
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's name for them
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor as its file's header has it.
+    """A tensor as described in its file's header.
 
     Attributes:
         path: of the file.
@@ -46,8 +46,8 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
     """Every tensor of a release by its name; reads no data.
 
     Raises:
-        ValueError: there are no weights, a file is missing or cut short, two files hold the same
-            tensor, or the index and the files disagree; all such faults are named.
+        ValueError: there are no weights, a file is missing or truncated, two files hold the same
+            tensor, or the index and the files disagree; the message lists all such faults.
     """
     folder = pathlib.Path(folder)
     index = None if (folder / SINGLE).exists() else _read_index(folder)
@@ -83,7 +83,7 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
 
 
 def _read_index(folder: pathlib.Path) -> dict[str, str]:
-    """File of every tensor, by the tensor's name."""
+    """File name of every tensor, by the tensor's name."""
     path = folder / INDEX
     if not path.exists():
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
@@ -111,9 +111,9 @@ def _read_header(path: pathlib.Path) -> dict[str, Entry]:
 
 @contextlib.contextmanager
 def open_tensor(entry: Entry) -> Iterator[Any]:
-    """What reads a tensor: `source[i:j, k:l]` is an array of that part alone.
+    """Opens a tensor for reading: `source[i:j, k:l]` reads only that slice.
 
-    The file is mapped while this is open and no longer, so that its pages do not pile up in the
+    The file is memory-mapped only while this is open, so that its pages do not accumulate in the
     process.
     """
     with safe_open(entry.path, framework="numpy") as file:
@@ -146,10 +146,11 @@ def write_file(
         path: replaced if it exists.
         shapes: of the tensors, by name.
         dtype: of all of them.
-        blocks: their values in the order of `shapes`, cut anywhere, of this dtype and contiguous.
+        blocks: their values in the order of `shapes`, of this dtype and contiguous; a block may
+            start and end anywhere.
 
     Raises:
-        ValueError: the blocks are not as long as the tensors.
+        ValueError: the blocks and the tensors differ in total bytes.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -161,7 +162,7 @@ def write_file(
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data is aligned
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     written = 0
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -172,7 +173,7 @@ def write_file(
 
 
 def write_index(folder: pathlib.Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Says which tensor is in which file.
+    """Writes the index, which maps tensors to files.
 
     Args:
         weight_map: file of every tensor, by the tensor's name.

@@ -1,9 +1,10 @@
-"""Rotary position embeddings: one, two or three position components share the head's frequencies.
+"""Rotary position embeddings with two or three position components per head.
 
-Each frequency of a head turns with one component of the position. Which one is data: text M-RoPE
-gives consecutive sections of the frequencies to time, height and width, or lets height and width
-take every third one each; the vision tower gives the first half to rows and the second to columns.
-Angles and the rotation itself are float32.
+Each frequency of a head rotates with one component of the position. Text M-RoPE is sectioned or
+interleaved. Sectioned, consecutive frequencies rotate with time, height and width. Interleaved,
+height and width take every third frequency each, up to their section sizes, and time the rest. In
+the vision tower the first half rotates with rows and the second half with columns. Angles and
+rotations are computed in float32.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def text_rotary(
 
 
 def _mrope_component(config: TextConfig) -> np.ndarray:
-    """Which of time (0), height (1) and width (2) each frequency turns with.
+    """The component of each frequency: time (0), height (1) or width (2).
 
-    Sections (3, 2, 2) are 0 0 0 1 1 2 2, and interleaved 0 1 2 0 1 2 0.
+    Sections (3, 2, 2) give 0 0 0 1 1 2 2, or interleaved 0 1 2 0 1 2 0.
     """
     if not config.mrope_interleaved:
         return np.repeat(np.arange(3), config.mrope_section)
@@ -61,7 +62,7 @@ def rotate(
     x: Float[Array, "... heads H"],
     rotary: tuple[Float[Array, "... half"], Float[Array, "... half"]],
 ) -> Float[Array, "... heads H"]:
-    """Turns the pairs (x_i, x_{i + H/2}) by the angles; the same for all heads."""
+    """Rotates the pairs (x_i, x_{i + H/2}) by angles that all heads share."""
     cos, sin = (a[..., None, :] for a in rotary)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

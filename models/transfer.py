@@ -1,8 +1,8 @@
-"""A release onto devices and back, one tensor at a time.
+"""Loads a release onto devices and exports it, one tensor at a time.
 
-A release is checked whole before any of it is read. Then every device's part of a parameter is read
-by itself, slice by slice, so that the host holds no more of the weights than its devices do and one
-tensor. Export gathers one tensor at a time and writes it as it comes.
+The whole release is checked before any parameter is loaded. Each device's shard of a parameter is
+then read separately, slice by slice: besides the devices' memory, the host holds at most one
+tensor. Export gathers and writes one tensor at a time.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ def load(
 ) -> Params:
     """Reads a release's safetensors into the tree of `shapes`, cast to `dtype`.
 
-    Beside the devices' own memory, which on CPU is the host's, the host holds no more than one
-    tensor at a time.
+    Besides the devices' memory, which on CPU is host memory, the host holds at most one tensor at a
+    time.
 
     Args:
-        shardings: tree of `shapes` with where each parameter lies; None: on the default device.
+        shardings: a Sharding for each leaf of `shapes`; None: the default device.
 
     Raises:
-        ValueError: files are missing, cut short or disagree with their index, or tensors are
-            missing, unused, there twice, of the wrong shape or of no float type; all are named.
+        ValueError: files are missing, truncated or disagree with their index, or tensors are
+            missing, unused, duplicated, of the wrong shape or of a dtype other than float32,
+            bfloat16 and float16; the message lists all of them.
     """
     table = weights.tensors(config, shapes)
     every = [tensor for row in table.values() for tensor in row]
@@ -62,9 +63,10 @@ def load(
 def _find(
     folder: pathlib.Path, expected: list[weights.Tensor], config: BackboneConfig
 ) -> dict[str, release.Entry]:
-    """Where the release has each tensor, by its name in the family's releases.
+    """The header entry of each tensor, by its name in the family's releases.
 
-    A copy of tied embeddings under the unembedding's name is compared with them and left out.
+    If the embeddings are tied and the release also stores an unembedding, it must equal the
+    embedding table and is left out.
     """
     family = config.family
     found: dict[str, release.Entry] = {}
@@ -105,7 +107,7 @@ def _load_parameter(
     sharding: Sharding | None,
     staged: int | None,
 ) -> jax.Array:
-    """One parameter, each part read once for all local devices that hold it."""
+    """One parameter; each shard is read once for all local devices that hold it."""
     shape = row[0].shape if row[0].layer is None else (len(row), *row[0].shape)
     if sharding is None:
         whole = [(0, size) for size in shape]
@@ -123,9 +125,10 @@ def _load_parameter(
 
 
 def _staged_bytes(every: list[weights.Tensor], dtype: np.dtype) -> int | None:
-    """Bytes of a stacked part that the host may hold on their way to a device; None: all of it.
+    """Most bytes of a stacked shard that the host stages at a time; None: no limit.
 
-    That is as much as the largest tensor; on CPU what the host fills is the device's memory.
+    The limit is the size of the largest tensor. On CPU there is none: the host array becomes the
+    device's memory.
     """
     if jax.default_backend() == "cpu":
         return None
@@ -140,12 +143,12 @@ def _read_part(
     devices: Sequence[jax.Device | None],
     staged: int | None,
 ) -> list[jax.Array]:
-    """A part of a parameter on each of the devices; None is the default device.
+    """A shard of a parameter, on each of `devices`; None is the default device.
 
     Args:
         row: the parameter's tensors.
-        part: (start, stop) along every axis of the parameter.
-        staged: bytes that the host may hold at a time, in whole layers; None: all of it.
+        part: (start, stop) of the shard along every axis of the parameter.
+        staged: most bytes that the host stages at a time, in whole layers; None: no limit.
     """
     is_stacked = row[0].layer is not None
     if is_stacked:
@@ -170,7 +173,7 @@ def _read_part(
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array that a CPU device takes over; one that is not at 64 bytes it would copy."""
+    """An array aligned to 64 bytes, which `device_put` on CPU does not copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(num_bytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -187,14 +190,14 @@ def export(
 ) -> None:
     """Writes config.json, generation_config.json and safetensors under the releases' names.
 
-    In a run of several processes all of them call this and the first one writes.
+    In a multi-process run every process must call this; process 0 writes.
 
     Args:
-        folder: made if need be; files of these names in it are replaced.
+        folder: created if missing; files of these names in it are replaced.
         params: the training layout.
         config: written as config.json.
         dtype: of the written tensors.
-        max_shard_bytes: more than this is split over several files.
+        max_shard_bytes: larger weights are split over several files.
     """
     folder = pathlib.Path(folder)
     dtype = np.dtype(dtype)
@@ -218,7 +221,7 @@ def export(
         if is_writer:
             release.write_file(folder / file, shapes, dtype, blocks)
         else:
-            for _ in blocks:  # takes part in the gathering
+            for _ in blocks:  # joins the all-gathers
                 pass
         weight_map |= dict.fromkeys(shapes, file)
     if is_writer and len(shards) > 1:
@@ -255,9 +258,9 @@ def _shards(
 
 
 def _to_host(leaf: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
-    """One tensor's values.
+    """One tensor's values on the host.
 
-    Taken from a fresh array, since an array keeps the host's copy of itself as long as it lives.
+    Read from a new array, since a jax.Array keeps its host copy until it is deleted.
     """
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])

@@ -1,4 +1,4 @@
-"""What the vision towers share: the features they give, attention over patches, the merger."""
+"""Shared parts of the vision towers: image features, attention over patches, the merger."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from models.config import VisionConfig
 from models.layers import Linear, Params, constrain, linear
 from models.rope import rotate
 
-NORM_EPS = 1e-6  # of every norm of the towers; fixed by the families, absent from config.json
+NORM_EPS = 1e-6  # of every norm in the towers; the same in all releases, absent from config.json
 
 
 @flax.struct.dataclass
 class ImageFeatures:
-    """Features of B prompts' images, of the text's width, one for each of N merge blocks.
+    """Image features of B prompts, of the text width, one for each of N merge blocks.
 
     Attributes:
-        merged: what takes the places of the image tokens.
-        deepstack: what is added to them behind the first L decoder layers; None without DeepStack.
+        merged: replaces the embeddings of the image tokens.
+        deepstack: added to the image tokens after the first L decoder layers; None without
+            DeepStack.
     """
 
     merged: Float[Array, "B N D"]
@@ -41,7 +42,7 @@ class VisionAttention(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """Joins merge_size² neighbouring patches into one feature of the text's width."""
+    """Maps merge_size² neighbouring patches to one feature of the text width."""
 
     def __init__(self, rngs: nnx.Rngs, config: VisionConfig, norm: nnx.Module, dtype: Any):
         M, D = config.merge_size**2, config.hidden_size
@@ -57,7 +58,7 @@ def self_attention(
     rotary: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], Array],
 ) -> Float[Array, "B P D"]:
-    """Projections and rotation around `attend` (q, k, v [B, P, N, H] -> [B, P, N, H])."""
+    """Self-attention; `attend` maps rotated q, k and v [B, P, N, H] to [B, P, N, H]."""
     qkv = linear(p["qkv"], x)
     q, k, v = rotate(qkv[:, :, 0], rotary), rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
     q, k, v = (constrain(a, "batch", None, "attended_heads", None) for a in (q, k, v))
@@ -70,7 +71,7 @@ def attend_patches(
     v: Float[Array, "B P N H"],
     mask: BlockMask,
 ) -> Float[Array, "B P N H"]:
-    """Attention in both directions among the patches of an image, or of a window."""
+    """Bidirectional attention among the patches of an image or of a window."""
     return attend(q[:, :, :, None], k, v, mask)[:, :, :, 0]
 
 

@@ -1,8 +1,9 @@
-"""The vision tower of Qwen2.5-VL: windowed attention, a few layers over whole images, a merger.
+"""The vision tower of Qwen2.5-VL: windowed attention, full attention in a few layers, a merger.
 
-RMSNorm and gated SiLU throughout, rotary embeddings over rows and columns, one matrix product for
-the release's Conv3d patch embedding (its stride is its kernel). Patches stay in the processor's
-order: a windowed layer gathers queries, keys and values into window bins and gathers back.
+RMSNorm and gated SiLU throughout, rotary embeddings over rows and columns, one matmul for the
+release's Conv3d patch embedding (its stride equals its kernel size). Patches stay in the
+processor's order: a windowed layer gathers queries, keys and values into window bins and gathers
+the output back.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def vision_layer(
     *,
     is_full,
 ) -> Float[Array, "B P D"]:
-    """One layer; `is_full` (a traced bool) chooses the first mask, of images, over windows."""
+    """One layer; `is_full` (a traced bool) selects the first mask (images), else windows."""
     x = constrain(x, "batch", "tokens", None)
 
     def attend(q, k, v):

@@ -1,9 +1,9 @@
 """The vision tower of Qwen3-VL: whole-image attention, learned positions, DeepStack.
 
-LayerNorm and a plain GELU MLP throughout. Each patch gets a learned position, read bilinearly from
-a square table that is stretched over its image (corner to corner), besides rotary embeddings over
-rows and columns. What a few middle layers leave is merged too, by mergers of their own that
-normalise a block's patches together, and goes to the first decoder layers.
+LayerNorm and a plain GELU MLP throughout. Each patch gets a learned position, interpolated
+bilinearly from a square table over its image (aligned corners), and rotary embeddings over rows and
+columns. DeepStack: the outputs of a few intermediate layers go to the first decoder layers. Each
+has a separate merger, whose LayerNorm spans all patches of a merge block.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class VisionLayer(nnx.Module):
 
 
 class PositionTable(nnx.Module):
-    """A learned position for every cell of a square grid, row by row."""
+    """A learned position for every cell of a square grid, in raster order."""
 
     def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
         shape = (config.num_position_embeddings, config.hidden_size)
@@ -103,8 +103,8 @@ def encode(
 
     layer = checkpointed(layer, remat)
 
-    # The states that DeepStack keeps ride along outside of what is recomputed, so that no step
-    # saves them anew. The last slot takes the others.
+    # The layer outputs for DeepStack are carried outside the rematerialised function; inside it,
+    # every step would save `kept` as a residual. The last slot collects the unused outputs.
     def step(carry, xs):
         x, kept = carry
         p, slot = xs
@@ -124,7 +124,7 @@ def encode(
 
 
 def positions(p: Params, images: ImagePatches) -> Float[Array, "B P D"]:
-    """The learned position of each patch, a float32 mean of four rows of the table."""
+    """The learned position of each patch, a float32 weighted mean of four rows of the table."""
     rows = p["table"][images.position_rows].astype(jnp.float32)
     return (images.position_weights[..., None] * rows).sum(2)
 

@@ -1,9 +1,10 @@
-"""Weights in the Hugging Face layout: one table, read in both directions.
+"""Maps Hugging Face tensors to parameters: one table for both loading and export.
 
-The table has rows that both families share and rows of each. A row names a tensor of a release,
-the parameter it is, and how many input axes its kernel has. A kernel is stored there as [outputs,
-inputs] (a Conv3d with its input axes spread) and here as [*inputs, *outputs]; everything else
-differs in shape alone. Stacked parameters take one tensor per layer.
+Some rows of the table are shared by both families, the others belong to one. A row gives the name
+of a tensor in a release, the path of our parameter, and the number of input axes of its kernel. A
+release stores a kernel as [outputs, inputs] (a Conv3d with separate input axes), we store it as
+[*inputs, *outputs]. All other tensors differ only in shape. A stacked parameter has one tensor per
+layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from models.config import BackboneConfig
 from models.layers import Params
 
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
-# (name in the release, our path, input axes of a kernel or 0 for anything else); {} is the layer.
+# (name in the release, our path, number of input axes of a kernel, else 0); {} is the layer.
 _SHARED = (
     (EMBEDDING, "text/embed/table", 0),
     ("model.norm.weight", "text/norm/scale", 0),
@@ -83,8 +84,8 @@ _QWEN3_VL = (
     ("visual.deepstack_merger_list.{}.linear_fc2.bias", "vision/deepstack/down/bias", 0),
 )
 _TABLES = {"qwen2_5_vl": _SHARED + _QWEN2_5_VL, "qwen3_vl": _SHARED + _QWEN3_VL}
-# Qwen3-VL's releases, and files that newer transformers write of either family, nest both halves
-# under "model."; either naming is read.
+# Qwen3-VL releases, and files of either family written by newer transformers, nest tower and
+# decoder under "model."; both namings are read.
 _RENAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 _NESTED_FAMILIES = ("qwen3_vl",)
 
@@ -94,14 +95,14 @@ _BLOCK_SIZE = 2**17  # elements
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a release and its place in the parameters.
+    """One tensor of a release and the parameter it belongs to.
 
     Attributes:
         name: in the release.
         path: of the parameter, "/" between keys.
-        layer: index into the parameter's leading axis, or None where it is not stacked.
+        layer: index into the parameter's leading axis, or None if it is not stacked.
         shape: of the parameter, for one layer.
-        num_inputs: leading axes of `shape` that a kernel contracts; 0 for anything else.
+        num_inputs: number of leading axes of `shape` that a kernel contracts; 0 for anything else.
         spread: shape of a Conv3d's input axes in the release; empty otherwise.
     """
 
@@ -114,7 +115,7 @@ class Tensor:
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
-        """Axes of `shape` that make up each axis of the release, in its order."""
+        """For each axis of the release's tensor, the axes of `shape` that it flattens."""
         axes = tuple(range(len(self.shape)))
         if self.num_inputs:
             return axes[self.num_inputs :], axes[: self.num_inputs]
@@ -122,24 +123,25 @@ class Tensor:
 
     @property
     def order(self) -> list[int]:
-        """Axes of `shape` in the release's order."""
+        """Axes of `shape` in the order of the release's tensor."""
         return [axis for group in self.axes for axis in group]
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """Shape in the release."""
+        """Shape of the release's tensor."""
         sizes = [math.prod(self.shape[axis] for axis in group) for group in self.axes]
         return (*sizes[:-1], *(self.spread or sizes[-1:]))
 
     def read(self, out: np.ndarray, source: Any, part: Bounds) -> None:
         """Fills `out` with a part of the parameter, a block of the release's rows at a time.
 
-        Of the axes that make up one of the release, the first is cut in the file, so that no more
-        is read than `part` asks for; the others are cut from what was read.
+        If an axis in the file flattens several axes of `shape`, the first of them is sliced in the
+        file, so that no more of it is read than `part` needs. The others, and the inputs of a
+        Conv3d, are sliced after reading.
 
         Args:
-            out: of the part's shape; values are cast to its type.
-            source: of the release, see `release.open_tensor`.
+            out: of the part's shape; values are cast to its dtype.
+            source: the release's tensor, from `release.open_tensor`.
             part: (start, stop) along every axis of `shape`.
         """
         rows, *columns = self.axes
@@ -157,37 +159,37 @@ class Tensor:
             turned[i:j] = block.reshape(j - i, *sizes[1:])[cut]
 
     def _slice_in_file(self, group: tuple[int, ...], start: int, stop: int) -> slice:
-        """start..stop of the first of the axes that make up one of the release."""
+        """Slice of the file axis that flattens `group`, for start..stop of its first axis."""
         each = math.prod(self.shape[axis] for axis in group[1:])
         return slice(start * each, stop * each)
 
     def rows(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-        """The parameter in the release's order, cast and contiguous, a block of rows at a time."""
+        """The parameter in the release's axis order, cast, in contiguous blocks of rows."""
         turned = array.transpose(self.order)
         for i, j in _blocks(len(turned), math.prod(turned.shape[1:])):
             yield np.ascontiguousarray(turned[i:j], dtype)
 
 
 def _blocks(num_rows: int, row_size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that stay in a processor's cache while they are turned: ten times as fast."""
+    """Ranges of rows that fit in the CPU cache while they are transposed: ten times as fast."""
     step = max(1, _BLOCK_SIZE // row_size)
     for i in range(0, num_rows, step):
         yield i, min(i + step, num_rows)
 
 
 def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
-    """Every tensor of a release of this shape, by parameter path, layers in order.
+    """Every tensor of a release of this config, by parameter path, layers in order.
 
     Args:
-        config: gives the patch's shape.
-        shapes: the parameters, or anything of their tree with shapes at the leaves.
+        config: gives the family and the patch shape.
+        shapes: the parameters, or a tree of the same structure whose leaves have shapes.
     """
     vision = config.vision
     conv = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     leaves = leaves_by_path(shapes)
     table = {}
     for name, path, num_inputs in _TABLES[config.family]:
-        if path not in leaves:  # no unembedding of its own, no biases
+        if path not in leaves:  # tied embeddings, no bias, or no DeepStack
             continue
         name = release_name(name, config.family)
         shape = tuple(leaves.pop(path).shape)
@@ -205,7 +207,7 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
 
 
 def release_name(name: str, family: str) -> str:
-    """The name in the family's releases of a tensor that is named so in either scheme."""
+    """A tensor's name in the family's releases, given its name in either naming."""
     for nested, flat in _RENAMES:
         if name.startswith(nested):
             name = flat + name[len(nested) :]
@@ -217,6 +219,6 @@ def release_name(name: str, family: str) -> str:
 
 
 def leaves_by_path(tree: Params) -> dict[str, Any]:
-    """The leaves of nested dicts, "/" between keys."""
+    """The leaves of nested dicts by path, "/" between keys."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {"/".join(key.key for key in path): leaf for path, leaf in leaves}

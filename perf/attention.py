@@ -1,12 +1,12 @@
-"""Attention's cost on a CPU: packed trees and images against what they replace.
+"""CPU cost of attention over packed trees and images, against padded rows and dense attention.
 
     python -m perf.attention
 
-CPU seconds of forward and backward, float32, 12 query heads on 4 kv heads of 64 for text and 16
-heads of 80 for a tower. A row of 4096 tokens holds trees of 256 prompt tokens and 8 answers, whose
-lengths are exponential of mean 160, cut at 448. It is compared with the same trees as rows of equal
-branches, [256 | 8 x 448] with padding behind every answer, and with one dense masked product. A row
-of 3072 patches holds images of 256 to 1024. The programs take turns; ratios are medians.
+CPU seconds of forward and backward in float32. Text has 12 query heads, 4 kv heads and head dim 64;
+the vision tower has 16 heads of 80. A row of 4096 tokens holds trees of 256 prompt tokens and 8
+answers, with exponential lengths of mean 160 clipped to 448. It is compared with the same trees
+padded to equal branches, one row [256 | 8 x 448] each, and with one dense masked matmul. A row of
+3072 patches holds images of 256 to 1024. The programs are interleaved; ratios are medians.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BLOCKS = (32, 64, 128, 256)
 
 
 def tree_reach(start: int, branches: list[int], padded: int = 0) -> list[int]:
-    """reach of one tree from token `start` on; branches padded to `padded` tokens each."""
+    """Last query that sees each key of a tree at `start`; pads each branch to `padded` tokens."""
     ends = start + PROMPT + np.cumsum([max(length, padded) for length in branches])
     reach = [int(ends[-1]) - 1] * PROMPT
     for end, length in zip(ends, branches, strict=True):
@@ -36,7 +36,7 @@ def tree_reach(start: int, branches: list[int], padded: int = 0) -> list[int]:
 
 
 def program(first, last, shape: tuple[int, ...], impl: AttentionImpl):
-    """() -> output and gradients of random q, k and v [B, S, K, G, H] under the mask."""
+    """() -> output and gradients for random q [B, S, K, G, H], k and v [B, S, K, H]."""
     keys = jax.random.split(jax.random.key(0), 4)
     q, g = (jax.random.normal(key, shape) for key in keys[:2])
     k, v = (jax.random.normal(key, (*shape[:3], shape[4])) for key in keys[2:])
@@ -51,11 +51,11 @@ def program(first, last, shape: tuple[int, ...], impl: AttentionImpl):
 
 
 def compare(name: str, programs: dict, repeats: int) -> None:
-    """Prints each program's CPU seconds, and the median of its ratios to the first."""
+    """Prints each program's least CPU seconds, and its median ratio to the first program."""
     seconds = {label: [] for label in programs}
     for _ in range(repeats):
         for label, run in programs.items():
-            run()  # compiles, and takes the memory back from the program before
+            run()  # warm-up: compiles, and reclaims memory from the previous program
             began = time.process_time()
             run()
             seconds[label].append(time.process_time() - began)

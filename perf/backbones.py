@@ -1,4 +1,4 @@
-"""The backbones that measurements share, in Qwen2.5-VL's form."""
+"""The backbones that the measurements share, of the Qwen2.5-VL architecture."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
 
 
 def medium_config() -> BackboneConfig:
-    """106M parameters: 12 decoder layers of 768; 6 of 256 in the tower, two of full attention."""
+    """106M parameters: 12 decoder layers of width 768; 6 vision layers of 256, 2 full attention."""
     return hf_config.from_hf(
         {
             "model_type": "qwen2_5_vl",
@@ -53,7 +53,7 @@ def medium_config() -> BackboneConfig:
 
 
 def smollm2_config() -> BackboneConfig:
-    """The decoder's sizes are those of SmolLM2-135M, with a tower of 4 layers: 140M parameters."""
+    """140M parameters: a decoder of SmolLM2-135M's shape and a vision tower of 4 layers."""
     config = medium_config()
     text = dataclasses.replace(
         config.text,

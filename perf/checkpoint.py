@@ -1,13 +1,12 @@
-"""Host memory and time of loading and exporting a checkpoint of Qwen2.5-VL-3B's shape in bfloat16.
+"""Host memory and time to load and export a bfloat16 checkpoint of Qwen2.5-VL-3B's shape.
 
     python -m perf.checkpoint
 
 Writes random weights as a release in a temporary folder (7.5 GB), loads them in a fresh process
-onto a mesh of virtual CPU devices, exports them again and compares every tensor bit by bit. On CPU
-the devices' memory is the host's, so loading must hold the local shards; what counts is what it
-holds beyond them. Printed: the peak of resident memory above that of the process before loading,
-and of the part of it that is not file pages (a mapped file's pages count as resident while they are
-read, and can be dropped at any time).
+onto a mesh of virtual CPU devices, exports them again and compares every tensor bit by bit. On CPU,
+device memory is host memory, so loading must hold the local shards; the figure of interest is the
+memory beyond them. Prints peak resident and peak anonymous memory above the level before each
+stage. Resident memory includes pages of mapped files, which can be dropped at any time.
 """
 
 import argparse
@@ -39,7 +38,7 @@ def shapes_of(config: BackboneConfig) -> backbone.Params:
 
 
 def make_release(folder: pathlib.Path, config: BackboneConfig) -> dict[str, int]:
-    """Random bits of every finite bfloat16 below 2, one tensor at a time; bytes by tensor."""
+    """Writes random bfloat16 bits, |x| < 2, one tensor at a time; returns bytes by tensor name."""
     rng = np.random.default_rng(0)
     dtype = np.dtype(jnp.bfloat16)
 
@@ -69,16 +68,16 @@ def make_release(folder: pathlib.Path, config: BackboneConfig) -> dict[str, int]
 
 
 def memory(*names: str) -> list[int]:
-    """Bytes from the kernel's account of this process, such as VmHWM or RssAnon."""
+    """Fields of /proc/self/status in bytes, such as VmHWM or RssAnon."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return [int(fields[name].split()[0]) * 1024 for name in names]
 
 
 def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """What `run` gives, its seconds, and its peak memory above that of now, in bytes."""
+    """Runs `run`; returns its result, and its seconds and peak memory above the start in bytes."""
     before, anonymous_before = memory("VmRSS", "RssAnon")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     peak_anonymous, done = 0, threading.Event()
 
     def watch() -> None:
@@ -103,7 +102,7 @@ def measured(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 
 def load_and_export(folder: pathlib.Path, target: pathlib.Path, num_devices: int) -> None:
-    """The child's part; prints its figures as JSON."""
+    """Runs in the child process; prints its figures as JSON."""
     jax.config.update("jax_num_cpu_devices", num_devices)
     config = QWEN2_5_VL_3B
     mesh = sharding.make_mesh(1, -1, 1)
@@ -124,7 +123,7 @@ def load_and_export(folder: pathlib.Path, target: pathlib.Path, num_devices: int
 
 
 def differing(folder: pathlib.Path, target: pathlib.Path) -> list[str]:
-    """Tensors of two releases that are not the same bits."""
+    """Names of tensors that are in only one release or not bitwise equal in both."""
     ours, theirs = release.read_headers(folder), release.read_headers(target)
     wrong = sorted(ours.keys() ^ theirs.keys())
     for name in ours.keys() & theirs.keys():

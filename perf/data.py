@@ -1,11 +1,11 @@
-"""Prompts a second that the input pipeline makes of JPEG files, against what an update takes.
+"""Input pipeline throughput on JPEG files, against the most prompts/s that an update can consume.
 
     python -m perf.data
 
-Random pictures of 480 to 1200 pixels a side are prepared into shards; then batches of prompts are
-made of them, images in the configuration's range of pixels and cut into Qwen2.5-VL's patches. What
-an update takes is bounded by arithmetic: 6 operations per parameter and decoder token of a row,
-at a share of the chips' peak; sampling, the reference and the tower only make it slower.
+Writes random pictures of 480 to 1200 pixels a side to shards, then makes batches of prompts from
+them, with images resized to the configuration's range of pixels and split into Qwen2.5-VL's
+patches. The update's rate is bounded by arithmetic: 6 FLOPs per parameter and decoder token, at a
+fraction of the chips' peak. Sampling, the reference model and the vision tower only lower it.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from perf.backbones import medium_config
 
 CHIPS, PEAK, UTILISATION = 8, 197e12, 0.4  # one TPU v5e host, bfloat16
 PARAMETERS = 7.6e9
-ROWS, RESPONSE_TOKENS = 9, 400  # of a group, and the mean of each
+ROWS, RESPONSE_TOKENS = 9, 400  # rows of a group, and mean response tokens of a row
 SFT_TOKENS = 800
 
 
@@ -70,7 +70,7 @@ def main() -> None:
         rates = {workers: [] for workers in args.workers}
         cpu = {workers: [] for workers in args.workers}
         num_steps = max(args.examples // args.batch_size, 1)
-        for _ in range(args.repeats):  # they take turns
+        for _ in range(args.repeats):  # interleaves the worker counts
             for workers in args.workers:
                 began = time.process_time()
                 rates[workers].append(rate(source, prompts, args.batch_size, num_steps, workers))
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def write_shards(folder: pathlib.Path, count: int) -> None:
-    """A prepared folder of random pictures as JPEG files."""
+    """Writes a prepared folder of random pictures as JPEG files."""
     rng = np.random.default_rng(0)
     writer = shards.ShardWriter(folder, "made", shard_bytes=2**26)
     for number in range(count):
@@ -115,7 +115,7 @@ def mean_bytes(source) -> float:
 
 
 def rate(source, prompts: PromptBuilder, batch_size: int, num_steps: int, workers: int) -> float:
-    """Prompts a second over a whole pass."""
+    """Prompts per second over `num_steps` batches."""
     batches = Batches(source, prompts, batch_size=batch_size, seed=0, num_workers=workers)
     began = time.perf_counter()
     for _ in batches.iterate(0, num_steps):

@@ -1,16 +1,16 @@
-"""Rollout speed: continuous decoding against transformers' `generate`, same weights, one process.
+"""Rollout speed: continuous decoding against transformers' `generate` with the same weights.
 
     python -m perf.decode
     python -m perf.decode --lengths=lognormal --rows 2 4 8
 
-Prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, prefill and vision tower
-included. The lengths are given: "equal" are 4 prompts of 64 sampled tokens each, "lognormal" are 16
-prompts of mean 128, σ 0.8 and at most 512 tokens, the same ones on both sides (EOS ends no row).
-transformers decodes a batch until its longest row ends; its batch and its cache are those that
-were fastest in a first round. The sides take turns; figures are medians of neighbouring runs.
+Prompts have 283 tokens with a 448 x 448 image, and G = 8 rollouts each; prefill and vision tower
+are included. Response lengths are fixed in advance and the same on both sides (EOS ends no row):
+"equal" is 4 prompts with 64 sampled tokens per rollout, "lognormal" is 16 prompts with mean 128,
+σ 0.8 and at most 512 tokens. transformers decodes a batch until its longest row ends, with the
+batch size and cache that were fastest in a first round. Both sides run in one process and
+alternate; ratios compare consecutive runs and are reported as medians.
 
-Also printed: the steps of our loop for each token, against as many rows as there are that are
-never idle.
+Also printed: our row steps (decode steps x rows) per sampled token, about 1 if no row is ever idle.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from models import backbone, hf_config
 from models.config import BackboneConfig
 from perf.backbones import IMAGE_SIDE, medium_config
 
-NUM_TEXT = 25  # tokens of a prompt beside its image
-MEAN, SIGMA, CAP = 128, 0.8, 512  # of log-normal lengths
+NUM_TEXT = 25  # text tokens of a prompt
+MEAN, SIGMA, CAP = 128, 0.8, 512  # of log-normal response lengths
 
 
 def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
-    """A run of the medium backbone, of which decoding alone is used."""
+    """A run of the medium backbone; only its decoding is used."""
     config = tiny.get_config()
     config.model.backbone = hf_config.to_hf(medium_config())
     config.model.compute_dtype = dtype
@@ -53,7 +53,7 @@ def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
 
 
 def make_prompts(config: BackboneConfig, num_prompts: int, rng) -> list[TokenizedPrompt]:
-    """An image, then text."""
+    """Prompts of an image followed by text."""
     side = IMAGE_SIDE // config.vision.patch_size
     image = np.full((side // config.vision.merge_size) ** 2, config.image_token_id)
     wrapped = [config.vision_start_token_id, *image, config.vision_end_token_id]
@@ -70,7 +70,7 @@ def make_prompts(config: BackboneConfig, num_prompts: int, rng) -> list[Tokenize
 
 
 def torch_inputs(prompts: list[TokenizedPrompt], config: BackboneConfig, dtype) -> dict:
-    """What `generate` takes."""
+    """The inputs of `generate`."""
     tokens = np.stack([prompt.tokens for prompt in prompts])
     return {
         "input_ids": torch.tensor(tokens, dtype=torch.long),
@@ -82,7 +82,7 @@ def torch_inputs(prompts: list[TokenizedPrompt], config: BackboneConfig, dtype) 
 
 
 class AtLengths(transformers.StoppingCriteria):
-    """Ends each row at a length of its own."""
+    """Stops each row at its given length, prompt included."""
 
     def __init__(self, lengths: np.ndarray):
         self.lengths = torch.tensor(lengths)

@@ -1,17 +1,17 @@
-"""How much of what an update computes is real: tokens and image patches of packed rows.
+"""Fill of packed rows: the share of an update's computed tokens and image patches that is real.
 
     python -m perf.fill
 
-No data can be fetched here, so lengths of the paper's mixture are drawn from a model of it,
-`care_jax.aot.lengths`, which states what it assumes.
+Needs no data: lengths of the paper's mixture are drawn from the model in `care_jax.aot.lengths`,
+which states its assumptions.
 
-Cases: 8 and 64 device shards, each of which runs one row at a time, every tree in the row that
-suits it best. Then 64 shards of 8 processes whose rows hold only prompts that the process decoded,
-shown for comparison and not in the last line. A figure is Σ real / Σ computed over the updates;
-empty rows of a microbatch count as computed, and so does a repeated prompt. "least" is the worst
-update, "patches" the share of the computed patches that is real. "shapes" are programs to
-compile. "padded" and "its patches" are the layout of one row per prompt, padded to data.buckets
-and RESPONSE_BUCKETS.
+Cases: 8 and 64 device shards with one row each per microbatch, any tree in any row. Then, for
+comparison and excluded from the last line, 64 shards of 8 processes whose rows hold only prompts
+that the process decoded. A figure is Σ real / Σ computed over the updates. Empty rows of a
+microbatch and repeated prompts count as computed, not real. "fill" is for tokens, "least" for the
+update with the lowest fill, "patches" for image patches. "shapes" is the number of programs to
+compile. "padded" and "its patches" are the fill of one row per prompt, padded to data.buckets and
+RESPONSE_BUCKETS.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from care_jax.packing.trees import TreeSizes
 from configs import common
 
 RESPONSE_BUCKETS = (512, 1024, 2048)
-CASES = ((8, 1), (64, 1), (64, 8))  # device shards, processes that keep their prompts
+CASES = ((8, 1), (64, 1), (64, 8))  # device shards; processes, each with only its prompts
 COLUMNS = ("shards", "processes", "row", "mean", "σ", "rows", "fill", "least", "patches")
 COLUMNS += ("shapes", "seconds", "padded", "its patches")
 
 
 def padded_fill(sizes: TreeSizes, buckets) -> tuple[np.ndarray, np.ndarray]:
-    """(real, computed) tokens and patches of one row per prompt, padded to buckets."""
+    """(real, computed) tokens, then patches, of one row per prompt padded to buckets."""
     num_prompts, num_rows = sizes.branches.shape
     length = min(b for b in RESPONSE_BUCKETS if b >= sizes.branches.max())
     prompt, patches = next(

@@ -1,14 +1,14 @@
-"""The shipped configurations on chips they fit, proven by compilation: the README's table.
+"""The README's table: each shipped configuration compiled for the chips it fits on.
 
     python -m perf.fit
     python -m perf.fit --only=7b,h100
 
-Compiles every program of each for the topology named here, at its real batch sizes, and prints a
-row as soon as it is known. A step is told at worst, every prompt and response as long as it may be,
-and at a mean length of responses, see `care_jax.aot.step_sizes`; "fill" is the share of the
-computed tokens that is real at that mean. Needs compilers (`pip install 'care_jax[tpu]'` and
-`'care_jax[cuda]'`), no TPU and no GPU, and minutes a row. Ends with status 1 where a row is missing
-or a run does not fit.
+Compiles every program of each configuration for the topologies listed here, at its real batch
+sizes, and prints each row once it is compiled. Step times are given for the worst case (every
+prompt and response at its maximum length) and for a mean response length, see
+`care_jax.aot.step_sizes`. "fill" is the share of computed tokens that is real at that mean. Needs
+the compilers (`pip install 'care_jax[tpu]'` and `'care_jax[cuda]'`) but no TPU or GPU, and takes
+minutes per row. Exits with status 1 if a row is missing or a run does not fit.
 """
 
 import argparse
@@ -55,7 +55,7 @@ COLUMNS = (
 
 
 def row(name: str, result: Fit) -> tuple[str, ...]:
-    """What the table says of one configuration on one topology."""
+    """The table row of one configuration on one topology."""
     mesh, fullest = result.mesh.shape, result.fullest
     verdict = "" if result.is_fitting else " **does not fit**"
     return (
@@ -74,7 +74,7 @@ def row(name: str, result: Fit) -> tuple[str, ...]:
 
 
 def decoding_rate(result: Fit, is_mean: bool) -> float:
-    """Most tokens per second that are sampled; of rows that go on behind their end, none counts."""
+    """Upper bound on sampled tokens per second; steps of a finished row add time but no tokens."""
     works = [
         work
         for program in result.programs
@@ -94,14 +94,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows that hold all of these, as 7b,v5e")
     parser.add_argument("--mean", type=float, default=600.0, help="tokens of a response")
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # what accelerator there may be is left alone
+    jax.config.update("jax_platforms", "cpu")  # leaves any accelerator alone
     columns = tuple(column.format(mean=args.mean) for column in COLUMNS)
     print(line(columns), line(("---",) * len(columns)), sep="\n", flush=True)
     is_complete = True
     for name, topology in CASES:
         if not all(part in f"{name} {topology}" for part in args.only.split(",")):
             continue
-        # The TPU compiler is several times faster so, and a few 0.1 GiB more frugal.
+        # At O0 the TPU compiler is several times faster and reports a few 0.1 GiB less memory.
         jax.config.update("jax_optimization_level", "O0" if topology[0] == "v" else "UNKNOWN")
         config = importlib.import_module(f"configs.{name}").get_config()
         try:

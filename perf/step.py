@@ -1,20 +1,21 @@
-"""A whole RL step against TRL's `GRPOTrainer`: the same weights, prompts and lengths, one process.
+"""Time of a whole RL step against TRL's `GRPOTrainer`: same weights, prompts and lengths.
 
     pip install -e '.[perf]'
     python -m perf.step
 
-4 prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, one GRPO update with β = 0.02
-over all 32 rows: images read, rollouts decoded, rewarded, scored under the reference, trained on.
-The backbone is the random Qwen2.5-VL of 106M parameters, float32. The lengths are given, the same
-ones on both sides (no row ends at EOS): "equal" is 64 tokens each, "lognormal" has mean 64, σ 0.8
-and at most 256 tokens. Rewards are a hash of the response, so that no group is without advantage.
+4 prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, and one GRPO update with
+β = 0.02 over all 32 rows. A step covers image preprocessing, decoding, rewards, reference
+log-probabilities and the update. The backbone is a random Qwen2.5-VL of 106M parameters in float32.
+Response lengths are fixed in advance and the same on both sides (no row ends at EOS): "equal" is 64
+tokens each, "lognormal" has mean 64, σ 0.8 and at most 256 tokens. Rewards are a hash of the
+response, so that every group has nonzero advantages.
 
-TRL has its defaults, which recompute activations in the backward pass; `--keep-activations` has it
-keep them, as our side does (`remat="none"`). It decodes all 32 rows in one batch and trains
-`--rows-per-device` at a time. A stopping criterion ends its rows in `generate`, and its processor
-has no video part, which would need torchvision. The sides take turns in one process: our step runs
-where TRL's begins. Ratios are medians over the turns; the last line is
-`equal <ratio> lognormal <ratio>`.
+TRL runs with its defaults, which rematerialise activations in the backward pass. With
+`--keep-activations` it stores them, as our side does (`remat="none"`). It decodes all 32 rows in
+one batch and trains with microbatches of `--rows-per-device`. A stopping criterion ends its rows in
+`generate`. Its processor has no video part, which would need torchvision. Both sides run in one
+process: each of our steps runs just before TRL's. Ratios are medians over the steps; the last line
+is `equal <ratio> lognormal <ratio>`.
 """
 
 import argparse
@@ -58,13 +59,13 @@ from perf.backbones import IMAGE_SIDE, medium_config
 
 NUM_PROMPTS, NUM_ROLLOUTS = 4, 8
 PROMPT_TOKENS = 283
-CASES = {"equal": 64, "lognormal": 256}  # most tokens of a response
-MEAN, SIGMA = 64, 0.8  # of log-normal lengths
+CASES = {"equal": 64, "lognormal": 256}  # most tokens per response
+MEAN, SIGMA = 64, 0.8  # of log-normal response lengths
 BETA, LEARNING_RATE = 0.02, 1e-6
 
 
 def reward(question: str, response: str, example: Example) -> tuple[float, float]:
-    """Any number of [0, 1] that differs between the rows of a group."""
+    """(acc, fmt), with acc a number in [0, 1] that differs between the rollouts of a group."""
     return _hash(response), 1.0
 
 
@@ -73,7 +74,7 @@ def _hash(text: str) -> float:
 
 
 def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
-    """A GRPO run of one update a step; without a folder, one that starts from random weights."""
+    """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
     config.model.backbone = {} if folder else hf_config.to_hf(medium_config())
     config.model.path = folder
@@ -95,7 +96,7 @@ def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
 
 
 def make_examples(builder) -> list[Example]:
-    """Questions of so many digits that every prompt has `PROMPT_TOKENS` tokens."""
+    """Questions with as many digits as give every prompt `PROMPT_TOKENS` tokens."""
     rng = np.random.default_rng(0)
 
     def example(place, num_digits):
@@ -109,7 +110,7 @@ def make_examples(builder) -> list[Example]:
 
 
 def draw_lengths() -> dict[str, np.ndarray]:
-    """Tokens of every response [B, G]; log-normal ones are the quantiles, shuffled."""
+    """Tokens of every response [B, G]; the log-normal ones are shuffled quantiles."""
     num_rows = NUM_PROMPTS * NUM_ROLLOUTS
     quantiles = scipy.stats.norm.ppf((np.arange(num_rows) + 0.5) / num_rows)
     drawn = MEAN * np.exp(SIGMA * quantiles - SIGMA**2 / 2)
@@ -122,7 +123,7 @@ def draw_lengths() -> dict[str, np.ndarray]:
 
 
 class Ours:
-    """Steps of one case, as `train.train` takes them."""
+    """Runs training steps of one case, as `train.train` does."""
 
     def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
         cap = int(lengths.max())
@@ -155,7 +156,7 @@ class Ours:
         self.num_trained = int(lengths.sum())
 
     def _forced(self, programs, lengths):
-        """The rollouts end at these lengths [B, G], and nowhere else."""
+        """The programs with rollouts that end at exactly these lengths [B, G]."""
         sizes = rollout_sizes(self.run)[0]
         queue = DecodeQueue(
             self.run,
@@ -171,7 +172,7 @@ class Ours:
         return dataclasses.replace(programs, decode=decode)
 
     def step(self, number: int) -> tuple[float, float]:
-        """Seconds of the rollouts, and of the rest."""
+        """(seconds of the rollouts, seconds of the rest) of one step."""
         began = time.perf_counter()
         run, update = self.run, self.update
         first = (number, *self.batches.batch(number))
@@ -196,7 +197,7 @@ class Ours:
 
 
 class ImageProcessor(transformers.Qwen2_5_VLProcessor):
-    """Without the video part, which needs torchvision."""
+    """The processor without its video part, which needs torchvision."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -207,7 +208,7 @@ class ImageProcessor(transformers.Qwen2_5_VLProcessor):
 
 
 class AtLengths(transformers.StoppingCriteria):
-    """Ends each row at a length of its own."""
+    """Stops each row at its given length, prompt included."""
 
     def __init__(self, lengths: np.ndarray):
         self.lengths = torch.tensor(lengths)
@@ -217,7 +218,7 @@ class AtLengths(transformers.StoppingCriteria):
 
 
 def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.GRPOTrainer:
-    """TRL's trainer on the same prompts; `lengths_of_step()` gives the lengths of its next step."""
+    """TRL's trainer on the same prompts; `lengths_of_step()` returns the next step's lengths."""
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32
     )
@@ -275,7 +276,7 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.G
         assert input_ids.shape == (num_rows, PROMPT_TOKENS), input_ids.shape
         ends = AtLengths(PROMPT_TOKENS + lengths)
         out = generate(input_ids=input_ids, stopping_criteria=[ends], **inputs)
-        # Behind its end a row has padding; one EOS there tells TRL that it ended.
+        # A row is padded after its end. EOS as its last token tells TRL that it ended there.
         for row, length in zip(out, lengths, strict=True):
             if PROMPT_TOKENS + length < out.shape[1]:
                 row[PROMPT_TOKENS + length - 1] = eos
@@ -286,7 +287,7 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.G
 
 
 class Turns(transformers.TrainerCallback):
-    """Our step runs where TRL's begins; both are timed."""
+    """Runs our step just before each of TRL's, and times both."""
 
     def __init__(self, ours: dict[str, Ours]):
         self.ours = ours

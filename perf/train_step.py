@@ -1,22 +1,23 @@
-"""The update's speed on answers of real lengths: packed trees against two other layouts.
+"""Speed of an update's gradient: packed trees against padded, replicated and PyTorch layouts.
 
     python -m perf.train_step
 
-Prompts have an image and the lengths of the paper's mixture (see `perf.fill`), answers are
-log-normal (mean 96, σ 0.7, cut at 384 tokens), 9 to a prompt. One backbone of 106M parameters, one
-loss, Σ advantage · log π; the gradient of the whole batch is computed
+Prompts have an image and lengths of the paper's mixture (see `perf.fill`). Each has 9 answers of
+log-normal length (mean 96, σ 0.7, clipped to 384 tokens). All sides use the same backbone of 106M
+parameters and the same loss, Σ advantage · log π, and compute the gradient of the whole batch:
 
     packed      as a run does: trees in rows of `--row-tokens`
     padded      one row per prompt, prompts padded to the longest, answers to the longest answer
-    replicated  every answer behind its own copy of prompt and image, packed into the same rows
-    torch       transformers' model: a prompt's answers in one batch, each behind a copy of prompt
-                and image, padded to the longest of the nine; layers recomputed as in ours
+    replicated  every answer after a copy of its prompt and image, packed into rows of the same size
+    torch       transformers' model: the answers of a prompt as one batch, each after a copy of
+                prompt and image, padded to the longest of the nine; gradient checkpointing
 
-The sides take turns, `--repeats` times; each ratio is the median of those of neighbouring runs.
-Gradients are compared once. "model TFLOP/s" counts three forwards of what is not padding, and
-stands beside the rate of a float32 product of this backbone's size, measured between the sides.
-Peak memory is measured once the first side has run, and stands beside what its compiled program
-says: of a gradient alone, see `perf.update_memory` for an update.
+The sides are interleaved, `--repeats` times; ratios to packed are medians over the repeats. Losses
+and gradients (torch: only the loss) are compared once. "model TFLOP/s" counts three forward passes
+over non-padding tokens; compare it with the printed rate of a float32 matmul of this backbone's
+size, measured between the sides. Also printed are the peak memory of the process after the first
+side and the memory that the packed program was compiled for, both for a gradient alone; see
+`perf.update_memory` for a whole update.
 """
 
 import argparse
@@ -51,7 +52,7 @@ MEAN, SIGMA, LONGEST = 96, 0.7, 384  # tokens of an answer
 
 
 def make_prompts(config, sizes, rng) -> list[TokenizedPrompt]:
-    """An image of about so many patches, as near to a square as merge blocks allow, then text."""
+    """Prompts of a square image of about the given number of patches, followed by text."""
     vision, prompts = config.vision, []
     for num_tokens, num_patches in sizes:
         side = max(round((num_patches / vision.merge_size**2) ** 0.5), 1)
@@ -67,7 +68,7 @@ def make_prompts(config, sizes, rng) -> list[TokenizedPrompt]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What stands in which rows: prompts, answers [N, R, T], their advantages [N, R], the plan."""
+    """The batch of one layout: prompts, answers [N, R, T], advantages [N, R] and the row plan."""
 
     prompts: list[TokenizedPrompt]
     tokens: np.ndarray
@@ -129,7 +130,7 @@ def main() -> None:
 
     @functools.partial(jax.jit, donate_argnums=1)
     def add_gradient(params, total, rows, advantage):
-        """Adds a batch's to a sum, microbatches of one row after another."""
+        """Adds a batch's loss and gradient to `total`, with microbatches of one row."""
 
         def loss(params, rows, advantage):
             settings = dict(dtype=jnp.float32, chunk=args.chunk, remat=args.remat)
@@ -158,14 +159,15 @@ def main() -> None:
     sides = {name: sides[name] for name in args.sides.split(",")}
     results = {}
     for name, side in sides.items():
-        results[name] = side()  # compiled now
+        results[name] = side()  # compiles
         if len(results) == 1:
             print(f"peak of this process after {name}: {peak_gib():.2f} GiB", flush=True)
     loss, expected = results["packed"]
     for name, (other, grad) in results.items():
         pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(expected), strict=bool(grad))
-        within = max((float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs), default=0)
-        print(f"{name}: loss {other:.3f} against {loss:.3f}, gradient within {within:.1e}")
+        apart = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs]
+        gradient = f"gradient within {max(apart):.1e}" if apart else "gradient not compared"
+        print(f"{name}: loss {other:.3f} against {loss:.3f}, {gradient}")
 
     of_packed = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params)), rows_of(layouts["packed"])
     memory = add_gradient.lower(params, of_packed[0], *of_packed[1]).compile().memory_analysis()
@@ -199,7 +201,7 @@ def main() -> None:
 
 
 def peak_gib() -> float:
-    """Most memory that this process has held."""
+    """Peak resident memory of this process, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -207,7 +209,7 @@ _multiply = jax.jit(jnp.matmul)
 
 
 def product_rate(config, seconds: float = 1.0) -> float:
-    """TFLOP/s of the MLP's first product over 4096 tokens."""
+    """TFLOP/s of the MLP's first matmul over 4096 tokens."""
     sizes = 4096, config.text.hidden_size, config.text.intermediate_size
     x, kernel = jnp.ones(sizes[:2]), jnp.ones(sizes[1:])
     _multiply(x, kernel).block_until_ready()
@@ -225,7 +227,7 @@ class Batch:
 
 
 def torch_side(config, params, prompts, tokens, answers, advantage):
-    """The gradient by transformers' model: a prompt's answers in one right-padded batch."""
+    """The gradient with transformers' model; one right-padded batch per prompt."""
     import torch
     import transformers
 

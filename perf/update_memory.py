@@ -1,10 +1,10 @@
-"""Memory of a whole update, weights, moments and gradients included: predicted and measured.
+"""Predicted and measured memory of a whole update, including weights, moments and gradients.
 
     python -m perf.update_memory
 
 A decoder of SmolLM2-135M's shape (30 layers of 576, a vocabulary of 49152, 140M parameters with a
-small tower), 8 prompts of 100 tokens with 9 responses of 96 each, float32, AdamW. Predicted is what
-the compiled program says of its arguments and temporaries, measured the process's peak.
+small tower), 8 prompts of 100 tokens with 9 responses of 96 each, float32, AdamW. The prediction is
+the compiled program's arguments and temporaries; the measurement is the process's peak memory.
 """
 
 import argparse
@@ -32,7 +32,7 @@ NUM_PROMPTS, NUM_ROWS, PROMPT_TOKENS, ROW_TOKENS = 8, 9, 100, 96
 
 
 def make_batch(config, args) -> TrainBatch:
-    """Random tokens and advantages."""
+    """A batch of random tokens and advantages."""
     rng, shape = np.random.default_rng(0), (NUM_PROMPTS, NUM_ROWS, ROW_TOKENS)
     no_grid = np.zeros((0, 3), np.int32)
     no_patch = np.zeros((0, config.vision.patch_dim), np.float32)

@@ -1,12 +1,13 @@
-"""Verdicts per second on one rollout batch, and how many of them are reached at sight.
+"""Verdicts per second on one rollout batch, and the share reached without computer algebra.
 
     python -m perf.verifier
     python -m perf.verifier --cases=../shared/cases
 
-512 questions x 8 rollouts. Without --cases the answers are drawn: numbers with units, commas and
-percents, letters and options, fractions, tuples, words, and one in twelve an expression that needs
-computer algebra, the share measured on recorded answers. With it they are those of the recorded
-responses of `mathvision_internlm_cot.jsonl`, eight times over.
+512 questions x 8 rollouts. Without --cases, answers are drawn: numbers with units, commas and
+percents, letters and options, fractions, tuples, words. One in twelve is an expression that needs
+computer algebra, the share measured on recorded answers. With --cases, answers come from the
+recorded responses of `mathvision_internlm_cot.jsonl`, each repeated eight times. "At sight" means
+without computer algebra.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from care_jax.rewards.symbolic import Question
 from care_jax.rewards.verifier import Verifier
 
 NUM_QUESTIONS, NUM_ROLLOUTS = 512, 8
-TARGET = 50e-6  # seconds in which an answer at sight should be settled
+TARGET = 50e-6  # seconds in which an answer should be settled without computer algebra
 
 
 def drawn(rng: random.Random) -> tuple[list[str], list[Example]]:
-    """Answers and the examples they answer, row by row."""
+    """Drawn answers, and the example that each answers."""
     texts, examples = [], []
     for place in range(NUM_QUESTIONS):
         value = rng.randint(2, 5000)
@@ -61,7 +62,7 @@ def drawn(rng: random.Random) -> tuple[list[str], list[Example]]:
 
 
 def recorded(folder: pathlib.Path) -> tuple[list[str], list[Example]]:
-    """The same from recorded responses."""
+    """Recorded answers, and the example that each answers."""
     path = folder / "mathvision_internlm_cot.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()][:NUM_QUESTIONS]
     texts, examples = [], []

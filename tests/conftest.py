@@ -25,13 +25,19 @@ xla_flags.set_defaults()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
-# Pure functions of arrays: each call checks its annotated shapes.
+# Each call of these checks its annotated shapes. Modules of records that pass through jax.tree.map
+# with other leaves (shardings, paths) cannot be.
 CHECKED_MODULES = [
-    "care_jax.method.advantages",
-    "care_jax.learning.logprobs",
-    "care_jax.method.objective",
-    "care_jax.method.select",
-    "models.rope",
+    f"{folder}.{name}"
+    for folder, names in {
+        "care_jax.method": "advantages diagnostics objective select spans",
+        "care_jax.decoding": "reflection sampling",
+        "care_jax.learning": "logprobs optimizer",
+        "care_jax.packing": "layout plan trees",
+        "care_jax.prompts": "builder patches",
+        "models": "rope",
+    }.items()
+    for name in names.split()
 ]
 jaxtyping.install_import_hook(CHECKED_MODULES, "beartype.beartype")
 

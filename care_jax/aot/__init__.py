@@ -1,1 +1,1 @@
-"""A run's programs compiled ahead of time for devices that are not there."""
+"""Ahead-of-time compilation of a run's programs, without the target devices."""

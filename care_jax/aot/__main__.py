@@ -1,22 +1,22 @@
-"""Does a run fit, and how fast can it be? Told by compilation, without any TPU or GPU.
+"""Does a run fit in memory, and how fast can it be? Compiles it, without any TPU or GPU.
 
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --mean_response=600
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:8
 
-Prints a row for every program of the configuration's stages "sft" and "rl", in GiB on one chip:
+Prints a row for every program of the configuration's stages "sft" and "rl", in GiB per chip:
 
-    arguments, outputs, temporaries   of the program, as the compiler lays them out
-    beside                            what the run keeps meanwhile and the program does not see
-    headroom                          what is left of the chip; negative where it does not fit
-    TFLOPs, least time, tokens/s      of its largest call: counted, and no chip is faster
-    bound                             what the least time goes to
+    arguments, outputs, temporaries   of the program, as the compiler allocates them
+    beside                            other arrays that the run keeps on the chip meanwhile
+    headroom                          free memory of the chip; negative if the program does not fit
+    TFLOPs, least time, tokens/s      of its largest call, from the roofline at peak rates
+    bound                             what limits the least time: compute, memory or network
 
-and what one chip receives from others, by collective, as compiled. The worst step has prompts and
-responses as long as they may be; with --mean_response the step of drawn lengths is printed too, as
-`step_sizes` and `lengths` have it.
+and the bytes that one chip receives from others, by collective, as compiled. The worst step has
+prompts and responses of maximum length. With --mean_response, a step with randomly drawn lengths is
+printed too, see `step_sizes` and `lengths`.
 
-Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Ends with status 1 where the
-run does not fit, 2 where it is not a run.
+Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Exits with status 1 if the
+run does not fit, 2 if flags, configuration or topology are invalid.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _GPU_LIMITS = (
 
 
 def report(result: Fit) -> str:
-    """The tables, as Markdown that is aligned to be read as it stands, and what follows from it."""
+    """The tables, as Markdown with aligned columns, and the conclusions."""
     programs = [_COLUMNS, *(_row(result, program) for program in result.programs)]
     lines = [_heading(result), "", *_table(programs), ""]
     if received := _received_rows(result):
@@ -70,7 +70,7 @@ def report(result: Fit) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table; the first row is its head."""
+    """Lines of a table; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, _line(["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])], widths))
@@ -78,7 +78,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _received_rows(result: Fit) -> list[tuple[str, ...]]:
-    """Bytes between chips: program x collective; none where no program was compiled."""
+    """Bytes received by one chip, program x collective; empty if no program compiled."""
     rows = [("program", *COLLECTIVES, "total", "calls", "worst step")]
     if result.expected:
         rows[0] += ("mean step",)
@@ -162,8 +162,8 @@ def _duration(seconds: float) -> str:
 
 
 def run_main() -> None:
-    """Parses flags and compiles; a mistake of the user's is one line."""
-    # Not at the top, where they would meet those of `main` in a process that imports both.
+    """Parses flags and compiles; user errors are printed as one line."""
+    # Not at module level: a process that also imports `main` would define the flags twice.
     config = config_flags.DEFINE_config_file("config", None, "Configuration to compile.")
     topology = flags.DEFINE_string("topology", None, "Chips and their shape: v5e:4x4, h100:8.")
     mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
@@ -182,7 +182,7 @@ def run_main() -> None:
         return rest
 
     def main(_: Sequence[str]) -> None:
-        jax.config.update("jax_platforms", "cpu")  # what accelerator there may be is left alone
+        jax.config.update("jax_platforms", "cpu")  # leave any accelerator of this machine alone
         try:
             result = fit(config.value, topology.value, mean.value)
         except ValueError as error:

@@ -2,17 +2,17 @@
 
 With a result of s bytes in groups of g chips, a chip receives at least
 
-    all-gather          s (g-1)/g       all the shards but its own
-    reduce-scatter      s (g-1)         its own shard from every other chip (s is one shard)
+    all-gather          s (g-1)/g       the shards of all other chips
+    reduce-scatter      s (g-1)         its shard from every other chip (s is one shard)
     all-reduce          2 s (g-1)/g     a reduce-scatter, then an all-gather
     all-to-all          s (g-1)/g
     collective-permute  s
 
-What stands in a loop counts once for every pass. The compiler says how many passes a loop of known
-length takes, or its condition compares the counter with a constant. Loops of unknown length, over
-microbatches or over decoded tokens, are left to the caller, who knows how often they run.
+A collective in a loop counts once per iteration. For a loop of known length, the number of
+iterations is in the compiler's annotation, or is the constant in its loop condition. For
+loops of unknown length, over microbatches or decode steps, the caller passes the number.
 
-On TPUs a reduce-scatter is a fusion of an all-reduce and slices, named for both.
+On TPUs a reduce-scatter is a fusion of an all-reduce and slices, with both in its name.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Received:
 
     Attributes:
         once: outside loops of unknown length.
-        each_pass: in one pass of these; one that stands in another is taken to run once a pass.
+        each_pass: in one iteration of these; one nested in another is assumed to run once in it.
     """
 
     once: Counter[str]
     each_pass: Counter[str]
 
     def by_collective(self, num_passes: int) -> dict[str, int]:
-        """Bytes of every kind where the loops of unknown length take `num_passes`."""
+        """Bytes of each collective if the loops of unknown length run `num_passes` times."""
         return {kind: self.once[kind] + num_passes * self.each_pass[kind] for kind in COLLECTIVES}
 
     def total(self, num_passes: int) -> int:
@@ -56,7 +56,7 @@ class Received:
 
 
 def received(hlo: str) -> Received:
-    """What a program receives, from `compiled.as_text()`.
+    """Bytes that one chip receives in a program, from `compiled.as_text()`.
 
     Raises:
         ValueError: the text has no entry computation, or groups that cannot be read.
@@ -77,7 +77,7 @@ def received(hlo: str) -> Received:
             if operation in COLLECTIVES:
                 is_fused = operation == "all-reduce" and "all-reduce-scatter" in name
                 kind, size = _bytes_received(line, shape, operation, bool(is_start), num_chips)
-                # The slice is taken at once: what would be gathered again never travels.
+                # Only the slice is kept, so the all-gather half of the all-reduce never happens.
                 once["reduce-scatter" if is_fused else kind] += size // 2 if is_fused else size
                 continue
             inner = _called(line, operation)
@@ -93,7 +93,7 @@ def received(hlo: str) -> Received:
                         each_pass.update(_times(part.each_pass, number))
             elif inner:
                 parts = [of(other) for other in inner]
-                part = max(parts, key=lambda x: x.total(1))  # one branch of a conditional is taken
+                part = max(parts, key=lambda x: x.total(1))  # a conditional takes one branch
                 once.update(part.once)
                 each_pass.update(part.each_pass)
         return Received(once, each_pass)
@@ -106,7 +106,7 @@ def _times(sizes: Counter[str], number: int) -> Counter[str]:
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
-    """The lines of every computation by its name, and the name of the first to run."""
+    """The lines of every computation by its name, and the name of the entry computation."""
     computations: dict[str, list[str]] = {}
     entry, lines = None, []
     for line in hlo.splitlines():
@@ -119,7 +119,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
 
 
 def _called(line: str, operation: str) -> Sequence[str]:
-    """Names of the computations that an instruction runs; (condition, body) of a loop."""
+    """Names of the computations that an instruction calls; (condition, body) of a loop."""
     if operation == "while":
         return _LOOP.search(line).groups()
     if branches := _BRANCHES.search(line):
@@ -128,9 +128,9 @@ def _called(line: str, operation: str) -> Sequence[str]:
 
 
 def _num_passes(line: str, condition: Sequence[str]) -> int | None:
-    """Of a loop; None where only the running program knows.
+    """Iterations of a loop; None if known only at run time.
 
-    Loops of known length count from 0 by ones until they reach a constant.
+    Loops of known length count from 0 in steps of 1 up to a constant.
     """
     if known := _TRIPS.search(line):
         return int(known[1])
@@ -150,7 +150,7 @@ def _bytes_received(
     line: str, shape: str, operation: str, is_start: bool, num_chips: int
 ) -> tuple[str, int]:
     """(collective, bytes) of one instruction."""
-    # A start's shape is (operands, results, ...), but an all-reduce's is its result.
+    # The shape of a -start is (operands, results, ...); that of all-reduce-start is its result.
     if is_start and operation != "all-reduce":
         shape = _elements(shape)[1]
     size, group = _num_bytes(shape), _group_size(line, num_chips)
@@ -163,7 +163,7 @@ def _bytes_received(
 
 
 def _elements(shape: str) -> list[str]:
-    """The parts of a tuple's shape; a part may be a tuple itself."""
+    """The elements of a tuple shape; an element may itself be a tuple."""
     parts, depth = [""], 0
     for letter in shape[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")
@@ -175,7 +175,7 @@ def _elements(shape: str) -> list[str]:
 
 
 def _num_bytes(shape: str) -> int:
-    """Of an array, or of all in a tuple."""
+    """Bytes of an array shape, or of all arrays in a tuple shape."""
     total = 0
     for dtype, sizes in _ARRAY.findall(shape):
         bits = 8 if dtype == "pred" else int((re.search(r"\d+", dtype) or ["0"])[0])
@@ -184,10 +184,10 @@ def _num_bytes(shape: str) -> int:
 
 
 def _group_size(line: str, num_chips: int) -> int:
-    """Chips that take part in an instruction together.
+    """Number of chips in each group of a collective.
 
     Three notations: {{0,1},{2,3}}; [2,4]<=[8], groups x size; mesh['a'=2,'b'=4] {'b'}, the axes
-    whose chips form a group, or a part of an axis as 'b':(1)2.
+    that span a group, or a part of an axis as 'b':(1)2.
     """
     if "source_target_pairs=" in line:
         return num_chips

@@ -1,10 +1,10 @@
-"""Does a run fit, and how fast can it be? Compiles its programs for chips that are not there.
+"""Memory and least time of a run, from programs compiled ahead of time without the devices.
 
-Every program of a run is compiled for the chips of a topology from the shapes of its largest batch.
-What a chip must hold while one runs is what the compiler says of the program itself, and what the
-run keeps meanwhile without the program seeing it: optimizer state, reference, later batches. How
-long a step takes at least is counted at its largest, and at lengths drawn around a mean; the bytes
-between chips are those of the compiled programs.
+Every program of a run is compiled for the chips of a topology, with the shapes of its largest
+batch. The memory of a chip while a program runs is the compiler's figure for the program, plus
+arrays that the run keeps on the chip but does not pass to it: optimizer state, reference, later
+batches. The least time of a step comes from the roofline, for the largest step and for lengths
+drawn around a mean; its bytes between chips are those of the compiled programs.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Program:
 
     Attributes:
         name: its stage and what it does.
-        arguments, outputs, temporaries: bytes on one chip; an output that takes the place of an
-            argument is counted once. Of a program that the compiler refused for its size only
-            the sum is known, as temporaries.
-        beside: bytes that the run keeps on one chip meanwhile.
+        arguments, outputs, temporaries: bytes on one chip; an output aliased to a donated argument
+            is counted once. If the compiler refused the program for its size, only the sum is
+            known, as temporaries.
+        beside: bytes of other arrays that the run keeps on one chip meanwhile.
         work: what it computes and moves in its largest call.
-        num_calls: in one step of its stage.
-        seconds: that compiling took.
-        is_refused: it alone is too large for the chip.
-        received: from other chips, as compiled; None where it was refused.
-        expected: the work of every call of a step at the mean length; empty where none was given.
+        num_calls: calls in one step of its stage.
+        seconds: compile time.
+        is_refused: the program alone is too large for the chip.
+        received: bytes from other chips, as compiled; None if it was refused.
+        expected: the work of every call of a step at the mean length; empty if no mean was given.
     """
 
     name: str
@@ -82,23 +82,23 @@ class Program:
         return self.arguments + self.outputs + self.temporaries + self.beside
 
     def works(self, is_expected: bool) -> tuple[Work, ...]:
-        """Of every call of a step, at its largest or as expected."""
+        """The work of every call of a step, for the largest or the expected step."""
         return self.expected if is_expected else (self.work,) * self.num_calls
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What compiling a run for a topology showed.
+    """The result of compiling a run for a topology.
 
     Attributes:
-        topology: as it was asked for.
-        chip: its kind.
+        topology: its name.
+        chip: its kind of chip.
         mesh: its chips.
-        programs: in the order of a run; where one was refused, those that need its results lack.
+        programs: in the order of a run; if one is refused, those that need its results are missing.
         decode_prompts: most prompts in flight that should fit; None without rollouts.
         largest, expected: what a step of "rl" computes at worst and at the mean length; None
             without rollouts, or without a mean.
-        mean_response: tokens of a response at that mean.
+        mean_response: that mean, in tokens of a response.
     """
 
     topology: str
@@ -112,7 +112,7 @@ class Fit:
 
     @property
     def fullest(self) -> Program:
-        """The program that decides whether the run fits."""
+        """The program that needs the most memory."""
         return max(self.programs, key=lambda program: program.total)
 
     @property
@@ -120,7 +120,7 @@ class Fit:
         return self.fullest.total <= self.chip.hbm and not any(p.is_refused for p in self.programs)
 
     def step_seconds(self, stage: str, is_expected: bool = False) -> float:
-        """The least time of a step of "sft" or "rl", at its largest or as expected."""
+        """The least time of the largest or the expected step of "sft" or "rl"."""
         return sum(
             work.seconds(self.chip, self.mesh.size)
             for program in self.programs
@@ -135,10 +135,10 @@ def fit(config: ConfigDict, topology: str, mean_response: float | None = None) -
     Args:
         config: complete, see `configs/common.py`.
         topology: such as "v5e:4x4"; its chips are the mesh.
-        mean_response: tokens of a response on average; None counts the largest step alone.
+        mean_response: mean tokens of a response; None skips the expected step.
 
     Raises:
-        ValueError: no such topology, or a configuration that cannot run on it.
+        ValueError: the topology is unknown, or the configuration cannot run on it.
     """
     chip, devices = find_topology(topology)
     mesh = make_mesh(**config.mesh, devices=devices)
@@ -171,7 +171,7 @@ def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
         expected = (_train_work(run, *step_sizes.expected_imitation(run, mean_response)),)
     batch = shapes.imitation_batch(run, num_microbatches * run.config.sft.microbatch_size)
     step = sft.compile_step(run, adamw, jax.tree.map(lambda x: x.sharding, state))
-    # The next batch is put on the devices while a step runs.
+    # The next batch is already on the devices while a step runs.
     beside = shapes.num_bytes(batch)
     work = _train_work(run, num_microbatches, packed)
     return [_compile("sft step", step, (state, batch), beside, work, 1, expected)[0]]
@@ -180,7 +180,7 @@ def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
 def _rollout_programs(
     run: Run, chip: Chip, largest: StepSizes, expected: StepSizes | None
 ) -> tuple[list[Program], int | None]:
-    """Reshard and decode, each of what the one before gives; the most prompts that should fit."""
+    """The reshard program, decode programs for its output, and the most prompts that should fit."""
     rl, config = run.config.rl, run.policy.config
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
@@ -204,7 +204,7 @@ def _rollout_programs(
         schedules = schedule_of(largest), schedule_of(expected) if expected else None
         compiled += _decode_programs(run, programs, params, kept, name, sizes, *schedules)
 
-    # What a prompt takes is taken to be the same in any number of seats.
+    # Assumes that the memory per prompt does not depend on the number of seats.
     fixed = kept + shapes.num_bytes(params)
     per_prompt = (max(p.total for p in compiled[1:]) - fixed) / rl.decode_prompts
     most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
@@ -221,16 +221,16 @@ def _decode_programs(
     largest: Schedule,
     expected: Schedule | None,
 ) -> list[Program]:
-    """Prefill and decoding of one pass.
+    """The prefill and decode programs of one pass.
 
     Args:
         run: the run.
         programs: compiled for it.
         params: in the decode layout.
-        kept: bytes that the run keeps on one chip meanwhile.
+        kept: bytes of other arrays that the run keeps on one chip meanwhile.
         name: of the pass.
         sizes: of its programs.
-        largest, expected: its calls at worst, and at the mean length.
+        largest, expected: its calls in the largest step, and at the mean length.
     """
     config, layout = run.policy.config, _layout(run, is_decoding=True)
     place, compiled = run.decode_batch_place, []
@@ -240,7 +240,7 @@ def _decode_programs(
     seats = _abstract_seats(run, sizes, num_tokens, sizes.max_tokens)
 
     def add(kind, jitted, arguments, beside, work_of, calls_of):
-        """Compiles one program; its largest call is taken for every call of the worst step."""
+        """Compiles one program; every call of the worst step counts as its largest call."""
         calls = calls_of(largest)
         work = max(map(work_of, calls), key=lambda work: (work.hbm_bytes, work.flops))
         works = tuple(map(work_of, calls_of(expected))) if expected else ()
@@ -271,7 +271,7 @@ def _decode_programs(
 
 
 def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Seats:
-    """Shapes, types and layout of the seats."""
+    """Shapes, dtypes and shardings of the seats."""
     shape = dict(num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
     dtype = jnp.dtype(run.config.model.compute_dtype)
     seats = jax.eval_shape(
@@ -285,7 +285,7 @@ def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: i
 
 
 def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:
-    """The update, and the forward that scores its batch for the reference or for π_old."""
+    """The update, and the forward that scores its batch under the reference or π_old."""
     rl, model = run.config.rl, run.config.model
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
@@ -293,11 +293,11 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
     batch = shapes.train_batch(run, len(plan.rows) * step_sizes.num_processes(run))
     num_updates = len(largest.updates)
     programs = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
-    # The next batch is put on the devices while one is worked on.
+    # The next batch is already on the devices while an update runs.
     later = shapes.num_bytes(batch) if num_updates > 1 else 0
 
     def add(name, jitted, arguments, beside, work_of, num_scores=1):
-        """Compiles a program that every update runs so many times."""
+        """Compiles a program that every update calls `num_scores` times."""
         work, *works = (
             work_of(plan.num_microbatches, packed)
             for step in (largest, expected)
@@ -313,7 +313,7 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
     if num_scores:
         params = lora.without(state.params)
         beside = shapes.num_bytes(state) + later
-        if not run.objective.beta or model.lora_rank:  # the parameters scored with are the state's
+        if not run.objective.beta or model.lora_rank:  # scored with the parameters of the state
             beside -= shapes.num_bytes(params)
 
         def score_work(num_microbatches, packed):
@@ -331,7 +331,7 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
 
 
 def _train_work(run: Run, num_microbatches: int, packed: Packed) -> Work:
-    """Of a forward and backward over packed rows, and the optimizer."""
+    """The work of a forward and backward over packed rows, and of the optimizer."""
     model = run.config.model
     return roofline.train_work(
         run.policy.config,
@@ -353,9 +353,9 @@ def _compile(
     num_calls: int,
     expected: Sequence[Work],
 ) -> tuple[Program, Any]:
-    """The program, and its results as abstract arrays; None where it was refused for its size.
+    """The program, and its results as abstract arrays; None if it was refused for its size.
 
-    `Program` says what the arguments are.
+    For the arguments see `Program`.
     """
     logging.info("compiling %s", name)
     began = time.perf_counter()
@@ -393,7 +393,7 @@ def _compile(
 
 
 def _layout(run: Run, is_decoding: bool = False) -> Layout:
-    """How many shards batches, gathered weights and products have, as the rules say."""
+    """Number of shards of batches, gathered weights and matmuls under the rules."""
     rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
 
     def shards(axis: str) -> int:
@@ -408,7 +408,7 @@ def _layout(run: Run, is_decoding: bool = False) -> Layout:
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:
-    """Of the reference policy that stays on the devices, see `update_batch.copy_reference`."""
+    """Bytes of a reference policy kept on the devices, see `update_batch.copy_reference`."""
     model = run.config.model
     has_copy = run.objective.beta and not model.lora_rank and "reference" not in model.offload
     return shapes.num_bytes(state.params) if has_copy else 0

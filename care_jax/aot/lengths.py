@@ -1,15 +1,17 @@
 """Lengths of prompts and responses, drawn from a model of the paper's mixture (host).
 
-They size what a run computes before there is any data. These are assumptions, not measurements:
+They size the computation of a run before there is any data. These are assumptions, not
+measurements:
 
-- Sources by their numbers of examples: ChartQA human 7398, Geometry3K 2101, ViRL39K 38870.
+- Sources in proportion to their examples: ChartQA human 7398, Geometry3K 2101, ViRL39K 38870.
 - Text: 60 tokens of template, system prompt and instruction, then a question of log-normal length
   (σ 0.5), on average 16 tokens (ChartQA), 30 (Geometry3K), 80 (ViRL39K).
-- Images: ChartQA 800 x 560 to 850 x 600 pixels; Geometry3K 300 to 500 a side; ViRL39K log-normal
-  in area (median 250,000, σ 1) and shape (σ 0.3), one image in 94% of rows, none in 4%, two in 2%.
-  All are resized by `patches.target_size`. Prompts that no bucket holds are left out, as in a run.
-- Responses: log-normal around the mean asked for, then cut at the cap. Half of the variance of
-  their logarithm lies between prompts: a hard question has nine long responses.
+- Images: ChartQA 800 x 560 to 850 x 600 pixels; Geometry3K 300 to 500 a side; ViRL39K log-normal in
+  area (median 250,000, σ 1) and aspect ratio (σ 0.3), with one image in 94% of examples, none in
+  4%, two in 2%. All are resized by `patches.target_size`. Prompts that fit no bucket are dropped,
+  as in a run.
+- Responses: log-normal with the given mean, then clipped to the cap. Half of the variance of the
+  log-length is between prompts: all nine responses to a hard question are long.
 
 Letters: N prompts, R responses of a prompt.
 """
@@ -23,13 +25,13 @@ from jaxtyping import Int
 
 from care_jax.prompts.patches import target_size
 
-SIGMA = 0.8  # of the logarithm of a response's tokens
+SIGMA = 0.8  # standard deviation of the log of a response's tokens
 _NUM_EXAMPLES = {"chartqa": 7398, "geometry3k": 2101, "virl39k": 38870}
 _QUESTION_TOKENS = {"chartqa": 16, "geometry3k": 30, "virl39k": 80}
 _TEMPLATE_TOKENS = 60
-_NUM_IMAGES = (0.04, 0.94, 0.02)  # shares of ViRL39K's rows with none, one and two
+_NUM_IMAGES = (0.04, 0.94, 0.02)  # shares of ViRL39K's examples with none, one and two
 _MIN_RESPONSE = 8  # tokens
-_TRIES = 1000  # prompts drawn for one that a bucket holds
+_TRIES = 1000  # most draws for one prompt that fits a bucket
 
 
 def draw_prompts(
@@ -42,17 +44,17 @@ def draw_prompts(
     patch_size: int = 14,
     merge_size: int = 2,
 ) -> Int[np.ndarray, "N 2"]:
-    """Tokens and image patches of prompts that the buckets hold.
+    """Tokens and image patches of prompts that fit the buckets.
 
     Args:
         num_prompts: N.
         buckets: largest (tokens, patches); a prompt must fit one of them.
         rng: of the draws.
-        min_pixels, max_pixels: that an image is resized into.
+        min_pixels, max_pixels: range that images are resized into.
         patch_size, merge_size: of the vision tower; Qwen2.5-VL's by default.
 
     Raises:
-        ValueError: hardly any prompt fits.
+        ValueError: none of `_TRIES` drawn prompts fits.
     """
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
     limits["factor"] = patch_size * merge_size
@@ -104,10 +106,10 @@ def draw_responses(
 
     Args:
         shape: (N, R).
-        mean: tokens of a response before it is cut.
+        mean: mean tokens of a response before clipping.
         cap: most tokens of a response.
         rng: of the draws.
-        sigma: of the logarithm of their tokens.
+        sigma: standard deviation of the log of their tokens.
     """
     scale = np.sqrt(0.5) * sigma
     log = np.log(mean) - sigma**2 / 2 + rng.normal(0, scale, (shape[0], 1))

@@ -1,6 +1,6 @@
-"""A run's inputs as shapes alone: what `compile` compiles for, without weights, data or devices.
+"""A run's inputs as abstract arrays, which `compile` needs: no weights, data or devices.
 
-Every prompt is of the largest bucket and has an image, every response is as long as it may be.
+Every prompt fills the largest bucket and has an image; every response has the maximum length.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from models.positions import ImagePatches, pack_images
 
 
 def policy(config: ConfigDict) -> Policy:
-    """A policy that tokenises nothing and has no weights.
+    """A policy without a tokenizer and without weights.
 
     Raises:
-        ValueError: `model.path` is neither a folder nor a release whose shape is known.
+        ValueError: `model.path` is neither a folder with a config.json nor a known release.
     """
     model = config.model
     file = pathlib.Path(model.path).expanduser() / "config.json"
@@ -60,7 +60,7 @@ def policy(config: ConfigDict) -> Policy:
 
 
 def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
-    """Arrays of a shape, by their dtype, sharded as `Run.train_batch_place` or its like says."""
+    """dtype -> abstract array of this shape, sharded by `place` (`Run.train_batch_place`, ...)."""
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
@@ -70,19 +70,19 @@ def largest_bucket(run: Run) -> tuple[int, int]:
 
 
 def num_rows(run: Run) -> int:
-    """Rows of a prompt: its rollouts, and the reflected one where there may be any."""
+    """Rows of a prompt: its rollouts, plus the reflected one if the objective has reflection."""
     return run.config.rl.num_rollouts + run.objective.has_reflection
 
 
 def largest_update(run: Run) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
-    """Sizes of the prompts and tokens of the responses of the largest update there can be."""
+    """(tokens, patches) of the prompts and tokens of the responses of the largest update."""
     rl = run.config.rl
     sizes = np.tile(largest_bucket(run), (rl.prompts_per_update, 1))
     return sizes, np.full((rl.prompts_per_update, num_rows(run)), rl.max_response_tokens)
 
 
 def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
-    """`size` prompts of the largest bucket, with room for so many tokens of context."""
+    """`size` prompts of the largest bucket, each with `context_tokens` more tokens."""
     num_tokens, num_patches = largest_bucket(run)
     num_tokens += context_tokens
     place = run.decode_batch_place
@@ -114,7 +114,7 @@ def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRow
 
 
 def imitation_batch(run: Run, size: int) -> ImitationBatch:
-    """`size` rows of the cold start."""
+    """`size` rows of SFT (the cold start)."""
     sft = run.config.sft
     weight = on_batch(run.train_batch_place, size, sft.row_tokens)(jnp.float32)
     return ImitationBatch(tree_rows(run, size, sft.row_tokens, sft.row_patches), weight)
@@ -144,7 +144,7 @@ def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> Imag
 
 
 def num_bytes(tree: Any) -> int:
-    """On one device; what lies in host memory takes none of it."""
+    """Bytes on one device; arrays in pinned host memory take none."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)

@@ -1,7 +1,7 @@
 """How much one step computes: the rows of its updates and the calls of its decoding (host).
 
-At worst every prompt and response is as long as it may be. Expected is what a run meets: lengths
-drawn from the model in `lengths` around a mean. Of a reflected row, all tokens count as sampled.
+In the largest step, every prompt and response has the maximum length. In the expected step, lengths
+are drawn around a mean from the model in `lengths`. All tokens of a reflected row count as sampled.
 
 Letters: N prompts, R rows of a prompt.
 """
@@ -21,17 +21,17 @@ from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
 from care_jax.programs import rollout_sizes
 from care_jax.run import Run
 
-_SEED = 0  # of the drawn lengths: two mean lengths, or two topologies, get the same prompts
+_SEED = 0  # of the drawn lengths, so that two means or two topologies get the same prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
-    """What a step of reinforcement learning computes.
+    """What an RL step computes.
 
     Attributes:
         updates: the rows of each update, and what a forward over them computes.
-        decoding, reflecting: the schedules of the first decode and of the second, in which every
-            prompt is taken to be repaired.
+        decoding, reflecting: the schedules of the first decode and of the second, which assumes
+            that every prompt is repaired.
     """
 
     updates: tuple[tuple[RowPlan, Packed], ...]
@@ -40,23 +40,23 @@ class StepSizes:
 
     @property
     def train_fill(self) -> float:
-        """Share of the computed tokens that is real."""
+        """Share of the computed tokens that are real."""
         real = sum(plan.real_tokens for plan, _ in self.updates)
         return real / sum(plan.computed_tokens for plan, _ in self.updates)
 
     @property
     def num_microbatches(self) -> int:
-        """Of all updates."""
+        """Microbatches of all updates."""
         return sum(plan.num_microbatches for plan, _ in self.updates)
 
 
 def num_processes(run: Run) -> int:
-    """Of the hosts of the mesh; this one is none of them where devices are only compiled for."""
+    """Processes of the mesh; with compile-only devices, this process is not one of them."""
     return len({device.process_index for device in run.mesh.devices.flat})
 
 
 def largest_step(run: Run) -> StepSizes:
-    """Every prompt is of the largest bucket, every response as long as it may be."""
+    """A step whose prompts all fill the largest bucket and whose responses are all longest."""
     rl = run.config.rl
     update = _plan(run, "rl", *shapes.largest_update(run))
     prompts = np.tile(shapes.largest_bucket(run), (rl.prompts_per_step, 1))
@@ -68,11 +68,11 @@ def largest_step(run: Run) -> StepSizes:
 
 
 def expected_step(run: Run, mean_response: float) -> StepSizes:
-    """Prompts and responses of drawn lengths, planned as a run plans them.
+    """A step with prompts and responses of drawn lengths, planned as in a run.
 
     Args:
         run: the run.
-        mean_response: tokens of a response before rl.max_response_tokens cuts it.
+        mean_response: mean tokens of a response before clipping to rl.max_response_tokens.
     """
     rl = run.config.rl
     prompts, responses = _draw(
@@ -86,9 +86,9 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
 
 
 def largest_imitation(run: Run) -> tuple[int, Packed]:
-    """Microbatches of a step of the cold start, and what a forward over all its rows computes.
+    """Microbatches of an SFT step (the cold start), and the size of a forward over all its rows.
 
-    As many rows as examples, all of them full: no step has more.
+    As many rows as examples, all of them full, which is the most a step can have.
     """
     sft = run.config.sft
     num_rows = max(sft.batch_size, sft.microbatch_size)
@@ -104,7 +104,7 @@ def largest_imitation(run: Run) -> tuple[int, Packed]:
 
 
 def expected_imitation(run: Run, mean_response: float) -> tuple[int, Packed]:
-    """As `largest_imitation`, of drawn lengths; a response is cut at what its row holds."""
+    """As `largest_imitation`, with drawn lengths; a response is clipped to fit its row."""
     sft = run.config.sft
     prompts, responses = _draw(run, sft.batch_size, 1, mean_response, sft.row_tokens)
     room = np.maximum(sft.row_tokens - prompts[:, :1], 1)
@@ -133,9 +133,9 @@ def _draw(
 def _plan(
     run: Run, section: str, prompts: Int[np.ndarray, "N 2"], responses: Int[np.ndarray, "N R"]
 ) -> tuple[RowPlan, Packed]:
-    """The rows of one update, as the processes that own the devices plan them.
+    """The rows of one update, as the processes of the mesh plan them.
 
-    A prompt that is split over rows counts its own pairs once.
+    The (query, key) pairs of a prompt count once, even if its tree is split over several rows.
     """
     settings = run.config[section]
     plan = plan_rows(
@@ -159,9 +159,9 @@ def _plan(
 def _schedules(
     run: Run, prompts: Int[np.ndarray, "N 2"], responses: Int[np.ndarray, "N R"]
 ) -> tuple[Schedule, Schedule]:
-    """Of the first decode, and of the reflected one.
+    """The schedules of the first decode, and of the reflected one.
 
-    A reflected row samples what its context leaves of it, which is cut as the longest context is.
+    The tokens that a reflected row samples are clipped to what the longest context leaves.
     """
     buckets = sorted(map(tuple, run.config.data.buckets))
     first, second = rollout_sizes(run)

@@ -1,7 +1,7 @@
-"""Chips that are not there: what compilers need to know of them, by the name of a topology.
+"""Compile-only devices of a named topology.
 
-TPUs: "v5e:8x8", a shape of chips, as libtpu names them. GPUs: "h100:8" or "h100:2x8", nodes x GPUs.
-Either compiler runs without a device.
+TPUs: "v5e:8x8", the shape in chips, as libtpu names them. GPUs: "h100:8" or "h100:2x8", nodes x
+GPUs. Both compilers run without a device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jax.experimental import topologies
 
 from care_jax.devices.roofline import CHIPS, Chip
 
-# What libtpu would else ask the network, about a host that is none of a TPU's.
+# What libtpu would otherwise query over the network, on a host without TPUs.
 _HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # a compiler need not be the only one
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may load libtpu at once
 }
-# (what jax calls it, bytes of memory) of each GPU.
+# (JAX's `device_kind`, bytes of memory) of each GPU.
 _GPUS = {
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072),
     "h200": ("NVIDIA H200", 151_397_597_184),
@@ -47,7 +47,7 @@ def find_topology(name: str) -> tuple[Chip, Sequence[jax.Device]]:
     """The kind of chip and the devices of a topology.
 
     Raises:
-        ValueError: there is none of that name, or no compiler for it.
+        ValueError: the topology is unknown, or its compiler is not installed.
     """
     kind, _, shape = name.partition(":")
     if kind not in CHIPS:
@@ -71,7 +71,7 @@ def _tpus(kind: str, shape: str) -> topologies.TopologyDescription:
         os.environ.setdefault(question, answer)
     sizes = [int(size) for size in re.findall(r"\d+", shape)]
     host = {}
-    if math.prod(sizes) < 4:  # less than a host of four
+    if math.prod(sizes) < 4:  # fewer than the four chips of a host
         host = {"chips_per_host_bounds": [*sizes, 1, 1, 1][:3]}
     return topologies.get_topology_desc(
         platform="tpu", topology_name=f"{kind}:{shape}" if shape else kind, **host

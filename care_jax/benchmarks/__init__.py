@@ -1,6 +1,5 @@
-"""The evaluation sets: how their releases are read, how they ask, and how they score.
+"""Evaluation benchmarks: reading their releases, building prompts and scoring answers.
 
-One module for each, with the same few names (see `suite`). The scoring follows each benchmark's
-published rules; where those draw a random option, the answer is wrong here and counted as
-unparsable.
+One module per benchmark, each with the same functions (see `suite`). Scoring follows the published
+rules. If those draw a random option, the answer is wrong here and counted as unparsable.
 """

@@ -1,8 +1,8 @@
-"""A language model's word on free answers that the rules call wrong, over the OpenAI protocol.
+"""A language model judges free answers that the rules call wrong, over the OpenAI API.
 
-Any endpoint that answers `POST <url>/chat/completions` will do. A request that fails or times out
-is sent again after a pause that doubles; one that fails to the end leaves the rules' verdict
-standing. Requests, failures, tokens and their price are counted.
+Any endpoint that answers `POST <url>/chat/completions` works. A request that fails or times out
+is retried with exponential backoff. If every retry fails, the verdict of the rules is kept.
+Requests, failures, tokens and their price are counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SYSTEM = (
     "the same, in whatever form, and with 0 if it does not, says more than one thing, or says "
     "nothing. Reply with that digit alone."
 )
-_KEY = "JUDGE_API_KEY"  # environment variable; a key never stands in a configuration
-_MAX_CHARS = 4000  # of an answer shown to the judge, its end kept
+_KEY = "JUDGE_API_KEY"  # environment variable; a key never goes into a config
+_MAX_CHARS = 4000  # of an answer shown to the judge; the end is kept
 _MAX_BYTES = 1 << 20  # of a reply
 _FIRST_PAUSE = 1.0  # seconds
 
@@ -38,14 +38,14 @@ class Case(NamedTuple):
 
 
 class Judge:
-    """Asks an endpoint, several cases at a time.
+    """Sends cases to an endpoint, several at a time.
 
     Args:
-        url: up to and without `/chat/completions`, such as http://localhost:8000/v1.
-        model: its name there.
+        url: without `/chat/completions`, such as http://localhost:8000/v1.
+        model: its name at the endpoint.
         timeout: seconds for one request.
-        num_retries: further requests after one that failed.
-        num_workers: requests under way at a time.
+        num_retries: retries after a failed request.
+        num_workers: concurrent requests.
         prices: of a million prompt tokens and of a million completion tokens.
 
     Attributes:
@@ -53,7 +53,7 @@ class Judge:
             prompt_tokens, completion_tokens.
 
     Raises:
-        ValueError: the url is not one of http.
+        ValueError: the url does not start with http:// or https://.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Judge:
 
     @property
     def cost(self) -> float:
-        """What the tokens so far cost, in the currency of the prices."""
+        """Cost of the tokens so far, in the currency of the prices."""
         tokens = self.counts["prompt_tokens"], self.counts["completion_tokens"]
         return sum(n * price for n, price in zip(tokens, self._prices, strict=True)) / 1e6
 
     def verdicts(self, cases: Sequence[Case]) -> list[bool | None]:
-        """Whether each answer is right; None where the judge gave no verdict."""
+        """Whether each answer is correct; None if the judge gave no verdict."""
         with concurrent.futures.ThreadPoolExecutor(self._num_workers) as pool:
             return list(pool.map(self._verdict, cases))
 

@@ -1,11 +1,11 @@
-"""The numeric value of LaTeX arithmetic, by descent through its grammar; nothing is evaluated.
+"""The numeric value of LaTeX arithmetic, by a recursive-descent parser that never calls eval.
 
-The official scorer of MATH-Vision parses LaTeX with a grammar that reads as far as it can, prints
-the result as Python and evaluates that. This reads the same language as far as numbers go and
-keeps its conventions: text behind the expression is ignored where a closing bracket, a full stop
-or the like ends it; juxtaposition binds closer than a slash (6/2(3) is 1); a colon divides; 2 1/2
-side by side is a product; a value that needed no division is an int. Letters, relations, lists and
-signs outside the grammar have no value.
+The official scorer of MATH-Vision parses the longest LaTeX prefix that its grammar accepts, prints
+it as Python and evaluates that. This parser covers the numeric part of that grammar and keeps its
+conventions: text after the expression is ignored if a closing bracket, a full stop or the like
+ends the expression; juxtaposition binds tighter than a slash (6/2(3) is 1); a colon divides; 2 1/2
+is a product; sums and products of integers are int, a quotient is a float. Letters, relations,
+lists and symbols outside the grammar have no value.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _STARTS = frozenset({
 
 
 class _NoValue(Exception):
-    """The text is no arithmetic that has a value."""
+    """The text is not arithmetic with a value."""
 
 
 def value(text: str) -> int | float | None:
-    """The value at the start of a LaTeX text; None where there is none.
+    """The value of the expression at the start of a LaTeX text; None if it has none.
 
     Args:
-        text: LaTeX; more than 400 characters have no value.
+        text: LaTeX; a text of more than 400 characters has no value.
     """
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = _SPACES.sub(" ", _SIZES.sub("", text)).strip()
@@ -70,7 +70,7 @@ def value(text: str) -> int | float | None:
 
 
 class _Reader:
-    """Reads one expression; every method consumes what it is named for and returns its value."""
+    """Parses one expression; each method consumes what it is named for and returns its value."""
 
     def __init__(self, text: str):
         self._text = text
@@ -135,7 +135,7 @@ class _Reader:
 
     @staticmethod
     def _is_other(match: re.Match) -> bool:
-        """Whether a command stands there that would be a further factor without a value."""
+        """Whether the token is a command that would be another factor, one without a value."""
         return match.lastgroup == "command" and match.group() not in (
             *_STOPS, "\\times", "\\cdot", "\\div", "\\rfloor", "\\rceil",
         )  # fmt: skip
@@ -158,7 +158,7 @@ class _Reader:
     def _postfix(self, result: int | float) -> int | float:
         while (sign := self.peek()) in ("!", "'"):
             self._take()
-            # A prime transposes, which leaves a number as it is.
+            # A prime is a transpose, which leaves a number unchanged.
             result = math.factorial(_whole(result)) if sign == "!" else result
         return result
 
@@ -198,7 +198,7 @@ class _Reader:
         if self.peek() == "^":
             self._take()
             power = self._exponent()
-        # Brackets end an argument; without them it is the whole product, up to a further function.
+        # An argument is one bracket, or else the whole product up to the next function.
         argument = self._group() if self.peek() == "(" else self._product(in_function=True)
         if base is not None:
             return math.log(argument) / math.log(base)

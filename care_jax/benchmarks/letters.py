@@ -1,10 +1,10 @@
-"""The option letter that a response settles on, by the rules of MMMU and MMMU-Pro.
+"""The option letter that a response gives as its answer, by the rules of MMMU and MMMU-Pro.
 
-In order: letters in brackets; letters before a space; letters before a full stop; and, in a
-response of more than five words, the options' texts. Of several the last mentioned wins. What the
-published parsers answer with a random letter stays empty here, after two readings they lack: a
-box, and a lone letter in any dress. A bare letter and the exact text of one option are taken
-before all rules.
+The rules, in order: letters in brackets; letters before a space; letters before a full stop; and,
+in a response of more than five words, the texts of the options. Of several matches the last one
+wins. Where the published parsers return a random letter, this one returns an empty string, after
+two extra attempts: the content of a box, and a single letter among punctuation. A bare letter
+or the text of exactly one option is accepted before any rule.
 
 Source: MMMU `eval/eval_utils.py`, MMMU-Pro `evaluate.py`, both as lmms-eval 0.7 has them.
 """
@@ -19,7 +19,7 @@ from care_jax.benchmarks import response
 
 _PUNCTUATION = ",.!?;:'"
 _MARKER = "Answer:"
-_MIN_WORDS = 6  # of a response in which the options' texts are looked for
+_MIN_WORDS = 6  # of a response that is searched for the texts of the options
 _LONE_LETTER = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 
 
@@ -29,10 +29,10 @@ def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> st
     Args:
         answer: a letter, the text of an option, an answer span or a whole response.
         options: in order (A, B, ...).
-        has_marker: what follows the last "Answer:" comes first, as in MMMU-Pro.
+        has_marker: try the text after the last "Answer:" first, as in MMMU-Pro.
 
     Returns:
-        A capital letter; empty where the answer names no option.
+        A capital letter; empty if the answer names no option.
     """
     letters = string.ascii_uppercase[: len(options)]
     text = response.unwrap(answer)
@@ -45,7 +45,7 @@ def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> st
         return letters[same[0]]
     if has_marker and (found := _after_marker(text, letters)):
         return found
-    # The rules take a response as it comes, line breaks at its end included.
+    # The rules read the response unstripped, including trailing line breaks.
     if found := _by_rules(answer if answer.strip() == text else text, options, letters):
         return found
     if (box := response.last_box(text)) is not None and box != text:
@@ -68,7 +68,7 @@ def _by_rules(text: str, options: Sequence[str], letters: str) -> str:
     for mark in _PUNCTUATION:
         text = text.strip(mark)
     text = f" {text} "
-    # (how a candidate shows, how its place is found when there are several)
+    # (pattern that makes a letter a candidate, pattern that locates it if there are several)
     rules: list[tuple[Callable[[str], str], Callable[[str], str]]] = [
         (lambda letter: f"({letter})", lambda letter: f"({letter})"),
         (lambda letter: f"{letter} ", lambda letter: f" {letter} "),
@@ -76,7 +76,7 @@ def _by_rules(text: str, options: Sequence[str], letters: str) -> str:
     ]
     for shows, stands in rules:
         if found := [letter for letter in letters if shows(letter) in text]:
-            # Of those that stand nowhere (all at -1) the first is taken, as published.
+            # If none is located (all at -1), the first candidate is taken, as published.
             return max(found, key=lambda letter: text.rfind(stands(letter)))
     if len(text.split()) < _MIN_WORDS:
         return ""

@@ -1,8 +1,8 @@
 """MathVerse: plane and solid geometry and functions, each problem in five versions of its text.
 
-Published: a judge extracts the answer, and a judge compares it with the gold answer. Here a choice
-is scored by its letter or by the text of its option, which stands in the question, and a free
-answer by equivalence (`answers`); what is then wrong may be put to a judge of one's own
+Published rules: a judge extracts the answer, and a judge compares it with the gold answer. Here a
+choice is scored by its letter or by the text of its option, which is parsed from the question. A
+free answer is scored by equivalence (`answers`); if it is wrong, a judge can be asked
 (`evaluate.judge_url`).
 
 Release: `CaraJ/MathVerse-lmmseval`, configuration testmini (or the five of `AI4Math/MathVerse`).
@@ -19,12 +19,12 @@ from care_jax.benchmarks.rows import Question, gold_of
 from care_jax.rewards import answers
 from care_jax.rewards.verifier import extract_answer
 
-# A:..., (A) ..., A. ...; on lines of their own or behind one another.
+# A:..., (A) ..., A. ...; one per line or several on a line.
 _OPTION = re.compile(r"(?:^|(?<=[\s.,;)]))(?:\(([A-H])\)|([A-H])\s*[:：.．、)])\s*")
 
 
 def parse(answer: str, row: dict[str, Any]) -> str | None:
-    """The letter an answer names, or the text of a free answer; None where there is none."""
+    """The letter an answer names, or the text of a free answer; None if there is neither."""
     options = read_choices(row)
     if options and (letter := letters.parse_letter(answer, options, has_marker=True)):
         return letter
@@ -36,11 +36,11 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer is the row's.
+    """Whether the answer is correct for the row.
 
     Args:
         answer: a letter, a value, the text of an option, an answer span or a whole response.
-        row: of the release.
+        row: a row of the release.
     """
     parsed, gold = parse(answer, row), gold_of(row).strip()
     if parsed is None or not gold:
@@ -50,14 +50,14 @@ def is_correct(answer: str, row: dict[str, Any]) -> bool:
 
 
 def read_choices(row: dict[str, Any]) -> tuple[str, ...]:
-    """The options that stand in the question of a multiple-choice row; empty without."""
+    """The options listed in the question of a multiple-choice row; empty for other rows."""
     if row.get("question_type") not in ("multi-choice", "multi_choice"):
         return ()
     text = row.get("question_for_eval") or row.get("question") or ""
     _, marker, listed = text.rpartition("Choices:")
     text = listed if marker else text
     marks = [(m.group(1) or m.group(2), m.start(), m.end()) for m in _OPTION.finditer(text)]
-    # A run A, B, C, ...; a letter out of turn belongs to the option it stands in.
+    # Marks must form the sequence A, B, C, ...; any other letter is text of its option.
     run: list[tuple[int, int]] = []
     for letter, start, end in marks:
         if letter == "A" and len(run) < 2:
@@ -70,14 +70,14 @@ def read_choices(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def question(row: dict[str, Any]) -> Question:
-    """What is asked: the release's own query, worded without a chain of thought."""
+    """The prompt: the release's query that does not ask for a chain of thought."""
     text = row.get("query_wo") or row["question"]
     images = ("image",) if row.get("image") else ()  # the text-only version has none
     return Question("<image>" * len(images) + text, images, read_choices(row))
 
 
 def categories(row: dict[str, Any]) -> list[str]:
-    """The groups a row is counted in."""
+    """The categories a row counts towards."""
     fields = row | (row.get("metadata") or {})
     names = ("problem_version", "question_type", "subject", "subfield")
     return [f"{name}/{fields[name]}" for name in names if fields.get(name)]

@@ -1,9 +1,9 @@
 """MATH-Vision: competition mathematics with figures, five-way choices and free answers.
 
-Published: the response settles on a letter at its end, on what stands behind "the answer is", or on
-its last box; that is stripped of units, degrees and spacing; it is right when it equals the gold
-letter, the gold option or the gold answer as text, as a tuple or list at two decimals by element,
-or in value at two decimals. The value is read by `latex_value`.
+Published rules: the answer is a letter at the end of the response, the text after "the answer is",
+or the last box. Units, degrees and spacing are removed. It is correct if it equals the gold letter,
+option or answer: as text, as a tuple or list with elements rounded to two decimals, or as a value
+rounded to two decimals. `latex_value` reads the values.
 
 Release: `MathLLMs/MathVision`, test and testmini.
 """
@@ -21,14 +21,14 @@ from care_jax.benchmarks.rows import Question, gold_of, read_options
 INSTRUCTION = 'Please solve the problem step by step and put your answer in one "\\boxed{}".'
 CHOICE_INSTRUCTION = "Answer the question with the option's letter from the given choices directly."
 
-_MAX_CHARS = 50_000  # of a response, its end kept
+_MAX_CHARS = 50_000  # of a response; the end is kept
 _PHRASES = (
     "the final answer is", "The final answer is", "the answer is", "The answer is",
     "the correct answer is", "The correct answer is", "the answer should be",
     "The answer should be",
 )  # fmt: skip
 _BOX = re.compile(r"oxed\{(.*)\}", re.DOTALL)
-# In this order; what goes first decides what the later ones find.
+# The order matters: each removal changes what later ones match.
 _REMOVED = (
     " ", "\\,", "+\\infty", "\n", "\\text", "\\mbox", "\\left", "\\right", "^{\\circ}", "^\\circ",
     "{m}^3", "m^3", "{units}", "units", "{km}", "km", "\\!", "\\$", "$", "\\%",
@@ -39,17 +39,17 @@ _ROOT = re.compile(r"\\sqrt(?=[^{])(.)")
 
 
 def parse(answer: str, row: dict[str, Any]) -> str | None:
-    """What the answer settles on, in lower case and stripped; None where that is nothing."""
+    """The final answer, lower-cased, without units and formatting; None if nothing is left."""
     text, _ = response.span_of(answer)
     return _stripped(_settled(text[-_MAX_CHARS:])) or None
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer is the row's.
+    """Whether the answer is correct for the row.
 
     Args:
         answer: a letter, a value, the text of an option, an answer span or a whole response.
-        row: of the release.
+        row: a row of the release.
     """
     gold, options = gold_of(row), read_options(row)
     golds = [gold]
@@ -62,7 +62,7 @@ def is_correct(answer: str, row: dict[str, Any]) -> bool:
 
 
 def question(row: dict[str, Any]) -> Question:
-    """What is asked, as the official harness words it."""
+    """The prompt, worded as in the official harness."""
     options = read_options(row)
     text = INSTRUCTION + row["question"]
     if options:
@@ -72,7 +72,7 @@ def question(row: dict[str, Any]) -> Question:
 
 
 def categories(row: dict[str, Any]) -> list[str]:
-    """The groups a row is counted in."""
+    """The categories a row counts towards."""
     return [f"{key}/{row[key]}" for key in ("subject", "level") if row.get(key) is not None]
 
 
@@ -127,7 +127,7 @@ def _stripped(text: str) -> str:
     text = "\\frac{1}{2}" if text == "0.5" else text
     if fraction := _SLASH.fullmatch(text):
         text = f"\\frac{{{fraction.group(1)}}}{{{fraction.group(2)}}}"
-    # One after the other: brackets, then braces, as "({a})" shows.
+    # Two passes, brackets and then braces: "{(a)}" becomes "a", but "({a})" becomes "(a)".
     text = _LETTER.sub(lambda match: match.group(1) or match.group(0), text)
     text = _LETTER.sub(lambda match: match.group(2) or match.group(0), text)
     return text.rstrip(".").lstrip(":").strip()
@@ -149,7 +149,7 @@ def _is_equal(gold: str, answer: str) -> bool:
 
 
 def _by_element(text: str) -> str:
-    """A tuple or list with each element at two decimals; any other text as it is."""
+    """A tuple or list with each element rounded to two decimals; any other text unchanged."""
     items = text[1:-1].split(",")
     if len(items) < 2 or text[:1] + text[-1:] not in ("()", "[]"):
         return text

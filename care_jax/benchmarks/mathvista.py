@@ -1,11 +1,11 @@
 """MathVista: figures, charts and diagrams with typed answers.
 
-Published: a judge extracts the answer from the response; an option's letter, or else the option
-nearest in edit distance; an integer as int(x); a float rounded to `precision`; equality as
-strings. Those rules apply to the text of an answer as it stands. A tag, a box or a sentence around
-it, which the judge would have taken off, is taken off by rule; where that finds nothing, the
-answer is unparsable and wrong. (The published code, without a judge, chooses the shortest option
-then.)
+Published rules: a judge extracts the answer from the response. A choice is read as a letter, or
+else as the option nearest in edit distance; an integer as int(x); a float is rounded to
+`precision`. Results are compared as strings. Those rules apply here to the text of the answer. A
+tag, box or sentence around it, which the judge would remove, is removed by rule. If that finds
+nothing, the answer is unparsable and wrong (the published code without a judge picks the shortest
+option).
 
 Release: `AI4Math/MathVista`, testmini.
 """
@@ -22,7 +22,7 @@ from care_jax.benchmarks import response
 from care_jax.benchmarks.rows import Question, gold_of, read_options
 from care_jax.rewards import notation, quantities
 
-_MAX_EXTRACTION = 200  # characters of what may be an extracted answer; more is a response
+_MAX_EXTRACTION = 200  # characters of an extracted answer; a longer text is a response
 _BRACKETED = re.compile(r"\(([a-zA-Z])\)")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _NUMBER = re.compile(r"(?<![\w.])[-−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?![\w])")
@@ -49,7 +49,7 @@ _HINTS = {
 
 
 def parse(answer: str, row: dict[str, Any]) -> str | None:
-    """The answer in the form of the gold answer; None where there is none."""
+    """The answer in the format of the gold answer; None if there is none."""
     text, is_span = response.span_of(answer)
     boxed = response.last_box(text)
     is_wrapped = is_span or boxed is not None
@@ -72,17 +72,17 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer is the row's.
+    """Whether the answer is correct for the row.
 
     Args:
         answer: a letter, a value, the text of an option, an answer span or a whole response.
-        row: of the release.
+        row: a row of the release.
     """
     return parse(answer, row) == gold_of(row).strip()
 
 
 def question(row: dict[str, Any]) -> Question:
-    """What is asked, as the official harness words it ("reason first" is left to the policy)."""
+    """The prompt of the official harness; "reason first" is left to `data.instruction`."""
     choices = read_options(row)
     kind = "choice" if choices else row["answer_type"]
     kind = f"float{_precision(row)}" if kind == "float" else kind
@@ -96,7 +96,7 @@ def question(row: dict[str, Any]) -> Question:
 
 
 def categories(row: dict[str, Any]) -> list[str]:
-    """The groups a row is counted in; each of its skills is one."""
+    """The categories a row counts towards; each of its skills is one."""
     metadata = row.get("metadata") or {}
     fields = row | metadata
     names = ("question_type", "answer_type", "language", "source", "category", "task", "context",
@@ -129,7 +129,7 @@ def _is_phrase(text: str, choices: tuple[str, ...], letters: str) -> bool:
 
 
 def _settled(text: str, choices: tuple[str, ...], letters: str) -> str | None:
-    """The letter or option behind the last "answer is" of a response, or its last "(A)"."""
+    """The letter or option after the last "answer is" of a response, or its last "(A)"."""
     for phrase in reversed(_PHRASE.findall(text)):
         plain = phrase.strip(" .*\"'`$").casefold()
         for choice in choices:
@@ -142,12 +142,12 @@ def _settled(text: str, choices: tuple[str, ...], letters: str) -> str | None:
 
 
 def nearest(text: str, choices: tuple[str, ...]) -> str:
-    """The first of the choices at the least edit distance from the text."""
+    """The first choice at the smallest edit distance from the text."""
     return min(choices, key=lambda choice: edit_distance(text, choice))
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Insertions, deletions and replacements of characters that turn one text into the other."""
+    """Levenshtein distance: insertions, deletions and substitutions of characters."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         diagonal, row[0] = row[0], i
@@ -157,13 +157,13 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def _number(text: str, row: dict[str, Any]) -> str | None:
-    """The number a text is, as the gold answer is written; None where it is none."""
+    """The number in the format of the gold answer; None if the text is not such a number."""
     if len(text) > _MAX_EXTRACTION:
         return None
     try:
         if row["answer_type"] == "float":
             return str(round(float(text), _precision(row)))
-        # int(float("1.50")) would be 1; the recorded verdicts take no such answer.
+        # int(float("1.50")) would be 1; the recorded verdicts reject such an answer.
         value = Fraction(text.strip())
         return str(value.numerator) if value.denominator == 1 else None
     except (ValueError, OverflowError, ZeroDivisionError):
@@ -175,7 +175,7 @@ def _decimal(value: Fraction) -> str:
 
 
 def _precision(row: dict[str, Any]) -> int:
-    # A float in the release's parquet, at which round() would raise.
+    # The parquet files store a float, which round() rejects.
     return int(row.get("precision") or 1)
 
 

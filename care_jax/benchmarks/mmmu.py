@@ -1,11 +1,12 @@
 """MMMU: college questions in thirty subjects, multiple choice and open.
 
-Multiple choice is scored by `letters`. Of an open response the shortest tails of its lines behind
-"is", "so", "answer" and the like are the candidates, with the numbers in them; it is right when the
-gold answer stands in a candidate text, or equals a candidate number at two decimals.
+Multiple choice is scored by `letters`. The candidates of an open response are, for each line, the
+shortest text after "is", "so", "answer" and the like, and the numbers in it. The response is
+correct if a candidate text contains the gold answer, or a candidate number equals it at two
+decimals.
 
 Release: `MMMU/MMMU` (or `lmms-lab/MMMU`), validation; `options` is a Python literal, and so is the
-gold answer of an open question that has several.
+gold answer of an open question with several gold answers.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from care_jax.benchmarks.rows import Question, gold_of, place_images, read_optio
 CHOICE_INSTRUCTION = "Answer with the option's letter from the given choices directly."
 OPEN_INSTRUCTION = "Answer the question using a single word or phrase."
 
-_MAX_CHARS = 20_000  # of a response, its end kept
-# The tail of a line behind the last of one of these is a candidate.
+_MAX_CHARS = 20_000  # of a response; the end is kept
+# The text after the last occurrence of one of these in a line is a candidate.
 _INDICATORS = (
     "could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ",
 )  # fmt: skip
@@ -36,18 +37,18 @@ _ID = re.compile(r"^[^_]+_(.+)_\d+$")
 
 
 def parse(answer: str, row: dict[str, Any]) -> str | frozenset[str | float] | None:
-    """The letter or the candidates of an answer; None where there is none."""
+    """The letter or the candidates of an answer; None if there are none."""
     if is_choice(row):
         return letters.parse_letter(answer, read_options(row), has_marker=False) or None
     return frozenset(_candidates(response.unwrap(answer)[-_MAX_CHARS:])) or None
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer names the row's option, or holds its open answer.
+    """Whether the answer names the correct option, or contains the open gold answer.
 
     Args:
         answer: a letter, the text of an option, an answer span or a whole response.
-        row: of the release.
+        row: a row of the release.
     """
     parsed = parse(answer, row)
     if parsed is None or isinstance(parsed, str):
@@ -69,7 +70,7 @@ def is_choice(row: dict[str, Any]) -> bool:
 
 
 def question(row: dict[str, Any]) -> Question:
-    """What is asked, as the official harness words it."""
+    """The prompt, worded as in the official harness."""
     if not is_choice(row):
         return Question(*place_images(f"{row['question']}\n\n{OPEN_INSTRUCTION}"))
     options = read_options(row)
@@ -78,7 +79,7 @@ def question(row: dict[str, Any]) -> Question:
 
 
 def categories(row: dict[str, Any]) -> list[str]:
-    """The groups a row is counted in; the subject is in the id, `validation_<subject>_<number>`."""
+    """Categories of a row; the subject is part of its id, `validation_<subject>_<number>`."""
     subject = _ID.match(str(row.get("id", "")))
     groups = [f"subject/{subject.group(1)}"] if subject else []
     names = ("question_type", "topic_difficulty")
@@ -112,9 +113,9 @@ def _candidates(text: str) -> Iterator[str | float]:
 
 
 def _tail(line: str, indicators: tuple[str, ...]) -> str:
-    """The shortest text behind an indicator; empty without one."""
+    """The shortest text after an indicator; empty without one."""
     found = [line.rpartition(word)[2].strip() for word in indicators if word in line]
-    # An empty tail gives way to the next one, as published.
+    # An empty tail is replaced by the next one, as published.
     shortest = ""
     for tail in found:
         if not shortest or len(tail) < len(shortest):
@@ -123,7 +124,7 @@ def _tail(line: str, indicators: tuple[str, ...]) -> str:
 
 
 def _normalize(text: str) -> list[str | float]:
-    """A number at two decimals, or lower-case text; one letter must stand beside a space."""
+    """A number at two decimals, or lower-case text; one character matches only next to a space."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]

@@ -1,9 +1,9 @@
 """MMMU-Pro: up to ten options, in two forms.
 
 *standard*: question, options and up to seven images. *vision*: one screenshot that shows the
-question and its options; the text only asks for the letter. Both are scored by `letters`, with what
-follows "Answer:" first. The official harness wants a vision response to equal its letter; here both
-forms are read alike.
+question and its options; the text only asks for the letter. Both are scored by `letters`, which
+tries the text after "Answer:" first. The official harness requires a vision response to be the
+letter alone; here both forms are parsed the same way.
 
 Release: `MMMU/MMMU_Pro`, configurations "standard (10 options)" and "vision"; `options` is a Python
 literal.
@@ -20,22 +20,22 @@ INSTRUCTION = "Answer with the option letter from the given choices directly."
 
 
 def parse(answer: str, row: dict[str, Any]) -> str | None:
-    """The letter an answer names; None where it names none."""
+    """The letter an answer names; None if it names none."""
     return letters.parse_letter(answer, read_options(row), has_marker=True) or None
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer names the row's option.
+    """Whether the answer names the correct option.
 
     Args:
         answer: a letter, the text of an option, an answer span or a whole response.
-        row: of the release.
+        row: a row of the release.
     """
     return parse(answer, row) == gold_of(row).strip()
 
 
 def question(row: dict[str, Any]) -> Question:
-    """What is asked, as the official harness words it."""
+    """The prompt, worded as in the official harness."""
     options = read_options(row)
     if "question" not in row:
         return Question(f"<image>{INSTRUCTION}", ("image",), options)
@@ -44,5 +44,5 @@ def question(row: dict[str, Any]) -> Question:
 
 
 def categories(row: dict[str, Any]) -> list[str]:
-    """The groups a row is counted in."""
+    """The categories a row counts towards."""
     return [f"{key}/{row[key]}" for key in ("subject", "topic_difficulty") if row.get(key)]

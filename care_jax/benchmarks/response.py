@@ -1,8 +1,8 @@
-"""From a recorded answer to the text that a benchmark's published rules are meant for.
+"""Extracts from a recorded answer the text that a benchmark's published rules expect.
 
-The rules were written for responses without tags. An answer span is therefore taken out of a
-response first, and a box around the whole of it is opened; otherwise the rules of MMMU see no
-letter in `<answer> \\boxed{A} </answer>` and draw one at random.
+The rules were written for responses without tags. We therefore extract the answer span first, and
+unwrap a box around all of it. Otherwise the rules of MMMU find no letter in
+`<answer> \\boxed{A} </answer>` and draw one at random.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _TEXT = re.compile(
 
 
 def span_of(answer: str) -> tuple[str, bool]:
-    """What a recorded answer settles on, and whether that is the content of an answer span.
+    """The final answer in a recorded answer, and whether it is the content of an answer span.
 
-    The last `<answer>` span, else what follows the rationale, else all of it. Empty where the
-    rationale never closes.
+    The last `<answer>` span, else the text after the rationale, else the whole text. Empty if the
+    rationale is never closed.
     """
     _, opening, last = answer.rpartition("<answer>")
     if opening and "</answer>" in last:
@@ -37,7 +37,7 @@ def span_of(answer: str) -> tuple[str, bool]:
 
 
 def last_box(text: str) -> str | None:
-    """What the last balanced box holds, boxes and text commands in it opened too; None without."""
+    """Content of the last balanced box, nested boxes and text commands unwrapped; None without."""
     start, content = 0, None
     while match := _BOX.search(text, start):
         end = notation.closing_brace(text, match.end())
@@ -51,7 +51,7 @@ def last_box(text: str) -> str | None:
 
 
 def is_one_box(text: str) -> bool:
-    """Whether nothing but a box and punctuation stands in the text."""
+    """Whether the text is a single box, apart from punctuation."""
     match = _BOX.search(text)
     if match is None or text[: match.start()].strip(" $*\n\\([") != "":
         return False
@@ -60,7 +60,7 @@ def is_one_box(text: str) -> bool:
 
 
 def unwrap(answer: str) -> str:
-    """`span_of`, with a box opened where it stands in an answer span or is all there is."""
+    """`span_of`, reduced to its last box if it is an answer span or nothing but a box."""
     text, is_span = span_of(answer)
     if (is_span or is_one_box(text)) and (content := last_box(text)) is not None:
         return content

@@ -1,4 +1,4 @@
-"""Fields of the releases' rows: gold answers, options, and where images stand in a question."""
+"""Reads fields of a release's rows: gold answer, options, and image positions in the question."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _PLACEHOLDER = re.compile(r"<image (\d)>")
 
 
 class Question(NamedTuple):
-    """What a row asks.
+    """The prompt of a row.
 
     Attributes:
-        text: with one `<image>` for each image.
-        images: names of the row's fields that hold them, in that order.
+        text: the question, with one `<image>` per image.
+        images: fields of the row that hold the images, in the order of the `<image>` tags.
         options: the choices; empty for an open question.
     """
 
@@ -44,10 +44,10 @@ def read_options(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def place_images(text: str) -> tuple[str, tuple[str, ...]]:
-    """Turns `<image 1>` into `<image>` at its first mention and into words at a later one.
+    """Replaces the first `<image 1>` by `<image>` and later ones by the words "image 1".
 
     Returns:
-        the text, and the fields (image_1, ...) in the order in which they stand in it.
+        the text, and the fields (image_1, ...) in the order of their `<image>` tags.
     """
     names: list[str] = []
 

@@ -1,12 +1,12 @@
-"""What the samples of benchmarks add up to: accuracies with intervals, as JSON and as markdown.
+"""Aggregates the samples of benchmarks into accuracies with intervals, as JSON and as markdown.
 
-Of one benchmark and of each of its categories: accuracy and the 95% Wilson interval. Of the
-benchmarks together: the mean of their accuracies, each counting alike, with an interval made of
-theirs (the method of variance estimates recovery):
+Per benchmark and category: accuracy and its 95% Wilson interval. Over k benchmarks: the unweighted
+mean of their accuracies, with an interval combined from theirs (the method of variance estimates
+recovery):
 
     m ± √(Σ (pᵢ - bᵢ)²) / k,   bᵢ the Wilson bound of pᵢ on that side
 
-Rows count as independent, also where a release asks the same problem in several versions.
+Rows are treated as independent, even if a release asks the same problem in several versions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Sample = Mapping[str, Any]
 
 
 def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
-    """The figures of one benchmark.
+    """The accuracies and counts of one benchmark.
 
     Args:
         benchmark: for the categories of its rows.
-        samples: one for each row, with doc_id (its place), acc, acc_judged or None, is_parsed,
+        samples: one per row, with doc_id (row index), acc, acc_judged or None, is_parsed,
             is_complete and is_dropped.
 
     Returns:
-        accuracies in [0, 1] and counts; what was dropped or not parsed counts as wrong.
+        accuracies in [0, 1] and counts; dropped and unparsable rows count as wrong.
     """
     groups = defaultdict(list)
     for sample in samples:
@@ -59,10 +59,10 @@ def _accuracy(accs: Sequence[float]) -> dict[str, float]:
 
 
 def macro_average(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean over benchmarks; a part of another one is left out unless it stands alone.
+    """The mean over benchmarks, without subsets of another one unless there are only subsets.
 
     Returns:
-        acc, acc_low and acc_high in [0, 1], and the names it is over.
+        acc, acc_low and acc_high in [0, 1], and the names of the benchmarks averaged.
     """
     names = [name for name in scores if RELEASES[name].in_average] or list(scores)
     accs = [scores[name]["acc"] for name in names]

@@ -1,12 +1,12 @@
-"""The benchmarks by name, opened from the files of their releases.
+"""Loads benchmarks by name from the files of their releases.
 
-A release is a parquet file, a folder of them (as `huggingface-cli download --repo-type dataset`
-leaves it: the split is the start of a file's name, a configuration a folder above it), or a file of
-JSON lines with the images beside it. Rows stay as released, less their images; those are read when
-an example is asked for, a row group at a time.
+A release is a parquet file, a folder of parquet files, or a file of JSON lines with the images next
+to it. A folder has the layout of `huggingface-cli download --repo-type dataset`: the file name
+starts with the split, and a configuration is a parent folder. Rows are kept as released, without
+images. Images are read on access, one row group at a time.
 
-A module that scores a benchmark has `parse`, `is_correct`, `question` and `categories`; see
-`mathvision` for the plainest.
+A module that scores a benchmark has `parse`, `is_correct`, `question` and `categories`; `mmmu_pro`
+is the simplest.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """Where a benchmark stands among the files of its release.
+    """The scorer of a benchmark and the files it uses of its release.
 
     Attributes:
-        scorer: the module that asks and scores.
-        split: start of the files' names.
-        configuration: folder the files are in, where a release has several; empty for any.
-        in_average: whether it is one of the six whose mean is reported.
+        scorer: the module that builds prompts and scores answers.
+        split: file name up to the first hyphen.
+        configuration: parent folder of the files, if a release has several; empty for any.
+        in_average: whether it is one of the six benchmarks whose mean is reported.
     """
 
     scorer: ModuleType
@@ -50,7 +50,7 @@ RELEASES = {
     "mathvista": Release(mathvista, "testmini"),
     "mathverse": Release(mathverse, "testmini"),
     "mathvision": Release(mathvision, "test"),
-    # A part of the one above, so left out of the mean.
+    # A subset of the one above, so excluded from the mean.
     "mathvision_testmini": Release(mathvision, "testmini", in_average=False),
     "mmmu": Release(mmmu, "validation"),
     "mmmu_pro": Release(mmmu_pro, "test", "standard (10 options)"),
@@ -62,12 +62,12 @@ class Benchmark(Sequence[Example]):
     """The questions of a benchmark; their rows, for scoring, are in `rows`.
 
     Args:
-        name: of `RELEASES`.
+        name: a key of `RELEASES`.
         path: file or folder of the release.
 
     Attributes:
         rows: as released, without images, in order.
-        ids: of the rows.
+        ids: the id of each row.
 
     Raises:
         ValueError: no such benchmark, or no file of it at the path.
@@ -110,7 +110,7 @@ class Benchmark(Sequence[Example]):
         )
 
     def _image(self, row: Row, field: str) -> Image.Image:
-        # `image` is the path of what `decoded_image` holds, or stands alone beside a local file.
+        # `image` is the path of the image in `decoded_image`; JSON lines have only the path.
         value = row.get(field) or row.get("image")
         if isinstance(value, dict) and value.get("bytes"):
             image = Image.open(io.BytesIO(value["bytes"]))
@@ -136,7 +136,7 @@ def _files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
         files = sorted(path.rglob(f"*.{suffix}")) if path.is_dir() else []
         if release.configuration:
             named = [f for f in files if release.configuration in f.relative_to(path).parts]
-            # The path may be that of the configuration itself.
+            # The path may be the configuration folder itself.
             files = named or (files if path.name == release.configuration else [])
         # test-00000-of-00001.parquet, not testmini-...
         files = [f for f in files if f.stem.partition("-")[0] == release.split]
@@ -176,7 +176,7 @@ def _read_parquet(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]
     images = [name for name in names if _is_image(file.schema_arrow.field(name).type)]
     rows = file.read(columns=[name for name in names if name not in images]).to_pylist()
 
-    @functools.lru_cache(maxsize=1)  # examples are asked for in order
+    @functools.lru_cache(maxsize=1)  # examples are read in order
     def group_of(group: int) -> list[Row]:
         return file.read_row_group(group, columns=images).to_pylist()
 
@@ -192,7 +192,7 @@ def _read_parquet(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]
 
 
 def _is_image(kind: Any) -> bool:
-    """Whether a column holds the {bytes, path} of images."""
+    """Whether a column holds images, as structs of {bytes, path}."""
     import pyarrow
 
     return pyarrow.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}

@@ -1,1 +1,1 @@
-"""Sources of examples, one file each, and the pipeline that turns them into batches."""
+"""Sources of examples, one file each, and the pipeline that batches them."""

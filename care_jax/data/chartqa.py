@@ -1,9 +1,9 @@
-"""ChartQA: charts with questions people wrote ("human") and generated ones ("augmented").
+"""ChartQA: charts with human-written ("human") and generated ("augmented") questions.
 
-Two releases: HuggingFaceM4/ChartQA, parquet files with columns image, query, label (a list) and
-human_or_machine (0 human); and the authors' own, a folder per split with `train_human.json`,
-`train_augmented.json` ({imgname, query, label}) and `png/`. The benchmark takes numbers within 5%
-for right: set the source's `tolerance` to 0.05.
+Two releases are supported. HuggingFaceM4/ChartQA has parquet files with columns image, query, label
+(a list) and human_or_machine (0 is human). The authors' release has a folder per split with
+`train_human.json`, `train_augmented.json` ({imgname, query, label}) and `png/`. The benchmark
+accepts numbers within 5%: set the source's `tolerance` to 0.05.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def open_rows(path: str, *, split: str, subset: str) -> Rows:
     """The questions of a split.
 
     Args:
-        path: either release's folder, or the hub id of the first.
+        path: folder of either release, or the hub id of the parquet release.
         split: train, val or test.
         subset: "human", "augmented", or "" for both.
 
     Raises:
-        ValueError: no such split or subset, or the folder holds neither release.
+        ValueError: unknown split or subset, or the folder holds neither release.
     """
     if split not in SPLITS:
         raise ValueError(f"chartqa has splits {', '.join(SPLITS)}, got {split!r}; set split")

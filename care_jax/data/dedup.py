@@ -1,12 +1,10 @@
-"""Which examples are the same: across corpora, and against the evaluation benchmarks.
+"""Detects duplicate examples across corpora, and examples that leak from evaluation benchmarks.
 
-Two questions are the same where their texts and pictures are (exact), or where their texts are but
-for case, spaces and punctuation, their pictures look alike and their answers agree (near). Short
-questions ("Find x.") stand under many diagrams that differ in a label alone, so looking alike does
-not make two of them one unless the answers agree.
+An exact duplicate has the same text and the same pictures. A near duplicate has the same text up to
+case, spaces and punctuation, similar pictures, and the same answer. The answer is compared because
+short questions ("Find x.") are asked of many diagrams that differ only in one label.
 
-Against a benchmark the answers do not count, and a picture of a benchmark is enough by itself,
-whatever is asked about it.
+Against a benchmark, answers are ignored, and sharing a picture is enough, whatever the question.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ _SPOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What an example asks, in a few dozen bytes.
+    """Digests of what an example asks, a few dozen bytes.
 
     Attributes:
-        exact: of the question as it stands and the pictures' pixels.
-        text: of the question without choices, case, spaces and punctuation.
-        answer: of the normalised answer, a letter resolved to its choice.
-        digests: of the pictures' pixels.
-        hashes: perceptual, of the pictures in order.
+        exact: digest of the question (whitespace collapsed) and the pictures' pixels.
+        text: digest of the question without choices, case, spaces and punctuation.
+        answer: digest of the normalised answer, a letter resolved to its choice.
+        digests: digest of each picture's pixels.
+        hashes: perceptual hash of each picture, in order.
     """
 
     exact: bytes
@@ -44,7 +42,7 @@ class Content:
 
 
 def content_of(example: Example) -> Content:
-    """Decodes the pictures of an example and says what it asks.
+    """Decodes the pictures of an example and computes its digests.
 
     Raises:
         Unusable: a picture cannot be decoded.
@@ -64,16 +62,16 @@ def content_of(example: Example) -> Content:
 
 
 def spoken(text: str) -> str:
-    """A text without case, spaces, punctuation and placeholders; numbers and operators stay."""
+    """The text without case, spaces, punctuation and placeholders; keeps numbers and operators."""
     text = unicodedata.normalize("NFKC", _PLACEHOLDER.sub(" ", text)).casefold()
     return "".join(_SPOKEN.findall(text))
 
 
 class Seen:
-    """The examples kept so far and the benchmarks, by what they ask.
+    """An index of the examples kept so far and of the benchmarks' questions.
 
     Args:
-        near_bits: of 144 that may differ between the hashes of two pictures that look alike.
+        near_bits: two pictures look alike if at most this many of their 144 hash bits differ.
     """
 
     def __init__(self, near_bits: int):
@@ -84,13 +82,13 @@ class Seen:
         self._benchmark_pictures: dict[bytes, str] = {}
 
     def add_benchmark(self, name: str, content: Content) -> None:
-        """Takes note of a question that must not be trained on."""
+        """Adds a benchmark question, which must not be trained on."""
         self._benchmark.setdefault(content.text, []).append((name, content))
         for digest in content.digests:
             self._benchmark_pictures.setdefault(digest, name)
 
     def in_benchmark(self, content: Content) -> tuple[str, str]:
-        """(reason, name) of the benchmark that holds the question; empty where none does."""
+        """(reason, name) of the benchmark that has the question or a picture; empty if none."""
         for name, other in self._benchmark.get(content.text, ()):
             if self._looks_alike(content, other):
                 return f"question of benchmark {name}", name
@@ -100,7 +98,7 @@ class Seen:
         return "", ""
 
     def duplicate(self, content: Content) -> str:
-        """Why an example is left out as the same as one that was kept; empty where it is not."""
+        """The reason an example is dropped as a duplicate of a kept one; empty if it is not."""
         if content.exact in self._exact:
             name, answer = self._exact[content.exact]
             conflict = "" if answer == content.answer else " with another answer"
@@ -111,7 +109,7 @@ class Seen:
         return ""
 
     def add(self, name: str, content: Content) -> None:
-        """Takes note of an example that is kept."""
+        """Adds an example that is kept."""
         self._exact[content.exact] = name, content.answer
         self._near.setdefault(content.text, []).append((name, content))
 

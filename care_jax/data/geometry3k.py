@@ -1,12 +1,12 @@
 """Geometry3K: diagrams with a question whose answer is a value.
 
-Two releases: hiyouga/geometry3k, parquet files with columns images, problem and answer (a value),
-in newer versions also id, choices and ground_truth (a letter); and InterGPS's, a folder per problem
-with `data.json` (problem_text, choices, answer: a letter, ...), `logic_form.json` and
+Two releases are supported. hiyouga/geometry3k has parquet files with columns images, problem and
+answer (a value); newer versions add id, choices and ground_truth (a letter). InterGPS has a folder
+per problem with `data.json` (problem_text, choices, answer: a letter, ...), `logic_form.json` and
 `img_diagram.png`.
 
-Asked as an open question by default, as the parquet release and its users do: the answer is then
-the value. Where a choice of the folder release is given in exact form, that is the value.
+By default the question is open and the answer is the value, as in the parquet release. For the
+folder release the value is the text of the right choice, which may be an exact form such as 4√2.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def open_rows(path: str, *, split: str, subset: str) -> Rows:
     """The problems of a split.
 
     Args:
-        path: either release's folder, or the hub id of the first.
+        path: folder of either release, or the hub id of the parquet release.
         split: train, val or test.
-        subset: "" open questions; "choices" with the four options; "logic" open, with the
-            diagram's logic forms in the question (folder release alone).
+        subset: "" for open questions; "choices" to list the four choices; "logic" for open
+            questions with the diagram's logic forms in the text (folder release only).
 
     Raises:
-        ValueError: no such split or subset, or the folder holds neither release.
+        ValueError: unknown split or subset, or the folder holds neither release.
     """
     if split not in SPLITS:
         raise ValueError(f"geometry3k has splits {', '.join(SPLITS)}, got {split!r}; set split")

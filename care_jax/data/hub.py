@@ -1,4 +1,4 @@
-"""Releases: a folder or file on this machine, or a hub id whose snapshot is fetched."""
+"""Finds a release: a local path, or a hub id whose snapshot is downloaded."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 
 def find(path: str, patterns: Sequence[str], *, kind: str = "dataset") -> pathlib.Path:
-    """Where a release lies.
+    """The local path of a release, downloaded if necessary.
 
     Args:
         path: a folder or a file, or a hub id such as HuggingFaceM4/ChartQA.
-        patterns: files of the snapshot that are wanted, where it must be fetched.
+        patterns: glob patterns of the files to download.
         kind: "dataset" or "model".
 
     Raises:
-        ValueError: neither here nor to be fetched.
+        ValueError: the path does not exist and cannot be downloaded.
     """
     place = pathlib.Path(path).expanduser()
     if path and place.exists():

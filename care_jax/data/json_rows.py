@@ -1,7 +1,7 @@
-"""Objects of a JSON file, found once and parsed when they are asked for.
+"""Random access to the objects of a JSON file, indexed once and parsed on access.
 
-A file of lines, or one array; of either only the places of the rows are held. A row that is no
-JSON, or no UTF-8, costs that row and no other.
+The file is JSON lines or one array. Only the byte offsets of the rows are held in memory. A row
+that is not valid JSON or UTF-8 does not affect the other rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from care_jax.batch import Unusable
 
-# What decides where a value of an array ends; a string is one token, its brackets and all, and a
-# quotation mark by itself opens one that is never closed.
+# The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
+# count. A lone quotation mark matches only where a string is never closed.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
 
 
@@ -24,13 +24,13 @@ class JsonRows:
     """Random access to the objects of a file.
 
     Args:
-        path: `.json` is one array; anything else has an object per line.
+        path: a `.json` file is one array; any other file has an object per line.
 
     Attributes:
-        numbers: of each row: its line, or its place in the array, from 1.
+        numbers: each row's line number, or its position in the array, from 1.
 
     Raises:
-        ValueError: there is no such file, or it is not an array to its end.
+        ValueError: the file does not exist, or a `.json` file is not one complete array.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -88,10 +88,10 @@ class JsonRows:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """A JSON object.
+    """Parses a JSON object.
 
     Raises:
-        Unusable: it is none.
+        Unusable: the text is not a JSON object in UTF-8.
     """
     try:
         row = json.loads(text.decode())

@@ -2,18 +2,18 @@
 
 One row per line, an object with
 
-    question    text; `<image>`, or `<image1>`, `<image2>`, ... where images stand
+    question    text, with placeholders `<image>`, or `<image1>`, `<image2>`, ... for the images
     answer      text or number
-    image       one path, relative to the file; or `images`, a list of them; or neither
+    image       one path, relative to the file; or `images`, a list of paths; or neither
     options     the choices of a multiple-choice question (also `choices`); may be empty or absent
-    id          text or number; the line number where it is absent
-    response    what the cold start imitates, tags included; may be absent
-    rationale   the reasoning in it; may be absent
+    id          text or number; the line number if absent
+    response    the target of the cold start, tags included; may be absent
+    rationale   the reasoning in the response; may be absent
 
-Where the text has no placeholder, all images go in front. Some releases (such as MATH-Vision)
-compose all pictures of a question into one image and keep the numbers in the text: a row with a
-single `image` and several numbered placeholders is read that way, the first of them being the
-image and the others becoming "(picture 2)" and so on.
+If the text has no placeholder, all images are put in front. Some releases (such as MATH-Vision)
+merge all pictures of a question into one image but keep numbered placeholders in the text. In a row
+with one image and several numbered placeholders, the first placeholder is therefore the image and
+the others become "(picture 2)" and so on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def open_rows(path: str) -> Rows:
     """The rows of a file.
 
     Raises:
-        ValueError: there is no such file, or it is no array to its end.
+        ValueError: the file does not exist, or a `.json` file is not one complete array.
     """
     table = JsonRows(path)
     return Rows(len(table), lambda index: _example(table[index], table.numbers[index], table.path))

@@ -1,4 +1,4 @@
-"""Several sources as one, each with its share."""
+"""Several sources as one, each with a sampling weight."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from care_jax.batch import Example
 
 
 class Mixture(Sequence[Example]):
-    """The sources one after another; a stream of batches draws from them by weight.
+    """The concatenation of several sources; `pipeline.Batches` draws from them by weight.
 
     Args:
         sources: at least one, none of them empty.
-        weights: of each, above 0; or 0 for all, which then are the sources' lengths.
+        weights: one per source, all above 0; or all 0, to weight sources by their lengths.
 
     Attributes:
-        sources, weights: those.
+        sources, weights: the sources and the weights in use.
 
     Raises:
-        ValueError: a source is empty, or weights are given for some sources alone.
+        ValueError: a source is empty, a weight is negative, or only some weights are 0.
     """
 
     def __init__(self, sources: Sequence[Sequence[Example]], weights: Sequence[float]):
@@ -43,10 +43,10 @@ class Mixture(Sequence[Example]):
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Refuses weights that are negative, or absent for some sources and not for others.
+    """Refuses weights that are neither all above 0 nor all 0.
 
     Raises:
-        ValueError: as said.
+        ValueError: a weight is negative, or only some weights are 0.
     """
     if min(weights, default=0) < 0 or (any(weights) and not all(weights)):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Parquet files: random access to rows, and questions from any release by its columns' names.
+"""Parquet files: random access to rows, and questions from any release given its column names.
 
-Image cells are structs {bytes, path}, paths, or lists of either. A row group is read whole, so
-rows are cheap in order and costly at random: `care_jax.data.prepare` writes shards for training.
+Image cells are structs {bytes, path}, paths, or lists of either. Row groups are read whole, so
+sequential access is cheap and random access is not: train on shards from `care_jax.data.prepare`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _Cells = dict[str, Any]  # column -> pyarrow array
 
 
 class ParquetRows:
-    """Random access to the rows of several files, a few row groups held at a time.
+    """Random access to the rows of several files; caches a few row groups.
 
     Args:
-        paths: files of one schema.
-        columns: to be read; all by default.
+        paths: files with the same schema.
+        columns: columns to read; None for all.
 
     Raises:
-        ValueError: a file is not whole, or a column is absent.
+        ValueError: a file is incomplete, or a column is absent.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], columns: Sequence[str] | None = None):
@@ -87,17 +87,17 @@ class ParquetRows:
 
 
 def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
-    """Questions from files whose columns are named.
+    """Questions from parquet files, given the names of their columns.
 
     Args:
         path: a file, a folder, or a hub id.
-        split: files named for it (train-00000-of-00001.parquet) or in a folder of that name;
-            empty for all.
-        columns: for each of `COLUMNS` the column that has it, empty for none; question and answer
-            must be named. Several columns of images are separated by commas.
+        split: selects files with that prefix (train-00000-of-00001.parquet) or in a folder of that
+            name; empty for all files.
+        columns: maps each of `COLUMNS` to a column of the files, or to "" for none; question and
+            answer are required. Several image columns are separated by commas.
 
     Raises:
-        ValueError: no such files or columns.
+        ValueError: the files or columns do not exist.
     """
     absent = [name for name in ("question", "answer") if not columns[name]]
     if absent:
@@ -126,10 +126,10 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
 
 
 def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
-    """The parquet files of a release, in order of their names.
+    """The parquet files of a release, sorted by path.
 
     Raises:
-        ValueError: there is none of that split.
+        ValueError: the split has no files.
     """
     if place.is_file():
         return [place]
@@ -149,10 +149,10 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 
 def images_of(cell: Any, folder: pathlib.Path | zipfile.Path) -> list[AnyImage]:
-    """The images of a cell; paths are relative to the folder, which may be an archive's.
+    """The images of a cell; paths are relative to the folder, which may be inside an archive.
 
     Raises:
-        Unusable: the cell holds something else.
+        Unusable: the cell holds no image or path.
     """
     if cell is None:
         return []

@@ -1,12 +1,12 @@
-"""Batches of tokenised prompts, prepared while the device works.
+"""Batches of tokenised prompts, prepared on the host while the device computes.
 
-Which examples a step sees is a pure function of the step. Place p of the stream belongs to one
-source of the mixture, and is place k of that source's own stream; there stands example k, shuffled
-anew each time the source has been gone through. A run that resumes at a step therefore sees exactly
-what an unbroken run would have seen, on any number of processes. A prompt that fits no bucket, or a
-row that turns out unusable, gives its place to the example at the same place of the source's next
-pass, and is counted. Each place is filled by itself, so a process of several prepares its own rows
-and no others, and its workers share them in any order.
+The examples of a step are a pure function of the step. Position p of the stream maps to one source
+of the mixture and to a position k in that source's stream: its examples in shuffled order, with a
+new shuffle every epoch. A run that resumes at a step therefore sees exactly what an uninterrupted
+run would have seen, on any number of processes. An unusable row, or a prompt that fits no bucket,
+is counted and replaced by the example at the same position of the source's next epoch. Positions
+are filled independently, so each process prepares only its rows and its workers take them in any
+order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from care_jax.data.mixture import Mixture
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 
 TOO_LONG = "prompt fits no bucket"
-_MAX_TRIES = 64  # passes in which a place may meet a prompt it cannot use before giving up
+_MAX_TRIES = 64  # epochs that a position tries for a usable prompt before the run fails
 
 
 class Batches:
@@ -34,18 +34,18 @@ class Batches:
 
     Args:
         examples: the source, or a mixture of several.
-        builder: makes prompts of them.
-        batch_size: examples of one step; may exceed the source.
-        seed: of the shuffling.
-        rows: of every batch, those that are wanted; all by default.
-        num_workers: threads that fill the places of a batch. Decoding and cutting images, nearly
-            all of the work, lets them run side by side; processes would have to hand megabytes
-            over, which took longer than making them.
-        left_out: where examples that cannot be used are counted by reason, as they are met, which
-            is up to two batches ahead.
+        builder: tokenises the examples.
+        batch_size: examples of one step; may exceed the length of the source.
+        seed: of the shuffle.
+        rows: indices of the batch rows to prepare; None for all.
+        num_workers: threads that prepare a batch. Decoding images and splitting them into patches
+            is nearly all of the work and runs in parallel in threads. Processes would have to
+            transfer megabytes, which took longer than preparing them.
+        left_out: counts unusable examples by reason, as they are met; `iterate` meets them up to
+            two batches ahead.
 
     Attributes:
-        left_out: that, or a counter of its own.
+        left_out: the counter that was passed in, or a new one.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Batches:
 
     @property
     def num_dropped(self) -> int:
-        """Examples met so far that could not be used."""
+        """Number of unusable examples met so far."""
         return sum(self.left_out.values())
 
     def batch(self, step: int) -> tuple[list[Example], list[TokenizedPrompt]]:
-        """The examples of a step and their prompts, the same whenever they are asked for."""
+        """The examples of a step and their prompts, a pure function of the step."""
         places = [step * self._batch_size + row for row in self._rows]
         if self._num_workers == 1:
             return _columns(map(self._stream.__getitem__, places))
@@ -100,7 +100,7 @@ class Batches:
     ) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """Yields (step, examples, prompts) from start_step up to but not including stop_step.
 
-        A background thread keeps `ahead` batches ready; what it raises is raised here.
+        A background thread keeps `ahead` batches ready; its exceptions are re-raised here.
         """
         ready: queue.Queue = queue.Queue(ahead)
         is_stopped = threading.Event()
@@ -137,7 +137,7 @@ class Batches:
         with self._lock:
             self.left_out[reason] += 1
             count = self.left_out[reason]
-        if count & (count - 1) == 0:  # at the first, and ever more rarely
+        if count & (count - 1) == 0:  # at 1, 2, 4, 8, ...
             logging.warning("left out %d examples so far: %s", count, reason)
 
 
@@ -149,7 +149,7 @@ def _columns(
 
 
 class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
-    """A source gone through again and again, in places that are all filled."""
+    """A source repeated endlessly, with a usable prompt at every position."""
 
     def __init__(
         self,

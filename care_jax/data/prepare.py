@@ -1,14 +1,13 @@
-"""Sources to one clean folder: `python -m care_jax.data.prepare --config=FILE --out=FOLDER`.
+"""Cleans sources into one folder: `python -m care_jax.data.prepare --config=FILE --out=FOLDER`.
 
-Reads the sources of `data.prepare.sources` in their order, row by row, and leaves out what cannot
-be used, what an earlier row already asks, what a benchmark of `data.prepare.benchmarks` asks, and
-what does not fit `data.buckets` or, with its response, `sft.row_tokens`. What is left goes into
-ArrayRecord shards beside a manifest (counts by source and reason, sizes, checksums) and a list of
-every row that was left out.
+Reads `data.prepare.sources` in order, row by row. Drops rows that are unusable, that duplicate an
+earlier row, that match a benchmark of `data.prepare.benchmarks`, or that do not fit `data.buckets`
+or, with their response, `sft.row_tokens`. Writes the rest to ArrayRecord shards, with a manifest
+(counts by source and reason, sizes, checksums) and a list of every dropped row.
 
-The same configuration and files give the same bytes. The folder appears whole or not at all: it is
-written beside its name and renamed at the end. One run at a time may write it. Memory holds a few
-dozen images and about a kilobyte per row that is kept.
+The same configuration and files give the same bytes. The folder is written under a temporary name
+and renamed at the end, so it is complete if it exists. Only one run at a time may write it. Memory
+holds a few dozen images and about a kilobyte per kept row.
 """
 
 from __future__ import annotations
@@ -46,18 +45,19 @@ _DECISIVE = (
     "instruction",
     "think_tag",
 )
-_AHEAD = 4  # rows per worker that are looked at before they are needed
+_AHEAD = 4  # rows per worker inspected in advance
 
 
 def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     """Writes the folder and returns its manifest.
 
     Args:
-        config: complete, see `configs/common.py`.
-        out: made; where it is there and was made with the same configuration it is left alone.
+        config: the whole configuration, see `configs/common.py`.
+        out: the folder to create; left alone if it was prepared with the same configuration.
 
     Raises:
-        ValueError: the configuration cannot be followed, or `out` is something else.
+        ValueError: the configuration is invalid, no example is left, or `out` exists and was not
+            prepared with this configuration.
     """
     data = config.data
     _check(config)
@@ -65,7 +65,7 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
         {name_of(section): _open(section, data.think_tag) for section in sections}
         for sections in (data.prepare.sources, data.prepare.benchmarks)
     )
-    # Whatever decides the bytes; where they are trained on, and by how many threads, does not.
+    # Only the settings that determine the bytes, so not those of training or `num_workers`.
     whole = json.loads(data.to_json_best_effort())
     asked = {key: whole[key] for key in _DECISIVE} | {
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
@@ -80,7 +80,7 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
             )
         return manifest
     partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir(parents=True)
     look_at = _inspector(config)
     seen = Seen(data.prepare.near_bits)
@@ -111,7 +111,7 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
 
 
 def summary(manifest: Mapping[str, Any]) -> list[str]:
-    """The manifest's counts, a line for each source and benchmark."""
+    """The manifest's counts as lines of text, by source and benchmark."""
     lines = []
     for name, report in manifest["sources"].items():
         num_bytes = sum(shard["num_bytes"] for shard in report["shards"])
@@ -138,7 +138,7 @@ def _clean(
     writer: shards.ShardWriter,
     left_out: TextIO,
 ) -> dict[str, Any]:
-    """Writes what is to be kept of a source, and counts the rest."""
+    """Writes the rows of a source that are kept, and counts the others by reason."""
     reasons, repaired, in_benchmarks = Counter(), Counter(), Counter()
     num_kept = 0
     for row, example, content in looking.in_order(examples, look_at):
@@ -188,7 +188,7 @@ def _note_benchmark(
 
 
 class _Looking:
-    """Looks at examples side by side, a little ahead, and gives them in order."""
+    """Inspects examples in parallel, a few ahead, and yields the results in order."""
 
     def __init__(self, workers: ThreadPoolExecutor, *, ahead: int):
         self._workers, self._ahead = workers, ahead
@@ -196,7 +196,7 @@ class _Looking:
     def in_order(
         self, examples: Sequence[Example], look_at: Callable[[Example], Content]
     ) -> Iterator[tuple[int, Example | None, Content | Unusable]]:
-        """(row, example, what it asks or why it is left out) of every row."""
+        """Yields (row, example, its content or the reason it is unusable) for every row."""
         waiting: collections.deque[tuple[int, Example | None, Future]] = collections.deque()
         for row in range(len(examples)):
             try:
@@ -222,7 +222,7 @@ def _result(
 
 
 def _inspector(config: ConfigDict) -> Callable[[Example], Content]:
-    """What is asked of every row: pictures that decode, a prompt and a response that fit."""
+    """The check of every row: its pictures decode, and its prompt and response fit."""
     data, model = config.data, config.model
     folder = None
     if model.path:
@@ -258,7 +258,7 @@ def _open(section: ConfigDict, think_tag: str) -> Sequence[Example]:
 
 
 def name_of(section: ConfigDict) -> str:
-    """What a source is called in a prepared folder: chartqa-human, or a file's or folder's name."""
+    """The name of a source in a prepared folder: chartqa-human, or its file's or folder's name."""
     is_any = section.source in ("jsonl", "parquet", "arrayrecord")
     name = pathlib.Path(section.path).stem if is_any else section.source
     split = "" if section.split == "train" else section.split
@@ -294,8 +294,8 @@ def _check(config: ConfigDict) -> None:
 
 
 def run_main() -> None:
-    """Parses flags and prepares; a mistake of the user's is one line, not a traceback."""
-    # Defined here, as care_jax.main has a flag of the same name.
+    """Parses flags and prepares; user errors print one line, not a traceback."""
+    # Defined here because care_jax.main also defines a flag named config.
     config = config_flags.DEFINE_config_file("config", None, "Configuration with data.prepare.")
     out = flags.DEFINE_string("out", None, "Folder to write.")
 

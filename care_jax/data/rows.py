@@ -1,7 +1,7 @@
-"""Rows of a release as examples: what every source checks, and rows that are read when asked for.
+"""Rows of a release as examples: lazily read rows, and the checks that all sources share.
 
-A source states where the parts of a row stand; `make_example` brings placeholders and images
-together and refuses what cannot be used. A refusal is an `Unusable` whose message is counted.
+A source extracts the parts of a row. `make_example` matches placeholders to images and raises
+`Unusable` for rows that cannot be used; its message is the reason they are counted under.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from care_jax.batch import Example, Unusable
 from care_jax.prompts.images import AnyImage, open_image
 from care_jax.rewards import notation
 
-MAX_CHARS = 16_384  # of a question with its choices; longer texts are no questions
+MAX_CHARS = 16_384  # of a question with its choices, and of an answer; longer texts are neither
 MAX_RESPONSE_CHARS = 65_536
 PUT_IN_FRONT = "placeholder put in front"
 _LETTERS = string.ascii_uppercase
 _PLACEHOLDER = re.compile(r"<image(\d*)>")
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 _NOT_TEXT = re.compile("[\ud800-\udfff]")
-_MAX_TRIES = 64  # rows that may be unusable before a source is given up
+_MAX_TRIES = 64  # first rows of a source that may all be unusable before it is refused
 
 
 class Rows(Sequence[Example]):
-    """Rows that become examples when they are asked for, and may turn out unusable only then.
+    """Rows that are read on access, and may turn out `Unusable` only then.
 
     Args:
         num_rows: length of the sequence.
-        read: an index in [0, num_rows) -> its example; raises `Unusable`.
+        read: maps an index in [0, num_rows) to its example; may raise `Unusable`.
     """
 
     def __init__(self, num_rows: int, read: Callable[[int], Example]):
@@ -50,14 +50,14 @@ class Rows(Sequence[Example]):
 
 
 def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
-    """The usable examples of a source, each image decoded once; one warning per reason.
+    """The usable examples of a source; decodes every image once and logs a warning per reason.
 
     Args:
-        source: rows that are few enough to be held; their images are not.
+        source: few enough rows to hold in memory; decoded images are not kept.
         name: of the source, for the messages.
 
     Returns:
-        the usable examples in order, and how many rows were left out for each reason.
+        the usable examples in order, and the number of rows left out by reason.
 
     Raises:
         ValueError: no row can be used.
@@ -83,10 +83,10 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
 
 
 def first_usable(source: Sequence[Example]) -> Example:
-    """The first usable example, to see what a source has.
+    """The first usable example, to see which fields a source has.
 
     Raises:
-        ValueError: the first rows are all unusable.
+        ValueError: none of the first 64 rows is usable.
     """
     reasons = Counter()
     for row in range(min(len(source), _MAX_TRIES)):
@@ -111,10 +111,10 @@ def make_example(
     needs_image: bool = True,
     needs_placeholder: bool = False,
 ) -> Example:
-    """An example of a row's parts, as they stand in the release.
+    """Builds an example from the raw fields of a row.
 
-    Choices become lines "(A) ..." below the question. Numbered placeholders name the images by
-    their place in the list. Where the text has no placeholder, all images go in front.
+    Choices become lines "(A) ..." below the question. Numbered placeholders refer to images by
+    their position in the list. If the text has no placeholder, all images are put in front.
 
     Args:
         id, source: of the example.
@@ -124,7 +124,7 @@ def make_example(
         choices: a list of texts or numbers, or None.
         rationale, response: texts, or None.
         needs_image: refuses rows without an image.
-        needs_placeholder: the release has placeholders, so that one put in front is a repair.
+        needs_placeholder: records adding missing placeholders as a repair.
 
     Raises:
         Unusable: the row cannot be used.
@@ -166,7 +166,7 @@ def make_example(
 
 
 def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
-    """A field without surrounding space; empty where it is absent."""
+    """A field stripped of surrounding whitespace; "" if it is absent."""
     if value is None:
         return ""
     if is_number_allowed and isinstance(value, int | float) and not isinstance(value, bool):
@@ -194,7 +194,7 @@ def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
 
 
 def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage], bool]:
-    """The question with one `<image>` per image, the images in that order, whether it had none."""
+    """(question with one `<image>` per image, images in that order, whether all were added)."""
     numbers = _PLACEHOLDER.findall(question)
     if not numbers:
         return "<image>" * len(images) + question, images, bool(images)

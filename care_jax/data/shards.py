@@ -1,8 +1,8 @@
-"""Prepared data: ArrayRecord shards of examples beside a manifest that says what they hold.
+"""Prepared data: ArrayRecord shards of examples, and a manifest that lists them.
 
-A record is the length of a JSON header, the header, then the images' files one after another:
-nothing in it is executed when it is read. Records are compressed one by one where that pays, so
-any one is read by itself; ArrayRecord's checksums cover each.
+A record is the length of a JSON header, the header, and the concatenated image files. Reading one
+executes none of its contents. Records are stored uncompressed, one per chunk, so each is read
+independently. ArrayRecord's checksums cover each record.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from care_jax.data.rows import Rows
 from care_jax.prompts.images import encoded
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # of records and manifest; another number is refused
+FORMAT = 1  # version of records and manifest; others are refused
 _LENGTH = struct.Struct("<I")
-# One record per chunk: a record is found by itself. Image files do not shrink any further.
+# One record per chunk, for random access. Uncompressed, as image files do not shrink further.
 _OPTIONS = "group_size:1,uncompressed"
 
 
@@ -34,12 +34,12 @@ class ShardWriter:
     """Writes the examples of one source into numbered shards.
 
     Args:
-        folder: where they go.
-        source: their name begins with it.
-        shard_bytes: a shard is closed once it holds so much.
+        folder: the folder to write to.
+        source: prefix of the file names.
+        shard_bytes: a shard is closed once its records reach this size.
 
     Attributes:
-        shards: of each closed shard its file, number of records, bytes and sha256.
+        shards: file, number of records, bytes and sha256 of each closed shard.
     """
 
     def __init__(self, folder: pathlib.Path, source: str, *, shard_bytes: int):
@@ -62,7 +62,7 @@ class ShardWriter:
             self.close()
 
     def close(self) -> None:
-        """Ends the last shard."""
+        """Closes the last shard."""
         if self._writer is None:
             return
         self._writer.close()
@@ -81,11 +81,11 @@ def open_rows(path: str, *, subset: str) -> Rows:
     """The examples of a prepared folder.
 
     Args:
-        path: what `care_jax.data.prepare` wrote.
+        path: a folder that `care_jax.data.prepare` wrote.
         subset: one of the sources in it; empty for all.
 
     Raises:
-        ValueError: the folder is not whole, naming the file that is wrong.
+        ValueError: the folder is incomplete (the message names the file), or has no such subset.
     """
     folder = pathlib.Path(path).expanduser()
     manifest = read_manifest(folder)
@@ -108,7 +108,7 @@ def open_rows(path: str, *, subset: str) -> Rows:
 
 
 class _Shard:
-    """One shard, opened at its first use; its size is checked before."""
+    """One shard. Its size is checked at once; the file is opened on first use."""
 
     def __init__(self, path: pathlib.Path, entry: dict[str, Any]):
         num_bytes = path.stat().st_size if path.is_file() else -1
@@ -139,7 +139,7 @@ class _Shard:
 
 
 def to_record(example: Example) -> bytes:
-    """An example as bytes."""
+    """Serialises an example."""
     files = [encoded(image) for image in example.images]
     header = dataclasses.asdict(dataclasses.replace(example, images=()))
     header["images"] = [len(file) for file in files]
@@ -148,10 +148,10 @@ def to_record(example: Example) -> bytes:
 
 
 def from_record(record: bytes) -> Example:
-    """The example of `to_record`.
+    """Inverse of `to_record`.
 
     Raises:
-        ValueError: the record is not one of ours.
+        ValueError: the record is malformed.
     """
     (length,) = _LENGTH.unpack_from(record)
     start = _LENGTH.size + length
@@ -164,7 +164,7 @@ def from_record(record: bytes) -> Example:
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
-    """Writes the manifest, without which a folder is not taken for a whole one."""
+    """Writes the manifest, without which `read_manifest` refuses the folder."""
     text = json.dumps({"format": FORMAT} | manifest, indent=2, ensure_ascii=False)
     (folder / MANIFEST).write_text(text + "\n")
 
@@ -173,7 +173,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """The manifest of a prepared folder.
 
     Raises:
-        ValueError: there is none, or it is of another format.
+        ValueError: the manifest is missing, unreadable, or of another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -192,6 +192,6 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def sha256(path: pathlib.Path) -> str:
-    """Of a file, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,6 @@
 """Opens a source of examples by its name in the configuration.
 
-A reader is a module with `open_rows(path, ...) -> Rows`; it becomes a source by a line of `_FILES`.
+A reader is a module with `open_rows(path, ...) -> Rows`, registered by a line of `_FILES`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from care_jax.data.mixture import check_weights
 from care_jax.data.rows import Rows
 from care_jax.data.synthetic import KINDS, SyntheticSource
 
-# name -> (reader, the options it takes beside the path)
+# name -> (reader, the options it takes besides the path)
 _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
     "jsonl": (jsonl.open_rows, ()),
     "parquet": (parquet.open_rows, ("split", "columns")),
@@ -26,8 +26,8 @@ _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
     "vision_r1_cold": (vision_r1.open_rows, ("images", "think_tag")),
 }
 SOURCES = ("synthetic", *_FILES)
-MIXTURE = "mixture"  # of several of them
-# Keys of a source in the configuration that `open_source` takes as they are.
+MIXTURE = "mixture"  # of several sources
+# Configuration keys of a source that are passed to `open_source` unchanged.
 _OPTIONS = (
     "path",
     "split",
@@ -43,22 +43,22 @@ _OPTIONS = (
 
 
 def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `open_source` that a source's section of the configuration holds."""
+    """The arguments for `open_source` from a source's section of the configuration."""
     return {option: section[option] for option in _OPTIONS}
 
 
 def check_section(
     name: str, section: Mapping[str, Any], *, min_pixels: int, max_pixels: int
 ) -> None:
-    """Refuses a source's section of the configuration that cannot be opened.
+    """Checks a source's section of the configuration.
 
     Args:
         name: of the section, for the message.
         section: one source, or a mixture of them.
-        min_pixels, max_pixels: of images whose source has no range of its own.
+        min_pixels, max_pixels: image sizes for sources that set none (0).
 
     Raises:
-        ValueError: what to change.
+        ValueError: the section is invalid; the message says what to change.
     """
     is_mixture = section["source"] == MIXTURE
     if is_mixture != bool(section["parts"]):
@@ -101,21 +101,21 @@ def open_source(
     cue: str = "",
     think_tag: str = "think",
 ) -> Sequence[Example]:
-    """A random-access sequence of examples; those of files may turn out `Unusable` when asked for.
+    """A random-access sequence of examples; reading a row of a file may raise `Unusable`.
 
     Args:
-        name: "synthetic" (drawn on demand), or how the files at `path` are laid out.
+        name: "synthetic" (drawn on demand), or the format of the files at `path`.
         path: a file, a folder, or a hub id.
-        split, subset: parts of a release; of the synthetic source, split "" is "train".
-        images: folder that image paths start from; empty for the release's own.
-        columns: of the parquet source.
-        num_examples: examples to draw; or the first so many rows of a release, 0 for all.
-        tolerance, min_pixels, max_pixels: of every example; 0 leaves them.
-        seed, kinds, teacher_error, cue_share, cue: of `SyntheticSource`.
-        think_tag: of the responses that the source composes.
+        split, subset: parts of a release; for the synthetic source, split "" is "train".
+        images: folder that image paths are relative to; empty for the release's folder.
+        columns: column names for the parquet source.
+        num_examples: number of examples to draw; for a release, of its first rows, 0 for all.
+        tolerance, min_pixels, max_pixels: set on every example; 0 leaves the field unchanged.
+        seed, kinds, teacher_error, cue_share, cue: see `SyntheticSource`.
+        think_tag: name of the tag in responses that the source composes.
 
     Raises:
-        ValueError: no such source, or an argument that the source does not take.
+        ValueError: unknown source, or an argument that the source does not take.
     """
     if name not in SOURCES:
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {name!r}")

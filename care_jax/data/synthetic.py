@@ -1,19 +1,19 @@
 """Charts and diagrams drawn on demand, with questions whose answers are computed.
 
-An example is a pure function of (seed, split, index): nothing is stored, and any index can be
-asked for. Pictures are laid on cells of 16 x 16 pixels, so that a backbone with 8-pixel patches
-and a 2 x 2 merge sees one cell per token. Diagrams hold 1 to 6 copies of one shape in one colour;
-charts hold bars of 1 to 4 units against ticks.
+An example is a pure function of (seed, split, index): nothing is stored, and access is random.
+Pictures are grids of 16 x 16 pixel cells, so a backbone with 8-pixel patches and a 2 x 2 merge has
+one token per cell. Diagrams show 1 to 6 copies of one shape in one colour; charts show bars of 1 to
+4 units next to an axis with ticks.
 
-The splits cannot share a picture with its question: every candidate has a content key (all that
-decides its pixels and its question), and `crc32(key) % 8` says which split it belongs to.
-Candidates of the other split are drawn again, whatever the seeds are.
+The splits never share a (picture, question), whatever the seeds. Each candidate has a content key
+(everything that determines its pixels and its question), and `crc32(key) % 8` assigns it to a
+split. Candidates of the other split are rejected and redrawn.
 
-The teacher whose responses the cold start imitates may be made wrong on purpose: `teacher_error`
-is the share of its answers that miss by two, on the kinds that compute with what was read (sums
-and differences). It is wrong in one direction per true answer (5 and less: two too many, else two
-too few), so a model that imitates it learns the mistake and not merely noise. What is read directly
-stays clean, and so do the rows that demonstrate the repair cue: they end in the true answer.
+The teacher that the cold start imitates can be made wrong on purpose. `teacher_error` is the
+fraction of its answers that are off by two, for the kinds that compute (sums and differences). The
+sign depends only on the true answer (+2 up to 5, else -2), so imitating the teacher teaches a
+systematic mistake, not just noise. Kinds that are read off directly stay right, and so do the rows
+that demonstrate the repair cue: they end in the true answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw
 from care_jax.batch import Example
 
 CELL = 16  # pixels
-UNIT = 12  # pixels of one unit of a bar
+UNIT = 12  # pixels per unit of a bar
 MAX_HEIGHT = 4  # units of the tallest bar
 MAX_COUNT = 6  # shapes in a diagram
 _MAX_OPERAND = 3  # added to or subtracted from a count
@@ -51,10 +51,10 @@ _NUM_BARS = (2, 3)
 _CHART_HEIGHT = 4 * CELL  # pixels
 _BACKGROUND = (255, 255, 255)
 _INK = (40, 40, 40)
-_TEST_SHARE = 8  # one content key in so many belongs to the test split
+_TEST_SHARE = 8  # one in this many content keys belongs to the test split
 
-# kind -> (question, rationale, a rationale that names the wrong operation). `a` is what is asked
-# about, `b` the other bar or the number. Rationales leave the last reading to the answer.
+# kind -> (question, rationale, a rationale with the wrong operation). `a` is the shape or bar asked
+# about, `b` the other bar or the number. Rationales do not state the result; only the answer does.
 _TEXTS = {
     "colour": ("What colour are the {a}s?", "Look at the {a}s.", "Count the {a}s."),
     "count": ("How many {a}s?", "Count the {a}s.", "Look at the {a}s."),
@@ -77,7 +77,7 @@ _TEXTS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Diagram:
-    """Copies of a shape in some of the cells, which are numbered row by row."""
+    """Copies of a shape in some of the cells; cells are numbered in row-major order."""
 
     columns: int
     rows: int
@@ -99,12 +99,12 @@ class SyntheticSource:
 
     Attributes:
         num_examples: length of the sequence.
-        seed: another seed gives other examples of the same split.
+        seed: different seeds draw different examples of the same split.
         split: "train" or "test"; the two share no (picture, question), whatever the seeds.
-        kinds: questions asked, in turn; a subset of `KINDS`.
-        teacher_error: share in [0, 1] of wrong answers in responses of the kinds outside
-            `CLEAN_KINDS`, among rows without a cue. `Example.answer` is always right.
-        cue_share: share in [0, 1] of rows whose rationale is a wrong one, the cue, a right one.
+        kinds: kinds of question, asked in turn; a subset of `KINDS`.
+        teacher_error: probability in [0, 1] that the response's answer is wrong, for kinds outside
+            `CLEAN_KINDS` and rows without a cue. `Example.answer` is always right.
+        cue_share: probability in [0, 1] that the rationale is a wrong one, the cue, a right one.
         cue: the repair cue.
         think_tag: name of the tag around the rationale.
     """
@@ -166,9 +166,9 @@ def draw(picture: _Diagram | _Chart) -> Image.Image:
 
 
 def texts() -> Iterator[str]:
-    """Every question, rationale and answer that can occur, without the picture.
+    """Every question, rationale and answer that can occur, to train a tokenizer on.
 
-    Colours come often, so that a tokenizer that learns from it has a token for each.
+    Colours are repeated, so that the tokenizer learns a token for each.
     """
     for _ in range(50):
         yield from COLOURS
@@ -187,7 +187,7 @@ def _split_of(picture: _Diagram | _Chart, question: str) -> str:
 
 
 def _mistake(answer: str) -> str:
-    """What the flawed teacher says for a sum or a difference."""
+    """The wrong answer that the teacher gives to a sum or a difference."""
     value = int(answer)
     return str(value + 2 if value <= 5 else value - 2)
 
@@ -213,7 +213,7 @@ def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str
     num_bars = _NUM_BARS[rng.integers(len(_NUM_BARS))]
     colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[:num_bars]]
     values = rng.integers(1, MAX_HEIGHT + 1, num_bars)
-    if kind == "bar_tallest":  # one bar alone is tallest
+    if kind == "bar_tallest":  # distinct values, so that exactly one bar is tallest
         values = rng.permutation(MAX_HEIGHT)[:num_bars] + 1
     a, b = rng.permutation(num_bars)[:2]
     if kind == "bar_difference" and values[a] < values[b]:

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: a folder's, or a small one that knows what the synthetic source says."""
+"""The tokenizer of a run: from a folder, or a small one trained on the synthetic source's text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from care_jax.prompts.tokenizer import build_tokenizer
 
 
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """That of a folder; the built-in one, trained in about a second, of an empty name.
+    """Loads the folder's tokenizer; for "" trains the built-in one, in about a second.
 
     Raises:
         ValueError: the folder holds no tokenizer, or its templates cannot be read.

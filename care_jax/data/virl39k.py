@@ -1,8 +1,8 @@
 """ViRL39K (TIGER-Lab/ViRL39K): 38,870 questions with one or several images.
 
-Parquet, or the same rows as JSON lines: question (with `<image>`, which some rows have lost),
-answer (in `\\boxed{}`), category, source, qid, image (a list of paths below `images/`, a folder or
-what `images.zip` holds).
+Parquet, or the same rows as JSON lines: question (with `<image>`, which is missing in some rows),
+answer (in `\\boxed{}`), category, source, qid, image (a list of paths under `images/`, either a
+folder or the contents of `images.zip`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def open_rows(path: str, *, images: str) -> Rows:
 
     Args:
         path: the release's folder, its parquet or JSONL file, or its hub id.
-        images: folder that the image paths start from, or an archive; empty for the release's own.
+        images: folder or archive that image paths are relative to; empty for the release's folder.
 
     Raises:
-        ValueError: there are no rows where the path points, or the archive is broken.
+        ValueError: the path has no rows, or the archive is broken.
     """
     place = hub.find(path, ["*.parquet", "images.zip"])
     file = place if place.is_file() else next(iter(sorted(place.glob("*.jsonl"))), place)
@@ -47,7 +47,7 @@ def open_rows(path: str, *, images: str) -> Rows:
 
 
 def _image_folder(place: pathlib.Path) -> pathlib.Path | zipfile.Path:
-    """Where paths start: a folder or, as the release comes, its `images.zip`."""
+    """The root of the image paths: a folder, or `images.zip` as the release ships it."""
     archive = place / "images.zip" if place.is_dir() else place
     if (place / "images").is_dir() or not archive.is_file():
         return place
@@ -69,7 +69,7 @@ def _example(row: dict[str, Any], index: int, folder: pathlib.Path | zipfile.Pat
 
 
 def _unboxed(answer: Any) -> Any:
-    """What the only box holds; anything else as it is."""
+    """The content of the box if there is exactly one; any other answer unchanged."""
     if not isinstance(answer, str) or answer.count(_BOX) != 1:
         return answer
     start = answer.index(_BOX) + len(_BOX)

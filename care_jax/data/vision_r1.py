@@ -1,9 +1,9 @@
 """Vision-R1-cold (Osilly/Vision-R1-cold): long rationales for the cold start.
 
-Two JSON arrays whose columns differ: {id, image, conversations} with roles human and gpt, and
-{images, conversations} with roles user and assistant. They hold paths alone: the images are those
-of LLaVA-CoT-100k and Mulberry-SFT. A response is `<think>`, the rationale, `</think>`, and a text
-that ends in an answer; it becomes `<think>rationale</think><answer>answer</answer>`.
+Two JSON arrays with different columns: {id, image, conversations} with roles human and gpt, and
+{images, conversations} with roles user and assistant. They hold only paths: the images are those of
+LLaVA-CoT-100k and Mulberry-SFT. A response is `<think>`, the rationale, `</think>`, and a text that
+ends in an answer. It becomes `<{think_tag}>rationale</{think_tag}><answer>answer</answer>`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from care_jax.rewards import notation
 
 NAME = "vision_r1_cold"
 _ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")
-_MAX_ANSWER_CHARS = 300  # a longer one is an explanation
+_MAX_ANSWER_CHARS = 300  # longer ones are explanations
 
 
 def open_rows(path: str, *, images: str, think_tag: str) -> Rows:
@@ -30,11 +30,11 @@ def open_rows(path: str, *, images: str, think_tag: str) -> Rows:
 
     Args:
         path: the release's folder, one of its files, or its hub id.
-        images: folder that the image paths start from; empty for the release's own.
+        images: folder that image paths are relative to; empty for the release's folder.
         think_tag: name of the tag to put around the rationale.
 
     Raises:
-        ValueError: there is no JSON file, or one is no whole array.
+        ValueError: there is no JSON file, or a `.json` file is not one complete array.
     """
     place = hub.find(path, ["*.json", "**/*.json"])
     files = [place]
@@ -72,7 +72,7 @@ def _example(row: dict[str, Any], id: str, folder: pathlib.Path, think_tag: str)
 
 
 def _turns(row: dict[str, Any]) -> tuple[str, str]:
-    """The question and the response of a conversation of one turn each."""
+    """(question, response) of a conversation with one turn each."""
     turns = row.get("conversations", row.get("messages"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise Unusable("no conversation")

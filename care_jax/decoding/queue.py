@@ -1,16 +1,16 @@
-"""Answers to many prompts from few seats: the host's side of continuous decoding.
+"""Decodes many prompts on few seats: the host's side of continuous decoding.
 
-Prompts sit down a few at a time (`schedule`), all their rollouts are decoded (`sampler`), and
-whoever is done is handed out while the devices decode the others, so that verifying takes none of
-their time. Between two calls of `advance` the host reads which seats are free and pads the prompts
-that sit down.
+Prompts take seats a few at a time (`schedule`), and all their rollouts are decoded (`sampler`).
+Finished prompts are yielded while the devices decode the others, so verifying takes no device
+time. Between two calls of `advance` the host reads which seats are free and pads the prompts that
+take them.
 
-A prompt sits on the shard of the devices that its update is placed on, so that neither prompt nor
-response crosses the network. All processes know who waits everywhere, and decide alike. Nothing
-depends on how long the host takes: the same weights and prompts give the same calls.
+A prompt is decoded on the batch shard that trains on it, so neither prompts nor responses cross the
+network. Every process knows all waiting prompts and makes the same decisions. Nothing depends on
+how long the host takes: the same weights and prompts give the same calls.
 
-Letters: B seats, R rows in flight of each, G rollouts of a prompt, T tokens of a rollout, N prompts
-of a prefill, P prompt tokens, S slots of a row's ring.
+Letters: B seats, R rows of a seat, G rollouts of a prompt, T tokens of a rollout, N prompts of a
+prefill, P prompt tokens, S slots of a row's ring. `sampler` explains seats, rows and rings.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _NO_CONTEXT = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt to be answered.
+    """A prompt to decode.
 
     Attributes:
-        place: in the step. A prompt draws by it, so that neither the schedule nor the mesh decides
-            what it samples, and it says on which shard the prompt sits.
+        place: index of the prompt in the step. It is folded into the prompt's random key, so
+            samples depend on neither schedule nor mesh, and it determines the prompt's shard.
         record: the prompt.
-        context: forced tokens that each of its answers starts with; they count in the T of it.
-        limits: most tokens of each of its answers, at most T; None for T.
+        context: forced tokens at the start of each response; they count towards T.
+        limits: most tokens of each response, at most T; None for T.
     """
 
     place: int
@@ -65,9 +65,9 @@ class DecodePrograms:
             (Seats, Sampled), prefill included.
         share: (seats, source [B], begin [B], end [B]) -> Seats.
         advance: (params, seats, num_wanted) -> (Seats, Sampled, Progress).
-        resize: (an array of the rows' cache, clock, axis of its slots, S) -> the array.
-        pad: (an array of the prefix's cache, axis of its tokens, P) -> the array.
-        keep: (an array of the seats, the ones that are kept) -> the array.
+        resize: (array of the rows' cache, clock, axis of its slots, S) -> the resized array.
+        pad: (array of the prefix's cache, axis of its tokens, P) -> the padded array.
+        keep: (array of the seats, indices of the seats to keep) -> the smaller array.
     """
 
     empty: Callable[..., Seats]
@@ -80,16 +80,16 @@ class DecodePrograms:
 
 
 class DecodeQueue:
-    """Answers prompts with the sizes and settings of one configuration.
+    """Decodes prompts with the sizes and settings of one configuration.
 
     Args:
         run: the run.
         programs: compiled for it.
-        sizes: of them.
-        clock: told of what runs.
+        sizes: shapes to run them with.
+        clock: measures the device time of the programs.
 
     Attributes:
-        num_steps: decoded so far, each by all rows at once.
+        num_steps: decode steps so far; a step advances all rows.
     """
 
     def __init__(self, run: Run, programs: DecodePrograms, sizes: Sizes, clock: DeviceClock):
@@ -100,15 +100,16 @@ class DecodeQueue:
     def answers(
         self, params: backbone.Params, rng: PRNGKeyArray, requests: Sequence[Request]
     ) -> Iterator[tuple[list[int], Rollouts]]:
-        """Answers prompts, in the order in which they get done.
+        """Decodes prompts and yields them in the order in which they finish.
 
         Args:
             params: in the decode layout.
-            rng: of all draws.
-            requests: of this process; every process has its own, of its own places.
+            rng: key of all draws.
+            requests: of this process. Each process passes different requests, with places of its
+                shards.
 
         Yields:
-            the numbers of some requests, and their G rollouts each as numpy arrays.
+            indices of n requests, and their rollouts [n, G, ...] as numpy arrays.
 
         Raises:
             distributed.Preempted: the run is to end.
@@ -135,7 +136,7 @@ class DecodeQueue:
             self.clock.watch(progress)
             sheets.expect(sampled, line.who)
             if finished is not None:
-                yield finished  # the devices decode meanwhile
+                yield finished  # the devices are decoding meanwhile
             sheets.write()
             progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
             longest, num_steps = int(progress.longest), int(progress.clock)
@@ -146,7 +147,7 @@ class DecodeQueue:
             yield finished
 
     def _put_seats(self, array: Int[np.ndarray, " B"]) -> jax.Array:
-        """A number of every seat, known to all processes, on the devices."""
+        """Puts one number per seat, known to all processes, on the devices."""
         rows = sharding.local_rows(len(array), self.place)
         return sharding.put_batch(array[rows], self.place)
 
@@ -159,7 +160,7 @@ class DecodeQueue:
         seats: Seats | None,
         longest: int,
     ) -> tuple[Seats, Sampled]:
-        """Prefills the newcomers' prompts and seats them."""
+        """Prefills the newcomers' prompts and gives them their seats."""
         sizes, put = self.sizes, functools.partial(sharding.put_batch, place=self.place)
         own = {request.place: request for request in requests}
         nobody = Request(0, self.policy.prompts.nothing)
@@ -189,7 +190,7 @@ class DecodeQueue:
         return self.programs.sit_down(params, seats, put(prompts), rng, *arrays)
 
     def _with_room(self, seats: Seats, num_tokens: int, longest: int) -> Seats:
-        """The seats with room for prompts of so many tokens, and for a call of `advance`."""
+        """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
         prefix, cache, programs = seats.prefix, seats.cache, self.programs
         if num_tokens > prefix.is_valid.shape[1]:
             _change(prefix.cache.keys, lambda x: programs.pad(x, 3, num_tokens))
@@ -205,7 +206,7 @@ class DecodeQueue:
         return seats
 
     def _keep(self, seats: Seats, kept: jax.Array) -> Seats:
-        """Half of the seats; see `Line.next_half`."""
+        """Keeps half of the seats; see `Line.next_half`."""
         clock, arrays = seats.clock, seats.replace(clock=None)
         leaves, structure = jax.tree.flatten(arrays)
         del seats, arrays
@@ -214,9 +215,9 @@ class DecodeQueue:
 
 
 def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> None:
-    """Replaces arrays by what a program makes of each, laid out alike.
+    """Replaces each array by the program's result, in the same sharding.
 
-    One after the other, so that no second cache lies beside the first.
+    One array at a time, so that no second copy of the whole cache exists.
     """
     for place, array in enumerate(arrays):
         arrays[place] = jax.device_put(function(array), array.sharding)
@@ -232,7 +233,7 @@ def _everyone(requests: Sequence[Request]) -> list[Waiting]:
 
 
 class _Sheets:
-    """What this process's requests have been answered so far (numpy)."""
+    """The rollouts of this process's requests as they accumulate (numpy)."""
 
     def __init__(
         self,
@@ -252,13 +253,13 @@ class _Sheets:
         self._unread: list[tuple[Sampled, Int[np.ndarray, " b"]]] = []
 
     def expect(self, sampled: Sampled, who: Int[np.ndarray, " B"]) -> None:
-        """Takes note of what will have been sampled, and for the places of whom by seat."""
+        """Queues the samples of a program that may still run; `who` has the place on each seat."""
         seats = sharding.local_rows(len(who), self._place)
         numbers = [self._number.get(place, -1) for place in who[seats].tolist()]
         self._unread.append((sampled, np.array(numbers)))
 
     def write(self) -> None:
-        """Writes down what was sampled, as soon as it is there."""
+        """Waits for the queued samples and stores them."""
         unread, self._unread = self._unread, []
         for sampled, numbers in unread:
             sampled = distributed.fetch(sampled)
@@ -271,12 +272,12 @@ class _Sheets:
     def end(
         self, left: Sequence[tuple[int, int]], who: Int[np.ndarray, " B"], seats: Seats
     ) -> tuple[list[int], Rollouts] | None:
-        """Takes the sheets of those who sit nowhere any more.
+        """Returns the requests that have left their last seat, with their rollouts; None if none.
 
         Args:
-            left: places of those who have just left a seat, and the seats.
-            who: places of those who still sit.
-            seats: as they were left.
+            left: (place, seat) of prompts that have just left a seat.
+            who: place of the prompt on each seat, -1 if free.
+            seats: as `advance` returned them.
         """
         left = [(self._number[place], seat) for place, seat in left if place in self._number]
         if not left:
@@ -285,14 +286,14 @@ class _Sheets:
             int(seat): row for row, seat in enumerate(sharding.local_rows(len(who), self._place))
         }
         rationale = distributed.fetch(seats.rationale)
-        for number, seat in left:  # each of a prompt's seats has some of its rollouts
+        for number, seat in left:  # a prompt's rollouts may be spread over several seats
             self._rationale[number] += rationale[local[seat]]
         sitting = {self._number.get(place) for place in who.tolist()}
         numbers = sorted({number for number, _ in left} - sitting)
         return (numbers, self._rollouts(numbers)) if numbers else None
 
     def _rollouts(self, numbers: list[int]) -> Rollouts:
-        """Of some requests, their contexts in front."""
+        """The rollouts of some requests, each with its context in front."""
         contexts = [self._contexts[number] for number in numbers]
         num_forced = np.array([len(context) for context in contexts])[:, None, None]
         slots = np.arange(self._tokens.shape[-1])

@@ -1,16 +1,16 @@
-"""Reflection-guided resampling (RGR): who is repaired, and from which forced context.
+"""Reflection-guided resampling (RGR): which failure is repaired, and the forced context.
 
-Where a prompt has an anchor, its nearest hard negative is given a second try: the prompt, its own
-rationale and a cue that asks for a repair, still inside the think span. The model goes on from
-there, closes the span and answers. In training the row is conditioned on exactly these tokens,
-which carry no weight, so that its importance ratio is exact.
+If a prompt has an anchor, its nearest hard negative gets a second attempt. The model is given the
+prompt, the failed rationale and a cue that asks for a repair, still inside the think span. It
+continues from there, closes the span and answers. In training the row is conditioned on exactly
+these tokens with zero weight on them, so its importance ratio is exact.
 
-The context is the rationale's *text*, tokenised anew. It ends at the first tag behind the opening
-one, since a context that holds a closing or an answer tag leaves no well-formed answer to be
-sampled. A rationale longer than `max_context` loses its end.
+The context is the rationale's *text*, tokenised again. It ends before the first tag after the
+opening one, since no well-formed response can follow a closing tag or an answer tag. A rationale
+longer than `max_context` is truncated at its end.
 
-Three controls tell what repairs: the failed rationale without the cue, the cue's words shuffled,
-and, the paper's own, a fresh rollout with neither (resample).
+Three controls isolate what repairs: the failed rationale without the cue, the cue with its words
+shuffled, and, from the paper, a fresh rollout with neither (resample).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MODES = ("cue", "no_cue", "shuffled", "resample")
 
 
 def cue_text(cue: str, mode: str, *, seed: int) -> str:
-    """The words put after a failed rationale.
+    """The text that follows a failed rationale.
 
     Args:
         cue: the repair cue.
-        mode: "cue" as it is; "no_cue" and "resample" none; "shuffled" the cue's own words
-            shuffled, about as many tokens that ask for nothing.
+        mode: "cue": the cue; "no_cue", "resample": empty; "shuffled": the cue's words in random
+            order, about as many tokens that ask for nothing.
         seed: of the shuffle.
     """
     if mode == "cue":
@@ -48,8 +48,8 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
 def rationale_of(response: str, think_tag: str) -> str:
     """The text of a response's rationale, whether or not it is closed.
 
-    It starts behind the first opening think tag, or with the response where there is none, and ends
-    at the next tag of the format, whichever it is.
+    It starts after the first opening think tag, or at the start of a response without one. It ends
+    at the next tag of the format, opening or closing.
     """
     opening, tag = f"<{think_tag}>", re.escape(think_tag)
     _, found, behind = response.partition(opening)
@@ -64,14 +64,14 @@ def context_tokens(
     think_tag: str,
     max_context: int,
 ) -> Int[np.ndarray, " c"]:
-    """The forced tokens that a prompt's second decode starts from.
+    """The forced tokens at the start of a prompt's second decode.
 
     Args:
         rationale: text of the failure to repair.
         cue: text after it.
         encode: text to token ids, without special tokens.
         think_tag: name of the rationale's tag.
-        max_context: most tokens of tag and rationale; the rest of the rationale is cut.
+        max_context: most tokens of tag and rationale; longer ones are truncated at the end.
     """
     cue_tokens = encode(cue) if cue else []
     context = encode(f"<{think_tag}>{rationale}")[:max_context] + cue_tokens
@@ -81,10 +81,11 @@ def context_tokens(
 def without_context(
     rollouts: Rollouts, scores: Scores, pad_token_id: int
 ) -> tuple[Rollouts, Scores]:
-    """Drops forced tokens from the rows (`care.reflect_credit = "prompt_only"`, on the host).
+    """Removes forced tokens from the rows (`care.reflect_credit = "prompt_only"`, on the host).
 
-    The rows are then trained as answers to the prompt alone, which they were not sampled as: their
-    old log-probabilities must be computed anew. Verdicts stay, as they were read from all of it.
+    The rows are then trained as responses to the prompt alone, which is not how they were sampled:
+    their old log-probabilities must be recomputed. Verdicts are kept; they were read from the
+    whole response.
     """
     is_forced = np.asarray(rollouts.is_forced)
     num_tokens = is_forced.shape[-1]

@@ -1,19 +1,20 @@
-"""Decoding that never waits: prompts take seats, and rows that end take the next rollout.
+"""Continuous decoding: fixed shapes, no waiting for the longest rollout.
 
-B prompts sit in a program of fixed shapes, each with R rows in flight. A row whose response ends
-takes its prompt's next rollout in the same step; a prompt whose rollouts are all done gives its
-seat to another between two calls of `advance`. `queue` is the host's side of it.
+Each of B prompts occupies a seat: one entry of the batch axis, with R rows in flight, each decoding
+one rollout. A row whose response ends starts its prompt's next rollout in the same step. A prompt
+whose rollouts are all done leaves its seat to another prompt between two calls of `advance`. The
+host's side is `queue`.
 
-A prompt's keys and values (its image's too) are stored once and read by its R rows as one matmul.
-What a row has read is a ring: at step t of all, every row writes slot t mod S, so that nothing is
-scattered, and slot j holds a token of a row that has read n before this one if
-(t - j) mod S <= n. Keys are rotated before they are written: a slot is no position.
+The KV cache of a prompt (image tokens included) is stored once and read by its R rows in one
+matmul. The KV cache of a row is a ring: at global step t every row writes slot t mod S, so no
+scatter is needed. For a row with n earlier tokens in its cache, slot j is valid if
+(t - j) mod S <= n. Keys are rotated before they are written: a slot index is not a position.
 
-Every draw is a function of prompt, rollout and token alone, so that what is sampled does not depend
-on the schedule.
+Every draw is a function of prompt, rollout and token index alone, so samples do not depend on the
+schedule.
 
-Letters: B seats, R rows in flight of each, G rollouts of a prompt, P prompt tokens, S slots of the
-ring, L steps of a call, N new prompts, D model, V vocab.
+Letters: B seats, R rows of a seat, G rollouts of a prompt, P prompt tokens, S slots of the ring,
+L steps of a call, N new prompts, D model, V vocab.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import log_probability, sample_token
@@ -39,12 +40,12 @@ from models.layers import constrain
 
 @flax.struct.dataclass
 class Prefix:
-    """What decoding needs of B prompts.
+    """What decoding needs from the prefill of B prompts.
 
     Attributes:
-        cache: keys and values of the prompt tokens.
+        cache: KV cache of the prompt tokens.
         is_valid: false at the prompt's left padding.
-        last_hidden: the state that predicts the first response token.
+        last_hidden: the hidden state that predicts the first response token.
         next_position: the position of the first response token.
     """
 
@@ -56,27 +57,28 @@ class Prefix:
 
 @flax.struct.dataclass
 class Seats:
-    """Prompts that are being decoded, and their rows.
+    """The decoding state: prompts on seats, and their rows.
 
     Attributes:
         prefix: of the prompts.
         rngs: a key per prompt.
-        budget: tokens that each rollout may sample.
-        first: the first token of every rollout, sampled when the prompt sat down.
-        next_rollout: the one that the next free row takes, if it is before `end_rollout`.
-        end_rollout: the seat's prompt may sit on others too, which take the rollouts from here on.
-        rationale: of rollouts that have ended, the sum of their rationale's hidden states.
-        rollout: that a row decodes; G where it is idle.
-        token: the row's last, which is read next.
-        num_read: tokens of the rollout that are in the row's cache.
-        tag_state: of the automaton that looks for the closing think tag.
-        running: sum of the hidden states of the rationale so far.
-        cache: of the rows.
+        budget: most tokens that each rollout may sample.
+        first: the first token of every rollout, sampled when the prompt took its seat.
+        next_rollout: the rollout that the next free row takes, if it is below `end_rollout`.
+        end_rollout: end of the seat's range of rollouts; the rest of a prompt's rollouts may be on
+            other seats.
+        rationale: per rollout, the sum of the hidden states of its rationale; 0 until it ends.
+        rollout: the rollout that a row decodes; G if the row is idle.
+        token: the row's last token, which the next step reads.
+        num_read: tokens of the rollout in the row's cache.
+        tag_state: state of the automaton that detects the closing think tag.
+        running: sum of the hidden states of the current rationale so far.
+        cache: KV cache of the rows.
         clock: steps so far, t.
     """
 
     prefix: Prefix
-    rngs: PRNGKeyArray
+    rngs: Key[Array, " B"]
     budget: Int[Array, "B G"]
     first: Int[Array, "B G"]
     next_rollout: Int[Array, " B"]
@@ -97,8 +99,8 @@ class Sampled:
 
     Attributes:
         tokens: their ids.
-        logp: log-probability (nats) at temperature 1, what the trainer's forward computes.
-        rollout: which rollout of its prompt a token belongs to; -1 where none was sampled.
+        logp: log-probability (nats) at temperature 1, the quantity the trainer's forward computes.
+        rollout: the rollout of its prompt that a token belongs to; -1 if none was sampled.
         index: of the token in its rollout, from 0.
     """
 
@@ -110,12 +112,12 @@ class Sampled:
 
 @flax.struct.dataclass
 class Progress:
-    """Where a call of `advance` has left the seats.
+    """State of the seats after a call of `advance`.
 
     Attributes:
-        is_free: nothing is in flight on the seat.
+        is_free: no row of the seat is decoding.
         next_rollout: of the seat.
-        longest: most tokens that a row in flight has read.
+        longest: largest `num_read` of any row.
         clock: of the seats.
     """
 
@@ -133,7 +135,7 @@ def prefill(
     dtype: DTypeLike,
     attention: AttentionImpl = XLA,
 ) -> Prefix:
-    """Runs prompts and images once; `params` are in the decode layout."""
+    """Runs prompts and images through the model once; `params` are in the decode layout."""
     features = None
     if prompts.images is not None:
         features = backbone.encode_images(
@@ -161,7 +163,7 @@ def empty(
     num_slots: int,
     dtype: DTypeLike,
 ) -> Seats:
-    """Seats on which nobody sits."""
+    """Seats without prompts."""
     text, B, R, G = config.text, sizes.num_seats, sizes.num_rows, sizes.num_rollouts
     kv = (B, text.num_kv_heads)
     prefix = KeyValues(
@@ -203,7 +205,7 @@ def sit_down(
     params: backbone.Params,
     seats: Seats,
     prefix: Prefix,
-    rngs: PRNGKeyArray,
+    rngs: Key[Array, " B"],
     budget: Int[Array, "N G"],
     chosen: Int[Array, " B"],
     config: BackboneConfig,
@@ -212,21 +214,22 @@ def sit_down(
     temperature: float,
     top_p: float,
 ) -> tuple[Seats, Sampled]:
-    """Prompts take seats, and the first token of each of their rollouts is sampled.
+    """Gives prompts their seats and samples the first token of each of their rollouts.
 
     Args:
         params: in the decode layout.
         seats: some of them free.
-        prefix: of N prompts, not all of which need to sit down; P at most that of the seats.
-        rngs: a key per prompt [N], so that what it draws does not depend on who is beside it.
-        budget: tokens that each of their rollouts may sample, at least 1.
-        chosen: of each seat, which of its shard's N / num_shards prompts takes it; -1 for none.
+        prefix: of N prompts, not all of which need to take a seat; P at most that of the seats.
+        rngs: a key per prompt [N], so that its draws do not depend on the rest of the batch.
+        budget: most tokens that each of their rollouts may sample, at least 1.
+        chosen: per seat, index among its shard's N / num_shards prompts of the one that takes it;
+            -1 for none.
         config: of the backbone.
-        num_shards: of the batch. A prompt sits down on its own shard.
+        num_shards: of the batch. A prompt takes a seat on its shard.
         temperature, top_p: see `sample_token`.
 
     Returns:
-        the seats, and the first tokens by seat, [B, G, 1]; of no rollout where nobody sat down.
+        the seats, and the first tokens by seat, [B, G, 1]; `rollout` is -1 on the other seats.
     """
     num_rollouts = budget.shape[1]
     logits = backbone.policy_logits(params, prefix.last_hidden, config)
@@ -274,7 +277,7 @@ def share(
     *,
     num_shards: int,
 ) -> Seats:
-    """Free seats take over rollouts of prompts that sit elsewhere; see `schedule.Shares`."""
+    """Gives free seats some rollouts of prompts on other seats; see `schedule.Shares`."""
     found = functools.partial(_of_shard, chosen=source, num_shards=num_shards)
     seats = seats.replace(
         prefix=jax.tree.map(found, seats.prefix, seats.prefix),
@@ -299,18 +302,18 @@ def advance(
     dtype: DTypeLike,
     stops: bool = True,
 ) -> tuple[Seats, Sampled, Progress]:
-    """Decodes until nothing is in flight, enough seats are free, or `num_steps` are done.
+    """Decodes until all seats are free, `num_wanted` seats are free, or `num_steps` are done.
 
     Args:
         params: in the decode layout.
-        seats: as `sit_down` or this function left them. Rows must not outgrow the ring: no row
-            in flight has read more than S - num_steps tokens.
+        seats: as `sit_down`, `share` or this function returned them. No row may outgrow the ring:
+            either every `num_read` is at most S - num_steps, or S is at least every budget.
         closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
             rationale is every token up to the one that closes the span (all of them if none does),
-            the last sampled one excepted, whose state is never computed.
-        num_wanted: free seats at which it is worth to stop.
+            except the last sampled token, whose hidden state is never used.
+        num_wanted: number of free seats at which the host has something to do.
         config: of the backbone.
-        num_steps: L, most tokens of a row.
+        num_steps: L, most decode steps of this call.
         temperature, top_p: see `sample_token`.
         dtype: of activations and cache.
         stops: whether EOS ends a rollout; false for measuring speed at given lengths.
@@ -323,7 +326,7 @@ def advance(
         return is_eos if stops else jnp.zeros_like(is_eos)
 
     def read(seats: Seats) -> tuple[Float[Array, "B R D"], KeyValues]:
-        """The hidden state of every row's last token, which goes into the cache."""
+        """The hidden state of every row's last token, and the cache with that token added."""
         positions = seats.prefix.next_position[:, None] + seats.num_read
         rotary = backbone.text_rotary(positions[..., None], config)
         age = (seats.clock - slots) % num_slots
@@ -346,7 +349,7 @@ def advance(
         index = seats.num_read + 1
         is_active = seats.rollout < num_rollouts
         limit = _rollouts_of(seats.budget, seats.rollout)
-        # A first token may be the only one.
+        # A rollout may end with its first token.
         is_sampled = is_active & ~is_end(seats.token) & (index < limit)
         logits = backbone.policy_logits(params, hidden, config)
         logits = constrain(logits, "batch", None, "vocab")
@@ -367,7 +370,7 @@ def advance(
         ended = jnp.einsum(
             "BRG,BRD->BGD", is_whose.astype(jnp.float32), running, precision="highest"
         )
-        # Rows that end take the rollouts that follow, in the order of the rows.
+        # Rows that end take the next rollouts, in row order.
         upcoming = seats.next_rollout[:, None] + jnp.cumsum(is_last, 1) - is_last
         upcoming = jnp.where(upcoming < seats.end_rollout[:, None], upcoming, num_rollouts)
         seats = seats.replace(
@@ -403,17 +406,17 @@ def advance(
 
 
 def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_slots: int) -> Array:
-    """An array of the rows' cache with half or double the slots.
+    """Halves or doubles the slots of an array of the rows' cache.
 
-    A ring that doubles holds everything twice: of the two copies of a token one seems S steps older
-    than it is, and no row has read that many. A ring that is halved keeps of two slots the later
-    one; no row may have read more than that leaves.
+    Doubling stores every token twice. One of the two copies appears S steps older than the token
+    is, and no row has read that many tokens. Halving keeps the newer of slots j and
+    j + num_slots; no row may have read more than num_slots tokens.
 
     Args:
         x: the array.
         clock: of the seats.
         axis: of its slots.
-        num_slots: that it is to have.
+        num_slots: of the result.
     """
     old = x.shape[axis]
     if num_slots == 2 * old:
@@ -426,27 +429,27 @@ def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_slots: int) -> A
 
 
 def pad_left(x: Array, axis: int, size: int) -> Array:
-    """An array of a prefix with room for prompts of `size` tokens."""
+    """Pads an array of a prefix on the left to `size` tokens."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (size - x.shape[axis], 0)
     return jnp.pad(x, widths)
 
 
 def keep(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
-    """An array of the seats with some of each shard's alone; see `schedule.Line.next_half`."""
+    """Selects seats of each shard from an array of the seats; see `schedule.Line.next_half`."""
     shards = x.reshape(num_shards, -1, *x.shape[1:])
     found = jax.vmap(lambda x, i: x[i])(shards, kept.reshape(num_shards, -1))
     return found.reshape(-1, *x.shape[1:])
 
 
 def _of_shard(new: Array, old: Array, chosen: Int[Array, " B"], num_shards: int) -> Array:
-    """Row chosen[b] of what the shard of b has, in place of row b where it is not negative."""
+    """Row b is row chosen[b] of b's shard of `new`, or row b of `old` if chosen[b] is negative."""
     found = keep(new, jnp.maximum(chosen, 0), num_shards)
     return jnp.where(jnp.expand_dims(chosen >= 0, range(1, old.ndim)), found, old)
 
 
 def _begin(seats: Seats, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> Seats:
-    """The rows of new seats take rollouts from `begin` on."""
+    """Starts the rows of new seats on rollouts `begin`, `begin` + 1, ..."""
     num_rows, num_rollouts = seats.rollout.shape[1], seats.first.shape[1]
     taken = begin[:, None] + jnp.arange(num_rows)
     rollout = jnp.where(taken < seats.end_rollout[:, None], taken, num_rollouts)
@@ -466,12 +469,12 @@ def _begin(seats: Seats, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> 
 
 
 def _rollouts_of(values: Int[Array, "B G"], rollout: Int[Array, "B R"]) -> Int[Array, "B R"]:
-    """The value of each row's rollout; of none in particular where it has none."""
+    """The value of each row's rollout; arbitrary for idle rows."""
     return jnp.take_along_axis(values, jnp.minimum(rollout, values.shape[1] - 1), 1)
 
 
-def _draws(rngs: PRNGKeyArray, rollout: Int[Array, "B R"], index: Any) -> Float[Array, "B R"]:
-    """A uniform number for each prompt, rollout and token."""
+def _draws(rngs: Key[Array, " B"], rollout: Int[Array, "B R"], index: Any) -> Float[Array, "B R"]:
+    """A uniform number in [0, 1) for each prompt, rollout and token index."""
     index = jnp.broadcast_to(index, rollout.shape)
 
     def draw(rng, rollout, index):

@@ -1,7 +1,7 @@
-"""One token from logits: temperature, nucleus, and a draw that needs one random number.
+"""Samples one token from logits: temperature, nucleus (top-p), one uniform number per row.
 
-The vocabulary may be sharded. Nothing here gathers it: ids are looked for by sums over all of it,
-which a mesh computes as partial sums and an all-reduce of one number, or one block, per row.
+The vocabulary may be sharded, and nothing here gathers it. Ids are found by sums over the
+vocabulary; on a mesh these are partial sums and an all-reduce of one number, or one block, per row.
 
 V is the vocabulary.
 """
@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_BLOCK = 128  # most ids searched at a time
-_FEWEST = 32  # a block of fewer is not worth keeping shards whole
-_VOCAB_SHARDS = 4  # that each hold whole blocks
+_BLOCK = 128  # most ids of a block
+_FEWEST = 32  # smaller blocks are not worth aligning with the shards
+_VOCAB_SHARDS = 4  # most vocabulary shards that hold whole blocks
 
 
 def sample_token(
@@ -26,9 +26,9 @@ def sample_token(
 
     Args:
         logits: float32.
-        u: uniform in [0, 1), what the choice depends on.
+        u: uniform in [0, 1); determines the sample.
         temperature: 0 takes the most likely token.
-        top_p: the least set of most likely tokens with at least this probability is kept.
+        top_p: only the smallest set of most likely tokens with at least this probability is kept.
     """
     if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
@@ -45,49 +45,49 @@ def log_probability(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Fl
 
 
 def is_nucleus(logits: Float[Array, "*B V"], *, top_p: float) -> Bool[Array, "*B V"]:
-    """The least set of most likely tokens whose probability reaches `top_p`; never empty.
+    """The smallest set of most likely tokens whose probability reaches `top_p`; never empty.
 
-    Tokens as likely as its least likely one belong to it.
+    Ties with its least likely token are included.
     """
     weights = _weights(logits)
     return weights >= _threshold(weights, top_p)
 
 
 def _weights(logits: Array) -> Array:
-    """exp(logits), the largest of each row scaled to 1."""
+    """exp(logits), scaled so that the largest of each row is 1."""
     return jnp.exp(logits - logits.max(-1, keepdims=True))
 
 
 def _threshold(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B 1"]:
-    """The largest weight such that those from it on sum to `top_p` of all.
+    """The largest threshold such that the weights at or above it sum to at least `top_p` of all.
 
-    Numbers that are not negative are ordered as their bits, so halving the range of bits ends with
-    the threshold itself, in as many sums over the vocabulary as a number has bits. Sorting 152064
-    ids takes longer, and needs all of them on one device.
+    Non-negative floats are ordered as their bits, so bisection over the bits finds the threshold
+    exactly, in as many sums over the vocabulary as a float has bits. Sorting 152064 ids takes
+    longer, and needs all of them on one device.
     """
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     wanted = top_p * weights.sum(-1, keepdims=True)
 
     def halve(_, bounds):
         reaches, misses = (
-            bounds  # the set from `reaches` on is large enough, that from `misses` not
+            bounds  # the weights from `reaches` on suffice, those from `misses` on do not
         )
         middle = reaches + (misses - reaches) // 2
         total = jnp.where(bits >= middle, weights, 0.0).sum(-1, keepdims=True)
         is_enough = total >= wanted
         return jnp.where(is_enough, middle, reaches), jnp.where(is_enough, misses, middle)
 
-    top = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)  # the weight of the most likely
+    top = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)  # the largest weight
     start = jnp.zeros_like(wanted, jnp.int32), jnp.full_like(wanted, top + 1, jnp.int32)
     reaches, _ = jax.lax.fori_loop(0, 31, halve, start)
     return jax.lax.bitcast_convert_type(jnp.minimum(reaches, top), jnp.float32)
 
 
 def _invert(weights: Float[Array, "*B V"], u: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """The id at the share u of the summed weights: first a block of ids, then one in it.
+    """Inverts the cumulative distribution at u: finds a block of ids, then an id in the block.
 
-    The usual Gumbel noise takes a random number and two logarithms for each of V ids, which on a
-    CPU is a fifth of the time of decoding. Blocks divide the shards of the vocabulary.
+    Gumbel noise would take a random number and two logarithms for each of V ids, a fifth of the
+    time of decoding on a CPU. If V allows it, no block crosses a vocabulary shard.
     """
     size = math.gcd(weights.shape[-1] // _VOCAB_SHARDS, _BLOCK)
     size = size if size >= _FEWEST else _BLOCK
@@ -101,8 +101,7 @@ def _invert(weights: Float[Array, "*B V"], u: Float[Array, "*B"]) -> Int[Array, 
     is_block = jnp.arange(sums.shape[-1]) == block
     before = jnp.where(is_block, upto_block - sums, 0.0).sum(-1)
     inside = jnp.where(is_block[..., None], blocks, 0.0).sum(-2)
-    # Rounding may leave u beyond the block's sum: its last possible id is taken then, never one
-    # whose weight is 0.
+    # Rounding may leave u beyond the block's sum. Then take the last id with a non-zero weight.
     upto = jnp.where(inside > 0, jnp.cumsum(inside, -1), -jnp.inf)
     is_beyond = upto > (u - before)[..., None]
     last = jnp.argmax(jnp.where(inside > 0, jnp.arange(size), -1), -1)

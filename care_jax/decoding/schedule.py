@@ -1,12 +1,13 @@
-"""Who waits, who sits where, and how long it takes: the schedule of continuous decoding (host).
+"""The schedule of continuous decoding: which prompts wait, and which take which seats (host).
 
-Prompts wait in line, the shortest first, each on the shard of the devices that its update is placed
-on. When nobody waits any more, a seat that gets free takes over half of the rollouts that another
-prompt has not begun; when there are none of these, half of the seats go. `Line` decides all that,
-so that `simulate`, with lengths in place of a model, gives the calls that a run makes.
+Prompts wait in one queue per batch shard, the shard that trains on them, shortest first. Once a
+queue is empty, a free seat takes half of the rollouts not yet started on another seat of its shard.
+Once all queues are empty and every shard uses at most half of its seats, the seats are halved.
+`Line` makes these decisions, so `simulate`, given lengths instead of a model, yields the calls of a
+run.
 
-Letters: B seats, R rows in flight of each, G rollouts of a prompt, T tokens of a rollout, N prompts
-of a prefill, P prompt tokens, S slots of a row's ring.
+Letters: B seats, R rows of a seat, G rollouts of a prompt, T tokens of a rollout, N prompts of a
+prefill, P prompt tokens, S slots of a row's ring. `sampler` explains seats, rows and rings.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
-NUM_STEPS = 64  # most of a call of `sampler.advance`
-FEWEST_SLOTS = 128  # of a ring that is smaller than T; a quarter of T at least
-_NUM_PREFILLS = 4  # that fill all seats
-_FEWEST_SEATS = 1 / 4  # of all, that are left when nobody waits; each half is one more to compile
+NUM_STEPS = 64  # most decode steps of a call of `sampler.advance`
+FEWEST_SLOTS = 128  # least slots of a ring that is smaller than T; also at least T / 4
+_NUM_PREFILLS = 4  # prefills that fill all seats
+_FEWEST_SEATS = 1 / 4  # least share of the seats that is kept; each halving is one more compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Sizes:
         num_rows: R.
         num_rollouts: G.
         max_tokens: T, context included.
-        context_tokens: most forced tokens that a rollout starts with.
+        context_tokens: most forced tokens at the start of a rollout.
         num_shards: of the batch; divides B.
-        period: places that are spread over the shards together: prompts of an update.
+        period: consecutive places split evenly over the shards: the prompts of an update.
     """
 
     num_seats: int
@@ -48,14 +49,14 @@ class Sizes:
 
     @property
     def num_new(self) -> int:
-        """N, the same number on every shard."""
+        """N, equally many on every shard."""
         return self.num_shards * max(self.num_seats // self.num_shards // _NUM_PREFILLS, 1)
 
     @property
     def rings(self) -> tuple[int, ...]:
-        """The S that occur, ascending, each twice the one before; T is the largest.
+        """The possible S, ascending, each twice the one before; T is the largest.
 
-        Each is a program to compile, so there are three at most.
+        Each is one more program to compile, so there are three at most.
         """
         sizes = [self.max_tokens]
         fewest = max(FEWEST_SLOTS, self.max_tokens // 4)
@@ -64,18 +65,18 @@ class Sizes:
         return tuple(sizes)
 
     def ring_for(self, longest: int) -> int:
-        """The least S with room for a call, where a row has read `longest` tokens."""
+        """The least S with room for one more call if a row has read `longest` tokens; at most T."""
         needed = longest + NUM_STEPS
         return next((size for size in self.rings if size >= needed), self.max_tokens)
 
     def shard_of(self, place: int) -> int:
-        """The shard on which the prompt at a place of the step is trained."""
+        """The shard that trains on the prompt at this place of the step."""
         return place % self.period // (self.period // self.num_shards)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Waiting:
-    """A prompt in line: its tokens, its place in the step, its image patches."""
+    """A waiting prompt: its tokens, its place in the step, its image patches."""
 
     num_tokens: int
     place: int
@@ -84,12 +85,13 @@ class Waiting:
 
 @dataclasses.dataclass(frozen=True)
 class Newcomers:
-    """Prompts that sit down together, over all processes.
+    """Prompts that take seats together, over all processes.
 
     Attributes:
-        prompts: of the N of a prefill, by shard; None in rows that nobody takes.
-        seats: that each of the N takes; -1 likewise.
-        chosen: of each seat, which of its shard's N / num_shards prompts takes it; -1 for none.
+        prompts: the N prompts of a prefill, by shard; None for padding.
+        seats: the seat that each of the N takes; -1 for padding.
+        chosen: per seat, index among its shard's N / num_shards prompts of the one that takes it;
+            -1 for none.
     """
 
     prompts: tuple[Waiting | None, ...]
@@ -98,18 +100,18 @@ class Newcomers:
 
     @property
     def sizes(self) -> Int[np.ndarray, "n 2"]:
-        """Tokens and patches of each prompt that there is."""
+        """Tokens and patches of each prompt, without padding."""
         return np.array([(p.num_tokens, p.num_patches) for p in self.prompts if p is not None])
 
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Free seats take over rollouts of prompts that sit elsewhere.
+    """Rollouts that free seats take over from other seats.
 
     Attributes:
-        source: of each seat, which of its shard's seats it takes over from; -1 for none.
-        begin: the first rollout that it takes over.
-        end: of every seat, the rollout in front of which it stops.
+        source: per seat, index in its shard of the seat it takes over from; -1 for none.
+        begin: per seat, the first rollout that it takes over.
+        end: per seat, also the others, the end (exclusive) of its range of rollouts.
     """
 
     source: Int[np.ndarray, " B"]
@@ -118,7 +120,7 @@ class Shares:
 
 
 class Line:
-    """Who waits and who sits where; the same on every process.
+    """The waiting prompts and the prompts on seats; identical on every process.
 
     Args:
         everyone: the prompts of all processes.
@@ -131,9 +133,9 @@ class Line:
         for prompt in sorted(everyone):
             self._waiting[sizes.shard_of(prompt.place)].append(prompt)
         shape = sizes.num_shards, sizes.num_seats // sizes.num_shards
-        self._who = np.full(shape, -1)  # places of who sits there
-        self._next = np.zeros(shape, int)  # the rollout that a free row of the seat takes next
-        self._end = np.zeros(shape, int)  # and the one in front of which it stops
+        self._who = np.full(shape, -1)  # place of the prompt on each seat
+        self._next = np.zeros(shape, int)  # the rollout that the seat's next free row takes
+        self._end = np.zeros(shape, int)  # end (exclusive) of the seat's range of rollouts
 
     @property
     def is_anyone_left(self) -> bool:
@@ -141,12 +143,12 @@ class Line:
 
     @property
     def who(self) -> Int[np.ndarray, " B"]:
-        """Places of the prompts on the seats, -1 on free ones."""
+        """Place of the prompt on each seat, -1 on free seats."""
         return self._who.ravel()
 
     @property
     def num_wanted(self) -> int:
-        """Free seats at which there is something to decide; more than there are if never."""
+        """Number of free seats at which `advance` should return; more than B for never."""
         num_seats, num_free = self._who.size, int((self._who < 0).sum())
         if num_waiting := sum(map(len, self._waiting)):
             missing = min(self._enough, num_waiting) - int(self._num_admitted().sum())
@@ -158,7 +160,7 @@ class Line:
         return num_seats + 1
 
     def next_newcomers(self) -> Newcomers | None:
-        """Those who sit down now; None while too few can for a prefill to be worth it."""
+        """Prompts that take seats now; None while too few can to be worth a prefill."""
         num_admitted = self._num_admitted()
         total, num_waiting = int(num_admitted.sum()), sum(map(len, self._waiting))
         if not total or (total < min(self._enough, num_waiting) and (self._who >= 0).any()):
@@ -181,7 +183,7 @@ class Line:
         return Newcomers(tuple(prompts), seats, chosen.ravel())
 
     def next_shares(self) -> Shares | None:
-        """Whose rollouts the free seats take over now, the most of them first."""
+        """Rollouts that free seats take over now, from the seats with the most not yet started."""
         source, begin = np.full((2, *self._who.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
@@ -200,7 +202,7 @@ class Line:
         return Shares(source.ravel(), begin.ravel(), self._end.ravel().astype(np.int32))
 
     def next_half(self) -> Int[np.ndarray, " half"] | None:
-        """The seats that stay, of each shard by their number in it; None where all do."""
+        """The seats that are kept, by their index in each shard; None if all are."""
         is_free = self._who < 0
         half = self._who.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
@@ -214,7 +216,7 @@ class Line:
     def leave(
         self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"]
     ) -> list[tuple[int, int]]:
-        """Who has just left which seat, as (place, seat), after a call of `sampler.advance`."""
+        """Prompts that left a seat in the last call of `sampler.advance`, as (place, seat)."""
         shape = self._who.shape
         self._next = np.minimum(next_rollout.reshape(shape), self._end)
         left = (self._who >= 0) & is_free.reshape(shape)
@@ -234,11 +236,11 @@ class Line:
 
     @property
     def _enough(self) -> int:
-        """Newcomers that are worth a prefill."""
+        """New prompts that are worth a prefill."""
         return max(self._sizes.num_new // 2, 1)
 
     def _num_admitted(self) -> Int[np.ndarray, " shards"]:
-        """How many of each shard's prompts the next prefill can take."""
+        """The number of each shard's prompts that the next prefill can take."""
         waiting = np.array([len(line) for line in self._waiting])
         per_shard = self._sizes.num_new // self._sizes.num_shards
         return np.minimum(np.minimum(waiting, (self._who < 0).sum(1)), per_shard)
@@ -249,8 +251,8 @@ class Call:
     """One call of `sampler.advance`.
 
     Attributes:
-        num_steps: that it takes.
-        num_tokens: that its rows sample.
+        num_steps: decode steps.
+        num_tokens: tokens sampled, with the first tokens of the prompts seated before it.
         num_seats, num_prompt_tokens, num_slots: B, P and S.
     """
 
@@ -263,7 +265,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What decoding calls.
+    """The calls of decoding.
 
     Attributes:
         prefills: (tokens, patches) to which each prefill is padded, contexts included.
@@ -284,7 +286,7 @@ def simulate(
     lengths: dict[int, Int[np.ndarray, " G"]],
     buckets: Sequence[tuple[int, int]],
 ) -> Schedule:
-    """The schedule of prompts whose answers have given lengths.
+    """The schedule of prompts whose responses have given lengths.
 
     Args:
         sizes: of the programs.
@@ -294,14 +296,14 @@ def simulate(
     """
     line, R = Line(everyone, sizes), sizes.num_rows
     left = np.zeros((sizes.num_seats, R), int)  # steps until each row's rollout ends; 0: idle
-    read = np.zeros_like(left)  # tokens of it that the row has read
-    samples = np.zeros_like(left)  # 0 where it was over with its first token, else 1
+    read = np.zeros_like(left)  # tokens of the rollout in the row's cache
+    samples = np.zeros_like(left)  # tokens per step: 0 if the first token ended the rollout, else 1
     following = np.zeros(sizes.num_seats, int)  # rollout that the seat's next free row takes
     end = np.zeros(sizes.num_seats, int)
     num_prompt_tokens, prefills, calls, num_first = 0, [], [], 0
 
     def begin(seat: int, row: int, rollout: int) -> None:
-        """The first token comes from the prompt; reading it takes a step in any case."""
+        """Prefill samples the first token; reading it takes a step even if it is the last."""
         steps = int(lengths[int(line.who[seat])][rollout]) - 1
         left[seat, row], samples[seat, row] = max(steps, 1), steps > 0
 

@@ -1,1 +1,1 @@
-"""Devices and processes: sharding, several hosts, checkpoints, what hardware can do."""
+"""Devices and processes: sharding, multi-host runs, checkpoints, hardware rooflines."""

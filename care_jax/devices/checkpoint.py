@@ -1,4 +1,4 @@
-"""Checkpoints of a run: state, data position, seed and metadata, written together or not at all."""
+"""Checkpoints of a run: state, data position, seed and metadata, written atomically."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import orbax.checkpoint as ocp
 
 
 class Restored(NamedTuple):
-    """What a checkpoint gives back.
+    """A restored checkpoint.
 
     Attributes:
-        state: as saved, on the shardings that were asked for.
+        state: as saved, with the requested shardings.
         step: the step it was saved at.
-        data_position: examples (or batches: the data pipeline's own unit) already consumed.
+        data_position: examples or batches (the unit of the data pipeline) already consumed.
         rng: the seed from which the run derives every random key by step.
         metadata: as saved, JSON types.
     """
@@ -29,7 +29,7 @@ class Restored(NamedTuple):
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested config dicts as one level of dotted keys, values as JSON has them."""
+    """Flattens nested config dicts to dotted keys, with values as JSON restores them."""
     flat = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -40,7 +40,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Leaves preemption to the run: steps of a save among its sync points would confuse them."""
+    """Disables Orbax's preemption check, whose steps would mix with the run's sync points."""
 
     def reached_preemption(self, step: int) -> bool:
         return False
@@ -49,13 +49,13 @@ class _Manager(ocp.CheckpointManager):
 class Checkpoints:
     """The checkpoints in one folder, which all processes of a run share.
 
-    Saving returns once the arrays are copied; the files are written behind the run's back and a
-    step exists only when all of them are there, so that a kill at any time leaves the step before
-    restorable. `close`, or leaving the `with` block, waits for the last one.
+    `save` returns once the arrays are copied; the files are written asynchronously. A step exists
+    only once all its files are written, so a kill at any time leaves the previous step restorable.
+    `close`, or leaving the `with` block, waits for the last save.
 
     Args:
-        folder: made where it does not exist.
-        keep: latest steps kept; older ones are deleted.
+        folder: created if missing.
+        keep: number of latest steps to keep; older ones are deleted.
         fingerprint: what determines the shapes of the state, such as the backbone's config.
     """
 
@@ -78,13 +78,13 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The last step saved, None in an empty folder."""
+        """The last saved step; None in an empty folder."""
         return self._manager.latest_step()
 
     def save(
         self, step: int, state: Any, data_position: int, rng: int, metadata: Mapping[str, Any]
     ) -> None:
-        """Saves one step, later than all before it.
+        """Saves one step, which must be later than all saved steps.
 
         Args:
             state: tree of arrays.
@@ -109,11 +109,11 @@ class Checkpoints:
         )
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Reads a step back, the latest by default.
+        """Restores a step, the latest by default.
 
         Args:
-            abstract_state: tree of `ShapeDtypeStruct`s with shardings; the mesh may be another
-                than the one that saved.
+            abstract_state: tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
+                the one at the save.
 
         Raises:
             ValueError: there is no such step, or it was saved under another fingerprint.
@@ -154,7 +154,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the last save and lets go of the folder."""
+        """Waits for the last save and closes the manager."""
         self.wait()
         self._manager.close()
 

@@ -1,4 +1,4 @@
-"""Compiled programs are kept in the workdir, so that a run that is started again compiles none."""
+"""Persistent compilation cache in the workdir, so that a restarted run compiles nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _counts: Counter[str] = Counter()
 
 
 def keep_programs(workdir: pathlib.Path) -> None:
-    """Has JAX keep programs in `workdir/compilation_cache`.
+    """Puts JAX's compilation cache in `workdir/compilation_cache`.
 
-    A folder that JAX was told of otherwise (JAX_COMPILATION_CACHE_DIR) stays the one.
+    A folder that is already set (JAX_COMPILATION_CACHE_DIR) takes precedence.
     """
     if not _counts:
         _counts.update(found=0, compiled=0)
@@ -31,7 +31,7 @@ def keep_programs(workdir: pathlib.Path) -> None:
 
 
 def counts() -> dict[str, int]:
-    """Programs of this process that were compiled, and that were found in the cache."""
+    """Number of programs that this process compiled, and that it found in the cache."""
     return dict(_counts)
 
 
@@ -41,7 +41,7 @@ def _count(event: str, **_) -> None:
 
 
 def _machine() -> str:
-    """A folder's name for each kind of CPU: what is compiled for one may not run on another."""
+    """Folder name for this kind of CPU: code compiled for one kind may not run on another."""
     described = pathlib.Path("/proc/cpuinfo")
     if not described.exists():
         return "any"

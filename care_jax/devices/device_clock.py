@@ -1,4 +1,4 @@
-"""How long the devices have something to do, from when work is given to them to when it is done."""
+"""Busy time of the devices: from the call of each program until its result is ready."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import jax
 
 
 class DeviceClock:
-    """Adds up the seconds in which programs run.
+    """Sums the seconds in which programs run.
 
-    A thread of its own waits for the results, so that the host may do something else meanwhile and
-    the time is right all the same. Programs run one after the other, in the order of the calls.
+    A separate thread waits for the results, so that the host does not block and the times are
+    still right. Programs run one after the other, in the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -22,15 +22,15 @@ class DeviceClock:
         self._busy = 0.0
 
     def watch(self, result: Any) -> None:
-        """Takes note of a program that was just called.
+        """Registers a program that was just called.
 
         Args:
-            result: some of what it gives, that is donated to no other program.
+            result: any of its outputs that is not donated to another program.
         """
         self._waiter.submit(self._wait, result, time.perf_counter())
 
     def busy_seconds(self) -> float:
-        """Of all programs watched so far, once they are done."""
+        """Busy seconds of all programs watched so far; waits until they are done."""
         return self._waiter.submit(lambda: self._busy).result()
 
     def _wait(self, result: Any, called: float) -> None:

@@ -1,10 +1,11 @@
-"""Several processes as one run: the start, whose rows are whose, gathering, the end.
+"""Multi-process runs: start, rows of each process, gathering across processes, preemption, exit.
 
-Every process runs the same program on its own rows of each batch, those that lie on its devices;
-files are the first process's. What all must agree on (bucket sizes, metrics) is gathered from
-small host arrays. Nothing here costs anything in a run of one process.
+Every process runs the same program on the rows of each batch that are on its devices. Process 0
+writes metrics, samples and exports; all processes write checkpoints. Values that all must agree
+on (bucket sizes, metrics) are gathered from small host arrays. In a run of one process, nothing
+here costs anything.
 
-N is rows of a whole batch, n those of one process.
+N is the rows of a whole batch, n those of one process.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from jaxtyping import Int
 
 from care_jax.devices import sharding
 
-_NO_TIMEOUT = 10**6  # seconds: a lone process may be suspended, nobody waits for its heartbeat
-_EXIT_PREEMPTED = 75  # EX_TEMPFAIL: not done, start it again
+_NO_TIMEOUT = 10**6  # seconds; a single process may be suspended: no other waits for its heartbeat
+_EXIT_PREEMPTED = 75  # EX_TEMPFAIL: unfinished, restart it
 
-# Calls of `is_preempted` so far, which every process makes in the same order.
+# Number of the next `is_preempted` call; every process makes the same calls.
 _sync_points = itertools.count(1)
 
 
 class Preempted(Exception):
-    """The run was told to end and has saved what it needs to go on; says where it was."""
+    """The run was told to stop and has saved what it needs to resume; says where it stopped."""
 
 
 def start(
@@ -46,17 +47,17 @@ def start(
     *,
     timeout: int = 300,
 ) -> None:
-    """Joins the processes of a run, before anything touches a device; also where there is but one.
+    """Initialises `jax.distributed` before any device is used, also in a run of one process.
 
-    TPU pods (also of GKE), Slurm and Open MPI are found by JAX. Elsewhere the three arguments, or
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment, say who is
-    who; without them the run is this process alone.
+    JAX detects TPU pods (also on GKE), Slurm and Open MPI. Elsewhere, pass the three arguments or
+    set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment; without
+    them the run has one process.
 
     Args:
-        coordinator_address: host:port of process 0, where it listens and the others find it.
+        coordinator_address: host:port at which process 0 listens.
         num_processes: of the whole run.
         process_id: of this one, 0 to num_processes - 1.
-        timeout: seconds until those that have not come are given up.
+        timeout: seconds to wait for the other processes.
 
     Raises:
         ValueError: the arguments are incomplete or wrong, or process 0 cannot be reached.
@@ -67,10 +68,10 @@ def start(
     if None not in (address, count, index):
         return _join(address, count, index, timeout)
     try:
-        with warnings.catch_warnings():  # of clusters that are none, such as a single pod
+        with warnings.catch_warnings():  # false detections, such as a single pod
             warnings.simplefilter("ignore")
             jax.distributed.initialize(address, count, index, initialization_timeout=timeout)
-    except ValueError as error:  # JAX found no cluster to complete them from
+    except ValueError as error:  # JAX detected no cluster to complete them from
         if (address, count, index) != (None, None, None):
             raise ValueError(
                 "expected --coordinator_address, --num_processes and --process_id together (or "
@@ -80,14 +81,14 @@ def start(
 
 
 def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
-    """Refuses a mesh on which a row of a batch would belong to several processes.
+    """Rejects a mesh on which one row of a batch would span several processes.
 
     Args:
         mesh: the devices.
         rules: see `sharding.batch_sharding`.
 
     Raises:
-        ValueError: mesh axes that do not shard the batch reach over the border of a process.
+        ValueError: mesh axes that do not shard the batch span several processes.
     """
     place = sharding.batch_sharding(mesh, rules)
     num_shards = sharding.num_shards(place)
@@ -106,14 +107,14 @@ def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
 
 
 def fetch(tree: Any) -> Any:
-    """This process's rows of arrays that are split as `sharding.put_batch` does, as numpy."""
+    """This process's rows, as numpy, of arrays sharded as by `sharding.put_batch`."""
     if jax.process_count() == 1:
         return jax.device_get(tree)
     for array in jax.tree.leaves(tree):
         array.copy_to_host_async()
 
     def rows(array):
-        # Replicas over "tensor" and "sequence" hold the same rows: one of them is read.
+        # Replicas over "tensor" and "sequence" hold the same rows, so one is read.
         shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
         return np.concatenate([np.asarray(shards[first]) for first in sorted(shards)])
 
@@ -124,8 +125,8 @@ def gather_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
     """The rows of all processes, in the order of the whole batch.
 
     Args:
-        tree: numpy arrays [n, ...] of at most 32 bits.
-        rows: where they stand in the batch; over all processes these are 0 to N - 1.
+        tree: numpy arrays [n, ...] with dtypes of at most 32 bits.
+        rows: their indices in the whole batch; over all processes these are 0 to N - 1.
 
     Returns:
         numpy arrays [N, ...], the same on every process.
@@ -138,12 +139,12 @@ def gather_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """The values of all processes, in their order; JSON types, of any length."""
+    """The values of all processes, in process order; JSON types, of any length."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size))
-    # Powers of two, so that few programs are compiled.
+    # Padded to powers of two, so that few programs are compiled.
     padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
     padded[: text.size] = text
     texts = multihost_utils.process_allgather(padded)
@@ -151,23 +152,23 @@ def gather_json(value: Any) -> list[Any]:
 
 
 def is_preempted() -> bool:
-    """Whether some process got SIGTERM and all have now come to the same place to stop at.
+    """Whether a process got SIGTERM and this call is the sync point at which all must stop.
 
-    Every process calls it at the same places of the program. The notice takes a second or two to
-    reach the others; the place is the next one after all have heard of it.
+    Every process calls it at the same points of the program. The notice takes a second or two to
+    reach the others; all stop at the first call after it has reached every process.
     """
     return multihost_utils.reached_preemption_sync_point(next(_sync_points))
 
 
 def leave(message: str, *, is_preempted: bool = False) -> NoReturn:
-    """Ends a run that is not done, with a line on stderr.
+    """Exits from an unfinished run, with a line on stderr.
 
-    A process of several that fails alone must not wait for the others: they wait for it, until
-    the heartbeats it no longer sends end them too.
+    A process that fails alone must not wait for the others. They wait for it, until its missing
+    heartbeats end them too.
 
     Args:
         message: the line.
-        is_preempted: exits with status 75, which asks for another start; else with 1.
+        is_preempted: exits with status 75, which asks for a restart; else with 1.
     """
     print(message, file=sys.stderr, flush=True)
     if is_preempted:
@@ -198,7 +199,7 @@ def _join(address: str, num_processes: int, process_id: int, timeout: int) -> No
             f"process id {process_id} must lie in 0..{num_processes - 1} of {num_processes} "
             "processes; number them from 0"
         )
-    if process_id:  # JAX would abort where it cannot connect
+    if process_id:  # JAX would abort if it cannot connect
         _wait_for(host, int(port), timeout)
     _bypass_proxies(host)
     jax.distributed.initialize(
@@ -215,7 +216,7 @@ def _start_alone() -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     _bypass_proxies("127.0.0.1")
-    # Virtual CPU devices of one process need no network between them.
+    # Virtual CPU devices of one process need no network collectives.
     jax.config.update("jax_cpu_collectives_implementation", None)
     jax.distributed.initialize(
         address,
@@ -228,15 +229,15 @@ def _start_alone() -> None:
 
 
 def _bypass_proxies(host: str) -> None:
-    """gRPC would look for the coordinator behind `http_proxy`."""
-    name = "no_grpc_proxy"  # which it reads in place of `no_proxy` where both are set
+    """Keeps gRPC from connecting to the coordinator through `http_proxy`."""
+    name = "no_grpc_proxy"  # gRPC prefers it to `no_proxy` if both are set
     known = os.environ.get(name) or os.environ.get("no_proxy")
     os.environ[name] = ",".join(filter(None, (known, host)))
-    jax.config.update("jax_check_proxy_envs", False)  # a warning of what has just been prevented
+    jax.config.update("jax_check_proxy_envs", False)  # its warning no longer applies
 
 
 def _wait_for(host: str, port: int, timeout: float) -> None:
-    """Returns once something listens there."""
+    """Returns once something listens at host:port."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,9 +1,9 @@
-"""What a chip can do, and what a program asks of it: FLOPs, bytes and the least time they take.
+"""Roofline of a program: its FLOPs and bytes, the peaks of a chip, and the least time they allow.
 
-Counted from shapes, since the compiler's own count takes a scanned layer once. A product of
-[m, k] with [k, n] is 2mkn FLOPs; norms, rotations, softmax and sampling are left out, and so are
-the bytes of activations. Padding counts as computed. Attention counts the pairs that the masks
-leave visible.
+Counted from shapes, since the compiler counts a scanned layer only once. A matmul of [m, k] with
+[k, n] is 2mkn FLOPs. Norms, rotary embeddings, softmax, sampling and the bytes of activations are
+left out. Padding counts as computed. Attention counts the (query, key) pairs that the masks leave
+visible.
 
 Letters: P prompt tokens, N image patches, R rows per prompt, T response tokens.
 """
@@ -23,13 +23,13 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Published figures of one chip.
+    """Published specifications of one chip.
 
     Attributes:
-        flops: bfloat16 FLOPs per second, without sparsity.
+        flops: dense bfloat16 FLOPs per second.
         hbm: bytes of memory that programs can use.
-        hbm_bandwidth: bytes per second to and from it.
-        ici_bandwidth: bytes per second from the other chips, over all links.
+        hbm_bandwidth: bytes per second to and from HBM.
+        ici_bandwidth: bytes per second received from other chips, over all links.
     """
 
     flops: float
@@ -38,11 +38,11 @@ class Chip:
     ici_bandwidth: float
 
 
-_TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # matrices of a tower's MLP: gated, or not
+_TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
 
-# Of a TPU's 16, 95 and 32 GiB the compiler keeps some to itself. Of a GPU's 79.1 and 141 GiB, 90%:
-# CUDA and NCCL take theirs beside what XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 reserves for programs.
-# Its network is NVLink, one way; between nodes it is slower.
+# The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's 79.1 and 141
+# GiB (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. A GPU's network is
+# NVLink in one direction; between nodes it is slower.
 CHIPS = {
     "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9),
     "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9),
@@ -52,7 +52,7 @@ CHIPS = {
 }
 
 
-# bfloat16 FLOPs per second of what jax calls `device_kind`, without sparsity.
+# Dense bfloat16 FLOPs per second, by JAX's `device_kind`.
 PEAK_FLOPS = {
     "TPU v5 lite": CHIPS["v5e"].flops,
     "TPU v5": CHIPS["v5p"].flops,
@@ -67,14 +67,14 @@ PEAK_FLOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a program does.
+    """What a program computes and moves.
 
     Attributes:
         flops: of all chips together.
-        hbm_bytes: that one chip reads and writes.
-        ici_bytes: that one chip receives from others; estimated until its program is compiled.
-        tokens: sampled, or learned from; 0 where that is not what it is for.
-        num_passes: of the program's loop of unknown length: microbatches, or sampled tokens.
+        hbm_bytes: bytes that one chip reads and writes.
+        ici_bytes: bytes that one chip receives; estimated until its program is compiled.
+        tokens: tokens sampled or trained on; 0 if the program does neither.
+        num_passes: iterations of the loop of unknown length: microbatches or decode steps.
     """
 
     flops: float = 0
@@ -84,7 +84,7 @@ class Work:
     num_passes: int = 0
 
     def bounds(self, chip: Chip, num_chips: int) -> dict[str, float]:
-        """Seconds of computing, memory and network, each at its peak."""
+        """Seconds of compute, memory traffic and network, each at its peak rate."""
         return {
             "compute": self.flops / (num_chips * chip.flops),
             "memory": self.hbm_bytes / chip.hbm_bandwidth,
@@ -98,10 +98,10 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """What one forward over packed trees computes.
+    """The size of one forward over packed trees.
 
     Attributes:
-        tokens, patches: that pass the layers, padding included.
+        tokens, patches: computed, padding included.
         pairs: (query, visible key) pairs of tokens.
         patch_pairs: pairs of patches of the same image.
         scored: response tokens, whose logits are computed.
@@ -116,7 +116,7 @@ class Packed:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is decoded: prompts of P tokens and N patches, each with R rows of room for T tokens."""
+    """What is decoded: prompts of P tokens and N patches, each with R rows of T cache slots."""
 
     prompts: int
     prompt_tokens: int
@@ -127,13 +127,13 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a program is spread out.
+    """How a program is sharded.
 
     Attributes:
         batch_parts: shards of a batch.
-        weight_parts: shards of the weights, which are all-gathered where they are used.
-        product_parts: shards of every product (tensor parallel).
-        itemsize: bytes of a weight or activation that is computed with.
+        weight_parts: FSDP shards of the weights, which are all-gathered where they are used.
+        product_parts: tensor-parallel shards of every matmul.
+        itemsize: bytes of a weight or activation in the compute dtype.
     """
 
     batch_parts: int
@@ -149,7 +149,7 @@ def tree_pairs(
 
     Args:
         prompt: tokens of each prompt.
-        responses: tokens of each of its responses.
+        responses: tokens of each response to it.
     """
     prompt, responses = prompt.astype(np.int64), responses.astype(np.int64)
     return _causal(prompt) + (responses * prompt[:, None] + _causal(responses)).sum(-1)
@@ -160,11 +160,11 @@ def _causal(num_tokens):
 
 
 def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored: int) -> float:
-    """Forward of the decoder.
+    """FLOPs of a forward of the decoder.
 
     Args:
         text: its configuration.
-        num_tokens: that pass its layers.
+        num_tokens: tokens through its layers.
         num_pairs: (query, visible key) pairs.
         num_scored: tokens whose logits are computed.
     """
@@ -177,13 +177,13 @@ def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored:
 def tower_flops(
     vision: VisionConfig, family: str, num_patches: int, num_pairs: int | None = None
 ) -> float:
-    """Forward of the vision tower, in whole windows.
+    """FLOPs of a forward of the vision tower; every window counts as full.
 
     Args:
         vision: its configuration.
         family: of the backbone.
-        num_patches: that pass its layers.
-        num_pairs: of patches of the same image; None where they are all of one.
+        num_patches: patches through its layers.
+        num_pairs: pairs of patches of the same image; None if all patches are of one image.
     """
     D, F, N = vision.hidden_size, vision.intermediate_size, num_patches
     whole = N * N if num_pairs is None else num_pairs
@@ -200,7 +200,7 @@ def tower_flops(
 
 
 def forward_flops(config: BackboneConfig, packed: Packed) -> tuple[float, float, float]:
-    """(tower, decoder's layers, logits) of one forward over packed trees."""
+    """FLOPs of (vision tower, decoder layers, logits) in one forward over packed trees."""
     tower = tower_flops(config.vision, config.family, packed.patches, packed.patch_pairs)
     layers = decoder_flops(config.text, packed.tokens, packed.pairs, 0)
     return tower, layers, decoder_flops(config.text, 0, 0, packed.scored)
@@ -214,11 +214,12 @@ def train_flops(
     freeze_vision: bool = False,
     has_adapters: bool = False,
 ) -> float:
-    """Forward and backward as they are computed, what is recomputed included.
+    """FLOPs of forward and backward, rematerialisation included.
 
-    A backward pass is two forwards: gradients of the inputs and of the weights. Adapters leave out
-    the second of these and the tower's both; the logits' weights are trained unless adapters are.
-    "dots" recomputes no product with weights, "layer" all of them; the logits always are.
+    A backward pass costs two forwards: gradients of the inputs and of the weights. Adapters omit
+    the weight gradients and the whole backward of the vision tower; without adapters the weights of
+    the logits are trained. remat="dots" recomputes no matmul with weights, "layer" all of them; the
+    logits are always recomputed.
     """
     tower, layers, logits = forward_flops(config, packed)
     is_recomputed = remat == "layer"
@@ -232,12 +233,12 @@ def model_flops(
     prompt_sizes: Int[np.ndarray, "N 2"],
     num_row_tokens: Int[np.ndarray, "N R"],
 ) -> float:
-    """What one update over N prompts is worth: three forwards of real tokens, nothing recomputed.
+    """Model FLOPs of one update over N prompts: three forwards of real tokens, without remat.
 
     Args:
         config: of the backbone.
         prompt_sizes: tokens and patches of each prompt.
-        num_row_tokens: response tokens of each of its R rows; a prompt without any counts nothing.
+        num_row_tokens: tokens of each response; a prompt with none counts nothing.
     """
     is_trained = num_row_tokens.any(-1)
     (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]
@@ -257,11 +258,11 @@ def train_work(
     freeze_vision: bool = False,
     has_adapters: bool = False,
 ) -> Work:
-    """An update: each microbatch gathers the weights in every pass and scatters their gradient."""
+    """An update: each microbatch all-gathers weights every pass and reduce-scatters gradients."""
     num_weights = decoder_weights(config.text)
     gathered = num_weights * layout.itemsize / layout.product_parts
     num_passes = 2 + (remat != "none")
-    # Weights, two moments and a gradient in float32, each read and written.
+    # Weights, two Adam moments and the gradient in float32, each read and written.
     state = 0 if has_adapters else 32 * num_weights / layout.weight_parts / layout.product_parts
     return Work(
         flops=train_flops(
@@ -277,7 +278,7 @@ def train_work(
 def score_work(
     config: BackboneConfig, packed: Packed, layout: Layout, *, num_microbatches: int
 ) -> Work:
-    """The log-probabilities of all responses: a forward."""
+    """The log-probabilities of all responses: one forward."""
     gathered = decoder_weights(config.text) * layout.itemsize / layout.product_parts
     return Work(
         flops=sum(forward_flops(config, packed)),
@@ -289,7 +290,7 @@ def score_work(
 
 
 def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
-    """The prompts and their images, once each."""
+    """Prefill: a forward of each prompt and its images."""
     tower = rows.prompts * tower_flops(config.vision, config.family, rows.patches)
     num_tokens = rows.prompts * rows.prompt_tokens
     num_pairs = rows.prompts * _causal(rows.prompt_tokens)
@@ -302,16 +303,16 @@ def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
 def decode_work(
     config: BackboneConfig, rows: Rows, layout: Layout, *, num_steps: int, num_tokens: int
 ) -> Work:
-    """Some steps of all rows, idle ones too.
+    """Decode steps of all rows, including idle ones.
 
-    Every step reads the weights, and all of the cache that there is room for.
+    Every step reads the weights and the whole allocated KV cache.
 
     Args:
         config: of the backbone.
-        rows: with the room that each has.
+        rows: with the cache slots allocated for each.
         layout: of the program.
-        num_steps: tokens that a row which is never idle samples.
-        num_tokens: that all rows sample.
+        num_steps: decode steps.
+        num_tokens: tokens sampled by all rows.
     """
     text = config.text
     num_rows = rows.prompts * rows.rows
@@ -330,7 +331,7 @@ def decode_work(
 
 
 def decoder_weights(text: TextConfig) -> int:
-    """Weights that a token passes: the layers' products and the unembedding."""
+    """Number of weights in the matmuls of the decoder layers and the unembedding."""
     D, H = text.hidden_size, text.head_dim
     heads = 2 * text.num_heads + 2 * text.num_kv_heads
     layer = D * H * heads + 3 * D * text.intermediate_size

@@ -1,11 +1,10 @@
-"""Where arrays live: the device mesh, and everything on it by the names of its axes.
+"""The device mesh, and shardings from logical axis names.
 
-Parameters, activations, caches and batches name their axes ("batch", "embed", "mlp", ...), and
-ordered rules map these names to the axes of the mesh: one table while training, one while decoding.
-As shipped, training is FSDP over all four mesh axes: every device has rows of its own and a shard
-of every parameter, which is all-gathered where it is used. Decoding keeps each row on the devices
-of "tensor" and "sequence", which shard heads and MLP (tensor parallel), and splits the batch over
-"data" x "fsdp".
+Parameters, activations, caches and batches name their axes ("batch", "embed", "mlp", ...). Ordered
+rules map these names to mesh axes, with one table for training and one for decoding. The default
+training rules are FSDP: all four mesh axes shard the batch, all but "data" shard the parameters,
+and each parameter is all-gathered where it is used. The default decoding rules are tensor parallel:
+"tensor" and "sequence" shard heads, MLP and vocabulary, "data" and "fsdp" shard the batch.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of all devices with the axes `MESH_AXES`.
 
-    Between slices, whose network is slow, lies "data"; "tensor" and "sequence" stay on one host
-    where they fit.
+    "data" spans the slices, between which the network is slow; "tensor" and "sequence" stay on one
+    host if they fit.
 
     Args:
-        data, fsdp, tensor, sequence: sizes, at least 1; one may be -1 and takes what the others
-            leave.
-        devices: all devices of the run by default.
+        data, fsdp, tensor, sequence: sizes, at least 1; one may be -1, which takes all remaining
+            devices.
+        devices: by default all devices of the run.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices, or "data" is no multiple of
-            the number of slices.
+        ValueError: the sizes do not multiply to the number of devices, or "data" is not a multiple
+            of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [data, fsdp, tensor, sequence]
@@ -75,7 +74,7 @@ def make_mesh(
 
 
 def _grid(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices in the shape of the mesh, near ones along its later axes."""
+    """The devices in the shape of the mesh; the later axes connect nearby devices."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     if len(slices) == 1:
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
@@ -95,7 +94,7 @@ def _grid(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
     hosts = [{device.process_index for device in row} for row in of_a_row]
     if max(map(len, hosts)) == 1:
         return grid
-    # A row of a batch would be of several hosts: take the devices host by host.
+    # A row of a batch would span several hosts, so order the devices host by host.
     slice_of = {
         device: place[0] * len(slices) // sizes[0] for place, device in np.ndenumerate(grid)
     }
@@ -105,7 +104,7 @@ def _grid(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
 
 @functools.cache
 def _log_replicated(logical: str, size: int, mesh_axis: str, mesh_size: int) -> None:
-    """Says once, not once per parameter, that an axis is not cut."""
+    """Warns once, not once per parameter, that a mesh axis does not shard a logical axis."""
     logging.warning(
         f"axis {logical!r} of size {size} does not divide by mesh.{mesh_axis}={mesh_size} and is "
         "replicated"
@@ -113,7 +112,7 @@ def _log_replicated(logical: str, size: int, mesh_axis: str, mesh_size: int) -> 
 
 
 def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
-    """What the first rule for a logical axis says."""
+    """The mesh axes in the first rule for a logical axis."""
     mesh_axes = next((axes for rule, axes in rules if rule == name), None) or ()
     return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
 
@@ -124,7 +123,7 @@ def _partition_spec(
     if len(logical) != len(shape):
         raise ValueError(f"{path} has axes {logical} but shape {shape}; name each dimension once")
     spec: list[tuple[str, ...] | str | None] = []
-    cut_by: dict[str, str] = {}  # mesh axis -> the logical axis that took it
+    cut_by: dict[str, str] = {}  # mesh axis -> the logical axis mapped to it
     for name, size in zip(logical, shape, strict=True):
         cut: list[str] = []
         num_cuts = 1
@@ -145,7 +144,7 @@ def _partition_spec(
 
 
 def check_rules(name: str, rules: Rules) -> None:
-    """Refuses a table that names what is no mesh axis.
+    """Rejects a table that names an unknown mesh axis.
 
     Args:
         name: key of the table in the config, for the message.
@@ -161,12 +160,12 @@ def check_rules(name: str, rules: Rules) -> None:
 
 
 def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) -> Any:
-    """The sharding of every array of a tree: parameters, a cache.
+    """The sharding of every array of a tree, such as parameters or a KV cache.
 
     The first rule that names a logical axis decides; an axis without a rule is replicated. An axis
-    is cut over as many of its rule's mesh axes, from the first on, as its size divides by; where
-    this is none (2 kv heads on tensor=4: each device then holds the keys its query heads need) or
-    not all of them, it is logged once per axis and size.
+    is sharded over the longest prefix of its rule's mesh axes whose product divides its size. If
+    that prefix is empty (2 kv heads on tensor=4: each device then holds the keys its query heads
+    need) or not all of them, a warning is logged once per axis and size.
 
     Args:
         logical_axes: tree with a tuple of axis names for every array.
@@ -174,7 +173,7 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
         rules: see `Rules`.
 
     Raises:
-        ValueError: one array would be cut twice by the same mesh axis.
+        ValueError: the rules map two axes of one array to the same mesh axis.
     """
 
     def place(path: jax.tree_util.KeyPath, logical: layers.Axes, shape: Any) -> Any:
@@ -186,7 +185,7 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
 
 
 def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
-    """`function`, traced with its backbone's activations laid out by `rules`."""
+    """`function`, with the activations of its backbone constrained to shardings by `rules`."""
     if mesh.size == 1:
         return function
 
@@ -203,13 +202,13 @@ def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
 
 
 def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
-    """Shardings of a tree that repeats the parameters' tree inside, as an optimizer state does.
+    """Shardings of a tree that contains copies of the parameter tree, such as an optimizer state.
 
-    A leaf whose path ends in a parameter's path lies as that parameter; any other is replicated.
+    A leaf whose path ends in a parameter's path is sharded like it; any other is replicated.
 
     Args:
         tree: arrays or `ShapeDtypeStruct`s, such as `jax.eval_shape(optimizer.init, params)`.
-        shardings: the parameters' own.
+        shardings: of the parameters.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
 
@@ -227,12 +226,12 @@ def of(tree: Any) -> Any:
 
 
 def on_host(shardings: Any) -> Any:
-    """A tree of shardings with the host's memory in place of the device's."""
+    """The same shardings, in pinned host memory."""
     return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), shardings)
 
 
 def has_host_memory(mesh: Mesh) -> bool:
-    """Whether the devices can keep arrays in host memory."""
+    """Whether the devices can keep arrays in pinned host memory."""
     return all(
         any(memory.kind == "pinned_host" for memory in device.addressable_memories())
         for device in mesh.local_devices
@@ -240,7 +239,7 @@ def has_host_memory(mesh: Mesh) -> bool:
 
 
 def abstract(tree: Any) -> Any:
-    """Shape, type and layout of every array, which is what a checkpoint is restored to."""
+    """Shape, dtype and sharding of every array: the target of a checkpoint restore."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
@@ -250,35 +249,35 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """The leading axis (prompts, rows) is sharded as the rules have "batch"; the others are whole.
+    """Shards the leading axis (prompts, rows) over the mesh axes of "batch", and no other axis.
 
-    A batch has as many shards as these mesh axes have devices, see `num_shards`.
+    The number of shards is the product of these mesh axes, see `num_shards`.
     """
     return NamedSharding(mesh, PartitionSpec(_mesh_axes("batch", rules)))
 
 
 def replicate(array: np.ndarray, mesh: Mesh) -> jax.Array:
-    """A whole array on every device; every process has the same."""
+    """Replicates an array on all devices; every process passes the same array."""
     return jax.make_array_from_callback(array.shape, replicated(mesh), lambda part: array[part])
 
 
 def num_shards(place: NamedSharding) -> int:
-    """Shards of the leading axis of what is laid out like this, over all processes."""
+    """Number of shards of the leading axis, over all processes."""
     return math.prod(place.mesh.shape[axis] for axis in place.spec[0])
 
 
 def num_shards_of(axis: str, rules: Rules, mesh: Mesh) -> int:
-    """Shards that the rules ask for along a logical axis, where its size divides."""
+    """Number of shards of a logical axis under the rules, if its size is divisible by it."""
     return math.prod(mesh.shape[mesh_axis] for mesh_axis in _mesh_axes(axis, rules))
 
 
 def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
-    """What computes attention over whole rows on a mesh.
+    """The attention implementation over whole rows for a mesh.
 
     Args:
-        name: "xla" for the compiler's own products, "kernel" for the device's, "auto" for the
-            kernel where the device has one.
-        rules: say which mesh axes shard rows and heads while they attend.
+        name: "xla" for XLA matmuls, "kernel" for the device's kernel, "auto" for the kernel if the
+            device has one.
+        rules: they give the mesh axes that shard rows and heads inside attention.
         mesh: the devices.
     """
     kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(mesh.devices.flat[0].platform, "xla")
@@ -291,7 +290,7 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
 
 
 def local_rows(size: int, place: NamedSharding) -> Int[np.ndarray, " n"]:
-    """Rows of a batch that lie on this process's devices, ascending; not always one run of them.
+    """Indices of the batch rows on this process's devices, ascending, not always contiguous.
 
     Args:
         size: rows of the whole batch, a multiple of its shards.
@@ -302,7 +301,7 @@ def local_rows(size: int, place: NamedSharding) -> Int[np.ndarray, " n"]:
 
 
 def owners(size: int, place: NamedSharding) -> Int[np.ndarray, " N"]:
-    """The process on whose devices each row of a batch lies.
+    """The process whose devices hold each row of a batch.
 
     Args:
         size: rows of the whole batch, a multiple of its shards.
@@ -315,15 +314,15 @@ def owners(size: int, place: NamedSharding) -> Int[np.ndarray, " N"]:
 
 
 def put_batch(batch: Any, place: NamedSharding) -> Any:
-    """Puts a tree of numpy arrays on the devices, sharded by their leading axis.
+    """Puts a tree of numpy arrays on the devices, sharded along their leading axis.
 
     Args:
         batch: arrays [B, ...]; None in place of an array stays None. In a run of several
-            processes each passes its `local_rows` and B counts over all of them.
+            processes, B is the global batch and each process passes its `local_rows`.
         place: see `batch_sharding`.
 
     Raises:
-        ValueError: B does not divide by the shards.
+        ValueError: B is not divisible by the number of shards.
     """
     num_local = len(local_rows(num_shards(place), place))
 
@@ -340,7 +339,7 @@ def put_batch(batch: Any, place: NamedSharding) -> Any:
 
 
 def put_ahead(batches: Iterable[Any], place: NamedSharding) -> Iterator[Any]:
-    """`put_batch` of each, done while the one before it is worked on: two lie there at a time."""
+    """`put_batch` of each, one ahead: the next is on the devices while a batch is in use."""
     placed = None
     for batch in batches:
         following = put_batch(batch, place)
@@ -352,7 +351,7 @@ def put_ahead(batches: Iterable[Any], place: NamedSharding) -> Iterator[Any]:
 
 
 def check_divides(name: str, size: int, place: NamedSharding) -> None:
-    """Refuses a batch size that the mesh cannot split.
+    """Rejects a batch size that the mesh cannot shard evenly.
 
     Args:
         name: key of the size in the config, for the message.

@@ -1,18 +1,18 @@
-"""What XLA is told by default."""
+"""Default XLA flags."""
 
 from __future__ import annotations
 
 import os
 
-# With jaxlib 0.10.2's YNN library an update on a CPU takes 15% longer and 0.8 GiB more memory, and
+# With the YNN library of jaxlib 0.10.2, a CPU update takes 15% longer and 0.8 GiB more memory, and
 # decoding is no faster (`perf.update_memory`, `perf.decode`).
 _DEFAULTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 def set_defaults() -> None:
-    """Puts the defaults into XLA_FLAGS, before JAX first asks for devices.
+    """Adds the defaults to XLA_FLAGS; call it before JAX initialises its devices.
 
-    A flag that stands there already keeps its value. Other devices pay no heed to a CPU's flags.
+    A flag that is already set keeps its value. Other devices ignore the CPU flags.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [

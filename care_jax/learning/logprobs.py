@@ -1,9 +1,9 @@
-"""Log-probabilities of responses under the policy, without ever holding all logits.
+"""Log-probabilities of responses under the policy, without materialising all logits.
 
-Rows hold packed trees, `[prompt | r_0 | r_1 | ...] [prompt' | ...]`, see `batch.TreeRows`: a prompt
+Rows hold packed trees, `[prompt | r_0 | r_1 | ...] [prompt' | ...]`, see `batch.TreeRows`. A prompt
 and its images are computed once for all of its responses, forward and backward. A token is scored
-from the hidden state of the token that predicts it; for the first of each response that is the last
-of their prompt. Logits are computed for scored tokens alone, in chunks.
+from the hidden state of the token that predicts it; for a response's first token that is the last
+token of its prompt. Logits are computed in chunks of scored tokens.
 
 Letters: B rows, S tokens of a row, D model, V vocab.
 """
@@ -41,7 +41,7 @@ def token_logprobs(
         targets: token ids.
         config: of the backbone.
         chunk: tokens of each row whose logits are held at a time, in the backward pass too.
-        is_wanted: chunks without any such token are not computed, and give 0.
+        is_wanted: with more than one chunk, those without such a token are skipped and give 0.
     """
 
     @jax.checkpoint
@@ -87,7 +87,7 @@ def score_rows(
     remat: str = "none",
     attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
-    """log π of every response token given its prompt and its own past, and the entropy there.
+    """log π of every response token given prompt and earlier response tokens; the entropy of π.
 
     Args:
         params: the backbone's, in the training layout.
@@ -95,11 +95,11 @@ def score_rows(
         config: of the backbone.
         dtype: of the activations.
         chunk: tokens of each row whose logits are held at a time.
-        remat: what the backward pass recomputes, see `models.backbone.forward`.
-        attention: what computes attention over the rows.
+        remat: what the backward pass rematerialises, see `models.backbone.forward`.
+        attention: implementation of attention over the rows.
 
     Returns:
-        log-probabilities and entropies in nats, at the places of the tokens; 0 elsewhere.
+        log-probabilities and entropies in nats, at the positions of the tokens; 0 elsewhere.
     """
     features = None
     if rows.images is not None:
@@ -116,7 +116,7 @@ def score_rows(
         features=features,
         slots=rows.slots,
     )
-    # Scored tokens stand one after the other here, so that few chunks hold others.
+    # Gather the scored tokens to the front of each row, so that chunks without any can be skipped.
     places = jnp.maximum(rows.scored, 0)
     predictor = jnp.maximum(jnp.take_along_axis(rows.predictor, places, axis=1), 0)
     scored = token_logprobs(
@@ -133,6 +133,6 @@ def score_rows(
 
 
 def _split_tokens(x: Array, *, chunk: int, padding: int) -> Array:
-    """[B, S, ...] to [S / chunk, B, chunk, ...], the last chunk padded with zeros."""
+    """Reshapes [B, S, ...] to [S / chunk, B, chunk, ...], the last chunk zero-padded."""
     x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)

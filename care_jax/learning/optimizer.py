@@ -1,4 +1,4 @@
-"""AdamW behind a gradient-norm clip, with a warm-up; what is trained, and in which type it lies.
+"""AdamW after a gradient-norm clip, with warm-up; what is trained, and the dtype it is stored in.
 
 As in the method's published code (torch's AdamW over one parameter group), weight decay applies
 to every trained parameter, biases and norm scales included, and is scaled by the learning rate.
@@ -26,20 +26,20 @@ def make_schedule(
 ) -> optax.Schedule:
     """The learning rate of each update, for the optimizer and for the log.
 
-    Update n (from 0) has lr·(n+1)/warmup_steps while warming up, so that the first one moves,
-    and after it lr, or for "cosine" lr·(1 + cos(π·(n - warmup)/(num_steps - warmup)))/2.
+    Update n (from 0) has lr·(n+1)/warmup_steps during warm-up, so that the first is not 0.
+    After it: lr, or for "cosine" lr·(1 + cos(π·(n - warmup)/(num_steps - warmup)))/2.
 
     Args:
-        learning_rate: its peak.
+        learning_rate: peak.
         warmup_steps: optimizer updates until the peak.
         num_steps: optimizer updates of the whole stage.
         schedule: "constant" or "cosine".
 
     Returns:
-        Update index, an int on the host or an array on the device, to learning rate.
+        function from update index (an int on the host or an array on the device) to learning rate.
 
     Raises:
-        ValueError: an unknown schedule or a warm-up that the stage does not hold.
+        ValueError: unknown schedule, or a warm-up that is not shorter than the stage.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {schedule!r}")
@@ -63,11 +63,11 @@ def make_schedule(
 def make_optimizer(
     learning_rate_at: optax.Schedule, *, weight_decay: float, max_grad_norm: float
 ) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW (0.9, 0.999, ε 1e-8).
+    """Clip by global norm, then AdamW (β₁ 0.9, β₂ 0.999, ε 1e-8).
 
     Args:
         learning_rate_at: see `make_schedule`.
-        weight_decay: decoupled, per update: lr·weight_decay of the parameter.
+        weight_decay: decoupled: each update subtracts lr·weight_decay times the parameter.
         max_grad_norm: of the gradient over all trained parameters; infinity never clips.
     """
     if not max_grad_norm > 0:
@@ -79,10 +79,10 @@ def make_optimizer(
 
 
 def partition(params: Params, *, freeze_vision: bool = False) -> tuple[Params, Params]:
-    """(trained, frozen) parameters; a frozen one has no gradient, no state and no share in norms.
+    """(trained, frozen) parameters; frozen ones have no gradient, optimizer state or part in norms.
 
-    Where there are adapters (`models.lora`) they alone are trained, else all but the vision tower
-    if that is frozen.
+    With adapters (`models.lora`) only these are trained. Without, everything is, except the vision
+    tower if `freeze_vision`.
     """
     flat = flatten_dict(params)
     has_adapters = any(map(lora.is_adapter, flat))
@@ -97,16 +97,16 @@ def partition(params: Params, *, freeze_vision: bool = False) -> tuple[Params, P
 
 
 def combine(trained: Params, frozen: Params) -> Params:
-    """Puts together what `partition` took apart."""
+    """Merges the two results of `partition`."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
 
 
 def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:
-    """Arrays of `new` in the types of `old`, float32 to bfloat16 by stochastic rounding.
+    """Casts `new` to the dtypes of `old`, float32 to bfloat16 by stochastic rounding.
 
-    Rounding to nearest would lose every change below 2^-9 of a value, which is nearly every change
-    of a weight, and of a second moment that moves by a thousandth at a time. Rounding up with the
-    probability of the part cut off keeps the expected value.
+    Rounding to nearest would lose every change below 2^-9 of a value. That is nearly every change
+    of a weight, and of a second moment that changes by a thousandth at a time. Rounding away from
+    zero with a probability equal to the fraction dropped is unbiased.
     """
     leaves, structure = jax.tree.flatten(new)
 
@@ -116,7 +116,7 @@ def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:
         bits = jax.lax.bitcast_convert_type(new, jnp.uint32)
         noise = jax.random.bits(jax.random.fold_in(rng, number), new.shape, jnp.uint16)
         bits = (bits + noise) & jnp.uint32(0xFFFF0000)
-        nearest = new.astype(jnp.bfloat16)  # for infinities and NaN, which noise would break
+        nearest = new.astype(jnp.bfloat16)  # for infinities and NaN, which the noise would corrupt
         return jnp.where(
             jnp.isfinite(new),
             jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16),
@@ -130,5 +130,5 @@ def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:
 
 
 def widen(tree: Any) -> Any:
-    """bfloat16 arrays as float32, in which updates are computed; others as they are."""
+    """Casts bfloat16 to float32, the dtype updates are computed in; other dtypes are unchanged."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)

@@ -1,9 +1,9 @@
-"""One optimizer update: pure (state, batch) -> (state, metrics), accumulated over microbatches.
+"""One optimizer update: pure (state, batch) -> (state, metrics), with gradient accumulation.
 
-Every sum is divided by a denominator counted over the whole batch, so loss, gradient and metrics
-are the same however trees are packed into rows, and rows into microbatches and over devices.
-Microbatches that hold nothing are skipped when the program runs, so that one program serves
-batches of several sizes.
+Every sum is divided by a denominator counted over the whole batch. Loss, gradient and metrics
+therefore do not depend on how trees are packed into rows, or rows split into microbatches and
+sharded over devices. Empty microbatches are skipped at run time, so one program serves batches of
+several sizes.
 
 Letters: B rows, S tokens of a row.
 """
@@ -39,12 +39,12 @@ Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
 
 @flax.struct.dataclass
 class TrainState:
-    """What an update changes.
+    """The state that an update changes.
 
     Attributes:
         params: master weights, in the training layout.
         opt_state: of the optimizer, over the trained parameters.
-        step: updates done.
+        step: number of updates done.
     """
 
     params: Params
@@ -62,10 +62,10 @@ def init_state(
     """The state before the first update.
 
     Args:
-        params: where it starts.
+        params: initial parameters.
         optimizer: of the trained ones.
-        partition: tells the trained from the frozen, see `optimizer.partition`.
-        moments_dtype: of the optimizer's arrays.
+        partition: splits parameters into (trained, frozen), see `optimizer.partition`.
+        moments_dtype: dtype the optimizer's arrays are stored in.
     """
     trained, _ = partition(params)
     is_moment = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
@@ -76,7 +76,7 @@ def init_state(
 
 
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
-    """Where a state lies: the optimizer's as the parameters, which are on the mesh already."""
+    """Shardings of a state: the optimizer's follow the parameters', read from the arrays."""
     params = sharding.of(state.params)
     opt_state = sharding.shardings_like(state.opt_state, params, mesh)
     return TrainState(params, opt_state, sharding.replicated(mesh))
@@ -104,7 +104,7 @@ def train_step(
         L = -Σᵢ wᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
             + β · mean over is_trained of k3(π_θ, π_ref)
 
-    over the responses i, wᵢ their share in their prompt's loss.
+    i runs over the responses; wᵢ is the weight of response i in its prompt's loss.
 
     Args:
         state: before the update.
@@ -116,13 +116,13 @@ def train_step(
         clip_low, clip_high: ε of the clipped ratio, below and above 1.
         chunk: tokens of each row whose logits are held at a time.
         dtype: of the activations.
-        remat: what the backward pass recomputes.
-        has_sequence_ratio: ρₜ is that of its response, the geometric mean over tokens (GSPO).
-        partition: tells the trained parameters from the frozen.
-        attention: what computes attention over the rows.
+        remat: what the backward pass rematerialises.
+        has_sequence_ratio: ρₜ is the ratio of its response, the geometric mean over tokens (GSPO).
+        partition: splits parameters into (trained, frozen).
+        attention: implementation of attention over the rows.
 
     Returns:
-        the state after it, and metrics in nats and shares of tokens.
+        the new state, and metrics in nats and fractions of tokens.
     """
     total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
     num_trained = jnp.maximum(batch.is_trained.sum(), 1)
@@ -143,7 +143,7 @@ def train_step(
             remat=remat,
             attention=attention,
         )
-        # Elsewhere (prompts, forced tokens, padding) the ratio is held at 1.
+        # For other tokens (prompts, forced tokens, padding) the ratio is held at 1.
         logp = jnp.where(batch.is_trained, logp, batch.old_logp)
         log_ratio = logp - batch.old_logp
         if has_sequence_ratio:
@@ -189,14 +189,14 @@ def update(
 
     Args:
         state: before the update.
-        batch: arrays with a leading axis of B rows, and the trees in them as `batch.rows`.
-        loss_fn: the share of the loss that a microbatch adds (already divided by the whole
-            batch's denominators), and metrics as (numerator, denominator).
+        batch: arrays with a leading axis of B rows; its trees are `batch.rows`.
+        loss_fn: a microbatch's contribution to the loss (already divided by the whole batch's
+            denominators), and metrics as (numerator, denominator).
         optimizer: of the trained parameters.
         microbatch_size: rows of one forward and backward; divides B.
-        partition: tells the trained parameters from the frozen.
+        partition: splits parameters into (trained, frozen).
 
-    Gradients are summed and applied in float32 whatever type the state is stored in.
+    Gradients are summed and applied in float32, whatever dtype the state is stored in.
     """
     trained, frozen = partition(state.params)
     value_and_grad = jax.value_and_grad(
@@ -215,7 +215,7 @@ def update(
     (loss, ratios), grads = jax.lax.fori_loop(0, number, add, zeros)
 
     wide = widen(trained)
-    moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # they may lie on the host
+    moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # may be in host memory
     updates, opt_state = optimizer.update(grads, widen(moments), wide)
     updated = optax.apply_updates(wide, updates), opt_state
     rng = jax.random.fold_in(jax.random.key(0), state.step)
@@ -229,11 +229,10 @@ def update(
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:
-    """[B, ...] to [B / microbatch_size, microbatch_size, ...], see `map_microbatches` for the way
-    back.
+    """Splits [B, ...] into [B / microbatch_size, microbatch_size, ...].
 
-    Microbatch i of n takes every n-th row from i on, so that each keeps the batch's layout over
-    devices.
+    Microbatch i of n holds rows i, n + i, 2n + i, ..., so that each is sharded over devices as the
+    batch is. `map_microbatches` has the inverse.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     if size % microbatch_size:
@@ -246,14 +245,14 @@ def split_batch(batch: Batch, microbatch_size: int) -> Batch:
 
 
 def microbatch_at(microbatches: Batch, index: int | Int[Array, ""]) -> Batch:
-    """One of those of `split_batch`."""
+    """One microbatch of the result of `split_batch`."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), microbatches
     )
 
 
 def num_microbatches(microbatches: Batch) -> Int[Array, ""]:
-    """The microbatches before the first that holds no response; those behind it are empty too."""
+    """Number of microbatches before the first without a response; all later ones are empty too."""
     is_used = (microbatches.rows.predictor >= 0).any((1, 2))
     return jnp.cumprod(is_used.astype(jnp.int32)).sum()
 
@@ -261,7 +260,7 @@ def num_microbatches(microbatches: Batch) -> Int[Array, ""]:
 def map_microbatches(
     function: Callable[[Batch], Array], batch: Batch, microbatch_size: int
 ) -> Array:
-    """`function` of each microbatch, [microbatch_size, ...], put together to [B, ...].
+    """Applies `function` (results [microbatch_size, ...]) to each microbatch, joined to [B, ...].
 
     Rows of empty microbatches are 0.
     """

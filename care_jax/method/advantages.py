@@ -1,21 +1,21 @@
-"""How much each rollout of one prompt is pushed: CARE's advantages, and those of its baselines.
+"""Computes the advantages of one prompt's rollouts, for CARE and its baselines.
 
-CARE normalises inside the subgroup S of anchor, hard negatives and reflected rollout, scales the
-negatives down (eq:neg-scale), and makes up for missing negatives. Where nobody succeeded,
-pseudo-rewards put the pseudo-anchor above its negatives (rescue).
+CARE normalises rewards within the subgroup S of anchor, hard negatives and reflected rollout,
+scales the negatives down (eq:neg-scale), and equalises for missing negatives. If no rollout
+succeeded, pseudo-rewards rank the pseudo-anchor above its negatives (rescue).
 
-Where the paper's text and its algorithm disagree: a reflected *success* keeps its raw advantage, as
-the text has it (negatives alone are scaled); the algorithm's loop, read literally, would negate it.
+The paper's text and algorithm disagree on a reflected *success*. We follow the text: only negatives
+are scaled, so it keeps its raw advantage. The algorithm's loop, read literally, would negate it.
 
-δ cancels in the normalisation: a pseudo-anchor has the strength √K' of an anchor whatever δ is.
-`rescue_scale` makes it smaller for those who want that.
+δ cancels in the normalisation: a pseudo-anchor gets A_raw = √K' like an anchor, for any δ.
+`rescue_scale` reduces it.
 
-The baselines compare the whole group: GRPO (Shao et al. 2024, arXiv 2402.03300), DAPO (Yu et al.
-2025, arXiv 2503.14476), Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian et al. 2024,
-arXiv 2402.14740). GSPO's advantages are GRPO's.
+The baselines use the whole group: GRPO (Shao et al. 2024, arXiv 2402.03300), DAPO (Yu et al. 2025,
+arXiv 2503.14476), Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian et al. 2024, arXiv
+2402.14740). GSPO uses GRPO's advantages.
 
 G is rollouts per prompt, R = G + 1 rows (slot G holds the reflected one), K the target number of
-negatives, K' those there are, K_S the verifier-negatives in S.
+negatives, K' the number chosen, K_S the number of verifier-negatives in S.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jaxtyping import Array, Bool, Float, Int
 from care_jax.batch import HostOrDevice
 from care_jax.method.select import Subgroup
 
-# The trimmed mean drops one row in TRIM_ONE_IN at each end: one of five, none of four or fewer.
+# The trimmed mean drops ⌊n / TRIM_ONE_IN⌋ of n rows at each end: none below five rows.
 TRIM_ONE_IN = 5
 
 
 @flax.struct.dataclass
 class RawAdvantages:
-    """Normalised rewards of a prompt's subgroup S before any scaling; under vmap, of a batch *B.
+    """Normalised rewards of a prompt's subgroup S before scaling; under vmap, of a batch *B.
 
     Attributes:
         value: A_raw, 0 outside S. For binary rewards √K' at the anchor, -1/√K' at the negatives.
         is_positive: the anchor or pseudo-anchor, and a reflected success.
         is_negative: the hard negatives in S, and a reflected failure.
-        is_reflected: slot G where it is in S.
+        is_reflected: slot G, if the reflected row is in S.
     """
 
     value: Float[HostOrDevice, "*B R"]
@@ -58,11 +58,11 @@ def raw_advantages(
     eps: float,
     robust: bool = False,
 ) -> RawAdvantages:
-    """Who is in S, and A_raw = (r - μ_S) / (σ_S + ε) with the population's σ.
+    """The members of S, and A_raw = (r - μ_S) / (σ_S + ε) with the population σ.
 
-    A reflected success takes the hard negative's place in S, a reflected failure joins beside it,
-    one with 0 < acc < 1 stays out. In a rescue the rewards are δ for the pseudo-anchor and -δ/K'
-    for its negatives, and no reflection counts.
+    A reflected success replaces the hard negative in S. A reflected failure is added to S. A
+    reflected row with 0 < acc < 1 stays out. In a rescue the rewards are δ for the pseudo-anchor
+    and -δ/K' for its negatives, and reflected rows are ignored.
 
     Args: see `care_advantages`.
     """
@@ -106,26 +106,26 @@ def care_advantages(
     robust: bool = False,
     rescue_scale: float = 1.0,
 ) -> Float[Array, " R"]:
-    """The advantage of each row, exactly 0 for those that take no part.
+    """The advantage of each row, exactly 0 for rows outside the update.
 
     A = A_raw             anchor, reflected success
     A = -s·|A_raw|        hard negatives                                        (eq:neg-scale)
     A = -s_refl·|A_raw|   reflected failure
-    A ← √(K/K_S)·A        where 0 < K_S < K; K_S = K + 1 after a reflected failure stays as it is
-    A = 0                 where K_S = 0
+    A ← √(K/K_S)·A        if 0 < K_S < K; no change if K_S = K + 1 (after a reflected failure)
+    A = 0                 if K_S = 0
 
     Args:
-        reward: r of the rollouts and, in slot G, of the reflected row.
-        acc: correctness in [0, 1], likewise.
+        reward: r of the G rollouts and, in slot G, of the reflected row.
+        acc: correctness in [0, 1], same layout.
         subgroup: anchor and negatives among the G rollouts.
         has_reflection: slot G holds a reflected row.
         K: target number of negatives.
         s, s_refl: scales of negatives and of a reflected failure.
         delta: δ of the pseudo-rewards, > 0.
         eps: ε added to σ.
-        equalize: make up for missing negatives.
-        rescue: let groups learn in which nobody succeeded; else they get 0.
-        robust: trimmed mean and median absolute deviation for μ and σ.
+        equalize: apply the factor √(K/K_S).
+        rescue: train on groups in which no rollout succeeded; if false they get 0.
+        robust: trimmed mean and median absolute deviation as μ and σ.
         rescue_scale: multiplies the advantages of a rescued group.
     """
     raw = raw_advantages(reward, acc, subgroup, has_reflection, delta=delta, eps=eps, robust=robust)
@@ -140,29 +140,29 @@ def care_advantages(
 
 
 def grpo_advantages(reward: Float[Array, " G"], *, eps: float, ddof: int = 0) -> Float[Array, " G"]:
-    """A = (r - μ) / (σ + ε) over the whole group; 0 where all rewards are equal.
+    """A = (r - μ) / (σ + ε) over the whole group; 0 if all rewards are equal.
 
     Args:
         reward: r of the rollouts.
         eps: ε added to σ.
-        ddof: 0 for the population's σ; 1 for the sample's, as EasyR1, verl and TRL have it.
+        ddof: 0 for the population σ; 1 for the sample σ, as in EasyR1, verl and TRL.
     """
     return _normalize(reward, jnp.ones(reward.shape, bool), eps=eps, ddof=ddof)
 
 
 def dr_grpo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
-    """A = r - μ over the whole group: σ would weigh prompts by how hard they are.
+    """A = r - μ over the whole group: dividing by σ would weight prompts by their difficulty.
 
-    Exactly 0 where all rewards are equal.
+    Exactly 0 if all rewards are equal.
     """
     reward = reward.astype(jnp.float32)
     return jnp.where(reward.max() > reward.min(), reward - reward.mean(), 0.0)
 
 
 def rloo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
-    """Aᵢ = rᵢ - 1/(G-1) · Σ_{j≠i} rⱼ = G/(G-1) · (rᵢ - μ): what the other rollouts got is expected.
+    """Aᵢ = rᵢ - 1/(G-1) · Σ_{j≠i} rⱼ = G/(G-1) · (rᵢ - μ): the baseline is the others' mean reward.
 
-    The baseline does not depend on rᵢ, so the gradient is unbiased. Exactly 0 where all are equal.
+    It does not depend on rᵢ, so the gradient is unbiased. Exactly 0 if all rewards are equal.
     """
     num_rollouts = reward.shape[0]
     return num_rollouts / (num_rollouts - 1) * dr_grpo_advantages(reward)
@@ -171,13 +171,13 @@ def rloo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
 def overlong_penalty(
     num_tokens: Int[HostOrDevice, "*B"], *, max_tokens: int, cache_tokens: int
 ) -> Float[Array, "*B"]:
-    """DAPO's soft overlong punishment, added to the reward of each response y (their eq. 13).
+    """DAPO's soft overlong punishment R, added to the reward of each response y (their eq. 13).
 
     R = 0                                  |y| ≤ L_max - L_cache
     R = ((L_max - L_cache) - |y|)/L_cache  up to -1 at L_max
 
     Args:
-        num_tokens: |y|, of the response alone.
+        num_tokens: |y|, response tokens without the prompt.
         max_tokens: L_max.
         cache_tokens: L_cache; 0 for no penalty.
     """
@@ -187,18 +187,18 @@ def overlong_penalty(
 
 
 def is_mixed(acc: Float[Array, " G"]) -> Bool[Array, ""]:
-    """Whether right and wrong stand in one group: DAPO drops those all right or all wrong.
+    """Whether acc differs within the group: DAPO drops groups that are all right or all wrong.
 
-    By acc and not by the reward, in which an all-wrong group differs by its format alone.
+    Tested on acc, not on the reward, which also varies with the format in an all-wrong group.
     """
     return acc.max() > acc.min()
 
 
 def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
-    """(r - μ) / (σ + ε) over the rows that are in, 0 elsewhere and where all rewards are equal.
+    """(r - μ) / (σ + ε) over the rows in `is_in`; 0 elsewhere, and 0 if all rewards are equal.
 
-    Equal rewards are told by comparing them: in floating point their σ is not 0 but around 1e-8,
-    which ε = 1e-6 would not hide.
+    Equality is tested on the rewards: in floating point the σ of equal rewards is about 1e-8, not
+    0, and ε = 1e-6 would not hide that.
     """
     reward = reward.astype(jnp.float32)
     number = jnp.sum(is_in)
@@ -207,8 +207,9 @@ def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
     spread = jnp.sqrt(variance)
     if robust:
         robust_center, robust_spread = _robust_moments(reward, is_in)
-        # With more than half of S at one reward (always so for binary rewards and K' ≥ 2) the
-        # deviation is 0 and says nothing: the plain moments stand.
+        # If more than half of S has the same reward, the median absolute deviation is 0 and we use
+        # the plain moments. Binary rewards with K' ≥ 2 always do so, unless a reflected success
+        # splits S into two and two.
         is_defined = robust_spread > 0
         center = jnp.where(is_defined, robust_center, center)
         spread = jnp.where(is_defined, robust_spread, spread)
@@ -218,7 +219,7 @@ def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
 
 
 def _robust_moments(reward, is_in):
-    """Mean without the ⌊n/TRIM_ONE_IN⌋ highest and lowest of n; median of |r - median(r)|."""
+    """Mean without the ⌊n/TRIM_ONE_IN⌋ highest and lowest of n rows; median of |r - median(r)|."""
     number = jnp.sum(is_in)
     rank = jnp.arange(reward.shape[0])
     num_cut = number // TRIM_ONE_IN

@@ -1,10 +1,10 @@
-"""Who is credited for what: from scores to the advantages and weights of an update.
+"""Computes each objective's token advantages and loss weights from a batch's scores.
 
-Here the pure functions of `select`, `advantages` and `objective`, written for one prompt, are
-vmapped over the batch, once. Each objective's own mean becomes a choice of row and prompt weights
+The pure functions of `select`, `advantages` and `objective` are written for one prompt or response;
+they are vmapped here. How an objective averages its loss is expressed by row and prompt weights
 (see `batch.TrainBatch`).
 
-Letters: B prompts, G rollouts per prompt, R = G + 1 rows where one may be reflected, T tokens.
+Letters: B prompts, G rollouts per prompt, R rows (G + 1 with a reflected slot), T tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Key
 
 from care_jax.batch import Rollouts, Scores
 from care_jax.method import advantages, objective
@@ -23,14 +23,14 @@ from care_jax.method.select import Subgroup, select_subgroup
 
 @flax.struct.dataclass
 class Credit:
-    """What each row's tokens are worth.
+    """Advantages and loss weights of a batch.
 
     Attributes:
         advantage: A of each row.
-        token_advantage: a_t, zero off the sampled tokens.
-        row_weight: share of the row in its prompt's loss.
+        token_advantage: a_t, 0 outside sampled tokens.
+        row_weight: weight of the row in its prompt's loss.
         prompt_weight: what the prompt adds to the loss's denominator.
-        is_trained: sampled tokens of the rows that take part.
+        is_trained: sampled tokens of the rows in the update.
     """
 
     advantage: Float[Array, "B R"]
@@ -43,14 +43,14 @@ class Credit:
 def select_subgroups(
     rollouts: Rollouts,
     scores: Scores,
-    rngs: PRNGKeyArray,
+    rngs: Key[Array, " B"],
     *,
     K: int,
     M: int,
     rule: str,
     anchor_rule: str,
 ) -> Subgroup:
-    """Anchor and hard negatives of every prompt, from its G rollouts; a key of `rngs` for each."""
+    """Anchor and hard negatives of each prompt, from its G rollouts; `rngs`: one key per prompt."""
     select = functools.partial(select_subgroup, K=K, M=M, rule=rule, anchor_rule=anchor_rule)
 
     def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):
@@ -89,10 +89,10 @@ def care_credit(
     gamma_neg: float,
     eps_w: float,
 ) -> Credit:
-    """CARE: contrast inside the subgroup, credit by region, mean over its members.
+    """CARE: advantages within the subgroup, region weights per token, mean over S* = {A ≠ 0}.
 
-    The last of the R rows is the reflected one, absent where `has_reflection` is false. R may be G
-    where no prompt has one. Without `region_weights` every sampled token weighs the same.
+    Slot G is the reflected row, unused where `has_reflection` is false. R may be G if no prompt
+    has a reflected row. Without `region_weights` all sampled tokens have weight 1.
     """
     num_rows = scores.reward.shape[1]
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
@@ -148,7 +148,7 @@ def care_raw_advantages(
 
 
 def grpo_credit(rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int) -> Credit:
-    """GRPO: the whole group, uniform weights, sequence-mean of token means."""
+    """GRPO: the whole group, uniform token weights, mean over sequences of token means."""
     advantage = jax.vmap(functools.partial(advantages.grpo_advantages, eps=eps, ddof=ddof))(
         scores.reward
     )
@@ -157,9 +157,9 @@ def grpo_credit(rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int) ->
 
 
 def dr_grpo_credit(rollouts: Rollouts, scores: Scores, *, max_tokens: int) -> Credit:
-    """Dr. GRPO: as GRPO without σ, and a constant L in place of each row's length.
+    """Dr. GRPO: GRPO without σ, and with a constant L instead of each row's length.
 
-    1/G · Σᵢ 1/L · Σ_t: a row's length does not decide what its tokens weigh.
+    1/G · Σᵢ 1/L · Σ_t: a token's weight does not depend on its row's length.
 
     Args:
         max_tokens: L.
@@ -169,7 +169,7 @@ def dr_grpo_credit(rollouts: Rollouts, scores: Scores, *, max_tokens: int) -> Cr
 
 
 def rloo_credit(rollouts: Rollouts, scores: Scores) -> Credit:
-    """RLOO: 1/G · Σᵢ Aᵢ · Σ_t, the response being one action whose log-probability is the sum."""
+    """RLOO: 1/G · Σᵢ Aᵢ · Σ_t. The response is one action; its token log-probabilities add up."""
     advantage = jax.vmap(advantages.rloo_advantages)(scores.reward)
     return _sequence_mean(rollouts, advantage, 1)
 
@@ -183,9 +183,9 @@ def dapo_credit(
     max_tokens: int,
     cache_tokens: int,
 ) -> Credit:
-    """DAPO: the mean over all tokens of the groups that are kept, 1/Σᵢ|yᵢ| · Σᵢ Σ_t (their eq. 8).
+    """DAPO: mean over all tokens of the kept groups, 1/Σᵢ|yᵢ| · Σᵢ Σ_t (their eq. 8).
 
-    Groups whose acc is all 0 or all 1 are dropped: they weigh 0 and their tokens do not count.
+    Groups whose acc is all 0 or all 1 are dropped: weight 0, and no tokens in the denominator.
 
     Args:
         eps, ddof: see `advantages.grpo_advantages`.
@@ -210,7 +210,7 @@ def dapo_credit(
 
 
 def _sequence_mean(rollouts, advantage, length) -> Credit:
-    """1/G · Σᵢ Aᵢ/length · Σ_t over a prompt's rows, and the mean over all prompts."""
+    """1/G · Σᵢ Aᵢ/length · Σ_t over a prompt's rows, then the mean over all prompts."""
     num_prompts, num_rows = advantage.shape
     return Credit(
         advantage=advantage,
@@ -224,11 +224,11 @@ def _sequence_mean(rollouts, advantage, length) -> Credit:
 def with_reflected_slot(
     reward: Float[Array, "B _"], acc: Float[Array, "B _"], subgroup: Subgroup
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """Reward and acc with slot G, which is empty where nothing was reflected."""
+    """Reward and acc with slot G, zero-padded if the batch has no reflected rows."""
     missing = subgroup.is_negative.shape[-1] + 1 - reward.shape[1]
     return tuple(jnp.pad(x, ((0, 0), (0, missing))) for x in (reward, acc))
 
 
 def _over_rows(function):
-    """vmap over prompts and their rows."""
+    """vmap over prompts, then rows."""
     return jax.vmap(jax.vmap(function))

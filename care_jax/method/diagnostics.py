@@ -1,8 +1,8 @@
-"""What a run logs about its groups, from host copies of one step's rollouts.
+"""Metrics of one step's groups, from host copies of its rollouts.
 
-Texts, log-probabilities and spans are not looked at and may be missing in the records.
+Tokens, log-probabilities, embeddings and span masks are not read and may be None in the records.
 
-A metric that is undefined at a step (no rescue, no reflection) is left out of it.
+A metric that is undefined at a step (for example without any reflection) is left out.
 
 Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
 """
@@ -25,10 +25,10 @@ from care_jax.method.select import Subgroup
 def rollout_metrics(
     rollouts: Rollouts, scores: Scores, sources: Sequence[str], num_rollouts: int
 ) -> dict[str, float]:
-    """Means over the G rollouts of each prompt; the reflected row is left out.
+    """Means over the G rollouts of all prompts, without reflected rows.
 
-    Lengths are in tokens. `acc/<source>` is the mean of each source in the batch, `sources` naming
-    that of each prompt.
+    Lengths are in tokens. `acc/<source>` is the mean acc of each data source in the batch;
+    `sources` names the source of each prompt.
     """
     acc, fmt, reward = (
         getattr(scores, name)[:, :num_rollouts] for name in ("acc", "fmt", "reward")
@@ -60,12 +60,12 @@ def dapo_metrics(
     max_tokens: int,
     cache_tokens: int,
 ) -> dict[str, float]:
-    """DAPO's own diagnostics: what dynamic sampling drew, and how much length cost.
+    """DAPO's diagnostics: dynamic sampling and the overlong penalty.
 
     Args:
-        rollouts, scores: of every group that was drawn.
-        trained: of those that stand in the step's places.
-        num_tries: rollout batches that were drawn.
+        rollouts, scores: of all sampled groups.
+        trained: scores of the groups chosen for the step's updates.
+        num_tries: number of rollout batches sampled.
         max_tokens, cache_tokens: see `advantages.overlong_penalty`.
     """
     is_mixed = jax.vmap(advantages.is_mixed)
@@ -89,17 +89,17 @@ def subgroup_metrics(
     advantage: Float[np.ndarray, "B R"],
     has_reflection: Bool[np.ndarray, " B"],
 ) -> dict[str, float]:
-    """CARE's own diagnostics.
+    """CARE's diagnostics.
 
-    `reflect_success` is acc of the reflected rows, `reflect_first_try` that of the G rollouts of
-    the same groups: what sampling again would reach.
+    `reflect_success` is the mean acc of the reflected rows. `reflect_first_try` is the mean acc of
+    the G rollouts of the same groups: the expected acc of resampling.
 
     The √K' signature: for binary rewards A_raw is √K' at the anchor and -1/√K' at its K'
-    negatives. Where the negatives' rewards differ (format), the anchor's falls to α·√K' with
+    negatives. If the negatives' rewards differ (format), the anchor's A_raw falls to α·√K' with
 
         α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2),  Δ = r⁺ - mean(r⁻)
 
-    which `signature/*` reports over the groups with a true anchor and no reflected row.
+    `signature/*` reports this over the groups with a successful anchor and no reflected row in S.
     """
     num_prompts = len(has_reflection)
     has_update = (advantage != 0).any(1)

@@ -1,7 +1,7 @@
-"""Where in a response the advantage lands, and the loss's terms per token, for one response.
+"""Region weights and the per-token terms of the loss, for one response.
 
-CARE puts a row's credit on its answer and, faintly, on the rationale of a correct row; the
-surrogate is PPO's with its own bound on either side. The terms are per token so that numerator and
+CARE credits the answer and, with the small weight γ⁺, the rationale of a correct row. The surrogate
+is PPO's with separate lower and upper clip ranges. Terms are per token so that numerator and
 denominator can be summed over microbatches and devices and divided once. T is response tokens.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Bound on differences of log-probabilities (nats) before exp: e^20 is far beyond any clip range, so
-# no number that counts is changed, but 0·exp(∞) cannot make a NaN. verl has the same.
+# Bound on log-probability differences (nats) before exp. e^20 is far beyond any clip range, so no
+# meaningful ratio changes, and 0·exp(∞) cannot produce a NaN. verl uses the same bound.
 MAX_LOG_RATIO = 20.0
 
 
@@ -25,20 +25,20 @@ def region_weights(
     gamma_neg: float = 0.0,
     is_uniform: bool = False,
 ) -> Float[Array, " T"]:
-    """The weight of each token in its row's credit.
+    """The weight w_t of each token, which shares out the row's advantage.
 
-    w = 1 in the answer;  γ⁺ in the rationale of a positive row, γ⁻ in that of another;  0 elsewhere
-    w = 1 everywhere where there is no answer, so that broken format is learned from
+    w = 1 in the answer;  γ⁺ in the rationale of a positive row, else γ⁻;  0 elsewhere
+    w = 1 everywhere if there is no answer span, so that the policy learns from broken format
 
     The paper's γ⁻ is 0.
 
     Args:
-        is_think, is_answer: the spans, tags included; a token in both is the answer's. No answer
-            token says that the response has no well-formed answer.
-        is_response: tokens that were sampled: padding and forced tokens are false and get 0.
+        is_think, is_answer: the spans, tags included; a token in both gets the answer's weight.
+            `is_answer` is false everywhere if there is no well-formed answer span.
+        is_response: sampled tokens. Padding and forced tokens are false and get 0.
         is_positive: the verifier accepted this row (acc = 1).
         gamma_pos, gamma_neg: γ⁺ and γ⁻, in [0, 1].
-        is_uniform: w = 1 everywhere, whatever the regions.
+        is_uniform: w = 1 everywhere, regardless of the spans.
     """
     gamma = jnp.where(is_positive, gamma_pos, gamma_neg)
     weight = jnp.where(is_answer, 1.0, jnp.where(is_think, gamma, 0.0))
@@ -49,7 +49,7 @@ def region_weights(
 def token_advantages(
     A: Float[Array, ""], w: Float[Array, " T"], *, eps_w: float
 ) -> Float[Array, " T"]:
-    """a_t = A·w_t / (Σ_u w_u + ε_w): the row's advantage A shared out by the weights."""
+    """a_t = A·w_t / (Σ_u w_u + ε_w): the row's advantage A distributed by the weights."""
     return A * w / (jnp.sum(w) + eps_w)
 
 
@@ -63,13 +63,13 @@ def clipped_surrogate(
 ) -> Float[Array, " T"]:
     """min{ρ_t a_t, clip(ρ_t, 1 - low, 1 + high) a_t}, ρ_t = exp(log π_θ - log π_old).
 
-    To be maximised. The log-ratio is held within ±MAX_LOG_RATIO.
+    To be maximised. The log-ratio is clamped to ±MAX_LOG_RATIO.
 
     Args:
-        logp: under the policy that is trained (nats).
-        old_logp: under the policy that sampled (nats); a constant.
-        a: token advantages; a constant.
-        clip_low, clip_high: how far the ratio may fall below and rise above 1.
+        logp: under the trained policy (nats).
+        old_logp: under the sampling policy (nats); no gradient flows through it.
+        a: token advantages; no gradient flows through them.
+        clip_low, clip_high: clip range of the ratio below and above 1.
     """
     ratio = _ratio(logp, old_logp)
     return jnp.minimum(ratio * a, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * a)
@@ -81,20 +81,20 @@ def sequence_log_ratio(
     is_sampled: Bool[Array, " S"],
     branch: Int[Array, " S"],
 ) -> Float[Array, " S"]:
-    """log s = 1/|y| · Σ_t (log π_θ - log π_old): GSPO's one ratio, at every sampled token (eq. 7).
+    """log s = 1/|y| · Σ_t (log π_θ - log π_old): GSPO's sequence ratio, at sampled tokens (eq. 7).
 
-    Given to `clipped_surrogate` as `logp`, with 0 as `old_logp`, ρ_t becomes s, and its terms sum
-    to min{s·A, clip(s)·A}. The gradient goes through the mean, as in the paper (Zheng et al. 2025,
-    arXiv 2507.18071); GSPO-token, exp(log π_θ - sg[log π_θ] + sg[log s]) at each token, is what
-    verl has: both are equal where A and mask are those of the whole response, as they are here.
+    Pass it to `clipped_surrogate` as `logp` with `old_logp` 0: then ρ_t = s, and the terms sum to
+    min{s·A, clip(s)·A}. The gradient flows through the mean, as in the paper (Zheng et al. 2025,
+    arXiv 2507.18071). verl uses GSPO-token, exp(log π_θ - sg[log π_θ] + sg[log s]) at each token.
+    The two are equal if A and the mask are the same for the whole response, as they are here.
 
     Args:
-        logp, old_logp: see `clipped_surrogate`; of a row of several responses y.
-        is_sampled: tokens of some y; elsewhere the result is 0.
-        branch: number of the response that each token belongs to, -1 off responses.
+        logp, old_logp: see `clipped_surrogate`; of S tokens, a packed row of several responses y.
+        is_sampled: sampled tokens of any y; elsewhere the result is 0.
+        branch: index of the response each token belongs to, -1 outside responses.
     """
     size = branch.shape[0]
-    place = jnp.where(branch < 0, size, branch)  # the last sum takes what belongs to none
+    place = jnp.where(branch < 0, size, branch)  # the extra bin collects tokens outside responses
     sums, counts = (
         jnp.zeros(size + 1).at[place].add(jnp.where(is_sampled, x, 0.0))
         for x in (logp - old_logp, jnp.ones(size))
@@ -110,7 +110,7 @@ def is_clipped(
     clip_low: float,
     clip_high: float,
 ) -> Bool[Array, " T"]:
-    """The tokens of `clipped_surrogate` that the clip keeps from moving on (no gradient)."""
+    """Tokens whose gradient in `clipped_surrogate` is zero because of the clip."""
     ratio = _ratio(logp, old_logp)
     return ((a > 0) & (ratio > 1 + clip_high)) | ((a < 0) & (ratio < 1 - clip_low))
 
@@ -118,7 +118,7 @@ def is_clipped(
 def k3(logp: Float[Array, " T"], ref_logp: Float[Array, " T"]) -> Float[Array, " T"]:
     """e^d - d - 1, d = log π_ref - log π_θ: a non-negative estimate of KL(π_θ ‖ π_ref) (nats).
 
-    d is held within ±MAX_LOG_RATIO.
+    d is clamped to ±MAX_LOG_RATIO.
     """
     d = jnp.clip(ref_logp - logp, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return jnp.expm1(d) - d

@@ -1,7 +1,7 @@
-"""The objectives by name, each with all that a run asks of it.
+"""Registry of the objectives: credit function, clip range and settings by name.
 
-An objective is added here, in `credit`, and as a section of `configs/common.py`. Nothing else of
-the program compares names.
+To add an objective, extend this file, `credit`, and `configs/common.py` with a section for it. Only
+`config_checks` compares objective names elsewhere.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from care_jax.method.credit import Credit
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What `rl.objective` and its section of the configuration choose.
+    """The settings selected by `rl.objective` and its config section.
 
     Attributes:
-        credit: (rollouts, scores) -> Credit; where there is `raw_advantages`, of (rollouts, scores,
-            subgroup, has_reflection).
-        clip_low, clip_high: how far the importance ratio may fall below 1 and rise above it.
+        credit: (rollouts, scores) -> Credit; (rollouts, scores, subgroup, has_reflection) -> Credit
+            if `raw_advantages` is set.
+        clip_low, clip_high: clip range of the importance ratio below and above 1.
         beta: β, weight of the KL to the reference policy; 0 keeps no reference.
-        raw_advantages: (scores, subgroup, has_reflection) -> A_raw for the metrics; None where the
-            whole group is credited.
-        has_reflection: groups have a reflected row, which stands last.
-        is_reframed: reflected rows are trained without the context they were sampled with, so that
-            π_old is not what the sampler reports.
-        has_sequence_ratio: the importance ratio is the response's, not the token's (GSPO).
-        max_tries: rollout batches that are drawn at most to fill a step with mixed groups.
-        overlong: `max_tokens` and `cache_tokens` of `advantages.overlong_penalty`; None for none.
+        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages for the metrics; None if
+            the objective uses the whole group.
+        has_reflection: groups have a reflected row, in the last slot.
+        is_reframed: reflected rows are trained without the context they were sampled with, so the
+            sampler's log-probabilities cannot serve as π_old.
+        has_sequence_ratio: one importance ratio per response instead of per token (GSPO).
+        max_tries: most rollout batches sampled to fill a step with mixed groups.
+        overlong: `max_tokens` and `cache_tokens` of `advantages.overlong_penalty`, or None.
     """
 
     credit: Callable[..., Credit]
@@ -48,12 +48,12 @@ class Objective:
 
 
 def make_objective(name: str, section: Mapping[str, Any], *, max_tokens: int) -> Objective:
-    """The objective of a configuration.
+    """Builds an objective from the config.
 
     Args:
-        name: of `OBJECTIVES`.
-        section: its section.
-        max_tokens: of a response.
+        name: one of `OBJECTIVES`.
+        section: its config section.
+        max_tokens: response token budget T.
     """
     clip = {key: section[key] for key in ("clip_low", "clip_high", "beta")}
     return Objective(**_MAKERS[name](section, max_tokens), **clip)

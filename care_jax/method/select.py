@@ -1,13 +1,13 @@
-"""Who is contrasted with whom: the anchor and its hard negatives, for one prompt.
+"""Selects the anchor and its hard negatives among the rollouts of one prompt.
 
 P = {acc = 1}, F = {acc = 0}; a response with 0 < acc < 1 is in neither. The anchor is the shortest
-success, or by experiment any of them; its hard negatives are failures that reason alike, the
-nearest ones thinned to a spread-out set by farthest-first traversal. Where all fail, the likeliest
-failure stands in as pseudo-anchor (rescue).
+success (as an ablation, a random one). Its hard negatives are failures with a similar rationale: by
+default a diverse subset of the nearest ones, chosen by farthest-first traversal. If none succeeds,
+the failure with the highest log-probability is the pseudo-anchor (rescue).
 
-Departure from the paper: both are taken among the well-formed responses where there are any. A
-response without a rationale has length 0, so it would be the anchor whenever it is right, and the
-summed log-probability favours short, even malformed responses too.
+Departure from the paper: anchor and pseudo-anchor are well-formed responses if there are any. A
+response without a rationale has length 0 and would be the anchor whenever it is right. The summed
+log-probability also favours short, even malformed, responses.
 
 G is rollouts per prompt, K the target number of negatives, M the number of candidates, D model.
 """
@@ -27,14 +27,14 @@ ANCHOR_RULES = ("shortest", "random")
 
 @flax.struct.dataclass
 class Subgroup:
-    """The rollouts of one prompt that take part in its update; under vmap, of a batch *B of them.
+    """Anchor and hard negatives of one prompt; under vmap, of a batch *B of prompts.
 
     Attributes:
         anchor: index of the anchor or, in a rescue, of the pseudo-anchor.
-        is_negative: the chosen hard negatives, K' = min(K, number there are to choose from).
+        is_negative: the K' = min(K, number of eligible failures) chosen hard negatives.
         hard_negative: index of the chosen negative nearest to the anchor, the one to reflect on.
-        is_rescue: nobody succeeded; `anchor` is a failure.
-        has_update: there is an anchor and at least one negative; else the indices mean nothing.
+        is_rescue: no rollout succeeded and at least two failed; `anchor` is a failure.
+        has_update: there is an anchor and a negative; if false, ignore the indices.
     """
 
     anchor: Int[HostOrDevice, "*B"]
@@ -60,27 +60,26 @@ def select_subgroup(
 ) -> Subgroup:
     """Chooses the anchor and up to K hard negatives; ties go to the smaller index.
 
-    anchor = argmin over P of (num_think, num_answer, index), or under the anchor rule `random`
-    uniform over P;  in a rescue (P = ∅, |F| ≥ 2) argmax over F of logp.  Of P, or of F, only the
-    well-formed responses are looked at where there are any.  dᵢ = 1 - hᵢ·h₊, hᵢ of unit length.
+    anchor = argmin over P of (num_think, num_answer, index), or uniform over P with the anchor rule
+    `random`;  in a rescue (P = ∅, |F| ≥ 2) argmax over F of logp.  P and F are restricted to their
+    well-formed responses, if any, for this choice.  dᵢ = 1 - hᵢ·h₊, hᵢ normalised to unit length.
     K' = min(K, |F \\ {anchor}|).
 
-    Rules: `nearest`, the K' of least d; `nearest_diverse`, farthest-first among the M nearest,
-    seeded by the nearest; `mixed`, the ⌈K'/2⌉ nearest and the ⌊K'/2⌋ farthest; `farthest`;
-    `random`, uniform without replacement.
+    Rules: `nearest`, the K' with the smallest d; `nearest_diverse`, farthest-first among the M
+    nearest, starting from the nearest; `mixed`, the ⌈K'/2⌉ nearest and the ⌊K'/2⌋ farthest;
+    `farthest`, the K' with the largest d; `random`, uniform without replacement.
 
     Args:
         acc: correctness in [0, 1].
         num_think, num_answer: tokens between the tags.
-        logp: log-probability of the whole response under the policy that sampled it (nats).
-        embedding: of the rationale; its length does not matter.
+        logp: log-probability of the whole response under the sampling policy (nats).
+        embedding: embedding of each rationale; its norm does not matter.
         K: target number of negatives.
         M: candidates of `nearest_diverse`, at least K.
         rule: one of RULES.
         anchor_rule: one of ANCHOR_RULES.
-        is_formatted: well-formed responses, preferred as anchor and as pseudo-anchor; None takes
-            all as such.
-        rng: key for either rule's `random`, one per prompt.
+        is_formatted: well-formed responses, preferred as anchor and pseudo-anchor; None means all.
+        rng: key for the `random` rules, one per prompt.
 
     Raises:
         ValueError: unknown rule, `random` without rng, K < 1 or M < K.
@@ -106,7 +105,7 @@ def select_subgroup(
         is_formatted = jnp.ones(acc.shape, bool)
     order = num_answer, num_think
     if anchor_rule == "random":
-        # Split here alone: under `shortest` the negatives draw by the key as it was given.
+        # Split only here: with `shortest`, the random negatives use the key unsplit.
         anchor_rng, rng = jax.random.split(rng)
         order = (jax.random.uniform(anchor_rng, acc.shape),)
     anchor = jnp.where(
@@ -132,7 +131,7 @@ def select_subgroup(
 
 
 def _choose(to_anchor, distance, is_eligible, num_negatives, *, K, M, rule, rng):
-    """The mask of the chosen negatives under one rule."""
+    """Mask of the negatives chosen by one rule."""
     match rule:
         case "nearest":
             return _least(to_anchor, is_eligible, num_negatives)
@@ -150,7 +149,7 @@ def _choose(to_anchor, distance, is_eligible, num_negatives, *, K, M, rule, rng)
 
 
 def _farthest_first(to_anchor, distance, is_candidate, num_negatives, *, K):
-    """Starts from the nearest candidate, then adds the one farthest from those chosen."""
+    """Starts with the nearest candidate, then adds the one farthest from the chosen set."""
     index = jnp.arange(to_anchor.shape[0])
     is_chosen = _least(to_anchor, is_candidate, jnp.minimum(1, num_negatives))
     for num_chosen in range(1, K):
@@ -161,13 +160,13 @@ def _farthest_first(to_anchor, distance, is_candidate, num_negatives, *, K):
 
 
 def _least(score, is_eligible, number):
-    """The mask of the `number` eligible entries of least score, ties by index."""
+    """Mask of the `number` eligible entries with the lowest score, ties by index."""
     rank = jnp.argsort(jnp.lexsort((score, ~is_eligible)))
     return is_eligible & (rank < number)
 
 
 def _cosine_distance(embedding):
-    """1 - hᵢ·hⱼ of unit vectors, in float32 also where matmuls are not; a zero vector is at 1."""
+    """1 - hᵢ·hⱼ of unit vectors; float32 whatever the matmul precision. Zero vectors give 1."""
     h = embedding.astype(jnp.float32)
     h *= jax.lax.rsqrt(jnp.maximum(jnp.sum(h * h, axis=1, keepdims=True), 1e-12))
     return 1 - jnp.einsum("GD,ND->GN", h, h, precision="highest")

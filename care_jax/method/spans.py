@@ -1,9 +1,9 @@
-"""Where the rationale and the answer stand in a response, on tokens (host, numpy).
+"""Finds the token spans of the rationale and the answer in a response (host, numpy).
 
 The policy writes `<think> rationale </think><answer> answer </answer>`. Tags are found in the
-response's bytes and mapped back to tokens, since a byte-level BPE cuts them anywhere: b"><" of
-`</think><answer>` can be one token, and so can b".</". T is the number of tokens of one response
-without padding.
+response's bytes and mapped back to tokens, since byte-level BPE tokens can cross tag boundaries:
+b"><" of `</think><answer>` can be one token, and so can b".</". T is the number of tokens of one
+response without padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool, Int, UInt8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,16 @@ class Spans:
 
     Attributes:
         is_think, is_answer: tokens that share a byte with the span, its tags included. A token that
-            straddles two spans is in both. The final EOS is in the answer, where there is one.
-        num_think, num_answer: tokens strictly between the tags: one that holds a byte of a tag is
-            not counted, whatever else it holds. 0 without a span.
-        fmt: 1.0 for one think span, then one non-empty answer span, nothing else but whitespace,
-            and EOS; else 0.0.
+            overlaps both spans is in both. The final EOS belongs to the answer span, if there is
+            one.
+        num_think, num_answer: tokens strictly between the tags; a token that contains any byte of a
+            tag is not counted. 0 without a span.
+        fmt: 1.0 for one think span, then one non-empty answer span, then EOS, with only whitespace
+            around them; else 0.0.
         has_answer: there is a well-formed answer span (see `parse`).
-        think: text between the tags; of a rationale that is not closed, the text up to the next
-            tag or the end; empty without a rationale.
-        answer: text between the tags, stripped; empty without a span.
+        think: text between the tags; if the span is malformed, the text from the first opening tag
+            to the next tag or the end; empty without an opening tag.
+        answer: text between the tags, stripped; empty without a well-formed span.
     """
 
     is_think: Bool[np.ndarray, " T"]
@@ -45,15 +46,15 @@ class Spans:
 
 
 def token_bytes(tokenizer: Any, vocab_size: int | None = None) -> list[bytes]:
-    """The bytes that each token id stands for.
+    """The bytes of each token id.
 
     Args:
         tokenizer: a byte-level BPE tokenizer of transformers.
-        vocab_size: length of the list; the largest id + 1 where None. Give the model's, which is
-            often padded beyond the tokenizer's.
+        vocab_size: length of the list; None means the largest id + 1. Pass the model's vocabulary
+            size, which is often padded beyond the tokenizer's.
 
     Returns:
-        One entry per id: the utf-8 text of added (special) tokens, b"" for ids without a token.
+        One entry per id: UTF-8 text for added (special) tokens, b"" for ids without a token.
 
     Raises:
         ValueError: the vocabulary is not byte-level, or does not fit into `vocab_size`.
@@ -82,7 +83,7 @@ def token_bytes(tokenizer: Any, vocab_size: int | None = None) -> list[bytes]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others for 256 + n."""
+    """Byte-level BPE's alphabet: a printable byte maps to chr(byte), the n-th other to 256 + n."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -91,7 +92,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def parse(
-    tokens: Sequence[int],
+    tokens: Sequence[int] | Int[np.ndarray, " T"],
     token_bytes: Sequence[bytes],
     *,
     eos_token_ids: Collection[int],
@@ -99,18 +100,17 @@ def parse(
 ) -> Spans:
     """Finds the think and the answer span of one response, in linear time.
 
-    A think span is well-formed when each think tag occurs once, in order. An answer span is
-    well-formed when each answer tag occurs once, in order, with something but whitespace and no
-    other tag between them, and the rationale before it, if any, is closed. So there is no answer in
-    a response with two answers (which one is meant?), with an empty one, with one that is cut off,
-    or with one inside the rationale. An answer without any rationale, or with text around it, has
-    `fmt` 0 but can be read.
+    A think span is well-formed if each think tag occurs once, in order. An answer span is
+    well-formed if each answer tag occurs once, in order, with non-whitespace text and no other tag
+    between them, and the rationale before it, if any, is closed. So a response has no answer span
+    if it contains two answers, an empty answer, a truncated answer, or an answer inside the
+    rationale. An answer without a rationale, or with text around it, is read, but `fmt` is 0.
 
     Args:
-        tokens: one response without padding, EOS included where it was reached. Ids beyond
-            `token_bytes` stand for no text.
+        tokens: one response without padding, including EOS if it was reached. Ids beyond
+            `token_bytes` have no text.
         token_bytes: bytes of each token id, from the function of that name.
-        eos_token_ids: the tokens that end a response; the last token alone is looked at.
+        eos_token_ids: the tokens that end a response; only the last token is checked.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
     """
     is_complete = len(tokens) > 0 and int(tokens[-1]) in eos_token_ids
@@ -168,11 +168,11 @@ def parse(
 def closing_tag_table(
     token_bytes: Sequence[bytes], think_tag: str = "think"
 ) -> UInt8[np.ndarray, "states V"]:
-    """Follows the rationale's closing tag during decoding, whatever tokens it is cut into.
+    """Transition table that detects the rationale's closing tag in any tokenisation, for decoding.
 
     The Knuth-Morris-Pratt automaton over the bytes of `</think>`, run over whole tokens:
-    state' = table[state, token]. State 0 is the start, state i has seen the tag's first i bytes,
-    the last state has seen the whole tag and is never left.
+    state' = table[state, token]. State 0 is the start. State i has matched the tag's first i bytes.
+    The last state has matched the whole tag and is absorbing.
     """
     tag = f"</{think_tag}>".encode()
     step = np.full((len(tag) + 1, 256), len(tag), np.uint8)
@@ -186,13 +186,13 @@ def closing_tag_table(
     text = np.frombuffer(b"".join(token_bytes), np.uint8)
     table = np.repeat(np.arange(len(tag) + 1, dtype=np.uint8)[:, None], len(lengths), axis=1)
     for i in range(lengths.max(initial=0)):
-        tokens = np.flatnonzero(lengths > i)  # all those with a byte left, one byte at a time
+        tokens = np.flatnonzero(lengths > i)  # tokens of more than i bytes: all advance by byte i
         table[:, tokens] = step[table[:, tokens], text[starts[tokens] + i]]
     return table
 
 
 def _overlaps(starts: np.ndarray, ends: np.ndarray, start: int, end: int) -> np.ndarray:
-    """Tokens with a byte in [start, end); those without text count where they stand inside."""
+    """Tokens with a byte in [start, end), and tokens without text strictly inside it."""
     return (starts < end) & (ends > start)
 
 
@@ -206,7 +206,7 @@ def _decode(text: bytes) -> str:
 
 
 def _single_pair(names: list[bytes], opening: bytes, closing: bytes) -> tuple[int, int] | None:
-    """Indices of the two tags where each occurs once, in order."""
+    """Indices of the two tags if each occurs once, in order; else None."""
     if [name for name in names if name in (opening, closing)] != [opening, closing]:
         return None
     return names.index(opening), names.index(closing)

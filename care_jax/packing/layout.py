@@ -1,7 +1,7 @@
-"""Prompts and their responses laid out in rows of trees, and values at their tokens (host numpy).
+"""Lays out prompts and responses in rows of trees, and values at their tokens (host numpy).
 
-A row is `[prompt | r_0 | r_1 | ...] [prompt' | r'_0 | ...] padding`, as `plan` has it. A prompt
-whose tree is split stands in several rows, with its images in each.
+A row is `[prompt | r_0 | r_1 | ...] [prompt' | r'_0 | ...] padding`, as assigned by `plan`. The
+prompt and images of a split tree are repeated in each of its rows.
 
 Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.
 """
@@ -29,9 +29,9 @@ def lay_out(
     """The rows of this process.
 
     Args:
-        prompts: by the numbers that trees have in the plan; those of `plan.trees` are read.
-        responses: right-padded token ids, as long as `plan.sizes.branches` says.
-        plan: which of them stand where.
+        prompts: by their tree numbers in the plan; only those in `plan.trees` are read.
+        responses: right-padded token ids, of the lengths in `plan.sizes.branches`.
+        plan: the row of each of them.
         config: of the backbone.
 
     Raises:
@@ -39,14 +39,14 @@ def lay_out(
     """
     which, offset = plan.places
     is_response = which >= 0
-    own = np.arange(plan.row_tokens)  # each token's place in its row
+    own = np.arange(plan.row_tokens)  # each token's index in its row
     length = plan.sizes.branches.reshape(-1)[which]
     tokens = place(responses, plan, fill=config.pad_token_id)
     reach = np.where(is_response, own - offset + length - 1, own).astype(np.int32)
     predictor = np.where(is_response, own - 1, -1).astype(np.int32)
     positions = np.zeros((*which.shape, 3), np.int32)
     slots = np.full(which.shape, -1, np.int32)
-    stands_at = {}  # positions of a prompt's tokens, and of the first token behind it
+    stands_at = {}  # M-RoPE positions of a prompt's tokens, and of the first token after it
     for tree in plan.trees:
         prompt = prompts[tree]
         _check_size(tree, prompt, plan)
@@ -79,16 +79,16 @@ def lay_out(
     )
 
 
-def place(values: np.ndarray, plan: RowPlan, *, fill: float = 0) -> np.ndarray:
-    """Values of responses at their tokens' places in the rows.
+def place(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np.ndarray:
+    """Values of responses, at the positions of their tokens in the rows.
 
     Args:
         values: [N, R, T], of each token; or [N, R], the same for all tokens of a branch.
-        plan: which branches stand where.
-        fill: stands at prompts and padding.
+        plan: the row of each branch.
+        fill: value at prompts and padding.
 
     Returns:
-        [B, S], of the same type.
+        [B, S], of the same dtype.
     """
     which, offset = plan.places
     by_branch = values.reshape(-1, *values.shape[2:])
@@ -97,9 +97,9 @@ def place(values: np.ndarray, plan: RowPlan, *, fill: float = 0) -> np.ndarray:
 
 
 def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray, " B"]:
-    """The sum of a number of each prompt over the prompts of a row.
+    """Per-prompt values, summed over the prompts of each row.
 
-    A prompt that stands in several rows counts in the first of them.
+    A prompt that is in several rows counts in the first of them only.
     """
     sums, seen = np.zeros(len(plan.rows), np.float32), set()
     for row, parts in enumerate(plan.rows):
@@ -110,11 +110,11 @@ def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray,
 
 
 def take_back(values: np.ndarray, plan: RowPlan, num_tokens: int) -> np.ndarray:
-    """[B, S] values at response tokens as [N, R, T], see `place`; 0 where the rows hold no token.
+    """Inverse of `place`: [B, S] values at response tokens as [N, R, T]; 0 for tokens in no row.
 
     Args:
-        values: at every place of the rows.
-        plan: which branches stand where.
+        values: at every token of the rows.
+        plan: the row of each branch.
         num_tokens: T.
     """
     which, offset = plan.places
@@ -125,7 +125,7 @@ def take_back(values: np.ndarray, plan: RowPlan, num_tokens: int) -> np.ndarray:
 
 
 def _images(prompts, plan: RowPlan, config: BackboneConfig) -> ImagePatches | None:
-    """The patches of each row's prompts, one prompt after the other."""
+    """The patches of each row's prompts, concatenated."""
     if not plan.row_patches:
         return None
     dtype = next((prompts[tree].patches.dtype for tree in plan.trees), np.float32)
@@ -139,7 +139,7 @@ def _images(prompts, plan: RowPlan, config: BackboneConfig) -> ImagePatches | No
 
 
 def _compacted(is_response: np.ndarray) -> np.ndarray:
-    """Places of true values at the front of each row, -1 behind them."""
+    """Indices of true values at the front of each row, then -1."""
     order = np.argsort(~is_response, axis=1, kind="stable").astype(np.int32)
     return np.where(np.take_along_axis(is_response, order, 1), order, -1)
 

@@ -1,11 +1,11 @@
-"""Which trees, and which of their branches, share which row of an update (host, from sizes alone).
+"""Assigns trees and their branches to the rows of an update (host, from sizes alone).
 
-A tree is a prompt with the responses to it, its branches. Trees are packed whole where they can
-be. Where that would compute more tokens, a tree is split by branches; each part repeats the prompt
-and its images. The plan is a pure function of all sizes, so processes that know them agree on it.
+A tree is a prompt with its responses, the branches. Trees are kept whole unless splitting computes
+fewer tokens. A tree is split by branches; each part repeats the prompt and its images. The plan is
+a pure function of all sizes, so processes that know them agree on it.
 
-Row i of every device shard forms microbatch i. Rows that run together should take equally long:
-all have S tokens and as many patches, so they are sorted by (query, visible key) pairs.
+Every shard contributes equally many rows to a microbatch. Rows of a microbatch should take equally
+long. All have S tokens and equally many patches, so they are sorted by (query, visible key) pairs.
 
 Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.
 """
@@ -20,27 +20,27 @@ from jaxtyping import Int
 
 from care_jax.packing.trees import Packing, Part, TreeSizes, pack
 
-# A row length other than the longest is one more program to compile: worth it only where it saves
-# this share of the computed tokens.
+# A row length other than the longest is one more program to compile. It must save this share of
+# the computed tokens.
 _WORTH_A_COMPILE = 1 / 16
-_FEWEST_TOKENS = 32  # that lengths of rows differ by
-_PATCH_BLOCK = 16  # a row's patches are a multiple: whole blocks of every tower's merger
+_FEWEST_TOKENS = 32  # least default step between row lengths
+_PATCH_BLOCK = 16  # a row's patches are a multiple of this: whole merge blocks of every tower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowPlan:
-    """What stands in the B rows of this process.
+    """The contents of the B rows of this process.
 
-    Microbatch i of n = B / (rows of a microbatch) holds rows i, n + i, 2n + i, ..., as
-    `train_step.split_batch` has them. The last may be empty: n is a power of two.
+    Microbatch i of n = B / (rows of a microbatch) holds rows i, n + i, 2n + i, ..., as in
+    `train_step.split_batch`. n is a power of two, so the last microbatches may be empty.
 
     Attributes:
         rows: the parts of each row, in order; none in an empty row.
-        sizes: of the trees that are numbered here, see `plan_rows`.
+        sizes: of the trees, numbered as in `rows`; see `plan_rows`.
         row_tokens: S, tokens of a row.
-        row_patches: patches of a row; 0 where no tree of any process has an image.
-        num_microbatches: those that hold anything in some process; a program runs no others.
-        real_tokens, computed_tokens: of all processes. A repeated prompt is computed, not real.
+        row_patches: patches of a row; 0 if no tree of any process has an image.
+        num_microbatches: those not empty in at least one process; a program runs no others.
+        real_tokens, computed_tokens: over all processes. Repeats of a prompt are not real.
         real_patches, computed_patches: likewise.
     """
 
@@ -56,12 +56,12 @@ class RowPlan:
 
     @property
     def train_fill(self) -> float:
-        """Share of the computed tokens that is real."""
+        """Fraction of the computed tokens that is real."""
         return self.real_tokens / self.computed_tokens if self.computed_tokens else 1.0
 
     @property
     def patch_fill(self) -> float:
-        """Share of the computed patches that is real."""
+        """Fraction of the computed patches that is real."""
         return self.real_patches / self.computed_patches if self.computed_patches else 1.0
 
     @property
@@ -71,8 +71,8 @@ class RowPlan:
 
     @functools.cached_property
     def places(self) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
-        """The branch that each token of a row belongs to, R times its tree plus its own place in
-        the tree, and the token's place in the branch; -1 for both off branches."""
+        """For each token of the rows: its branch, as tree · R + index in the tree, and its index in
+        that branch. Both are -1 for prompts and padding."""
         num_branches = self.sizes.branches.shape[1]
         which, offset = (np.full((len(self.rows), self.row_tokens), -1, np.int32) for _ in "ab")
         for row, parts in enumerate(self.rows):
@@ -88,12 +88,12 @@ class RowPlan:
 
 
 def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str) -> dict[int, str]:
-    """The trees that no row holds even by single branches, and why.
+    """The trees that do not fit a row even with a single branch, and why.
 
     Args:
         sizes: of the trees.
         row_tokens, row_patches: of the longest row.
-        section: "sft" or "rl", whose keys the message names.
+        section: "sft" or "rl", the config section that the message names.
     """
     longest = sizes.is_needed * (sizes.prompt + sizes.branches.max(-1, initial=0))
     patches = sizes.is_needed * sizes.patches
@@ -120,22 +120,24 @@ def plan_rows(
 ) -> RowPlan:
     """Plans an update, or a step of the cold start.
 
-    Number and length of the rows are those that compute fewest tokens; among plans of that shape
-    it is the one with fewest patches. Permuting the trees permutes their numbers, and no more.
+    The number and length of rows are chosen for the fewest computed tokens, then the patches of a
+    row for the fewest patches. Permuting trees of distinct sizes changes only their numbers and
+    their order within a row.
 
     Args:
         sizes: of the trees of all processes.
-        row_tokens, row_patches: most tokens and patches of a row; patches rounded up to 16.
+        row_tokens, row_patches: most tokens and patches of a row; patches are rounded up to a
+            multiple of 16.
         microbatch_size: rows of one forward and backward, over all processes and shards.
-        token_multiple: a row's tokens are a multiple of it, or row_tokens; None: a
-            sixteenth of row_tokens, or 32. Each length is a program to compile.
+        token_multiple: a row has a multiple of this many tokens, or row_tokens. None: a sixteenth
+            of row_tokens, at least 32. Each length is one more program to compile.
         patch_multiple: likewise of its patches; None: a quarter of row_patches.
-        owner: the process in whose rows each tree has to stand; a process's trees are then
-            numbered among themselves. None: a tree may stand in any process's rows, which fills
-            them better; that process needs its prompt.
-        num_processes: among which the rows of a microbatch are shared evenly.
-        process: the one whose rows are wanted.
-        section: "sft" or "rl", whose keys a message names.
+        owner: the process whose rows must hold each tree; trees are then numbered per process.
+            None: any process may hold a tree, which fills rows better but requires its prompt on
+            that process.
+        num_processes: that share the rows of a microbatch evenly.
+        process: the one whose rows are returned.
+        section: "sft" or "rl", the config section that a message names.
 
     Raises:
         ValueError: a tree does not fit, see `misfits`; or the processes cannot share a microbatch
@@ -162,7 +164,7 @@ def plan_rows(
     )
     length, packings, count = _pack_all(groups, num_rows, lengths, widths)
     rows = _deal(groups[own], packings[own], num_rows, count)
-    if owner is None:  # each process takes as many of every microbatch's rows
+    if owner is None:  # each process takes an equal part of every microbatch's rows
         rows = tuple(rows[row] for row in np.split(np.arange(len(rows)), num_processes)[process])
     most = max(
         (
@@ -187,17 +189,17 @@ def plan_rows(
 
 
 def _sizes(unit: int, largest: int) -> tuple[int, ...]:
-    """Multiples of a unit below the largest, and the largest."""
+    """Multiples of `unit` below `largest`, then `largest`."""
     return *range(unit, largest, unit), largest
 
 
 def _pack_all(
     groups: list[TreeSizes], num_rows: int, lengths: tuple[int, ...], widths: tuple[int, ...]
 ) -> tuple[int, list[Packing], int]:
-    """The packings that compute fewest tokens; among those of their shape, fewest patches.
+    """The packings with the fewest computed tokens; for that shape, the fewest patches.
 
     Args:
-        groups: trees that are packed among themselves.
+        groups: trees that are packed separately.
         num_rows: of a microbatch, for each group.
         lengths, widths: tokens and patches that rows may have.
 
@@ -208,8 +210,8 @@ def _pack_all(
     num_patches = max(int((group.is_needed * group.patches).sum()) for group in groups)
     if not largest:
         return lengths[-1], [[] for _ in groups], 0
-    # Rows of one branch each always do; more than one microbatch of less than half the longest
-    # row are never needed.
+    # One branch per row always fits, which bounds the number of microbatches. Several microbatches
+    # of rows at most half the longest are never needed.
     most = -(-max(np.count_nonzero(group.branches) for group in groups) // num_rows)
     shapes = [
         (n, length)
@@ -228,7 +230,7 @@ def _pack_all(
         if any(n >= num_microbatches and other >= length for n, other in failed):
             continue
         found = None
-        for width in reversed(widths):  # as narrow as it goes
+        for width in reversed(widths):  # down to the narrowest that fits
             packings = [pack(group, num_microbatches * num_rows, length, width) for group in groups]
             if None in packings:
                 break
@@ -251,7 +253,7 @@ def _num_pairs(sizes: TreeSizes, parts: list[Part]) -> int:
 def _deal(
     sizes: TreeSizes, packing: Packing, num_rows: int, num_microbatches: int
 ) -> tuple[tuple[Part, ...], ...]:
-    """Every row at its place among the B of this process; those of most pairs run together."""
+    """Orders the rows of this process so that those with the most pairs share a microbatch."""
     bucket = 1 << max(num_microbatches - 1, 0).bit_length()  # a power of two
     rows: list[tuple[Part, ...]] = [()] * (bucket * num_rows)
     in_order = sorted(packing, key=lambda parts: _num_pairs(sizes, parts), reverse=True)

@@ -1,4 +1,4 @@
-"""Trees packed into a given number of rows: best fit, decreasing, split only to fill a row (host).
+"""Packs trees into a given number of rows: best fit, decreasing, split only to fill a row (host).
 
 Two sizes have to fit, tokens and image patches. Letters: N prompts, R branches of a prompt.
 """
@@ -10,18 +10,18 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-_SPLITS_TRIED = 8  # trees that are tried for what is left of a row
+_SPLITS_TRIED = 8  # trees that are tried for the rest of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeSizes:
-    """How large N trees are.
+    """Sizes of N trees.
 
     Attributes:
         prompt: tokens of each prompt.
         patches: image patches of each prompt.
-        branches: tokens of each response; 0 where there is none, or none that is needed. A prompt
-            without any takes no place.
+        branches: tokens of each response; 0 if it does not exist or is not needed. A prompt
+            without needed responses is not packed.
     """
 
     prompt: Int[np.ndarray, " N"]
@@ -30,39 +30,39 @@ class TreeSizes:
 
     @property
     def is_needed(self) -> np.ndarray:
-        """[N]: some branch is."""
+        """[N]: at least one branch is needed."""
         return self.branches.any(-1)
 
     @property
     def total(self) -> np.ndarray:
-        """[N] tokens of each tree; 0 where it is not needed."""
+        """[N] tokens of each tree; 0 if it is not needed."""
         return self.is_needed * (self.prompt + self.branches.sum(-1))
 
     def take(self, trees: np.ndarray) -> TreeSizes:
-        """Some of them, by their places."""
+        """The sizes of some trees, by index."""
         return TreeSizes(self.prompt[trees], self.patches[trees], self.branches[trees])
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A prompt and some of its branches in one row, by their places in N and R."""
+    """A prompt and some of its branches in one row, by their indices in N and R."""
 
     tree: int
     branches: tuple[int, ...]
 
 
-Packing = list[list[Part]]  # the parts of each row that holds something
+Packing = list[list[Part]]  # the parts of each row that is not empty
 
 
 def pack(sizes: TreeSizes, num_rows: int, row_tokens: int, row_patches: int) -> Packing | None:
-    """The trees in at most so many rows, row by row; None where they do not all find room.
+    """Packs the trees into at most `num_rows` rows; None if they do not all fit.
 
-    A row starts with the tree that is hardest to place. It is full once what stays empty is no
-    more than its share of all that will stay empty. Until then it takes whole trees, one or two
-    that fill it, else the largest; and where none fits, branches of a tree whose others go on.
-    Those of its branches that stay behind are longer than what the row has left.
+    A row starts with the tree that is hardest to place. It is full once its empty tokens are at
+    most its share of all tokens that will stay empty. Until then it takes whole trees: one or two
+    that fill it, else the largest. If none fits, it takes some branches of a tree; the others go to
+    later rows, as each is longer than the space left in this row.
     """
-    # Trees of equal sizes apart, nothing depends on the order they come in.
+    # The result does not depend on the order of the trees, except among trees of equal sizes.
     order = np.lexsort((*sizes.branches.T, sizes.patches, sizes.prompt, sizes.total))[::-1]
     sizes = sizes.take(order)
     patches, size = sizes.patches, sizes.total.copy()  # of what is left of each tree
@@ -101,12 +101,12 @@ def pack(sizes: TreeSizes, num_rows: int, row_tokens: int, row_patches: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _Space:
-    """What a row has left.
+    """The space left in a row.
 
     Attributes:
         room, width: tokens and patches.
         slack: tokens that may stay empty.
-        share: patches it would take to have the mean of all rows.
+        share: patches by which the row is below the mean of the rows still to pack.
     """
 
     room: int
@@ -115,14 +115,14 @@ class _Space:
     share: float
 
 
-# Trees, by their places, and those of their branches that a row takes.
+# Trees, by index, and those of their branches that a row takes.
 Choice = list[tuple[int, list[int]]]
 
 
 def _hardest(
     sizes: TreeSizes, size: np.ndarray, left: list[list[int]], room: int, width: int
 ) -> Choice:
-    """For an empty row: the tree that takes most of its tokens or patches, or what fits of it."""
+    """For an empty row: the tree that fills most of its tokens or patches, or what fits of it."""
     tree = int(np.argmax(np.maximum(size / room, (size > 0) * sizes.patches / width)))
     if size[tree] <= room:
         return [(tree, left[tree])]
@@ -132,12 +132,12 @@ def _hardest(
 def _filling(
     sizes: TreeSizes, size: np.ndarray, left: list[list[int]], is_free: np.ndarray, space: _Space
 ) -> Choice:
-    """What a row that holds something takes next: nothing where nothing fits.
+    """What a non-empty row takes next; empty if nothing fits.
 
     Args:
         sizes: of the trees.
-        size, left: tokens and branches that are left of each.
-        is_free: the trees of which the row may take something.
+        size, left: remaining tokens and branches of each tree.
+        is_free: trees that remain and whose patches fit.
         space: of the row.
     """
     whole = np.flatnonzero(is_free & (size <= space.room))
@@ -159,8 +159,8 @@ def _filling(
 
 
 def _best_whole(size: np.ndarray, patches: np.ndarray, space: _Space) -> list[int]:
-    """Of trees that fit: one or two that fill the row, nearest to its share of patches; else the
-    largest."""
+    """Of the trees that fit: one or two that fill the row, with patches nearest to its share; else
+    the largest."""
     is_full = size >= space.room - space.slack
     if is_full.any():
         return [int(np.argmin(np.where(is_full, np.abs(patches - space.share), np.inf)))]
@@ -177,7 +177,7 @@ def _best_whole(size: np.ndarray, patches: np.ndarray, space: _Space) -> list[in
 
 
 def _fullest(length: np.ndarray, branches: list[int], room: int) -> list[int]:
-    """The branches whose lengths add up to most within the room (subset sums, in a bit set)."""
+    """The branches of largest total length that fit in `room` (subset sums, as a bit set)."""
     if room <= 0:
         return []
     sums = [1]

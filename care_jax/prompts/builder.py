@@ -1,8 +1,8 @@
-"""Examples to prompts: chat template, tokens, image patches, padding.
+"""Builds prompts from examples: chat template, tokens, image patches, padding.
 
-Prompts are left-padded, so that the first response token's log-probability always comes from the
-last place. A batch is padded to the smallest of a few (tokens, patches) buckets, so that few
-shapes are compiled. A prompt that no bucket holds is reported (`fits`), never cut.
+Prompts are left-padded, so that the logits of the first response token are always at the last
+position of a row. A batch is padded to the smallest of a few (tokens, patches) buckets, so that few
+shapes are compiled. A prompt that fits no bucket is reported (`fits`), never truncated.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from models.positions import image_slots, pack_images, prompt_positions
 
 IMAGE_PLACEHOLDER = "<image>"
 _IMAGE_TOKEN = "<|image_pad|>"
-# Classes that releases name in their preprocessor_config.json.
+# Processor classes named in the releases' preprocessor_config.json.
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
-# Token ids of a backbone that starts from random weights, by the tokenizer's names for them.
+# Config keys of a randomly initialised backbone, and the tokens whose ids they get.
 _TOKEN_NAMES = {
     "image_token_id": _IMAGE_TOKEN,
     "video_token_id": "<|video_pad|>",
@@ -46,12 +46,12 @@ _TOKEN_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt on the host, before any padding.
+    """One prompt on the host, before padding.
 
     Attributes:
-        tokens: with one image token for each merged feature.
+        tokens: token ids, with one image token per merged image feature.
         grids: (frames, rows, columns) of each image, in patches.
-        patches: those of all images, one image after another.
+        patches: the patches of all images, concatenated.
     """
 
     tokens: Int[np.ndarray, " L"]
@@ -60,7 +60,7 @@ class TokenizedPrompt:
 
 
 def prompt_sizes(records: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
-    """Tokens and patches of each prompt."""
+    """Number of tokens and patches of each prompt."""
     sizes = [(len(record.tokens), len(record.patches)) for record in records]
     return np.array(sizes, np.int32).reshape(-1, 2)
 
@@ -68,12 +68,12 @@ def prompt_sizes(records: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Opens a tokenizer folder.
 
-    The chat template is the one that transformers' AutoProcessor has: chat_template.json or
-    chat_template.jinja come before the tokenizer's own, which in Qwen2.5-VL's releases is for text
-    alone. A folder without any gets that of Qwen2.5-VL.
+    The chat template is the one that transformers' AutoProcessor uses: chat_template.json or
+    chat_template.jinja take precedence over the tokenizer's template, which is text-only in the
+    releases of Qwen2.5-VL. A folder without any template gets that of Qwen2.5-VL.
 
     Raises:
-        ValueError: the folder holds no tokenizer, or its templates cannot be read.
+        ValueError: the folder has no tokenizer, or its templates cannot be read.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -88,15 +88,15 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | None:
-    """The chat template that AutoProcessor takes from a folder, beside the tokenizer's own.
+    """The chat template that AutoProcessor reads from a folder, apart from the tokenizer's.
 
     Returns:
-        the template, or templates by name; None where there is only the tokenizer's, or none.
+        The template, or templates by name; None if there is none but the tokenizer's.
 
     Raises:
-        ValueError: a file cannot be read, or two kinds of template files contradict each other.
+        ValueError: a file cannot be read, or there are conflicting kinds of template files.
     """
-    # Takes a second to import, which runs with the built-in tokenizer need not wait for.
+    # The import takes a second, which runs with the built-in tokenizer avoid.
     from transformers.processing_utils import ProcessorMixin
 
     try:
@@ -112,7 +112,7 @@ def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | Non
 def backbone_config(
     folder: pathlib.Path | None, fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> BackboneConfig:
-    """The backbone of a release's folder; without one, of `fields` with the tokenizer's ids."""
+    """The backbone config of a release folder; without one, `fields` plus the tokenizer's ids."""
     if folder:
         return hf_config.from_folder(folder)
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
@@ -124,18 +124,18 @@ class PromptBuilder:
     """Turns examples into prompts for one backbone and one tokenizer.
 
     Args:
-        tokenizer: with a chat template that takes content items.
+        tokenizer: must have a chat template that accepts content items.
         config: the backbone; gives patch sizes, channel statistics and token ids.
         min_pixels, max_pixels: images are resized into this range of height x width.
         buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks.
-        system_prompt: text of the system turn; empty for none, where the template may put its own.
-        instruction: appended to every question on a line of its own; empty for none.
-        think_tag: name of the tag around the rationale; `{tag}` in the texts above stands for it.
-        patch_dtype: of image patches; the type that the backbone computes in loses nothing.
+        system_prompt: text of the system turn; if empty, the template may insert its default.
+        instruction: appended to every question on a new line; empty for none.
+        think_tag: name of the rationale's tag; replaces `{tag}` in the two texts above.
+        patch_dtype: dtype of the image patches; the backbone's compute dtype loses no precision.
 
     Raises:
-        ValueError: the tokenizer and the backbone disagree, the template is for text alone, or a
-            size cannot be.
+        ValueError: the tokenizer and the backbone disagree, the template is text-only, or a size is
+            invalid.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class PromptBuilder:
         self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
         self.image_mean, self.image_std = IMAGE_STATISTICS[config.family]
-        # Rendering the template takes longer than drawing a small picture; questions come again.
+        # Cached: rendering the template is slow, and questions repeat.
         self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
         self._check_template()
 
@@ -211,7 +211,7 @@ class PromptBuilder:
         """Tokens and patches of one example.
 
         Raises:
-            ValueError: the images and their places in the text disagree.
+            ValueError: the images and the placeholders in the text disagree.
             Unusable: an image cannot be read.
         """
         tokens = self._encode(self.chat(example))
@@ -230,12 +230,12 @@ class PromptBuilder:
         grids = np.stack(grids)
         repeats = np.ones(len(tokens), np.int64)
         repeats[is_image] = grids.prod(-1) // self.config.vision.merge_size**2
-        # One image's patches are megabytes that need no copy.
+        # Avoid copying megabytes if there is only one image.
         patches = patches[0] if len(patches) == 1 else np.concatenate(patches)
         return TokenizedPrompt(np.repeat(tokens, repeats), grids, patches)
 
     def measure(self, example: Example) -> tuple[int, int]:
-        """(tokens, patches) that `tokenize` would give, from the headers of the images alone."""
+        """Number of tokens and patches that `tokenize` would give; reads only image headers."""
         vision = self.config.vision
         factor = vision.patch_size * vision.merge_size
         sizes = [image_size(image) for image in example.images]
@@ -251,12 +251,12 @@ class PromptBuilder:
         return self.holds(len(record.tokens), len(record.patches))
 
     def holds(self, num_tokens: int, num_patches: int) -> bool:
-        """Whether some bucket holds so much."""
+        """Whether some bucket holds that many tokens and patches."""
         return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
 
     @property
     def nothing(self) -> TokenizedPrompt:
-        """What stands in a row of a batch that no prompt takes."""
+        """An empty prompt, for unused rows of a batch."""
         patches = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
         return TokenizedPrompt(np.zeros(0, np.int32), np.zeros((0, 3), np.int32), patches)
 
@@ -272,14 +272,14 @@ class PromptBuilder:
 
         Args:
             records: B prompts, each of which fits the largest bucket.
-            sizes: of all prompts of the batch, where these are one process's share of it.
-            contexts: of each prompt, tokens of a response that its continuation starts from; they
-                stand behind it, and text alone is seen in them.
-            context_tokens: C, room for these beside the bucket's P tokens.
+            sizes: tokens and patches of all prompts of the global batch, if `records` holds only
+                this process's share.
+            contexts: forced response tokens after each prompt; all of them are treated as text.
+            context_tokens: C, space for the contexts in addition to the bucket's P tokens.
 
         Returns:
-            Prompts of B rows of P + C tokens as numpy arrays; `images` is None where the batch has
-            no image.
+            Prompts of B rows of P + C tokens as numpy arrays; `images` is None if the batch has no
+            image.
 
         Raises:
             ValueError: no bucket holds the batch.
@@ -321,10 +321,10 @@ class PromptBuilder:
         return np.append(self._encode(text), np.int32(self.config.eos_token_ids[0]))
 
     def save_processor(self, folder: str | pathlib.Path) -> None:
-        """Writes the tokenizer and the image processor's settings, as released folders have them.
+        """Writes the tokenizer and the image processor's settings in the layout of the releases.
 
-        `AutoTokenizer` and `AutoImageProcessor` open the folder; `AutoProcessor` does where
-        torchvision is installed, which its video part asks for.
+        `AutoTokenizer` and `AutoImageProcessor` open the folder; `AutoProcessor` also does if
+        torchvision is installed, which its video processor requires.
         """
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -351,11 +351,11 @@ class PromptBuilder:
         (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def _check_template(self) -> None:
-        """Refuses a template that does not show each of a prompt's images."""
+        """Refuses a template that does not write one image token per image."""
         try:
             shown = self._render(f"{IMAGE_PLACEHOLDER}{IMAGE_PLACEHOLDER}?").count(_IMAGE_TOKEN)
             got = f"{shown} of them for two images"
-        except Exception as error:  # the template is a program of its authors
+        except Exception as error:  # a template is a program and can raise anything
             shown, got = 0, f"{type(error).__name__} ({str(error).partition(chr(10))[0]})"
         if shown != 2:
             raise ValueError(
@@ -368,7 +368,7 @@ class PromptBuilder:
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def _limits(self, example: Example) -> dict[str, int]:
-        """The range of pixels its images are resized into, where it has none of its own."""
+        """The pixel range its images are resized into: the example's, else the builder's."""
         return {
             "min_pixels": example.min_pixels or self.min_pixels,
             "max_pixels": example.max_pixels or self.max_pixels,
@@ -381,7 +381,7 @@ class PromptBuilder:
         return to_patches(open_image(image), self.config.vision, **limits, **statistics)
 
     def _bucket(self, sizes: Int[np.ndarray, "N 2"]) -> tuple[int, int]:
-        """The smallest (P, N), by tokens and then by patches, that holds every prompt."""
+        """The smallest bucket (P, N), by tokens and then by patches, that holds every prompt."""
         num_tokens, num_patches = sizes.max(0).tolist()
         for p, n in self.buckets:
             if num_tokens <= p and num_patches <= n:
@@ -393,7 +393,7 @@ class PromptBuilder:
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: BackboneConfig) -> None:
-    """The tokens that join text and images must have the same ids on both sides."""
+    """Checks that image and video tokens have the same ids in the tokenizer and the backbone."""
     expected = {
         _IMAGE_TOKEN: config.image_token_id,
         "<|video_pad|>": config.video_token_id,

@@ -1,7 +1,7 @@
-"""Images as sources give them, opened, by path or as bytes of a file, and how they compare.
+"""Opens images from a dataset (PIL images, paths or file bytes), and compares them by hash.
 
-Files come from anywhere: sizes are checked before pixels are decoded, few formats are opened at
-all, and whatever a decoder raises becomes a reason to leave the row out.
+Files are untrusted: sizes are checked before pixels are decoded, only a few formats are opened, and
+anything a decoder raises becomes a reason to leave the row out.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ AnyImage = Image.Image | pathlib.Path | zipfile.Path | bytes
 
 MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # EPS, say, would run a program
-_ORIENTATION = 0x0112  # tag of EXIF
-_HASH_SIDE = 12  # of the square of frequencies that are hashed
-_GRAY_SIDE = 64  # pixels per side of what the frequencies are taken of
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs
+_ORIENTATION = 0x0112  # EXIF tag
+_HASH_SIDE = 12  # lowest frequencies per axis that are hashed
+_GRAY_SIDE = 64  # pixels per side of the grey image that is transformed
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What an image looks like.
+    """Fingerprints of an image, exact and perceptual.
 
     Attributes:
-        digest: of its size and pixels; the same for the same picture, however it is stored.
-        hash: perceptual hash, 144 bits; few differ between copies resized or compressed anew.
+        digest: of its size and pixels; the same for the same picture in any file format.
+        hash: perceptual hash, 144 bits; few differ between resized or recompressed copies.
     """
 
     digest: bytes
@@ -42,15 +42,15 @@ class Look:
 
 
 def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
-    """Decodes an image, upright.
+    """Decodes an image and applies its EXIF orientation. PIL images are only checked for size.
 
     Args:
-        image: what a source gives.
-        at_least: pixels per side that are enough; where its format can skip detail (JPEG) it is
-            decoded smaller, which still reads the whole file. 0 decodes it as it is.
+        image: image from a dataset.
+        at_least: pixels per side that suffice: JPEG is decoded at a reduced size no smaller than
+            this, which still reads the whole file. 0 decodes at full size.
 
     Raises:
-        Unusable: there is no such file, it is broken, or its size is beyond all use.
+        Unusable: the file is missing or broken, or the image is too large or too narrow.
     """
     if isinstance(image, Image.Image):
         _check_size(*image.size)
@@ -76,7 +76,7 @@ def image_size(image: AnyImage) -> tuple[int, int]:
     """(width, height) in pixels, from the file's header.
 
     Raises:
-        Unusable: as `open_image`, as far as the header tells.
+        Unusable: the file is missing, or its header cannot be read.
     """
     if isinstance(image, Image.Image):
         return image.size
@@ -90,7 +90,7 @@ def image_size(image: AnyImage) -> tuple[int, int]:
 
 
 def encoded(image: AnyImage) -> bytes:
-    """The bytes of an image file: those it has, else a PNG's."""
+    """The bytes of an image's file; a PIL image is encoded as PNG."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, pathlib.Path | zipfile.Path):
@@ -101,11 +101,11 @@ def encoded(image: AnyImage) -> bytes:
 
 
 def look(image: AnyImage) -> Look:
-    """Decodes an image whole and says what it looks like.
+    """Decodes the whole file and computes the fingerprints of the image.
 
-    The hash is the sign of the 12 x 12 lowest frequencies of its grey picture against their
-    median. Unlike differences of neighbouring pixels, these tell apart line drawings, which are
-    white nearly everywhere.
+    The hash has one bit for each of the 12 x 12 lowest DCT frequencies of the grey image: whether
+    it is above their median. Unlike a hash of differences between neighbouring pixels, it tells
+    line drawings apart, which are white nearly everywhere.
 
     Raises:
         Unusable: as `open_image`.
@@ -123,7 +123,7 @@ def look(image: AnyImage) -> Look:
 
 
 def num_different_bits(one: int, other: int) -> int:
-    """In how many of the 144 bits two perceptual hashes differ."""
+    """Number of the 144 bits in which two perceptual hashes differ."""
     return (one ^ other).bit_count()
 
 

@@ -1,9 +1,9 @@
-"""Images to the flattened, normalised patches that the vision tower reads (host numpy).
+"""Converts images to the flattened, normalised patches that the vision tower reads (host numpy).
 
-The families differ in patch size and channel statistics alone. The same numbers, bit for bit, as
-transformers' `Qwen2VLImageProcessorPil`, the processor of both (a test holds this), at a fraction
-of its time: a pixel has 256 values per channel, so rescaling and normalising are one table, and
-importing the library's image stack is not needed.
+The families differ only in patch size and channel statistics. The result is bit-identical to that
+of transformers' `Qwen2VLImageProcessorPil`, the processor of both (tested), in a fraction of its
+time. A pixel has 256 values per channel, so rescaling and normalising are one lookup table, and the
+library's image stack is not imported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from PIL import Image
 
 from models.config import VisionConfig
 
-# (mean, standard deviation) per channel of pixels in [0, 1], as the published processors of each
-# family have them; those of Qwen2.5-VL are CLIP's.
+# (mean, standard deviation) per channel of pixels in [0, 1], from the published processor of each
+# family; those of Qwen2.5-VL are CLIP's.
 IMAGE_STATISTICS = {
     "qwen2_5_vl": (
         (0.48145466, 0.4578275, 0.40821073),
@@ -32,7 +32,7 @@ MAX_ASPECT_RATIO = 200
 def target_size(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """The size an image is resized to: multiples of `factor`, about the same shape, in range.
+    """The size an image is resized to: multiples of `factor`, similar aspect ratio, in range.
 
     Args:
         height, width: pixels.
@@ -72,14 +72,14 @@ def to_patches(
     std: tuple[float, ...],
     dtype: DTypeLike = np.float32,
 ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
-    """Resizes, normalises and cuts one image.
+    """Resizes and normalises one image and splits it into patches.
 
     Args:
-        image: of any mode; it is converted to RGB, what is transparent becoming white.
+        image: any mode; converted to RGB on a white background.
         config: gives the patch, frame and merge sizes.
         min_pixels, max_pixels: range of height x width after resizing.
         mean, std: per channel, of pixels in [0, 1].
-        dtype: of the patches.
+        dtype: dtype of the patches.
 
     Returns:
         The patches (channel, frame, row, column flattened) in merge-block order, and the grid

@@ -1,9 +1,9 @@
-"""A small byte-level BPE tokenizer in Qwen's form, built offline in about a second.
+"""Trains a small byte-level BPE tokenizer in Qwen's style, offline in about a second.
 
 Runs without a released backbone need a tokenizer of a few hundred tokens. This one has Qwen's
-pre-tokenising rule (digits stand alone), special tokens and chat template, and learns its merges
-from texts that are given and a fixed page of English. It differs from Qwen's in having
-no Unicode normaliser, so that every string comes back as it went in.
+pre-tokenisation rule (digits are never merged), special tokens and chat template. It learns its
+merges from the given texts and a fixed page of English. Unlike Qwen's it has no Unicode normaliser,
+so that decoding always returns the encoded string.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-# In Qwen's order; they take the last ids of the vocabulary, so that a vocabulary of V tokens has
-# <|endoftext|> at V - 8 and <|video_pad|> at V - 1.
+# In Qwen's order. They get the last ids: in a vocabulary of V tokens <|endoftext|> is V - 8 and
+# <|video_pad|> is V - 1.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -25,7 +25,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-MAX_VOCAB_SIZE = 1024  # merges the texts below can give, and a margin
+MAX_VOCAB_SIZE = 1024  # slightly fewer than the texts below yield by themselves
 
 CHAT_TEMPLATE = (
     "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
@@ -53,7 +53,8 @@ _PRETOKENIZE = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Tags stand alone here: a merge such as ">Count" or "><" would hide where a tag ends.
+# Tags are separate training texts, without ">": a merge such as ">Count" or "><" would cross a
+# tag's end.
 _TAGS = ("<think", "</", "think", "<answer", "answer", "<reasoning", "reasoning")
 _ENGLISH = (
     "You are a helpful assistant.",
@@ -93,19 +94,19 @@ _ENGLISH = (
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTokenizerFast:
-    """Trains the tokenizer; the same arguments always give the same one.
+    """Trains the tokenizer; deterministic in its arguments.
 
     Args:
-        texts: what it will have to write.
-        vocab_size: tokens, special ones included, from 400 to `MAX_VOCAB_SIZE`.
+        texts: training texts, such as those the model will write.
+        vocab_size: tokens including special tokens, from 400 to `MAX_VOCAB_SIZE`.
 
     Returns:
-        A tokenizer whose `save_pretrained` folder `AutoTokenizer.from_pretrained` opens; its
-        end-of-sequence token is <|im_end|> and its padding token <|endoftext|>, as in the
-        instruction-tuned releases.
+        A tokenizer whose `save_pretrained` folder `AutoTokenizer.from_pretrained` opens. Its EOS
+        token is <|im_end|> and its padding token <|endoftext|>, as in the instruction-tuned
+        releases.
 
     Raises:
-        ValueError: the texts do not yield so many tokens.
+        ValueError: `vocab_size` is out of range, or the texts do not yield that many tokens.
     """
     if not 400 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must lie in 400..{MAX_VOCAB_SIZE}, got {vocab_size}")

@@ -1,5 +1,6 @@
-"""The run report: workdir/report.html, one file that opens from disk, written while a run goes on.
+"""The run report: workdir/report.html, one file that opens from disk, updated during the run.
 
-`writer` keeps it, `groups` says what happened to a prompt, `pictures` and `curves` bring the rest,
-`page` puts all of it into the HTML, CSS and scripts that lie beside these modules.
+`writer` maintains the file, `groups` describes the rollouts of a prompt, `pictures` and `curves`
+supply images and metrics, and `page` inserts all of it into the HTML, CSS and scripts in this
+folder.
 """

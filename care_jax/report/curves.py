@@ -1,7 +1,7 @@
 """Metrics as charts: metrics.jsonl grouped into a few pictures per stage.
 
-A metric finds its chart by its name; one that no chart names gets a chart of its own, so that
-nothing that is logged stays unseen.
+A metric is assigned to a chart by name. A metric that matches no chart gets a separate one, so that
+everything logged is shown.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import pathlib
 from typing import Any
 
-# (title, unit, names in the order they are drawn in).
+# (title, unit, name patterns in drawing order).
 CHARTS = (
     ("Reward", "", ("reward", "fmt")),
     ("Accuracy", "", ("acc", "all_correct_rate", "all_wrong_rate")),
@@ -46,17 +46,17 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
     """The stages of metrics.jsonl in the order they began, each with its charts.
 
     Args:
-        path: of the file; there may be none yet.
-        max_points: steps drawn per stage; of more, every n-th and the last.
+        path: of metrics.jsonl, which may not exist yet.
+        max_points: steps drawn per stage; if there are more, every n-th and the last.
 
     Returns:
         {"name", "stride", "steps", "charts": [{"title", "unit", "series": [{"name", "values"}]}]};
-        a value is None where the step has no such metric.
+        a value is None if the step does not have the metric.
     """
     lines: dict[str, list[dict[str, Any]]] = {}
     text = path.read_text() if path.exists() else ""
     for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):  # one that a kill cut off is no line
+        if line.endswith("\n"):  # a killed run may leave half a line
             record = json.loads(line)
             lines.setdefault(record.pop("stage"), []).append(record)
     return [_stage(name, records, max_points) for name, records in lines.items()]

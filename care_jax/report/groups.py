@@ -1,6 +1,6 @@
-"""What happened to one prompt, told as JSON: its responses with roles, spans and advantages.
+"""Describes one prompt's group as JSON: its responses with roles, spans and advantages.
 
-Everything is read from host copies of a step's arrays, which are nobody's but this process's.
+All inputs are host copies of a step's arrays, for the prompts of this process.
 
 Letters: B prompts, R rows per prompt (a reflected one last), D model.
 """
@@ -21,13 +21,13 @@ from care_jax.method.advantages import RawAdvantages
 from care_jax.method.select import Subgroup
 
 ROLES = ("anchor", "pseudo-anchor", "hard negative", "reflected", "unused")
-# In the order in which they are sampled in turn.
+# `choose` goes through the outcomes in this order.
 OUTCOMES = (
     "repaired",  # the reflected row succeeded
     "not repaired",
-    "contrasted",  # an anchor and its negatives, nothing reflected
+    "contrasted",  # an anchor and its negatives, no reflected row
     "rescued",
-    "mixed",  # some right and some wrong, under an objective without roles
+    "mixed",  # some correct and some wrong, under an objective without roles
     "all correct",
     "all wrong",
     "no update",
@@ -37,13 +37,13 @@ _RANK = {name: rank for rank, name in enumerate(ROLES)}
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """How token ids become text, and what the text is made of.
+    """How token ids become text, and the markers in that text.
 
     Attributes:
         token_bytes: bytes of every token id.
-        eos_token_ids: each of them ends a response.
+        eos_token_ids: any of them ends a response.
         think_tag: name of the rationale's tag.
-        cue: what stands behind a failed rationale; empty where nothing does.
+        cue: text appended to a failed rationale; empty for none.
     """
 
     token_bytes: Sequence[bytes]
@@ -54,15 +54,15 @@ class Wording:
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What came of B prompts in one step, as numpy arrays.
+    """The rollouts of B prompts in one step, as numpy arrays.
 
     Attributes:
         examples: the prompts.
         rollouts, scores: of all rows.
         advantage: A of each row.
         has_reflection: the last row is a reflected one.
-        reasons: why each row was judged as it was, a few words.
-        subgroup, raw: who was contrasted with whom; `raw` is None where nobody was (GRPO).
+        reasons: of each row's verdict, in a few words.
+        subgroup, raw: the contrasted rows and their A_raw; `raw` is None without contrast (GRPO).
     """
 
     examples: Sequence[Example]
@@ -97,12 +97,12 @@ def outcome(sampled: Sampled, index: int) -> str:
 
 
 def choose(outcomes: Sequence[str], number: int, *, turn: int = 0) -> list[int]:
-    """Indices of up to `number` prompts, taken from each outcome in turn.
+    """Indices of up to `number` prompts, taken round-robin over the outcomes.
 
     Args:
         outcomes: of all prompts.
-        number: to choose.
-        turn: the outcome to begin with, so that a small number is not always of the same ones.
+        number: how many to choose.
+        turn: index of the first outcome; varying it keeps small samples from repeating outcomes.
     """
     kinds = [
         [index for index, each in enumerate(outcomes) if each == kind]
@@ -116,9 +116,9 @@ def choose(outcomes: Sequence[str], number: int, *, turn: int = 0) -> list[int]:
 
 
 def roles(sampled: Sampled, index: int) -> list[str]:
-    """One of ROLES for each row; empty strings where there are no roles.
+    """One of ROLES for each row; empty strings if the objective has no roles.
 
-    A hard negative that its own repair replaced keeps its name, as it is what was chosen.
+    A hard negative that its successful reflection replaced in S keeps its role.
     """
     num_rows = sampled.scores.acc.shape[1]
     if sampled.raw is None:
@@ -144,17 +144,17 @@ def distances(embedding: Float[np.ndarray, "R D"], anchor: int) -> Float[np.ndar
 def segments(
     context: str, written: str, *, think_tag: str, has_think: bool, has_answer: bool, cue: str
 ) -> list[list[str]]:
-    """Cuts a response into [kind, text] pairs whose texts join to context + written.
+    """Splits a response into [kind, text] pairs whose texts concatenate to context + written.
 
-    Kinds: "context" and "cue" for what it was given, "think" and "answer" for the spans of what it
-    wrote, tags included, "text" for the rest.
+    Kinds: "context" and "cue" for forced text, "think" and "answer" for the spans of sampled text,
+    tags included, "text" for the rest.
 
     Args:
-        context: what it was made to go on from; empty where nothing.
-        written: what it wrote.
+        context: text of the forced tokens; empty for none.
+        written: text of the sampled tokens.
         think_tag: name of the rationale's tag.
-        has_think, has_answer: there is a well-formed span.
-        cue: stands at the end of the context where there is one.
+        has_think, has_answer: whether there is a well-formed span.
+        cue: suffix of a context that ends with it.
     """
     text = context + written
     think = _extent(text, think_tag) if has_think else (0, 0)
@@ -207,14 +207,14 @@ def describe(sampled: Sampled, index: int, wording: Wording) -> dict[str, Any]:
 
 
 def number(value: Any) -> float | None:
-    """A Python number of four digits or so; None for none and for what JSON cannot say."""
+    """A float of four significant digits; None for None, NaN and infinities."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{float(value):.4g}")
 
 
 def _distance(value: float | None) -> float | None:
-    """To four decimals: float32 knows no more of 1 - x, and puts a response below 0 of itself."""
+    """Rounded to four decimals, as float32 resolves 1 - x; abs because rounding can make it < 0."""
     return None if value is None else abs(round(float(value), 4))
 
 
@@ -265,7 +265,7 @@ def _response(sampled: Sampled, index: int, row: int, wording: Wording) -> dict[
 def _repair(
     sampled: Sampled, index: int, responses: list[dict[str, Any]], wording: Wording
 ) -> dict[str, Any] | None:
-    """What the reflection changed: of which response, by which cue, from which answer to which."""
+    """What the reflection changed: the failed response, the cue, the answers before and after."""
     if sampled.raw is None or not sampled.has_reflection[index]:
         return None
     failed = responses[int(sampled.subgroup.hard_negative[index])]
@@ -274,13 +274,13 @@ def _repair(
         "cue": wording.cue,
         "before": failed["answer"],
         "after": responses[-1]["answer"],
-        # `care.reflect_credit = "prompt_only"` takes it out of the row.
+        # `care.reflect_credit = "prompt_only"` removes the context from the row.
         "has_context": any(kind in ("context", "cue") for kind, _ in responses[-1]["segments"]),
     }
 
 
 def _texts(rollouts: Rollouts, index: int, row: int, wording: Wording) -> tuple[str, str]:
-    """(what was put there, what was sampled), EOS left out."""
+    """(text of the forced tokens, text of the sampled tokens), without EOS."""
     tokens = np.asarray(rollouts.tokens[index, row])
     is_text = rollouts.is_valid[index, row] & ~np.isin(tokens, list(wording.eos_token_ids))
     is_forced = rollouts.is_forced[index, row]
@@ -291,7 +291,7 @@ def _texts(rollouts: Rollouts, index: int, row: int, wording: Wording) -> tuple[
 
 
 def _extent(text: str, tag: str) -> tuple[int, int]:
-    """Where a span stands, tags included; from the start or to the end where one is missing."""
+    """(start, end) of a span, tags included; a missing tag means the start or end of the text."""
     start = max(text.find(f"<{tag}>"), 0)
     end = text.find(f"</{tag}>", start)
     return start, len(text) if end < 0 else end + len(f"</{tag}>")

@@ -1,9 +1,8 @@
-"""The HTML file: template, style, scripts and data in one, and the data read back from it.
+"""Renders one HTML file from template, style, scripts and data, and reads the data back.
 
-Text of models and datasets is in the data alone, as JSON in which no "<" is left, so that it
-cannot end its element, and the scripts put it into the page as text, never as markup. Should that
-fail, the page's own policy lets no script run but the one whose hash it names, and nothing be
-fetched.
+Text from models and datasets appears only in the data: JSON with "<" escaped, so that it cannot
+close its element. The scripts insert it as text, never as markup. As a second defence, the page's
+Content-Security-Policy allows only the script with the given hash, and no network requests.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def render(data: str) -> str:
     """The whole file.
 
     Args:
-        data: an object, from `to_json`.
+        data: a JSON object, from `to_json`.
     """
     script = "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()
@@ -45,17 +44,17 @@ def render(data: str) -> str:
         "{{script}}": f"<script>\n{script}</script>",
     }
     page = (_FOLDER / "page.html").read_text()
-    for place, part in parts.items():  # the data goes in once, and is not searched for places
+    for place, part in parts.items():  # from the right: the data is never searched
         before, _, after = page.rpartition(place)
         page = before + part + after
     return page
 
 
 def read(page: str) -> Any:
-    """The data of a file that `render` made.
+    """The data of a page that `render` made.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the page has no data.
     """
     _, opening, rest = page.partition(_OPENING)
     data, closing, _ = rest.partition(_CLOSING)

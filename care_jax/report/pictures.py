@@ -12,19 +12,19 @@ from care_jax.prompts.images import AnyImage, open_image
 
 MAX_BYTES = 48 * 1024  # of one encoded picture
 _JPEG_QUALITY = 80
-_DRAWING_COLORS = 4096  # beyond them a PNG is no smaller, and takes ten times as long to make
+_DRAWING_COLORS = 4096  # with more, a PNG is no smaller and takes ten times as long to encode
 
 
 def data_uri(image: AnyImage, *, max_side: int) -> str:
-    """A JPEG or PNG, whichever is smaller, of at most MAX_BYTES; empty where it cannot be read.
+    """A JPEG or PNG, whichever is smaller, of at most MAX_BYTES; empty if it cannot be read.
 
     Args:
-        image: what a source gives.
-        max_side: pixels of its longer side at most; less where the bytes ask for it.
+        image: as a data source yields it.
+        max_side: maximum of its longer side in pixels; reduced further to meet MAX_BYTES.
     """
     try:
         picture = open_image(image, at_least=max_side).convert("RGBA")
-    except Unusable:  # its file has gone since the prompt was made
+    except Unusable:  # the file was removed after the prompt was built
         return ""
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
     picture = picture.convert("RGB")

@@ -1,10 +1,10 @@
-"""Keeps workdir/report.html: written whole or not at all, read back by a run that goes on.
+"""Maintains workdir/report.html: written atomically, read back by a resumed run.
 
-The file is its own memory: what an earlier run left in it is read once, what the new one is about
-to do again is dropped, and every later writing puts a new file in its place.
+The file is the only state. A resumed run reads it once and drops the steps that it will repeat.
+Every write replaces the whole file.
 
-It has a size it may not exceed. Where it would, steps of the inspector are left out, the more of
-them the older they are; the page says so. Curves are thinned by themselves.
+The file size is bounded. To stay within it, steps are dropped from the inspector, older ones more
+often than recent ones, and the page says so. Curves are thinned separately.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import jax
 from care_jax.report import curves, groups, page, pictures
 from care_jax.report.groups import Sampled, Wording
 
-VERSION = 1  # of the data's layout; a file of another is begun anew
-_MAX_POINTS = 600  # of a curve, more than a screen shows
+VERSION = 1  # of the data layout; a file with another version is not read
+_MAX_POINTS = 600  # per curve, more than a screen resolves
 
 
 class Report:
-    """The file of one run, on the first process alone.
+    """The report of one run; only process 0 writes it.
 
     Args:
-        workdir: has metrics.jsonl; the report is put beside it.
-        max_megabytes: size of the file.
-        groups_per_step: prompts shown of a step.
+        workdir: folder of metrics.jsonl and of the report.
+        max_megabytes: maximum size of the file, MiB.
+        groups_per_step: prompts shown per step.
         max_side: pixels of a picture's longer side.
-        wording: how tokens become text; None for who adds nothing.
+        wording: how tokens become text; None if `add` is never called.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Report:
         self._max_side = max_side
         self._wording = wording
         self._logged: list[int] = []
-        # As JSON, made once; with each group the keys of its pictures.
+        # Per step, (group as JSON, keys of its pictures); serialised once.
         self._steps: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
         self._pictures: dict[str, str] = {}
         if self._is_writer and self.path.exists():
             self._recall(self.path.read_text(encoding="utf-8"))
 
     def begin(self, start_step: int) -> None:
-        """Drops what the run is about to do again."""
+        """Drops the steps that the run will repeat."""
         self._logged = [step for step in self._logged if step < start_step]
         self._steps = {step: shown for step, shown in self._steps.items() if step < start_step}
 
@@ -72,7 +72,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Puts a new file in place of the old one."""
+        """Replaces the file atomically."""
         if not self._is_writer:
             return
         stages = curves.read_stages(self.path.with_name("metrics.jsonl"), max_points=_MAX_POINTS)
@@ -111,7 +111,7 @@ class Report:
         return f'{head[:-1]},"steps":[{",".join(shown)}],"pictures":{{{",".join(stored)}}}}}'
 
     def _thin(self, max_bytes: int) -> None:
-        """Leaves out steps, at last groups of the only one, until the rest fits; then pictures."""
+        """Drops steps, then groups of the last one, until the rest fits; then unused pictures."""
         while self._steps and len(self._data("{}", self._steps)) > max_bytes:
             steps = sorted(self._steps)
             if len(steps) > 1:
@@ -124,7 +124,7 @@ class Report:
         self._pictures = {key: uri for key, uri in self._pictures.items() if key in keys}
 
     def _recall(self, text: str) -> None:
-        """Takes up what an earlier run left; nothing of a file in another layout."""
+        """Restores the state of an earlier run; ignores a file with another layout version."""
         try:
             data = page.read(text)
         except ValueError:
@@ -142,13 +142,13 @@ class Report:
 
 
 def next_to_go(steps: Sequence[int]) -> int:
-    """The step that is missed least: argmin of gap / age over all but the first and the newest.
+    """The step to drop next: argmin of gap / age over all but the first and the newest.
 
-    The gap is that between the steps beside it, its age that behind the newest; so the steps that
-    stay are spread evenly over the logarithm of their age.
+    gap is the distance between the two neighbours of a step, age its distance to the newest step.
+    The remaining steps are then spread evenly in log(age).
 
     Args:
-        steps: ascending, two or more; of two the first goes.
+        steps: ascending, two or more; of two, the first is dropped.
     """
     if len(steps) == 2:
         return steps[0]

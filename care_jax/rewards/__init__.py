@@ -1,1 +1,1 @@
-"""Rewards: is an answer right, is a response well formed."""
+"""Rewards: answer correctness and response format."""

@@ -1,11 +1,11 @@
-"""Are two answers the same? Decided here in microseconds, or handed on to computer algebra.
+"""Compares two answers: by text rules in microseconds, or else by computer algebra.
 
-`compare` is three-valued: "equal: ...", "different: ...", each with the rule that decided, or a
-`Question` for `symbolic.SymbolicPool`. It decides text, choices, numbers with their commas,
-percents and units, and lists of these, without evaluating anything; only what looks like
-mathematics and stays undecided becomes a question.
-Answers come from a policy that is paid for agreement: whatever claims several values or hedges is
-"different", and what would only exhaust a machine is refused.
+`compare` returns "equal: ..." or "different: ...", each with the rule that decided, "refused: ...",
+or a `Question` for `symbolic.SymbolicPool`. It compares text, choices, numbers with commas, percent
+signs and units, and lists of these, and evaluates nothing. Only undecided mathematics becomes a
+question.
+Answers come from a policy that is rewarded for agreement. An answer that hedges or gives several
+values is therefore "different", and one that is too expensive to evaluate is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from care_jax.rewards.symbolic import Question, SymbolicPool
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _MAX_SYMBOLIC_CHARS = 400
 _MAX_DEPTH = 12  # of nested brackets
-_NUM_DECIMALS = 6  # at which 0.333333 is taken for 1/3
+_NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 
-# Lower-case words that mathematics may hold; with any other word a text is prose.
+# Lower-case words allowed in mathematics; any other one of three or more letters means prose.
 _FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh",
     "tanh", "log", "ln", "lg", "exp", "sqrt", "pi", "max", "min", "gcd", "lcm", "mod", "deg",
@@ -50,17 +50,18 @@ def is_equivalent(
     tolerance: float = 0.0,
     num_decimals: int | None = None,
 ) -> bool:
-    """Whether a predicted answer says the same as the gold answer.
+    """Whether a predicted answer is equivalent to the gold answer.
 
     Args:
-        prediction: a bare answer, LaTeX or text; what an answer span holds.
-        gold: the reference answer; with `choices` a letter or the text of an option.
-        choices: options in order (A, B, ...); the letter and the text of an option are the same.
-        tolerance: relative error allowed between numbers; 0.05 is ChartQA's.
-        num_decimals: decimals to which numbers are rounded before they are compared; None is exact.
+        prediction: the content of an answer span, LaTeX or text.
+        gold: the reference answer; with `choices` the letter or the text of an option.
+        choices: options in order (A, B, ...); an option's letter and its text are equivalent.
+        tolerance: relative error allowed between numbers; ChartQA uses 0.05.
+        num_decimals: numbers that round to the same value are equal. None is exact, but rounds to
+            six decimals against fractions such as 1/3 and in computer algebra.
 
     Returns:
-        False also where a comparison was refused, timed out or crashed.
+        False also if the comparison was refused, timed out or crashed.
     """
     outcome = compare(
         prediction, gold, choices=choices, tolerance=tolerance, num_decimals=num_decimals
@@ -71,7 +72,7 @@ def is_equivalent(
 
 
 def is_equal(outcome: str) -> bool:
-    """Whether an outcome of `compare` or of a `SymbolicPool` says that both are the same."""
+    """Whether an outcome of `compare` or of a `SymbolicPool` means equal."""
     return outcome.startswith("equal")
 
 
@@ -90,11 +91,11 @@ def compare(
     tolerance: float = 0.0,
     num_decimals: int | None = None,
 ) -> str | Question:
-    """Decides what can be decided at sight; arguments as in `is_equivalent`.
+    """Compares by text rules, without computer algebra; arguments as in `is_equivalent`.
 
     Returns:
-        "equal: ...", "different: ..." or "refused: ...", in a few words why; or the question that
-        is left.
+        "equal: ...", "different: ..." or "refused: ..." with a short reason; or a question for
+        computer algebra.
     """
     same = functools.partial(_compare_clean, tolerance=tolerance, num_decimals=num_decimals)
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
@@ -105,19 +106,19 @@ def compare(
     return same(prediction, gold)
 
 
-# Each gold answer is compared with a whole group of rollouts.
+# Each gold answer is compared with a whole group of rollouts, so it is cached.
 _clean_gold = functools.lru_cache(maxsize=4096)(notation.clean)
 
 
 @functools.lru_cache(maxsize=4096)
 def _clean_choices(choices: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The choices in one notation, and the keys they are found by."""
+    """The cleaned choices, and their lookup keys."""
     cleaned = [notation.clean(choice) for choice in choices]
     return cleaned, [notation.key(choice) for choice in cleaned]
 
 
 def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
-    """A prediction names an option by its letter or by its content."""
+    """Compares options; both sides may name one by its letter or its text."""
     choices, texts = cleaned
 
     def option(text: str) -> int:
@@ -131,7 +132,7 @@ def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
         return _outcome(index == gold_index, "option")
     if gold_index >= 0:
         if notation.key(choices[gold_index]) == _LETTERS[gold_index].lower():
-            return "different: no option"  # pictures have no content to compare
+            return "different: no option"  # options shown as pictures have no text to compare
         return same(prediction, choices[gold_index])
     return same(choices[index] if index >= 0 else prediction, gold)
 
@@ -158,13 +159,13 @@ def _compare_clean(
     if notation.has_relation(prediction) and not (
         notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
     ):
-        return "different: a relation, no value"  # such as `\neq 7` and `> 6`
+        return "different: a relation, no value"  # such as `\neq 7` or `> 6`
     if refusal := _refusal(prediction, gold):
         return f"refused: {refusal}"
     if "=" not in gold:
         _, prediction = notation.split_assignment(prediction)
         if "=" in prediction and notation.split_list(prediction) is None:
-            return "different: an equation, no value"  # of `9 = 7` neither side is the answer
+            return "different: an equation, no value"  # in `9 = 7` neither side is the answer
     return Question(
         gold=gold,
         prediction=prediction,
@@ -179,7 +180,7 @@ def _outcome(is_same: bool, what: str) -> str:
 def _compare_values(
     prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
 ) -> bool | None:
-    """Compares numbers, lists and assignments of them; None where that does not decide."""
+    """Compares numbers, lists and assignments of them; None if undecided."""
     if notation.key(prediction) == notation.key(gold):
         return True
     limits = {"tolerance": tolerance, "num_decimals": num_decimals}
@@ -189,7 +190,7 @@ def _compare_values(
 def _compare_parts(
     prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
 ) -> tuple[bool | None, str]:
-    """The same of texts that differ, and what they were compared as."""
+    """`_compare_values` for texts with different keys, and what they were compared as."""
     limits = {"tolerance": tolerance, "num_decimals": num_decimals}
     texts = prediction, gold
     numbers = [quantities.read_number(text) for text in texts]
@@ -199,7 +200,7 @@ def _compare_parts(
     if all(lists):
         return _compare_lists(*lists, **limits), "list"
     if any(lists) and any(numbers):
-        # 2,3 are two numbers; 1,22 beside one number is one.
+        # "2,3" is two numbers; "1,22" compared with a single number has a decimal comma.
         if any(_DECIMAL_COMMA.fullmatch(text) for text in texts):
             decided = _compare_values(*(text.replace(",", ".") for text in texts), **limits)
             return decided, "number"
@@ -213,7 +214,7 @@ def _compare_parts(
     )
     if all(names) and notation.key(names[0]) != notation.key(names[1]):
         return False, "variable"
-    # A value answers `x = value`, but not an equation; an assignment does not answer an equation.
+    # `x = value` is compared by its value; an equation on either side is left undecided.
     is_equation = ["=" in text and not name for text, name in zip(texts, names, strict=True)]
     if not any(names) or any(is_equation):
         return None, ""
@@ -236,7 +237,7 @@ def _compare_lists(
             for given in (items, gold_items)
         )
     if len(items) != len(gold_items):
-        # `\pm` stands for two items, and p = 5, q = 2; p = 7, q = 2 for two pairs.
+        # `\pm` makes one item two values; `p = 5, q = 2; p = 7, q = 2` may equal two (p, q) pairs.
         is_open = any("\\pm" in item or item.startswith("(") for item in items + gold_items)
         return None if is_open else False
     if is_unordered:
@@ -259,12 +260,12 @@ def _compare_lists(
 
 
 def _is_mathematics(text: str) -> bool:
-    """Whether a text is worth computer algebra: no prose, no program."""
+    """Whether a text is plausible input for computer algebra: neither prose nor program code."""
     if any(c in text for c in '"`@#?…') or "__" in text or _TWO_NUMBERS.search(text):
         return False
     if any(c >= _FIRST_CJK for c in text):
         return False
-    # Two letters are a product or a segment; up to four are the corners of a figure.
+    # Two letters are a product or a segment; up to four capitals name the corners of a figure.
     return all(
         word.startswith("\\") or word in _FUNCTIONS or len(word) <= (2 if word.islower() else 4)
         for word in _WORD.findall(text)
@@ -272,7 +273,7 @@ def _is_mathematics(text: str) -> bool:
 
 
 def _refusal(prediction: str, gold: str) -> str:
-    """Why a prediction is not worth computing; empty where it is. The gold may license it."""
+    """Why a prediction is too expensive, or "". Constructs that the gold also has are allowed."""
     if max(len(prediction), len(gold)) > _MAX_SYMBOLIC_CHARS:
         return "length"
     depth = deepest = 0
@@ -291,7 +292,7 @@ def _refusal(prediction: str, gold: str) -> str:
 
 
 def _has_tower(text: str) -> bool:
-    """Whether an exponent holds an exponent or a number above 99."""
+    """Whether an exponent contains another exponent or a number above 99."""
     for match in _EXPONENT.finditer(text):
         exponent = match.group().lstrip("^* ")
         rest = text[match.end() :].lstrip()

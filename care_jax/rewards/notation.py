@@ -1,8 +1,8 @@
-"""Reads how answers are written: LaTeX wrapping, lists, option letters; numbers: `quantities`.
+"""Normalises and parses answer text: LaTeX wrapping, lists, option letters. Numbers: `quantities`.
 
-Pure text, nothing is evaluated, and every scan is linear in the length of the text: whitespace is
-collapsed first, patterns have no nested repetition over the same characters, and an answer is cut
-at `MAX_CHARS`.
+Works on text only and evaluates nothing. Every scan is linear in the length of the text: whitespace
+is collapsed first, patterns have no nested repetition over the same characters, and answers are
+truncated to `MAX_CHARS`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import collections
 import re
 import unicodedata
 
-MAX_CHARS = 2000  # of an answer, whitespace collapsed; a longer one is cut and marked
+MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
 
-# LaTeX commands as string escapes leave them where a source forgot to double its backslashes.
+# LaTeX commands mangled by string escapes, from sources that did not escape their backslashes.
 _MANGLED = {
     "\x0crac": "\\frac", "\text": "\\text", "\times": "\\times", "\right": "\\right",
     "\tan": "\\tan", "\theta": "\\theta", "\x08oxed": "\\boxed", "\x08egin": "\\begin",
@@ -52,16 +52,16 @@ _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 
 
-# Text that `clean` leaves as it is, but for spaces and the full stop at its end.
+# Text that `clean` changes only in its spaces and the full stop at its end.
 _PLAIN = re.compile(
     r"(?!.*(?:pi|pct|percent|answer))[a-z0-9.,/()=+: -]{1,100}", re.IGNORECASE | re.ASCII
 )
 
 
 def clean(text: str) -> str:
-    """The content of an answer in one notation: unboxed, undelimited, single spaces, ASCII signs.
+    """Normalises an answer: no boxes, no math delimiters, single spaces, ASCII signs.
 
-    An answer longer than `MAX_CHARS` comes back cut, with its length as a mark.
+    An answer longer than `MAX_CHARS` is truncated and marked with its length.
     """
     if _PLAIN.fullmatch(text):
         return " ".join(text.split()).rstrip(" .")
@@ -80,7 +80,7 @@ def clean(text: str) -> str:
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
     text = _THOUSANDS.sub(",", text).replace("\\!", "").replace("!=", "\\ne ")
     text = _SPACES.sub(" ", _SIZES.sub("", _DELIMITERS.sub("", text)))
-    text = _TEXT.sub(r" \1 ", _TEXT.sub(r" \1 ", text))  # a text may stand in a text
+    text = _TEXT.sub(r" \1 ", _TEXT.sub(r" \1 ", text))  # \text can be nested
     text = _WORD_IN_BRACES.sub(r" \1 ", text)
     text = _FRACTION.sub(_brace_fraction, _FRACTION_NAME.sub(r"\\frac", text))
     text = _ROOT.sub(r"\\sqrt{\1}", text)
@@ -96,7 +96,7 @@ def _brace_fraction(match: re.Match) -> str:
 
 
 def _unbox(text: str) -> str:
-    """What the last `\\boxed{}` holds, joined with those that a few words link to it."""
+    """The content of the last `\\boxed{}`, joined with boxes that only a few words separate."""
     boxes: list[tuple[int, int, str]] = []
     start = 0
     while match := _BOX.search(text, start):
@@ -114,7 +114,7 @@ def _unbox(text: str) -> str:
             break
         contents.append(content)
     inner = ", ".join(reversed(contents))
-    # A box around a box says no more than the inner one.
+    # A box around a box is the same as the inner one.
     return _unbox(inner) if _BOX.match(inner) and len(inner) <= MAX_CHARS else inner
 
 
@@ -132,8 +132,8 @@ _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 
 
 def key(text: str) -> str:
-    """Text without what never tells two answers apart: case, spaces, quotes, outer brackets."""
-    # A space between two digits separates two numbers.
+    """Comparison key: without case, spaces, outer quotes, or brackets around one character."""
+    # A space between two digits is kept: it separates two numbers.
     text = _LOOSE_SPACE.sub("", text.casefold()).strip("\"'“”`*")
     if len(text) == 3 and text[0] in "([" and text[2] in ")]":
         text = text[1]
@@ -151,21 +151,21 @@ _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)
 
 
 def has_relation(text: str) -> bool:
-    """Whether a relation other than equality stands in the text."""
+    """Whether the text contains a relation other than equality."""
     return _RELATION.search(text) is not None
 
 
 def split_assignment(text: str) -> tuple[str, str]:
-    """(name, value) of `name = ... = value`; ("", text) where there is no name on the left.
+    """(name, value) of `name = ... = value`; ("", text) if the left side is not a name.
 
-    Of `exact \\approx rounded` the exact side is the value, unless it is absent.
+    In `exact \\approx rounded` the value is the exact side, or the rounded one if that is absent.
     """
     exact, _, rounded = text.partition("\\approx")
     if not rounded or has_relation(text):
         exact = text if has_relation(text) or not rounded else exact
     parts = [part.strip() for part in (exact if exact.strip() else rounded).split("=")]
     name = _SUBSCRIPT.sub("", parts[0])
-    # `x \approx 11` names x as much as `x = 11` does.
+    # `x \approx 11` assigns to x, as `x = 11` does.
     if rounded and len(parts) == 1 and exact.strip() and _is_name(name):
         return parts[0], rounded.strip()
     if has_relation(text) or len(parts) == 1:
@@ -183,7 +183,7 @@ def _is_name(text: str) -> bool:
 
 
 def split_list(text: str) -> tuple[str, list[str]] | None:
-    """Brackets (opening and closing, "" for none) and items; None where the text is no list."""
+    """Brackets (opening and closing, "" for none) and items; None if the text is not a list."""
     text = text.strip()
     opened: list[re.Match] = []
     separators: dict[int, list[re.Match]] = {}  # by the number of brackets open around them
@@ -221,7 +221,7 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
 
 _LETTER = re.compile(r"[(\[]?([A-Z])[)\]]?[.:)]?")
 _LABELLED = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:]?|[.:)])(?= ?\S)")
-# An A or I before a small word is an article or a pronoun.
+# An A or I before a lower-case word, except a few such as "is", is an article or a pronoun.
 _STANDALONE = re.compile(
     r"(?<![a-zA-Z\\'_])([B-HJ-Z]|[AI](?! (?!(?:and|or|is|because)\b)[a-z]))(?![a-zA-Z'_])"
 )
@@ -230,9 +230,9 @@ _NEGATION = re.compile(r"(?<![a-zA-Z])(?:not|non|no|isn't|can't|cannot)(?![a-zA-
 
 
 def choice_letter(text: str, num_choices: int) -> str:
-    """The one option letter that the text settles on; empty where there is none or several.
+    """The single option letter that the text chooses; empty if it names none or several.
 
-    Letters that a clause negates do not count: "C, not A" and "it can't be A, so C" say C.
+    Negated letters do not count: "C, not A" and "it can't be A, so C" give C.
     """
     text = text.strip()
     allowed = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[:num_choices]
@@ -247,7 +247,7 @@ def choice_letter(text: str, num_choices: int) -> str:
 
 
 def _affirmed(text: str) -> str:
-    """The text without what follows a negation in its clause."""
+    """The text without the part of each clause that follows a negation."""
     return " . ".join(_NEGATION.split(clause, maxsplit=1)[0] for clause in _CLAUSE.split(text))
 
 
@@ -268,13 +268,13 @@ _VALUE = re.compile(
     r"(?:/\d+(?:\.\d+)?)?(?: ?\\?%)?"
 )
 _TAIL = 8000  # characters at the end of a text that are searched for its answer
-_NEAR = 15  # characters from "the answer is" to what it is
+_NEAR = 15  # at most this many characters between "the answer is" and the answer
 _COPULA = re.compile(r"(?<!\w)(?:is|est)(?!\w)|[=是为]")
 _SUM = re.compile(r"[\d\s.,+*/×·÷()−-]*=")
 
 
 def final_answer(text: str) -> str:
-    """What a free text settles on: boxes, the end of "the answer is", a last formula or number."""
+    """The final answer of free text: its boxes, "the answer is ...", or last formula or number."""
     if "\\boxed" in text or "\\fbox" in text:
         return text
     text = text[-_TAIL:]
@@ -284,10 +284,10 @@ def final_answer(text: str) -> str:
         rest = rest.lstrip()[: end.start()]
     values = list(_VALUE.finditer(rest))
     if "\\(" in _FORMULA.sub("", rest):
-        return text  # a formula within a line that goes over it is none, and no number in it counts
+        return text  # a formula that is not closed on its line: do not pick a number from it
     if not phrase or not values or values[0].start() > _NEAR:
         return values[-1].group() if values else rest.strip()
-    # "The volume of $V$ is 12" and "3 + 4 = 7" come to their answer later.
+    # In "The volume of $V$ is 12" and "3 + 4 = 7" the answer is a later value.
     first = values[0]
     if not any(c.isdigit() for c in first.group()) and len(values) > 1:
         gap = rest[first.end() : values[1].start()]
@@ -298,7 +298,7 @@ def final_answer(text: str) -> str:
 
 
 def _formula_of_sentence(text: str) -> str:
-    """The formula that ends a sentence ("We find that $x < 3$."), else the text."""
+    """The formula at the end of a sentence ("We find that $x < 3$."), else the whole text."""
     formulas = list(_FORMULA.finditer(text))
     if len(formulas) != 1:
         return text

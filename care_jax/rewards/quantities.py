@@ -1,6 +1,6 @@
-"""Numbers as answers write them: with commas, fractions, percents, currencies and units.
+"""Parses numbers in answers: with commas, fractions, percent signs, currencies and units.
 
-Pure text to exact Fractions, nothing is evaluated; every scan is linear in the length of the text.
+Converts text to exact Fractions and evaluates nothing. Every scan is linear in the text length.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import re
 from fractions import Fraction
 
-_MAX_DIGITS = 60  # of a number and of its power of ten, so that Fractions stay small
+_MAX_DIGITS = 60  # limit on digits and on |power of ten|, so that Fractions stay small
 
 _DECIMAL = r"(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)?(?:\.\d*)?"
 _SCIENTIFIC = re.compile(
@@ -33,7 +33,7 @@ _UNITS = {
     "square": "square sq", "cubic": "cubic", "per": "per", "mi per h": "mph", "cents": "cent cents",
 }  # fmt: skip
 _UNIT_NAMES = {alias: name for name, aliases in _UNITS.items() for alias in aliases.split()}
-# What one of a unit is in the smallest of its kind.
+# The size of each unit, in the smallest unit of its group.
 _SIZES_OF_UNITS = (
     {"mm": 1, "cm": 10, "m": 1000, "km": 10**6},
     {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
@@ -42,7 +42,7 @@ _SIZES_OF_UNITS = (
     {"ml": 1, "l": 1000},
     {"cents": 1, "$": 100},
 )
-# Words after a number that change or withdraw it.
+# Words after a number that change or retract it.
 _NOT_UNITS = frozenset({
     "and", "or", "not", "no", "nor", "to", "plus", "minus", "times", "over", "by", "of", "point",
     "pi", "than", "between", "hundred", "thousand", "million", "billion", "trillion", "dozen",
@@ -57,13 +57,13 @@ _CURRENCY = re.compile(r"(?:[€£¥ ]|(?:USD|EUR|GBP|CNY|Rs\.?|US) ?(?=[\d.]))*
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A number as it was written.
+    """A number as written.
 
     Attributes:
-        value: exactly what was written, a percent sign not applied.
-        is_percent: a percent sign follows.
-        unit: canonical name of the unit that follows; empty without.
-        is_decimal: it was written with a decimal point.
+        value: the exact value; "million" and the like are applied, a percent sign is not.
+        is_percent: followed by a percent sign.
+        unit: canonical name of the unit that follows; empty without one.
+        is_decimal: written with a decimal point.
     """
 
     value: Fraction
@@ -72,9 +72,9 @@ class Number:
     is_decimal: bool
 
 
-@functools.lru_cache(maxsize=16384)  # the rollouts of a question agree more often than not
+@functools.lru_cache(maxsize=16384)  # rollouts of one question often give the same answer
 def read_number(text: str) -> Number | None:
-    """The number that the whole (cleaned) text is; None for everything else."""
+    """Parses a cleaned text that is a number as a whole; None for any other text."""
     text = text.strip()
     while len(text) > 2 and text[0] == "(" and text.find(")") == len(text) - 1:
         text = text[1:-1].strip()
@@ -100,7 +100,7 @@ def read_number(text: str) -> Number | None:
 
 
 def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
-    """An unsigned number at the start of the text and where it ends."""
+    """The unsigned number at the start of the text, and its end index."""
     if match := _LATEX_FRACTION.match(text) or _MIXED.match(text):
         whole, top, bottom = match.groups()
         value = _divide(top, bottom)
@@ -131,7 +131,7 @@ def _fraction(digits: str) -> Fraction | None:
 
 
 def _read_unit(text: str) -> str | None:
-    """Canonical name of a unit; None where the text is anything but a unit."""
+    """Canonical name of a unit, "" for no unit; None if the text is not a unit."""
     if text in ("€", "£", "¥", ""):
         return ""
     names = []
@@ -140,7 +140,7 @@ def _read_unit(text: str) -> str | None:
         if match is None or match.group(1).lower() in _NOT_UNITS:
             return None
         name = _UNIT_NAMES.get(match.group(1), match.group(1).lower())
-        # A letter or two are a variable, unless they are a known unit.
+        # One or two letters are a variable, unless they are a known unit.
         if match.group(1) not in _UNIT_NAMES and len(name) < 3 and name.isascii():
             return None
         power = match.group(2) or match.group(3)
@@ -151,12 +151,12 @@ def _read_unit(text: str) -> str | None:
 def is_close(
     prediction: Number, gold: Number, *, tolerance: float, num_decimals: int | None
 ) -> bool:
-    """Whether two numbers agree, a percent being read as hundredths or as points.
+    """Whether two numbers agree. If only one has a percent sign, 50% equals both 50 and 0.5.
 
     Args:
         tolerance: allowed |prediction - gold| / |gold|; 0 is exact.
-        num_decimals: decimals to which both are rounded first; None rounds to six, and only where
-            a decimal stands against a fraction that has no finite decimal form.
+        num_decimals: numbers that round to the same value agree too. None rounds to six decimals,
+            and only if one is a decimal and the other a fraction with no finite decimal expansion.
     """
     if prediction.unit and gold.unit and prediction.unit != gold.unit:
         factor = _conversion(prediction.unit, gold.unit)
@@ -180,7 +180,7 @@ def is_close(
 
 
 def _conversion(unit: str, other: str) -> Fraction | None:
-    """How many of the other unit one of a unit is; None where they measure different things."""
+    """Factor from `unit` to `other`; None if they measure different things."""
     powers = {"square ": 2, "cubic ": 3}
     power = next((n for word, n in powers.items() if unit.startswith(word)), 1)
     if power != next((n for word, n in powers.items() if other.startswith(word)), 1):
@@ -193,9 +193,9 @@ def _conversion(unit: str, other: str) -> Fraction | None:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """An expression and the name of the unit behind it; ("", text) is (text, "") without one.
+    """An expression and the name of the unit after it; (text, "") without one.
 
-    Letters that may be a variable count as a unit only behind a space.
+    Single letters may be variables, so they count as a unit only after a space.
     """
     match = _UNIT_AT_END.search(text)
     if match is None or not text[: match.start()].strip():

@@ -1,4 +1,4 @@
-"""From sampled tokens to scores: tag spans, then the verifier on the answer span (host).
+"""Computes scores from sampled tokens: parses the tags, then verifies the answer span (host).
 
 Letters: B prompts, R rows per prompt, T tokens.
 """
@@ -18,7 +18,7 @@ from care_jax.rewards.verifier import Verifier
 def row_texts(
     rollouts: Rollouts, token_bytes: Sequence[bytes], *, eos_token_ids: Collection[int]
 ) -> list[list[str]]:
-    """The text of every row, forced tokens included and EOS left out, [B][R]."""
+    """The text of every row, [B][R], with forced tokens and without EOS."""
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
     is_text = is_valid & ~np.isin(tokens, list(eos_token_ids))
     return [
@@ -43,17 +43,17 @@ def score_rollouts(
     """Parses and verifies every row.
 
     Args:
-        rollouts: of len(examples) prompts.
-        examples: the questions, for their gold answers.
+        rollouts: B = len(examples) prompts.
+        examples: the questions with their gold answers.
         verifier: compares answers.
         token_bytes: the bytes of every token id.
-        eos_token_ids: one of them ends a complete response.
+        eos_token_ids: a complete response ends with one of them.
         think_tag: name of the rationale's tag.
         format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall).
 
     Returns:
-        numpy scores; the text of every row [B][R], see `row_texts`; and `Verdict.reason` of every
-        row, a str each.
+        Scores as numpy arrays; the text of every row [B][R], see `row_texts`; and `Verdict.reason`
+        of every row (str).
     """
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
     num_rows, num_tokens = tokens.shape[1:]
@@ -82,7 +82,8 @@ def score_rollouts(
         return padded.reshape(tokens.shape)
 
     acc = table([verdict.acc for verdict in verdicts])
-    # Whether a row ended is known from its tokens alone, which a reward function never sees.
+    # Only the tokens show whether a row ended with EOS, so fmt comes from the parsed tokens. A
+    # reward function gets text only and returns its fmt.
     formats = [verdict.fmt for verdict in verdicts] if verifier.is_replaced else None
     fmt = table(formats or [span.fmt for span in flat])
     scores = Scores(

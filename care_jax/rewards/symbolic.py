@@ -1,11 +1,10 @@
-"""Symbolic comparison of answers in guarded worker processes: both ends of the pipe.
+"""Compares answers symbolically in resource-limited worker processes: the pool and the worker.
 
-Computer algebra on text that a policy wrote may hang, eat memory or crash, so it never runs in
-the caller's process. `SymbolicPool` starts this very file as a script (`python -P symbolic.py`):
-no fork under JAX, no import of the caller's main module, nothing imported but math_verify. One
-question and one reply are one JSON line each way. Every question is bounded three times: CPU
-seconds and memory inside the worker, wall-clock seconds by a kill from the pool, after which the
-worker is replaced at its next question.
+Computer algebra on text from a policy can hang, exhaust memory or crash, so it never runs in the
+caller's process. `SymbolicPool` runs this file as a script (`python -P symbolic.py`): no fork under
+JAX, no import of the caller's main module, no import but math_verify. Each question and each reply
+is one line of JSON. Every question has three limits. The worker limits CPU seconds and memory. The
+pool kills a worker after a wall-clock limit and starts a new one for the next question.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Question(NamedTuple):
 
     Attributes:
         gold, prediction: LaTeX or plain mathematics, without `$` or `\\boxed` around it.
-        num_decimals: decimals to which numbers are rounded before they are compared.
+        num_decimals: decimals to which numbers are rounded before comparison.
     """
 
     gold: str
@@ -43,15 +42,15 @@ class Question(NamedTuple):
 
 
 class SymbolicPool:
-    """Worker processes that answer `Question`s; started at the first one, closed by `close`.
+    """Worker processes that answer `Question`s; started on the first question, ended by `close`.
 
     Args:
-        num_workers: processes, at most.
-        timeout: wall-clock seconds until a worker is killed; its CPU time is bounded at 40% of it.
+        num_workers: maximum number of processes.
+        timeout: wall-clock seconds until a worker is killed; its CPU time limit is 40% of this.
 
     Attributes:
-        counts: questions asked (`symbolic_calls`), remembered (`cached`), given up on (`timeouts`)
-            and lost with their worker (`crashes`), since the start.
+        counts: numbers since the start: questions sent to workers (`symbolic_calls`), answered from
+            the cache (`cached`), timed out (`timeouts`), and lost to a crash (`crashes`).
     """
 
     def __init__(self, num_workers: int = 2, timeout: float = 5.0):
@@ -70,8 +69,8 @@ class SymbolicPool:
         """Answers each question.
 
         Returns:
-            of each "equal: ...", "different: ..." or "refused: ...", in a few words why, "timeout"
-            or "crash".
+            For each question "equal: ...", "different: ..." or "refused: ..." with a short reason,
+            or "timeout" or "crash".
         """
         with self._lock:
             pending = [q for q in dict.fromkeys(questions) if q not in self._outcomes]
@@ -79,14 +78,14 @@ class SymbolicPool:
             self.counts["symbolic_calls"] += len(pending)
             fresh = self._run(pending) if pending else {}
             known = [fresh.get(q) or self._outcomes[q] for q in questions]
-            # A crash may be the machine's doing (memory pressure), so it is asked again next time.
+            # Crashes are not cached: memory pressure on the machine may have caused them.
             self._outcomes.update((q, out) for q, out in fresh.items() if out != "crash")
             while len(self._outcomes) > _CACHE_SIZE:
                 self._outcomes.popitem(last=False)
             return known
 
     def close(self) -> None:
-        """Ends the workers; the pool may be asked again and then starts new ones."""
+        """Ends the workers. A later `ask` starts new ones."""
         with self._lock:
             for worker in self._workers:
                 worker.stop()
@@ -107,15 +106,15 @@ class SymbolicPool:
                             selector.register(worker.replies, selectors.EVENT_READ, worker)
                             busy.add(worker)
                     wait = min(worker.deadline for worker in busy) - time.monotonic()
-                    # A run that was suspended wakes past every deadline, with replies unread: only
-                    # what is silent at a second look is late.
+                    # A process that was suspended resumes past every deadline with unread replies,
+                    # so poll again: only workers without a reply then are late.
                     events = selector.select(max(wait, 0.0)) or selector.select(0.0)
                     ready = [key.data for key, _ in events]
                     late = [w for w in busy if w not in ready and w.deadline <= time.monotonic()]
                     for worker in ready + late:
                         outcome = worker.receive() if worker in ready else worker.give_up()
                         if outcome is None:
-                            continue  # it has only now started
+                            continue  # the worker has just started; its reply is to come
                         selector.unregister(worker.replies)
                         busy.remove(worker)
                         outcomes[worker.question] = outcome
@@ -124,13 +123,13 @@ class SymbolicPool:
                         if outcome == "crash" or worker in late:
                             worker.stop()
             finally:
-                for worker in busy:  # an interrupt: replies to come would be taken for later ones
+                for worker in busy:  # on an interrupt: a late reply would be taken for a later one
                     worker.stop()
         return outcomes
 
 
 class _Worker:
-    """The pool's end of one worker process."""
+    """The pool's handle of one worker process."""
 
     def __init__(self, timeout: float):
         self.timeout = timeout
@@ -144,19 +143,19 @@ class _Worker:
         return self._process.stdout
 
     def send(self, question: Question) -> None:
-        """Hands over a question, starting a process where none is alive."""
+        """Sends a question, starting a process if none is alive."""
         self.question = question
         if self._process is not None and self._process.poll() is not None:
             self.stop()
         if self._process is None:
             self._start()
         self.deadline = time.monotonic() + (self.timeout if self._is_ready else _START_SECONDS)
-        # On a broken pipe `receive` finds the other one closed and reports the crash.
+        # On a broken pipe `receive` reads end-of-file and reports the crash.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
 
     def receive(self) -> str | None:
-        """Reads the reply that has come; None for the greeting of a started process.
+        """Reads an available reply; None for a new process's "ready" message.
 
         Raises:
             RuntimeError: the process could not start (math_verify missing, say).
@@ -176,7 +175,7 @@ class _Worker:
         return None
 
     def give_up(self) -> str:
-        """What to say of a question whose deadline has passed."""
+        """The outcome of a question whose deadline has passed."""
         if not self._is_ready:
             raise RuntimeError(f"expected a symbolic worker within {_START_SECONDS} s, got none")
         return "timeout"
@@ -197,8 +196,8 @@ class _Worker:
         for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME"):
             if name in os.environ:
                 environment[name] = os.environ[name]
-        # -P: this folder must not be on the worker's path, its modules would hide the standard
-        # library's (`select`).
+        # -P keeps this folder off the worker's path, so that no module in it can shadow the
+        # standard library's.
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(self.timeout)],
             stdin=subprocess.PIPE,
@@ -211,7 +210,7 @@ class _Worker:
 
 
 class _OutOfTime(BaseException):
-    """Raised by the CPU timer; no `except Exception` inside sympy may swallow it."""
+    """Raised by the CPU timer; a BaseException, so no `except Exception` in sympy catches it."""
 
 
 def _compare(question: Question) -> str:
@@ -251,16 +250,17 @@ def _reply(question: Question, cpu_seconds: float) -> str:
 
 
 def _serve(timeout: float) -> None:
-    """The worker: reads questions from standard input until it closes."""
+    """The worker's main loop: answers questions from standard input until it closes."""
 
     def out_of_time(signum, frame):
         raise _OutOfTime
 
-    # Parsers print; only replies may reach the pool.
+    # Parsers print to stdout; only replies may reach the pool.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
-    # What ends the run is sent to its children too; they end with it, by the closing pipe.
+    # Signals that end the run also reach its child processes. A worker ignores them and exits when
+    # the run's end closes its standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -276,7 +276,7 @@ def _serve(timeout: float) -> None:
     signal.signal(signal.SIGPROF, out_of_time)
     print(json.dumps("ready"), file=replies)
     for line in sys.stdin:
-        # Should the pool die, the kernel still ends a worker that is stuck.
+        # If the pool has died, this alarm still ends a stuck worker.
         signal.alarm(int(timeout) + 10)
         outcome = _reply(Question(*json.loads(line)), cpu_seconds=0.4 * timeout)
         signal.alarm(0)

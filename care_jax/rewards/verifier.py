@@ -1,9 +1,9 @@
-"""Responses and gold answers to acc and fmt, safely and in batches.
+"""Computes acc and fmt of responses, given gold answers, in batches and with time limits.
 
-acc is 1 where the content of the one well-formed answer span says the same as the gold answer; it
-is read from that span alone, so a right number in the rationale earns nothing. Most answers are
-settled at sight in this process; the rest go to worker processes that start at the first such
-answer and are killed when they take too long.
+acc is 1 if the content of the one well-formed answer span is equivalent to the gold answer. Only
+that span is read, so a right number in the rationale earns nothing. Text rules in this process
+decide most answers. The rest go to worker processes, which start at the first such answer and are
+killed when they take too long.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ RewardFunction = Callable[[str, str, Example], tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the verifier says of one response.
+    """The verifier's result for one response.
 
     Attributes:
-        acc: 1.0 where the answer is right, else 0.0.
-        fmt: 1.0 for one think span, then one non-empty answer span, then the end; else 0.0.
+        acc: 1.0 if the answer is right, else 0.0; in [0, 1] from a reward function.
+        fmt: 1.0 for one think span, then one non-empty answer span, then the end; else 0.0; in
+            [0, 1] from a reward function.
         reason: what decided, in a few words: "same number", "another option", "other words", "by
             computer algebra", "no answer span", "timeout", "crash", "refused: ...", "reward
             function" and the like.
@@ -40,23 +41,22 @@ class Verdict:
 
 
 class Verifier:
-    """Judges responses; a context manager that owns the symbolic worker processes.
+    """Scores responses; a context manager that owns the symbolic worker processes.
 
     Args:
-        num_workers: processes for answers that need symbolic comparison; none is started before
-            there is such an answer.
-        timeout: seconds until a worker is killed and its answer scores 0.
+        num_workers: processes for symbolic comparison, started at the first answer that needs it.
+        timeout: seconds until a worker is killed and its answer gets acc 0.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
-        tolerance: relative error allowed between numbers, where the example names none.
-        num_decimals: decimals to which numbers are rounded before they are compared; None is exact.
-        reward: "module:function" that judges in place of all this; empty for none. It runs in this
-            process, so what it makes of a hostile response is its own affair.
+        tolerance: relative error allowed between numbers, unless the example sets one.
+        num_decimals: see `answers.is_equivalent`.
+        reward: "module:function", a reward function that replaces this verifier; empty for none. It
+            runs in this process without these limits, so it must handle hostile responses itself.
 
     Attributes:
-        is_replaced: a reward function judges.
+        is_replaced: a reward function is used.
 
     Raises:
-        ValueError: num_workers or timeout is not positive, or there is no such function.
+        ValueError: num_workers or timeout is not positive, or the function does not exist.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Verifier:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Since the start: fast_calls, symbolic_calls, cached, timeouts, crashes."""
+        """Counts since the start: fast_calls, symbolic_calls, cached, timeouts, crashes."""
         return {"fast_calls": self._num_fast, **self._pool.counts}
 
     def verify(
@@ -98,13 +98,13 @@ class Verifier:
         golds: Sequence[str | Example],
         is_complete: Sequence[bool] | None = None,
     ) -> list[Verdict]:
-        """Judges each response against its gold answer.
+        """Scores each response against its gold answer.
 
         Args:
-            responses: whole response texts, tags included; possibly cut off.
-            golds: for each response the gold answer, or the example that has it with its choices.
-            is_complete: whether each response ended by itself, which its text cannot show; an
-                incomplete one has fmt 0. None takes all as complete.
+            responses: whole response texts, tags included; may be truncated.
+            golds: for each response the gold answer, or the example with the answer and choices.
+            is_complete: whether each response ended with EOS, which its text cannot show; an
+                incomplete one has fmt 0. None means all are complete.
 
         Raises:
             ValueError: the arguments differ in length.
@@ -162,10 +162,10 @@ class Verifier:
 
 
 def load_reward(name: str) -> RewardFunction:
-    """The function that "module:function" names.
+    """Imports the function named by "module:function".
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such function.
     """
     module, _, function = name.partition(":")
     try:
@@ -181,18 +181,18 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think") -> spans.Spans:
-    """Spans of a response that is given as text; the masks are over that one piece."""
-    # `spans.parse` reads bytes of tokens: the text is one token, the end is another.
+    """Spans of a response given as text; its masks treat the whole text as one token."""
+    # `spans.parse` takes tokens: the text is one token, and EOS another.
     pieces = [text.encode("utf-8", errors="replace"), b""]
     tokens = [0, 1] if is_complete else [0]
     return spans.parse(tokens, pieces, eos_token_ids=(1,), think_tag=think_tag)
 
 
 def extract_answer(response: str, *, think_tag: str = "think") -> str:
-    """The answer of a response that may not keep to the format; for evaluation, never for reward.
+    """The answer of a response that may ignore the format; for evaluation, never for reward.
 
-    The last `<answer>` span, else what the text after the rationale settles on: its last boxes, the
-    end of "the answer is", its last formula or number, or all of it. Empty where the rationale is
+    It is the last `<answer>` span, else the final answer of the text after the rationale: its last
+    boxes, "the answer is ...", its last formula or number, or all of it. Empty if the rationale is
     not closed.
     """
     _, opening, last = response.rpartition("<answer>")

@@ -1,1 +1,1 @@
-"""Arms of an experiment times seeds: run, tabulated and drawn. See `__main__`."""
+"""Runs the arms of an experiment over seeds, tabulates and plots them. See `__main__`."""

@@ -1,10 +1,10 @@
 """Runs an experiment: `python -m care_jax.sweep --experiment=experiments/baselines.py --seeds=5`.
 
-Every arm under every seed is a run of its own, in `workdir/<experiment>/<arm>/seed_<i>`; arms share
-the cold start of their seed. What is done is not done again, so the same command goes on after a
-stop, and more seeds add to those there are. Then come `table.md`, `table.csv` (mean ± 95% interval
-over the seeds; each seed), `figure.png` and `figure.csv` in `workdir/<experiment>/`. Flags such as
---config.rl.num_steps=50 go to every run.
+Each arm and seed is one run, in `workdir/<experiment>/<arm>/seed_<i>`; arms share the cold start of
+their seed. Finished runs are skipped: the same command resumes an interrupted sweep, and a larger
+--seeds adds runs. Afterwards `workdir/<experiment>/` has `table.md` (mean ± 95% interval over the
+seeds), `table.csv` (each seed), `figure.png` and `figure.csv`. Flags such as
+--config.rl.num_steps=50 are passed to every run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from care_jax.sweep.measures import columns_of
 from care_jax.sweep.tables import write_table
 from care_jax.sweep.trials import Trial, plan, read_outcome, run_all
 
-_OWN = ("--config.seed", "--config.stages")  # set for each trial
+_OWN = ("--config.seed", "--config.stages")  # set per trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is missing and writes table and figure of what is there; 1 if a run failed."""
+    """Runs missing trials, writes table and figure of the finished ones; 1 if a run failed."""
     args, overrides = _parse(argv)
     experiment = load_experiment(args.experiment)
     trials = plan(

@@ -1,4 +1,4 @@
-"""An experiment: a file that declares its arms, and how they are compared."""
+"""An experiment: a file that declares its arms and how they are compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Experiment:
     Attributes:
         path: of the file.
         title: first line of its docstring.
-        arms: ARMS, changed keys by the arm's name, in the order of the table.
+        arms: ARMS, arm name to changed configuration keys, in the order of the table.
         reference: REFERENCE, the arm that others are compared with, seed by seed.
         columns: COLUMNS of the table, names of `measures.MEASURES`.
         panels: PANELS of the figure, names of `figures.PANELS`.
@@ -48,7 +48,7 @@ def load_experiment(path: pathlib.Path) -> Experiment:
     """Reads an experiment's file.
 
     Raises:
-        ValueError: the file is not there, or does not declare what an experiment does.
+        ValueError: the file is missing, lacks a declaration, or uses an unknown name in one.
     """
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(

@@ -1,6 +1,6 @@
-"""An experiment's figure, as PNG and as CSV of what is drawn.
+"""An experiment's figure, as PNG and as CSV of the plotted points.
 
-A panel is a function that draws the arms into axes, and returns the drawn points.
+A panel is a function that plots the arms into axes and returns the plotted points.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Arms = Mapping[str, Sequence[Outcome]]
 Axes = matplotlib.axes.Axes
 Point = dict[str, Any]  # arm, seed or None for the mean, x, y, low, high
 
-_BINS = 25  # of a curve over the run's length
-# Okabe and Ito's colours, which colour-blind readers tell apart.
+_BINS = 25  # per curve, over the length of the run
+# The Okabe-Ito palette, which colour-blind readers can distinguish.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
@@ -35,7 +35,7 @@ def write_figure(
     Args:
         folder: for both.
         arms: outcomes by arm.
-        reference: the arm that differences are taken from.
+        reference: the arm that is subtracted in differences.
         panels: names of PANELS, from left to right.
         title: above them.
     """
@@ -68,7 +68,7 @@ def _measured(name: str) -> Callable[[Axes, Arms, str], list[Point]]:
             of_seed = [
                 (outcome.seed, value)
                 for outcome in outcomes
-                for value in values_of(measure, [outcome], references)  # none where not defined
+                for value in values_of(measure, [outcome], references)  # empty if undefined
             ]
             if not of_seed:
                 continue
@@ -88,7 +88,7 @@ def _measured(name: str) -> Callable[[Axes, Arms, str], list[Point]]:
 
 
 def _by_tokens(axes: Axes, arms: Arms, reference: str) -> list[Point]:
-    """Accuracy of the rollouts against tokens decoded so far; mean and interval over seeds."""
+    """Rollout accuracy against tokens decoded so far; mean and interval over seeds."""
     points = []
     for arm, outcomes, color in _colored(arms):
         curves = []
@@ -114,7 +114,7 @@ def _by_tokens(axes: Axes, arms: Arms, reference: str) -> list[Point]:
 
 
 def _signature(name: str, x_label: str, y_label: str) -> Callable[[Axes, Arms, str], list[Point]]:
-    """Step means of the √K' signature with the least-squares line through all of an arm's."""
+    """Step means of the √K' signature, with one least-squares line per arm."""
 
     def draw(axes: Axes, arms: Arms, reference: str) -> list[Point]:
         points = []
@@ -136,7 +136,7 @@ def _signature(name: str, x_label: str, y_label: str) -> Callable[[Axes, Arms, s
             ]
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.locator_params(axis="x", nbins=5)  # α̂ needs many digits
+        axes.locator_params(axis="x", nbins=5)  # the labels of α̂ are long
         axes.legend(fontsize=7, frameon=False)
         return points
 

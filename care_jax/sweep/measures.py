@@ -1,7 +1,7 @@
-"""What a finished trial is measured by, and those measures over seeds.
+"""Measures of a finished trial, and their mean and interval over seeds.
 
-A measure is None where it is not defined for a trial: without a cold start there is no gain, and
-the reference has no lead over itself.
+A measure is None if it is undefined for a trial: there is no gain without an evaluation before RL,
+and the reference has no lead over itself.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
-# Steps at the end of a run over which a fluctuating metric is averaged: a tenth of them.
+# Fluctuating metrics are averaged over this last fraction of the steps.
 _TAIL = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a trial left.
+    """Configuration and metrics of a finished trial.
 
     Attributes:
-        arm, seed: whose.
+        arm, seed: of the trial.
         config: as JSON.
-        start: metrics of the evaluation of the cold start; {} where there was none.
+        start: metrics of the last evaluation before RL (of the cold start, if any); {} without.
         final: metrics of the last evaluation.
         steps: metrics of each RL step.
     """
@@ -38,12 +38,12 @@ class Outcome:
     steps: list[dict[str, float]]
 
     def series(self, name: str) -> np.ndarray:
-        """A metric at every step, NaN where it was not logged."""
+        """A metric at every step; NaN if it was not logged."""
         return np.array([step.get(name, math.nan) for step in self.steps], float)
 
     @property
     def num_triggers(self) -> np.ndarray:
-        """Groups rescued up to and with each step."""
+        """Cumulative number of rescued groups, including each step."""
         return np.cumsum(self.series("rescue_rate")) * self.config["rl"]["prompts_per_step"]
 
 
@@ -52,9 +52,9 @@ class Measure:
     """A column of the table.
 
     Attributes:
-        label: its head, with the unit; {reference} stands for the name of that arm.
-        of: an outcome and that of the reference arm under the same seed, to the number.
-        format: how it is written.
+        label: column header with the unit; {reference} is replaced by the reference arm's name.
+        of: maps an outcome and the reference arm's outcome for the same seed to the value.
+        format: format specification.
     """
 
     label: str
@@ -63,7 +63,7 @@ class Measure:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95% interval, Student's t over the seeds; NaN for a single one."""
+    """Mean and half-width of its 95% interval, Student's t over seeds; NaN for a single seed."""
     mean = float(np.mean(values))
     if len(values) < 2:
         return mean, math.nan
@@ -92,7 +92,7 @@ def signature_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarra
 
 
 def fit(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float] | None:
-    """(slope, intercept, r) of ordinary least squares; None where x does not vary."""
+    """(slope, intercept, r) of ordinary least squares; None under 3 points or for constant x."""
     if len(x) < 3 or np.ptp(x) < 1e-6:
         return None
     line = scipy.stats.linregress(x, y)
@@ -104,7 +104,7 @@ def _percent(name: str):
 
 
 def _difference(metrics: dict[str, float], others: dict[str, float]) -> float | None:
-    """Points between two evaluations: of held-out accuracy, or else of the benchmarks' mean."""
+    """Difference in percentage points of held-out accuracy, or else of the benchmark mean."""
     name = "acc" if "acc" in metrics else "mean/acc"
     return 100 * (metrics[name] - others[name]) if name in metrics and name in others else None
 
@@ -129,7 +129,7 @@ def _tail(name: str):
 
 
 def _over_triggers(name: str):
-    """Percent over all reflections of a run, each counted once."""
+    """Mean in percent over all reflections of a run, equally weighted."""
 
     def measure(outcome: Outcome, _) -> float | None:
         values, rates = outcome.series(name), outcome.series("reflect_rate")
@@ -142,7 +142,7 @@ def _over_triggers(name: str):
 
 
 def _acc_at(number: int):
-    """Accuracy of the rollouts at a step above the reference's; mean of the ten steps up to it."""
+    """Rollout accuracy minus the reference arm's, over the ten steps up to a step."""
 
     def measure(outcome: Outcome, reference: Outcome | None) -> float | None:
         if reference is None or reference.arm == outcome.arm or len(outcome.steps) < number:
@@ -156,10 +156,10 @@ def _acc_at(number: int):
 
 
 def _kl_per_trigger(outcome: Outcome, reference: Outcome | None) -> float | None:
-    """How much further than the reference a run moved, for each thousand rescued groups.
+    """KL of a run minus that of the reference arm, per 1000 rescued groups.
 
-    Measured by the KL to the reference policy at the end, where one is kept; otherwise by the sum
-    over the steps of the KL to the policy that sampled.
+    The KL is to the reference policy, averaged over the end of the run, if one is kept. Otherwise
+    it is the KL to the sampling policy, summed over the steps.
     """
     if reference is None or reference.arm == outcome.arm or not outcome.num_triggers[-1] > 0:
         return None
@@ -213,11 +213,11 @@ MEASURES = {
     "alpha_r": Measure("r", _fit_of("alpha", 1), ".4f"),
 }
 
-BENCHMARKS = "benchmarks"  # stands for as many columns as there are
+BENCHMARKS = "benchmarks"  # expands to one column per evaluated benchmark and their mean
 
 
 def columns_of(names: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, Measure]:
-    """The measures by name; BENCHMARKS become one for each that was asked, and their mean."""
+    """The measures by name; BENCHMARKS expands to one per evaluated benchmark and their mean."""
     columns = {}
     for name in names:
         if name == BENCHMARKS:

@@ -13,7 +13,7 @@ from care_jax.sweep.measures import Measure, Outcome, mean_interval
 def values_of(
     measure: Measure, outcomes: Sequence[Outcome], references: Mapping[int, Outcome]
 ) -> list[float]:
-    """A measure of each of one arm's seeds, without those where it is not defined.
+    """A measure for each seed of one arm, without the seeds for which it is undefined.
 
     Args:
         references: outcome of the reference arm by seed.
@@ -35,8 +35,8 @@ def write_table(
     Args:
         folder: for both.
         arms: outcomes by arm, rows in this order.
-        reference: the arm of the leads.
-        columns: by name; one that no arm has a value of is left out.
+        reference: the arm that leads are measured against.
+        columns: by name; a column without any value is left out.
         title, notes: above and below the markdown's table.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Trials: one arm under one seed, each a run of its own in a process of its own.
+"""Trials: one arm with one seed, each run in a separate process.
 
-A trial's workdir holds `trial.json`: its configuration, the commits it was run at and, once it is
-done, the seconds its last start took. What is done is not done again, in whichever experiment it
-stands: two arms that ask for the same are one trial. The arms of a seed that agree on the cold
-start go on from one cold start, run before them.
+A trial's workdir holds `trial.json`: its configuration, the commits it ran at and, once it is done,
+the duration of its last start in seconds. A finished trial is never run again, not even for another
+experiment: arms with equal settings are the same trial. Arms of a seed with equal cold-start
+settings share one cold start, which runs first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 from care_jax.sweep.experiment import Experiment
 from care_jax.sweep.measures import Outcome
 
-# What the weights that leave the cold start depend on, as sections of the configuration.
+# Configuration sections that the cold start and its evaluation depend on.
 _OF_COLD_START = (
     "model",
     "mesh",
@@ -45,12 +45,12 @@ class Trial:
     """One run.
 
     Attributes:
-        arm: its name; empty for a cold start.
+        arm: name of the arm; empty for a cold start.
         seed: `config.seed`.
-        settings: everything that decides what the run gives, as JSON; equal ones are one trial.
+        settings: everything that determines the result, as JSON; if equal, it is the same trial.
         workdir: of the run.
         flags: of `python -m care_jax.main`, without --workdir.
-        cold_start: what it goes on from; None where it is one, or has none.
+        cold_start: the trial it starts from; None if it is a cold start or has none.
     """
 
     arm: str
@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def record(self) -> dict[str, Any]:
-        """trial.json, {} where the trial has not begun."""
+        """trial.json; {} if the trial has not started."""
         path = self.workdir / "trial.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -89,12 +89,12 @@ def plan(
         experiment: what to run.
         folder: of this and other experiments; a trial is in `folder/experiment/arm/seed_i`, or
             where an equal one already is.
-        base: configuration the arms stand on, a file of `configs/`, such as "tiny".
-        seeds: one trial of each arm for each.
-        overrides: flags `--config.key=value` for all of them.
+        base: configuration that the arms modify, a file of `configs/`, such as "tiny".
+        seeds: each arm has one trial per seed.
+        overrides: flags `--config.key=value` for all trials.
 
     Raises:
-        ValueError: the folder has another trial where one of these would stand.
+        ValueError: the workdir of a trial is taken by one with other settings.
     """
     known = {
         json.dumps(json.loads(path.read_text())["settings"], sort_keys=True): path.parent
@@ -124,7 +124,7 @@ def plan(
         )
         cold_start, stages = None, tuple(config.stages)
         if stages[:1] == ("sft",) and "rl" in stages:
-            evaluate = stages[1 : stages.index("rl")]  # of the cold start, so its trial's
+            evaluate = stages[1 : stages.index("rl")]  # run by the cold start's trial
             shared = {key: settings["config"][key] for key in _OF_COLD_START}
             shared |= {
                 "cue": config.care.cue,
@@ -152,16 +152,16 @@ def plan(
 def run_all(
     trials: Iterable[Trial], *, num_processes: int, on_done: Callable[[Trial], None]
 ) -> list[TrialFailed]:
-    """Runs what is not done yet, cold starts first.
+    """Runs all unfinished trials, cold starts first.
 
     Args:
         trials: from `plan`.
         num_processes: runs at a time; each gets its share of the cores, and of the devices that
             CUDA_VISIBLE_DEVICES names.
-        on_done: called when a trial ends well.
+        on_done: called when a trial succeeds.
 
     Returns:
-        the failures; what others need no longer is run all the same.
+        the failures; trials that do not depend on a failed one still run.
     """
     todo = {trial.workdir: trial for trial in trials if not trial.is_done}
     starts = {
@@ -172,7 +172,7 @@ def run_all(
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(num_processes):
         slots.put(slot)
-    # A pool begins its tasks in order, so a trial waits for none that is behind it.
+    # A pool starts tasks in submission order, so no trial waits for a task behind it in the queue.
     with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
         begun: dict[pathlib.Path, concurrent.futures.Future] = {}
 
@@ -198,7 +198,7 @@ def run_all(
 
 
 def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
-    """Runs a trial, or goes on with one that was stopped; what it prints goes to `log.txt`.
+    """Runs or resumes a trial; its output is appended to `log.txt`.
 
     Raises:
         TrialFailed: it ended with an error.
@@ -208,7 +208,7 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
     record = {"settings": trial.settings, "commits": list(commits)}
     _write_record(trial, record)
     if trial.cold_start is not None and not (trial.workdir / _CHECKPOINTS).exists():
-        # Under another name first: half a copy would be taken for a checkpoint.
+        # Copy under another name first: a partial copy would be taken for a checkpoint.
         partial = trial.workdir / "checkpoints" / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(trial.cold_start.workdir / _CHECKPOINTS, partial)
@@ -255,7 +255,7 @@ def _stages(trial: Trial) -> dict[str, list[dict[str, float]]]:
 
 
 def commit() -> str:
-    """The commit of the working folder, "+" behind it where files differ; "" outside of git."""
+    """The commit of the working tree, with "+" if files differ from it; "" outside git."""
     command = ["git", "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -275,7 +275,7 @@ def _stages_flag(stages: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _share_of_cores(slot: int, num_slots: int):
-    """Keeps this thread, and processes it starts, on every num_slots-th core."""
+    """Pins this thread, and the processes it starts, to every num_slots-th core."""
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -289,7 +289,7 @@ def _share_of_cores(slot: int, num_slots: int):
 
 
 def _share_of_devices(environment: dict[str, str], slot: int, num_slots: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of a slot, {} where there are not enough to share."""
+    """CUDA_VISIBLE_DEVICES of a slot; {} for a single slot or if there are too few devices."""
     devices = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     share = devices[slot::num_slots]
     is_shared = num_slots > 1 and len(devices) >= num_slots

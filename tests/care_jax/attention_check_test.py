@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 
 from care_jax import attention_check
-from care_jax.attention_check import training_attention, trial_reach
+from care_jax.attention_check import (
+    prefill_attention,
+    training_attention,
+    trial_images,
+    trial_reach,
+)
 from care_jax.devices import sharding
 from models import attention_kernels
 from models.attention_mask import AttentionImpl
@@ -28,9 +33,31 @@ def run_on_a_tpu(make_run, monkeypatch):
 
 
 def test_a_kernel_that_agrees_is_used_and_said_so(run_on_a_tpu, capsys):
-    assert training_attention(run_on_a_tpu, 256).name == "tpu"
+    assert training_attention(run_on_a_tpu, 256, 64).name == "tpu"
     assert "tpu kernel differs from XLA by" in (line := capsys.readouterr().out)
+    assert line.startswith("attention in training: ")
     assert line.endswith("so it is used\n") and line.count("\n") == 1
+
+
+def test_prefill_is_compared_at_the_largest_bucket(run_on_a_tpu, capsys):
+    assert prefill_attention(run_on_a_tpu).name == "tpu"
+    tokens, patches = max(run_on_a_tpu.policy.prompts.buckets)
+    line = capsys.readouterr().out
+    assert line.startswith("attention in prefill: ")
+    assert f"rows of {tokens} tokens" in line and f"rows of {patches} patches" in line
+
+
+def test_a_kernel_that_errs_on_images_alone_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
+    forward = attention_kernels.forward
+
+    def wrong(q, k, v, mask):
+        out, lse = forward(q, k, v, mask)
+        is_tower = q.shape[-2] == 1 and mask.impl.name == "tpu"
+        return (out.at[:, -1].multiply(0.5), lse) if is_tower else (out, lse)
+
+    monkeypatch.setattr("models.attention.attention_kernels.forward", wrong)
+    assert training_attention(run_on_a_tpu, 256, 64).name == "xla"
+    assert capsys.readouterr().out.endswith("so XLA is used\n")
 
 
 def test_a_kernel_that_differs_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
@@ -41,13 +68,13 @@ def test_a_kernel_that_differs_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch
         return (out.at[:, -1].multiply(0.5), lse) if mask.impl.name == "tpu" else (out, lse)
 
     monkeypatch.setattr("models.attention.attention_kernels.forward", wrong)
-    assert training_attention(run_on_a_tpu, 256).name == "xla"
+    assert training_attention(run_on_a_tpu, 256, 64).name == "xla"
     assert capsys.readouterr().out.endswith("so XLA is used\n")
 
 
 @pytest.mark.parametrize("name", ["auto", "xla"])
 def test_without_a_kernel_nothing_is_compared(make_run, capsys, name):
-    assert training_attention(make_run({"model.attention": name}), 256).name == "xla"
+    assert training_attention(make_run({"model.attention": name}), 256, 64).name == "xla"
     assert not capsys.readouterr().out
 
 
@@ -66,3 +93,11 @@ def test_replicated_arrays_are_whole_on_every_device():
         whole.sharding.is_fully_replicated and len(whole.addressable_shards) == jax.device_count()
     )
     np.testing.assert_array_equal(whole, np.arange(6).reshape(2, 3))
+
+
+def test_the_trial_images_are_unequal_and_padded():
+    first, last = trial_images(256)
+    token = np.arange(256)
+    assert (first <= token).all() and (token <= last).all()
+    sizes = np.unique(last - first + 1)
+    assert len(sizes) == 5 and sizes[0] == 1 and first[-1] == last[-1] == 255

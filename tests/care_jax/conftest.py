@@ -1,5 +1,6 @@
 """A small random policy, prompts and runs for the tests of everything that needs a backbone."""
 
+import io
 import json
 import shutil
 
@@ -21,6 +22,20 @@ from care_jax.rollout import Roster
 from care_jax.run import Run
 from configs import tiny
 from models import backbone, hf_config
+
+
+@pytest.fixture(scope="session")
+def picture():
+    """Makes the bytes of an image file: smooth noise, another for each seed."""
+
+    def make(seed=0, size=(96, 64), format="PNG", **options):
+        noise = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), np.uint8)
+        image = Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
+        file = io.BytesIO()
+        image.save(file, format, **options)
+        return file.getvalue()
+
+    return make
 
 
 @pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])

@@ -1,29 +1,12 @@
 """Small files in the formats of the releases: parquet with embedded images, folders, JSON."""
 
-import io
 import json
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-
-
-@pytest.fixture(scope="session")
-def picture():
-    """Makes the bytes of an image file: smooth noise, another for each seed."""
-
-    def make(seed=0, size=(96, 64), format="PNG", **options):
-        noise = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), np.uint8)
-        image = Image.fromarray(noise).resize(size, Image.Resampling.BICUBIC)
-        file = io.BytesIO()
-        image.save(file, format, **options)
-        return file.getvalue()
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import pytest
 from plain_decode import plain_decode
 from queued import make_answer
 
-from care_jax.decoding import queue as decode_queue
 from care_jax.decoding import schedule as decode_schedule
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Waiting, simulate
@@ -120,7 +119,7 @@ def test_rings_grow_and_shrink_with_what_is_in_flight(
     answer, expected, requests, ending, monkeypatch
 ):
     """Calls of three steps, rings of 4, 8 and 16 slots."""
-    monkeypatch.setattr(decode_queue, "NUM_STEPS", 3)
+    monkeypatch.setattr("care_jax.programs.NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "FEWEST_SLOTS", 4)
     seen = []

@@ -18,7 +18,7 @@ from care_jax.devices.checkpoint import Checkpoints
 from care_jax.devices.sharding import abstract
 from care_jax.learning.optimizer import make_optimizer
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 FINGERPRINT = {"family": "qwen2_5_vl", "text": {"hidden_size": 64, "mrope_section": (2, 3, 3)}}
 
 

@@ -7,7 +7,7 @@ import sys
 PROGRAM = """
 import pathlib, sys
 import jax, jax.numpy as jnp
-from care_jax import compilation_cache
+from care_jax.devices import compilation_cache
 compilation_cache.keep_programs(pathlib.Path(sys.argv[1]))
 jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((3, 3))).block_until_ready()
 print(compilation_cache.counts())

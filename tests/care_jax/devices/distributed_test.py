@@ -10,7 +10,7 @@ import pytest
 
 from care_jax.devices import distributed, sharding
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 # One of two processes of four devices each: rows go to the devices and come back.
 PROCESS = """
@@ -19,7 +19,7 @@ import jax
 import numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
-from care_jax import distributed, sharding
+from care_jax.devices import distributed, sharding
 
 RULES = (("batch", ("data", "fsdp")),)
 index = int(sys.argv[2])
@@ -139,7 +139,7 @@ def test_a_coordinator_that_does_not_answer_is_named():
 def test_a_proxy_does_not_stand_between_the_processes(monkeypatch):
     monkeypatch.delenv("no_grpc_proxy", raising=False)
     program = (
-        "from care_jax import distributed; distributed.start(); import jax;"
+        "from care_jax.devices import distributed; distributed.start(); import jax;"
         "assert jax.process_count() == 1"
     )
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")

@@ -29,7 +29,7 @@ def test_a_flag_that_is_given_stays(monkeypatch, given, wanted):
 def test_xla_knows_the_flags_and_no_longer_calls_the_library():
     program = """
 import sys
-from care_jax import xla_flags
+from care_jax.devices import xla_flags
 if sys.argv[1] == "defaults":
     xla_flags.set_defaults()
 import jax, jax.numpy as jnp

@@ -57,7 +57,7 @@ def care_metrics(acc, fmt, has_reflection, advantage=None):
     )
     raw = raw_advantages(scores, subgroup, np.array(has_reflection))
     subgroup, raw = jax.device_get((subgroup, raw))
-    advantage = raw.value if advantage is None else np.array(advantage)
+    advantage = raw.value if advantage is None else np.array(advantage, np.float32)
     return diagnostics.subgroup_metrics(scores, subgroup, raw, advantage, np.array(has_reflection))
 
 

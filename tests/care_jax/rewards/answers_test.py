@@ -15,7 +15,7 @@ from care_jax.rewards.quantities import read_number, split_unit
 from care_jax.rewards.symbolic import Question, SymbolicPool
 from care_jax.rewards.verifier import extract_answer
 
-CASES = Path(__file__).parents[2].parent / "shared" / "cases" / "equivalence.jsonl"
+CASES = Path(__file__).parents[3].parent / "shared" / "cases" / "equivalence.jsonl"
 
 EQUAL = [
     ("7", "7"),

@@ -19,7 +19,7 @@ from care_jax.rewards.scores import score_rollouts
 from care_jax.rewards.symbolic import Question, SymbolicPool
 from care_jax.rewards.verifier import Verdict, Verifier, extract_answer
 
-HOSTILE = Path(__file__).parents[2].parent / "shared" / "cases" / "hostile.jsonl"
+HOSTILE = Path(__file__).parents[3].parent / "shared" / "cases" / "hostile.jsonl"
 SAME = "equal: by computer algebra"
 
 
@@ -297,7 +297,7 @@ def test_the_main_script_is_not_run_again(tmp_path):
         "from care_jax.rewards.answers import is_equivalent\n"
         "print(is_equivalent('(r+5)(r+5)', '(r+5)^2'))\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
     )
