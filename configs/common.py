@@ -87,8 +87,8 @@ def get_config() -> ConfigDict:
     mesh.tensor = 1
     mesh.sequence = 1
     # Logical axis of a batch, parameter, activation or cache -> the mesh axes that shard it.
-    # Training is FSDP over the whole mesh: the batch and every parameter are sharded over all
-    # devices, and parameters are all-gathered for use. If one row does not fit on a device, map
+    # Training is FSDP: the batch is sharded over all mesh axes, parameters over fsdp, tensor and
+    # sequence, and all-gathered for use. If one row does not fit on a device, map
     # "batch" to ("data", "fsdp"), "embed" to ("fsdp", "sequence"), "vocab", "heads", "kv_heads" and
     # "mlp" to "tensor", "tokens" to "sequence" and "attended_heads" to ("tensor", "sequence").
     config.sharding_rules = (

@@ -9,7 +9,7 @@ IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
 
 
 def medium_config() -> BackboneConfig:
-    """106M parameters: 12 decoder layers of width 768; 6 vision layers of 256, 2 full attention."""
+    """107M parameters: 12 decoder layers of width 768; 6 vision layers of 256, 2 full attention."""
     return hf_config.from_hf(
         {
             "model_type": "qwen2_5_vl",

@@ -1,4 +1,4 @@
-"""The README's table: each shipped configuration compiled for the chips it fits on.
+"""The table of docs/memory.md: each shipped configuration compiled for the chips it fits on.
 
     python -m perf.fit
     python -m perf.fit --only=7b,h100

@@ -5,7 +5,7 @@
 
 4 prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, and one GRPO update with
 β = 0.02 over all 32 rows. A step covers image preprocessing, decoding, rewards, reference
-log-probabilities and the update. The backbone is a random Qwen2.5-VL of 106M parameters in float32.
+log-probabilities and the update. The backbone is a random Qwen2.5-VL of 107M parameters in float32.
 Response lengths are fixed in advance and the same on both sides (no row ends at EOS): "equal" is 64
 tokens each, "lognormal" has mean 64, σ 0.8 and at most 256 tokens. Rewards are a hash of the
 response, so that every group has nonzero advantages.
