@@ -34,7 +34,6 @@ CHECKED_MODULES = [
         "care_jax.decoding": "reflection sampling",
         "care_jax.learning": "logprobs optimizer",
         "care_jax.packing": "layout plan trees",
-        "care_jax.prompts": "builder patches",
         "models": "rope",
     }.items()
     for name in names.split()

@@ -265,7 +265,7 @@ class PromptBuilder:
         records: Sequence[TokenizedPrompt],
         sizes: Int[np.ndarray, "N 2"] | None = None,
         *,
-        contexts: Sequence[Int[np.ndarray, " c"]] | None = None,
+        contexts: Sequence[Int[np.ndarray, " _"]] | None = None,
         context_tokens: int = 0,
     ) -> Prompts:
         """Pads prompts to the smallest bucket that holds them all.
