@@ -56,6 +56,7 @@ from care_jax.update_batch import copy_reference, gather_groups, train_batch, wi
 from configs import tiny
 from models import backbone, hf_config
 from perf.backbones import IMAGE_SIDE, medium_config
+from perf.decode import AtLengths
 
 NUM_PROMPTS, NUM_ROLLOUTS = 4, 8
 PROMPT_TOKENS = 283
@@ -205,16 +206,6 @@ class ImageProcessor(transformers.Qwen2_5_VLProcessor):
 
     def __init__(self, image_processor, tokenizer, chat_template=None):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
-
-
-class AtLengths(transformers.StoppingCriteria):
-    """Stops each row at its given length, prompt included."""
-
-    def __init__(self, lengths: np.ndarray):
-        self.lengths = torch.tensor(lengths)
-
-    def __call__(self, input_ids, scores, **_):
-        return input_ids.shape[1] >= self.lengths
 
 
 def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.GRPOTrainer:

@@ -15,7 +15,7 @@ FLAG = "--xla_cpu_experimental_ynn_fusion_type="
     ("given", "wanted"),
     [
         ("", FLAG),
-        ("--xla_dump_to=/tmp/x", f"--xla_dump_to=/tmp/x {FLAG}"),
+        ("--xla_dump_to=dumped", f"--xla_dump_to=dumped {FLAG}"),
         (f"{FLAG}dot", f"{FLAG}dot"),
     ],
 )
