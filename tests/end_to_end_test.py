@@ -167,11 +167,11 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
 def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
     """With one text in three called correct, so that every role occurs."""
 
-    def verify(self, texts, *_):
+    def verify_parsed(self, texts, *_):
         accs = [float(zlib.crc32(text.encode()) % 3 == 0) for text in texts]
         return [Verdict(acc=acc, fmt=0.0, reason="by its bytes") for acc in accs]
 
-    monkeypatch.setattr(Verifier, "verify", verify)
+    monkeypatch.setattr(Verifier, "verify_parsed", verify_parsed)
     config = small_config(stages=("rl",), **{"rl.num_steps": 2, **changes})
     main.run_stages(config, tmp_path)
     last = metrics_of(tmp_path)[-1]

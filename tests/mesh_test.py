@@ -30,7 +30,9 @@ def rl_metrics(workdir, mesh, monkeypatch):
     monkeypatch.setattr(main, "make_mesh", lambda **_: mesh)
     # What has not learned is never right: one text in three counts as correct, so that every role
     # occurs.
-    monkeypatch.setattr(Verifier, "verify", lambda self, texts, *_: [verdict(t) for t in texts])
+    monkeypatch.setattr(
+        Verifier, "verify_parsed", lambda self, texts, *_: [verdict(t) for t in texts]
+    )
     main.run_stages(config, workdir)
     records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return next(record for record in records if record["stage"] == "rl")

@@ -57,17 +57,16 @@ def score_rollouts(
     """
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
     num_rows, num_tokens = tokens.shape[1:]
+    # Tokens are parsed, not texts: only they show whether a row ended with EOS, which fmt requires.
     parsed = [
-        [
-            spans.parse(row[mask], token_bytes, eos_token_ids=eos_token_ids, think_tag=think_tag)
-            for row, mask in zip(rows, masks, strict=True)
-        ]
+        spans.parse(row[mask], token_bytes, eos_token_ids=eos_token_ids, think_tag=think_tag)
         for rows, masks in zip(tokens, is_valid, strict=True)
+        for row, mask in zip(rows, masks, strict=True)
     ]
-    flat = [row for rows in parsed for row in rows]
     texts = row_texts(rollouts, token_bytes, eos_token_ids=eos_token_ids)
-    verdicts = verifier.verify(
+    verdicts = verifier.verify_parsed(
         [text for rows in texts for text in rows],
+        parsed,
         [example for example in examples for _ in range(num_rows)],
     )
 
@@ -75,25 +74,22 @@ def score_rollouts(
         return np.array(values, dtype).reshape(len(examples), num_rows)
 
     def masks(name):
-        padded = np.zeros((len(flat), num_tokens), bool)
-        for row, span in zip(padded, flat, strict=True):
+        padded = np.zeros((len(parsed), num_tokens), bool)
+        for row, span in zip(padded, parsed, strict=True):
             mask = getattr(span, name)
             row[: len(mask)] = mask
         return padded.reshape(tokens.shape)
 
     acc = table([verdict.acc for verdict in verdicts])
-    # Only the tokens show whether a row ended with EOS, so fmt comes from the parsed tokens. A
-    # reward function gets text only and returns its fmt.
-    formats = [verdict.fmt for verdict in verdicts] if verifier.is_replaced else None
-    fmt = table(formats or [span.fmt for span in flat])
+    fmt = table([verdict.fmt for verdict in verdicts])
     scores = Scores(
         acc=acc,
         fmt=fmt,
         reward=(1 - format_weight) * acc + format_weight * fmt,
         is_think=masks("is_think"),
         is_answer=masks("is_answer"),
-        num_think=table([span.num_think for span in flat], np.int32),
-        num_answer=table([span.num_answer for span in flat], np.int32),
-        has_answer=table([span.has_answer for span in flat], bool),
+        num_think=table([span.num_think for span in parsed], np.int32),
+        num_answer=table([span.num_answer for span in parsed], np.int32),
+        has_answer=table([span.has_answer for span in parsed], bool),
     )
     return scores, texts, table([verdict.reason for verdict in verdicts], object)

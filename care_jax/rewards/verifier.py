@@ -52,9 +52,6 @@ class Verifier:
         reward: "module:function", a reward function that replaces this verifier; empty for none. It
             runs in this process without these limits, so it must handle hostile responses itself.
 
-    Attributes:
-        is_replaced: a reward function is used.
-
     Raises:
         ValueError: num_workers or timeout is not positive, or the function does not exist.
     """
@@ -69,7 +66,6 @@ class Verifier:
         num_decimals: int | None = None,
         reward: str = "",
     ):
-        self.is_replaced = bool(reward)
         self._reward = load_reward(reward) if reward else None
         self._reward_name = reward
         self.think_tag = think_tag
@@ -115,12 +111,24 @@ class Verifier:
                 "expected as many golds and is_complete as responses, got "
                 f"{len(golds)}, {len(is_complete)} and {len(responses)}; pass one for each"
             )
-        if self._reward is not None:
-            return [self._judge_by_function(*pair) for pair in zip(responses, golds, strict=True)]
         parsed = [
             parse_text(text, is_complete=bool(ended), think_tag=self.think_tag)
             for text, ended in zip(responses, is_complete, strict=True)
         ]
+        return self.verify_parsed(responses, parsed, golds)
+
+    def verify_parsed(
+        self,
+        responses: Sequence[str],
+        parsed: Sequence[spans.Spans],
+        golds: Sequence[str | Example],
+    ) -> list[Verdict]:
+        """As `verify`, for responses whose spans are known.
+
+        A reward function gets the texts and ignores the spans.
+        """
+        if self._reward is not None:
+            return [self._judge_by_function(*pair) for pair in zip(responses, golds, strict=True)]
         outcomes: list[str | Question] = [
             self._compare(span.answer, gold) if span.has_answer else "no answer span"
             for span, gold in zip(parsed, golds, strict=True)

@@ -233,14 +233,14 @@ def test_nobody_is_repaired_where_nobody_failed(roll):
 
 def test_answers_are_judged_as_they_come_and_no_key_serves_twice(roll, monkeypatch):
     judged, calls = [], []
-    verify = Verifier.verify
+    verify_parsed = Verifier.verify_parsed
 
-    def watched(self, texts, examples):
+    def watched(self, texts, parsed, examples):
         judged.append(len(texts))
         calls.append("judge")
-        return verify(self, texts, examples)
+        return verify_parsed(self, texts, parsed, examples)
 
-    monkeypatch.setattr(Verifier, "verify", watched)
+    monkeypatch.setattr(Verifier, "verify_parsed", watched)
     _, script, _ = roll()
     assert judged == [6, 6, 6, *[1] * 6]  # two groups of three at a time, then the reflected rows
     assert script.calls == ["decode"] * 3 + ["select"] + ["reflect"] * 6
