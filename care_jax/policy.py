@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import UInt8
 
+from care_jax.data import hub
 from care_jax.data.tokenizer import open_tokenizer
 from care_jax.devices import sharding
 from care_jax.method import spans
@@ -87,7 +88,7 @@ def build_policy(
             f"expected either model.path or model.backbone, got path {path!r} and "
             f"{len(backbone_fields)} fields of a backbone; set exactly one"
         )
-    folder = find_release(path) if path else None
+    folder = hub.find(path, kind="model") if path else None
     tokenizer = open_tokenizer(tokenizer_path or str(folder or ""))
     config = backbone_config(folder, backbone_fields, tokenizer)
     token_bytes = spans.token_bytes(tokenizer, config.text.vocab_size)
@@ -110,27 +111,6 @@ def build_policy(
         think_tag=think_tag,
         folder=folder,
     )
-
-
-def find_release(path: str) -> pathlib.Path:
-    """The folder of a release: a local one, or a hub id's snapshot (needs `huggingface_hub`)."""
-    folder = pathlib.Path(path).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    if folder.exists() or path.count("/") != 1:
-        raise ValueError(
-            f"model.path {path!r} holds no config.json; give a folder in Hugging Face layout or a "
-            "hub id such as Qwen/Qwen2.5-VL-7B-Instruct"
-        )
-    import huggingface_hub
-
-    try:
-        return pathlib.Path(huggingface_hub.snapshot_download(path))
-    except Exception as error:
-        raise ValueError(
-            f"model.path {path!r} is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}); download it first and give its folder"
-        ) from error
 
 
 def initial_params(

@@ -5,35 +5,48 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+# By kind: the config key that gives the path, and an example of a hub id.
+_KEYS = {
+    "dataset": ("the source's path", "HuggingFaceM4/ChartQA"),
+    "model": ("model.path", "Qwen/Qwen2.5-VL-7B-Instruct"),
+}
 
-def find(path: str, patterns: Sequence[str], *, kind: str = "dataset") -> pathlib.Path:
-    """The local path of a release, downloaded if necessary.
+
+def find(
+    path: str, patterns: Sequence[str] | None = None, *, kind: str = "dataset"
+) -> pathlib.Path:
+    """The local path of a release, downloaded if necessary (needs `huggingface_hub`).
 
     Args:
-        path: a folder or a file, or a hub id such as HuggingFaceM4/ChartQA.
-        patterns: glob patterns of the files to download.
+        path: a folder or a file, or a hub id such as HuggingFaceM4/ChartQA; a local model is a
+            folder with config.json.
+        patterns: glob patterns of the files to download; None for all.
         kind: "dataset" or "model".
 
     Raises:
-        ValueError: the path does not exist and cannot be downloaded.
+        ValueError: the path does not exist and cannot be downloaded, or is no model.
     """
+    key, example = _KEYS[kind]
     place = pathlib.Path(path).expanduser()
     if path and place.exists():
+        if kind == "model" and not (place / "config.json").is_file():
+            raise ValueError(
+                f"{key} {path!r} holds no config.json; set it to a folder in Hugging Face layout "
+                f"or a hub id such as {example}"
+            )
         return place
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ValueError(
-            f"expected a folder, a file or a hub id like HuggingFaceM4/ChartQA, got {path!r}, "
-            "which does not exist; set the source's path"
+            f"expected a folder, a file or a hub id such as {example}, got {path!r}, which does "
+            f"not exist; correct {key}"
         )
     import huggingface_hub
 
     try:
-        folder = huggingface_hub.snapshot_download(
-            path, repo_type=kind, allow_patterns=list(patterns)
-        )
+        folder = huggingface_hub.snapshot_download(path, repo_type=kind, allow_patterns=patterns)
     except Exception as error:
         raise ValueError(
-            f"{path!r} is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}); download it first and set the path to its folder"
+            f"{key} {path!r} is no local folder and could not be fetched from the hub "
+            f"({type(error).__name__}); download it first and set {key} to its folder"
         ) from error
     return pathlib.Path(folder)

@@ -1,6 +1,5 @@
-"""Where a policy's weights come from: a folder, the hub, or chance; always laid over the mesh."""
+"""Where a policy's weights come from: a folder or chance; always laid over the mesh."""
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,22 +35,3 @@ def test_a_release_is_loaded_in_float32_onto_the_mesh(policy, params, mesh, tmp_
     jax.tree.map(check, loaded, params, shardings)
     up = loaded["text"]["layers"]["mlp"]["up"]["kernel"]
     assert up.addressable_shards[0].data.size * 4 == up.size
-
-
-def test_a_hub_id_is_its_snapshot(policy, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda name: asked.append(name) or str(tmp_path)
-    )
-    assert policies.find_release("someone/some-release") == tmp_path
-    assert asked == ["someone/some-release"]
-
-
-def test_a_hub_id_that_cannot_be_fetched_is_one_line(monkeypatch):
-    def fail(name):
-        raise OSError("no route\nto the hub")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"'someone/none' is no local folder and could not") as e:
-        policies.find_release("someone/none")
-    assert "\n" not in str(e.value) and "OSError" in str(e.value)
