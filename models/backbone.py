@@ -15,18 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from models import decoder, hf_config, lora, rope, transfer, vision_qwen2_5, vision_qwen3
 from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask
 from models.config import BackboneConfig
-from models.decoder import KeyValues
 from models.layers import Params
 from models.positions import ImagePatches
 from models.vision import ImageFeatures
 
 _NEVER = -1e30  # logit of a token with probability 0; finite, so that 0·logp is 0
 _TOWERS = {"qwen2_5_vl": vision_qwen2_5, "qwen3_vl": vision_qwen3}
+
+# The decoder's functions, which take the parameters and the config of the whole backbone.
+forward, unembed = decoder.forward, decoder.unembed
+prefill, init_cache, extend = decoder.prefill, decoder.init_cache, decoder.extend
 
 
 class Backbone(nnx.Module):
@@ -92,6 +95,30 @@ def embed(
     return decoder.at_slots(features.merged.astype(dtype), slots, x)
 
 
+def embed_with_images(
+    params: Params,
+    tokens: Int[Array, "B S"],
+    images: ImagePatches | None,
+    slots: Int[Array, "B S"],
+    config: BackboneConfig,
+    *,
+    dtype: Any,
+    remat: str = "none",
+    attention: AttentionImpl = XLA,
+) -> tuple[Float[Array, "B S D"], ImageFeatures | None]:
+    """Encodes the images of rows, if there are any, and embeds tokens and image features.
+
+    Returns:
+        the embedded rows, and the features that `forward` and `prefill` need for DeepStack.
+    """
+    features = None
+    if images is not None:
+        features = encode_images(
+            params, images, config, dtype=dtype, remat=remat, attention=attention
+        )
+    return embed(params, tokens, dtype=dtype, features=features, slots=slots), features
+
+
 def text_mask(
     reach: Int[Array, "B S"], config: BackboneConfig, attention: AttentionImpl = XLA
 ) -> BlockMask:
@@ -103,46 +130,6 @@ def text_mask(
         attention: attention implementation.
     """
     return block_mask(None, reach, config.text.num_heads // config.text.num_kv_heads, attention)
-
-
-def forward(
-    params: Params,
-    x: Float[Array, "B S D"],
-    positions: Int[Array, "B S 3"],
-    mask: BlockMask,
-    config: BackboneConfig,
-    *,
-    remat: str = "none",
-    features: ImageFeatures | None = None,
-    slots: Int[Array, "B S"] | None = None,
-) -> Float[Array, "B S D"]:
-    """Hidden states of packed rows after the final norm.
-
-    Args:
-        params: the training layout.
-        x: embedded rows.
-        positions: M-RoPE ids; a branch continues from the end of its prompt.
-        mask: attention mask and implementation, from `text_mask`.
-        remat: what the backward pass rematerialises, see `layers.checkpointed`.
-        features, slots: as in `embed`; DeepStack features are added to the same tokens.
-    """
-    return decoder.run(
-        params["text"],
-        x,
-        positions,
-        mask,
-        config.text,
-        remat=remat,
-        deepstack=None if features is None else features.deepstack,
-        slots=slots,
-    )
-
-
-def unembed(
-    params: Params, hidden: Float[Array, "... D"], config: BackboneConfig
-) -> Float[Array, "... V"]:
-    """Float32 logits over the vocabulary."""
-    return decoder.unembed(params["text"], hidden)
 
 
 def policy_logits(
@@ -168,45 +155,6 @@ def decode_axes(config: BackboneConfig) -> Params:
     return {"vision": axes["vision"], "text": decoder.decode_axes(axes["text"], config.text)}
 
 
-def prefill(
-    params: Params,
-    x: Float[Array, "B P D"],
-    positions: Int[Array, "B P 3"],
-    is_valid: Bool[Array, "B P"],
-    config: BackboneConfig,
-    *,
-    features: ImageFeatures | None = None,
-    slots: Int[Array, "B P"] | None = None,
-    attention: AttentionImpl = XLA,
-) -> tuple[Float[Array, "B P D"], KeyValues]:
-    """Hidden states of the prompts after the final norm, and their keys and values.
-
-    Args:
-        params: the decode layout.
-        x, positions: embedded prompts and their M-RoPE ids.
-        is_valid: false at padding, which no other token attends to.
-        features, slots: as in `embed`; DeepStack features are added to the same tokens.
-        attention: attention implementation.
-    """
-    return decoder.prefill(
-        params["text"],
-        x,
-        positions,
-        is_valid,
-        config.text,
-        deepstack=None if features is None else features.deepstack,
-        slots=slots,
-        attention=attention,
-    )
-
-
-def init_cache(
-    config: BackboneConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
-) -> KeyValues:
-    """An empty cache of `num_slots` suffix tokens for each of `num_rows` rows per prompt."""
-    return decoder.init_cache(config.text, batch_size, num_rows, num_slots, dtype)
-
-
 def text_rotary(
     positions: Int[Array, "*B"], config: BackboneConfig
 ) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
@@ -216,48 +164,6 @@ def text_rotary(
     computes the sines in every layer.
     """
     return rope.text_rotary(jnp.stack([positions] * 3, axis=-1), config.text)
-
-
-def extend(
-    params: Params,
-    x: Float[Array, "B R T D"],
-    rotary: tuple[Float[Array, "B R T half"], Float[Array, "B R T half"]],
-    index: Int[Array, ""],
-    prefix: KeyValues,
-    prefix_valid: Bool[Array, "B P"],
-    suffix: KeyValues,
-    is_visible: Bool[Array, "B R T S"],
-    config: BackboneConfig,
-) -> tuple[Float[Array, "B R T D"], KeyValues]:
-    """Decodes T tokens of R rows per prompt.
-
-    Their keys and values are written to suffix slots index..index+T-1. A query attends to the valid
-    prefix slots and to the suffix slots in `is_visible`. The prefix is read once per prompt. Cached
-    keys are already rotated, so a token's slot need not equal its position.
-
-    Args:
-        params: the decode layout.
-        x: embedded tokens.
-        rotary: of the tokens' positions, see `text_rotary`.
-        index: first suffix slot to write, the same for all rows; may be traced.
-        prefix, prefix_valid: KV cache from `prefill`, and which of its slots are not padding.
-        suffix: KV cache of the rows.
-        is_visible: which suffix slots each new token attends to, including the token's slot.
-
-    Returns:
-        Hidden states after the final norm, and the suffix cache with the new tokens in it.
-    """
-    return decoder.extend(
-        params["text"],
-        x,
-        rotary,
-        index,
-        prefix,
-        prefix_valid,
-        suffix,
-        is_visible,
-        config.text,
-    )
 
 
 def load(

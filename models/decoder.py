@@ -6,6 +6,9 @@ function. Training scans stacked layers. Decoding unrolls a list of layers, with
 one matmul and gate, up into another: on a CPU or with a small batch, most of the time goes to
 individual matmuls.
 
+`forward`, `unembed`, `prefill`, `init_cache` and `extend` take the parameters and the config of a
+whole backbone, which offers them under the same names.
+
 DeepStack: if the tower also returns features of intermediate layers, the l-th of them are added to
 the prompt's image tokens after decoder layer l. Responses have no images, so decoding adds none.
 """
@@ -24,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import attend, attend_cached
 from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask, causal_reach
-from models.config import TextConfig
+from models.config import BackboneConfig, TextConfig
 from models.layers import (
     MLP,
     Linear,
@@ -40,6 +43,7 @@ from models.layers import (
     stack,
 )
 from models.rope import rotate, text_rotary
+from models.vision import ImageFeatures
 
 
 @flax.struct.dataclass
@@ -148,21 +152,31 @@ def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Arr
     return q, k, v
 
 
-def run(
-    p: Params,
+def forward(
+    params: Params,
     x: Float[Array, "B S D"],
     positions: Int[Array, "B S 3"],
     mask: BlockMask,
-    config: TextConfig,
+    config: BackboneConfig,
     *,
-    remat: str,
-    deepstack: Float[Array, "L B N D"] | None = None,
+    remat: str = "none",
+    features: ImageFeatures | None = None,
     slots: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B S D"]:
-    """All stacked layers and the final norm, over whole rows.
+    """Hidden states of packed rows after the final norm.
 
-    After layer l < L, each token adds the feature deepstack[l] of its slot; slot -1 adds nothing.
+    Args:
+        params: the training layout.
+        x: embedded rows.
+        positions: M-RoPE ids; a branch continues from the end of its prompt.
+        mask: attention mask and implementation, from `backbone.text_mask`.
+        config: of the backbone.
+        remat: what the backward pass rematerialises, see `layers.checkpointed`.
+        features: of the rows' images; their DeepStack features are added to the image tokens.
+        slots: index of each token's image feature, -1 for none.
     """
+    p, config = params["text"], config.text
+    deepstack = None if features is None else features.deepstack
     rotary = text_rotary(positions, config)
 
     def layer(x, xs):
@@ -252,26 +266,40 @@ def _transposed(p: Params, num_inputs: int = 1) -> Params:
     return {"transposed": kernel, **{name: a for name, a in p.items() if name != "kernel"}}
 
 
-def unembed(p: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Float32 logits, from the embedding table if the embeddings are tied."""
-    table = p["unembed" if "unembed" in p else "embed"]["table"].astype(hidden.dtype)
+def unembed(
+    params: Params, hidden: Float[Array, "... D"], config: BackboneConfig
+) -> Float[Array, "... V"]:
+    """Float32 logits over the vocabulary, from the embedding table if the embeddings are tied."""
+    p = params["text"]
+    table = p["embed" if config.text.tie_embeddings else "unembed"]["table"].astype(hidden.dtype)
     if isinstance(p["layers"], list):
         return outputs_first(table, hidden)
     return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
 
 
 def prefill(
-    p: Params,
+    params: Params,
     x: Float[Array, "B P D"],
     positions: Int[Array, "B P 3"],
     is_valid: Bool[Array, "B P"],
-    config: TextConfig,
+    config: BackboneConfig,
     *,
-    deepstack: Float[Array, "L B N D"] | None = None,
+    features: ImageFeatures | None = None,
     slots: Int[Array, "B P"] | None = None,
     attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B P D"], KeyValues]:
-    """Hidden states of the prompts after the final norm, and their keys and values."""
+    """Hidden states of the prompts after the final norm, and their keys and values.
+
+    Args:
+        params: the decode layout.
+        x, positions: embedded prompts and their M-RoPE ids.
+        is_valid: false at padding, which no other token attends to.
+        config: of the backbone.
+        features, slots: as in `forward`.
+        attention: attention implementation.
+    """
+    p, config = params["text"], config.text
+    deepstack = None if features is None else features.deepstack
     num_added = 0 if deepstack is None else len(deepstack)
     rotary = text_rotary(positions, config)
     reach = causal_reach(jnp.where(is_valid, 0, -1))
@@ -293,9 +321,10 @@ def prefill(
 
 
 def init_cache(
-    config: TextConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
+    config: BackboneConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
 ) -> KeyValues:
-    """An empty suffix cache."""
+    """An empty cache of `num_slots` suffix tokens for each of `num_rows` rows per prompt."""
+    config = config.text
     rows = (batch_size, num_rows, config.num_kv_heads)
 
     def zeros(*shape):
@@ -307,17 +336,36 @@ def init_cache(
 
 
 def extend(
-    p: Params,
+    params: Params,
     x: Float[Array, "B R T D"],
-    rotary: tuple[Array, Array],
+    rotary: tuple[Float[Array, "B R T half"], Float[Array, "B R T half"]],
     index: Int[Array, ""],
     prefix: KeyValues,
     prefix_valid: Bool[Array, "B P"],
     suffix: KeyValues,
     is_visible: Bool[Array, "B R T S"],
-    config: TextConfig,
+    config: BackboneConfig,
 ) -> tuple[Float[Array, "B R T D"], KeyValues]:
-    """Runs T new tokens of every row against the prefix and suffix caches."""
+    """Decodes T tokens of R rows per prompt.
+
+    Their keys and values are written to suffix slots index..index+T-1. A query attends to the valid
+    prefix slots and to the suffix slots in `is_visible`. The prefix is read once per prompt. Cached
+    keys are already rotated, so a token's slot need not equal its position.
+
+    Args:
+        params: the decode layout.
+        x: embedded tokens.
+        rotary: of the tokens' positions, see `backbone.text_rotary`.
+        index: first suffix slot to write, the same for all rows; may be traced.
+        prefix, prefix_valid: KV cache from `prefill`, and which of its slots are not padding.
+        suffix: KV cache of the rows.
+        is_visible: which suffix slots each new token attends to, including the token's slot.
+        config: of the backbone.
+
+    Returns:
+        Hidden states after the final norm, and the suffix cache with the new tokens in it.
+    """
+    p, config = params["text"], config.text
     is_shared = prefix_valid[:, None, None]
 
     keys, values = [], []

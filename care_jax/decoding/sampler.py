@@ -136,12 +136,15 @@ def prefill(
     attention: AttentionImpl = XLA,
 ) -> Prefix:
     """Runs prompts and images through the model once; `params` are in the decode layout."""
-    features = None
-    if prompts.images is not None:
-        features = backbone.encode_images(
-            params, prompts.images, config, dtype=dtype, attention=attention
-        )
-    x = backbone.embed(params, prompts.tokens, dtype=dtype, features=features, slots=prompts.slots)
+    x, features = backbone.embed_with_images(
+        params,
+        prompts.tokens,
+        prompts.images,
+        prompts.slots,
+        config,
+        dtype=dtype,
+        attention=attention,
+    )
     hidden, cache = backbone.prefill(
         params,
         x,

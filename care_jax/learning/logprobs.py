@@ -101,14 +101,19 @@ def score_rows(
     Returns:
         log-probabilities and entropies in nats, at the positions of the tokens; 0 elsewhere.
     """
-    features = None
-    if rows.images is not None:
-        features = backbone.encode_images(
-            params, rows.images, config, dtype=dtype, remat=remat, attention=attention
-        )
+    x, features = backbone.embed_with_images(
+        params,
+        rows.tokens,
+        rows.images,
+        rows.slots,
+        config,
+        dtype=dtype,
+        remat=remat,
+        attention=attention,
+    )
     hidden = backbone.forward(
         params,
-        backbone.embed(params, rows.tokens, dtype=dtype, features=features, slots=rows.slots),
+        x,
         rows.positions,
         backbone.text_mask(rows.reach, config, attention),
         config,

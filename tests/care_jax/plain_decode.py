@@ -43,10 +43,9 @@ def plain_decode(
     @jax.jit
     def step(rows, place, rollouts, index):
         """The token at `place` of every row, its logp, and the hidden state before it."""
-        features = None
-        if images is not None:
-            features = backbone.encode_images(params, images, config, dtype=jnp.float32)
-        x = backbone.embed(params, rows, dtype=jnp.float32, features=features, slots=slots)
+        x, features = backbone.embed_with_images(
+            params, rows, images, slots, config, dtype=jnp.float32
+        )
         mask = backbone.text_mask(reach, config)
         hidden = backbone.forward(
             params, x, positions, mask, config, features=features, slots=slots

@@ -207,11 +207,12 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
     # All of the rows, also what stands behind their end.
     plan = packed_plan(image_records, np.full(tokens.shape[:2], MAX_TOKENS), row_patches=512)
     rows = jax.tree.map(jnp.asarray, lay_out(image_records, tokens, plan, policy.config))
-    settings = {"dtype": jnp.float32}
-    features = backbone.encode_images(params, rows.images, policy.config, **settings)
+    x, features = backbone.embed_with_images(
+        params, rows.tokens, rows.images, rows.slots, policy.config, dtype=jnp.float32
+    )
     hidden = backbone.forward(
         params,
-        backbone.embed(params, rows.tokens, features=features, slots=rows.slots, **settings),
+        x,
         rows.positions,
         backbone.text_mask(rows.reach, policy.config),
         policy.config,
