@@ -26,6 +26,13 @@ OFFLOADS = ("reference", "optimizer")
 CREDITS = ("as_sampled", "prompt_only")
 OLD_LOGPS = ("sampler", "trainer")
 ATTENTIONS = ("auto", "xla", "kernel")
+# Values of the keys of an objective's section.
+OBJECTIVE_CHOICES = {
+    "rule": select.RULES,
+    "anchor_rule": select.ANCHOR_RULES,
+    "reflect_mode": reflection.MODES,
+    "reflect_credit": CREDITS,
+}
 
 
 def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = ()) -> None:
@@ -204,7 +211,7 @@ def _check_row(section: str, config: ConfigDict, num_response: int) -> None:
 
 
 def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> None:
-    rl, care = config.rl, config.care
+    rl = config.rl
     _check_choice("rl.objective", rl.objective, OBJECTIVES)
     _check_choice("rl.old_logp", rl.old_logp, OLD_LOGPS)
     for key in overridden:
@@ -231,31 +238,32 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
     _check_schedule("rl", rl, rl.num_steps * rl.prompts_per_step // rl.prompts_per_update)
     _check_profile(tuple(config.profile_steps), rl.num_steps)
     _check_row("rl", config, num_response=rl.max_response_tokens)
-    _check_objective(rl.objective, config[rl.objective])
-    if rl.objective == "care":
-        _check_choice("care.rule", care.rule, select.RULES)
-        _check_choice("care.anchor_rule", care.anchor_rule, select.ANCHOR_RULES)
-        _check_choice("care.reflect_mode", care.reflect_mode, reflection.MODES)
-        _check_choice("care.reflect_credit", care.reflect_credit, CREDITS)
-        _check_region_weights(care, overridden)
-        _check_positive("care.max_context", care.max_context)
-        _check_reflection(care, overridden)
+    _check_objective(rl.objective, config[rl.objective], overridden)
 
 
-def _check_objective(name: str, own: ConfigDict) -> None:
-    if not (0 < own.clip_low <= 1 and own.clip_high > 0 and own.beta >= 0):
+def _check_objective(name: str, section: ConfigDict, overridden: Collection[str]) -> None:
+    """Checks the keys that the section of the objective has."""
+    if not (0 < section.clip_low <= 1 and section.clip_high > 0 and section.beta >= 0):
         raise ValueError(
             f"{name}.clip_low must lie in (0, 1], {name}.clip_high be positive and {name}.beta not "
-            f"negative, got {own.clip_low}, {own.clip_high} and {own.beta}"
+            f"negative, got {section.clip_low}, {section.clip_high} and {section.beta}"
         )
-    if "ddof" in own and own.ddof not in (0, 1):
+    if "ddof" in section and section.ddof not in (0, 1):
         raise ValueError(
-            f"{name}.ddof must be 0 (population) or 1 (sample deviation), got {own.ddof}"
+            f"{name}.ddof must be 0 (population) or 1 (sample deviation), got {section.ddof}"
         )
-    if name == "dapo":
-        _check_positive("dapo.max_tries", own.max_tries)
-        if not 0 <= own.overlong_share < 1:
-            raise ValueError(f"dapo.overlong_share must lie in [0, 1), got {own.overlong_share}")
+    if "overlong_share" in section and not 0 <= section.overlong_share < 1:
+        raise ValueError(f"{name}.overlong_share must lie in [0, 1), got {section.overlong_share}")
+    for key in ("max_tries", "max_context"):
+        if key in section:
+            _check_positive(f"{name}.{key}", section[key])
+    for key, choices in OBJECTIVE_CHOICES.items():
+        if key in section:
+            _check_choice(f"{name}.{key}", section[key], choices)
+    if "region_weights" in section:
+        _check_region_weights(name, section, overridden)
+    if "reflect_mode" in section:
+        _check_reflection(name, section, overridden)
 
 
 def _check_profile(steps: tuple[int, ...], num_steps: int) -> None:
@@ -267,24 +275,24 @@ def _check_profile(steps: tuple[int, ...], num_steps: int) -> None:
         )
 
 
-def _check_reflection(care: ConfigDict, overridden: Collection[str]) -> None:
+def _check_reflection(name: str, section: ConfigDict, overridden: Collection[str]) -> None:
     unread = {"no_cue": ("cue",), "resample": ("cue", "max_context", "reflect_credit")}
-    for name in unread.get(care.reflect_mode, ()):
-        if f"care.{name}" in overridden:
+    for key in unread.get(section.reflect_mode, ()):
+        if f"{name}.{key}" in overridden:
             raise ValueError(
-                f"--config.care.{name} means nothing under care.reflect_mode "
-                f"{care.reflect_mode!r}; leave it out or set care.reflect_mode to 'cue'"
+                f"--config.{name}.{key} means nothing under {name}.reflect_mode "
+                f"{section.reflect_mode!r}; leave it out or set {name}.reflect_mode to 'cue'"
             )
 
 
-def _check_region_weights(care: ConfigDict, overridden: Collection[str]) -> None:
-    for name in ("gamma_pos", "gamma_neg"):
-        if not 0 <= care[name] <= 1:
-            raise ValueError(f"care.{name} must lie in [0, 1], got {care[name]}")
-        if not care.region_weights and f"care.{name}" in overridden:
+def _check_region_weights(name: str, section: ConfigDict, overridden: Collection[str]) -> None:
+    for key in ("gamma_pos", "gamma_neg"):
+        if not 0 <= section[key] <= 1:
+            raise ValueError(f"{name}.{key} must lie in [0, 1], got {section[key]}")
+        if not section.region_weights and f"{name}.{key}" in overridden:
             raise ValueError(
-                f"--config.care.{name} means nothing without care.region_weights; leave it out or "
-                "set care.region_weights to True"
+                f"--config.{name}.{key} means nothing without {name}.region_weights; leave it out "
+                f"or set {name}.region_weights to True"
             )
 
 

@@ -47,6 +47,16 @@ class Run:
         return objective_of(self.config)
 
     @property
+    def has_trainer_logp(self) -> bool:
+        """Whether the trainer recomputes π_old instead of taking it from the sampler."""
+        return self.config.rl.old_logp == "trainer" or self.objective.is_reframed
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """Whether the KL term needs a copy of the initial parameters, which LoRA keeps frozen."""
+        return bool(self.objective.beta) and not self.config.model.lora_rank
+
+    @property
     def train_batch_place(self) -> NamedSharding:
         """Sharding of the packed rows of an RL update or of a cold-start step."""
         return sharding.batch_sharding(self.mesh, self.config.sharding_rules)

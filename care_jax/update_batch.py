@@ -124,7 +124,7 @@ def train_batch(
 
 def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
     """The reference policy of the KL term; None if β = 0, or if LoRA keeps its weights frozen."""
-    if not run.objective.beta or run.config.model.lora_rank:
+    if not run.has_reference_copy:
         return None
     if "reference" in run.config.model.offload:
         return jax.device_put(params, sharding.on_host(sharding.of(params)))
@@ -144,14 +144,14 @@ def with_logprobs(
     as π_old. The trainer recomputes them if rl.old_logp = "trainer", or if reflected rows are
     trained without the context they were sampled with.
     """
-    rl, scorers = run.config.rl, {}
+    scorers = {}
     if run.objective.beta:
         if reference is None:  # LoRA: the frozen weights are the reference
             reference = lora.without(params)
         elif "reference" in run.config.model.offload:
             reference = jax.device_put(reference, sharding.of(lora.without(params)))
         scorers["ref_logp"] = reference
-    if rl.old_logp == "trainer" or run.objective.is_reframed:
+    if run.has_trainer_logp:
         scorers["old_logp"] = params
     if not scorers:
         return list(batches)

@@ -286,7 +286,6 @@ def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: i
 
 def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:
     """The update, and the forward that scores its batch under the reference or π_old."""
-    rl, model = run.config.rl, run.config.model
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     plan, _ = largest.updates[0]
@@ -308,12 +307,11 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
         return _compile(name, jitted, arguments, beside, work, num_calls, works)[0]
 
     compiled = []
-    has_old_logp = rl.old_logp == "trainer" or run.objective.is_reframed
-    num_scores = bool(run.objective.beta) + has_old_logp
+    num_scores = bool(run.objective.beta) + run.has_trainer_logp
     if num_scores:
         params = lora.without(state.params)
         beside = shapes.num_bytes(state) + later
-        if not run.objective.beta or model.lora_rank:  # scored with the parameters of the state
+        if not run.has_reference_copy:  # scored with the parameters of the state
             beside -= shapes.num_bytes(params)
 
         def score_work(num_microbatches, packed):
@@ -409,6 +407,5 @@ def _layout(run: Run, is_decoding: bool = False) -> Layout:
 
 def _reference_bytes(run: Run, state: TrainState) -> int:
     """Bytes of a reference policy kept on the devices, see `update_batch.copy_reference`."""
-    model = run.config.model
-    has_copy = run.objective.beta and not model.lora_rank and "reference" not in model.offload
+    has_copy = run.has_reference_copy and "reference" not in run.config.model.offload
     return shapes.num_bytes(state.params) if has_copy else 0

@@ -1,7 +1,7 @@
 """Registry of the objectives: credit function, clip range and settings by name.
 
-To add an objective, extend this file, `credit`, and `configs/common.py` with a section for it. Only
-`config_checks` compares objective names elsewhere.
+To add an objective, extend this file, `credit`, and `configs/common.py` with a section for it. No
+other file branches on an objective's name.
 """
 
 from __future__ import annotations
