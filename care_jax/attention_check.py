@@ -37,14 +37,14 @@ def training_attention(run: Run, row_tokens: int, row_patches: int) -> Attention
         row_tokens, row_patches: tokens and image patches per row of the stage.
     """
     sizes = row_tokens, row_patches
-    return _checked(run, run.config.sharding_rules, run.train_batch_place, sizes, "training")
+    return _checked(run, run.config.sharding_rules, run.train_batch_sharding, sizes, "training")
 
 
 def prefill_attention(run: Run) -> AttentionImpl:
     """The attention implementation for prefill: as in training, at the largest bucket."""
     sizes = map(max, zip(*run.policy.prompts.buckets, strict=True))
     return _checked(
-        run, run.config.decode_sharding_rules, run.decode_batch_place, tuple(sizes), "prefill"
+        run, run.config.decode_sharding_rules, run.decode_batch_sharding, tuple(sizes), "prefill"
     )
 
 

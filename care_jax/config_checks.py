@@ -146,7 +146,7 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
 
 def _check_evaluate(config: ConfigDict, mesh: Mesh) -> None:
     evaluate = config.evaluate
-    decoding, _ = _batch_places(config, mesh)
+    decoding, _ = _batch_shardings(config, mesh)
     sharding.check_divides("evaluate.batch_size", evaluate.batch_size, decoding)
     _check_positive("evaluate.max_response_tokens", evaluate.max_response_tokens)
     for pair in evaluate.benchmarks:
@@ -185,14 +185,14 @@ def _check_report(report: ConfigDict) -> None:
 def _check_sft(config: ConfigDict, mesh: Mesh) -> None:
     sft = config.sft
     _check_positive("sft.num_steps", sft.num_steps)
-    decoding, training = _batch_places(config, mesh)
+    decoding, training = _batch_shardings(config, mesh)
     sharding.check_divides("sft.batch_size", sft.batch_size, decoding)
     sharding.check_divides("sft.microbatch_size", sft.microbatch_size, training)
     _check_row("sft", config, num_response=1)
     _check_schedule("sft", sft, sft.num_steps)
 
 
-def _batch_places(config: ConfigDict, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+def _batch_shardings(config: ConfigDict, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     """How batches are sharded in decoding and in training."""
     rules = config.decode_sharding_rules, config.sharding_rules
     return tuple(sharding.batch_sharding(mesh, each) for each in rules)
@@ -228,7 +228,7 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
             f"rl.num_rollouts {rl.num_rollouts} must be at least 2: a group of one has nothing to "
             "compare; set it to 8"
         )
-    decoding, training = _batch_places(config, mesh)
+    decoding, training = _batch_shardings(config, mesh)
     sharding.check_divides("rl.microbatch_size", rl.microbatch_size, training)
     for name in ("prompts_per_update", "decode_prompts"):
         sharding.check_divides(f"rl.{name}", rl[name], decoding)

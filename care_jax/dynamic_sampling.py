@@ -22,7 +22,7 @@ from care_jax.batch import Example, Rollouts, Scores
 from care_jax.devices import distributed
 from care_jax.method import advantages
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.rollout import Groups, Roster
+from care_jax.rollout import Groups, PromptTable, gather_prompt_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Draw:
     """A rollout batch and its prompts.
 
     Attributes:
-        roster: sizes and sources of all N prompts.
-        examples, records, groups: of the B prompts of this process, in the order of `roster.own`.
+        table: sizes and sources of all N prompts.
+        examples, prompts, groups: of the B prompts of this process, in the order of `table.local`.
     """
 
-    roster: Roster
+    table: PromptTable
     examples: list[Example]
-    records: list[TokenizedPrompt]
+    prompts: list[TokenizedPrompt]
     groups: Groups
 
 
@@ -59,17 +59,17 @@ def fill(draws: Sequence[Draw]) -> Draw:
     spare = num_places + np.flatnonzero(is_mixed[num_places:])
     empty = np.flatnonzero(~is_mixed[:num_places])[: len(spare)]
     chosen[empty] = spare[: len(empty)]
-    examples, records = (
+    examples, prompts = (
         [rows[place] for place in chosen]
         for rows in (
             [example for draw in draws for example in draw.examples],
-            [record for draw in draws for record in draw.records],
+            [prompt for draw in draws for prompt in draw.prompts],
         )
     )
     return Draw(
-        Roster.call(draws[0].roster.own, examples, records),
+        gather_prompt_table(draws[0].table.local, examples, prompts),
         examples,
-        records,
+        prompts,
         Groups.concatenate([draw.groups for draw in draws], chosen),
     )
 
@@ -87,7 +87,7 @@ def survey(draws: Sequence[Draw]) -> Survey:
     parts = [
         distributed.gather_rows(
             Survey(draw.groups.rollouts.without_text(), draw.groups.scores.without_spans()),
-            draw.roster.own,
+            draw.table.local,
         )
         for draw in draws
     ]

@@ -39,9 +39,9 @@ from care_jax.run import Run
 from models import backbone
 
 Sample = dict[str, Any]
-Ask = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
+Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
 
-_NUM_SEATINGS = 4  # batches of evaluate.batch_size that are decoded and written together
+_NUM_BATCHES = 4  # batches of evaluate.batch_size that are decoded and written together
 
 
 def evaluate(
@@ -74,7 +74,8 @@ def evaluate(
         ) as verifier,
         open(path, "w") as samples,
     ):
-        for batch in _answers(run, prepare(run, params), examples, range(len(examples)), name):
+        decode = greedy_decoder(run, params)
+        for batch in _decode_batches(run, decode, examples, range(len(examples)), name):
             scores, *_ = score_rollouts(
                 batch.rollouts,
                 batch.examples,
@@ -159,11 +160,11 @@ def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict
         )
     folder = run.workdir / f"benchmarks_{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    ask = prepare(run, params)
+    decode = greedy_decoder(run, params)
     settings = _settings(run, params)
     results: dict[str, Any] = {"benchmarks": {}}
     for benchmark in benchmarks:
-        samples = _benchmark_samples(run, ask, benchmark, judge, folder, settings)
+        samples = _benchmark_samples(run, decode, benchmark, judge, folder, settings)
         results["benchmarks"][benchmark.name] = scoreboard.score(benchmark, samples)
     results["macro"] = scoreboard.macro_average(results["benchmarks"])
     results["settings"] = settings
@@ -183,7 +184,7 @@ def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict
     }
 
 
-def prepare(run: Run, params: backbone.Params) -> Ask:
+def greedy_decoder(run: Run, params: backbone.Params) -> Decode:
     """The compiled greedy decoder, with the weights in the decode layout.
 
     Returns:
@@ -205,13 +206,13 @@ def prepare(run: Run, params: backbone.Params) -> Ask:
         num_rollouts=1,
         max_tokens=config.evaluate.max_response_tokens,
         context_tokens=0,
-        num_shards=sharding.num_shards(run.decode_batch_place),
+        num_shards=sharding.num_shards(run.decode_batch_sharding),
         period=size,
     )
     programs = compile_decoding(run, temperature=0.0, top_p=1.0, attention=prefill_attention(run))
     queue = DecodeQueue(run, programs, sizes, DeviceClock())
-    nothing_is_drawn = jax.random.key(0)
-    return lambda requests: queue.answers(decode_params, nothing_is_drawn, requests)
+    unused_rng = jax.random.key(0)
+    return lambda requests: queue.decode(decode_params, unused_rng, requests)
 
 
 class _Batch(NamedTuple):
@@ -224,33 +225,35 @@ class _Batch(NamedTuple):
     dropped: list[int]
 
 
-def _answers(
-    run: Run, ask: Ask, examples: Sequence[Example], places: Sequence[int], name: str
+def _decode_batches(
+    run: Run, decode: Decode, examples: Sequence[Example], places: Sequence[int], name: str
 ) -> Iterator[_Batch]:
-    """Decodes the examples at the given indices, `_NUM_SEATINGS` batches at a time."""
+    """Decodes the examples at the given indices, `_NUM_BATCHES` batches at a time."""
     policy, size = run.policy, run.config.evaluate.batch_size
-    starts = np.arange(0, _NUM_SEATINGS * size, size)
-    own = (starts[:, None] + sharding.local_rows(size, run.decode_batch_place)).ravel()
-    firsts = range(0, len(places), _NUM_SEATINGS * size)
+    starts = np.arange(0, _NUM_BATCHES * size, size)
+    local_rows = (starts[:, None] + sharding.local_rows(size, run.decode_batch_sharding)).ravel()
+    firsts = range(0, len(places), _NUM_BATCHES * size)
     for first in progress(firsts, f"evaluate {name}", 0, len(firsts)):
-        mine = {int(row): int(places[first + row]) for row in own if first + row < len(places)}
-        records = {row: policy.prompts.tokenize(examples[place]) for row, place in mine.items()}
-        kept = [row for row, record in records.items() if policy.prompts.fits(record)]
+        local = {
+            int(row): int(places[first + row]) for row in local_rows if first + row < len(places)
+        }
+        prompts = {row: policy.prompts.tokenize(examples[place]) for row, place in local.items()}
+        kept = [row for row, prompt in prompts.items() if policy.prompts.fits(prompt)]
         try:
-            parts = list(ask([Request(row, records[row]) for row in kept]))
+            parts = list(decode([Request(row, prompts[row]) for row in kept]))
         except distributed.Preempted:
             raise distributed.Preempted(f"in the evaluation {name}") from None
-        numbers = [number for part, _ in parts for number in part]
+        indices = [index for part, _ in parts for index in part]
         rollouts = [rollouts for _, rollouts in parts] or [_no_rollouts(run)]
-        order = np.argsort(numbers).astype(int)
+        order = np.argsort(indices).astype(int)
         rollouts = jax.tree.map(lambda *rows: np.concatenate(rows)[order], *rollouts)  # noqa: B023
         texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
         yield _Batch(
-            places=[mine[row] for row in kept],
-            examples=[examples[mine[row]] for row in kept],
+            places=[local[row] for row in kept],
+            examples=[examples[local[row]] for row in kept],
             rollouts=rollouts,
             texts=[text for (text,) in texts],
-            dropped=[place for row, place in mine.items() if row not in kept],
+            dropped=[place for row, place in local.items() if row not in kept],
         )
 
 
@@ -298,7 +301,7 @@ def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
 
 
 def _benchmark_samples(
-    run: Run, ask: Ask, benchmark: Benchmark, judge: Judge | None, folder, settings
+    run: Run, decode: Decode, benchmark: Benchmark, judge: Judge | None, folder, settings
 ) -> list[Sample]:
     """A sample per row of the benchmark: read from its file, or decoded and appended to it."""
     path = folder / f"samples_{benchmark.name}.jsonl"
@@ -316,7 +319,7 @@ def _benchmark_samples(
         file = path.open("a")
     todo = [place for place in range(len(benchmark)) if place not in done]
     with file as out:
-        for batch in _answers(run, ask, benchmark, todo, benchmark.name):
+        for batch in _decode_batches(run, decode, benchmark, todo, benchmark.name):
             fresh = _scored(benchmark, batch, judge)
             fresh = _gathered(fresh, "doc_id")
             samples += fresh

@@ -33,7 +33,7 @@ from care_jax.run import Run
 from models import backbone
 from models.attention_mask import AttentionImpl
 
-Answers = Callable[..., Iterator[tuple[list[int], Rollouts]]]
+Decode = Callable[..., Iterator[tuple[list[int], Rollouts]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +42,13 @@ class RolloutPrograms:
 
     Attributes:
         decode: (params, rng, requests) -> indices of requests with G rollouts of each, in order of
-            completion; see `decoding.queue.DecodeQueue.answers`.
+            completion; see `decoding.queue.DecodeQueue.decode`.
         reflect: likewise, with one rollout per request, which starts with the request's context.
         select: (rollouts, scores, rng, places [B]) -> Subgroup.
     """
 
-    decode: Answers
-    reflect: Answers
+    decode: Decode
+    reflect: Decode
     select: Callable[..., Subgroup]
 
 
@@ -89,7 +89,7 @@ def compile_decoding(
         attention: of prefill; None for the device's, without comparing it with XLA.
     """
     config, mesh = run.policy.config, run.mesh
-    rules, rows = run.config.decode_sharding_rules, run.decode_batch_place
+    rules, rows = run.config.decode_sharding_rules, run.decode_batch_sharding
     dtype = jnp.dtype(run.config.model.compute_dtype)
     if attention is None:
         attention = sharding.attention_impl(run.config.model.attention, rules, mesh)
@@ -112,10 +112,10 @@ def compile_decoding(
         )
         return laid_out(seats)
 
-    def sit_down(params, seats, prompts, rng, places, budget, chosen):
+    def admit(params, seats, prompts, rng, places, budget, chosen):
         prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
         rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
-        seats, first = sampler.sit_down(
+        seats, first = sampler.admit(
             params, seats, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
         )
         return laid_out(seats), jax.lax.with_sharding_constraint(first, rows)
@@ -141,7 +141,7 @@ def compile_decoding(
 
     return DecodePrograms(
         empty=jax.jit(run.placed_to_decode(empty), static_argnums=(0, 1, 2)),
-        sit_down=jax.jit(run.placed_to_decode(sit_down), donate_argnums=1),
+        admit=jax.jit(run.placed_to_decode(admit), donate_argnums=1),
         share=jax.jit(share, donate_argnums=0),
         advance=jax.jit(run.placed_to_decode(advance), donate_argnums=1),
         resize=jax.jit(sampler.resize_ring, static_argnums=(2, 3)),
@@ -170,7 +170,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     A reflected prompt has one row and takes less than half the memory, so more of them are decoded
     at a time.
     """
-    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_place)
+    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_sharding)
     tries = Sizes(
         num_seats=rl.decode_prompts,
         num_rows=min(rl.decode_rows, rl.num_rollouts),
@@ -204,7 +204,7 @@ def compile_rollout(
     programs = compile_decoding(
         run, temperature=rl.temperature, top_p=rl.top_p, attention=attention
     )
-    decode, reflect = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
+    first, second = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
 
     def select(rollouts, scores, rng, places):
         return credit.select_subgroups(
@@ -217,7 +217,7 @@ def compile_rollout(
             anchor_rule=care.anchor_rule,
         )
 
-    return RolloutPrograms(decode=decode.answers, reflect=reflect.answers, select=jax.jit(select))
+    return RolloutPrograms(decode=first.decode, reflect=second.decode, select=jax.jit(select))
 
 
 def compile_update(
@@ -275,6 +275,6 @@ def compile_update(
         to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
         credit=jax.jit(objective.credit),
         raw_advantages=objective.raw_advantages and jax.jit(objective.raw_advantages),
-        score=jax.jit(run.placed(score), out_shardings=run.train_batch_place),
+        score=jax.jit(run.placed(score), out_shardings=run.train_batch_sharding),
         update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
     )

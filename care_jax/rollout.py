@@ -36,30 +36,28 @@ from models import backbone
 
 
 @dataclasses.dataclass(frozen=True)
-class Roster:
+class PromptTable:
     """What every process knows about all prompts of a step.
 
     Attributes:
-        own: indices in the step of this process's B prompts, ascending.
+        local: indices in the step of this process's B prompts, ascending.
         sizes: tokens and patches of each of the N prompts.
         sources: name of the data source of each of the N prompts.
     """
 
-    own: Int[np.ndarray, " B"]
+    local: Int[np.ndarray, " B"]
     sizes: Int[np.ndarray, "N 2"]
     sources: list[str]
 
-    @staticmethod
-    def call(
-        own: Int[np.ndarray, " B"], examples: Sequence[Example], records: Sequence[TokenizedPrompt]
-    ) -> Roster:
-        """Builds the roster by gathering from all processes."""
-        sources = [
-            [int(place), example.source] for place, example in zip(own, examples, strict=True)
-        ]
-        known = sorted(pair for pairs in distributed.gather_json(sources) for pair in pairs)
-        sizes = distributed.gather_rows(prompt_sizes(records), own)
-        return Roster(own, sizes, [source for _, source in known])
+
+def gather_prompt_table(
+    local: Int[np.ndarray, " B"], examples: Sequence[Example], prompts: Sequence[TokenizedPrompt]
+) -> PromptTable:
+    """Gathers the table from all processes, each of which passes its prompts."""
+    sources = [[int(place), example.source] for place, example in zip(local, examples, strict=True)]
+    gathered = sorted(pair for pairs in distributed.gather_json(sources) for pair in pairs)
+    sizes = distributed.gather_rows(prompt_sizes(prompts), local)
+    return PromptTable(local, sizes, [source for _, source in gathered])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Groups:
 
 
 @flax.struct.dataclass
-class _Judged:
+class _Verified:
     """Rows of B prompts with the verifier's results, as numpy arrays."""
 
     rollouts: Rollouts
@@ -105,9 +103,9 @@ def roll_out(
     programs: RolloutPrograms,
     params: backbone.Params,
     rng: PRNGKeyArray,
-    roster: Roster,
+    table: PromptTable,
     examples: Sequence[Example],
-    records: Sequence[TokenizedPrompt],
+    prompts: Sequence[TokenizedPrompt],
     verifier: Verifier,
 ) -> Groups:
     """Decodes a rollout batch, verifies, selects and reflects.
@@ -117,20 +115,20 @@ def roll_out(
         programs: compiled for the run.
         params: in the decode layout.
         rng: key of this step.
-        roster: of the step's prompts.
-        examples, records: questions and tokenised prompts of this process.
+        table: of the step's prompts.
+        examples, prompts: questions and tokenised prompts of this process.
         verifier: compares answers.
 
     Returns:
-        the groups of this process's prompts, in the order of `roster.own`.
+        the groups of this process's prompts, in the order of `table.local`.
 
     Raises:
         distributed.Preempted: the run was told to stop; nothing of this step is kept.
     """
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
-    places = np.asarray(roster.own, np.int32)
-    requests = [Request(*pair) for pair in zip(places.tolist(), records, strict=True)]
-    first = _judge(run, programs.decode(params, decode_rng, requests), examples, verifier)
+    places = np.asarray(table.local, np.int32)
+    requests = [Request(*pair) for pair in zip(places.tolist(), prompts, strict=True)]
+    first = _verify(run, programs.decode(params, decode_rng, requests), examples, verifier)
     subgroup = programs.select(first.rollouts, first.scores, select_rng, places)
     subgroup = jax.device_get(subgroup)
     has_reflection = np.zeros(len(places), bool)
@@ -142,32 +140,32 @@ def roll_out(
             dataclasses.replace(requests[i], context=context)
             for i, context in zip(repaired, contexts, strict=True)
         ]
-        answers = programs.reflect(params, reflect_rng, requests)
-        second = _judge(run, answers, [examples[i] for i in repaired], verifier)
+        repairs = programs.reflect(params, reflect_rng, requests)
+        second = _verify(run, repairs, [examples[i] for i in repaired], verifier)
         first = _with_reflected(run, first, second, repaired)
     return Groups(first.rollouts, first.scores, subgroup, has_reflection, first.reasons)
 
 
-def _judge(
+def _verify(
     run: Run,
-    answers: Iterator[tuple[list[int], Rollouts]],
+    decoded: Iterator[tuple[list[int], Rollouts]],
     examples: Sequence[Example],
     verifier: Verifier,
-) -> _Judged | None:
+) -> _Verified | None:
     """Verifies rollouts as they finish; returns them in the order of `examples`, None if none."""
     policy, parts, order = run.policy, [], []
-    for numbers, rollouts in answers:
+    for indices, rollouts in decoded:
         scores, texts, reasons = score_rollouts(
             rollouts,
-            [examples[number] for number in numbers],
+            [examples[index] for index in indices],
             verifier,
             policy.token_bytes,
             eos_token_ids=policy.config.eos_token_ids,
             think_tag=policy.think_tag,
             format_weight=run.config.rl.format_weight,
         )
-        parts.append(_Judged(rollouts, scores, np.array(texts, object), reasons))
-        order += numbers
+        parts.append(_Verified(rollouts, scores, np.array(texts, object), reasons))
+        order += indices
     if not parts:
         return None
     return jax.tree.map(lambda *rows: np.concatenate(rows)[np.argsort(order)], *parts)
@@ -191,8 +189,8 @@ def _contexts(run: Run, failures: Sequence[str]) -> list[Int[np.ndarray, " c"]]:
 
 
 def _with_reflected(
-    run: Run, first: _Judged, second: _Judged | None, repaired: Int[np.ndarray, " n"]
-) -> _Judged:
+    run: Run, first: _Verified, second: _Verified | None, repaired: Int[np.ndarray, " n"]
+) -> _Verified:
     """Appends the reflected row to every prompt; an empty row if nothing was repaired."""
     last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), first)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id

@@ -57,12 +57,12 @@ class Run:
         return bool(self.objective.beta) and not self.config.model.lora_rank
 
     @property
-    def train_batch_place(self) -> NamedSharding:
+    def train_batch_sharding(self) -> NamedSharding:
         """Sharding of the packed rows of an RL update or of a cold-start step."""
         return sharding.batch_sharding(self.mesh, self.config.sharding_rules)
 
     @property
-    def decode_batch_place(self) -> NamedSharding:
+    def decode_batch_sharding(self) -> NamedSharding:
         """Sharding of prompts and their rollouts."""
         return sharding.batch_sharding(self.mesh, self.config.decode_sharding_rules)
 
@@ -72,7 +72,7 @@ class Run:
         Args:
             microbatch_size: rows per forward and backward pass, over all devices.
         """
-        rows_of_device = microbatch_size // sharding.num_shards(self.train_batch_place)
+        rows_of_device = microbatch_size // sharding.num_shards(self.train_batch_sharding)
         return max(self.config.model.logprob_chunk // max(rows_of_device, 1), 1)
 
     def fingerprint(self) -> dict[str, Any]:

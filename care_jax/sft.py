@@ -58,7 +58,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     state = start_state(run, params, adamw)
     attention = training_attention(run, sft.row_tokens, sft.row_patches)
     sft_step = compile_step(run, adamw, sharding.of(state), attention)
-    rows = sharding.local_rows(sft.batch_size, run.decode_batch_place)
+    rows = sharding.local_rows(sft.batch_size, run.decode_batch_sharding)
     batches = Batches(
         examples,
         run.policy.prompts,
@@ -80,7 +80,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         run.metrics.begin("sft", start)
         report = Report(run.workdir, max_megabytes=config.report.max_megabytes)
         began, first, metrics = time.perf_counter(), start, {}
-        for step, step_examples, records in progress(
+        for step, step_examples, prompts in progress(
             batches.iterate(start, sft.num_steps), "sft", start, sft.num_steps
         ):
             if distributed.is_preempted():
@@ -88,8 +88,8 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                     check_finite(step - 1, "sft", metrics)
                     checkpoints.save(step, state, step, config.seed, {})
                 raise distributed.Preempted(f"before sft step {step}")
-            batch, plan = packed_batch(run, rows, step_examples, records)
-            state, metrics = sft_step(state, sharding.put_batch(batch, run.train_batch_place))
+            batch, plan = packed_batch(run, rows, step_examples, prompts)
+            state, metrics = sft_step(state, sharding.put_batch(batch, run.train_batch_sharding))
             is_last = step == sft.num_steps - 1
             if step % config.log_every == 0 or is_last:
                 metrics = {name: float(value) for name, value in metrics.items()}
@@ -157,7 +157,7 @@ def packed_batch(
     run: Run,
     places: Int[np.ndarray, " n"],
     examples: Sequence[Example],
-    records: Sequence[TokenizedPrompt],
+    prompts: Sequence[TokenizedPrompt],
 ) -> tuple[ImitationBatch, RowPlan]:
     """This process's packed rows of a step, on the host, and the plan of the packing.
 
@@ -166,13 +166,13 @@ def packed_batch(
     Args:
         run: the run.
         places: indices of this process's examples in the step.
-        examples, records: of this process.
+        examples, prompts: of this process.
     """
     sft, policy = run.config.sft, run.policy
     row = {"row_tokens": sft.row_tokens, "row_patches": sft.row_patches, "section": "sft"}
     responses = [policy.prompts.response_tokens(example.response) for example in examples]
     lengths = np.array([len(response) for response in responses], np.int32)
-    sizes = np.concatenate([prompt_sizes(records), lengths[:, None]], axis=1)
+    sizes = np.concatenate([prompt_sizes(prompts), lengths[:, None]], axis=1)
     unfit = misfits(TreeSizes(*sizes.T[:2], sizes[:, 2:]), **row)
     for index, reason in unfit.items():
         run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
@@ -182,7 +182,7 @@ def packed_batch(
     plan = plan_rows(
         TreeSizes(*sizes.T[:2], sizes[:, 2:]),
         microbatch_size=sft.microbatch_size,
-        owner=sharding.owners(sft.batch_size, run.decode_batch_place),
+        owner=sharding.owners(sft.batch_size, run.decode_batch_sharding),
         num_processes=jax.process_count(),
         process=jax.process_index(),
         **row,
@@ -192,7 +192,7 @@ def packed_batch(
     for index, response in enumerate(responses):
         tokens[index, 0, : len(response)] = response
         weight[index, 0, : len(response)] = response_weight(run, response)
-    rows = lay_out(records, tokens.astype(np.int32), plan, policy.config)
+    rows = lay_out(prompts, tokens.astype(np.int32), plan, policy.config)
     return ImitationBatch(rows, place(weight, plan)), plan
 
 

@@ -44,7 +44,7 @@ from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.groups import Sampled, Wording
 from care_jax.report.writer import Report
 from care_jax.rewards.verifier import Verifier
-from care_jax.rollout import Groups, Roster, roll_out
+from care_jax.rollout import Groups, PromptTable, gather_prompt_table, roll_out
 from care_jax.run import Run, make_adamw, start_state
 from care_jax.update_batch import (
     copy_reference,
@@ -84,14 +84,14 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     programs = compile_update(run, adamw, sharding.of(state), attention)
     # Indices of this process's prompts, first in an update, then in a step: the same in every
     # update.
-    own = sharding.local_rows(rl.prompts_per_update, run.decode_batch_place)
-    own = np.arange(0, rl.prompts_per_step, rl.prompts_per_update)[:, None] + own
+    local = sharding.local_rows(rl.prompts_per_update, run.decode_batch_sharding)
+    local = (np.arange(0, rl.prompts_per_step, rl.prompts_per_update)[:, None] + local).ravel()
     batches = Batches(
         examples,
         run.policy.prompts,
         batch_size=rl.prompts_per_step,
         seed=config.seed,
-        rows=own.ravel(),
+        rows=local,
         num_workers=config.data.num_workers,
         left_out=run.metrics.counter("rl", "left_out"),
     )
@@ -125,7 +125,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             decode_params = programs.to_decode_layout(state.params)
             try:
                 draws = draw_groups(
-                    run, rollout_programs, decode_params, batches, first, own.ravel(), verifier
+                    run, rollout_programs, decode_params, batches, first, local, verifier
                 )
             except distributed.Preempted:
                 if step > (checkpoints.latest_step or 0):
@@ -135,18 +135,18 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             rolled_out = time.perf_counter()
 
             drawn = dynamic_sampling.fill(draws)
-            roster, records, groups = drawn.roster, drawn.records, drawn.groups
+            table, prompts, groups = drawn.table, drawn.prompts, drawn.groups
             credited, raw = assign_credit(run, programs, groups)
-            gathered = gather_groups(roster, groups, credited, raw)
+            gathered = gather_groups(table, groups, credited, raw)
             # All batches are scored before the first update changes the policy.
             planned = [
-                train_batch(run, roster, records, groups, credited, gathered.num_tokens, index)
+                train_batch(run, table, prompts, groups, credited, gathered.num_tokens, index)
                 for index in range(updates_per_step)
             ]
             update_batches, plans = zip(*planned, strict=True)
             update_batches = with_logprobs(run, programs, update_batches, state.params, reference)
             update_metrics = []
-            for batch in sharding.put_ahead(update_batches, run.train_batch_place):
+            for batch in sharding.put_ahead(update_batches, run.train_batch_sharding):
                 state, metrics = programs.update(state, batch)
                 clock.watch(metrics)
                 update_metrics.append(jax.device_get(metrics))
@@ -154,7 +154,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
 
             drew_once = len(draws) == 1
             seen = gathered if drew_once else dynamic_sampling.survey(draws)
-            sources = [source for draw in draws for source in draw.roster.sources]
+            sources = [source for draw in draws for source in draw.table.sources]
             num_sampled = int((seen.rollouts.is_valid & ~seen.rollouts.is_forced).sum())
             num_decoded += num_sampled
             metrics = diagnostics.rollout_metrics(
@@ -197,7 +197,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 "device_idle": 1 - (clock.busy_seconds() - busy) / (ended - began),
             }
             metrics |= fill(plans) | utilisation(
-                run, roster, gathered.num_tokens, ended - rolled_out
+                run, table, gathered.num_tokens, ended - rolled_out
             )
             run.metrics.write("rl", step, metrics)  # stops the run if a metric is not finite
             if step % config.log_every == 0 or step == rl.num_steps - 1:
@@ -231,7 +231,7 @@ def draw_groups(
     params: backbone.Params,
     batches: Batches,
     first: tuple[int, list[Example], list[TokenizedPrompt]],
-    own: Int[np.ndarray, " B"],
+    local: Int[np.ndarray, " B"],
     verifier: Verifier,
 ) -> list[Draw]:
     """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
@@ -245,16 +245,16 @@ def draw_groups(
         params: in the decode layout.
         batches: the stream.
         first: the step, and the examples and tokenised prompts of its first draw.
-        own: indices of this process's prompts in a batch.
+        local: indices of this process's prompts in a batch.
         verifier: compares answers.
     """
     rl = run.config.rl
 
-    def draw(number: int, examples: list[Example], records: list[TokenizedPrompt]) -> Draw:
+    def draw(number: int, examples: list[Example], prompts: list[TokenizedPrompt]) -> Draw:
         rng = jax.random.fold_in(jax.random.key(run.config.seed), number)
-        roster = Roster.call(own, examples, records)
-        groups = roll_out(run, programs, params, rng, roster, examples, records, verifier)
-        return Draw(roster, examples, records, groups)
+        table = gather_prompt_table(local, examples, prompts)
+        groups = roll_out(run, programs, params, rng, table, examples, prompts, verifier)
+        return Draw(table, examples, prompts, groups)
 
     draws = [draw(*first)]
     while len(draws) < run.objective.max_tries and not dynamic_sampling.is_full(draws):
@@ -264,7 +264,7 @@ def draw_groups(
 
 
 def utilisation(
-    run: Run, roster: Roster, num_tokens: Int[np.ndarray, "N R"], seconds: float
+    run: Run, table: PromptTable, num_tokens: Int[np.ndarray, "N R"], seconds: float
 ) -> dict[str, float]:
     """Model TFLOPs per second and device during the updates, and their share of the peak (MFU).
 
@@ -273,11 +273,11 @@ def utilisation(
 
     Args:
         run: the run.
-        roster: of the step's prompts.
+        table: of the step's prompts.
         num_tokens: tokens of each response that was trained on, 0 for the others.
         seconds: wall time of the updates.
     """
-    rate = model_flops(run.policy.config, roster.sizes, num_tokens) / seconds / run.mesh.size
+    rate = model_flops(run.policy.config, table.sizes, num_tokens) / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
     return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
 

@@ -27,7 +27,7 @@ from care_jax.packing.layout import at_rows, lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
 from care_jax.programs import UpdatePrograms
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.rollout import Groups, Roster
+from care_jax.rollout import Groups, PromptTable
 from care_jax.run import Run
 from models import backbone, lora
 
@@ -55,11 +55,11 @@ class Gathered:
 
 
 def gather_groups(
-    roster: Roster, groups: Groups, credited: Credit, raw: RawAdvantages | None
+    table: PromptTable, groups: Groups, credited: Credit, raw: RawAdvantages | None
 ) -> Gathered:
     """Gathers the groups of all processes."""
     num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
-    own = Gathered(
+    local = Gathered(
         rollouts=groups.rollouts.without_text(),
         scores=groups.scores.without_spans(),
         subgroup=groups.subgroup,
@@ -68,13 +68,13 @@ def gather_groups(
         has_reflection=groups.has_reflection,
         num_tokens=num_tokens.astype(np.int32),
     )
-    return distributed.gather_rows(own, roster.own)
+    return distributed.gather_rows(local, table.local)
 
 
 def train_batch(
     run: Run,
-    roster: Roster,
-    records: Sequence[TokenizedPrompt],
+    table: PromptTable,
+    prompts: Sequence[TokenizedPrompt],
     groups: Groups,
     credited: Credit,
     num_tokens: Int[np.ndarray, "N R"],
@@ -84,24 +84,24 @@ def train_batch(
 
     Args:
         run: the run.
-        roster: of the step's N prompts.
-        records, groups, credited: of this process's prompts.
+        table: of the step's N prompts.
+        prompts, groups, credited: of this process's prompts.
         num_tokens: tokens of each response that is trained on, 0 for the others.
         index: of the update in its step.
     """
     rl = run.config.rl
     whole = slice(index * rl.prompts_per_update, (index + 1) * rl.prompts_per_update)
-    num_own = len(records) * rl.prompts_per_update // rl.prompts_per_step
-    part = slice(index * num_own, (index + 1) * num_own)
+    num_local = len(prompts) * rl.prompts_per_update // rl.prompts_per_step
+    part = slice(index * num_local, (index + 1) * num_local)
     rollouts, scores, credited = jax.tree.map(
         lambda x: x[part], (groups.rollouts, groups.scores, credited)
     )
     plan = plan_rows(
-        TreeSizes(*roster.sizes[whole].T, num_tokens[whole]),
+        TreeSizes(*table.sizes[whole].T, num_tokens[whole]),
         row_tokens=rl.row_tokens,
         row_patches=rl.row_patches,
         microbatch_size=rl.microbatch_size,
-        owner=sharding.owners(rl.prompts_per_update, run.decode_batch_place),
+        owner=sharding.owners(rl.prompts_per_update, run.decode_batch_sharding),
         num_processes=jax.process_count(),
         process=jax.process_index(),
     )
@@ -110,7 +110,7 @@ def train_batch(
         return place(np.asarray(values), plan)
 
     batch = TrainBatch(
-        rows=lay_out(records[part], rollouts.tokens, plan, run.policy.config),
+        rows=lay_out(prompts[part], rollouts.tokens, plan, run.policy.config),
         token_advantage=at_tokens(credited.token_advantage),
         old_logp=at_tokens(rollouts.logp),
         ref_logp=np.zeros((len(plan.rows), plan.row_tokens), np.float32),
@@ -160,5 +160,5 @@ def with_logprobs(
         logp = {name: programs.score(scorer, placed) for name, scorer in scorers.items()}
         return batch.replace(**distributed.fetch(logp))
 
-    placed = sharding.put_ahead(batches, run.train_batch_place)
+    placed = sharding.put_ahead(batches, run.train_batch_sharding)
     return [scored(*pair) for pair in zip(batches, placed, strict=True)]

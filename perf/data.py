@@ -58,10 +58,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_shards(pathlib.Path(folder), args.examples)
         source = open_source("arrayrecord", path=folder)
-        records = [prompts.tokenize(source[index]) for index in range(32)]
-        num_patches = statistics.mean(len(record.patches) for record in records)
-        num_tokens = statistics.mean(len(record.tokens) for record in records)
-        num_bytes = statistics.mean(record.patches.nbytes for record in records)
+        tokenized = [prompts.tokenize(source[index]) for index in range(32)]
+        num_patches = statistics.mean(len(prompt.patches) for prompt in tokenized)
+        num_tokens = statistics.mean(len(prompt.tokens) for prompt in tokenized)
+        num_bytes = statistics.mean(prompt.patches.nbytes for prompt in tokenized)
         print(
             f"{args.examples} JPEG files of {mean_bytes(source) / 1e3:.0f} kB, {num_patches:.0f} "
             f"patches, {num_tokens:.0f} tokens and {num_bytes / 1e6:.1f} MB a prompt; "

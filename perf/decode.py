@@ -27,7 +27,7 @@ import transformers
 
 from care_jax.aot.lengths import draw_responses
 from care_jax.decoding.queue import DecodeQueue, Request
-from care_jax.decoding.schedule import Sizes, Waiting, simulate
+from care_jax.decoding.schedule import Sizes, WaitingPrompt, simulate
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.main import policy_of
@@ -142,9 +142,9 @@ def main() -> None:
     def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
         queue = queue_of(num_rows)
         began = time.perf_counter()
-        answers = list(queue.answers(decode_params, jax.random.key(repeat), requests))
+        decoded = list(queue.decode(decode_params, jax.random.key(repeat), requests))
         seconds = time.perf_counter() - began
-        assert sum(int(rollouts.is_valid.sum()) for _, rollouts in answers) == lengths.sum()
+        assert sum(int(rollouts.is_valid.sum()) for _, rollouts in decoded) == lengths.sum()
         return seconds, queue
 
     num_params = sum(x.size for x in jax.tree.leaves(params))
@@ -156,9 +156,9 @@ def main() -> None:
     for num_rows in all_rows:
         ours(num_rows, -1)  # compiles
         seconds, queue = ours(num_rows, -1)
-        everyone = [Waiting(len(p.tokens), i, len(p.patches)) for i, p in enumerate(prompts)]
+        waiting = [WaitingPrompt(len(p.tokens), i, len(p.patches)) for i, p in enumerate(prompts)]
         buckets = run.policy.prompts.buckets
-        schedule = simulate(queue.sizes, everyone, dict(enumerate(lengths)), buckets)
+        schedule = simulate(queue.sizes, waiting, dict(enumerate(lengths)), buckets)
         assert schedule.num_steps == queue.num_steps
         row_steps = sum(call.num_steps * call.num_seats * num_rows for call in schedule.calls)
         print(

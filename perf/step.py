@@ -168,7 +168,7 @@ class Ours:
 
         def decode(params, rng, requests):
             limited = [dataclasses.replace(r, limits=lengths[r.place]) for r in requests]
-            return queue.answers(params, rng, limited)
+            return queue.decode(params, rng, limited)
 
         return dataclasses.replace(programs, decode=decode)
 
@@ -178,20 +178,20 @@ class Ours:
         run, update = self.run, self.update
         first = (number, *self.batches.batch(number))
         params = update.to_decode_layout(self.state.params)
-        own = np.arange(NUM_PROMPTS)
+        local = np.arange(NUM_PROMPTS)
         drawn = dynamic_sampling.fill(
-            train.draw_groups(run, self.rollout, params, self.batches, first, own, self.verifier)
+            train.draw_groups(run, self.rollout, params, self.batches, first, local, self.verifier)
         )
         del params
         rolled_out = time.perf_counter()
         credited, raw = train.assign_credit(run, update, drawn.groups)
-        num_tokens = gather_groups(drawn.roster, drawn.groups, credited, raw).num_tokens
+        num_tokens = gather_groups(drawn.table, drawn.groups, credited, raw).num_tokens
         assert num_tokens.sum() == self.num_trained
         batch, _ = train_batch(
-            run, drawn.roster, drawn.records, drawn.groups, credited, num_tokens, 0
+            run, drawn.table, drawn.prompts, drawn.groups, credited, num_tokens, 0
         )
         [batch] = with_logprobs(run, update, [batch], self.state.params, self.reference)
-        placed = jax.device_put(batch, run.train_batch_place)
+        placed = jax.device_put(batch, run.train_batch_sharding)
         self.state, metrics = update.update(self.state, placed)
         assert np.isfinite(jax.device_get(metrics)["grad_norm"])
         return rolled_out - began, time.perf_counter() - rolled_out

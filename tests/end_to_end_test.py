@@ -251,14 +251,14 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
         for owner, names in (
             (update, ("credit",)),
             (update, ("update", "score")),
-            (decoding, ("sit_down", "advance")),
+            (decoding, ("admit", "advance")),
         )
     )
     assert all(count <= num_buckets for count in counts.values()), counts
     assert rollout.select._cache_size() == 1
     # Two passes, in each of which prompts of one bucket sit beside those of another, and the seats
     # become half and a quarter.
-    assert 2 <= num_calls["sit_down"] <= 2 * (num_buckets + 1)
+    assert 2 <= num_calls["admit"] <= 2 * (num_buckets + 1)
     assert 2 <= num_calls["advance"] <= 2 * 3 * num_buckets
     # Rows of trees come in few lengths and numbers, whatever is in them.
     assert all(count <= 3 for count in num_shapes.values()), num_shapes

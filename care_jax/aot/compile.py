@@ -233,7 +233,7 @@ def _decode_programs(
         largest, expected: its calls in the largest step, and at the mean length.
     """
     config, layout = run.policy.config, _layout(run, is_decoding=True)
-    place, compiled = run.decode_batch_place, []
+    place, compiled = run.decode_batch_sharding, []
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
@@ -264,7 +264,7 @@ def _decode_programs(
     budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
     chosen = shapes.on_batch(place, sizes.num_seats)(jnp.int32)
     arguments = params, seats, prompts, rng, per_prompt(jnp.int32), budget, chosen
-    add(" prefill", programs.sit_down, arguments, kept, prefill_work, prefills)
+    add(" prefill", programs.admit, arguments, kept, prefill_work, prefills)
     advance = programs.advance, (params, seats, jax.ShapeDtypeStruct((), jnp.int32)), kept
     add("", *advance, decode_work, lambda schedule: schedule.calls)
     return compiled

@@ -60,7 +60,7 @@ def policy(config: ConfigDict) -> Policy:
 
 
 def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
-    """dtype -> abstract array of this shape, sharded by `place` (`Run.train_batch_place`, ...)."""
+    """dtype -> abstract array of this shape, sharded by `place`, such as a batch of `Run`."""
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
@@ -85,7 +85,7 @@ def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
     """`size` prompts of the largest bucket, each with `context_tokens` more tokens."""
     num_tokens, num_patches = largest_bucket(run)
     num_tokens += context_tokens
-    place = run.decode_batch_place
+    place = run.decode_batch_sharding
     tokens = on_batch(place, size, num_tokens)
     return Prompts(
         tokens=tokens(jnp.int32),
@@ -99,7 +99,7 @@ def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
 
 def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRows:
     """`size` rows of packed trees."""
-    place = run.train_batch_place
+    place = run.train_batch_sharding
     tokens = on_batch(place, size, num_tokens)
     return TreeRows(
         tokens=tokens(jnp.int32),
@@ -116,13 +116,13 @@ def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRow
 def imitation_batch(run: Run, size: int) -> ImitationBatch:
     """`size` rows of SFT (the cold start)."""
     sft = run.config.sft
-    weight = on_batch(run.train_batch_place, size, sft.row_tokens)(jnp.float32)
+    weight = on_batch(run.train_batch_sharding, size, sft.row_tokens)(jnp.float32)
     return ImitationBatch(tree_rows(run, size, sft.row_tokens, sft.row_patches), weight)
 
 
 def train_batch(run: Run, size: int) -> TrainBatch:
     """`size` rows of an update."""
-    rl, place = run.config.rl, run.train_batch_place
+    rl, place = run.config.rl, run.train_batch_sharding
     tokens = on_batch(place, size, rl.row_tokens)
     return TrainBatch(
         rows=tree_rows(run, size, rl.row_tokens, rl.row_patches),

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from care_jax.aot import lengths, shapes
-from care_jax.decoding.schedule import Schedule, Waiting, simulate
+from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
 from care_jax.devices import roofline, sharding
 from care_jax.devices.roofline import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
@@ -143,7 +143,7 @@ def _plan(
         row_tokens=settings.row_tokens,
         row_patches=settings.row_patches,
         microbatch_size=settings.microbatch_size,
-        owner=sharding.owners(len(prompts), run.decode_batch_place),
+        owner=sharding.owners(len(prompts), run.decode_batch_sharding),
         num_processes=num_processes(run),
         section=section,
     )
@@ -165,13 +165,14 @@ def _schedules(
     """
     buckets = sorted(map(tuple, run.config.data.buckets))
     first, second = rollout_sizes(run)
-    everyone = [
-        Waiting(int(tokens), place, int(patches)) for place, (tokens, patches) in enumerate(prompts)
+    waiting = [
+        WaitingPrompt(int(tokens), place, int(patches))
+        for place, (tokens, patches) in enumerate(prompts)
     ]
     rollouts, reflected = np.split(responses, [first.num_rollouts], axis=1)
-    decoding = simulate(first, everyone, dict(enumerate(rollouts)), buckets)
+    decoding = simulate(first, waiting, dict(enumerate(rollouts)), buckets)
     if not reflected.size:
         return decoding, Schedule((), ())
     room = second.max_tokens - second.context_tokens
     reflected = dict(enumerate(np.minimum(reflected, room)))
-    return decoding, simulate(second, everyone, reflected, buckets)
+    return decoding, simulate(second, waiting, reflected, buckets)

@@ -144,8 +144,8 @@ class Batches:
 def _columns(
     pairs: Iterator[tuple[Example, TokenizedPrompt]],
 ) -> tuple[list[Example], list[TokenizedPrompt]]:
-    examples, records = zip(*pairs, strict=True)
-    return list(examples), list(records)
+    examples, prompts = zip(*pairs, strict=True)
+    return list(examples), list(prompts)
 
 
 class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
@@ -171,9 +171,9 @@ class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
         for turn in range(_MAX_TRIES):
             try:
                 example = self._shuffled[place + turn * self._num_examples]
-                record = self._builder.tokenize(example)
-                if self._builder.fits(record):
-                    return example, record
+                prompt = self._builder.tokenize(example)
+                if self._builder.fits(prompt):
+                    return example, prompt
                 reason = TOO_LONG
             except Unusable as error:
                 reason = str(error)

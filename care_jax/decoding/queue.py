@@ -26,7 +26,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
 from care_jax.decoding.sampler import Progress, Sampled, Seats
-from care_jax.decoding.schedule import Line, Newcomers, Sizes, Waiting
+from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
@@ -44,13 +44,13 @@ class Request:
     Attributes:
         place: index of the prompt in the step. It is folded into the prompt's random key, so
             samples depend on neither schedule nor mesh, and it determines the prompt's shard.
-        record: the prompt.
+        prompt: the prompt, tokenised.
         context: forced tokens at the start of each response; they count towards T.
         limits: most tokens of each response, at most T; None for T.
     """
 
     place: int
-    record: TokenizedPrompt
+    prompt: TokenizedPrompt
     context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: _NO_CONTEXT)
     limits: Int[np.ndarray, " G"] | None = None
 
@@ -61,7 +61,7 @@ class DecodePrograms:
 
     Attributes:
         empty: (sizes, P, S) -> Seats.
-        sit_down: (params, seats, prompts, rng, places [N], budget [N, G], chosen [B]) ->
+        admit: (params, seats, prompts, rng, places [N], budget [N, G], chosen [B]) ->
             (Seats, Sampled), prefill included.
         share: (seats, source [B], begin [B], end [B]) -> Seats.
         advance: (params, seats, num_wanted) -> (Seats, Sampled, Progress).
@@ -71,7 +71,7 @@ class DecodePrograms:
     """
 
     empty: Callable[..., Seats]
-    sit_down: Callable[..., tuple[Seats, Sampled]]
+    admit: Callable[..., tuple[Seats, Sampled]]
     share: Callable[..., Seats]
     advance: Callable[..., tuple[Seats, Sampled, Progress]]
     resize: Callable[..., jax.Array]
@@ -94,10 +94,10 @@ class DecodeQueue:
 
     def __init__(self, run: Run, programs: DecodePrograms, sizes: Sizes, clock: DeviceClock):
         self.programs, self.sizes, self.clock = programs, sizes, clock
-        self.place, self.policy = run.decode_batch_place, run.policy
+        self.batch_sharding, self.policy = run.decode_batch_sharding, run.policy
         self.num_steps = 0
 
-    def answers(
+    def decode(
         self, params: backbone.Params, rng: PRNGKeyArray, requests: Sequence[Request]
     ) -> Iterator[tuple[list[int], Rollouts]]:
         """Decodes prompts and yields them in the order in which they finish.
@@ -114,80 +114,81 @@ class DecodeQueue:
         Raises:
             distributed.Preempted: the run is to end.
         """
-        line = Line(_everyone(requests), self.sizes)
-        sheets = _Sheets(requests, self.sizes, self.place, self.policy.config)
+        scheduler = Scheduler(_gather_waiting(requests), self.sizes)
+        buffer = _RolloutBuffer(requests, self.sizes, self.batch_sharding, self.policy.config)
         seats, longest, num_steps, finished = None, 0, 0, None
-        while line.is_anyone_left:
+        while scheduler.has_prompts:
             if distributed.is_preempted():
                 raise distributed.Preempted
-            while (newcomers := line.next_newcomers()) is not None:
-                seats, first = self._sit_down(params, rng, requests, newcomers, seats, longest)
+            while (admission := scheduler.admit()) is not None:
+                seats, first = self._admit(params, rng, requests, admission, seats, longest)
                 self.clock.watch(first)
-                sheets.expect(first, line.who)
-            if (shares := line.next_shares()) is not None:
+                buffer.enqueue(first, scheduler.places)
+            if (shares := scheduler.share()) is not None:
                 seats = self.programs.share(
                     seats, *map(self._put_seats, (shares.source, shares.begin, shares.end))
                 )
-            while (kept := line.next_half()) is not None:
+            while (kept := scheduler.halve()) is not None:
                 seats = self._keep(seats, self._put_seats(kept))
             seats = self._with_room(seats, seats.prefix.is_valid.shape[1], longest)
-            num_wanted = np.int32(line.num_wanted)
+            num_wanted = np.int32(scheduler.num_wanted)
             seats, sampled, progress = self.programs.advance(params, seats, num_wanted)
             self.clock.watch(progress)
-            sheets.expect(sampled, line.who)
+            buffer.enqueue(sampled, scheduler.places)
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
-            sheets.write()
+            buffer.store()
             progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
             longest, num_steps = int(progress.longest), int(progress.clock)
-            left = line.leave(progress.is_free, progress.next_rollout)
-            finished = sheets.end(left, line.who, seats)
+            released = scheduler.release(progress.is_free, progress.next_rollout)
+            finished = buffer.collect(released, scheduler.places, seats)
         self.num_steps += num_steps
         if finished is not None:
             yield finished
 
     def _put_seats(self, array: Int[np.ndarray, " B"]) -> jax.Array:
         """Puts one number per seat, known to all processes, on the devices."""
-        rows = sharding.local_rows(len(array), self.place)
-        return sharding.put_batch(array[rows], self.place)
+        rows = sharding.local_rows(len(array), self.batch_sharding)
+        return sharding.put_batch(array[rows], self.batch_sharding)
 
-    def _sit_down(
+    def _admit(
         self,
         params: backbone.Params,
         rng: PRNGKeyArray,
         requests: Sequence[Request],
-        newcomers: Newcomers,
+        admission: Admission,
         seats: Seats | None,
         longest: int,
     ) -> tuple[Seats, Sampled]:
-        """Prefills the newcomers' prompts and gives them their seats."""
-        sizes, put = self.sizes, functools.partial(sharding.put_batch, place=self.place)
-        own = {request.place: request for request in requests}
-        nobody = Request(0, self.policy.prompts.nothing)
-        asked = [
-            nobody if prompt is None else own[prompt.place]
+        """Prefills the admitted prompts and gives them their seats."""
+        sizes, put = self.sizes, functools.partial(sharding.put_batch, sharding=self.batch_sharding)
+        by_place = {request.place: request for request in requests}
+        padding = Request(0, self.policy.prompts.nothing)
+        admitted = [
+            padding if prompt is None else by_place[prompt.place]
             for prompt in (
-                newcomers.prompts[row] for row in sharding.local_rows(sizes.num_new, self.place)
+                admission.prompts[row]
+                for row in sharding.local_rows(sizes.num_new, self.batch_sharding)
             )
         ]
         prompts = self.policy.prompts.batch(
-            [request.record for request in asked],
-            newcomers.sizes,
-            contexts=[request.context for request in asked],
+            [request.prompt for request in admitted],
+            admission.sizes,
+            contexts=[request.context for request in admitted],
             context_tokens=sizes.context_tokens,
         )
-        longest_answers = np.full(sizes.num_rollouts, sizes.max_tokens)
+        full_budget = np.full(sizes.num_rollouts, sizes.max_tokens)
         budget = [
-            (longest_answers if request.limits is None else request.limits) - len(request.context)
-            for request in asked
+            (full_budget if request.limits is None else request.limits) - len(request.context)
+            for request in admitted
         ]
-        places = np.array([request.place for request in asked], np.int32)
+        places = np.array([request.place for request in admitted], np.int32)
         num_tokens = prompts.tokens.shape[1]
         if seats is None:
             seats = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
         seats = self._with_room(seats, num_tokens, longest)
-        arrays = *put((places, np.array(budget, np.int32))), self._put_seats(newcomers.chosen)
-        return self.programs.sit_down(params, seats, put(prompts), rng, *arrays)
+        arrays = *put((places, np.array(budget, np.int32))), self._put_seats(admission.chosen)
+        return self.programs.admit(params, seats, put(prompts), rng, *arrays)
 
     def _with_room(self, seats: Seats, num_tokens: int, longest: int) -> Seats:
         """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
@@ -206,7 +207,7 @@ class DecodeQueue:
         return seats
 
     def _keep(self, seats: Seats, kept: jax.Array) -> Seats:
-        """Keeps half of the seats; see `Line.next_half`."""
+        """Keeps half of the seats; see `Scheduler.halve`."""
         clock, arrays = seats.clock, seats.replace(clock=None)
         leaves, structure = jax.tree.flatten(arrays)
         del seats, arrays
@@ -223,96 +224,107 @@ def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array])
         arrays[place] = jax.device_put(function(array), array.sharding)
 
 
-def _everyone(requests: Sequence[Request]) -> list[Waiting]:
+def _gather_waiting(requests: Sequence[Request]) -> list[WaitingPrompt]:
     """The prompts of all processes."""
-    own = [
-        (len(request.record.tokens), request.place, len(request.record.patches))
+    local = [
+        (len(request.prompt.tokens), request.place, len(request.prompt.patches))
         for request in requests
     ]
-    return [Waiting(*row) for part in distributed.gather_json(own) for row in part]
+    return [WaitingPrompt(*row) for part in distributed.gather_json(local) for row in part]
 
 
-class _Sheets:
+class _RolloutBuffer:
     """The rollouts of this process's requests as they accumulate (numpy)."""
 
     def __init__(
         self,
         requests: Sequence[Request],
         sizes: Sizes,
-        place: NamedSharding,
+        batch_sharding: NamedSharding,
         config: BackboneConfig,
     ):
         self._contexts = [request.context for request in requests]
-        self._number = {request.place: number for number, request in enumerate(requests)}
-        self._config, self._place = config, place
+        self._index_of = {request.place: index for index, request in enumerate(requests)}
+        self._config, self._sharding = config, batch_sharding
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
         self._tokens = np.full(shape, config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
         self._is_sampled = np.zeros(shape, bool)
         self._rationale = np.zeros((*shape[:2], config.text.hidden_size), np.float32)
-        self._unread: list[tuple[Sampled, Int[np.ndarray, " b"]]] = []
+        self._queued: list[tuple[Sampled, Int[np.ndarray, " b"]]] = []
 
-    def expect(self, sampled: Sampled, who: Int[np.ndarray, " B"]) -> None:
-        """Queues the samples of a program that may still run; `who` has the place on each seat."""
-        seats = sharding.local_rows(len(who), self._place)
-        numbers = [self._number.get(place, -1) for place in who[seats].tolist()]
-        self._unread.append((sampled, np.array(numbers)))
+    def enqueue(self, sampled: Sampled, places: Int[np.ndarray, " B"]) -> None:
+        """Queues the samples of a program that may still run.
 
-    def write(self) -> None:
+        Args:
+            sampled: its samples.
+            places: place of the prompt on each seat, -1 if free.
+        """
+        seats = sharding.local_rows(len(places), self._sharding)
+        indices = [self._index_of.get(place, -1) for place in places[seats].tolist()]
+        self._queued.append((sampled, np.array(indices)))
+
+    def store(self) -> None:
         """Waits for the queued samples and stores them."""
-        unread, self._unread = self._unread, []
-        for sampled, numbers in unread:
+        queued, self._queued = self._queued, []
+        for sampled, indices in queued:
             sampled = distributed.fetch(sampled)
             seat, row, step = np.nonzero(sampled.rollout >= 0)
             found = seat, row, step
-            places = numbers[seat], sampled.rollout[found], sampled.index[found]
-            self._tokens[places], self._logp[places] = sampled.tokens[found], sampled.logp[found]
-            self._is_sampled[places] = True
+            target = indices[seat], sampled.rollout[found], sampled.index[found]
+            self._tokens[target], self._logp[target] = sampled.tokens[found], sampled.logp[found]
+            self._is_sampled[target] = True
 
-    def end(
-        self, left: Sequence[tuple[int, int]], who: Int[np.ndarray, " B"], seats: Seats
+    def collect(
+        self, released: Sequence[tuple[int, int]], places: Int[np.ndarray, " B"], seats: Seats
     ) -> tuple[list[int], Rollouts] | None:
-        """Returns the requests that have left their last seat, with their rollouts; None if none.
+        """Returns the requests that have just released their last seat, with their rollouts.
 
         Args:
-            left: (place, seat) of prompts that have just left a seat.
-            who: place of the prompt on each seat, -1 if free.
+            released: (place, seat) of prompts that have just released a seat.
+            places: place of the prompt on each seat, -1 if free.
             seats: as `advance` returned them.
+
+        Returns:
+            None if there are none.
         """
-        left = [(self._number[place], seat) for place, seat in left if place in self._number]
-        if not left:
+        released = [
+            (self._index_of[place], seat) for place, seat in released if place in self._index_of
+        ]
+        if not released:
             return None
         local = {
-            int(seat): row for row, seat in enumerate(sharding.local_rows(len(who), self._place))
+            int(seat): row
+            for row, seat in enumerate(sharding.local_rows(len(places), self._sharding))
         }
         rationale = distributed.fetch(seats.rationale)
-        for number, seat in left:  # a prompt's rollouts may be spread over several seats
-            self._rationale[number] += rationale[local[seat]]
-        sitting = {self._number.get(place) for place in who.tolist()}
-        numbers = sorted({number for number, _ in left} - sitting)
-        return (numbers, self._rollouts(numbers)) if numbers else None
+        for index, seat in released:  # a prompt's rollouts may be spread over several seats
+            self._rationale[index] += rationale[local[seat]]
+        seated = {self._index_of.get(place) for place in places.tolist()}
+        indices = sorted({index for index, _ in released} - seated)
+        return (indices, self._rollouts(indices)) if indices else None
 
-    def _rollouts(self, numbers: list[int]) -> Rollouts:
+    def _rollouts(self, indices: list[int]) -> Rollouts:
         """The rollouts of some requests, each with its context in front."""
-        contexts = [self._contexts[number] for number in numbers]
+        contexts = [self._contexts[index] for index in indices]
         num_forced = np.array([len(context) for context in contexts])[:, None, None]
         slots = np.arange(self._tokens.shape[-1])
-        is_forced = np.broadcast_to(slots < num_forced, self._tokens[numbers].shape)
+        is_forced = np.broadcast_to(slots < num_forced, self._tokens[indices].shape)
         source = np.maximum(slots - num_forced, 0)
         shift = functools.partial(np.take_along_axis, indices=source, axis=-1)
-        is_sampled = shift(self._is_sampled[numbers]) & ~is_forced
-        tokens = np.where(is_sampled, shift(self._tokens[numbers]), self._config.pad_token_id)
+        is_sampled = shift(self._is_sampled[indices]) & ~is_forced
+        tokens = np.where(is_sampled, shift(self._tokens[indices]), self._config.pad_token_id)
         for row, context in zip(tokens, contexts, strict=True):
             row[:, : len(context)] = context
         is_valid = is_forced | is_sampled
         last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
-        rationale = self._rationale[numbers]
+        rationale = self._rationale[indices]
         norm = np.linalg.norm(rationale, axis=-1, keepdims=True)
         return Rollouts(
             tokens=tokens,
             is_valid=is_valid,
             is_forced=is_forced,
-            logp=np.where(is_sampled, shift(self._logp[numbers]), 0.0),
+            logp=np.where(is_sampled, shift(self._logp[indices]), 0.0),
             embedding=rationale / np.maximum(norm, 1e-6),
             is_complete=np.isin(last, self._config.eos_token_ids),
         )

@@ -204,7 +204,7 @@ def seat_axes(seats: Seats) -> Seats:
     return axes.replace(cache=cache, prefix=axes.prefix.replace(cache=prefix))
 
 
-def sit_down(
+def admit(
     params: backbone.Params,
     seats: Seats,
     prefix: Prefix,
@@ -250,14 +250,14 @@ def sit_down(
         ),
         is_valid=pad_left(prefix.is_valid, 1, num_tokens),
     )
-    found = functools.partial(_of_shard, chosen=chosen, num_shards=num_shards)
+    take = functools.partial(_take_in_shard, chosen=chosen, num_shards=num_shards)
     is_new = chosen >= 0
-    first = found(token, seats.first)
+    first = take(token, seats.first)
     begin, end = jnp.zeros_like(chosen), jnp.full_like(chosen, num_rollouts)
     seats = seats.replace(
-        prefix=jax.tree.map(found, prefix, seats.prefix),
-        rngs=found(rngs, seats.rngs),
-        budget=found(budget, seats.budget),
+        prefix=jax.tree.map(take, prefix, seats.prefix),
+        rngs=take(rngs, seats.rngs),
+        budget=take(budget, seats.budget),
         first=first,
         end_rollout=jnp.where(is_new, end, seats.end_rollout),
     )
@@ -265,7 +265,7 @@ def sit_down(
     is_sampled = is_new[:, None] & jnp.ones_like(first, bool)
     sampled = Sampled(
         tokens=first,
-        logp=found(logp, jnp.zeros(first.shape)),
+        logp=take(logp, jnp.zeros(first.shape)),
         rollout=jnp.where(is_sampled, jnp.arange(num_rollouts), -1),
         index=jnp.zeros_like(first),
     )
@@ -281,12 +281,12 @@ def share(
     num_shards: int,
 ) -> Seats:
     """Gives free seats some rollouts of prompts on other seats; see `schedule.Shares`."""
-    found = functools.partial(_of_shard, chosen=source, num_shards=num_shards)
+    take = functools.partial(_take_in_shard, chosen=source, num_shards=num_shards)
     seats = seats.replace(
-        prefix=jax.tree.map(found, seats.prefix, seats.prefix),
-        rngs=found(seats.rngs, seats.rngs),
-        budget=found(seats.budget, seats.budget),
-        first=found(seats.first, seats.first),
+        prefix=jax.tree.map(take, seats.prefix, seats.prefix),
+        rngs=take(seats.rngs, seats.rngs),
+        budget=take(seats.budget, seats.budget),
+        first=take(seats.first, seats.first),
         end_rollout=end,
     )
     return _begin(seats, source >= 0, begin)
@@ -309,7 +309,7 @@ def advance(
 
     Args:
         params: in the decode layout.
-        seats: as `sit_down`, `share` or this function returned them. No row may outgrow the ring:
+        seats: as `admit`, `share` or this function returned them. No row may outgrow the ring:
             either every `num_read` is at most S - num_steps, or S is at least every budget.
         closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
             rationale is every token up to the one that closes the span (all of them if none does),
@@ -369,9 +369,9 @@ def advance(
         is_rationale = (seats.tag_state < closing_tag.shape[0] - 1) & is_sampled
         running = seats.running + jnp.where(is_rationale[..., None], hidden, 0.0)
         is_last = is_active & (~is_sampled | is_end(token) | (index + 1 >= limit))
-        is_whose = is_last[..., None] & (seats.rollout[..., None] == jnp.arange(num_rollouts))
+        ends_rollout = is_last[..., None] & (seats.rollout[..., None] == jnp.arange(num_rollouts))
         ended = jnp.einsum(
-            "BRG,BRD->BGD", is_whose.astype(jnp.float32), running, precision="highest"
+            "BRG,BRD->BGD", ends_rollout.astype(jnp.float32), running, precision="highest"
         )
         # Rows that end take the next rollouts, in row order.
         upcoming = seats.next_rollout[:, None] + jnp.cumsum(is_last, 1) - is_last
@@ -392,7 +392,7 @@ def advance(
     def is_free(seats: Seats) -> Bool[Array, " B"]:
         return (seats.rollout == num_rollouts).all(1)
 
-    def goes_on(carry) -> Bool[Array, ""]:
+    def should_continue(carry) -> Bool[Array, ""]:
         i, seats, _ = carry
         num_free = is_free(seats).sum()
         return (i < num_steps) & (num_free < num_wanted) & (num_free < seats.rollout.shape[0])
@@ -400,7 +400,7 @@ def advance(
     shape = (*seats.rollout.shape, num_steps)
     ids = jnp.zeros(shape, jnp.int32)
     log = Sampled(tokens=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
-    _, seats, log = jax.lax.while_loop(goes_on, step, (jnp.int32(0), seats, log))
+    _, seats, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), seats, log))
     return (
         seats,
         log,
@@ -439,13 +439,13 @@ def pad_left(x: Array, axis: int, size: int) -> Array:
 
 
 def keep(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
-    """Selects seats of each shard from an array of the seats; see `schedule.Line.next_half`."""
+    """Selects seats of each shard from an array of the seats; see `schedule.Scheduler.halve`."""
     shards = x.reshape(num_shards, -1, *x.shape[1:])
     found = jax.vmap(lambda x, i: x[i])(shards, kept.reshape(num_shards, -1))
     return found.reshape(-1, *x.shape[1:])
 
 
-def _of_shard(new: Array, old: Array, chosen: Int[Array, " B"], num_shards: int) -> Array:
+def _take_in_shard(new: Array, old: Array, chosen: Int[Array, " B"], num_shards: int) -> Array:
     """Row b is row chosen[b] of b's shard of `new`, or row b of `old` if chosen[b] is negative."""
     found = keep(new, jnp.maximum(chosen, 0), num_shards)
     return jnp.where(jnp.expand_dims(chosen >= 0, range(1, old.ndim)), found, old)
@@ -457,17 +457,17 @@ def _begin(seats: Seats, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> 
     taken = begin[:, None] + jnp.arange(num_rows)
     rollout = jnp.where(taken < seats.end_rollout[:, None], taken, num_rollouts)
 
-    def on_new(new: Any, old: Array) -> Array:
+    def if_new(new: Any, old: Array) -> Array:
         return jnp.where(jnp.expand_dims(is_new, range(1, old.ndim)), new, old).astype(old.dtype)
 
     return seats.replace(
-        next_rollout=on_new(begin + num_rows, seats.next_rollout),
-        rationale=on_new(0, seats.rationale),
-        rollout=on_new(rollout, seats.rollout),
-        token=on_new(_rollouts_of(seats.first, taken), seats.token),
-        num_read=on_new(0, seats.num_read),
-        tag_state=on_new(0, seats.tag_state),
-        running=on_new(0, seats.running),
+        next_rollout=if_new(begin + num_rows, seats.next_rollout),
+        rationale=if_new(0, seats.rationale),
+        rollout=if_new(rollout, seats.rollout),
+        token=if_new(_rollouts_of(seats.first, taken), seats.token),
+        num_read=if_new(0, seats.num_read),
+        tag_state=if_new(0, seats.tag_state),
+        running=if_new(0, seats.running),
     )
 
 

@@ -3,8 +3,8 @@
 Prompts wait in one queue per batch shard, the shard that trains on them, shortest first. Once a
 queue is empty, a free seat takes half of the rollouts not yet started on another seat of its shard.
 Once all queues are empty and every shard uses at most half of its seats, the seats are halved.
-`Line` makes these decisions, so `simulate`, given lengths instead of a model, yields the calls of a
-run.
+`Scheduler` makes these decisions, so `simulate`, given lengths instead of a model, yields the calls
+of a run.
 
 Letters: B seats, R rows of a seat, G rollouts of a prompt, T tokens of a rollout, N prompts of a
 prefill, P prompt tokens, S slots of a row's ring. `sampler` explains seats, rows and rings.
@@ -75,7 +75,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Waiting:
+class WaitingPrompt:
     """A waiting prompt: its tokens, its place in the step, its image patches."""
 
     num_tokens: int
@@ -84,7 +84,7 @@ class Waiting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Newcomers:
+class Admission:
     """Prompts that take seats together, over all processes.
 
     Attributes:
@@ -94,7 +94,7 @@ class Newcomers:
             -1 for none.
     """
 
-    prompts: tuple[Waiting | None, ...]
+    prompts: tuple[WaitingPrompt | None, ...]
     seats: Int[np.ndarray, " N"]
     chosen: Int[np.ndarray, " B"]
 
@@ -119,39 +119,40 @@ class Shares:
     end: Int[np.ndarray, " B"]
 
 
-class Line:
+class Scheduler:
     """The waiting prompts and the prompts on seats; identical on every process.
 
     Args:
-        everyone: the prompts of all processes.
+        prompts: the prompts of all processes.
         sizes: of the programs.
     """
 
-    def __init__(self, everyone: Sequence[Waiting], sizes: Sizes):
+    def __init__(self, prompts: Sequence[WaitingPrompt], sizes: Sizes):
         self._sizes = sizes
-        self._waiting: list[deque[Waiting]] = [deque() for _ in range(sizes.num_shards)]
-        for prompt in sorted(everyone):
+        self._waiting: list[deque[WaitingPrompt]] = [deque() for _ in range(sizes.num_shards)]
+        for prompt in sorted(prompts):
             self._waiting[sizes.shard_of(prompt.place)].append(prompt)
         shape = sizes.num_shards, sizes.num_seats // sizes.num_shards
-        self._who = np.full(shape, -1)  # place of the prompt on each seat
+        self._places = np.full(shape, -1)  # place of the prompt on each seat
         self._next = np.zeros(shape, int)  # the rollout that the seat's next free row takes
         self._end = np.zeros(shape, int)  # end (exclusive) of the seat's range of rollouts
 
     @property
-    def is_anyone_left(self) -> bool:
-        return bool((self._who >= 0).any() or any(self._waiting))
+    def has_prompts(self) -> bool:
+        """Whether any prompt waits or is on a seat."""
+        return bool((self._places >= 0).any() or any(self._waiting))
 
     @property
-    def who(self) -> Int[np.ndarray, " B"]:
+    def places(self) -> Int[np.ndarray, " B"]:
         """Place of the prompt on each seat, -1 on free seats."""
-        return self._who.ravel()
+        return self._places.ravel()
 
     @property
     def num_wanted(self) -> int:
         """Number of free seats at which `advance` should return; more than B for never."""
-        num_seats, num_free = self._who.size, int((self._who < 0).sum())
+        num_seats, num_free = self._places.size, int((self._places < 0).sum())
         if num_waiting := sum(map(len, self._waiting)):
-            missing = min(self._enough, num_waiting) - int(self._num_admitted().sum())
+            missing = min(self._fewest_admitted, num_waiting) - int(self._num_admissible().sum())
             return num_free + max(missing, 1)
         if (self._next < self._end).any():
             return num_free + 1
@@ -159,91 +160,96 @@ class Line:
             return max(num_seats // 2, num_free + 1)
         return num_seats + 1
 
-    def next_newcomers(self) -> Newcomers | None:
-        """Prompts that take seats now; None while too few can to be worth a prefill."""
-        num_admitted = self._num_admitted()
+    def admit(self) -> Admission | None:
+        """Gives prompts their seats; None while too few can take one to be worth a prefill."""
+        num_admitted = self._num_admissible()
         total, num_waiting = int(num_admitted.sum()), sum(map(len, self._waiting))
-        if not total or (total < min(self._enough, num_waiting) and (self._who >= 0).any()):
+        is_too_few = total < min(self._fewest_admitted, num_waiting)
+        if not total or (is_too_few and (self._places >= 0).any()):
             return None
         num_shards, per_shard = (
             self._sizes.num_shards,
             self._sizes.num_new // self._sizes.num_shards,
         )
-        prompts: list[Waiting | None] = [None] * self._sizes.num_new
+        prompts: list[WaitingPrompt | None] = [None] * self._sizes.num_new
         seats = np.full(self._sizes.num_new, -1)
-        chosen = np.full(self._who.shape, -1, np.int32)
+        chosen = np.full(self._places.shape, -1, np.int32)
         for shard in range(num_shards):
-            free = np.flatnonzero(self._who[shard] < 0)[: num_admitted[shard]]
+            free = np.flatnonzero(self._places[shard] < 0)[: num_admitted[shard]]
             for number, seat in enumerate(free):
                 row = shard * per_shard + number
                 prompts[row] = self._waiting[shard].popleft()
-                seats[row] = shard * self._who.shape[1] + seat
+                seats[row] = shard * self._places.shape[1] + seat
                 chosen[shard, seat] = number
-                self._sit(shard, seat, prompts[row].place, 0, self._sizes.num_rollouts)
-        return Newcomers(tuple(prompts), seats, chosen.ravel())
+                self._assign(shard, seat, prompts[row].place, 0, self._sizes.num_rollouts)
+        return Admission(tuple(prompts), seats, chosen.ravel())
 
-    def next_shares(self) -> Shares | None:
-        """Rollouts that free seats take over now, from the seats with the most not yet started."""
-        source, begin = np.full((2, *self._who.shape), -1, np.int32)
+    def share(self) -> Shares | None:
+        """Gives free seats rollouts of the seats with the most not yet started; None if none."""
+        source, begin = np.full((2, *self._places.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
                 continue
-            for seat in np.flatnonzero(self._who[shard] < 0):
+            for seat in np.flatnonzero(self._places[shard] < 0):
                 left = self._end[shard] - self._next[shard]
-                giver = int(left.argmax())
-                if left[giver] < 1:
+                donor = int(left.argmax())
+                if left[donor] < 1:
                     break
-                end = self._end[shard, giver]
-                source[shard, seat], begin[shard, seat] = giver, end - (left[giver] + 1) // 2
-                self._end[shard, giver] = begin[shard, seat]
-                self._sit(shard, seat, self._who[shard, giver], begin[shard, seat], end)
+                end = self._end[shard, donor]
+                source[shard, seat], begin[shard, seat] = donor, end - (left[donor] + 1) // 2
+                self._end[shard, donor] = begin[shard, seat]
+                self._assign(shard, seat, self._places[shard, donor], begin[shard, seat], end)
         if (source < 0).all():
             return None
         return Shares(source.ravel(), begin.ravel(), self._end.ravel().astype(np.int32))
 
-    def next_half(self) -> Int[np.ndarray, " half"] | None:
-        """The seats that are kept, by their index in each shard; None if all are."""
-        is_free = self._who < 0
-        half = self._who.shape[1] // 2
+    def halve(self) -> Int[np.ndarray, " half"] | None:
+        """Halves the seats; returns those kept, by their index in each shard; None if all are."""
+        is_free = self._places < 0
+        half = self._places.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
             return None
         kept = np.argsort(is_free, axis=1, kind="stable")[:, :half]
-        self._who, self._next, self._end = (
-            np.take_along_axis(x, kept, 1) for x in (self._who, self._next, self._end)
+        self._places, self._next, self._end = (
+            np.take_along_axis(x, kept, 1) for x in (self._places, self._next, self._end)
         )
         return kept.ravel().astype(np.int32)
 
-    def leave(
+    def release(
         self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"]
     ) -> list[tuple[int, int]]:
-        """Prompts that left a seat in the last call of `sampler.advance`, as (place, seat)."""
-        shape = self._who.shape
-        self._next = np.minimum(next_rollout.reshape(shape), self._end)
-        left = (self._who >= 0) & is_free.reshape(shape)
-        found = [(int(self.who[seat]), int(seat)) for seat in np.flatnonzero(left)]
-        self._who[left] = -1
-        return found
+        """Frees the seats that the last call of `sampler.advance` left without rollouts.
 
-    def _sit(self, shard: int, seat: int, place: int, begin: int, end: int) -> None:
-        self._who[shard, seat] = place
+        Returns:
+            (place, seat) of the prompt of each.
+        """
+        shape = self._places.shape
+        self._next = np.minimum(next_rollout.reshape(shape), self._end)
+        is_released = (self._places >= 0) & is_free.reshape(shape)
+        released = [(int(self.places[seat]), int(seat)) for seat in np.flatnonzero(is_released)]
+        self._places[is_released] = -1
+        return released
+
+    def _assign(self, shard: int, seat: int, place: int, begin: int, end: int) -> None:
+        self._places[shard, seat] = place
         self._next[shard, seat] = min(begin + self._sizes.num_rows, end)
         self._end[shard, seat] = end
 
     @property
     def _can_halve(self) -> bool:
         fewest = self._sizes.num_seats // self._sizes.num_shards * _FEWEST_SEATS
-        return self._who.shape[1] % 2 == 0 and self._who.shape[1] // 2 >= fewest
+        return self._places.shape[1] % 2 == 0 and self._places.shape[1] // 2 >= fewest
 
     @property
-    def _enough(self) -> int:
+    def _fewest_admitted(self) -> int:
         """New prompts that are worth a prefill."""
         return max(self._sizes.num_new // 2, 1)
 
-    def _num_admitted(self) -> Int[np.ndarray, " shards"]:
+    def _num_admissible(self) -> Int[np.ndarray, " shards"]:
         """The number of each shard's prompts that the next prefill can take."""
-        waiting = np.array([len(line) for line in self._waiting])
+        waiting = np.array([len(queue) for queue in self._waiting])
         per_shard = self._sizes.num_new // self._sizes.num_shards
-        return np.minimum(np.minimum(waiting, (self._who < 0).sum(1)), per_shard)
+        return np.minimum(np.minimum(waiting, (self._places < 0).sum(1)), per_shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,7 +288,7 @@ class Schedule:
 
 def simulate(
     sizes: Sizes,
-    everyone: Sequence[Waiting],
+    prompts: Sequence[WaitingPrompt],
     lengths: dict[int, Int[np.ndarray, " G"]],
     buckets: Sequence[tuple[int, int]],
 ) -> Schedule:
@@ -290,54 +296,54 @@ def simulate(
 
     Args:
         sizes: of the programs.
-        everyone: the prompts.
+        prompts: the prompts.
         lengths: by place, tokens that each rollout of a prompt samples, at least 1.
         buckets: (tokens, patches) that prompts are padded to, ascending; see `data.buckets`.
     """
-    line, R = Line(everyone, sizes), sizes.num_rows
+    scheduler, R = Scheduler(prompts, sizes), sizes.num_rows
     left = np.zeros((sizes.num_seats, R), int)  # steps until each row's rollout ends; 0: idle
     read = np.zeros_like(left)  # tokens of the rollout in the row's cache
     samples = np.zeros_like(left)  # tokens per step: 0 if the first token ended the rollout, else 1
-    following = np.zeros(sizes.num_seats, int)  # rollout that the seat's next free row takes
+    next_rollout = np.zeros(sizes.num_seats, int)  # rollout that the seat's next free row takes
     end = np.zeros(sizes.num_seats, int)
     num_prompt_tokens, prefills, calls, num_first = 0, [], [], 0
 
     def begin(seat: int, row: int, rollout: int) -> None:
         """Prefill samples the first token; reading it takes a step even if it is the last."""
-        steps = int(lengths[int(line.who[seat])][rollout]) - 1
+        steps = int(lengths[int(scheduler.places[seat])][rollout]) - 1
         left[seat, row], samples[seat, row] = max(steps, 1), steps > 0
 
-    def sit(seat: int, first: int, last: int) -> None:
+    def assign(seat: int, first: int, last: int) -> None:
         left[seat], read[seat] = 0, 0
         taken = range(first, min(first + R, last))
         for row, rollout in enumerate(taken):
             begin(seat, row, rollout)
-        following[seat] = first + len(taken)
+        next_rollout[seat] = first + len(taken)
 
-    while line.is_anyone_left:
-        while (newcomers := line.next_newcomers()) is not None:
-            largest = newcomers.sizes.max(0)
+    while scheduler.has_prompts:
+        while (admission := scheduler.admit()) is not None:
+            largest = admission.sizes.max(0)
             tokens, patches = next(b for b in buckets if (largest <= b).all())
             tokens += sizes.context_tokens
             prefills.append((tokens, patches))
             num_prompt_tokens = max(num_prompt_tokens, tokens)
-            for seat in newcomers.seats[newcomers.seats >= 0]:
+            for seat in admission.seats[admission.seats >= 0]:
                 end[seat] = sizes.num_rollouts
                 num_first += sizes.num_rollouts
-                sit(seat, 0, sizes.num_rollouts)
-        if (shares := line.next_shares()) is not None:
+                assign(seat, 0, sizes.num_rollouts)
+        if (shares := scheduler.share()) is not None:
             end[:] = shares.end
             for seat in np.flatnonzero(shares.source >= 0):
-                sit(seat, shares.begin[seat], shares.end[seat])
-        while (kept := line.next_half()) is not None:
+                assign(seat, shares.begin[seat], shares.end[seat])
+        while (kept := scheduler.halve()) is not None:
             rows = (np.arange(sizes.num_shards)[:, None] * (len(left) // sizes.num_shards)) + (
                 kept.reshape(sizes.num_shards, -1)
             )
-            left, read, samples, following, end = (
-                x[rows.ravel()] for x in (left, read, samples, following, end)
+            left, read, samples, next_rollout, end = (
+                x[rows.ravel()] for x in (left, read, samples, next_rollout, end)
             )
         num_steps, num_tokens, longest = 0, num_first, int(read.max())
-        num_first, num_wanted = 0, line.num_wanted
+        num_first, num_wanted = 0, scheduler.num_wanted
         while num_steps < NUM_STEPS:
             num_free = int((left == 0).all(1).sum())
             if num_free >= num_wanted or num_free == len(left):
@@ -349,10 +355,10 @@ def simulate(
             left, read = left - passed * is_active, read + passed * is_active
             for seat, row in np.argwhere(is_active & (left == 0)):
                 read[seat, row] = 0
-                if following[seat] < end[seat]:
-                    begin(seat, row, following[seat])
-                following[seat] += 1
+                if next_rollout[seat] < end[seat]:
+                    begin(seat, row, next_rollout[seat])
+                next_rollout[seat] += 1
         shape = len(left), num_prompt_tokens, sizes.ring_for(longest)
         calls.append(Call(num_steps, num_tokens, *shape))
-        line.leave((left == 0).all(1), following)
+        scheduler.release((left == 0).all(1), next_rollout)
     return Schedule(tuple(prefills), tuple(calls))

@@ -90,8 +90,8 @@ def _grid(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
             devices,
             allow_split_physical_axes=True,
         )
-    of_a_row = grid.reshape(-1, sizes[2] * sizes[3])
-    hosts = [{device.process_index for device in row} for row in of_a_row]
+    row_devices = grid.reshape(-1, sizes[2] * sizes[3])
+    hosts = [{device.process_index for device in row} for row in row_devices]
     if max(map(len, hosts)) == 1:
         return grid
     # A row of a batch would span several hosts, so order the devices host by host.
@@ -123,23 +123,23 @@ def _partition_spec(
     if len(logical) != len(shape):
         raise ValueError(f"{path} has axes {logical} but shape {shape}; name each dimension once")
     spec: list[tuple[str, ...] | str | None] = []
-    cut_by: dict[str, str] = {}  # mesh axis -> the logical axis mapped to it
+    logical_of: dict[str, str] = {}  # mesh axis -> the logical axis mapped to it
     for name, size in zip(logical, shape, strict=True):
-        cut: list[str] = []
-        num_cuts = 1
+        used: list[str] = []
+        num_parts = 1
         for mesh_axis in _mesh_axes(name, rules):
-            if mesh_axis in cut_by:
+            if mesh_axis in logical_of:
                 raise ValueError(
-                    f"{path}: axes {cut_by[mesh_axis]!r} and {name!r} are both mapped to mesh axis "
-                    f"{mesh_axis!r}; change one of them in the sharding rules"
+                    f"{path}: axes {logical_of[mesh_axis]!r} and {name!r} are both mapped to mesh "
+                    f"axis {mesh_axis!r}; change one of them in the sharding rules"
                 )
-            cut_by[mesh_axis] = name
-            num_cuts *= mesh.shape[mesh_axis]
-            if size % num_cuts:
+            logical_of[mesh_axis] = name
+            num_parts *= mesh.shape[mesh_axis]
+            if size % num_parts:
                 _log_replicated(name, size, mesh_axis, mesh.shape[mesh_axis])
                 break
-            cut.append(mesh_axis)
-        spec.append(tuple(cut) if len(cut) > 1 else cut[0] if cut else None)
+            used.append(mesh_axis)
+        spec.append(tuple(used) if len(used) > 1 else used[0] if used else None)
     return PartitionSpec(*spec)
 
 
@@ -214,8 +214,8 @@ def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
 
     def place(path: jax.tree_util.KeyPath, _: Any) -> NamedSharding:
         tails = (path[start:] for start in range(len(path)))
-        own = next((tail for tail in tails if tail in by_path), None)
-        return replicated(mesh) if own is None else by_path[own]
+        param = next((tail for tail in tails if tail in by_path), None)
+        return replicated(mesh) if param is None else by_path[param]
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -227,7 +227,7 @@ def of(tree: Any) -> Any:
 
 def on_host(shardings: Any) -> Any:
     """The same shardings, in pinned host memory."""
-    return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), shardings)
+    return jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
 
 
 def has_host_memory(mesh: Mesh) -> bool:
@@ -261,9 +261,9 @@ def replicate(array: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_callback(array.shape, replicated(mesh), lambda part: array[part])
 
 
-def num_shards(place: NamedSharding) -> int:
+def num_shards(sharding: NamedSharding) -> int:
     """Number of shards of the leading axis, over all processes."""
-    return math.prod(place.mesh.shape[axis] for axis in place.spec[0])
+    return math.prod(sharding.mesh.shape[axis] for axis in sharding.spec[0])
 
 
 def num_shards_of(axis: str, rules: Rules, mesh: Mesh) -> int:
@@ -289,60 +289,60 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
     )
 
 
-def local_rows(size: int, place: NamedSharding) -> Int[np.ndarray, " n"]:
+def local_rows(size: int, sharding: NamedSharding) -> Int[np.ndarray, " n"]:
     """Indices of the batch rows on this process's devices, ascending, not always contiguous.
 
     Args:
         size: rows of the whole batch, a multiple of its shards.
-        place: of the batch.
+        sharding: of the batch.
     """
-    places = place.addressable_devices_indices_map((size,)).values()
-    return np.array(sorted({row for (rows,) in places for row in range(size)[rows]}))
+    slices = sharding.addressable_devices_indices_map((size,)).values()
+    return np.array(sorted({row for (rows,) in slices for row in range(size)[rows]}))
 
 
-def owners(size: int, place: NamedSharding) -> Int[np.ndarray, " N"]:
+def owners(size: int, sharding: NamedSharding) -> Int[np.ndarray, " N"]:
     """The process whose devices hold each row of a batch.
 
     Args:
         size: rows of the whole batch, a multiple of its shards.
-        place: of the batch.
+        sharding: of the batch.
     """
     found = np.zeros(size, int)
-    for device, (rows,) in place.devices_indices_map((size,)).items():
+    for device, (rows,) in sharding.devices_indices_map((size,)).items():
         found[rows] = device.process_index
     return found
 
 
-def put_batch(batch: Any, place: NamedSharding) -> Any:
+def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     """Puts a tree of numpy arrays on the devices, sharded along their leading axis.
 
     Args:
         batch: arrays [B, ...]; None in place of an array stays None. In a run of several
             processes, B is the global batch and each process passes its `local_rows`.
-        place: see `batch_sharding`.
+        sharding: see `batch_sharding`.
 
     Raises:
         ValueError: B is not divisible by the number of shards.
     """
-    num_local = len(local_rows(num_shards(place), place))
+    num_local = len(local_rows(num_shards(sharding), sharding))
 
     def put(path: jax.tree_util.KeyPath, array: Any) -> jax.Array:
         if array.ndim == 0 or array.shape[0] % num_local:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} of shape {array.shape} must have a leading "
-                f"axis divisible by {num_local} shards ({' x '.join(place.spec[0])} of this "
+                f"axis divisible by {num_local} shards ({' x '.join(sharding.spec[0])} of this "
                 "process)"
             )
-        return jax.make_array_from_process_local_data(place, array)
+        return jax.make_array_from_process_local_data(sharding, array)
 
     return jax.tree_util.tree_map_with_path(put, batch)
 
 
-def put_ahead(batches: Iterable[Any], place: NamedSharding) -> Iterator[Any]:
+def put_ahead(batches: Iterable[Any], sharding: NamedSharding) -> Iterator[Any]:
     """`put_batch` of each, one ahead: the next is on the devices while a batch is in use."""
     placed = None
     for batch in batches:
-        following = put_batch(batch, place)
+        following = put_batch(batch, sharding)
         if placed is not None:
             yield placed
         placed = following
@@ -350,19 +350,19 @@ def put_ahead(batches: Iterable[Any], place: NamedSharding) -> Iterator[Any]:
         yield placed
 
 
-def check_divides(name: str, size: int, place: NamedSharding) -> None:
+def check_divides(name: str, size: int, sharding: NamedSharding) -> None:
     """Rejects a batch size that the mesh cannot shard evenly.
 
     Args:
         name: key of the size in the config, for the message.
         size: rows or prompts of the whole batch, over all processes.
-        place: of the batch.
+        sharding: of the batch.
     """
-    count = num_shards(place)
+    count = num_shards(sharding)
     if size < 1 or size % count:
         below = max(size, 0) // count * count
         choices = " or ".join(str(n) for n in (below, below + count) if n)
         raise ValueError(
-            f"{name} {size} must be divisible by {count} devices ({' x '.join(place.spec[0])}); "
+            f"{name} {size} must be divisible by {count} devices ({' x '.join(sharding.spec[0])}); "
             f"set it to {choices}"
         )

@@ -59,9 +59,9 @@ class TokenizedPrompt:
     patches: Float[np.ndarray, "n C"]
 
 
-def prompt_sizes(records: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
+def prompt_sizes(prompts: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
     """Number of tokens and patches of each prompt."""
-    sizes = [(len(record.tokens), len(record.patches)) for record in records]
+    sizes = [(len(prompt.tokens), len(prompt.patches)) for prompt in prompts]
     return np.array(sizes, np.int32).reshape(-1, 2)
 
 
@@ -246,9 +246,9 @@ class PromptBuilder:
         num_text = len(self._encode(self.chat(example))) - len(sizes)
         return num_text + num_blocks, num_blocks * vision.merge_size**2
 
-    def fits(self, record: TokenizedPrompt) -> bool:
+    def fits(self, prompt: TokenizedPrompt) -> bool:
         """Whether some bucket holds the prompt."""
-        return self.holds(len(record.tokens), len(record.patches))
+        return self.holds(len(prompt.tokens), len(prompt.patches))
 
     def holds(self, num_tokens: int, num_patches: int) -> bool:
         """Whether some bucket holds that many tokens and patches."""
@@ -262,7 +262,7 @@ class PromptBuilder:
 
     def batch(
         self,
-        records: Sequence[TokenizedPrompt],
+        prompts: Sequence[TokenizedPrompt],
         sizes: Int[np.ndarray, "N 2"] | None = None,
         *,
         contexts: Sequence[Int[np.ndarray, " _"]] | None = None,
@@ -271,8 +271,8 @@ class PromptBuilder:
         """Pads prompts to the smallest bucket that holds them all.
 
         Args:
-            records: B prompts, each of which fits the largest bucket.
-            sizes: tokens and patches of all prompts of the global batch, if `records` holds only
+            prompts: B prompts, each of which fits the largest bucket.
+            sizes: tokens and patches of all prompts of the global batch, if `prompts` holds only
                 this process's share.
             contexts: forced response tokens after each prompt; all of them are treated as text.
             context_tokens: C, space for the contexts in addition to the bucket's P tokens.
@@ -284,33 +284,33 @@ class PromptBuilder:
         Raises:
             ValueError: no bucket holds the batch.
         """
-        sizes = prompt_sizes(records) if sizes is None else sizes
+        sizes = prompt_sizes(prompts) if sizes is None else sizes
         if contexts is None:
-            contexts = [np.zeros(0, np.int32)] * len(records)
+            contexts = [np.zeros(0, np.int32)] * len(prompts)
         num_tokens, num_patches = self._bucket(sizes)
         num_tokens += context_tokens
-        shape = (len(records), num_tokens)
+        shape = (len(prompts), num_tokens)
         tokens = np.full(shape, self.config.pad_token_id, np.int32)
         is_valid = np.zeros(shape, bool)
         positions = np.zeros((*shape, 3), np.int32)
-        next_position = np.zeros(len(records), np.int32)
+        next_position = np.zeros(len(prompts), np.int32)
         slots = np.full(shape, -1, np.int32)
-        for row, (record, context) in enumerate(zip(records, contexts, strict=True)):
+        for row, (prompt, context) in enumerate(zip(prompts, contexts, strict=True)):
             end = num_tokens - len(context)
-            place = slice(end - len(record.tokens), end)
-            tokens[row, place], tokens[row, end:] = record.tokens, context
+            place = slice(end - len(prompt.tokens), end)
+            tokens[row, place], tokens[row, end:] = prompt.tokens, context
             is_valid[row, place.start :] = True
             positions[row, place], following = prompt_positions(
-                record.tokens, record.grids, self.config
+                prompt.tokens, prompt.grids, self.config
             )
             positions[row, end:] = following + np.arange(len(context))[:, None]
             next_position[row] = following + len(context)
-            slots[row, place] = image_slots(record.tokens, self.config)
+            slots[row, place] = image_slots(prompt.tokens, self.config)
         images = None
         if sizes[:, 1].any():
             images = pack_images(
-                [record.patches for record in records],
-                [record.grids for record in records],
+                [prompt.patches for prompt in prompts],
+                [prompt.grids for prompt in prompts],
                 self.config.vision,
                 num_patches,
             )

@@ -18,7 +18,7 @@ from care_jax.devices.sharding import make_mesh
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
 from care_jax.prompts.builder import load_tokenizer, prompt_sizes
-from care_jax.rollout import Roster
+from care_jax.rollout import PromptTable
 from care_jax.run import Run
 from configs import tiny
 from models import backbone, hf_config
@@ -212,9 +212,9 @@ def whole_batch(records):
     def whole_batch(run, groups):
         run.config.rl.update(prompts_per_step=B, prompts_per_update=B)
         credited = credit_of(groups.rollouts.tokens.shape)
-        roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+        table = PromptTable(np.arange(B), prompt_sizes(records), ["made"] * B)
         num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
-        return train.train_batch(run, roster, records, groups, credited, num_tokens, 0)
+        return train.train_batch(run, table, records, groups, credited, num_tokens, 0)
 
     return whole_batch
 

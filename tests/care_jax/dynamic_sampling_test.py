@@ -11,7 +11,7 @@ from care_jax.batch import Example, Scores
 from care_jax.devices import distributed
 from care_jax.dynamic_sampling import Draw
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rollout import Groups, Roster
+from care_jax.rollout import Groups, gather_prompt_table
 
 G = R
 ACC = {"mixed": [1, 0, 0], "right": [1, 1, 1], "wrong": [0, 0, 0]}
@@ -33,11 +33,11 @@ def draw(responses, policy):
             Example(f"{t} {i}", f"source {t}", (), "1?" + " 1" * (10 * t + i), str(i))
             for i in range(B)
         ]
-        records = [policy.prompts.tokenize(example) for example in examples]
-        roster = Roster.call(np.arange(B), examples, records)
+        prompts = [policy.prompts.tokenize(example) for example in examples]
+        table = gather_prompt_table(np.arange(B), examples, prompts)
         reasons = np.array([[f"{t}.{i}"] * G for i in range(B)], object)
         groups = Groups(rollouts, scores, None, np.zeros(B, bool), reasons)
-        return Draw(roster, examples, records, groups)
+        return Draw(table, examples, prompts, groups)
 
     return draw
 
@@ -53,10 +53,10 @@ def test_mixed_groups_keep_their_places_and_later_ones_fill_the_rest_in_order(dr
     )
     np.testing.assert_array_equal(filled.groups.scores.acc, [ACC["mixed"]] * B)
     assert filled.groups.reasons.tolist() == [[f"{t}.{i}"] * G for t, i in expected]
-    lengths = [len(record.tokens) for record in filled.records]
-    assert lengths == [len(draws[t].records[i].tokens) for t, i in expected]
-    np.testing.assert_array_equal(filled.roster.sizes, prompt_sizes(filled.records))
-    assert filled.roster.sources == [f"source {t}" for t, _ in expected]
+    lengths = [len(prompt.tokens) for prompt in filled.prompts]
+    assert lengths == [len(draws[t].prompts[i].tokens) for t, i in expected]
+    np.testing.assert_array_equal(filled.table.sizes, prompt_sizes(filled.prompts))
+    assert filled.table.sources == [f"source {t}" for t, _ in expected]
 
 
 def test_what_cannot_be_filled_stays_where_it_is(draw):
@@ -117,13 +117,13 @@ class DynamicScript:
         }
         self.numbers, self.prompts, self.updated = [], {}, []
 
-    def roll_out(self, run, programs, params, rng, roster, examples, records, verifier):
+    def roll_out(self, run, programs, params, rng, table, examples, prompts, verifier):
         number = self.number_of[str(jax.random.key_data(rng))]
         if len(self.numbers) == self.dies_at:
             raise KeyboardInterrupt
         self.run = run
         self.numbers.append(number)
-        self.prompts[number] = [record.tokens.tolist() for record in records]
+        self.prompts[number] = [prompt.tokens.tolist() for prompt in prompts]
         acc = np.ones((B, R), np.float32)
         acc[list(MIXED[number // STEPS][number % STEPS]), 1] = 0
         groups = groups_of(self.responses)

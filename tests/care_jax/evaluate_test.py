@@ -58,15 +58,15 @@ def asked(policy, examples, monkeypatch):
             calls[-1] |= {"sizes": sizes, "asked": []}
             self.asked = calls[-1]["asked"]
 
-        def answers(self, params, rng, requests):
+        def decode(self, params, rng, requests):
             """The last first, one at a time."""
             self.asked += [request.place for request in requests]
-            for number, request in reversed(list(enumerate(requests))):
-                length = len(request.record.tokens)
+            for index, request in reversed(list(enumerate(requests))):
+                length = len(request.prompt.tokens)
                 tokens = table[length][None, None]
                 is_valid = (np.arange(T) < lengths[length])[None, None]
                 yield (
-                    [number],
+                    [index],
                     Rollouts(
                         tokens=tokens,
                         is_valid=is_valid,

@@ -35,7 +35,7 @@ def make_answer(
     """(requests, key) -> Rollouts of all of them; the queue is its attribute `queue`."""
     mesh = mesh or make_mesh(1, 1, 1, devices=jax.devices()[:1])
     run = Run(tiny.get_config(), policy, mesh, pathlib.Path(), None)
-    shards = num_shards(run.decode_batch_place)
+    shards = num_shards(run.decode_batch_sharding)
     sizes = Sizes(num_seats, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
     programs = compile_decoding(run, temperature=temperature, top_p=top_p, stops=stops)
     queue = DecodeQueue(run, programs, sizes, DeviceClock())
@@ -43,11 +43,11 @@ def make_answer(
 
     def answer(requests, rng):
         answered = {}
-        for numbers, rollouts in queue.answers(decode_params, rng, requests):
-            for row, number in enumerate(numbers):
-                assert number not in answered
-                answered[number] = jax.tree.map(operator.itemgetter(row), rollouts)
-        rows = [answered[number] for number in range(len(requests))]
+        for indices, rollouts in queue.decode(decode_params, rng, requests):
+            for row, index in enumerate(indices):
+                assert index not in answered
+                answered[index] = jax.tree.map(operator.itemgetter(row), rollouts)
+        rows = [answered[index] for index in range(len(requests))]
         return jax.tree.map(lambda *rows: np.stack(rows), *rows)
 
     answer.queue = queue

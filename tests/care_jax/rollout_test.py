@@ -1,4 +1,4 @@
-"""The host side of a step around scripted programs: who is decoded, judged, repaired and joined.
+"""The host side of a step around scripted programs: what is decoded, verified, repaired and joined.
 
 Prompt i asks for the answer i. Its rollouts are right, wrong and wrong, unless a test says
 otherwise; the scripted selector takes the last failure for the hard negative.
@@ -15,7 +15,7 @@ from care_jax.batch import Rollouts
 from care_jax.method.select import Subgroup
 from care_jax.programs import RolloutPrograms
 from care_jax.rewards.verifier import Verifier
-from care_jax.rollout import Roster, roll_out
+from care_jax.rollout import gather_prompt_table, roll_out
 
 T = 48
 LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order
@@ -58,7 +58,7 @@ class Script:
             self.calls.append("decode")
             rows = []
             for number in pair:
-                i = self.index_of[len(requests[number].record.tokens)]
+                i = self.index_of[len(requests[number].prompt.tokens)]
                 texts = [
                     said(f"row {g} of {i}", i) if is_right else self.failure(i, g)
                     for g, is_right in enumerate(self.accs[i])
@@ -70,7 +70,7 @@ class Script:
         self.note("reflect", rng, [request.place for request in requests])
         for number, request in list(enumerate(requests))[::-1]:
             self.calls.append("reflect")
-            i = self.index_of[len(request.record.tokens)]
+            i = self.index_of[len(request.prompt.tokens)]
             self.forced[i] = self.policy.tokenizer.decode(request.context)
             answer = i if i in self.repaired else 98
             sampled = self.response(f" So</think><answer>{answer}</answer>")
@@ -124,13 +124,11 @@ def roll(make_run, questions, policy):
         script = Script(policy, examples, accs, repaired)
         script.failure = failure or script.failure
         run = make_run({"care.cue": CUE, **dict(changes)})
-        records = [policy.prompts.tokenize(example) for example in examples]
-        roster = Roster.call(np.arange(len(examples)), examples, records)
+        prompts = [policy.prompts.tokenize(example) for example in examples]
+        table = gather_prompt_table(np.arange(len(examples)), examples, prompts)
         rng = jax.random.key(seed)
         with Verifier() as verifier:
-            groups = roll_out(
-                run, script.programs(), None, rng, roster, examples, records, verifier
-            )
+            groups = roll_out(run, script.programs(), None, rng, table, examples, prompts, verifier)
         return groups, script, examples
 
     return roll
@@ -145,7 +143,7 @@ def texts(policy, rollouts):
     ]
 
 
-def test_rows_come_back_to_their_prompts_whoever_is_done_first(roll, policy):
+def test_rows_come_back_to_their_prompts_whichever_is_done_first(roll, policy):
     groups, _, _ = roll()
     for i, rows in enumerate(texts(policy, groups.rollouts)):
         assert rows[:3] == [
@@ -225,13 +223,13 @@ def test_prompt_only_drops_the_context_and_keeps_the_verdict(roll, policy):
     np.testing.assert_array_equal(groups.scores.fmt[:, 3], 1)
 
 
-def test_nobody_is_repaired_where_nobody_failed(roll):
+def test_nothing_is_repaired_where_no_rollout_failed(roll):
     groups, script, _ = roll(accs=((1, 1, 1), (0, 0, 0)))
     assert not script.forced and not groups.has_reflection.any()
     assert not groups.rollouts.is_valid[:, 3].any()
 
 
-def test_answers_are_judged_as_they_come_and_no_key_serves_twice(roll, monkeypatch):
+def test_rollouts_are_verified_as_they_finish_and_no_key_serves_twice(roll, monkeypatch):
     judged, calls = [], []
     verify_parsed = Verifier.verify_parsed
 

@@ -72,16 +72,16 @@ class Script:
         self.responses, self.dies_at = responses, dies_at
         self.seen = defaultdict(list)
 
-    def roll_out(self, run, programs, params, rng, roster, examples, records, verifier):
+    def roll_out(self, run, programs, params, rng, table, examples, prompts, verifier):
         step = len(self.seen["rng"])
         if step == self.dies_at:
             raise KeyboardInterrupt
         self.seen["rng"].append(jax.random.key_data(rng).tolist())
         self.seen["decoded_with"].append(float(params["text"]["w"]))
         self.seen["examples"].append([example.id for example in examples])
-        self.seen["prompts"].append([record.tokens.tolist() for record in records])
-        assert roster.own.tolist() == list(range(B)) and roster.sources == ["made"] * B
-        np.testing.assert_array_equal(roster.sizes, prompt_sizes(records))
+        self.seen["prompts"].append([prompt.tokens.tolist() for prompt in prompts])
+        assert table.local.tolist() == list(range(B)) and table.sources == ["made"] * B
+        np.testing.assert_array_equal(table.sizes, prompt_sizes(prompts))
         verifier.verify(["<answer>1</answer>"] * 3, ["1"] * 3)
         groups = groups_of(self.responses, step)
         is_forced = groups.rollouts.is_valid & (np.arange(R) == 1)[:, None] & (np.arange(T) < 2)

@@ -18,7 +18,7 @@ from care_jax.learning import optimizer
 from care_jax.method import credit
 from care_jax.prompts.builder import prompt_sizes
 from care_jax.report import page
-from care_jax.rollout import Roster
+from care_jax.rollout import PromptTable
 
 CARE = dict(
     K=3,
@@ -178,12 +178,12 @@ def test_each_stage_makes_its_optimizer_of_its_own_keys(make_run, monkeypatch, s
 
 def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, records, monkeypatch):
     run = make_run({})
-    roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+    table = PromptTable(np.arange(B), prompt_sizes(records), ["made"] * B)
     num_tokens = groups.rollouts.is_valid.sum(-1)
-    worth = roofline.model_flops(run.policy.config, roster.sizes, num_tokens)
+    worth = roofline.model_flops(run.policy.config, table.sizes, num_tokens)
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(roofline.PEAK_FLOPS, kind, worth)
-    metrics = train.utilisation(run, roster, num_tokens, 4.0)
+    metrics = train.utilisation(run, table, num_tokens, 4.0)
     assert metrics == {"train_tflops_per_second": pytest.approx(worth / 4e12), "train_mfu": 0.25}
 
 

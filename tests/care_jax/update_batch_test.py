@@ -9,7 +9,7 @@ from scripted import B, credit_of, groups_of, scripted_update
 from care_jax import update_batch
 from care_jax.batch import Example
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rollout import Groups, Roster
+from care_jax.rollout import Groups, PromptTable
 
 PARTS = {"rl.prompts_per_step": B, "rl.prompts_per_update": 2}
 FIELDS = ("token_advantage", "old_logp", "row_weight", "is_trained", "is_answer")
@@ -59,11 +59,11 @@ def test_an_update_gets_its_part_of_the_prompts_and_their_trained_responses(
     is_trained[2, 0, 0] = True
     credited = credited.replace(is_trained=is_trained)
     run = make_run(PARTS)
-    roster = Roster(np.arange(B), prompt_sizes(records), ["made"] * B)
+    table = PromptTable(np.arange(B), prompt_sizes(records), ["made"] * B)
     num_tokens = lengths_of(groups.rollouts, credited)
     for index, prompts in enumerate(((0, 1), (2, 3))):
         batch, plan = update_batch.train_batch(
-            run, roster, records, groups, credited, num_tokens, index
+            run, table, records, groups, credited, num_tokens, index
         )
         assert numbers_in(batch) == numbers_of(groups, credited, prompts)
         used = [n for n in prompts if is_trained[n].any()]
@@ -90,18 +90,18 @@ def test_every_process_plans_the_rows_of_all(make_run, responses, policy, monkey
     found, shapes = [], []
     for process in range(2):
         monkeypatch.setattr(update_batch.jax, "process_index", lambda process=process: process)
-        own = np.arange(process, B, 2)
-        mine = jax.tree.map(
-            lambda x, own=own: np.asarray(x)[own],
+        local = np.arange(process, B, 2)
+        local_rows = jax.tree.map(
+            lambda x, local=local: np.asarray(x)[local],
             (groups.rollouts, groups.scores, credited),
         )
-        part = Groups(mine[0], mine[1], None, np.zeros(2, bool), groups.reasons[own])
+        part = Groups(local_rows[0], local_rows[1], None, np.zeros(2, bool), groups.reasons[local])
         batch, plan = update_batch.train_batch(
             run,
-            Roster(own, sizes, ["made"] * B),
-            [records[place] for place in own],
+            PromptTable(local, sizes, ["made"] * B),
+            [records[place] for place in local],
             part,
-            mine[2],
+            local_rows[2],
             num_tokens,
             1,
         )

@@ -56,7 +56,7 @@ def test_prompts_are_those_of_the_largest_bucket(run, examples):
     records = [run.policy.prompts.tokenize(example) for example in examples]
     sizes = np.concatenate([prompt_sizes(records), [BUCKET]])
     batch = run.policy.prompts.batch(records, sizes)
-    expected = sharding.put_batch(batch, run.decode_batch_place)
+    expected = sharding.put_batch(batch, run.decode_batch_sharding)
     assert batch.tokens.shape[1] == BUCKET[0] and batch.images.patches.shape[1] == BUCKET[1]
     jax.tree.map(assert_same, shapes.prompts(run, len(records)), expected)
 
@@ -74,7 +74,7 @@ def test_batches_are_those_that_packing_makes(run, image_records):
     tokens = np.zeros((4, 2, 150), np.int32)
     made = train_batch(run.policy, image_records, plan, tokens, values, np.ones(4))
     assert len(made.rows.tokens) == 4
-    place = run.train_batch_place
+    place = run.train_batch_sharding
     jax.tree.map(assert_same, shapes.train_batch(run, 4), sharding.put_batch(made, place))
     imitated = ImitationBatch(made.rows, made.old_logp)
     jax.tree.map(assert_same, shapes.imitation_batch(run, 4), sharding.put_batch(imitated, place))
@@ -91,7 +91,7 @@ def test_a_context_is_as_long_as_the_budget_and_the_cue(run, policy):
 
 
 def test_bytes_are_those_of_one_device(run):
-    cut = shapes.on_batch(run.decode_batch_place, 4, 3)("float32")
+    cut = shapes.on_batch(run.decode_batch_sharding, 4, 3)("float32")
     on_host = jax.ShapeDtypeStruct(
         (8,), "float32", sharding=cut.sharding.with_memory_kind("pinned_host")
     )

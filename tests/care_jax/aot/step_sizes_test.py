@@ -77,7 +77,7 @@ def test_updates_are_planned_as_a_run_plans_them(run, drawn):
             row_tokens=512,
             row_patches=run.config.rl.row_patches,
             microbatch_size=run.config.rl.microbatch_size,
-            owner=sharding.owners(32, run.decode_batch_place),
+            owner=sharding.owners(32, run.decode_batch_sharding),
         )
         assert plan.num_microbatches == expected.num_microbatches
         assert (packed.tokens, packed.patches) == (

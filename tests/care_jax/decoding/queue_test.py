@@ -12,7 +12,7 @@ from queued import make_answer
 
 from care_jax.decoding import schedule as decode_schedule
 from care_jax.decoding.queue import DecodeQueue, Request
-from care_jax.decoding.schedule import Waiting, simulate
+from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
 
 G, T, TOP_P = 5, 16, 0.98
@@ -45,7 +45,7 @@ def expected(params, ending, requests):
         plain_decode(
             params,
             ending,
-            request.record,
+            request.prompt,
             jax.random.fold_in(RNG, request.place),
             num_rollouts=G,
             max_tokens=T,
@@ -106,12 +106,14 @@ def test_tokens_do_not_depend_on_the_schedule(
 ):
     answered, queue = answer(num_seats, num_rows)
     assert_equal(answered, expected, requests, ending)
-    everyone = [Waiting(len(r.record.tokens), r.place, len(r.record.patches)) for r in requests]
+    waiting = [
+        WaitingPrompt(len(r.prompt.tokens), r.place, len(r.prompt.patches)) for r in requests
+    ]
     lengths = {
         request.place: [len(tokens) for tokens, *_ in plain]
         for request, plain in zip(requests, expected, strict=True)
     }
-    schedule = simulate(queue.sizes, everyone, lengths, ending.prompts.buckets)
+    schedule = simulate(queue.sizes, waiting, lengths, ending.prompts.buckets)
     assert schedule.num_steps == queue.num_steps
 
 

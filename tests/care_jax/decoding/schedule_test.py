@@ -1,10 +1,10 @@
-"""Who sits down when, and a schedule of given lengths."""
+"""When prompts are admitted to seats, and a schedule of given lengths."""
 
 import numpy as np
 import pytest
 
 from care_jax.decoding import schedule as decode_schedule
-from care_jax.decoding.schedule import Line, Sizes, Waiting, simulate
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, simulate
 
 BUCKETS = ((64, 16), (128, 16))
 
@@ -13,75 +13,75 @@ def sizes(num_seats=8, num_rows=2, num_rollouts=4, max_tokens=512, num_shards=1,
     return Sizes(num_seats, num_rows, num_rollouts, max_tokens, 0, num_shards, period)
 
 
-def everyone(num_prompts):
+def waiting(num_prompts):
     """Prompts whose lengths are in no order."""
-    return [Waiting(10 + 37 * place % 50, place, 4) for place in range(num_prompts)]
+    return [WaitingPrompt(10 + 37 * place % 50, place, 4) for place in range(num_prompts)]
 
 
-def leave(line, is_free, begun=4):
-    """Seats get free, in whose prompts so many rollouts were begun; returns the seats."""
+def release(scheduler, is_free, begun=4):
+    """Frees seats on whose prompts so many rollouts were begun; returns the seats."""
     is_free = np.asarray(is_free)
-    return [seat for _, seat in line.leave(is_free, np.full(len(is_free), begun))]
+    return [seat for _, seat in scheduler.release(is_free, np.full(len(is_free), begun))]
 
 
-def seated(line):
-    """Everybody who can sit down now, as (seat, place)."""
+def admitted(scheduler):
+    """Admits all prompts that can be now; returns their (seat, place)."""
     found = []
-    while (newcomers := line.next_newcomers()) is not None:
+    while (admission := scheduler.admit()) is not None:
         found += [
             (int(seat), prompt.place)
-            for seat, prompt in zip(newcomers.seats, newcomers.prompts, strict=True)
+            for seat, prompt in zip(admission.seats, admission.prompts, strict=True)
             if prompt is not None
         ]
     return found
 
 
-def test_the_shortest_sit_down_first_and_all_seats_are_taken():
-    line = Line(everyone(20), sizes())
-    lengths = sorted(everyone(20))
-    assert [place for _, place in seated(line)] == [prompt.place for prompt in lengths[:8]]
-    assert line.next_newcomers() is None and line.is_anyone_left
+def test_the_shortest_prompts_are_admitted_first_and_all_seats_are_taken():
+    scheduler = Scheduler(waiting(20), sizes())
+    lengths = sorted(waiting(20))
+    assert [place for _, place in admitted(scheduler)] == [prompt.place for prompt in lengths[:8]]
+    assert scheduler.admit() is None and scheduler.has_prompts
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
-def test_a_prompt_sits_on_the_shard_that_trains_it(num_shards):
-    line = Line(everyone(32), sizes(num_shards=num_shards))
+def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards):
+    scheduler = Scheduler(waiting(32), sizes(num_shards=num_shards))
     per_shard = 16 // num_shards
     seen = []
-    while line.is_anyone_left:
-        for seat, place in seated(line):
+    while scheduler.has_prompts:
+        for seat, place in admitted(scheduler):
             assert seat // (8 // num_shards) == place % 16 // per_shard
             seen.append(place)
-        leave(line, np.ones(8, bool))
+        release(scheduler, np.ones(8, bool))
     assert sorted(seen) == list(range(32))
 
 
-def test_newcomers_wait_until_a_prefill_is_worth_it():
-    """Two sit down at a time, so one is worth it; of 16 seats four do, so two are."""
+def test_prompts_wait_until_a_prefill_is_worth_it():
+    """Two are admitted at a time, so one is worth it; of 16 seats four are, so two are."""
     for num_seats, few, enough in ((8, 0, 1), (16, 1, 2)):
-        line = Line(everyone(40), sizes(num_seats))
-        seated(line)
-        assert line.num_wanted == enough
+        scheduler = Scheduler(waiting(40), sizes(num_seats))
+        admitted(scheduler)
+        assert scheduler.num_wanted == enough
         is_free = np.zeros(num_seats, bool)
         is_free[:few] = True
-        assert leave(line, is_free) == list(range(few))
-        assert not seated(line) and line.num_wanted == enough
+        assert release(scheduler, is_free) == list(range(few))
+        assert not admitted(scheduler) and scheduler.num_wanted == enough
         is_free[:enough] = True
-        leave(line, is_free)
-        assert [seat for seat, _ in seated(line)] == list(range(enough))
+        release(scheduler, is_free)
+        assert [seat for seat, _ in admitted(scheduler)] == list(range(enough))
 
 
-def test_the_last_ones_wait_for_nobody():
-    line = Line(everyone(17), sizes(16))
-    seated(line)
-    assert line.num_wanted == 1
-    assert leave(line, np.arange(16) == 5) == [5]
-    assert [seat for seat, _ in seated(line)] == [5]
-    assert line.num_wanted == 1  # who sat down has two rollouts that were not begun
-    leave(line, np.zeros(16, bool))
-    assert line.num_wanted == 8  # nothing left to share: half of the seats could go
-    leave(line, np.ones(16, bool))
-    assert not line.is_anyone_left
+def test_the_last_prompts_are_admitted_at_once():
+    scheduler = Scheduler(waiting(17), sizes(16))
+    admitted(scheduler)
+    assert scheduler.num_wanted == 1
+    assert release(scheduler, np.arange(16) == 5) == [5]
+    assert [seat for seat, _ in admitted(scheduler)] == [5]
+    assert scheduler.num_wanted == 1  # the admitted prompt has two rollouts that were not begun
+    release(scheduler, np.zeros(16, bool))
+    assert scheduler.num_wanted == 8  # nothing left to share: half of the seats could go
+    release(scheduler, np.ones(16, bool))
+    assert not scheduler.has_prompts
 
 
 def test_rings_double_up_to_the_longest_answer():
@@ -93,55 +93,56 @@ def test_rings_double_up_to_the_longest_answer():
 def steps_of(lengths, num_rows=2, **changes):
     lengths = {place: np.array(row) for place, row in enumerate(lengths)}
     shape = sizes(num_rows=num_rows, num_rollouts=len(lengths[0]), **changes)
-    return simulate(shape, everyone(len(lengths)), lengths, BUCKETS)
+    return simulate(shape, waiting(len(lengths)), lengths, BUCKETS)
 
 
 def test_free_seats_take_over_what_was_not_begun():
     """Two prompts of nine rollouts on four seats of two rows: seven each are left to share."""
-    line = Line(everyone(2), sizes(4, num_rollouts=9))
-    seated(line)
-    assert line.num_wanted == 3
-    shares = line.next_shares()
+    scheduler = Scheduler(waiting(2), sizes(4, num_rollouts=9))
+    admitted(scheduler)
+    assert scheduler.num_wanted == 3
+    shares = scheduler.share()
     assert shares.source.tolist() == [-1, -1, 0, 1] and shares.begin.tolist()[2:] == [5, 5]
     assert shares.end.tolist() == [5, 5, 9, 9]
-    assert line.who.tolist() == [line.who[0], line.who[1]] * 2
-    assert line.next_shares() is None
+    assert scheduler.places.tolist() == [scheduler.places[0], scheduler.places[1]] * 2
+    assert scheduler.share() is None
     # The first seat is done; of the others the last has begun none beyond its two.
-    left = line.leave(np.array([True, False, False, False]), np.array([5, 5, 8, 7]))
-    assert left == [(line.who[2], 0)]
-    shares = line.next_shares()
+    released = scheduler.release(np.array([True, False, False, False]), np.array([5, 5, 8, 7]))
+    assert released == [(scheduler.places[2], 0)]
+    shares = scheduler.share()
     assert shares.source.tolist() == [3, -1, -1, -1]
     assert (shares.begin[0], shares.end.tolist()) == (8, [9, 5, 9, 8])
 
 
-def test_nobody_shares_while_others_wait():
-    line = Line(everyone(40), sizes(16))
-    seated(line)
-    line.leave(np.arange(16) == 3, np.full(16, 2))
-    assert line.next_shares() is None and line.next_half() is None
+def test_no_rollouts_are_shared_while_prompts_wait():
+    scheduler = Scheduler(waiting(40), sizes(16))
+    admitted(scheduler)
+    scheduler.release(np.arange(16) == 3, np.full(16, 2))
+    assert scheduler.share() is None and scheduler.halve() is None
 
 
 def test_rollouts_are_shared_inside_a_shard():
-    prompts = [Waiting(10, place, 4) for place in (0, 1, 8)]  # two of the first shard's
-    line = Line(prompts, sizes(8, num_rollouts=9, num_shards=2))
-    seated(line)
-    shares = line.next_shares()
-    source, who = shares.source.reshape(2, 4), line.who.reshape(2, 4)
+    prompts = [WaitingPrompt(10, place, 4) for place in (0, 1, 8)]  # two of the first shard's
+    scheduler = Scheduler(prompts, sizes(8, num_rollouts=9, num_shards=2))
+    admitted(scheduler)
+    shares = scheduler.share()
+    source, places = shares.source.reshape(2, 4), scheduler.places.reshape(2, 4)
     assert (source[0, 2:] >= 0).all() and (source[1, 1:] >= 0).all()
-    assert set(who[0]) == {0, 1} and set(who[1]) == {8}
+    assert set(places[0]) == {0, 1} and set(places[1]) == {8}
 
 
 def test_half_of_the_seats_go_when_they_are_free_in_each_shard():
-    line = Line(everyone(16), sizes(16, num_shards=2))
-    seated(line)
-    leave(line, np.arange(16) % 8 < 4)
-    kept = line.next_half()
-    assert kept.tolist() == [4, 5, 6, 7] * 2 and (line.who >= 0).all() and len(line.who) == 8
-    leave(line, [False, True, True, True, False, False, True, True])
-    assert line.next_half().tolist() == [0, 1] * 2
-    assert line.who[0] >= 0 and line.who[1] < 0
-    leave(line, [False, False, True, True])
-    assert line.next_half() is None  # a quarter of all stays
+    scheduler = Scheduler(waiting(16), sizes(16, num_shards=2))
+    admitted(scheduler)
+    release(scheduler, np.arange(16) % 8 < 4)
+    kept = scheduler.halve()
+    assert kept.tolist() == [4, 5, 6, 7] * 2
+    assert (scheduler.places >= 0).all() and len(scheduler.places) == 8
+    release(scheduler, [False, True, True, True, False, False, True, True])
+    assert scheduler.halve().tolist() == [0, 1] * 2
+    assert scheduler.places[0] >= 0 and scheduler.places[1] < 0
+    release(scheduler, [False, False, True, True])
+    assert scheduler.halve() is None  # a quarter of all stays
 
 
 def steps(*lengths, **changes):
@@ -165,9 +166,9 @@ def test_shared_rollouts_are_each_decoded_once():
         assert sum(call.num_tokens for call in schedule.calls) == np.sum(lengths)
 
 
-def test_a_call_ends_when_somebody_should_sit_down():
+def test_a_call_ends_when_prompts_can_be_admitted():
     lengths = [[30] * 4] * 11
-    for prompt in sorted(everyone(11))[:8]:
+    for prompt in sorted(waiting(11))[:8]:
         lengths[prompt.place] = [20] * 4
     schedule = steps_of(lengths, num_rows=4)
     assert [call.num_steps for call in schedule.calls] == [19, 29]
@@ -183,7 +184,7 @@ def test_long_answers_take_several_calls_and_larger_rings():
 
 
 def test_prompts_of_a_larger_bucket_widen_the_seats():
-    prompts = [Waiting(100, 0, 4), Waiting(20, 1, 4)]
+    prompts = [WaitingPrompt(100, 0, 4), WaitingPrompt(20, 1, 4)]
     lengths = {0: np.array([5]), 1: np.array([90])}
     shape = sizes(num_seats=1, num_rollouts=1)
     schedule = simulate(shape, prompts, lengths, BUCKETS)
