@@ -88,7 +88,7 @@ def check_policy(config: ConfigDict, policy: Policy) -> None:
         )
 
 
-def asks_benchmarks_alone(config: ConfigDict) -> bool:
+def has_benchmarks_only(config: ConfigDict) -> bool:
     """Whether benchmarks are evaluated, but no held-out questions: data.test is not set."""
     test = config.data.test
     is_named = bool(test.path) if test.source == "jsonl" else bool(test.source)
@@ -99,7 +99,7 @@ def _check_data(config: ConfigDict) -> None:
     data = config.data
     _check_positive("data.num_workers", data.num_workers)
     for stage, name in (("sft", "sft"), ("rl", "train"), ("evaluate", "test")):
-        if stage == "evaluate" and asks_benchmarks_alone(config):
+        if stage == "evaluate" and has_benchmarks_only(config):
             continue
         if stage in config.stages:
             check_section(

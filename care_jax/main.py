@@ -21,7 +21,7 @@ from ml_collections import ConfigDict, config_flags
 
 from care_jax import command_line, evaluate, export, sft, train
 from care_jax.batch import Example
-from care_jax.config_checks import asks_benchmarks_alone, check_config, check_policy, fill_in
+from care_jax.config_checks import check_config, check_policy, fill_in, has_benchmarks_only
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable
 from care_jax.data.sources import MIXTURE, open_source, options_of
@@ -69,7 +69,7 @@ def run_stages(
     sources = {
         stage: open_stage(config, stage)
         for stage in config.stages
-        if stage != "export" and not (stage == "evaluate" and asks_benchmarks_alone(config))
+        if stage != "export" and not (stage == "evaluate" and has_benchmarks_only(config))
     }
     policy = policy_of(config)
     check_policy(config, policy)
@@ -184,11 +184,11 @@ def run_main() -> None:
         app.run(main, flags_parser=_parse_flags)
     except distributed.Preempted as place:
         message = f"stopped by SIGTERM {place}; the same command goes on from there"
-        distributed.leave(message, is_preempted=True)
+        distributed.exit_run(message, is_preempted=True)
     except (ValueError, FloatingPointError) as error:
-        distributed.leave(f"error: {error}")
+        distributed.exit_run(f"error: {error}")
     except Exception:
-        distributed.leave(traceback.format_exc())
+        distributed.exit_run(traceback.format_exc())
 
 
 def _parse_flags(argv: Sequence[str]) -> Sequence[str]:

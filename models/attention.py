@@ -168,7 +168,7 @@ def matmul(equation: str, a: Array, b: Array) -> Array:
 def attend_cached(
     q: Float[Array, "B R T K G H"],
     shared: tuple[Array, Array, Array],
-    own: tuple[Array, Array, Array],
+    suffix: tuple[Array, Array, Array],
 ) -> Float[Array, "B R T K G H"]:
     """One softmax over the prompt's keys, shared by its R rows, and the keys of each row.
 
@@ -179,11 +179,11 @@ def attend_cached(
         q: rotated queries.
         shared: of the prompt: keys [B, K, H, P], values [B, K, P, H] and a bool mask that
             broadcasts to [B, R, T, P], true for the keys a query attends to.
-        own: of each row: keys [B, R, K, H, S], values [B, R, K, S, H] and a bool mask that
+        suffix: of each row: keys [B, R, K, H, S], values [B, R, K, S, H] and a bool mask that
             broadcasts to [B, R, T, S].
     """
     scale = q.shape[-1] ** -0.5
-    k, v, is_visible = own
+    k, v, is_visible = suffix
     scores = scale * matmul("BRKTGH,BRKHS->BRKTGS", q.transpose(0, 1, 3, 2, 4, 5), k)
     scores = jnp.where(is_visible[:, :, None, :, None], scores, MASKED)
     shared_k, shared_v, is_shared = shared

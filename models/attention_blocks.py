@@ -29,7 +29,7 @@ OF_KEYS = "kb"
 class Pair:
     """Sizes of a pair of blocks: query rows, keys, head dim, rows per token; and the scale.
 
-    If `turned`, scores are transposed, [keys, rows], which puts rows along the vector lanes.
+    If `transposed`, scores are [keys, rows], which puts rows along the vector lanes.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Pair:
     head_dim: int
     group: int
     scale: float
-    turned: bool = True
+    transposed: bool = True
 
     def block(self, side: str) -> tuple[int, int]:
         """The shape of a block of this side."""
@@ -56,7 +56,7 @@ class Walk:
 
     Attributes:
         num_inputs: it reads the first `num_inputs` of `INPUTS`.
-        sums: the side of each accumulator; "a" and "l" are transposed if scores are not `turned`.
+        sums: the side of each accumulator; "a" and "l" are transposed if scores are not.
         initial: the initial value of each accumulator.
         outputs: the side of each output.
         visit: (sums, blocks, index of the query block, pair) -> the accumulators after a pair.
@@ -84,37 +84,37 @@ def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
 
 
 def _product(rows: Array, keys: Array, pair: Pair) -> Array:
-    return _dot(keys, rows, 1, 1) if pair.turned else _dot(rows, keys, 1, 1)
+    return _dot(keys, rows, 1, 1) if pair.transposed else _dot(rows, keys, 1, 1)
 
 
 def _line(line: Shaped[Array, "1 rows"], pair: Pair) -> Array:
-    return line if pair.turned else line.T
+    return line if pair.transposed else line.T
 
 
 def _scores(q, k, bounds, i, pair: Pair) -> Array:
     """Scaled scores of query block i and a block of keys; `MASKED` if masked."""
     row = i * pair.rows + lax.broadcasted_iota(jnp.int32, (1, pair.rows), 1)
     row = _line(row, pair)
-    first, stop = (pair.group * (a if pair.turned else a.T) for a in bounds)
+    first, stop = (pair.group * (a if pair.transposed else a.T) for a in bounds)
     return jnp.where((first <= row) & (row < stop), _product(q, k, pair) * pair.scale, MASKED)
 
 
 def _visit_forward(sums, blocks, i, pair: Pair):
     q, k, v, bounds = blocks
     acc, top, total = sums
-    keys = 0 if pair.turned else 1
+    keys = 0 if pair.transposed else 1
     scores = _scores(q, k, bounds, i, pair)
     new = jnp.maximum(top, scores.max(keys, keepdims=True))
     weights, decay = jnp.exp(scores - new), jnp.exp(top - new)
     low = weights.astype(v.dtype)
-    part = _dot(v, low, 0, 0) if pair.turned else _dot(low, v, 1, 0)
+    part = _dot(v, low, 0, 0) if pair.transposed else _dot(low, v, 1, 0)
     return decay * acc + part, new, decay * total + weights.sum(keys, keepdims=True)
 
 
 def _finish_forward(sums, pair: Pair):
     acc, top, total = sums
     out, lse = acc / total, top + jnp.log(total)
-    return (out.T, lse) if pair.turned else (out, lse.T)
+    return (out.T, lse) if pair.transposed else (out, lse.T)
 
 
 def _weights(blocks, i, pair: Pair) -> tuple[Array, Array]:
@@ -127,12 +127,12 @@ def _weights(blocks, i, pair: Pair) -> tuple[Array, Array]:
 
 def _visit_dq(sums, blocks, i, pair: Pair):
     _, ds = _weights(blocks, i, pair)
-    return (sums[0] + _dot(ds, blocks[1], 0 if pair.turned else 1, 0),)
+    return (sums[0] + _dot(ds, blocks[1], 0 if pair.transposed else 1, 0),)
 
 
 def _visit_dkv(sums, blocks, i, pair: Pair):
     weights, ds = _weights(blocks, i, pair)
-    rows = 1 if pair.turned else 0
+    rows = 1 if pair.transposed else 0
     return sums[0] + _dot(ds, blocks[0], rows, 0), sums[1] + _dot(weights, blocks[-1], rows, 0)
 
 

@@ -121,26 +121,26 @@ def _run_xla(
         return jnp.full((num_heads, *whole.block(side)), value, jnp.float32)
 
     def step(n, totals):
-        own, other = pairs.owners[n], pairs.others[n]
-        i, j = (other, own) if by_key else (own, other)
+        owner, other = pairs.owners[n], pairs.others[n]
+        i, j = (other, owner) if by_key else (owner, other)
 
         def start(side):
             return (j if side in OF_KEYS else i) * size[side]
 
-        def cut(side, a):
+        def block_of(side, a):
             block = lax.dynamic_slice_in_dim(a, start(side), size[side], _AXIS[side])
             return _bounds(block) if side == "b" else block
 
         def add(walk, sums):
             visit = functools.partial(walk.visit, i=i, pair=pair)
-            parts = tuple(cut(*a) for a in zip(walk.sums, sums, strict=True))
+            parts = tuple(block_of(*a) for a in zip(walk.sums, sums, strict=True))
             new = jax.vmap(visit, (0, heads))(parts, blocks)
             return tuple(
                 lax.dynamic_update_slice_in_dim(a, part, start(side), _AXIS[side])
                 for side, a, part in zip(walk.sums, sums, new, strict=True)
             )
 
-        blocks = [cut(*a) for a in zip(sides, arrays, strict=True)]
+        blocks = [block_of(*a) for a in zip(sides, arrays, strict=True)]
         return [add(*a) for a in zip(walks, totals, strict=True)]
 
     totals = [tuple(map(initial, walk.sums, walk.initial)) for walk in walks]
@@ -166,9 +166,9 @@ def _run_tpu(
     def body(starts, owners, others, *refs):
         inputs, outputs = refs[: len(sides)], refs[len(sides) : -len(walk.sums)]
         sums, n = refs[-len(walk.sums) :], pl.program_id(1)
-        own = owners[n]
+        owner = owners[n]
 
-        @pl.when(n == starts[own])
+        @pl.when(n == starts[owner])
         def _():
             for ref, value in zip(sums, walk.initial, strict=True):
                 ref[...] = jnp.full_like(ref, value)
@@ -177,12 +177,12 @@ def _run_tpu(
             _bounds(ref[...]) if side == "b" else ref[...]
             for side, ref in zip(sides, inputs, strict=True)
         ]
-        i = others[n] if walk.by_key else own
+        i = others[n] if walk.by_key else owner
         new = walk.visit(tuple(ref[...] for ref in sums), blocks, i, pair)
         for ref, a in zip(sums, new, strict=True):
             ref[...] = a
 
-        @pl.when(n + 1 == starts[own + 1])
+        @pl.when(n + 1 == starts[owner + 1])
         def _():
             for ref, a in zip(outputs, walk.finish(new, pair), strict=True):
                 ref[...] = a.astype(ref.dtype)
@@ -231,11 +231,11 @@ def _run_gpu(
     num_kv_heads = arrays[1].shape[1]
     G = num_heads // num_kv_heads
     group = G if walk.by_key else 1  # query heads per program
-    pair = dataclasses.replace(pair, head_dim=pl.next_power_of_2(head_dim), turned=walk.by_key)
+    pair = dataclasses.replace(pair, head_dim=pl.next_power_of_2(head_dim), transposed=walk.by_key)
     size = {"q": pair.rows, "l": pair.rows, "k": pair.keys, "b": pair.keys}
 
     def body(starts, others, *refs):
-        own = pl.program_id(0)
+        owner = pl.program_id(0)
         inputs, outputs = refs[: len(sides)], refs[len(sides) :]
         is_head = jnp.arange(pair.head_dim)[None] < head_dim
 
@@ -254,14 +254,14 @@ def _run_gpu(
                 fixed[m] if m in fixed else load(side, inputs[m], other, g)
                 for m, side in enumerate(sides)
             ]
-            return tuple(walk.visit(sums, blocks, other if walk.by_key else own, pair))
+            return tuple(walk.visit(sums, blocks, other if walk.by_key else owner, pair))
 
         owned = ((m, side) for m, side in enumerate(sides) if (side in OF_KEYS) == walk.by_key)
-        fixed = {m: load(side, inputs[m], own, jnp.int32(0)) for m, side in owned}
-        order = {side: 1 if pair.turned or side in "qk" else -1 for side in walk.sums}
+        fixed = {m: load(side, inputs[m], owner, jnp.int32(0)) for m, side in owned}
+        order = {side: 1 if pair.transposed or side in "qk" else -1 for side in walk.sums}
         shapes = [pair.block(side)[:: order[side]] for side in walk.sums]
         sums = tuple(map(jnp.full, shapes, walk.initial))
-        sums = lax.fori_loop(group * starts[own], group * starts[own + 1], step, sums)
+        sums = lax.fori_loop(group * starts[owner], group * starts[owner + 1], step, sums)
         for side, ref, a in zip(walk.outputs, outputs, walk.finish(sums, pair), strict=True):
             if side == "l":
                 ref[...] = a[0]
@@ -270,20 +270,24 @@ def _run_gpu(
 
     def whole(side):
         if side == "b":
-            return pl.BlockSpec((num_tokens, 2), lambda own, head: (0, 0))
+            return pl.BlockSpec((num_tokens, 2), lambda owner, head: (0, 0))
         if side == "l":
-            return pl.BlockSpec((group, num_tokens), lambda own, head: (head, 0))
+            return pl.BlockSpec((group, num_tokens), lambda owner, head: (head, 0))
         if side == "q":
-            return pl.BlockSpec((num_tokens, group, pair.head_dim), lambda own, head: (0, head, 0))
+            return pl.BlockSpec(
+                (num_tokens, group, pair.head_dim), lambda owner, head: (0, head, 0)
+            )
         kv_head = (lambda head: head) if walk.by_key else (lambda head: head // G)
-        return pl.BlockSpec((num_tokens, 1, pair.head_dim), lambda own, head: (0, kv_head(head), 0))
+        return pl.BlockSpec(
+            (num_tokens, 1, pair.head_dim), lambda owner, head: (0, kv_head(head), 0)
+        )
 
     def owned_block(side):
         if side == "l":
-            return pl.BlockSpec((None, pair.rows), lambda own, head: (head, own))
-        return pl.BlockSpec((size[side], None, pair.head_dim), lambda own, head: (own, head, 0))
+            return pl.BlockSpec((None, pair.rows), lambda owner, head: (head, owner))
+        return pl.BlockSpec((size[side], None, pair.head_dim), lambda owner, head: (owner, head, 0))
 
-    lists = [pl.BlockSpec(a.shape, lambda own, head: (0,)) for a in (pairs.starts, pairs.others)]
+    lists = [pl.BlockSpec(a.shape, lambda owner, head: (0,)) for a in (pairs.starts, pairs.others)]
     return pl.pallas_call(
         body,
         _output_shapes(walk, arrays, (num_heads, num_tokens)),
@@ -295,11 +299,11 @@ def _run_gpu(
     )(pairs.starts, pairs.others, *arrays)
 
 
-def _output_shapes(walk: Walk, arrays: Sequence[Array], line: tuple[int, ...]):
+def _output_shapes(walk: Walk, arrays: Sequence[Array], lse_shape: tuple[int, ...]):
     shapes = {
         "q": jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype),
         "k": jax.ShapeDtypeStruct(arrays[1].shape, arrays[1].dtype),
-        "l": jax.ShapeDtypeStruct(line, jnp.float32),
+        "l": jax.ShapeDtypeStruct(lse_shape, jnp.float32),
     }
     return [shapes[side] for side in walk.outputs]
 

@@ -210,10 +210,10 @@ def _eos_token_ids(
     text: dict[str, Any], config: dict[str, Any], generation: dict[str, Any]
 ) -> tuple[int, ...]:
     """EOS ids of text_config, or of the config if it has none, then the generation config's."""
-    own = text.get("eos_token_id")
-    own = config.get("eos_token_id") if own is None else own
+    from_text = text.get("eos_token_id")
+    from_config = config.get("eos_token_id") if from_text is None else from_text
     ids: list[int] = []
-    for found in (own, generation.get("eos_token_id")):
+    for found in (from_config, generation.get("eos_token_id")):
         ids += found if isinstance(found, list | tuple) else [] if found is None else [found]
     if not ids or not all(type(index) is int for index in ids):
         raise ValueError(

@@ -147,8 +147,8 @@ class Tensor:
         rows, *columns = self.axes
         in_file = {rows[0], *(group[0] for group in columns if not self.spread)}
         sizes = [part[a][1] - part[a][0] if a in in_file else self.shape[a] for a in self.order]
-        cut = tuple(slice(None) if a in in_file else slice(*part[a]) for a in self.order)
-        turned = out.transpose(self.order)
+        region = tuple(slice(None) if a in in_file else slice(*part[a]) for a in self.order)
+        transposed = out.transpose(self.order)
         column_slices = [
             self._slice_in_file(group, *part[group[0]]) for group in columns if not self.spread
         ]
@@ -156,7 +156,7 @@ class Tensor:
         for i, j in _blocks(stop - start, math.prod(sizes[1:])):
             row_slice = self._slice_in_file(rows, start + i, start + j)
             block = source[(row_slice, *column_slices)]
-            turned[i:j] = block.reshape(j - i, *sizes[1:])[cut]
+            transposed[i:j] = block.reshape(j - i, *sizes[1:])[region]
 
     def _slice_in_file(self, group: tuple[int, ...], start: int, stop: int) -> slice:
         """Slice of the file axis that flattens `group`, for start..stop of its first axis."""
@@ -165,9 +165,9 @@ class Tensor:
 
     def rows(self, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The parameter in the release's axis order, cast, in contiguous blocks of rows."""
-        turned = array.transpose(self.order)
-        for i, j in _blocks(len(turned), math.prod(turned.shape[1:])):
-            yield np.ascontiguousarray(turned[i:j], dtype)
+        transposed = array.transpose(self.order)
+        for i, j in _blocks(len(transposed), math.prod(transposed.shape[1:])):
+            yield np.ascontiguousarray(transposed[i:j], dtype)
 
 
 def _blocks(num_rows: int, row_size: int) -> Iterator[tuple[int, int]]:

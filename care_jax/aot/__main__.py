@@ -96,9 +96,9 @@ def _received_rows(result: Fit) -> list[tuple[str, ...]]:
 
 def _heading(result: Fit) -> str:
     sizes = result.mesh.shape
-    cut = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
+    mesh_shape = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
     return (
-        f"{result.topology}: {result.mesh.size} chips ({cut or 'one'}), "
+        f"{result.topology}: {result.mesh.size} chips ({mesh_shape or 'one'}), "
         f"{result.chip.hbm / GIB:.2f} GiB each"
     )
 

@@ -15,11 +15,11 @@ import re
 import unicodedata
 
 from care_jax.batch import Example
-from care_jax.prompts.images import Look, look, num_different_bits
+from care_jax.prompts.images import Fingerprint, fingerprint, num_different_bits
 from care_jax.rewards import notation, quantities
 
 _PLACEHOLDER = re.compile(r"<image>")
-_SPOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
+_KEPT = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,31 +47,31 @@ def content_of(example: Example) -> Content:
     Raises:
         Unusable: a picture cannot be decoded.
     """
-    looks: list[Look] = [look(image) for image in example.images]
-    digests = tuple(one.digest for one in looks)
+    fingerprints: list[Fingerprint] = [fingerprint(image) for image in example.images]
+    digests = tuple(one.digest for one in fingerprints)
     question = example.question
     if example.choices:
         question = "\n".join(question.split("\n")[: -len(example.choices)]) or question
     return Content(
         exact=_digest(" ".join(example.question.split()).encode(), *digests),
-        text=_digest(spoken(question).encode()),
+        text=_digest(normalized_text(question).encode()),
         answer=_digest(_answer_key(example).encode()),
         digests=digests,
-        hashes=tuple(one.hash for one in looks),
+        hashes=tuple(one.hash for one in fingerprints),
     )
 
 
-def spoken(text: str) -> str:
+def normalized_text(text: str) -> str:
     """The text without case, spaces, punctuation and placeholders; keeps numbers and operators."""
     text = unicodedata.normalize("NFKC", _PLACEHOLDER.sub(" ", text)).casefold()
-    return "".join(_SPOKEN.findall(text))
+    return "".join(_KEPT.findall(text))
 
 
-class Seen:
+class DuplicateIndex:
     """An index of the examples kept so far and of the benchmarks' questions.
 
     Args:
-        near_bits: two pictures look alike if at most this many of their 144 hash bits differ.
+        near_bits: two pictures are similar if at most this many of their 144 hash bits differ.
     """
 
     def __init__(self, near_bits: int):
@@ -90,7 +90,7 @@ class Seen:
     def in_benchmark(self, content: Content) -> tuple[str, str]:
         """(reason, name) of the benchmark that has the question or a picture; empty if none."""
         for name, other in self._benchmark.get(content.text, ()):
-            if self._looks_alike(content, other):
+            if self._has_similar_pictures(content, other):
                 return f"question of benchmark {name}", name
         for digest in content.digests:
             if name := self._benchmark_pictures.get(digest):
@@ -104,7 +104,7 @@ class Seen:
             conflict = "" if answer == content.answer else " with another answer"
             return f"duplicate of {name}{conflict}"
         for name, other in self._near.get(content.text, ()):
-            if content.answer == other.answer and self._looks_alike(content, other):
+            if content.answer == other.answer and self._has_similar_pictures(content, other):
                 return f"near duplicate of {name}"
         return ""
 
@@ -113,7 +113,7 @@ class Seen:
         self._exact[content.exact] = name, content.answer
         self._near.setdefault(content.text, []).append((name, content))
 
-    def _looks_alike(self, one: Content, other: Content) -> bool:
+    def _has_similar_pictures(self, one: Content, other: Content) -> bool:
         return len(one.hashes) == len(other.hashes) and all(
             num_different_bits(a, b) <= self._near_bits
             for a, b in zip(one.hashes, other.hashes, strict=True)

@@ -28,7 +28,7 @@ from ml_collections import ConfigDict, config_flags
 from care_jax import command_line
 from care_jax.batch import Example, Unusable
 from care_jax.data import hub, shards
-from care_jax.data.dedup import Content, Seen, content_of
+from care_jax.data.dedup import Content, DuplicateIndex, content_of
 from care_jax.data.pipeline import TOO_LONG
 from care_jax.data.sources import check_section, open_source, options_of
 from care_jax.data.tokenizer import open_tokenizer
@@ -67,13 +67,13 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     )
     # Only the settings that determine the bytes, so not those of training or `num_workers`.
     whole = json.loads(data.to_json_best_effort())
-    asked = {key: whole[key] for key in _DECISIVE} | {
+    expected = {key: whole[key] for key in _DECISIVE} | {
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
         "row_tokens": config.sft.row_tokens,
     }
     if out.exists():
         manifest = shards.read_manifest(out)
-        if manifest["config"] != asked:
+        if manifest["config"] != expected:
             raise ValueError(
                 f"{str(out)!r} was prepared with another configuration; remove it, or choose "
                 "another --out"
@@ -82,21 +82,21 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir(parents=True)
-    look_at = _inspector(config)
-    seen = Seen(data.prepare.near_bits)
-    manifest = {"config": asked, "num_examples": 0, "sources": {}, "benchmarks": {}}
+    inspect = _make_inspect(config)
+    index = DuplicateIndex(data.prepare.near_bits)
+    manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
     with (
         ThreadPoolExecutor(data.num_workers, "prepare") as workers,
         (partial / LEFT_OUT).open("w", encoding="utf-8") as left_out,
     ):
-        looking = _Looking(workers, ahead=_AHEAD * data.num_workers)
+        inspector = _ParallelInspector(workers, ahead=_AHEAD * data.num_workers)
         for name, examples in benchmarks.items():
-            manifest["benchmarks"][name] = _note_benchmark(name, examples, seen, looking)
+            manifest["benchmarks"][name] = _index_benchmark(name, examples, index, inspector)
         for name, examples in sources.items():
             writer = shards.ShardWriter(
                 partial, name, shard_bytes=data.prepare.shard_megabytes * 2**20
             )
-            report = _clean(name, examples, look_at, seen, looking, writer, left_out)
+            report = _clean(name, examples, inspect, index, inspector, writer, left_out)
             manifest["sources"][name] = report
             manifest["num_examples"] += report["kept"]
             for benchmark, count in report.pop("in_benchmarks").items():
@@ -120,7 +120,7 @@ def summary(manifest: Mapping[str, Any]) -> list[str]:
             f"shards of {num_bytes / 2**20:.1f} MiB"
         )
         lines += [f"  left out {count}: {reason}" for reason, count in report["left_out"].items()]
-        lines += [f"  mended {count}: {reason}" for reason, count in report["repaired"].items()]
+        lines += [f"  repaired {count}: {reason}" for reason, count in report["repaired"].items()]
     for name, report in manifest["benchmarks"].items():
         lines.append(
             f"benchmark {name}: {report['usable']} of {report['rows']} questions read, "
@@ -132,22 +132,22 @@ def summary(manifest: Mapping[str, Any]) -> list[str]:
 def _clean(
     name: str,
     examples: Sequence[Example],
-    look_at: Callable[[Example], Content],
-    seen: Seen,
-    looking: _Looking,
+    inspect: Callable[[Example], Content],
+    index: DuplicateIndex,
+    inspector: _ParallelInspector,
     writer: shards.ShardWriter,
     left_out: TextIO,
 ) -> dict[str, Any]:
     """Writes the rows of a source that are kept, and counts the others by reason."""
     reasons, repaired, in_benchmarks = Counter(), Counter(), Counter()
     num_kept = 0
-    for row, example, content in looking.in_order(examples, look_at):
+    for row, example, content in inspector.in_order(examples, inspect):
         benchmark = ""
         if isinstance(content, Unusable):
             reason = str(content)
         else:
-            reason, benchmark = seen.in_benchmark(content)
-            reason = reason or seen.duplicate(content)
+            reason, benchmark = index.in_benchmark(content)
+            reason = reason or index.duplicate(content)
         if reason:
             reasons[reason] += 1
             in_benchmarks.update([benchmark] if benchmark else [])
@@ -155,7 +155,7 @@ def _clean(
             line = {"source": name, "row": row, "id": id, "reason": reason}
             left_out.write(json.dumps(line, ensure_ascii=False) + "\n")
             continue
-        seen.add(name, content)
+        index.add(name, content)
         writer.write(example)
         num_kept += 1
         repaired.update([example.repair] if example.repair else [])
@@ -170,15 +170,15 @@ def _clean(
     }
 
 
-def _note_benchmark(
-    name: str, examples: Sequence[Example], seen: Seen, looking: _Looking
+def _index_benchmark(
+    name: str, examples: Sequence[Example], index: DuplicateIndex, inspector: _ParallelInspector
 ) -> dict[str, Any]:
     reasons = Counter()
-    for _, _, content in looking.in_order(examples, content_of):
+    for _, _, content in inspector.in_order(examples, content_of):
         if isinstance(content, Unusable):
             reasons[str(content)] += 1
         else:
-            seen.add_benchmark(name, content)
+            index.add_benchmark(name, content)
     return {
         "rows": len(examples),
         "usable": len(examples) - sum(reasons.values()),
@@ -187,21 +187,21 @@ def _note_benchmark(
     }
 
 
-class _Looking:
+class _ParallelInspector:
     """Inspects examples in parallel, a few ahead, and yields the results in order."""
 
     def __init__(self, workers: ThreadPoolExecutor, *, ahead: int):
         self._workers, self._ahead = workers, ahead
 
     def in_order(
-        self, examples: Sequence[Example], look_at: Callable[[Example], Content]
+        self, examples: Sequence[Example], inspect: Callable[[Example], Content]
     ) -> Iterator[tuple[int, Example | None, Content | Unusable]]:
         """Yields (row, example, its content or the reason it is unusable) for every row."""
         waiting: collections.deque[tuple[int, Example | None, Future]] = collections.deque()
         for row in range(len(examples)):
             try:
                 example = examples[row]
-                waiting.append((row, example, self._workers.submit(look_at, example)))
+                waiting.append((row, example, self._workers.submit(inspect, example)))
             except Unusable as reason:
                 refused = Future()
                 refused.set_exception(reason)
@@ -221,7 +221,7 @@ def _result(
         return row, example, reason
 
 
-def _inspector(config: ConfigDict) -> Callable[[Example], Content]:
+def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
     """The check of every row: its pictures decode, and its prompt and response fit."""
     data, model = config.data, config.model
     folder = None
@@ -239,7 +239,7 @@ def _inspector(config: ConfigDict) -> Callable[[Example], Content]:
         think_tag=data.think_tag,
     )
 
-    def look_at(example: Example) -> Content:
+    def inspect(example: Example) -> Content:
         content = content_of(example)
         num_tokens, num_patches = prompts.measure(example)
         if not prompts.holds(num_tokens, num_patches):
@@ -250,7 +250,7 @@ def _inspector(config: ConfigDict) -> Callable[[Example], Content]:
                 raise Unusable(RESPONSE_TOO_LONG)
         return content
 
-    return look_at
+    return inspect
 
 
 def _open(section: ConfigDict, think_tag: str) -> Sequence[Example]:

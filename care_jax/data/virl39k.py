@@ -41,8 +41,8 @@ def open_rows(path: str, *, images: str) -> Rows:
         table = JsonRows(file)
     else:
         table = ParquetRows(find_files(file, ""), _COLUMNS)
-    own = place.parent if place.is_file() else place
-    folder = _image_folder(pathlib.Path(images) if images else own)
+    release = place.parent if place.is_file() else place
+    folder = _image_folder(pathlib.Path(images) if images else release)
     return Rows(len(table), lambda index: _example(table[index], index, folder))
 
 

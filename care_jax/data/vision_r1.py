@@ -76,13 +76,13 @@ def _turns(row: dict[str, Any]) -> tuple[str, str]:
     turns = row.get("conversations", row.get("messages"))
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise Unusable("no conversation")
-    said = [(t.get("from", t.get("role")), t.get("value", t.get("content"))) for t in turns]
-    if said and said[0][0] == "system":
-        said = said[1:]
-    is_pair = len(said) == 2 and said[0][0] in _ASKING and said[1][0] in _ANSWERING
-    if not is_pair or not all(isinstance(text, str) for _, text in said):
+    messages = [(t.get("from", t.get("role")), t.get("value", t.get("content"))) for t in turns]
+    if messages and messages[0][0] == "system":
+        messages = messages[1:]
+    is_pair = len(messages) == 2 and messages[0][0] in _ASKING and messages[1][0] in _ANSWERING
+    if not is_pair or not all(isinstance(text, str) for _, text in messages):
         raise Unusable("not one question and one response")
-    return said[0][1], said[1][1]
+    return messages[0][1], messages[1][1]
 
 
 def _parts(response: str) -> tuple[str, str]:

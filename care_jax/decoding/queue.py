@@ -163,7 +163,7 @@ class DecodeQueue:
         """Prefills the admitted prompts and gives them their seats."""
         sizes, put = self.sizes, functools.partial(sharding.put_batch, sharding=self.batch_sharding)
         by_place = {request.place: request for request in requests}
-        padding = Request(0, self.policy.prompts.nothing)
+        padding = Request(0, self.policy.prompts.empty_prompt)
         admitted = [
             padding if prompt is None else by_place[prompt.place]
             for prompt in (

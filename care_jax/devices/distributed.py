@@ -160,7 +160,7 @@ def is_preempted() -> bool:
     return multihost_utils.reached_preemption_sync_point(next(_sync_points))
 
 
-def leave(message: str, *, is_preempted: bool = False) -> NoReturn:
+def exit_run(message: str, *, is_preempted: bool = False) -> NoReturn:
     """Exits from an unfinished run, with a line on stderr.
 
     A process that fails alone must not wait for the others. They wait for it, until its missing

@@ -222,8 +222,8 @@ def _robust_moments(reward, is_in):
     """Mean without the ⌊n/TRIM_ONE_IN⌋ highest and lowest of n rows; median of |r - median(r)|."""
     number = jnp.sum(is_in)
     rank = jnp.arange(reward.shape[0])
-    num_cut = number // TRIM_ONE_IN
-    is_kept = (rank >= num_cut) & (rank < number - num_cut)
+    num_trimmed = number // TRIM_ONE_IN
+    is_kept = (rank >= num_trimmed) & (rank < number - num_trimmed)
     ordered = jnp.sort(jnp.where(is_in, reward, jnp.inf))
     mean = jnp.sum(ordered, where=is_kept) / jnp.maximum(jnp.sum(is_kept), 1)
     deviation = jnp.abs(reward - _median(reward, is_in))

@@ -39,33 +39,33 @@ def lay_out(
     """
     which, offset = plan.places
     is_response = which >= 0
-    own = np.arange(plan.row_tokens)  # each token's index in its row
+    index = np.arange(plan.row_tokens)  # each token's index in its row
     length = plan.sizes.branches.reshape(-1)[which]
     tokens = place(responses, plan, fill=config.pad_token_id)
-    reach = np.where(is_response, own - offset + length - 1, own).astype(np.int32)
-    predictor = np.where(is_response, own - 1, -1).astype(np.int32)
+    reach = np.where(is_response, index - offset + length - 1, index).astype(np.int32)
+    predictor = np.where(is_response, index - 1, -1).astype(np.int32)
     positions = np.zeros((*which.shape, 3), np.int32)
     slots = np.full(which.shape, -1, np.int32)
-    stands_at = {}  # M-RoPE positions of a prompt's tokens, and of the first token after it
+    positions_of = {}  # M-RoPE positions of a prompt's tokens, and of the first token after it
     for tree in plan.trees:
         prompt = prompts[tree]
         _check_size(tree, prompt, plan)
-        stands_at[tree] = prompt_positions(prompt.tokens, prompt.grids, config)
+        positions_of[tree] = prompt_positions(prompt.tokens, prompt.grids, config)
     for row, parts in enumerate(plan.rows):
         start = num_features = 0
         for part in parts:
             prompt = prompts[part.tree]
-            given = start + len(prompt.tokens)
-            stop = given + int(plan.sizes.branches[part.tree, list(part.branches)].sum())
-            tokens[row, start:given] = prompt.tokens
-            reach[row, start:given] = stop - 1
-            positions[row, start:given], behind = stands_at[part.tree]
-            positions[row, given:stop] = (behind + offset[row, given:stop])[:, None]
+            end = start + len(prompt.tokens)
+            stop = end + int(plan.sizes.branches[part.tree, list(part.branches)].sum())
+            tokens[row, start:end] = prompt.tokens
+            reach[row, start:end] = stop - 1
+            positions[row, start:end], following = positions_of[part.tree]
+            positions[row, end:stop] = (following + offset[row, end:stop])[:, None]
             feature = image_slots(prompt.tokens, config)
-            slots[row, start:given] = np.where(feature >= 0, feature + num_features, -1)
+            slots[row, start:end] = np.where(feature >= 0, feature + num_features, -1)
             num_features += len(prompt.patches) // config.vision.merge_size**2
-            is_first = offset[row, given:stop] == 0
-            predictor[row, given:stop][is_first] = given - 1
+            is_first = offset[row, end:stop] == 0
+            predictor[row, end:stop][is_first] = end - 1
             start = stop
     return TreeRows(
         tokens=tokens,

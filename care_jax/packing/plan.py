@@ -152,10 +152,10 @@ def plan_rows(
     unfit = misfits(sizes, row_tokens=row_tokens, row_patches=row_patches, section=section)
     for tree, message in unfit.items():
         raise ValueError(f"{len(unfit)} of {len(sizes.prompt)} trees fit no row; {tree}: {message}")
-    groups, own = [sizes], 0
+    groups, local = [sizes], 0  # trees packed separately; the index of this process's
     if owner is not None:
         groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
-        own = process
+        local = process
     num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
     lengths = _sizes(token_multiple or max(-(-row_tokens // 16), _FEWEST_TOKENS), row_tokens)
     whole_patches = max(-(-row_patches // _PATCH_BLOCK), 1)  # in blocks
@@ -163,7 +163,7 @@ def plan_rows(
         patch_multiple or _PATCH_BLOCK * -(-whole_patches // 4), _PATCH_BLOCK * whole_patches
     )
     length, packings, count = _pack_all(groups, num_rows, lengths, widths)
-    rows = _deal(groups[own], packings[own], num_rows, count)
+    rows = _order_rows(groups[local], packings[local], num_rows, count)
     if owner is None:  # each process takes an equal part of every microbatch's rows
         rows = tuple(rows[row] for row in np.split(np.arange(len(rows)), num_processes)[process])
     most = max(
@@ -177,7 +177,7 @@ def plan_rows(
     row_patches = next(width for width in (0, *widths) if width >= most)
     return RowPlan(
         rows=rows,
-        sizes=groups[own],
+        sizes=groups[local],
         row_tokens=length,
         row_patches=row_patches,
         num_microbatches=count,
@@ -245,12 +245,12 @@ def _num_pairs(sizes: TreeSizes, parts: list[Part]) -> int:
     """(query, visible key) pairs of a row."""
     pairs = 0
     for part in parts:
-        own, prompt = sizes.branches[part.tree, list(part.branches)], sizes.prompt[part.tree]
-        pairs += int(prompt * (prompt + 1) // 2 + (own * (2 * prompt + own + 1) // 2).sum())
+        branch, prompt = sizes.branches[part.tree, list(part.branches)], sizes.prompt[part.tree]
+        pairs += int(prompt * (prompt + 1) // 2 + (branch * (2 * prompt + branch + 1) // 2).sum())
     return pairs
 
 
-def _deal(
+def _order_rows(
     sizes: TreeSizes, packing: Packing, num_rows: int, num_microbatches: int
 ) -> tuple[tuple[Part, ...], ...]:
     """Orders the rows of this process so that those with the most pairs share a microbatch."""

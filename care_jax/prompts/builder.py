@@ -255,7 +255,7 @@ class PromptBuilder:
         return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
 
     @property
-    def nothing(self) -> TokenizedPrompt:
+    def empty_prompt(self) -> TokenizedPrompt:
         """An empty prompt, for unused rows of a batch."""
         patches = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
         return TokenizedPrompt(np.zeros(0, np.int32), np.zeros((0, 3), np.int32), patches)

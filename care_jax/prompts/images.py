@@ -29,7 +29,7 @@ _GRAY_SIDE = 64  # pixels per side of the grey image that is transformed
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class Fingerprint:
     """Fingerprints of an image, exact and perceptual.
 
     Attributes:
@@ -100,7 +100,7 @@ def encoded(image: AnyImage) -> bytes:
     return file.getvalue()
 
 
-def look(image: AnyImage) -> Look:
+def fingerprint(image: AnyImage) -> Fingerprint:
     """Decodes the whole file and computes the fingerprints of the image.
 
     The hash has one bit for each of the 12 x 12 lowest DCT frequencies of the grey image: whether
@@ -119,7 +119,7 @@ def look(image: AnyImage) -> Look:
     frequencies = (cosines @ np.asarray(gray, np.float64) @ cosines.T).ravel()
     frequencies[0] = 0.0  # the mean brightness
     bits = frequencies.round(6) > np.median(frequencies.round(6))
-    return Look(digest, int.from_bytes(np.packbits(bits).tobytes(), "big"))
+    return Fingerprint(digest, int.from_bytes(np.packbits(bits).tobytes(), "big"))
 
 
 def num_different_bits(one: int, other: int) -> int:

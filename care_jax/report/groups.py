@@ -169,8 +169,8 @@ def segments(
                 return name
         return "text"
 
-    cuts = sorted({0, cue_start, len(context), *think, *answer, len(text)})
-    return [[kind(a), text[a:b]] for a, b in itertools.pairwise(cuts)]
+    bounds = sorted({0, cue_start, len(context), *think, *answer, len(text)})
+    return [[kind(a), text[a:b]] for a, b in itertools.pairwise(bounds)]
 
 
 def describe(sampled: Sampled, index: int, wording: Wording) -> dict[str, Any]:

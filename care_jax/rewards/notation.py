@@ -205,9 +205,9 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
         return None
     if not brackets:
         begin, end = 0, len(text)
-    cuts = separators.get(1 if brackets else 0, [])
-    starts = [begin, *(cut.end() for cut in cuts)]
-    ends = [*(cut.start() for cut in cuts), end]
+    splits = separators.get(1 if brackets else 0, [])
+    starts = [begin, *(split.end() for split in splits)]
+    ends = [*(split.start() for split in splits), end]
     items = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
     if not brackets:
         items = [part.strip() for item in items for part in _CONNECTIVE.split(item)]

@@ -25,7 +25,7 @@ from care_jax.sweep.measures import columns_of
 from care_jax.sweep.tables import write_table
 from care_jax.sweep.trials import Trial, plan, read_outcome, run_all
 
-_OWN = ("--config.seed", "--config.stages")  # set per trial
+_SET_BY_SWEEP = ("--config.seed", "--config.stages")  # set per trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{missing} of {len(trials)} runs to do",
         flush=True,
     )
-    failures = run_all(trials, num_processes=args.processes, on_done=_tell)
+    failures = run_all(trials, num_processes=args.processes, on_done=_print_done)
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     done = [trial for trial in trials if trial.is_done]
@@ -80,7 +80,7 @@ def write_results(
     return write_table(folder, arms, experiment.reference, columns, experiment.title, notes)
 
 
-def _tell(trial: Trial) -> None:
+def _print_done(trial: Trial) -> None:
     minutes, seconds = divmod(trial.record["seconds"], 60)
     print(f"done: {trial.workdir} ({minutes} min {seconds:02d} s)", flush=True)
 
@@ -106,7 +106,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         key, equals, _ = flag.partition("=")
         if not key.startswith("--config.") or not equals:
             parser.error(f"expected flags of this command or --config.key=value, got {flag!r}")
-        if key in _OWN:
+        if key in _SET_BY_SWEEP:
             parser.error(f"{key} is set by the sweep for each of its runs; leave it out")
     return args, overrides
 

@@ -222,10 +222,10 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
             command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
         )
     if ended.returncode:
-        said = log.read_text(errors="replace").strip().splitlines()
+        lines = log.read_text(errors="replace").strip().splitlines()
         raise TrialFailed(
             f"{trial.workdir} ended with status {ended.returncode}: "
-            f"{said[-1] if said else 'it said nothing'} (all of it: {log})"
+            f"{lines[-1] if lines else 'it said nothing'} (all of it: {log})"
         )
     _write_record(trial, record | {"seconds": round(time.monotonic() - began)})
 

@@ -7,7 +7,7 @@ import pytest
 
 from care_jax.batch import Unusable
 from care_jax.data import virl39k
-from care_jax.prompts.images import encoded, image_size, look, open_image
+from care_jax.prompts.images import encoded, fingerprint, image_size, open_image
 
 A, B, GONE = "images/a.png", "images/b.png", "images/gone.png"
 ROWS = [
@@ -80,14 +80,15 @@ def test_images_may_lie_elsewhere(release):
 @pytest.mark.parametrize("images", ["", "images.zip"])
 def test_images_may_stay_in_their_archive(release, images):
     before = virl39k.open_rows(str(release), images="")[1].images
-    files, looks = [encoded(image) for image in before], [look(image) for image in before]
+    files = [encoded(image) for image in before]
+    fingerprints = [fingerprint(image) for image in before]
     shutil.make_archive(str(release / "images"), "zip", release, "images")
     shutil.rmtree(release / "images")
     rows = virl39k.open_rows(str(release), images=images and str(release / images))
     packed = rows[1].images
     assert [image.name for image in packed] == ["a.png", "b.png"]
     assert [encoded(image) for image in packed] == files
-    assert [look(image) for image in packed] == looks
+    assert [fingerprint(image) for image in packed] == fingerprints
     assert image_size(packed[0]) == (96, 64)
     with pytest.raises(Unusable, match="image missing"):
         open_image(rows[5].images[0])

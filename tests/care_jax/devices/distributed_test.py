@@ -59,7 +59,7 @@ assert not distributed.is_preempted()
 try:
     distributed.check_mesh(sharding.make_mesh(1, 1, 4, 2), RULES)
 except ValueError as error:
-    distributed.leave(f"refused: {error}")
+    distributed.exit_run(f"refused: {error}")
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from care_jax.batch import Unusable
-from care_jax.prompts.images import encoded, image_size, look, num_different_bits, open_image
+from care_jax.prompts.images import encoded, fingerprint, image_size, num_different_bits, open_image
 
 
 def png_header(width, height):
@@ -32,7 +32,7 @@ def test_paths_bytes_and_opened_images_are_the_same_picture(picture, tmp_path):
     pixels = {open_image(image).tobytes() for image in (data, path, opened)}
     assert len(pixels) == 1
     assert {image_size(image) for image in (data, path, opened)} == {(96, 64)}
-    assert {look(image) for image in (data, path, opened)} == {look(data)}
+    assert {fingerprint(image) for image in (data, path, opened)} == {fingerprint(data)}
     assert encoded(path) == data == encoded(data)
     assert open_image(encoded(opened)).tobytes() in pixels
 
@@ -78,14 +78,16 @@ def test_photo_is_turned_upright(picture):
 def test_copies_of_real_figures_look_alike_and_different_ones_do_not(shared):
     """At 20 of 144 bits: no two of 60 figures, and nine in ten of their worse copies."""
     paths = sorted((shared / "data" / "mathvision_mini" / "images").iterdir())[::5]
-    looks = [look(path) for path in paths]
-    assert all(num_different_bits(a.hash, b.hash) > 20 for a, b in itertools.combinations(looks, 2))
+    fingerprints = [fingerprint(path) for path in paths]
+    assert all(
+        num_different_bits(a.hash, b.hash) > 20 for a, b in itertools.combinations(fingerprints, 2)
+    )
     distances = []
-    for path, own in zip(paths, looks, strict=True):
+    for path, own in zip(paths, fingerprints, strict=True):
         image = open_image(path).convert("RGB")
         file = io.BytesIO()
         image.resize([max(8, side * 7 // 10) for side in image.size]).save(file, "JPEG", quality=60)
-        copy = look(file.getvalue())
+        copy = fingerprint(file.getvalue())
         assert copy.digest != own.digest
         distances.append(num_different_bits(copy.hash, own.hash))
     assert sum(distance <= 20 for distance in distances) >= 0.9 * len(distances)
