@@ -82,7 +82,7 @@ def check_policy(config: ConfigDict, policy: Policy) -> None:
     num_cue = len(policy.tokenizer.encode(cue, add_special_tokens=False)) if cue else 0
     if care.max_context + num_cue >= rl.max_response_tokens:
         raise ValueError(
-            f"care.max_context {care.max_context} and a cue of {num_cue} tokens leave nothing of "
+            f"care.max_context {care.max_context} and a cue of {num_cue} tokens leave no token of "
             f"rl.max_response_tokens {rl.max_response_tokens} to decode; set care.max_context to "
             f"{max((rl.max_response_tokens - num_cue) // 2, 1)} or less"
         )
@@ -158,7 +158,9 @@ def _check_evaluate(config: ConfigDict, mesh: Mesh) -> None:
         _check_choice("a name in evaluate.benchmarks", pair[0], tuple(RELEASES))
     names = [name for name, _ in evaluate.benchmarks]
     if len(names) != len(set(names)):
-        raise ValueError(f"evaluate.benchmarks names a benchmark twice: {', '.join(names)}")
+        raise ValueError(
+            f"evaluate.benchmarks names a benchmark twice: {', '.join(names)}; name each once"
+        )
     if evaluate.judge_url and not (evaluate.judge_model and evaluate.benchmarks):
         raise ValueError(
             "evaluate.judge_url needs evaluate.judge_model and evaluate.benchmarks; set them or "
@@ -218,15 +220,15 @@ def _check_rl(config: ConfigDict, mesh: Mesh, overridden: Collection[str]) -> No
         section = key.split(".")[0]
         if section in OBJECTIVES and section != rl.objective:
             raise ValueError(
-                f"--config.{key} means nothing under rl.objective {rl.objective!r}; leave it out "
+                f"--config.{key} has no effect under rl.objective {rl.objective!r}; leave it out "
                 f"or set rl.objective to {section!r}"
             )
     for name in ("num_steps", "prompts_per_step", "max_response_tokens", "decode_rows"):
         _check_positive(f"rl.{name}", rl[name])
     if rl.num_rollouts < 2:
         raise ValueError(
-            f"rl.num_rollouts {rl.num_rollouts} must be at least 2: a group of one has nothing to "
-            "compare; set it to 8"
+            f"rl.num_rollouts {rl.num_rollouts} must be at least 2, as advantages compare rollouts "
+            "of a prompt; set it to 8"
         )
     decoding, training = _batch_shardings(config, mesh)
     sharding.check_divides("rl.microbatch_size", rl.microbatch_size, training)
@@ -280,7 +282,7 @@ def _check_reflection(name: str, section: ConfigDict, overridden: Collection[str
     for key in unread.get(section.reflect_mode, ()):
         if f"{name}.{key}" in overridden:
             raise ValueError(
-                f"--config.{name}.{key} means nothing under {name}.reflect_mode "
+                f"--config.{name}.{key} has no effect under {name}.reflect_mode "
                 f"{section.reflect_mode!r}; leave it out or set {name}.reflect_mode to 'cue'"
             )
 
@@ -291,7 +293,7 @@ def _check_region_weights(name: str, section: ConfigDict, overridden: Collection
             raise ValueError(f"{name}.{key} must lie in [0, 1], got {section[key]}")
         if not section.region_weights and f"{name}.{key}" in overridden:
             raise ValueError(
-                f"--config.{name}.{key} means nothing without {name}.region_weights; leave it out "
+                f"--config.{name}.{key} has no effect without {name}.region_weights; leave it out "
                 f"or set {name}.region_weights to True"
             )
 

@@ -155,7 +155,7 @@ class MetricWriter:
         if not self._is_writer:
             return
         if stage in self._boards:
-            raise ValueError(f"stage {stage} has begun already; one writer begins a stage once")
+            raise ValueError(f"stage {stage} has begun already; call begin once per stage")
         self._drop(stage, start_step)
         self._boards[stage] = tensorboardX.SummaryWriter(
             str(self.path.parent / "tensorboard" / stage), purge_step=start_step

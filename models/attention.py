@@ -39,7 +39,9 @@ def attend(
         mask: the mask of these rows, from `block_mask`; it also selects the implementation.
     """
     if mask.last.shape != q.shape[:2]:
-        raise ValueError(f"the mask is of rows {mask.last.shape}, got q {q.shape}; build it anew")
+        raise ValueError(
+            f"the mask of rows {mask.last.shape} must match q {q.shape}; build it anew"
+        )
     if mask.blocks is None:
         return _attend_dense(q, k, v, mask)
     head_axes, copies = _split_heads(q.shape[2], q.shape[3], mask.impl)

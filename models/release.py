@@ -77,7 +77,7 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
         ]
     if problems:
         raise ValueError(
-            f"{folder} is no whole release: {'; '.join(problems)}; fetch or export it again"
+            f"{folder} is no complete release: {'; '.join(problems)}; fetch or export it again"
         )
     return entries
 

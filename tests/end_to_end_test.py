@@ -276,7 +276,7 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
             "rl.row_tokens 64 does not hold the largest of data.buckets, 48 tokens and 64 patches, "
             "and a response of 36 tokens; set it to 84 or more",
         ),
-        (["--config.rl.objective=grpo", "--config.care.delta=0.2"], "means nothing under"),
+        (["--config.rl.objective=grpo", "--config.care.delta=0.2"], "has no effect under"),
         (["--config.rl.objective=ppo"], "rl.objective must be one of care, grpo, dapo, gspo"),
         (["--config.data.train.source=jsonl", "--config.data.train.path=no.jsonl"], "no.jsonl"),
         (["--config.model.path=/nowhere/at/all"], "model.path"),

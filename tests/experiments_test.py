@@ -18,7 +18,7 @@ BASES = ("tiny", "tiny:qwen3_vl", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "q
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_arm_passes_the_checks_and_is_no_other(name, base):
-    """None of its keys means nothing under its objective."""
+    """Every key has an effect under its objective."""
     experiment = importlib.import_module(f"experiments.{name}")
     assert experiment.__doc__ and len(experiment.ARMS) > 1
     configs = []

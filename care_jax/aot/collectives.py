@@ -199,4 +199,4 @@ def _group_size(line: str, num_chips: int) -> int:
         return len(listed[1].split(",")) if listed[1] else num_chips
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line):
         return int(iota[2])
-    raise ValueError(f"the groups of a collective cannot be read: {line.strip()[:300]}")
+    raise ValueError(f"the replica groups of a collective cannot be parsed: {line.strip()[:300]}")

@@ -145,7 +145,7 @@ def fit(config: ConfigDict, topology: str, mean_response: float | None = None) -
     config = fill_in(config, mesh)
     check_config(config, mesh)
     if mean_response is not None and mean_response <= 0:
-        raise ValueError(f"--mean_response must be positive tokens, got {mean_response}")
+        raise ValueError(f"--mean_response must be positive, in tokens, got {mean_response}")
     run = Run(config, shapes.policy(config), mesh, pathlib.Path(), None)
     programs, decode_prompts, largest, expected = [], None, None, None
     if "rl" in config.stages:
@@ -157,7 +157,7 @@ def fit(config: ConfigDict, topology: str, mean_response: float | None = None) -
         rollout, decode_prompts = _rollout_programs(run, chip, largest, expected)
         programs += rollout + _update_programs(run, largest, expected)
     if not programs:
-        raise ValueError(f'stages {tuple(config.stages)} train nothing; add "sft" or "rl"')
+        raise ValueError(f'stages must contain "sft" or "rl", got {tuple(config.stages)}; add one')
     steps = largest, expected, mean_response
     return Fit(topology, chip, mesh, tuple(programs), decode_prompts, *steps)
 

@@ -75,8 +75,8 @@ def draw_prompts(
             if any(size[0] <= tokens and size[1] <= patches for tokens, patches in buckets):
                 return size
         raise ValueError(
-            f"data.buckets {tuple(buckets)} hold none of {_TRIES} prompts drawn from the mixture's "
-            "lengths; raise them, or leave --mean_response out"
+            f"data.buckets {tuple(buckets)} hold none of {_TRIES} prompts with lengths drawn like "
+            "the mixture's; enlarge data.buckets, or leave out --mean_response"
         )
 
     return np.array([draw_fitting() for _ in range(num_prompts)])

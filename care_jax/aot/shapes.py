@@ -44,7 +44,7 @@ def policy(config: ConfigDict) -> Policy:
         backbone = RELEASES[model.path]
     else:
         raise ValueError(
-            f"model.path {model.path!r} is neither a folder with a config.json nor one of "
+            f"model.path {model.path!r} must be a folder with a config.json or one of "
             f"{', '.join(RELEASES)}"
         )
     no_bytes = [b""] * backbone.text.vocab_size

@@ -28,7 +28,10 @@ def gold_of(row: dict[str, Any]) -> str:
     for key in ("answer", "gold"):
         if row.get(key) is not None:
             return str(row[key])
-    raise ValueError(f"expected a row with an answer, got the fields {', '.join(sorted(row))}")
+    raise ValueError(
+        f"expected a row with an answer, got the fields {', '.join(sorted(row))}; download the "
+        "release again"
+    )
 
 
 def read_options(row: dict[str, Any]) -> tuple[str, ...]:

@@ -35,9 +35,9 @@ def open_rows(path: str, *, split: str, subset: str) -> Rows:
         ValueError: unknown split or subset, or the folder holds neither release.
     """
     if split not in SPLITS:
-        raise ValueError(f"chartqa has splits {', '.join(SPLITS)}, got {split!r}; set split")
+        raise ValueError(f"chartqa's split must be one of {', '.join(SPLITS)}, got {split!r}")
     if subset not in ("", *SUBSETS):
-        raise ValueError(f"chartqa's subset is {' or '.join(SUBSETS)}, or '', got {subset!r}")
+        raise ValueError(f"chartqa's subset must be {' or '.join(SUBSETS)}, or '', got {subset!r}")
     place = hub.find(path, ["data/*.parquet"])
     for folder in (place, place / split, place / "ChartQA Dataset" / split):
         if (folder / f"{split}_human.json").is_file():

@@ -41,9 +41,9 @@ def open_rows(path: str, *, split: str, subset: str) -> Rows:
         ValueError: unknown split or subset, or the folder holds neither release.
     """
     if split not in SPLITS:
-        raise ValueError(f"geometry3k has splits {', '.join(SPLITS)}, got {split!r}; set split")
+        raise ValueError(f"geometry3k's split must be one of {', '.join(SPLITS)}, got {split!r}")
     if subset not in SUBSETS:
-        raise ValueError(f"geometry3k's subset is one of {SUBSETS}, got {subset!r}")
+        raise ValueError(f"geometry3k's subset must be one of {SUBSETS}, got {subset!r}")
     place = hub.find(path, ["data/*.parquet"])
     folder = place / split if (place / split).is_dir() else place
     problems = sorted(folder.glob("*/data.json"), key=lambda file: _in_order(file.parent.name))

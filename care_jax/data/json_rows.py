@@ -36,7 +36,9 @@ class JsonRows:
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
         if not self.path.is_file():
-            raise ValueError(f"expected a file of JSON rows, got {str(path)!r}; check data's path")
+            raise ValueError(
+                f"expected a file of JSON rows, got {str(path)!r}; correct the source's path"
+            )
         with self.path.open("rb") as file:
             is_empty = not file.read(1)
             self._data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -82,8 +84,8 @@ class JsonRows:
                 depth -= 1
         if depth or not len(self._data) or self._data[:64].strip()[:1] != b"[":
             raise ValueError(
-                f"expected {str(self.path)!r} to be one JSON array, closed at its end; it may have "
-                "been cut short: fetch it again, or name it .jsonl where it has a row per line"
+                f"expected {str(self.path)!r} to be one complete JSON array; it may be truncated: "
+                "fetch it again, or name it .jsonl if it has one row per line"
             )
 
 

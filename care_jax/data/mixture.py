@@ -27,7 +27,7 @@ class Mixture(Sequence[Example]):
         check_weights(weights)
         lengths = [len(source) for source in sources]
         if not lengths or not all(lengths):
-            raise ValueError(f"expected sources with examples, got lengths {lengths}; leave out 0s")
+            raise ValueError(f"expected non-empty sources, got lengths {lengths}; drop the empty")
         self.sources = list(sources)
         self.weights = list(weights) if any(weights) else [float(length) for length in lengths]
         self._ends = list(itertools.accumulate(lengths))
@@ -51,5 +51,5 @@ def check_weights(weights: Sequence[float]) -> None:
     if min(weights, default=0) < 0 or (any(weights) and not all(weights)):
         raise ValueError(
             f"expected a weight above 0 for every part of the mixture, or 0 for all of them, got "
-            f"{list(weights)}; change weight"
+            f"{list(weights)}; change the parts' weights"
         )

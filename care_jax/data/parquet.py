@@ -47,7 +47,7 @@ class ParquetRows:
             if absent:
                 raise ValueError(
                     f"{path} has columns {', '.join(file.schema_arrow.names)}, not "
-                    f"{', '.join(sorted(absent))}; name its own in the source's columns"
+                    f"{', '.join(sorted(absent))}; change the source's columns"
                 )
             for group in range(file.num_row_groups):
                 self._groups.append((path, group))
@@ -101,7 +101,7 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
     """
     absent = [name for name in ("question", "answer") if not columns[name]]
     if absent:
-        raise ValueError(f"name the column of the {absent[0]} in the source's columns")
+        raise ValueError(f"the source's columns.{absent[0]} must name a column, got ''; set it")
     named = {name: column for name, column in columns.items() if column}
     image_columns = list(filter(None, named.pop("images", "").split(",")))
     place = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])

@@ -60,7 +60,7 @@ class Batches:
         left_out: Counter[str] | None = None,
     ):
         if not len(examples):
-            raise ValueError("expected a source with at least one example, got an empty one")
+            raise ValueError("expected a source with examples, got an empty one; check its path")
         if batch_size < 1 or num_workers < 1:
             raise ValueError(
                 f"batch_size and num_workers must be at least 1, got {batch_size}, {num_workers}"

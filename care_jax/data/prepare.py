@@ -268,28 +268,28 @@ def name_of(section: ConfigDict) -> str:
 def _check(config: ConfigDict) -> None:
     data = config.data
     if not data.prepare.sources:
-        raise ValueError("expected at least one source in data.prepare.sources, got none")
+        raise ValueError("expected at least one source in data.prepare.sources, got none; add one")
     sections = [*data.prepare.sources, *data.prepare.benchmarks]
     for section in sections:
         check_section(
             "data.prepare", section, min_pixels=data.min_pixels, max_pixels=data.max_pixels
         )
         if section.parts:
-            raise ValueError("data.prepare.sources are no mixtures; list their parts instead")
+            raise ValueError("data.prepare.sources must be no mixtures; list their parts instead")
     names = Counter(name_of(section) for section in sections)
     for name, count in names.items():
         if count > 1:
             raise ValueError(
-                f"{count} sources of data.prepare are called {name!r}; give them files or folders "
-                "of different names"
+                f"data.prepare's sources must have different names, got {count} called {name!r}; "
+                "rename their files or folders"
             )
-    for key in ("near_bits", "shard_megabytes"):
-        if data.prepare[key] < (0 if key == "near_bits" else 1):
-            raise ValueError(f"data.prepare.{key} is too small, got {data.prepare[key]}")
+    for key, least in (("near_bits", 0), ("shard_megabytes", 1)):
+        if data.prepare[key] < least:
+            raise ValueError(f"data.prepare.{key} must be {least} or more, got {data.prepare[key]}")
     if bool(config.model.path) == bool(config.model.backbone):
         raise ValueError(
-            "prompts are measured with a backbone and its tokenizer: set exactly one of model.path "
-            "and model.backbone"
+            "prompts are measured with a tokenizer: expected either model.path or model.backbone, "
+            f"got {'both' if config.model.path else 'neither'}; set exactly one"
         )
 
 

@@ -78,7 +78,7 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
         )
     if not examples:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
-        raise ValueError(f"no row of {name} can be used: {reasons or 'there is none'}")
+        raise ValueError(f"no row of {name} can be used: {reasons or 'it is empty'}")
     return examples, skipped
 
 

@@ -98,7 +98,7 @@ def open_rows(path: str, *, subset: str) -> Rows:
     readers = [_Shard(folder / shard["file"], shard) for shard in shards]
     ends = list(itertools.accumulate(shard["num_records"] for shard in shards))
     if not ends:
-        raise ValueError(f"no example of {subset or 'any source'} is left in {path!r}")
+        raise ValueError(f"{path!r} has no example of {subset or 'any source'}; prepare it anew")
 
     def example(index: int) -> Example:
         number = bisect_right(ends, index)
@@ -128,7 +128,7 @@ class _Shard:
                 if self._reader is None:
                     self._reader = ArrayRecordReader(str(self._path))
                 if self._reader.num_records() != self._num_records:
-                    raise RuntimeError(f"{self._reader.num_records()} records can be found in it")
+                    raise RuntimeError(f"it has {self._reader.num_records()} records")
                 (record,) = self._reader.read([index])
             return from_record(record)
         except (RuntimeError, ValueError, KeyError, TypeError, struct.error) as error:
@@ -158,7 +158,7 @@ def from_record(record: bytes) -> Example:
     header = json.loads(record[_LENGTH.size : start])
     ends = list(itertools.accumulate(header["images"], initial=start))
     if ends[-1] != len(record):
-        raise ValueError(f"a record of {len(record)} bytes says it has {ends[-1]}")
+        raise ValueError(f"expected a record of {ends[-1]} bytes, got {len(record)}")
     images = tuple(record[a:b] for a, b in itertools.pairwise(ends))
     return Example(**header | {"images": images, "choices": tuple(header["choices"])})
 
@@ -185,7 +185,9 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         number = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no manifest; prepare the folder anew") from error
+        raise ValueError(
+            f"{path} must be a manifest in JSON, got {error!r}; prepare the folder anew"
+        ) from error
     if number != FORMAT:
         raise ValueError(f"{path} has format {number}, expected {FORMAT}; prepare the folder anew")
     return manifest

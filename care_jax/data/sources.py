@@ -63,8 +63,8 @@ def check_section(
     is_mixture = section["source"] == MIXTURE
     if is_mixture != bool(section["parts"]):
         raise ValueError(
-            f"{name}.source {section['source']!r} with {len(section['parts'])} parts: a mixture "
-            f"has sources in {name}.parts, and nothing else has"
+            f"{name}.parts must hold sources for a mixture and be empty for any other source, got "
+            f"{len(section['parts'])} for {section['source']!r}; change source or parts"
         )
     parts = section["parts"] if is_mixture else (section,)
     check_weights([part["weight"] for part in parts])
@@ -144,7 +144,7 @@ def open_source(
     else:
         if teacher_error or cue_share:
             raise ValueError(
-                f"teacher_error {teacher_error} and cue_share {cue_share} shape the synthetic "
+                f"teacher_error {teacher_error} and cue_share {cue_share} apply to the synthetic "
                 f"source only; set both to 0 for a {name} source"
             )
         source = _open_files(name, path, num_examples, given | {"think_tag": think_tag})

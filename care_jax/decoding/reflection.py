@@ -42,7 +42,7 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
     if mode == "shuffled":
         words = cue.split()
         return " " + " ".join(np.random.default_rng(seed).permutation(words)) + " "
-    raise ValueError(f"care.reflect_mode {mode!r} is none of {', '.join(MODES)}")
+    raise ValueError(f"care.reflect_mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 
 def rationale_of(response: str, think_tag: str) -> str:

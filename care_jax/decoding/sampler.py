@@ -425,7 +425,9 @@ def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_slots: int) -> A
     if num_slots == 2 * old:
         return jnp.concatenate([x, x], axis)
     if old != 2 * num_slots:
-        raise ValueError(f"a ring of {old} slots becomes {2 * old} or {old / 2}, not {num_slots}")
+        raise ValueError(
+            f"a ring of {old} slots can be resized to {2 * old} or {old / 2}, got {num_slots}"
+        )
     is_later = (clock - 1 - jnp.arange(num_slots)) % old < num_slots
     first, second = jnp.split(x, 2, axis)
     return jnp.where(jnp.expand_dims(is_later, range(1, x.ndim - axis)), first, second)

@@ -61,7 +61,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | pathlib.Path, *, keep: int, fingerprint: Mapping[str, Any]):
         if keep < 1:
-            raise ValueError(f"keep_checkpoints must be at least 1, not {keep}")
+            raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
         self.folder = pathlib.Path(folder).absolute()
         self._fingerprint = _flat(fingerprint)
         options = ocp.CheckpointManagerOptions(

@@ -102,7 +102,7 @@ def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
         )
         raise ValueError(
             f"{inner} must divide the {mesh.size // num_processes} devices of each of "
-            f"{num_processes} processes, so that a row of a batch belongs to one"
+            f"{num_processes} processes, so that a row of a batch belongs to one; change mesh"
         )
 
 

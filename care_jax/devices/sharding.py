@@ -55,7 +55,7 @@ def make_mesh(
     sizes = [data, fsdp, tensor, sequence]
     named = " x ".join(f"mesh.{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ValueError(f"mesh sizes must be positive, one of them may be -1, not {named}")
+        raise ValueError(f"mesh sizes must be positive, or -1 for one of them, got {named}")
     known = math.prod(sizes)
     if known < 0:
         free = sizes.index(-1)

@@ -42,7 +42,7 @@ def make_schedule(
         ValueError: unknown schedule, or a warm-up that is not shorter than the stage.
     """
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, not {schedule!r}")
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if not 0 <= warmup_steps < num_steps:
         raise ValueError(
             f"warmup_steps {warmup_steps} must be from 0 to below the {num_steps} updates of the "
@@ -71,7 +71,7 @@ def make_optimizer(
         max_grad_norm: of the gradient over all trained parameters; infinity never clips.
     """
     if not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive, not {max_grad_norm}; inf never clips")
+        raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}; inf never clips")
     return optax.chain(
         optax.clip_by_global_norm(max_grad_norm),
         optax.adamw(learning_rate_at, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay),

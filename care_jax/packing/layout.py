@@ -149,6 +149,6 @@ def _check_size(tree: int, prompt: TokenizedPrompt, plan: RowPlan) -> None:
     got = len(prompt.tokens), len(prompt.patches)
     if got != expected:
         raise ValueError(
-            f"the plan has {expected[0]} tokens and {expected[1]} patches for prompt {tree}, it "
-            f"has {got[0]} and {got[1]}; plan and lay out the same prompts in the same order"
+            f"prompt {tree} must have {expected[0]} tokens and {expected[1]} patches as planned, "
+            f"got {got[0]} and {got[1]}; plan and lay out the same prompts in the same order"
         )

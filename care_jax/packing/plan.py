@@ -238,7 +238,7 @@ def _pack_all(
         if found:
             return found
         failed.append((num_microbatches, length))
-    raise AssertionError("rows of one branch each hold everything")
+    raise AssertionError("unreachable: one branch per row always fits")
 
 
 def _num_pairs(sizes: TreeSizes, parts: list[Part]) -> int:

@@ -166,8 +166,8 @@ class PromptBuilder:
         buckets = tuple(sorted((int(p), int(n)) for p, n in buckets))
         if buckets[-1][1] < max(n for _, n in buckets):
             raise ValueError(
-                f"the bucket with most tokens must have most patches too, got {buckets}; else "
-                "prompts that fit one by one need not fit together"
+                f"the bucket with most tokens must have most patches too, got {buckets}; change "
+                "data.buckets, so that prompts that fit one by one also fit together"
             )
         self.tokenizer = tokenizer
         self.config = config
@@ -218,8 +218,8 @@ class PromptBuilder:
         is_image = tokens == self.config.image_token_id
         if is_image.sum() != len(example.images) or np.any(tokens == self.config.video_token_id):
             raise ValueError(
-                f"example {example.id} of {example.source} spells out an image or video token in "
-                f"its text; write {IMAGE_PLACEHOLDER} for an image"
+                f"example {example.id} of {example.source} has an image or video token in its "
+                f"text; write {IMAGE_PLACEHOLDER} for an image"
             )
         if not example.images:
             empty = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
@@ -360,7 +360,7 @@ class PromptBuilder:
         if shown != 2:
             raise ValueError(
                 f"the chat template of {self.tokenizer.name_or_path!r} must write {_IMAGE_TOKEN} "
-                f"for an image, got {got}, as one for text alone does; put the release's "
+                f"for an image, got {got}, so it may be text-only; put the release's "
                 "chat_template.json or chat_template.jinja beside its tokenizer_config.json"
             )
 

@@ -128,8 +128,8 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTo
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"the texts yield {tokenizer.get_vocab_size()} tokens, not {vocab_size}; "
-            "ask for a smaller vocabulary"
+            f"expected a vocabulary of {vocab_size} tokens, the texts yield only "
+            f"{tokenizer.get_vocab_size()}; lower vocab_size"
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

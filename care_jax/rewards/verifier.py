@@ -184,7 +184,9 @@ def load_reward(name: str) -> RewardFunction:
             f"({error}); correct it or set PYTHONPATH"
         ) from error
     if not callable(found):
-        raise ValueError(f"verifier.reward {name!r} is no function; name one")
+        raise ValueError(
+            f"verifier.reward {name!r} is no function but a {type(found).__name__}; name a function"
+        )
     return found
 
 

@@ -52,8 +52,8 @@ def load_experiment(path: pathlib.Path) -> Experiment:
     """
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(
-            f"--experiment must be a file such as experiments/baselines.py, got {path}; "
-            "experiments/ has them all"
+            f"--experiment must be a file such as experiments/baselines.py, got {path}; choose one "
+            "of experiments/"
         )
     spec = importlib.util.spec_from_file_location(f"experiments.{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
@@ -80,5 +80,7 @@ def load_experiment(path: pathlib.Path) -> Experiment:
     ):
         for name in names:
             if name not in known:
-                raise ValueError(f"{what} of {path} must be of {', '.join(known)}, got {name!r}")
+                raise ValueError(
+                    f"{what} of {path} must be among {', '.join(known)}, got {name!r}; change it"
+                )
     return experiment

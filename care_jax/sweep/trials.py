@@ -105,8 +105,8 @@ def plan(
         key = json.dumps(settings, sort_keys=True)
         if key not in known and workdir in known.values():
             raise ValueError(
-                f"{workdir} is of another configuration than this one's, see trial.json there; "
-                "remove it, or name another --workdir"
+                f"{workdir} holds a run of another configuration, see its trial.json; remove it, "
+                "or name another --workdir"
             )
         return known.setdefault(key, workdir)
 
@@ -225,7 +225,7 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
         lines = log.read_text(errors="replace").strip().splitlines()
         raise TrialFailed(
             f"{trial.workdir} ended with status {ended.returncode}: "
-            f"{lines[-1] if lines else 'it said nothing'} (all of it: {log})"
+            f"{lines[-1] if lines else 'no output'} (whole log: {log})"
         )
     _write_record(trial, record | {"seconds": round(time.monotonic() - began)})
 

@@ -53,7 +53,7 @@ def test_objective_takes_its_own_keys_and_no_others(objective):
             if section == objective:
                 check_rl(objective, overridden=[f"{section}.{key}"])
                 continue
-            with pytest.raises(ValueError, match=f"config.{section}.{key} means nothing under"):
+            with pytest.raises(ValueError, match=f"config.{section}.{key} has no effect under"):
                 check_rl(objective, overridden=[f"{section}.{key}"])
 
 
@@ -101,7 +101,7 @@ def test_objective_that_cannot_run_is_refused(objective, changes, message):
 def test_keys_that_a_reflection_mode_does_not_read_are_refused(mode, key):
     value = {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"}[key]
     check_rl("care", {key: value}, overridden=[key])
-    with pytest.raises(ValueError, match=rf"config\.{key} means nothing under care\.reflect_mode"):
+    with pytest.raises(ValueError, match=rf"config\.{key} has no effect under care\.reflect_mode"):
         check_rl("care", {key: value, "care.reflect_mode": mode}, overridden=[key])
 
 
@@ -121,10 +121,10 @@ def test_a_reflected_context_that_leaves_no_room_is_refused(policy):
 
 
 @pytest.mark.parametrize("key", ["care.gamma_pos", "care.gamma_neg"])
-def test_rationale_weights_mean_nothing_under_uniform_weights(key):
+def test_rationale_weights_have_no_effect_under_uniform_weights(key):
     check_rl("care", {key: 0.5}, overridden=[key])
     check_rl("care", {"care.region_weights": False}, overridden=["care.region_weights"])
-    with pytest.raises(ValueError, match=f"config.{key} means nothing without care.region_weights"):
+    with pytest.raises(ValueError, match=f"config.{key} has no effect without care.region_weights"):
         check_rl("care", {key: 0.5, "care.region_weights": False}, overridden=[key])
 
 

@@ -239,6 +239,6 @@ def test_mistakes_are_refused():
     (q, k, v), _ = arrays(2, 8)
     mask = block_mask(None, text()[1], 2, IMPLS["xla"])
     with pytest.raises(
-        ValueError, match=r"the mask is of rows \(2, 60\), got q \(2, 59, 2, 2, 8\)"
+        ValueError, match=r"the mask of rows \(2, 60\) must match q \(2, 59, 2, 2, 8\)"
     ):
         attention.attend(q[:, 1:], k[:, 1:], v[:, 1:], mask)

@@ -219,5 +219,5 @@ def test_a_loop_without_a_constant_bound_has_no_known_length():
 
 def test_groups_that_cannot_be_read_are_refused():
     gather = "%g = bf16[64]{0} all-gather(%a), replica_groups=?, dimensions={0}"
-    with pytest.raises(ValueError, match="groups of a collective cannot be read: %g = bf16"):
+    with pytest.raises(ValueError, match="groups of a collective cannot be parsed: %g = bf16"):
         received(MODULE.format(instruction=gather, direction="LT"))

@@ -109,8 +109,11 @@ def test_what_cannot_fit_says_so():
     [
         (["--topology=v5e:3x5x7"], "error: --topology 'v5e:3x5x7' cannot be compiled for: "),
         (["--topology=v5e:2x2", "--config.mesh.tensor=3"], "error: mesh.data=1 x mesh.fsdp=-1 x"),
-        (["--topology=v5e:2x2", "--config.stages=('evaluate',)"], "error: stages ('evaluate',) "),
-        ([*RL, "--mean_response=-1"], "error: --mean_response must be positive "),
+        (
+            ["--topology=v5e:2x2", "--config.stages=('evaluate',)"],
+            'error: stages must contain "sft" or "rl", got',
+        ),
+        ([*RL, "--mean_response=-1"], "error: --mean_response must be positive, in tokens, got -1"),
         ([*RL, "--mean_response=9"], "error: data.buckets ((48, 64),) hold none "),
     ],
 )

@@ -79,8 +79,8 @@ def test_numbers_within_five_percent_are_right_where_the_source_says_so(parquet)
 @pytest.mark.parametrize(
     ("split", "subset", "message"),
     [
-        ("", "", "splits train, val, test, got ''"),
-        ("train", "machine", "subset is human or augmented, or '', got 'machine'"),
+        ("", "", "split must be one of train, val, test, got ''"),
+        ("train", "machine", "subset must be human or augmented, or '', got 'machine'"),
         ("val", "", r"expected parquet files of split 'val' in .*, got data/train-0"),
     ],
 )

@@ -47,7 +47,7 @@ def test_bad_element_costs_itself_alone(tmp_path):
 def test_array_cut_short_is_refused(tmp_path, text):
     path = tmp_path / "rows.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="one JSON array, closed at its end"):
+    with pytest.raises(ValueError, match="to be one complete JSON array; it may be truncated"):
         JsonRows(path)
 
 

@@ -124,7 +124,7 @@ def test_placeholders_and_images_are_brought_together(write, question, images, e
 def test_file_without_a_usable_row_is_refused(write, tmp_path):
     with pytest.raises(ValueError, match=r"no row of .* can be used: 2 x not JSON"):
         load(write(b"{", b"}"))
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="can be used: it is empty"):
         load(write())
     with pytest.raises(ValueError, match=r"expected a file of JSON rows, got .*gone\.jsonl"):
         load(tmp_path / "gone.jsonl")

@@ -106,5 +106,5 @@ def test_sources_stand_one_after_another():
 def test_weights_are_for_all_sources_or_none(weights):
     with pytest.raises(ValueError, match="a weight above 0 for every part"):
         mixture(weights)
-    with pytest.raises(ValueError, match="expected sources with examples"):
+    with pytest.raises(ValueError, match="expected non-empty sources"):
         Mixture([source("a", 3), source("b", 0)], (1, 1))

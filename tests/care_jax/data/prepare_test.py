@@ -232,9 +232,12 @@ def test_command_prints_the_counts_and_mistakes_are_one_line(tmp_path, write_jso
     [
         ({"sources": ()}, "at least one source"),
         ({"sources": (common.source("csv"),)}, "data.prepare.source must be one of synthetic"),
-        ({"sources": (common.source("jsonl", path="a/x.jsonl"),) * 2}, "2 sources .* called 'x'"),
+        (
+            {"sources": (common.source("jsonl", path="a/x.jsonl"),) * 2},
+            "different names, got 2 called 'x'",
+        ),
         ({"sources": (common.source("jsonl", path="gone.jsonl"),)}, "gone.jsonl"),
-        ({"shard_megabytes": 0}, "shard_megabytes is too small"),
+        ({"shard_megabytes": 0}, "shard_megabytes must be 1 or more, got 0"),
     ],
 )
 def test_configuration_that_cannot_be_followed_is_refused(config, tmp_path, changes, message):

@@ -30,8 +30,12 @@ def rows(tmp_path, write_json, picture):
         ("virl39k", {"split": "test"}, "takes no split"),
         ("chartqa", {"columns": {"answer": "label"}}, "takes no columns"),
         ("synthetic", {"images": "x"}, "takes no images"),
-        ("geometry3k", {"path": "/", "split": "dev"}, "splits train, val, test, got 'dev'"),
-        ("virl39k", {"path": "/nowhere"}, "does not exist; set the source's path"),
+        (
+            "geometry3k",
+            {"path": "/", "split": "dev"},
+            "split must be one of train, val, test, got 'dev'",
+        ),
+        ("virl39k", {"path": "/nowhere"}, "does not exist; correct the source's path"),
     ],
 )
 def test_option_a_source_does_not_take_is_refused(name, options, message):
@@ -50,8 +54,8 @@ def test_source_of_more_examples_than_there_are_is_refused(rows):
     ("section", "message"),
     [
         (common.source("csv"), "must be one of synthetic, jsonl, .*mixture, got 'csv'"),
-        (common.source("mixture"), "'mixture' with 0 parts"),
-        (common.source("jsonl", parts=(common.source("jsonl"),)), "'jsonl' with 1 parts"),
+        (common.source("mixture"), "got 0 for 'mixture'"),
+        (common.source("jsonl", parts=(common.source("jsonl"),)), "got 1 for 'jsonl'"),
         (common.source("jsonl", min_pixels=9000), "would have 9000 to 4096 pixels"),
         (common.source("jsonl", tolerance=5.0), r"tolerance must lie in \[0, 1\), got 5"),
         (

@@ -69,7 +69,9 @@ def test_modes_are_the_cue_nothing_and_its_words_shuffled():
         == reflection.cue_text(CUE, "shuffled", seed=0)
         != reflection.cue_text(CUE, "shuffled", seed=1)
     )
-    with pytest.raises(ValueError, match=r"care\.reflect_mode 'hint' is none of cue, no_cue"):
+    with pytest.raises(
+        ValueError, match=r"care\.reflect_mode must be one of cue, no_cue, .* got 'hint'"
+    ):
         reflection.cue_text(CUE, "hint", seed=0)
 
 

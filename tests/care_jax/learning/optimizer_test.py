@@ -113,10 +113,10 @@ def test_rounding_keeps_what_it_need_not_change():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schedule": "linear"}, "schedule must be one of constant, cosine, not 'linear'"),
+        ({"schedule": "linear"}, "schedule must be one of constant, cosine, got 'linear'"),
         ({"warmup_steps": 10}, "warmup_steps 10 must be .* below the 10 updates"),
         ({"warmup_steps": -1}, "warmup_steps -1 must be from 0"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, not 0.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive, got 0.0"),
     ],
 )
 def test_impossible_settings_are_refused(change, message):

@@ -223,9 +223,9 @@ def test_response_ends_with_end_of_sequence(builder):
 def test_images_and_placeholders_must_agree(builder):
     with pytest.raises(ValueError, match="has 1 images and 2 <image>"):
         builder.tokenize(example("<image><image>", (16, 16)))
-    with pytest.raises(ValueError, match="spells out an image or video token"):
+    with pytest.raises(ValueError, match="has an image or video token in its text"):
         builder.tokenize(example("<image><|image_pad|>", (16, 16)))
-    with pytest.raises(ValueError, match="spells out an image or video token"):
+    with pytest.raises(ValueError, match="has an image or video token in its text"):
         builder.tokenize(example("<|video_pad|>"))
 
 

@@ -20,7 +20,7 @@ def test_every_experiment_of_the_project_declares_what_it_must(path):
     ("change", "message"),
     [
         ({"REFERENCE =": "OTHER =", "= REFERENCE": "= OTHER"}, "it lacks REFERENCE"),
-        ({'REFERENCE = "one"': 'REFERENCE = "1"'}, "REFERENCE of .* of one, two, same, got '1'"),
+        ({'REFERENCE = "one"': 'REFERENCE = "1"'}, "REFERENCE of .* among one, two, same, got '1'"),
         ({"\nREFERENCE": '\nCOLUMNS = ("fun",)\nREFERENCE'}, "COLUMNS .* acc, .*, got 'fun'"),
         ({"\nREFERENCE": '\nPANELS = ("fun",)\nREFERENCE'}, "PANELS .* accuracy, .*, got 'fun'"),
     ],

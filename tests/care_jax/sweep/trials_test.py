@@ -119,14 +119,16 @@ def test_overrides_reach_every_run_and_only_those_of_the_cold_start_change_it(sw
 
 def test_a_folder_of_another_configuration_is_refused(sweep):
     sweep(1)
-    with pytest.raises(ValueError, match=r"some_key/one/seed_0 is of another configuration"):
+    with pytest.raises(
+        ValueError, match=r"some_key/one/seed_0 holds a run of another configuration"
+    ):
         sweep(1, overrides=("--config.rl.num_steps=7",))
 
 
 def test_a_failure_is_told_and_the_others_go_on(sweep, runs):
     planned, failures = sweep(overrides=("--config.fail=two/seed_1",))
     assert [str(failure) for failure in failures] == [
-        f"{planned[4].workdir} ended with status 1: error: too small (all of it: "
+        f"{planned[4].workdir} ended with status 1: error: too small (whole log: "
         f"{planned[4].workdir}/log.txt)"
     ]
     assert [trial.is_done for trial in planned] == [True, True, True, True, False, False]
