@@ -135,13 +135,13 @@ def examples():
 
 
 @pytest.fixture(scope="session")
-def image_records(policy, examples):
+def image_prompts(policy, examples):
     return [policy.prompts.tokenize(example) for example in examples]
 
 
 @pytest.fixture(scope="session")
-def prompts(policy, image_records):
-    prompts = policy.prompts.batch(image_records)
+def prompts(policy, image_prompts):
+    prompts = policy.prompts.batch(image_prompts)
     return jax.tree.map(jnp.asarray, prompts)
 
 
@@ -201,20 +201,20 @@ def groups(responses):
 
 
 @pytest.fixture
-def records(policy, questions):
+def tokenized(policy, questions):
     return [policy.prompts.tokenize(example) for example in questions((7, 0, 5, 2))]
 
 
 @pytest.fixture
-def whole_batch(records):
+def whole_batch(tokenized):
     """Makes the batch of one update over all B prompts, of one process, and its plan."""
 
     def whole_batch(run, groups):
         run.config.rl.update(prompts_per_step=B, prompts_per_update=B)
         credited = credit_of(groups.rollouts.tokens.shape)
-        table = PromptTable(np.arange(B), prompt_sizes(records), ["made"] * B)
+        table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
         num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
-        return train.train_batch(run, table, records, groups, credited, num_tokens, 0)
+        return train.train_batch(run, table, tokenized, groups, credited, num_tokens, 0)
 
     return whole_batch
 

@@ -7,21 +7,23 @@ from care_jax.packing.layout import at_rows, lay_out, place
 from care_jax.packing.plan import Part, RowPlan, TreeSizes, plan_rows
 
 
-def sizes_of(records, lengths):
-    prompts, patches = ([len(getattr(r, name)) for r in records] for name in ("tokens", "patches"))
+def sizes_of(tokenized, lengths):
+    prompts, patches = (
+        [len(getattr(r, name)) for r in tokenized] for name in ("tokens", "patches")
+    )
     return TreeSizes(np.array(prompts), np.array(patches), np.asarray(lengths))
 
 
-def packed_plan(records, lengths, *, row_tokens=128, microbatch_size=1, row_patches=256):
+def packed_plan(tokenized, lengths, *, row_tokens=128, microbatch_size=1, row_patches=256):
     """Of trees whose responses have `lengths` tokens [N, R]."""
-    sizes = sizes_of(records, lengths)
+    sizes = sizes_of(tokenized, lengths)
     shape = dict(row_tokens=row_tokens, row_patches=row_patches)
     return plan_rows(sizes, **shape, microbatch_size=microbatch_size)
 
 
-def plan_of(records, lengths, rows):
+def plan_of(tokenized, lengths, rows):
     """A plan of given rows, each of microbatches of one, as long as the longest needs."""
-    sizes = sizes_of(records, lengths)
+    sizes = sizes_of(tokenized, lengths)
 
     def tokens(part):
         return int(sizes.prompt[part.tree] + sizes.branches[part.tree, list(part.branches)].sum())
@@ -31,26 +33,26 @@ def plan_of(records, lengths, rows):
     return RowPlan(rows, sizes, row_tokens, row_patches, len(rows), 0, 0, 0, 0)
 
 
-def replicated_plan(records, lengths):
+def replicated_plan(tokenized, lengths):
     """Every response in a row of its own, behind a copy of its prompt: what others train on."""
     places = np.argwhere(np.asarray(lengths) > 0).tolist()
-    return plan_of(records, lengths, tuple((Part(n, (r,)),) for n, r in places))
+    return plan_of(tokenized, lengths, tuple((Part(n, (r,)),) for n, r in places))
 
 
-def split_plan(records, lengths):
+def split_plan(tokenized, lengths):
     """Every tree of N in two rows, each behind a part of the tree before it."""
     number, num_branches = np.shape(lengths)
     rest = tuple(range(1, num_branches))
     rows = [(Part(n, rest), Part((n + 1) % number, (0,))) for n in range(number)]
-    return plan_of(records, lengths, tuple(rows))
+    return plan_of(tokenized, lengths, tuple(rows))
 
 
-def train_batch(policy, records, plan, tokens, fields, prompt_weight):
+def train_batch(policy, tokenized, plan, tokens, fields, prompt_weight):
     """The batch of an update.
 
     Args:
         policy: whose tokens they are.
-        records: the prompts.
+        tokenized: the prompts.
         plan: which tree stands where.
         tokens: of the responses [N, R, T].
         fields: of `TrainBatch`, [N, R, T] or [N, R], by name.
@@ -58,7 +60,7 @@ def train_batch(policy, records, plan, tokens, fields, prompt_weight):
     """
     at_tokens = {name: place(np.asarray(values), plan) for name, values in fields.items()}
     return TrainBatch(
-        rows=lay_out(records, np.asarray(tokens), plan, policy.config),
+        rows=lay_out(tokenized, np.asarray(tokens), plan, policy.config),
         prompt_weight=at_rows(np.asarray(prompt_weight), plan),
         **at_tokens,
     )

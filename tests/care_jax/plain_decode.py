@@ -13,14 +13,14 @@ from models.positions import image_slots, prompt_positions
 
 
 def plain_decode(
-    params, policy, record, key, *, num_rollouts, max_tokens, temperature, top_p, context=()
+    params, policy, prompt, key, *, num_rollouts, max_tokens, temperature, top_p, context=()
 ):
     """The rollouts of one prompt.
 
     Args:
         params: in the training layout.
         policy: of the config, and the automaton of the closing think tag.
-        record: the prompt.
+        prompt: the prompt.
         key: of the prompt.
         num_rollouts, max_tokens, temperature, top_p: as of a run; the context is in max_tokens.
         context: forced tokens in front of what is sampled.
@@ -29,14 +29,14 @@ def plain_decode(
         a tuple (tokens, logp, rationale sum) per rollout, forced tokens left out.
     """
     config, closing_tag = policy.config, np.asarray(policy.closing_tag)
-    start = len(record.tokens) + len(context)
-    length = len(record.tokens) + max_tokens
-    positions, following = prompt_positions(record.tokens, record.grids, config)
+    start = len(prompt.tokens) + len(context)
+    length = len(prompt.tokens) + max_tokens
+    positions, following = prompt_positions(prompt.tokens, prompt.grids, config)
     behind = np.repeat(following + np.arange(max_tokens)[:, None], 3, 1)
     positions = np.tile(np.concatenate([positions, behind]), (num_rollouts, 1, 1))
     slots = np.full((num_rollouts, length), -1, np.int32)
-    slots[:, : len(record.tokens)] = image_slots(record.tokens, config)
-    images = policy.prompts.batch([record] * num_rollouts).images
+    slots[:, : len(prompt.tokens)] = image_slots(prompt.tokens, config)
+    images = policy.prompts.batch([prompt] * num_rollouts).images
     images, positions, slots = jax.tree.map(jnp.asarray, (images, positions, slots))
     reach = jnp.full((num_rollouts, length), length - 1, jnp.int32)
 
@@ -61,8 +61,8 @@ def plain_decode(
         return token, logp, hidden
 
     rows = np.full((num_rollouts, length), config.pad_token_id, np.int32)
-    rows[:, : len(record.tokens)] = record.tokens
-    rows[:, len(record.tokens) : start] = context
+    rows[:, : len(prompt.tokens)] = prompt.tokens
+    rows[:, len(prompt.tokens) : start] = context
     sampled, logps, states = [], [], []
     for place in range(start, length):
         rollouts = jnp.arange(num_rollouts)

@@ -43,9 +43,9 @@ def examples():
 @pytest.fixture
 def batch_of(policy):
     def batch_of(run, examples):
-        records = [policy.prompts.tokenize(example) for example in examples]
+        tokenized = [policy.prompts.tokenize(example) for example in examples]
         run.config.sft.batch_size = len(examples)
-        batch, _ = sft.packed_batch(run, np.arange(len(examples)), examples, records)
+        batch, _ = sft.packed_batch(run, np.arange(len(examples)), examples, tokenized)
         return batch
 
     return batch_of
@@ -118,9 +118,9 @@ def scripted(monkeypatch):
 
     make_batch = sft.packed_batch
 
-    def noted(run, places, examples, records):
+    def noted(run, places, examples, tokenized):
         seen.append([example.id for example in examples])
-        return make_batch(run, places, examples, records)
+        return make_batch(run, places, examples, tokenized)
 
     monkeypatch.setattr(sft, "score_rows", score_rows)
     monkeypatch.setattr(sft, "update", update)

@@ -176,9 +176,9 @@ def test_each_stage_makes_its_optimizer_of_its_own_keys(make_run, monkeypatch, s
     assert seen == keys
 
 
-def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, records, monkeypatch):
+def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, tokenized, monkeypatch):
     run = make_run({})
-    table = PromptTable(np.arange(B), prompt_sizes(records), ["made"] * B)
+    table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
     num_tokens = groups.rollouts.is_valid.sum(-1)
     worth = roofline.model_flops(run.policy.config, table.sizes, num_tokens)
     kind = jax.devices()[0].device_kind

@@ -50,7 +50,7 @@ def numbers_in(batch):
 
 
 def test_an_update_gets_its_part_of_the_prompts_and_their_trained_responses(
-    make_run, groups, records
+    make_run, groups, tokenized
 ):
     """A response without any trained token, and a prompt without any such, take no place."""
     credited = credit_of(groups.rollouts.tokens.shape)
@@ -59,15 +59,15 @@ def test_an_update_gets_its_part_of_the_prompts_and_their_trained_responses(
     is_trained[2, 0, 0] = True
     credited = credited.replace(is_trained=is_trained)
     run = make_run(PARTS)
-    table = PromptTable(np.arange(B), prompt_sizes(records), ["made"] * B)
+    table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
     num_tokens = lengths_of(groups.rollouts, credited)
     for index, prompts in enumerate(((0, 1), (2, 3))):
         batch, plan = update_batch.train_batch(
-            run, table, records, groups, credited, num_tokens, index
+            run, table, tokenized, groups, credited, num_tokens, index
         )
         assert numbers_in(batch) == numbers_of(groups, credited, prompts)
         used = [n for n in prompts if is_trained[n].any()]
-        num_real = sum(len(records[n].tokens) for n in used) + num_tokens[list(prompts)].sum()
+        num_real = sum(len(tokenized[n].tokens) for n in used) + num_tokens[list(prompts)].sum()
         assert (plan.real_tokens, plan.computed_tokens) == (num_real, batch.rows.tokens.size)
         assert (
             not batch.ref_logp.any() and not batch.token_advantage[batch.rows.predictor < 0].any()
@@ -80,8 +80,8 @@ def test_an_update_gets_its_part_of_the_prompts_and_their_trained_responses(
 def test_every_process_plans_the_rows_of_all(make_run, responses, policy, monkeypatch):
     """Two processes take every second prompt; microbatches and shapes are the same on both."""
     questions = [Example(f"q{i}", "made", (), "1?" + " 1" * i, "") for i in (15, 0, 15, 0)]
-    records = [policy.prompts.tokenize(example) for example in questions]
-    sizes, credited = prompt_sizes(records), credit_of(responses.tokens.shape)
+    tokenized = [policy.prompts.tokenize(example) for example in questions]
+    sizes, credited = prompt_sizes(tokenized), credit_of(responses.tokens.shape)
     groups = groups_of(responses)
     num_tokens = lengths_of(responses, credited)
     run = make_run(PARTS | {"rl.microbatch_size": 2})
@@ -99,7 +99,7 @@ def test_every_process_plans_the_rows_of_all(make_run, responses, policy, monkey
         batch, plan = update_batch.train_batch(
             run,
             PromptTable(local, sizes, ["made"] * B),
-            [records[place] for place in local],
+            [tokenized[place] for place in local],
             part,
             local_rows[2],
             num_tokens,

@@ -53,18 +53,18 @@ def assert_same(abstract, array):
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 def test_prompts_are_those_of_the_largest_bucket(run, examples):
-    records = [run.policy.prompts.tokenize(example) for example in examples]
-    sizes = np.concatenate([prompt_sizes(records), [BUCKET]])
-    batch = run.policy.prompts.batch(records, sizes)
+    tokenized = [run.policy.prompts.tokenize(example) for example in examples]
+    sizes = np.concatenate([prompt_sizes(tokenized), [BUCKET]])
+    batch = run.policy.prompts.batch(tokenized, sizes)
     expected = sharding.put_batch(batch, run.decode_batch_sharding)
     assert batch.tokens.shape[1] == BUCKET[0] and batch.images.patches.shape[1] == BUCKET[1]
-    jax.tree.map(assert_same, shapes.prompts(run, len(records)), expected)
+    jax.tree.map(assert_same, shapes.prompts(run, len(tokenized)), expected)
 
 
-def test_batches_are_those_that_packing_makes(run, image_records):
+def test_batches_are_those_that_packing_makes(run, image_prompts):
     """Of full rows, one on each device."""
     lengths = np.full((4, 2), 150)
-    plan = packed_plan(image_records, lengths, row_tokens=512, row_patches=192, microbatch_size=4)
+    plan = packed_plan(image_prompts, lengths, row_tokens=512, row_patches=192, microbatch_size=4)
     shape = dict(row_tokens=plan.row_tokens, row_patches=plan.row_patches)
     run.config.rl.update(shape)
     run.config.sft.update(shape)
@@ -72,7 +72,7 @@ def test_batches_are_those_that_packing_makes(run, image_records):
     values = {name: np.zeros((4, 2, 150), np.float32) for name in fields}
     values |= {name: values[name].astype(bool) for name in ("is_trained", "is_answer")}
     tokens = np.zeros((4, 2, 150), np.int32)
-    made = train_batch(run.policy, image_records, plan, tokens, values, np.ones(4))
+    made = train_batch(run.policy, image_prompts, plan, tokens, values, np.ones(4))
     assert len(made.rows.tokens) == 4
     place = run.train_batch_sharding
     jax.tree.map(assert_same, shapes.train_batch(run, 4), sharding.put_batch(made, place))

@@ -24,7 +24,7 @@ class Builder:
             raise Unusable("image unreadable or truncated")
         return TokenizedPrompt(tokens=[example.id], grids=[], patches=[])
 
-    def fits(self, record):
+    def fits(self, prompt):
         return True
 
 

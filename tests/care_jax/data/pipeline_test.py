@@ -28,8 +28,8 @@ class Builder:
     def tokenize(self, item):
         return TokenizedPrompt(tokens=[item.id], grids=[], patches=[])
 
-    def fits(self, record):
-        return record.tokens[0] not in self.too_long
+    def fits(self, prompt):
+        return prompt.tokens[0] not in self.too_long
 
 
 def make(num_examples=10, batch_size=4, seed=0, too_long=()):
@@ -70,9 +70,9 @@ def test_rows_of_a_process_are_those_of_the_whole_batch():
     own = Batches(items, Builder({2, 5}), batch_size=4, seed=0, rows=rows)
     whole = make(too_long={2, 5})
     for step in range(6):
-        examples, records = own.batch(step)
+        examples, tokenized = own.batch(step)
         assert ids(examples) == [ids(whole.batch(step)[0])[row] for row in rows]
-        assert ids(examples) == [record.tokens[0] for record in records]
+        assert ids(examples) == [prompt.tokens[0] for prompt in tokenized]
 
 
 def test_prompt_too_long_gives_its_place_to_the_next_pass_and_is_counted():
@@ -94,8 +94,8 @@ def test_source_of_nothing_but_too_long_prompts_is_refused():
 
 
 def test_records_belong_to_their_examples():
-    for _, examples, records in make().iterate(0, 3):
-        assert ids(examples) == [record.tokens[0] for record in records]
+    for _, examples, tokenized in make().iterate(0, 3):
+        assert ids(examples) == [prompt.tokens[0] for prompt in tokenized]
 
 
 def test_error_of_the_background_thread_is_raised_in_the_loop():

@@ -103,9 +103,9 @@ def test_images_of_a_source_keep_to_its_range_of_pixels(rows, policy):
     num_patches = {}
     for limit in (0, 1024):
         example = open_source("jsonl", path=path, max_pixels=limit)[0]
-        record = builder.tokenize(example)
-        assert builder.measure(example) == (len(record.tokens), len(record.patches))
-        num_patches[limit] = len(record.patches)
+        prompt = builder.tokenize(example)
+        assert builder.measure(example) == (len(prompt.tokens), len(prompt.patches))
+        num_patches[limit] = len(prompt.patches)
     assert num_patches[1024] * 64 <= 1024 < num_patches[0] * 64 <= builder.max_pixels
 
 

@@ -30,13 +30,13 @@ def ending(policy):
 
 
 @pytest.fixture(scope="module")
-def requests(policy, image_records, questions):
+def requests(policy, image_prompts, questions):
     """Seven prompts of three lengths of images and none; every other one has a context."""
     texts = [policy.prompts.tokenize(example) for example in questions((30, 2, 9))]
-    records = [*image_records, *texts]
+    tokenized = [*image_prompts, *texts]
     contexts = [np.arange(300, 300 + n, dtype=np.int32) for n in (0, 3, 0, 5, 1, 0, 4)]
     places = (0, 9, 3, 6, 13, 7, 10)
-    return [Request(*row) for row in zip(places, records, contexts, strict=True)]
+    return [Request(*row) for row in zip(places, tokenized, contexts, strict=True)]
 
 
 @pytest.fixture(scope="module")

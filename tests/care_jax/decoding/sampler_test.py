@@ -17,7 +17,7 @@ MAX_TOKENS = 14
 
 
 @pytest.fixture(scope="module")
-def decode(policy, params, image_records):
+def decode(policy, params, image_prompts):
     """Decodes all four prompts at once; `changes` are of the backbone's config."""
 
     compiled = {}
@@ -29,7 +29,7 @@ def decode(policy, params, image_records):
             sizes = dict(num_seats=4, num_rows=num_rows, num_rollouts=num_rows)
             sizes |= dict(max_tokens=MAX_TOKENS, context_tokens=key[2])
             compiled[key] = asked, make_answer(asked, params, **sizes, **choice)
-        requests = map(Request, range(4), image_records, contexts)
+        requests = map(Request, range(4), image_prompts, contexts)
         return compiled[key][1](list(requests), rng)
 
     return decode
@@ -42,7 +42,7 @@ def ending_with(policy, *ids):
 
 
 @pytest.fixture(scope="module")
-def trainer_logp(policy, params, image_records):
+def trainer_logp(policy, params, image_prompts):
     """Log-probabilities of rollouts by the trainer's forward, [B, R, T]."""
     score = jax.jit(
         functools.partial(logprobs.score_rows, config=policy.config, dtype=jnp.float32, chunk=1000)
@@ -50,8 +50,8 @@ def trainer_logp(policy, params, image_records):
 
     def trainer_logp(rollouts):
         tokens, lengths = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid).sum(-1)
-        plan = packed_plan(image_records, lengths, row_tokens=512, row_patches=512)
-        logp, _ = score(params, lay_out(image_records, tokens, plan, policy.config))
+        plan = packed_plan(image_prompts, lengths, row_tokens=512, row_patches=512)
+        logp, _ = score(params, lay_out(image_prompts, tokens, plan, policy.config))
         return take_back(np.asarray(logp), plan, tokens.shape[-1])
 
     return trainer_logp
@@ -187,7 +187,7 @@ def test_without_a_context_the_reflected_row_is_a_fresh_rollout(decode):
 
 
 def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
-    policy, params, image_records, decode
+    policy, params, image_prompts, decode
 ):
     """The token at index 5 closes the span, whatever it is; one row ends with EOS before it.
 
@@ -205,8 +205,8 @@ def test_embedding_is_the_mean_state_up_to_the_end_of_the_rationale(
     assert end[1, 2] <= 3 and (end > closing).sum() > 6
     in_mean = np.arange(MAX_TOKENS) < np.minimum(end, closing + 1)[..., None]
     # All of the rows, also what stands behind their end.
-    plan = packed_plan(image_records, np.full(tokens.shape[:2], MAX_TOKENS), row_patches=512)
-    rows = jax.tree.map(jnp.asarray, lay_out(image_records, tokens, plan, policy.config))
+    plan = packed_plan(image_prompts, np.full(tokens.shape[:2], MAX_TOKENS), row_patches=512)
+    rows = jax.tree.map(jnp.asarray, lay_out(image_prompts, tokens, plan, policy.config))
     x, features = backbone.embed_with_images(
         params, rows.tokens, rows.images, rows.slots, policy.config, dtype=jnp.float32
     )

@@ -23,14 +23,14 @@ def score(policy):
 
 
 @pytest.fixture(scope="module")
-def lay(policy, image_records, responses):
+def lay(policy, image_prompts, responses):
     """Plans and lays out the responses to four prompts, packed, split or replicated."""
     tokens, lengths = np.asarray(responses.tokens), np.asarray(responses.is_valid).sum(-1)
 
     def lay(name):
         make_plan = {"packed": packed_plan, "split": split_plan, "replicated": replicated_plan}
-        plan = make_plan[name](image_records, lengths)
-        return plan, lay_out(image_records, tokens, plan, policy.config)
+        plan = make_plan[name](image_prompts, lengths)
+        return plan, lay_out(image_prompts, tokens, plan, policy.config)
 
     return lay
 

@@ -53,44 +53,46 @@ class Update:
     """An update of four prompts before it is laid out: numbers of their rows [4, 3, 9]."""
 
     policy: Any
-    records: list
+    tokenized: list
     responses: Rollouts
     fields: dict
     prompt_weight: np.ndarray
 
     def batch(self, make_plan=packed_plan, **settings):
         lengths = np.asarray(self.responses.is_valid).sum(-1)
-        plan = make_plan(self.records, lengths, **settings)
+        plan = make_plan(self.tokenized, lengths, **settings)
         tokens = self.responses.tokens
-        return train_batch(self.policy, self.records, plan, tokens, self.fields, self.prompt_weight)
+        return train_batch(
+            self.policy, self.tokenized, plan, tokens, self.fields, self.prompt_weight
+        )
 
     def replace(self, prompt_weight=None, **fields):
         weight = self.prompt_weight if prompt_weight is None else prompt_weight
         return dataclasses.replace(self, fields=self.fields | fields, prompt_weight=weight)
 
 
-def log_probabilities(policy, params, records, responses):
+def log_probabilities(policy, params, tokenized, responses):
     """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
-    plan = replicated_plan(records, np.asarray(responses.is_valid).sum(-1))
-    rows = lay_out(records, np.asarray(responses.tokens), plan, policy.config)
+    plan = replicated_plan(tokenized, np.asarray(responses.is_valid).sum(-1))
+    rows = lay_out(tokenized, np.asarray(responses.tokens), plan, policy.config)
     settings = dict(config=policy.config, dtype=jnp.float32, chunk=1000)
     scored = jax.jit(functools.partial(logprobs.score_rows, **settings))(params, rows)
     return [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in scored]
 
 
 @pytest.fixture(scope="module")
-def update_of(policy, params, image_records, responses):
+def update_of(policy, params, image_prompts, responses):
     """Rows that have moved away from the sampler and the reference, one prompt left out.
 
     The first token of a row has no credit, the first three are no answer.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = responses.tokens.shape
-    logp, _ = log_probabilities(policy, params, image_records, responses)
+    logp, _ = log_probabilities(policy, params, image_prompts, responses)
     is_trained = np.asarray(responses.is_valid & (jnp.arange(4) != 2)[:, None, None])
     return Update(
         policy,
-        image_records,
+        image_prompts,
         responses,
         {
             "token_advantage": is_trained * (jnp.arange(9) > 0) * jax.random.normal(keys[0], shape),
@@ -155,9 +157,9 @@ def assert_same_update(params, result, expected, tolerance=1e-5):
 
 
 def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
-    policy, params, image_records, responses, update_of, whole
+    policy, params, image_prompts, responses, update_of, whole
 ):
-    logp, entropy = log_probabilities(policy, params, image_records, responses)
+    logp, entropy = log_probabilities(policy, params, image_prompts, responses)
     b = types.SimpleNamespace(
         **{name: np.asarray(value, np.float64) for name, value in update_of.fields.items()}
     )
@@ -245,7 +247,7 @@ CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, eps_w=1e-6)
 
 @pytest.mark.parametrize("reflect_credit", ["as_sampled", "prompt_only"])
 def test_packing_changes_nothing_under_care_with_reflected_rows(
-    policy, step, params, image_records, update_of, reflect_credit
+    policy, step, params, image_prompts, update_of, reflect_credit
 ):
     """The third rows are reflected: up to three of their tokens were forced, and stay or go."""
     responses, tokens = update_of.responses, np.arange(9)
@@ -270,7 +272,7 @@ def test_packing_changes_nothing_under_care_with_reflected_rows(
     assert (
         credited.is_trained[0, 2].sum() == (responses.is_valid & ~responses.is_forced)[0, 2].sum()
     )
-    old_logp, _ = log_probabilities(policy, params, image_records, responses)
+    old_logp, _ = log_probabilities(policy, params, image_prompts, responses)
     names = ("token_advantage", "row_weight", "is_trained")
     fields = {name: np.asarray(getattr(credited, name)) for name in names}
     fields |= {"is_answer": scores.is_answer, "old_logp": old_logp + 0.3}
@@ -283,11 +285,11 @@ def test_packing_changes_nothing_under_care_with_reflected_rows(
         assert_same_update(params, packed, replicated)
 
 
-def test_sequence_ratio_is_a_responses_own(policy, step, params, image_records, update_of):
+def test_sequence_ratio_is_a_responses_own(policy, step, params, image_prompts, update_of):
     """The loss of GSPO, summed by hand; rows have moved by up to several times the range."""
     credited = credited_by("gspo", update_of)
     responses = update_of.responses
-    logp, _ = log_probabilities(policy, params, image_records, responses)
+    logp, _ = log_probabilities(policy, params, image_prompts, responses)
     delta = logp.astype(np.float64) - np.asarray(credited.fields["old_logp"])
     terms, num_tokens, num_clipped = [], [], []
     for prompt, row in np.ndindex(4, 3):

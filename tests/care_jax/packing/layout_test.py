@@ -20,13 +20,13 @@ T = 20
 
 
 @pytest.fixture(scope="module")
-def records(policy, examples):
+def tokenized(policy, examples):
     """One image, another size, two images, none."""
     return [policy.prompts.tokenize(example) for example in examples]
 
 
-def sizes_of(records, lengths):
-    tokens, patches = ([len(getattr(r, name)) for r in records] for name in ("tokens", "patches"))
+def sizes_of(tokenized, lengths):
+    tokens, patches = ([len(getattr(r, name)) for r in tokenized] for name in ("tokens", "patches"))
     return TreeSizes(np.array(tokens), np.array(patches), np.array(lengths))
 
 
@@ -38,10 +38,10 @@ def responses_of(lengths):
     return np.where(np.arange(T) < lengths[..., None], tokens, -7).astype(np.int32)
 
 
-def laid_out(policy, records, lengths, **kwargs):
+def laid_out(policy, tokenized, lengths, **kwargs):
     shape = {"row_tokens": 128, "row_patches": 256, "microbatch_size": 2, "token_multiple": 16}
-    plan = plan_rows(sizes_of(records, lengths), **{**shape, "patch_multiple": 16, **kwargs})
-    return plan, lay_out(records, responses_of(lengths), plan, policy.config)
+    plan = plan_rows(sizes_of(tokenized, lengths), **{**shape, "patch_multiple": 16, **kwargs})
+    return plan, lay_out(tokenized, responses_of(lengths), plan, policy.config)
 
 
 def paths(plan):
@@ -66,10 +66,10 @@ SOME = st.lists(st.lists(st.integers(0, T), min_size=3, max_size=3), min_size=4,
 @settings(deadline=None, max_examples=25)
 @given(SOME, st.sampled_from((96, 112, 160)), st.sampled_from((1, 2, 3)))
 def test_a_token_sees_its_own_path_and_padding_itself(
-    policy, records, lengths, row_tokens, microbatch_size
+    policy, tokenized, lengths, row_tokens, microbatch_size
 ):
     plan, rows = laid_out(
-        policy, records, lengths, row_tokens=row_tokens, microbatch_size=microbatch_size
+        policy, tokenized, lengths, row_tokens=row_tokens, microbatch_size=microbatch_size
     )
     place_of = np.arange(plan.row_tokens)
     for reach, expected in zip(rows.reach, paths(plan), strict=True):
@@ -83,9 +83,9 @@ def test_a_token_sees_its_own_path_and_padding_itself(
 @settings(deadline=None, max_examples=25)
 @given(SOME, st.sampled_from((96, 160)))
 def test_every_response_token_is_scored_once_by_the_token_before_it(
-    policy, records, lengths, row_tokens
+    policy, tokenized, lengths, row_tokens
 ):
-    plan, rows = laid_out(policy, records, lengths, row_tokens=row_tokens)
+    plan, rows = laid_out(policy, tokenized, lengths, row_tokens=row_tokens)
     found = []
     for row, path_of in enumerate(paths(plan)):
         scored = rows.scored[row]
@@ -103,23 +103,23 @@ def test_every_response_token_is_scored_once_by_the_token_before_it(
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 @pytest.mark.parametrize("row_tokens", [96, 192])
-def test_a_tree_stands_in_a_row_as_it_would_alone(policy, records, row_tokens):
+def test_a_tree_stands_in_a_row_as_it_would_alone(policy, tokenized, row_tokens):
     """Tokens, positions, branches and image features of every part, and padding behind them."""
-    plan, rows = laid_out(policy, records, LENGTHS, row_tokens=row_tokens)
+    plan, rows = laid_out(policy, tokenized, LENGTHS, row_tokens=row_tokens)
     assert sum(map(len, plan.rows)) > 4 if row_tokens == 96 else any(len(r) > 1 for r in plan.rows)
     tokens = responses_of(LENGTHS)
     for row, parts in enumerate(plan.rows):
         start = num_features = num_branches = 0
         for part in parts:
-            record = records[part.tree]
-            given = slice(start, start + len(record.tokens))
-            positions, behind = prompt_positions(record.tokens, record.grids, policy.config)
-            np.testing.assert_array_equal(rows.tokens[row, given], record.tokens)
+            prompt = tokenized[part.tree]
+            given = slice(start, start + len(prompt.tokens))
+            positions, behind = prompt_positions(prompt.tokens, prompt.grids, policy.config)
+            np.testing.assert_array_equal(rows.tokens[row, given], prompt.tokens)
             np.testing.assert_array_equal(rows.positions[row, given], positions)
-            slots = image_slots(record.tokens, policy.config)
+            slots = image_slots(prompt.tokens, policy.config)
             slots[slots >= 0] += num_features
             np.testing.assert_array_equal(rows.slots[row, given], slots)
-            num_features += len(record.patches) // policy.config.vision.merge_size**2
+            num_features += len(prompt.patches) // policy.config.vision.merge_size**2
             start = given.stop
             for branch in part.branches:
                 length = LENGTHS[part.tree][branch]
@@ -140,8 +140,8 @@ def test_a_tree_stands_in_a_row_as_it_would_alone(policy, records, row_tokens):
         if not parts:
             continue
         images = pack_images(
-            [np.concatenate([records[part.tree].patches for part in parts])],
-            [np.concatenate([records[part.tree].grids for part in parts])],
+            [np.concatenate([tokenized[part.tree].patches for part in parts])],
+            [np.concatenate([tokenized[part.tree].grids for part in parts])],
             policy.config.vision,
             plan.row_patches,
         )
@@ -152,22 +152,22 @@ def test_a_tree_stands_in_a_row_as_it_would_alone(policy, records, row_tokens):
                 )
 
 
-def test_a_split_tree_repeats_its_prompt_and_its_image(policy, records):
-    plan, rows = laid_out(policy, records[:1], [[20, 20, 20]], row_tokens=64)
+def test_a_split_tree_repeats_its_prompt_and_its_image(policy, tokenized):
+    plan, rows = laid_out(policy, tokenized[:1], [[20, 20, 20]], row_tokens=64)
     assert len(plan.rows) > 1 and all(len(parts) == 1 for parts in plan.rows if parts)
-    record = records[0]
+    prompt = tokenized[0]
     is_used = [bool(parts) for parts in plan.rows]
     for row in np.flatnonzero(is_used):
-        np.testing.assert_array_equal(rows.tokens[row, : len(record.tokens)], record.tokens)
+        np.testing.assert_array_equal(rows.tokens[row, : len(prompt.tokens)], prompt.tokens)
         np.testing.assert_array_equal(
-            rows.images.patches[row, : len(record.patches)], record.patches
+            rows.images.patches[row, : len(prompt.patches)], prompt.patches
         )
-    assert plan.real_tokens == len(record.tokens) + 60
-    assert plan.real_patches == len(record.patches) < plan.computed_patches
+    assert plan.real_tokens == len(prompt.tokens) + 60
+    assert plan.real_patches == len(prompt.patches) < plan.computed_patches
 
 
-def test_a_batch_without_images_has_none_and_an_empty_row_sees_nothing_else(policy, records):
-    plan, rows = laid_out(policy, records[3:], [[4, 2, 0]], microbatch_size=3)
+def test_a_batch_without_images_has_none_and_an_empty_row_sees_nothing_else(policy, tokenized):
+    plan, rows = laid_out(policy, tokenized[3:], [[4, 2, 0]], microbatch_size=3)
     assert rows.images is None and plan.row_patches == 0 and len(plan.rows) == 3
     np.testing.assert_array_equal(rows.reach[-1], np.arange(plan.row_tokens))
     assert (rows.scored[-1] == -1).all()
@@ -175,8 +175,8 @@ def test_a_batch_without_images_has_none_and_an_empty_row_sees_nothing_else(poli
 
 @settings(deadline=None, max_examples=25)
 @given(SOME, st.sampled_from((96, 160)))
-def test_values_return_from_the_places_of_their_tokens(policy, records, lengths, row_tokens):
-    plan, rows = laid_out(policy, records, lengths, row_tokens=row_tokens)
+def test_values_return_from_the_places_of_their_tokens(policy, tokenized, lengths, row_tokens):
+    plan, rows = laid_out(policy, tokenized, lengths, row_tokens=row_tokens)
     is_valid = np.arange(T) < np.array(lengths)[..., None]
     values = np.random.default_rng(0).normal(size=is_valid.shape).astype(np.float32)
     placed = place(values, plan)
@@ -189,8 +189,8 @@ def test_values_return_from_the_places_of_their_tokens(policy, records, lengths,
     )
 
 
-def test_two_processes_score_all_branches_between_them(policy, records):
-    sizes = sizes_of(records, LENGTHS)
+def test_two_processes_score_all_branches_between_them(policy, tokenized):
+    sizes = sizes_of(tokenized, LENGTHS)
     values, found = responses_of(LENGTHS), 0
     for process in range(2):
         plan = plan_rows(
@@ -203,7 +203,7 @@ def test_two_processes_score_all_branches_between_them(policy, records):
             num_processes=2,
             process=process,
         )
-        own = {tree: records[tree] for tree in plan.trees}  # no other prompt is there
+        own = {tree: tokenized[tree] for tree in plan.trees}  # no other prompt is there
         rows = lay_out(own, values, plan, policy.config)
         np.testing.assert_array_equal(
             rows.tokens[rows.predictor >= 0], place(values, plan)[rows.predictor >= 0]
@@ -212,8 +212,8 @@ def test_two_processes_score_all_branches_between_them(policy, records):
     np.testing.assert_array_equal(found, np.where(values >= 0, values, 0))
 
 
-def test_a_plan_for_other_prompts_is_refused(policy, records):
-    plan, _ = laid_out(policy, records, LENGTHS)
-    other = TokenizedPrompt(records[0].tokens[:-1], records[0].grids, records[0].patches)
+def test_a_plan_for_other_prompts_is_refused(policy, tokenized):
+    plan, _ = laid_out(policy, tokenized, LENGTHS)
+    other = TokenizedPrompt(tokenized[0].tokens[:-1], tokenized[0].grids, tokenized[0].patches)
     with pytest.raises(ValueError, match="for prompt 0, it has"):
-        lay_out([other, *records[1:]], responses_of(LENGTHS), plan, policy.config)
+        lay_out([other, *tokenized[1:]], responses_of(LENGTHS), plan, policy.config)

@@ -130,27 +130,27 @@ def test_the_tag_stands_in_what_the_policy_is_told(tokenizer):
 
 
 def test_image_tokens_equal_merged_features(builder):
-    record = builder.tokenize(example("<image> or <image>?", (48, 32), (64, 80)))
-    np.testing.assert_array_equal(record.grids, [[1, 4, 6], [1, 10, 8]])
-    assert record.patches.shape == (24 + 80, CONFIG.vision.patch_dim)
-    is_image = record.tokens == CONFIG.image_token_id
+    prompt = builder.tokenize(example("<image> or <image>?", (48, 32), (64, 80)))
+    np.testing.assert_array_equal(prompt.grids, [[1, 4, 6], [1, 10, 8]])
+    assert prompt.patches.shape == (24 + 80, CONFIG.vision.patch_dim)
+    is_image = prompt.tokens == CONFIG.image_token_id
     runs = np.flatnonzero(np.diff(np.concatenate([[0], is_image, [0]])))
     np.testing.assert_array_equal(runs[1::2] - runs[::2], [6, 20])
-    around = record.tokens[[runs[0] - 1, runs[1]]]
+    around = prompt.tokens[[runs[0] - 1, runs[1]]]
     np.testing.assert_array_equal(
         around, [CONFIG.vision_start_token_id, CONFIG.vision_end_token_id]
     )
 
 
 def test_batch_is_left_padded_and_keeps_each_prompt(builder):
-    records = [
+    tokenized = [
         builder.tokenize(example("<image>How many circles are there in all?", (48, 32))),
         builder.tokenize(example("1 + 1?")),
     ]
-    prompts = builder.batch(records)
-    for row, record in enumerate(records):
-        length = len(record.tokens)
-        np.testing.assert_array_equal(prompts.tokens[row, -length:], record.tokens)
+    prompts = builder.batch(tokenized)
+    for row, prompt in enumerate(tokenized):
+        length = len(prompt.tokens)
+        np.testing.assert_array_equal(prompts.tokens[row, -length:], prompt.tokens)
         assert (prompts.tokens[row, :-length] == CONFIG.pad_token_id).all()
         np.testing.assert_array_equal(prompts.is_valid[row].nonzero()[0], range(48 - length, 48))
         np.testing.assert_array_equal(prompts.positions[row, -length], [0, 0, 0])
@@ -180,10 +180,13 @@ def test_batch_without_any_image_has_none(builder):
 
 
 def test_a_share_of_a_batch_is_padded_as_the_whole(builder):
-    records = [builder.tokenize(example("1 + 1?")), builder.tokenize(example("<image>", (80, 64)))]
-    whole = builder.batch(records)
+    tokenized = [
+        builder.tokenize(example("1 + 1?")),
+        builder.tokenize(example("<image>", (80, 64))),
+    ]
+    whole = builder.batch(tokenized)
     for row in range(2):
-        share = builder.batch(records[row : row + 1], prompt_sizes(records))
+        share = builder.batch(tokenized[row : row + 1], prompt_sizes(tokenized))
         rows = jax.tree.map(lambda x: x[row : row + 1], whole)  # noqa: B023
         jax.tree.map(np.testing.assert_array_equal, share, rows)
 
@@ -198,8 +201,8 @@ def test_a_share_of_a_batch_is_padded_as_the_whole(builder):
     ],
 )
 def test_smallest_bucket_that_holds_the_batch_is_taken(builder, num_words, size, bucket):
-    record = builder.tokenize(example("<image>" + " the" * num_words, size))
-    prompts = builder.batch([builder.tokenize(example("<image>", (16, 16))), record])
+    prompt = builder.tokenize(example("<image>" + " the" * num_words, size))
+    prompts = builder.batch([builder.tokenize(example("<image>", (16, 16))), prompt])
     assert (prompts.tokens.shape[1], prompts.images.patches.shape[1]) == bucket
 
 
@@ -274,9 +277,9 @@ def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(
     assert tokenizer.chat_template == builder.tokenizer.chat_template
 
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
-    record = builder.tokenize(drawn)
-    np.testing.assert_array_equal(processor(drawn.images[0])["pixel_values"], record.patches)
-    assert builder.batch([record]).images.patches.shape == (1, 256, config.vision.patch_dim)
+    prompt = builder.tokenize(drawn)
+    np.testing.assert_array_equal(processor(drawn.images[0])["pixel_values"], prompt.patches)
+    assert builder.batch([prompt]).images.patches.shape == (1, 256, config.vision.patch_dim)
 
 
 def test_missing_tokenizer_folder_is_named(tmp_path):
