@@ -4,7 +4,7 @@
 
 CPU seconds of forward and backward in float32. Text has 12 query heads, 4 kv heads and head dim 64;
 the vision tower has 16 heads of 80. A row of 4096 tokens holds trees of 256 prompt tokens and 8
-answers, with exponential lengths of mean 160 clipped to 448. It is compared with the same trees
+responses, with exponential lengths of mean 160 clipped to 448. It is compared with the same trees
 padded to equal branches, one row [256 | 8 x 448] each, and with one dense masked matmul. A row of
 3072 patches holds images of 256 to 1024. The programs are interleaved; ratios are medians.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from models.attention import attend
 from models.attention_mask import XLA, AttentionImpl, block_mask, segment_spans
 
-PROMPT, ANSWERS, LONGEST, ROW = 256, 8, 448, 4096
+PROMPT, NUM_RESPONSES, LONGEST, ROW = 256, 8, 448, 4096
 IMAGES = (1024, 256, 576, 400, 784)
 BLOCKS = (32, 64, 128, 256)
 
@@ -73,7 +73,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     packed, padded = [], []
     while True:
-        branches = [int(n) for n in np.clip(rng.exponential(160, ANSWERS), 8, LONGEST)]
+        branches = [int(n) for n in np.clip(rng.exponential(160, NUM_RESPONSES), 8, LONGEST)]
         if len(packed) + PROMPT + sum(branches) > ROW:
             break
         packed += tree_reach(len(packed), branches)

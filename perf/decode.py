@@ -216,9 +216,11 @@ def main() -> None:
         seconds = theirs(*best, repeat)
         line = [f"transformers {lengths.sum() / seconds:.1f} tok/s"]
         for num_rows in all_rows:
-            mine, _ = ours(num_rows, repeat)
-            ratios[num_rows].append(seconds / mine)
-            line.append(f"R = {num_rows} {lengths.sum() / mine:.1f} ({seconds / mine:.2f}x)")
+            seconds_ours, _ = ours(num_rows, repeat)
+            ratios[num_rows].append(seconds / seconds_ours)
+            line.append(
+                f"R = {num_rows} {lengths.sum() / seconds_ours:.1f} ({seconds / seconds_ours:.2f}x)"
+            )
         print("  ".join(line), flush=True)
     for num_rows, found in ratios.items():
         print(f"R = {num_rows}: median ratio {statistics.median(found):.2f}")

@@ -64,8 +64,8 @@ def main() -> None:
         for _ in range(args.updates):
             prompts = draw_prompts(args.prompts, data.buckets, rng, **pixels)
             shape, cap = (args.prompts, args.branches), config.rl.max_response_tokens
-            answers = draw_responses(shape, mean, cap, rng, sigma=sigma)
-            updates.setdefault((mean, sigma), []).append(TreeSizes(*prompts.T, answers))
+            responses = draw_responses(shape, mean, cap, rng, sigma=sigma)
+            updates.setdefault((mean, sigma), []).append(TreeSizes(*prompts.T, responses))
 
     print(" ".join(f"{name:>9}" for name in COLUMNS))
     worst = np.ones(2)

@@ -2,14 +2,14 @@
 
     python -m perf.train_step
 
-Prompts have an image and lengths of the paper's mixture (see `perf.fill`). Each has 9 answers of
+Prompts have an image and lengths of the paper's mixture (see `perf.fill`). Each has 9 responses of
 log-normal length (mean 96, σ 0.7, clipped to 384 tokens). All sides use the same backbone of 106M
 parameters and the same loss, Σ advantage · log π, and compute the gradient of the whole batch:
 
     packed      as a run does: trees in rows of `--row-tokens`
-    padded      one row per prompt, prompts padded to the longest, answers to the longest answer
-    replicated  every answer after a copy of its prompt and image, packed into rows of the same size
-    torch       transformers' model: the answers of a prompt as one batch, each after a copy of
+    padded      one row per prompt, prompts padded to the longest, responses to the longest
+    replicated  every response after a copy of prompt and image, packed into rows of the same size
+    torch       transformers' model: the responses to a prompt as one batch, each after a copy of
                 prompt and image, padded to the longest of the nine; gradient checkpointing
 
 The sides are interleaved, `--repeats` times; ratios to packed are medians over the repeats. Losses
@@ -47,8 +47,8 @@ from configs import common
 from models import backbone
 from perf.backbones import medium_config
 
-NUM_ANSWERS = 9
-MEAN, SIGMA, LONGEST = 96, 0.7, 384  # tokens of an answer
+NUM_RESPONSES = 9
+MEAN, SIGMA, LONGEST = 96, 0.7, 384  # tokens of a response
 
 
 def make_prompts(config, sizes, rng) -> list[TokenizedPrompt]:
@@ -68,7 +68,7 @@ def make_prompts(config, sizes, rng) -> list[TokenizedPrompt]:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The batch of one layout: prompts, answers [N, R, T], advantages [N, R] and the row plan."""
+    """The batch of one layout: prompts, responses [N, R, T], advantages [N, R] and the row plan."""
 
     prompts: list[TokenizedPrompt]
     tokens: np.ndarray
@@ -76,15 +76,15 @@ class Layout:
     plan: RowPlan
 
 
-def layouts_of(prompts, tokens, answers, advantage, row_tokens: int) -> dict[str, Layout]:
-    """The three layouts of the same answers."""
+def layouts_of(prompts, tokens, num_tokens, advantage, row_tokens: int) -> dict[str, Layout]:
+    """The three layouts of the same responses."""
     sizes = prompt_sizes(prompts).T
     row = {"row_tokens": row_tokens, "row_patches": max(2 * row_tokens, int(sizes[1].max()))}
-    trees = TreeSizes(*sizes, answers)
-    padded_tokens = int(sizes[0].max() + NUM_ANSWERS * answers.max())
-    everything = tuple(range(NUM_ANSWERS))
+    trees = TreeSizes(*sizes, num_tokens)
+    padded_tokens = int(sizes[0].max() + NUM_RESPONSES * num_tokens.max())
+    all_branches = tuple(range(NUM_RESPONSES))
     padded = RowPlan(
-        rows=tuple((Part(n, everything),) for n in range(len(prompts))),
+        rows=tuple((Part(n, all_branches),) for n in range(len(prompts))),
         sizes=trees,
         row_tokens=padded_tokens,
         row_patches=int(sizes[1].max()),
@@ -94,9 +94,9 @@ def layouts_of(prompts, tokens, answers, advantage, row_tokens: int) -> dict[str
         real_patches=int(sizes[1].sum()),
         computed_patches=len(prompts) * int(sizes[1].max()),
     )
-    copies = TreeSizes(*np.repeat(sizes, NUM_ANSWERS, axis=1), answers.reshape(-1, 1))
+    copies = TreeSizes(*np.repeat(sizes, NUM_RESPONSES, axis=1), num_tokens.reshape(-1, 1))
     one_each = tokens.reshape(-1, 1, tokens.shape[-1]), advantage.reshape(-1, 1)
-    repeated = [prompt for prompt in prompts for _ in everything]
+    repeated = [prompt for prompt in prompts for _ in all_branches]
     return {
         "packed": Layout(prompts, tokens, advantage, plan_rows(trees, **row, microbatch_size=1)),
         "padded": Layout(prompts, tokens, advantage, padded),
@@ -121,12 +121,12 @@ def main() -> None:
     pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
     drawn = lengths.draw_prompts(args.prompts, data.buckets, rng, **pixels)
     prompts = make_prompts(config, drawn, rng)
-    shape = (args.prompts, NUM_ANSWERS)
-    answers = lengths.draw_responses(shape, MEAN, LONGEST, rng, sigma=SIGMA)
-    shape = (args.prompts, NUM_ANSWERS, LONGEST)
+    shape = (args.prompts, NUM_RESPONSES)
+    num_tokens = lengths.draw_responses(shape, MEAN, LONGEST, rng, sigma=SIGMA)
+    shape = (args.prompts, NUM_RESPONSES, LONGEST)
     tokens = rng.integers(0, 30000, shape, np.int32)
     advantage = rng.normal(size=shape[:2]).astype(np.float32)
-    layouts = layouts_of(prompts, tokens, answers, advantage, args.row_tokens)
+    layouts = layouts_of(prompts, tokens, num_tokens, advantage, args.row_tokens)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def add_gradient(params, total, rows, advantage):
@@ -155,7 +155,7 @@ def main() -> None:
 
     sides = {name: functools.partial(gradient, layout) for name, layout in layouts.items()}
     if "torch" in args.sides:
-        sides["torch"] = torch_side(config, params, prompts, tokens, answers, advantage)
+        sides["torch"] = torch_side(config, params, prompts, tokens, num_tokens, advantage)
     sides = {name: sides[name] for name in args.sides.split(",")}
     results = {}
     for name, side in sides.items():
@@ -176,7 +176,7 @@ def main() -> None:
         f"packed: its program takes {predicted / 2**30:.2f} GiB, parameters and gradient included"
     )
 
-    worth = roofline.model_flops(config, prompt_sizes(prompts), answers)
+    worth = roofline.model_flops(config, prompt_sizes(prompts), num_tokens)
     seconds, rates = {name: [] for name in sides}, [product_rate(config)]
     for _ in range(args.repeats):
         for name, side in sides.items():
@@ -226,7 +226,7 @@ class Batch:
     advantage: jax.Array
 
 
-def torch_side(config, params, prompts, tokens, answers, advantage):
+def torch_side(config, params, prompts, tokens, num_tokens, advantage):
     """The gradient with transformers' model; one right-padded batch per prompt."""
     import torch
     import transformers
@@ -240,16 +240,16 @@ def torch_side(config, params, prompts, tokens, answers, advantage):
         model.gradient_checkpointing_enable()
 
     def loss_of(n):
-        prompt, longest = prompts[n].tokens, answers[n].max()
-        rows = np.concatenate([np.tile(prompt, (NUM_ANSWERS, 1)), tokens[n, :, :longest]], 1)
-        is_answer = np.arange(longest) < answers[n][:, None]
-        mask = np.concatenate([np.ones((NUM_ANSWERS, len(prompt)), bool), is_answer], 1)
+        prompt, longest = prompts[n].tokens, num_tokens[n].max()
+        rows = np.concatenate([np.tile(prompt, (NUM_RESPONSES, 1)), tokens[n, :, :longest]], 1)
+        is_response = np.arange(longest) < num_tokens[n][:, None]
+        mask = np.concatenate([np.ones((NUM_RESPONSES, len(prompt)), bool), is_response], 1)
         logits = model(
             input_ids=torch.tensor(rows, dtype=torch.long),
             attention_mask=torch.tensor(mask, dtype=torch.long),
-            pixel_values=torch.tensor(np.tile(prompts[n].patches, (NUM_ANSWERS, 1))),
+            pixel_values=torch.tensor(np.tile(prompts[n].patches, (NUM_RESPONSES, 1))),
             image_grid_thw=torch.tensor(
-                np.tile(prompts[n].grids, (NUM_ANSWERS, 1)), dtype=torch.long
+                np.tile(prompts[n].grids, (NUM_RESPONSES, 1)), dtype=torch.long
             ),
             mm_token_type_ids=torch.tensor((rows == config.image_token_id).astype(np.int64)),
             logits_to_keep=int(longest) + 1,
@@ -258,7 +258,7 @@ def torch_side(config, params, prompts, tokens, answers, advantage):
         logits = logits.index_fill(-1, torch.tensor(pads), -1e30)
         targets = torch.tensor(tokens[n, :, :longest], dtype=torch.long)[..., None]
         logp = torch.log_softmax(logits, -1).gather(-1, targets)[..., 0]
-        weight = torch.tensor(advantage[n][:, None] * is_answer)
+        weight = torch.tensor(advantage[n][:, None] * is_response)
         return (weight * logp).sum()
 
     def run():

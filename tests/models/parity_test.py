@@ -56,13 +56,10 @@ def reference_inputs(batch, config):
 
 def embedded(params, batch, config):
     """Embedded prompts, and the image features in them."""
-    features = None
-    if any(map(len, batch.grids)):
-        features = backbone.encode_images(params, batch.images, config, dtype=jnp.float32)
-    x = backbone.embed(
-        params, batch.tokens, dtype=jnp.float32, features=features, slots=batch.slots
+    images = batch.images if any(map(len, batch.grids)) else None
+    return backbone.embed_with_images(
+        params, batch.tokens, images, batch.slots, config, dtype=jnp.float32
     )
-    return x, features
 
 
 def logits(params, batch, config):
