@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.attention_check import prefill_attention
+from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import response, scoreboard
 from care_jax.benchmarks.judge import Case, Judge
@@ -209,7 +209,8 @@ def greedy_decoder(run: Run, params: backbone.Params) -> Decode:
         num_shards=sharding.num_shards(run.decode_batch_sharding),
         period=size,
     )
-    programs = compile_decoding(run, temperature=0.0, top_p=1.0, attention=prefill_attention(run))
+    attention = decoding_attention(run, sizes)
+    programs = compile_decoding(run, temperature=0.0, top_p=1.0, attention=attention)
     queue = DecodeQueue(run, programs, sizes, DeviceClock())
     unused_rng = jax.random.key(0)
     return lambda requests: queue.decode(decode_params, unused_rng, requests)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from care_jax.attention_check import DecodingAttention
 from care_jax.batch import Rollouts
 from care_jax.decoding import reflection, sampler
 from care_jax.decoding.queue import DecodePrograms, DecodeQueue
@@ -78,7 +79,7 @@ def compile_decoding(
     temperature: float,
     top_p: float,
     stops: bool = True,
-    attention: AttentionImpl | None = None,
+    attention: DecodingAttention | None = None,
 ) -> DecodePrograms:
     """The jitted functions of decoding, each compiled once per shape that occurs.
 
@@ -86,13 +87,14 @@ def compile_decoding(
         run: the run.
         temperature, top_p: of sampling; greedy at temperature 0.
         stops: end-of-sequence tokens end a rollout.
-        attention: of prefill; None for the device's, without comparing it with XLA.
+        attention: None for the device's, without comparing it with XLA.
     """
     config, mesh = run.policy.config, run.mesh
     rules, rows = run.config.decode_sharding_rules, run.decode_batch_sharding
     dtype = jnp.dtype(run.config.model.compute_dtype)
     if attention is None:
-        attention = sharding.attention_impl(run.config.model.attention, rules, mesh)
+        impl = sharding.attention_impl(run.config.model.attention, rules, mesh)
+        attention = DecodingAttention(impl, impl)
     closing_tag = jnp.asarray(run.policy.closing_tag)
     num_shards = sharding.num_shards(rows)
     choice = dict(temperature=temperature, top_p=top_p)
@@ -113,7 +115,7 @@ def compile_decoding(
         return laid_out(seats)
 
     def admit(params, seats, prompts, rng, places, budget, chosen):
-        prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention)
+        prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention.prefill)
         rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
         seats, first = sampler.admit(
             params, seats, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
@@ -133,6 +135,7 @@ def compile_decoding(
             num_steps=NUM_STEPS,
             dtype=dtype,
             stops=stops,
+            attention=attention.steps,
             **choice,
         )
         sampled = jax.lax.with_sharding_constraint(sampled, rows)
@@ -191,7 +194,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
 
 
 def compile_rollout(
-    run: Run, clock: DeviceClock, attention: AttentionImpl | None = None
+    run: Run, clock: DeviceClock, attention: DecodingAttention | None = None
 ) -> RolloutPrograms:
     """The jitted functions of a rollout, each compiled once per shape that occurs.
 

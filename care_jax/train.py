@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from care_jax import dynamic_sampling
-from care_jax.attention_check import prefill_attention, training_attention
+from care_jax.attention_check import decoding_attention, training_attention
 from care_jax.batch import Example
 from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
@@ -39,6 +39,7 @@ from care_jax.programs import (
     UpdatePrograms,
     compile_rollout,
     compile_update,
+    rollout_sizes,
 )
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.groups import Sampled, Wording
@@ -79,7 +80,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
     clock = DeviceClock()
-    rollout_programs = compile_rollout(run, clock, prefill_attention(run))
+    rollout_programs = compile_rollout(run, clock, decoding_attention(run, rollout_sizes(run)[0]))
     attention = training_attention(run, rl.row_tokens, rl.row_patches)
     programs = compile_update(run, adamw, sharding.of(state), attention)
     # Indices of this process's prompts, first in an update, then in a step: the same in every

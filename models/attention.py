@@ -1,12 +1,9 @@
-"""Attention over full rows (training, prefill, vision tower) and against a KV cache (decoding).
+"""Attention over full rows: training, prefill, vision tower. For decoding see `attention_cached`.
 
 `attend` serves packed rows of token trees and the images of a vision tower. Only the mask differs,
 see `models.attention_mask`. Scores and softmax are float32. Memory is O(S), and time is
 proportional to the number of unmasked block pairs. Rows of at most `AttentionImpl.dense_tokens`
 tokens have nothing to skip and use dense attention.
-
-In decoding, all rows of a prompt read one copy of its keys. The rows and the query heads per kv
-head become query rows of one matmul per (prompt, kv head).
 """
 
 from __future__ import annotations
@@ -165,38 +162,3 @@ def largest_difference(
 def matmul(equation: str, a: Array, b: Array) -> Array:
     """The einsum, accumulated in float32."""
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-
-
-def attend_cached(
-    q: Float[Array, "B R T K G H"],
-    shared: tuple[Array, Array, Array],
-    suffix: tuple[Array, Array, Array],
-) -> Float[Array, "B R T K G H"]:
-    """One softmax over the prompt's keys, shared by its R rows, and the keys of each row.
-
-    Keys are stored transposed, [..., H, S], so that both matmuls contract adjacent axes; XLA:CPU is
-    several times slower otherwise.
-
-    Args:
-        q: rotated queries.
-        shared: of the prompt: keys [B, K, H, P], values [B, K, P, H] and a bool mask that
-            broadcasts to [B, R, T, P], true for the keys a query attends to.
-        suffix: of each row: keys [B, R, K, H, S], values [B, R, K, S, H] and a bool mask that
-            broadcasts to [B, R, T, S].
-    """
-    scale = q.shape[-1] ** -0.5
-    k, v, is_visible = suffix
-    scores = scale * matmul("BRKTGH,BRKHS->BRKTGS", q.transpose(0, 1, 3, 2, 4, 5), k)
-    scores = jnp.where(is_visible[:, :, None, :, None], scores, MASKED)
-    shared_k, shared_v, is_shared = shared
-    shared_scores = scale * matmul("BKRTGH,BKHP->BKRTGP", q.transpose(0, 3, 1, 2, 4, 5), shared_k)
-    shared_scores = jnp.where(is_shared[:, None, :, :, None], shared_scores, MASKED)
-    top = jnp.maximum(scores.max(-1), shared_scores.max(-1).swapaxes(1, 2))
-    top = jax.lax.stop_gradient(top)
-    weights = jnp.exp(scores - top[..., None])
-    shared_weights = jnp.exp(shared_scores - top.swapaxes(1, 2)[..., None])
-    total = weights.sum(-1) + shared_weights.sum(-1).swapaxes(1, 2)
-    out = matmul("BRKTGS,BRKSH->BRKTGH", weights.astype(v.dtype), v)
-    shared_out = matmul("BKRTGP,BKPH->BKRTGH", shared_weights.astype(v.dtype), shared_v)
-    out = out + shared_out.swapaxes(1, 2)
-    return (out / total[..., None]).astype(q.dtype).swapaxes(2, 3)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 # Query rows per TPU block: query tokens times query heads per kv head.
 _TPU_ROWS = 1024
@@ -184,13 +184,15 @@ def _block_lists(
     if is_causal:
         size = B * int((np.arange(0, S, key_block) < query + query_block).sum())
 
-    def listed(is_seen):
-        batch, owner, other = jnp.nonzero(is_seen, size=size, fill_value=0)
-        ends = jnp.cumsum(is_seen.sum(-1).reshape(-1))
-        owner, other = batch * is_seen.shape[1] + owner, batch * is_seen.shape[2] + other
-        return BlockPairs(*(a.astype(jnp.int32) for a in (jnp.pad(ends, (1, 0)), owner, other)))
+    return block_pairs(is_seen, size), block_pairs(is_seen.swapaxes(1, 2), size)
 
-    return listed(is_seen), listed(is_seen.swapaxes(1, 2))
+
+def block_pairs(is_seen: Bool[Array, "B O N"], size: int) -> BlockPairs:
+    """The pairs that are seen, at most `size`; owners and others are numbered through all rows."""
+    batch, owner, other = jnp.nonzero(is_seen, size=size, fill_value=0)
+    ends = jnp.cumsum(is_seen.sum(-1).reshape(-1))
+    owner, other = batch * is_seen.shape[1] + owner, batch * is_seen.shape[2] + other
+    return BlockPairs(*(a.astype(jnp.int32) for a in (jnp.pad(ends, (1, 0)), owner, other)))
 
 
 def segment_spans(

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import attend, attend_cached
+from models.attention import attend
+from models.attention_cached import attend_cached, cache_mask
 from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask, causal_reach
 from models.config import BackboneConfig, TextConfig
 from models.layers import (
@@ -345,6 +346,8 @@ def extend(
     suffix: KeyValues,
     is_visible: Bool[Array, "B R T S"],
     config: BackboneConfig,
+    *,
+    attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B R T D"], KeyValues]:
     """Decodes T tokens of R rows per prompt.
 
@@ -361,12 +364,13 @@ def extend(
         suffix: KV cache of the rows.
         is_visible: which suffix slots each new token attends to, including the token's slot.
         config: of the backbone.
+        attention: the implementation, see `attention_cached`.
 
     Returns:
         Hidden states after the final norm, and the suffix cache with the new tokens in it.
     """
     p, config = params["text"], config.text
-    is_shared = prefix_valid[:, None, None]
+    mask = cache_mask(prefix_valid, is_visible, attention)
 
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
@@ -376,8 +380,8 @@ def extend(
             k = jax.lax.dynamic_update_slice_in_dim(suffix.keys[l], k, index, axis=4)
             v = v.swapaxes(2, 3)
             v = jax.lax.dynamic_update_slice_in_dim(suffix.values[l], v, index, axis=3)
-            shared = prefix.keys[l], prefix.values[l], is_shared
-            return attend_cached(q, shared, (k, v, is_visible)), (k, v)
+            shared = prefix.keys[l], prefix.values[l]
+            return attend_cached(q, shared, (k, v), mask), (k, v)
 
         x, (k, v) = decoder_layer(layer, x, rotary, attend_suffix, config)
         keys.append(k)

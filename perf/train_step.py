@@ -12,12 +12,13 @@ parameters and the same loss, Σ advantage · log π, and compute the gradient o
     torch       transformers' model: the responses to a prompt as one batch, each after a copy of
                 prompt and image, padded to the longest of the nine; gradient checkpointing
 
-The sides are interleaved, `--repeats` times; ratios to packed are medians over the repeats. Losses
-and gradients (torch: only the loss) are compared once. "model TFLOP/s" counts three forward passes
-over non-padding tokens; compare it with the printed rate of a float32 matmul of this backbone's
-size, measured between the sides. Also printed are the peak memory of the process after the first
-side and the memory that the packed program was compiled for, both for a gradient alone; see
-`perf.update_memory` for a whole update.
+The sides are interleaved, `--repeats` times; ratios to packed are medians over the repeats.
+Programs are compiled before; torch computes one prompt before. Losses and gradients (torch: only
+the loss) of the first turn are compared. "model TFLOP/s" counts three forward passes over non-
+padding tokens; compare it with the printed rate of a float32 matmul of this backbone's size,
+measured between the sides. Also printed are the memory that the packed program was compiled for and
+the peak of the process after its first turn, compilation of the other sides included, for a
+gradient alone; see `perf.update_memory` for a whole update.
 """
 
 import argparse
@@ -149,42 +150,41 @@ def main() -> None:
         rows = lay_out(layout.prompts, layout.tokens, layout.plan, config)
         return rows, place(layout.advantage, layout.plan)
 
-    def gradient(layout: Layout):
-        total = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
-        return jax.block_until_ready(add_gradient(params, total, *rows_of(layout)))
+    def compiled(layout: Layout):
+        """The layout's program, which lays out its rows and computes the gradient."""
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+        program = add_gradient.lower(params, zeros, *rows_of(layout)).compile()
 
-    sides = {name: functools.partial(gradient, layout) for name, layout in layouts.items()}
-    if "torch" in args.sides:
+        def gradient():
+            total = jax.tree.map(jnp.zeros_like, zeros)
+            return jax.block_until_ready(program(params, total, *rows_of(layout)))
+
+        return gradient, program.memory_analysis()
+
+    wanted = args.sides.split(",")
+    sides = {}
+    for name, layout in layouts.items():
+        if name in wanted:
+            sides[name], memory = compiled(layout)
+            if name == "packed":
+                predicted = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    if "torch" in wanted:
         sides["torch"] = torch_side(config, params, prompts, tokens, num_tokens, advantage)
-    sides = {name: sides[name] for name in args.sides.split(",")}
-    results = {}
-    for name, side in sides.items():
-        results[name] = side()  # compiles
-        if len(results) == 1:
-            print(f"peak of this process after {name}: {peak_gib():.2f} GiB", flush=True)
-    loss, expected = results["packed"]
-    for name, (other, grad) in results.items():
-        pairs = zip(jax.tree.leaves(grad), jax.tree.leaves(expected), strict=bool(grad))
-        apart = [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs]
-        gradient = f"gradient within {max(apart):.1e}" if apart else "gradient not compared"
-        print(f"{name}: loss {other:.3f} against {loss:.3f}, {gradient}")
-
-    of_packed = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params)), rows_of(layouts["packed"])
-    memory = add_gradient.lower(params, of_packed[0], *of_packed[1]).compile().memory_analysis()
-    predicted = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    print(
-        f"packed: its program takes {predicted / 2**30:.2f} GiB, parameters and gradient included"
-    )
 
     worth = roofline.model_flops(config, prompt_sizes(prompts), num_tokens)
     seconds, rates = {name: [] for name in sides}, [product_rate(config)]
-    for _ in range(args.repeats):
+    for repeat in range(args.repeats):
         for name, side in sides.items():
             began = time.perf_counter()
-            side()
+            loss, gradient = side()
             seconds[name].append(time.perf_counter() - began)
+            print(f"{name} {seconds[name][-1]:.1f} s", flush=True)
             rates.append(product_rate(config))
-        print(*(f"{name} {times[-1]:.1f} s" for name, times in seconds.items()), flush=True)
+            if repeat == 0 and name == "packed":
+                expected = loss, gradient
+                print(f"packed: predicted {predicted / 2**30:.2f} GiB, peak {peak_gib():.2f} GiB")
+            elif repeat == 0:
+                print(f"{name}: {compare(loss, gradient, *expected)}", flush=True)
     for name, times in seconds.items():
         ratios = [time / ours for time, ours in zip(times, seconds["packed"], strict=True)]
         plan = layouts["replicated" if name == "torch" else name].plan
@@ -197,7 +197,16 @@ def main() -> None:
     print(
         f"a product of its size: {statistics.median(rates):.3f} TFLOP/s ({low:.3f} to {high:.3f})"
     )
-    print(f"peak of this process with all sides: {peak_gib():.2f} GiB")
+
+
+def compare(loss, gradient, expected_loss, expected_gradient) -> str:
+    """How far a side's loss and gradient (not torch's) are from those of packed trees."""
+    told = f"loss {loss:.3f} against {expected_loss:.3f}"
+    if gradient is None:
+        return f"{told}, gradient not compared"
+    pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True)
+    apart = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
+    return f"{told}, gradient within {apart:.1e}"
 
 
 def peak_gib() -> float:
@@ -261,16 +270,17 @@ def torch_side(config, params, prompts, tokens, num_tokens, advantage):
         weight = torch.tensor(advantage[n][:, None] * is_response)
         return (weight * logp).sum()
 
-    def run():
+    def run(num_prompts):
         model.zero_grad()
         total = 0.0
-        for n in range(len(prompts)):
+        for n in range(num_prompts):
             loss = loss_of(n)
             loss.backward()
             total += float(loss.detach())
-        return total, {}
+        return total, None
 
-    return run
+    run(1)
+    return functools.partial(run, len(prompts))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from care_jax.config_checks import check_config, fill_in
 from care_jax.decoding import sampler
 from care_jax.decoding.queue import DecodePrograms
 from care_jax.decoding.sampler import Seats
-from care_jax.decoding.schedule import Schedule, Sizes
+from care_jax.decoding.schedule import Call, Schedule, Sizes
 from care_jax.devices import roofline, sharding
 from care_jax.devices.roofline import Chip, Layout, Packed, Rows, Work
 from care_jax.devices.sharding import make_mesh
@@ -40,6 +40,8 @@ from care_jax.learning.train_step import TrainState
 from care_jax.programs import compile_decoding, compile_update, rollout_sizes
 from care_jax.run import Run, abstract_state, make_adamw
 from models import lora
+from models.attention_cached import slots_per_block
+from models.attention_mask import AttentionImpl
 from models.backbone import Params
 
 _EXHAUSTED = re.compile(r"Used ([\d.]+)([GM]) of|temporaries \(([\d.]+)([GM])\)")
@@ -252,10 +254,19 @@ def _decode_programs(
     def prefill_work(size):
         return roofline.prefill_work(config, Rows(sizes.num_new, *size, 1, 0), layout)
 
+    rules = run.config.decode_sharding_rules
+    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+
     def decode_work(call):
-        shape = call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots
-        counts = dict(num_steps=call.num_steps, num_tokens=call.num_tokens)
-        return roofline.decode_work(config, Rows(*shape), layout, **counts)
+        rows = Rows(call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots)
+        return roofline.decode_work(
+            config,
+            rows,
+            layout,
+            num_steps=call.num_steps,
+            num_tokens=call.num_tokens,
+            num_read=None if impl.name == "xla" else _slots_read(call, rows, impl),
+        )
 
     def prefills(schedule):
         return schedule.prefills
@@ -268,6 +279,25 @@ def _decode_programs(
     advance = programs.advance, (params, seats, jax.ShapeDtypeStruct((), jnp.int32)), kept
     add("", *advance, decode_work, lambda schedule: schedule.calls)
     return compiled
+
+
+def _slots_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
+    """Cache slots that the steps of a call read of the prompts and of the rows, in whole blocks.
+
+    Prompts end where a block ends. The slots of a row begin and end anywhere, so that on average
+    they touch a block more than they fill.
+    """
+
+    def read(num_owners, num_tokens, num_slots, num_partial):
+        block = slots_per_block(num_slots, impl)
+        owner_steps = call.num_steps * num_owners
+        touched = num_tokens + num_partial * owner_steps * (block - 1)
+        return int(min(touched, owner_steps * num_slots))
+
+    return (
+        read(rows.prompts, call.prefix_tokens, rows.prompt_tokens, 0.5),
+        read(rows.prompts * rows.rows, call.suffix_tokens, rows.row_tokens, 1),
+    )
 
 
 def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Seats:

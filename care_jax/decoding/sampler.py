@@ -304,6 +304,7 @@ def advance(
     top_p: float,
     dtype: DTypeLike,
     stops: bool = True,
+    attention: AttentionImpl = XLA,
 ) -> tuple[Seats, Sampled, Progress]:
     """Decodes until all seats are free, `num_wanted` seats are free, or `num_steps` are done.
 
@@ -320,6 +321,7 @@ def advance(
         temperature, top_p: see `sample_token`.
         dtype: of activations and cache.
         stops: whether EOS ends a rollout; false for measuring speed at given lengths.
+        attention: the implementation, see `attention_cached`.
     """
     num_rollouts, num_slots = seats.first.shape[1], seats.cache.keys[0].shape[-1]
     slots = jnp.arange(num_slots)
@@ -343,6 +345,7 @@ def advance(
             seats.cache,
             (age <= seats.num_read[..., None])[:, :, None],
             config,
+            attention=attention,
         )
         return hidden[:, :, 0], cache
 

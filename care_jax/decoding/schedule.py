@@ -260,6 +260,8 @@ class Call:
         num_steps: decode steps.
         num_tokens: tokens sampled, with the first tokens of the prompts seated before it.
         num_seats, num_prompt_tokens, num_slots: B, P and S.
+        prefix_tokens: tokens in the prefixes of the seats, without padding, summed over the steps.
+        suffix_tokens: tokens that the rows attend to in their rings, summed over the steps.
     """
 
     num_steps: int
@@ -267,6 +269,8 @@ class Call:
     num_seats: int
     num_prompt_tokens: int
     num_slots: int
+    prefix_tokens: int
+    suffix_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,6 +310,7 @@ def simulate(
     samples = np.zeros_like(left)  # tokens per step: 0 if the first token ended the rollout, else 1
     next_rollout = np.zeros(sizes.num_seats, int)  # rollout that the seat's next free row takes
     end = np.zeros(sizes.num_seats, int)
+    prefix = np.zeros(sizes.num_seats, int)  # tokens of the seat's prompt, context included
     num_prompt_tokens, prefills, calls, num_first = 0, [], [], 0
 
     def begin(seat: int, row: int, rollout: int) -> None:
@@ -327,22 +332,27 @@ def simulate(
             tokens += sizes.context_tokens
             prefills.append((tokens, patches))
             num_prompt_tokens = max(num_prompt_tokens, tokens)
-            for seat in admission.seats[admission.seats >= 0]:
+            for prompt, seat in zip(admission.prompts, admission.seats, strict=True):
+                if prompt is None:
+                    continue
+                prefix[seat] = prompt.num_tokens + sizes.context_tokens
                 end[seat] = sizes.num_rollouts
                 num_first += sizes.num_rollouts
                 assign(seat, 0, sizes.num_rollouts)
         if (shares := scheduler.share()) is not None:
             end[:] = shares.end
+            per_shard = len(left) // sizes.num_shards
             for seat in np.flatnonzero(shares.source >= 0):
+                prefix[seat] = prefix[seat // per_shard * per_shard + shares.source[seat]]
                 assign(seat, shares.begin[seat], shares.end[seat])
         while (kept := scheduler.halve()) is not None:
             rows = (np.arange(sizes.num_shards)[:, None] * (len(left) // sizes.num_shards)) + (
                 kept.reshape(sizes.num_shards, -1)
             )
-            left, read, samples, next_rollout, end = (
-                x[rows.ravel()] for x in (left, read, samples, next_rollout, end)
+            left, read, samples, next_rollout, end, prefix = (
+                x[rows.ravel()] for x in (left, read, samples, next_rollout, end, prefix)
             )
-        num_steps, num_tokens, longest = 0, num_first, int(read.max())
+        num_steps, num_tokens, longest, suffix_tokens = 0, num_first, int(read.max()), 0
         num_first, num_wanted = 0, scheduler.num_wanted
         while num_steps < NUM_STEPS:
             num_free = int((left == 0).all(1).sum())
@@ -352,6 +362,9 @@ def simulate(
             num_steps += passed
             is_active = left > 0
             num_tokens += passed * int(samples[is_active].sum())
+            # A row attends to its new token and to those it has read, one more each step.
+            suffix_tokens += passed * int((read + 1).sum())
+            suffix_tokens += passed * (passed - 1) // 2 * int(is_active.sum())
             left, read = left - passed * is_active, read + passed * is_active
             for seat, row in np.argwhere(is_active & (left == 0)):
                 read[seat, row] = 0
@@ -359,6 +372,8 @@ def simulate(
                     begin(seat, row, next_rollout[seat])
                 next_rollout[seat] += 1
         shape = len(left), num_prompt_tokens, sizes.ring_for(longest)
-        calls.append(Call(num_steps, num_tokens, *shape))
+        calls.append(
+            Call(num_steps, num_tokens, *shape, num_steps * int(prefix.sum()), suffix_tokens)
+        )
         scheduler.release((left == 0).all(1), next_rollout)
     return Schedule(tuple(prefills), tuple(calls))

@@ -301,11 +301,17 @@ def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
 
 
 def decode_work(
-    config: BackboneConfig, rows: Rows, layout: Layout, *, num_steps: int, num_tokens: int
+    config: BackboneConfig,
+    rows: Rows,
+    layout: Layout,
+    *,
+    num_steps: int,
+    num_tokens: int,
+    num_read: tuple[int, int] | None = None,
 ) -> Work:
     """Decode steps of all rows, including idle ones.
 
-    Every step reads the weights and the whole allocated KV cache.
+    Every step reads the weights, and the KV cache as far as attention needs it.
 
     Args:
         config: of the backbone.
@@ -313,18 +319,25 @@ def decode_work(
         layout: of the program.
         num_steps: decode steps.
         num_tokens: tokens sampled by all rows.
+        num_read: slots read of the prompts and of the rows, summed over the steps; None if
+            attention reads all that are allocated.
     """
     text = config.text
     num_rows = rows.prompts * rows.rows
-    num_pairs = num_rows * num_steps * (rows.prompt_tokens + rows.row_tokens)
-    kept = rows.prompts * rows.prompt_tokens + num_rows * rows.row_tokens
-    cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * kept * layout.itemsize
+    if num_read is None:
+        num_read = (
+            num_steps * rows.prompts * rows.prompt_tokens,
+            num_steps * num_rows * rows.row_tokens,
+        )
+    of_prompts, of_rows = num_read
+    cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (of_prompts + of_rows)
+    cache *= layout.itemsize
     cache /= layout.batch_parts * math.gcd(text.num_kv_heads, layout.product_parts)
     weights = decoder_weights(text) * layout.itemsize / layout.product_parts
-    num_read = num_rows * num_steps
+    num_computed, num_pairs = num_rows * num_steps, rows.rows * of_prompts + of_rows
     return Work(
-        flops=decoder_flops(text, num_read, num_pairs, num_read),
-        hbm_bytes=num_steps * (weights + cache),
+        flops=decoder_flops(text, num_computed, num_pairs, num_computed),
+        hbm_bytes=num_steps * weights + cache,
         tokens=num_tokens,
         num_passes=num_steps,
     )

@@ -6,13 +6,14 @@ import pytest
 
 from care_jax import attention_check
 from care_jax.attention_check import (
-    prefill_attention,
+    decoding_attention,
     training_attention,
     trial_images,
     trial_reach,
 )
+from care_jax.decoding.schedule import Sizes
 from care_jax.devices import sharding
-from models import attention_kernels
+from models import attention_cached, attention_kernels
 from models.attention_mask import AttentionImpl
 
 
@@ -39,12 +40,45 @@ def test_a_kernel_that_agrees_is_used_and_said_so(run_on_a_tpu, capsys):
     assert line.endswith("so it is used\n") and line.count("\n") == 1
 
 
+SIZES = Sizes(2, 2, 4, 40, 0, 1, 2)
+
+
 def test_prefill_is_compared_at_the_largest_bucket(run_on_a_tpu, capsys):
-    assert prefill_attention(run_on_a_tpu).name == "tpu"
+    assert decoding_attention(run_on_a_tpu, SIZES).prefill.name == "tpu"
     tokens, patches = max(run_on_a_tpu.policy.prompts.buckets)
     line = capsys.readouterr().out
     assert line.startswith("attention in prefill: ")
     assert f"rows of {tokens} tokens" in line and f"rows of {patches} patches" in line
+
+
+@pytest.mark.parametrize(("times", "used"), [((1.0, 2.0), "tpu"), ((2.0, 1.0), "xla")])
+def test_the_kernel_of_decode_steps_is_used_where_it_is_faster(
+    run_on_a_tpu, capsys, monkeypatch, times, used
+):
+    following = iter(times)
+    monkeypatch.setattr(attention_check, "_milliseconds", lambda call: next(following))
+    assert decoding_attention(run_on_a_tpu, SIZES).steps.name == used
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("attention in decode steps: the tpu kernel differs from XLA by ")
+    assert line.endswith(f"so {'it' if used == 'tpu' else 'XLA'} is used")
+    assert f"takes {times[0]:.2f} ms against {times[1]:.2f} ms" in line
+
+
+def test_a_wrong_kernel_of_decode_steps_is_left_for_xla(run_on_a_tpu, monkeypatch):
+    kernel = attention_cached._RUN["tpu"]
+
+    def wrong(*arguments):
+        out, lse = kernel(*arguments)
+        return out.at[-1].multiply(0.5), lse
+
+    monkeypatch.setitem(attention_cached._RUN, "tpu", wrong)
+    following = iter((1.0, 2.0))
+    monkeypatch.setattr(attention_check, "_milliseconds", lambda call: next(following))
+    assert decoding_attention(run_on_a_tpu, SIZES).steps.name == "xla"
+
+
+def test_a_measured_time_is_that_of_a_call():
+    assert attention_check._milliseconds(lambda: np.ones(3)) > 0
 
 
 def test_a_kernel_that_errs_on_images_alone_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
@@ -74,7 +108,10 @@ def test_a_kernel_that_differs_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch
 
 @pytest.mark.parametrize("name", ["auto", "xla"])
 def test_without_a_kernel_nothing_is_compared(make_run, capsys, name):
-    assert training_attention(make_run({"model.attention": name}), 256, 64).name == "xla"
+    run = make_run({"model.attention": name})
+    assert training_attention(run, 256, 64).name == "xla"
+    decoding = decoding_attention(run, SIZES)
+    assert decoding.prefill.name == decoding.steps.name == "xla"
     assert not capsys.readouterr().out
 
 

@@ -191,3 +191,26 @@ def test_prompts_of_a_larger_bucket_widen_the_seats():
     assert schedule.prefills == ((64, 16), (128, 16))
     widths = [call.num_prompt_tokens for call in schedule.calls]
     assert widths == [64, 64, 128] and decode_schedule.NUM_STEPS == 64
+
+
+def test_what_attention_reads_grows_by_a_token_a_step():
+    """Four steps see 1 to 4 tokens, 89 steps 1 to 89; the prompts have 20 and 100 tokens."""
+    prompts = [WaitingPrompt(100, 0, 4), WaitingPrompt(20, 1, 4)]
+    lengths = {0: np.array([90]), 1: np.array([5])}
+    schedule = simulate(sizes(num_seats=1, num_rows=1, num_rollouts=1), prompts, lengths, BUCKETS)
+    short, *long = schedule.calls
+    assert (short.prefix_tokens, short.suffix_tokens) == (4 * 20, 10)
+    assert sum(call.prefix_tokens for call in long) == 89 * 100
+    assert sum(call.suffix_tokens for call in long) == 89 * 90 // 2
+
+
+def test_an_idle_row_attends_to_one_token_and_a_shared_seat_to_its_copy_of_the_prompt():
+    prompts = [WaitingPrompt(10, 0, 4), WaitingPrompt(30, 1, 4)]
+    lengths = {0: np.array([3, 2]), 1: np.array([3, 3])}
+    (call,) = simulate(sizes(num_seats=2, num_rollouts=2), prompts, lengths, BUCKETS).calls
+    assert (call.num_steps, call.prefix_tokens) == (2, 2 * 40)
+    assert call.suffix_tokens == 3 * (1 + 2) + (1 + 1)
+    shared = simulate(sizes(num_seats=2), prompts[:1], {0: np.full(4, 3)}, BUCKETS)
+    expected = [10 * call.num_seats * call.num_steps for call in shared.calls]
+    assert [call.prefix_tokens for call in shared.calls] == expected
+    assert expected[0] == 2 * 20

@@ -112,6 +112,14 @@ def test_decoding_reads_weights_and_cache_in_every_step():
     assert work.flops == roofline.decoder_flops(TEXT, 12, 12 * 5, 12)
 
 
+def test_decoding_reads_as_much_of_the_cache_as_attention_needs():
+    """4 slots of prompts, which two rows each attend to, and 5 of rows, in all three steps."""
+    settings = dict(num_steps=3, num_tokens=7, num_read=(4, 5))
+    work = roofline.decode_work(SMALL, ROWS, LAYOUT, **settings)
+    assert work.hbm_bytes == 3 * 328 * 2 + 9 * 2 * 2 * 2 * 2 / 2
+    assert work.flops == roofline.decoder_flops(TEXT, 12, 2 * 4 + 5, 12)
+
+
 def test_each_microbatch_gathers_the_weights_of_other_chips_in_every_pass():
     work = roofline.train_work(SMALL, PACKED, LAYOUT, num_microbatches=3, remat="layer")
     assert work.ici_bytes == 3 * 4 * 328 * 2 / 2  # three passes and the gradient
