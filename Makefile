@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 # A stamp per extra: installing again costs nothing until pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -24,6 +24,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

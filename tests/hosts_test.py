@@ -113,6 +113,7 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     assert (two / "checkpoints" / "rl" / str(step) / "state").is_dir()
 
 
+@pytest.mark.exhaustive
 def test_two_processes_draw_until_both_are_full(tmp_path):
     """Each step has two in five groups mixed; it takes batches until the slower process is full."""
     changes = {"stages": ("rl",), "rl.objective": "dapo", "dapo.max_tries": 12}
@@ -129,6 +130,7 @@ def test_two_processes_draw_until_both_are_full(tmp_path):
         assert 0.05 < record["acc"] < 0.25 and record["grad_norm"] > 0
 
 
+@pytest.mark.exhaustive
 def test_two_processes_export_what_one_does(tmp_path):
     """With adapters, and moments in the host's memory."""
     changes = {"stages": ("sft", "export"), "sft.num_steps": 3, "sft.warmup_steps": 0}

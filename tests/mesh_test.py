@@ -47,7 +47,15 @@ def one(tmp_path_factory):
     return metrics
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (1, 4, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((8, 1, 1, 1), marks=pytest.mark.exhaustive),
+        pytest.param((1, 4, 2, 1), marks=pytest.mark.exhaustive),
+        pytest.param((2, 2, 2, 1), marks=pytest.mark.exhaustive),
+        (1, 2, 2, 2),
+    ],
+)
 def test_an_rl_step_is_the_same_on_every_mesh(tmp_path, monkeypatch, one, sizes):
     many = rl_metrics(tmp_path, make_mesh(*sizes), monkeypatch)
     for name in COMPARED:

@@ -31,13 +31,15 @@ def make_answer(
     stops=True,
     mesh=None,
     period=8,
+    attention=None,
 ):
     """(requests, key) -> Rollouts of all of them; the queue is its attribute `queue`."""
     mesh = mesh or make_mesh(1, 1, 1, devices=jax.devices()[:1])
     run = Run(tiny.get_config(), policy, mesh, pathlib.Path(), None)
     shards = num_shards(run.decode_batch_sharding)
     sizes = Sizes(num_seats, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
-    programs = compile_decoding(run, temperature=temperature, top_p=top_p, stops=stops)
+    choice = dict(temperature=temperature, top_p=top_p, stops=stops)
+    programs = compile_decoding(run, **choice, attention=attention)
     queue = DecodeQueue(run, programs, sizes, DeviceClock())
     decode_params = backbone.to_decode_layout(params, policy.config, jnp.float32)
 

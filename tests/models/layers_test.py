@@ -61,6 +61,11 @@ def test_remat_computes_products_again_only_where_it_says_so(remat, num_products
     assert jaxpr.count("dot_general") == num_products
 
 
+def test_unknown_remat_is_refused():
+    with pytest.raises(ValueError, match="remat must be one of none, dots, layer, got 'full'"):
+        checkpointed(lambda x, _: (x, None), "full")
+
+
 def test_gradient_of_rms_norm_is_that_of_its_formula():
     def formula(scale, x):
         return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-3) * scale

@@ -1,4 +1,7 @@
-"""The tower sees only what belongs together: padding, bins and other images change nothing."""
+"""The tower sees only what belongs together: padding, bins and other images change nothing.
+
+Nor does remat, and bfloat16 changes little.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +26,13 @@ def encode(params, config):
         return backbone.encode_images(params, images, config, dtype=jnp.float32)
 
     def encode(images):
-        features = run(jax.tree.map(jnp.asarray, images))
-        deepstack = () if features.deepstack is None else features.deepstack
-        return np.concatenate([features.merged, *deepstack], axis=-1)
+        return np.concatenate(parts(run(jax.tree.map(jnp.asarray, images))), axis=-1)
 
     return encode
+
+
+def parts(features):
+    return [features.merged, *(() if features.deepstack is None else features.deepstack)]
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +101,30 @@ def test_a_mesh_changes_no_feature_and_no_gradient(params, make_batch, config, d
     alone = gradient(AttentionImpl("xla", **blocks), lambda x, names: x)
     for a, b in zip(*map(jax.tree.leaves, (ours, alone)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_remat_equals_no_remat(together, params, config):
+    def gradient(remat):
+        def loss(vision):
+            features = backbone.encode_images(
+                {"vision": vision}, together[0].images, config, dtype=jnp.float32, remat=remat
+            )
+            return sum(jnp.square(leaf).mean() for leaf in jax.tree.leaves(features))
+
+        return jax.jit(jax.grad(loss))(params["vision"])
+
+    for a, b in zip(*map(jax.tree.leaves, (gradient("layer"), gradient("none"))), strict=True):
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_bfloat16_features_stay_close_to_float32(together, params, config):
+    batch, features = together
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    encode = jax.jit(lambda p: backbone.encode_images(p, batch.images, config, dtype=jnp.bfloat16))
+    used = np.asarray(batch.images.segments)[:, ::4] >= 0
+    narrow = parts(encode(half))
+    for ours, exact in zip(narrow, np.split(features, len(narrow), axis=-1), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        error = np.abs(ours.astype(jnp.float32) - exact)[used]
+        assert error.mean() < 0.05 * np.abs(exact[used]).mean()

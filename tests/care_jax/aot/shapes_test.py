@@ -1,20 +1,20 @@
-"""What is compiled for is what a run has: shapes, types and layouts of state and batches."""
+"""What is compiled for is what a run has: shapes, types and layouts of batches."""
 
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
+from abstract import assert_same
 from packed import packed_plan, train_batch
 
 from care_jax.aot import shapes
 from care_jax.batch import ImitationBatch
 from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
-from care_jax.policy import abstract_params
 from care_jax.programs import context_tokens
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.run import Run, abstract_state, make_adamw, start_state
+from care_jax.run import Run
 from configs import tiny
 from models.config import QWEN3_VL_8B
 
@@ -26,29 +26,6 @@ def run(policy, tmp_path):
     config = tiny.get_config()
     config.data.buckets = (BUCKET,)
     return Run(config, policy, make_mesh(1, 2, 2, devices=jax.devices()[:4]), tmp_path, None)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"lora_rank": 2},
-        {"freeze_vision": True, "moments_dtype": "bfloat16"},
-        {"offload": ("optimizer",)},
-    ],
-)
-def test_state_is_that_of_the_start(run, params, changes):
-    run.config.model.update(changes)
-    where = sharding.of(abstract_params(run.policy, run.mesh, run.config.sharding_rules))
-    _, adamw = make_adamw(run, "rl")
-    state = start_state(run, jax.device_put(params, where), adamw)
-    jax.tree.map(assert_same, abstract_state(run, adamw), state)
-
-
-def assert_same(abstract, array):
-    assert (abstract.shape, abstract.dtype) == (array.shape, array.dtype)
-    assert abstract.sharding.is_equivalent_to(array.sharding, array.ndim)
-    assert abstract.sharding.memory_kind == array.sharding.memory_kind
 
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)

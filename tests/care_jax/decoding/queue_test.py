@@ -10,10 +10,12 @@ import pytest
 from plain_decode import plain_decode
 from queued import make_answer
 
+from care_jax.attention_check import DecodingAttention
 from care_jax.decoding import schedule as decode_schedule
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
+from models.attention_mask import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
 HOT = 1.5  # temperature
@@ -64,7 +66,7 @@ def expected(params, ending, requests):
 def answer(params, ending, requests):
     """All requests answered, in their order, and the queue that did."""
 
-    def answer(num_seats, num_rows, mesh=None):
+    def answer(num_seats, num_rows, mesh=None, attention=None):
         ask = make_answer(
             ending,
             params,
@@ -76,6 +78,7 @@ def answer(params, ending, requests):
             temperature=HOT,
             top_p=TOP_P,
             mesh=mesh,
+            attention=attention,
         )
         return ask(requests, RNG), ask.queue
 
@@ -98,6 +101,15 @@ def assert_equal(answered, expected, requests, policy):
             norm = max(np.linalg.norm(rationale), 1e-6)
             np.testing.assert_allclose(rollouts.embedding[g], rationale / norm, atol=2e-5)
             assert rollouts.is_complete[g] == (tokens[-1] in policy.config.eos_token_ids)
+
+
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
+def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
+    answer, expected, requests, ending, name
+):
+    steps = AttentionImpl(name, interpret=True, key_block=4)
+    answered, _ = answer(2, 2, attention=DecodingAttention(XLA, steps))
+    assert_equal(answered, expected, requests, ending)
 
 
 @pytest.mark.parametrize(("num_seats", "num_rows"), [(1, 1), (2, 2), (3, 5), (16, 4)])

@@ -1,10 +1,5 @@
-"""The update: equal however trees are packed into rows, and rows into microbatches and on devices.
+"""The update: its loss and metrics, what it leaves alone, and the loop over microbatches."""
 
-Gradients are read off as the change that plain gradient descent makes: at a rate so large that the
-parameters' own last bits do not matter.
-"""
-
-import dataclasses
 import functools
 import sys
 import types
@@ -17,143 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from packed import packed_plan, replicated_plan, split_plan, train_batch
+from updates import SGD, assert_same_update, credited_by, log_probabilities
 
-from care_jax.batch import Rollouts, Scores
-from care_jax.decoding import reflection
 from care_jax.devices import sharding
-from care_jax.learning import logprobs, optimizer
+from care_jax.learning import optimizer
 from care_jax.learning.train_step import (
     init_state,
     map_microbatches,
     split_batch,
-    state_shardings,
     train_step,
     update,
 )
-from care_jax.method import credit
-from care_jax.packing.layout import lay_out, take_back
-from configs import common
-from models import backbone, lora
+from models import lora
 from models.attention_mask import AttentionImpl
-
-SGD = optax.sgd(1024.0)
-RULES = (
-    ("batch", ("data", "fsdp")),
-    ("embed", "fsdp"),
-    ("vocab", "tensor"),
-    ("heads", "tensor"),
-    ("kv_heads", "tensor"),
-    ("mlp", "tensor"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """An update of four prompts before it is laid out: numbers of their rows [4, 3, 9]."""
-
-    policy: Any
-    tokenized: list
-    responses: Rollouts
-    fields: dict
-    prompt_weight: np.ndarray
-
-    def batch(self, make_plan=packed_plan, **settings):
-        lengths = np.asarray(self.responses.is_valid).sum(-1)
-        plan = make_plan(self.tokenized, lengths, **settings)
-        tokens = self.responses.tokens
-        return train_batch(
-            self.policy, self.tokenized, plan, tokens, self.fields, self.prompt_weight
-        )
-
-    def replace(self, prompt_weight=None, **fields):
-        weight = self.prompt_weight if prompt_weight is None else prompt_weight
-        return dataclasses.replace(self, fields=self.fields | fields, prompt_weight=weight)
-
-
-def log_probabilities(policy, params, tokenized, responses):
-    """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
-    plan = replicated_plan(tokenized, np.asarray(responses.is_valid).sum(-1))
-    rows = lay_out(tokenized, np.asarray(responses.tokens), plan, policy.config)
-    settings = dict(config=policy.config, dtype=jnp.float32, chunk=1000)
-    scored = jax.jit(functools.partial(logprobs.score_rows, **settings))(params, rows)
-    return [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in scored]
-
-
-@pytest.fixture(scope="module")
-def update_of(policy, params, image_prompts, responses):
-    """Rows that have moved away from the sampler and the reference, one prompt left out.
-
-    The first token of a row has no credit, the first three are no answer.
-    """
-    keys = jax.random.split(jax.random.key(0), 4)
-    shape = responses.tokens.shape
-    logp, _ = log_probabilities(policy, params, image_prompts, responses)
-    is_trained = np.asarray(responses.is_valid & (jnp.arange(4) != 2)[:, None, None])
-    return Update(
-        policy,
-        image_prompts,
-        responses,
-        {
-            "token_advantage": is_trained * (jnp.arange(9) > 0) * jax.random.normal(keys[0], shape),
-            "old_logp": logp + 0.5 * jax.random.normal(keys[1], shape),
-            "ref_logp": logp + 0.3 * jax.random.normal(keys[2], shape),
-            "row_weight": jax.random.uniform(keys[3], shape[:2]),
-            "is_trained": is_trained,
-            "is_answer": responses.is_valid & (jnp.arange(9) > 2),
-        },
-        np.array([1.0, 1.0, 0.0, 1.0]),
-    )
-
-
-@pytest.fixture(scope="module")
-def batch(update_of):
-    """In eight rows, so that every microbatch size and mesh below divides them."""
-    return update_of.batch(row_tokens=96, microbatch_size=8)
-
-
-@pytest.fixture(scope="module")
-def step(policy):
-    def step(state, batch, microbatch_size, beta=0.1, clip_low=0.2, clip_high=0.28, sequence=False):
-        return train_step(
-            state,
-            batch,
-            policy.config,
-            SGD,
-            microbatch_size=microbatch_size,
-            beta=beta,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            chunk=7,
-            dtype=jnp.float32,
-            remat="none",
-            has_sequence_ratio=sequence,
-        )
-
-    static = ("microbatch_size", "beta", "clip_low", "clip_high", "sequence")
-    return jax.jit(step, static_argnames=static)
-
-
-@pytest.fixture(scope="module")
-def whole(step, params, batch):
-    """State and metrics after one update on the whole batch at once."""
-    return step(init_state(params, SGD), batch, 8)
-
-
-def assert_same_update(params, result, expected, tolerance=1e-5):
-    (state, metrics), (expected_state, expected_metrics) = result, expected
-    gradients = [
-        jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, s.params)
-        for s in (state, expected_state)
-    ]
-    largest = max(np.abs(x).max() for x in jax.tree.leaves(gradients[1]))
-    for grad, want in zip(*map(jax.tree.leaves, gradients), strict=True):
-        np.testing.assert_allclose(
-            grad, want, atol=tolerance * max(np.abs(want).max(), largest * 1e-2)
-        )
-    assert metrics.keys() == expected_metrics.keys()
-    for name, value in expected_metrics.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
@@ -187,104 +58,6 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
     assert state.step == 1
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2])
-def test_microbatches_change_nothing(step, params, batch, whole, microbatch_size):
-    """Half of the rows are empty; a microbatch of them is not computed."""
-    result = step(init_state(params, SGD), batch, microbatch_size)
-    assert_same_update(params, result, whole)
-
-
-LAYOUTS = {
-    "one long row": functools.partial(packed_plan, row_tokens=512, row_patches=1024),
-    "trees in parts": split_plan,
-    "replicated": replicated_plan,
-}
-
-
-@pytest.mark.parametrize("make_plan", LAYOUTS.values(), ids=LAYOUTS)
-def test_packing_changes_nothing(step, params, update_of, whole, make_plan):
-    result = step(init_state(params, SGD), update_of.batch(make_plan), 1)
-    assert_same_update(params, result, whole)
-
-
-# Advantages of the four prompts: mixed, mixed, all wrong, all right.
-ACC = np.array([[1, 0, 0], [0, 1, 1], [0, 0, 0], [1, 1, 1]], np.float32)
-DAPO = dict(eps=1e-6, ddof=0, max_tokens=9, cache_tokens=4)
-BASELINES = {
-    "grpo": functools.partial(credit.grpo_credit, eps=1e-6, ddof=0),
-    "gspo": functools.partial(credit.grpo_credit, eps=1e-6, ddof=0),
-    "dapo": functools.partial(credit.dapo_credit, **DAPO),
-    "dr_grpo": functools.partial(credit.dr_grpo_credit, max_tokens=9),
-    "rloo": credit.rloo_credit,
-}
-
-
-def credited_by(name, update_of):
-    """The update with the advantages and weights of a baseline."""
-    ones = jnp.ones(ACC.shape)
-    scores = Scores(ACC, ones, 0.9 * ACC + 0.1, None, None, ones, ones, ones)
-    credited = BASELINES[name](update_of.responses, scores)
-    names = ("token_advantage", "row_weight", "prompt_weight", "is_trained")
-    return update_of.replace(**{name: np.asarray(getattr(credited, name)) for name in names})
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_packing_and_microbatches_change_nothing_under_any_baseline(step, params, update_of, name):
-    """Responses of 1 to 9 tokens lie unevenly in rows and microbatches."""
-    credited = credited_by(name, update_of)
-    settings = dict(beta=0.0, sequence=name == "gspo")
-    replicated = step(init_state(params, SGD), credited.batch(replicated_plan), 1, **settings)
-    assert replicated[1]["grad_norm"] > 1e-3
-    for make_plan in (packed_plan, split_plan):
-        packed = step(init_state(params, SGD), credited.batch(make_plan), 1, **settings)
-        assert_same_update(params, packed, replicated)
-
-
-CARE = dict(K=1, s=0.5, s_refl=0.25, delta=0.1, eps=1e-6)
-CARE |= dict(equalize=True, rescue=True, rescue_scale=1.0, robust=False, region_weights=True)
-CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, eps_w=1e-6)
-
-
-@pytest.mark.parametrize("reflect_credit", ["as_sampled", "prompt_only"])
-def test_packing_changes_nothing_under_care_with_reflected_rows(
-    policy, step, params, image_prompts, update_of, reflect_credit
-):
-    """The third rows are reflected: up to three of their tokens were forced, and stay or go."""
-    responses, tokens = update_of.responses, np.arange(9)
-    num_forced = np.where(np.arange(3) == 2, 3, 0)[:, None]
-    responses = responses.replace(is_forced=responses.is_valid & (tokens < num_forced))
-    ones, is_think = np.ones(ACC.shape, np.float32), responses.is_valid & (tokens < 2)
-    is_answer = responses.is_valid & ~is_think
-    count = np.ones(ACC.shape, np.int32)
-    scores = Scores(ACC, ones, 0.9 * ACC + 0.1, is_think, is_answer, count, count, ones > 0)
-    group, slot = (
-        jax.tree.map(lambda x, part=part: np.asarray(x)[:, part], (responses, scores))
-        for part in (slice(2), slice(2, 3))
-    )
-    select = dict(K=1, M=1, rule="nearest", anchor_rule="shortest")
-    subgroup = credit.select_subgroups(*group, jax.random.split(jax.random.key(0), 4), **select)
-    has_reflection = np.asarray(subgroup.has_update & ~subgroup.is_rescue)
-    assert has_reflection.tolist() == [True, True, False, False]
-    if reflect_credit == "prompt_only":
-        slot = reflection.without_context(*slot, policy.config.pad_token_id)
-    responses, scores = jax.tree.map(lambda *x: np.concatenate(x, 1), group, slot)
-    credited = credit.care_credit(responses, scores, subgroup, has_reflection, **CARE)
-    assert (
-        credited.is_trained[0, 2].sum() == (responses.is_valid & ~responses.is_forced)[0, 2].sum()
-    )
-    old_logp, _ = log_probabilities(policy, params, image_prompts, responses)
-    names = ("token_advantage", "row_weight", "is_trained")
-    fields = {name: np.asarray(getattr(credited, name)) for name in names}
-    fields |= {"is_answer": scores.is_answer, "old_logp": old_logp + 0.3}
-    weight = np.asarray(credited.prompt_weight)
-    made = dataclasses.replace(update_of, responses=responses).replace(weight, **fields)
-    replicated = step(init_state(params, SGD), made.batch(replicated_plan), 1)
-    assert replicated[1]["grad_norm"] > 1e-3
-    for make_plan in (packed_plan, split_plan):
-        packed = step(init_state(params, SGD), made.batch(make_plan), 1)
-        assert_same_update(params, packed, replicated)
-
-
 def test_sequence_ratio_is_a_responses_own(policy, step, params, image_prompts, update_of):
     """The loss of GSPO, summed by hand; rows have moved by up to several times the range."""
     credited = credited_by("gspo", update_of)
@@ -303,27 +76,6 @@ def test_sequence_ratio_is_a_responses_own(policy, step, params, image_prompts, 
     np.testing.assert_allclose(metrics["policy_loss"], -np.mean(terms), rtol=1e-4)
     np.testing.assert_allclose(metrics["clip_rate"], sum(num_clipped) / sum(num_tokens), rtol=1e-5)
     assert 0 < sum(num_clipped) < sum(num_tokens)
-
-
-def on_eight_devices(policy, params, step, batch, rules):
-    """The update on a mesh of fsdp 4 x tensor 2."""
-    mesh = sharding.make_mesh(1, 4, 2, devices=jax.devices()[:8])
-    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, rules, mesh)
-    is_sharded = [not s.is_fully_replicated for s in jax.tree.leaves(shardings)]
-    assert sum(is_sharded) > len(is_sharded) / 2
-    state = init_state(jax.device_put(params, shardings), SGD)
-    state = jax.device_put(state, state_shardings(state, mesh))
-    place = sharding.batch_sharding(mesh, rules)
-    return step(state, sharding.put_batch(jax.tree.map(np.asarray, batch), place), 8)
-
-
-SHIPPED = common.get_config().sharding_rules
-
-
-@pytest.mark.parametrize("rules", [RULES, SHIPPED], ids=["tensor parallel", "FSDP alone"])
-def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole, rules):
-    result = on_eight_devices(policy, params, step, batch, rules)
-    assert_same_update(params, result, whole)
 
 
 def test_rows_without_credit_do_not_move_the_loss(step, params, update_of, whole):
@@ -506,17 +258,3 @@ def test_results_of_microbatches_come_back_in_order():
 def test_microbatch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="microbatch size 5 must divide the batch of 12"):
         split_batch(jnp.arange(12), 5)
-
-
-@pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
-def test_layouts_and_devices_change_nothing_for_qwen3_vl_either(
-    policy, step, params, update_of, batch, whole
-):
-    """DeepStack reaches the prompt's image tokens alone, however rows are laid out or sharded."""
-    moved = jax.tree.map(lambda old, new: jnp.abs(old - new).max(), params, whole[0].params)
-    assert moved["vision"]["deepstack"]["up"]["kernel"] > 1e-6
-    for make_plan in (replicated_plan, split_plan):
-        result = step(init_state(params, SGD), update_of.batch(make_plan), 1)
-        assert_same_update(params, result, whole)
-    sharded = on_eight_devices(policy, params, step, batch, RULES)
-    assert_same_update(params, sharded, whole)

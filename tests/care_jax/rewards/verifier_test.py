@@ -1,26 +1,17 @@
-"""Verdicts on whole responses, and the worker processes behind them."""
+"""Verdicts on whole responses."""
 
 import dataclasses
 import json
-import os
-import selectors
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from care_jax.batch import Example
-from care_jax.rewards import symbolic
-from care_jax.rewards.scores import score_rollouts
-from care_jax.rewards.symbolic import Question, SymbolicPool
 from care_jax.rewards.verifier import Verdict, Verifier, extract_answer
 
 HOSTILE = Path(__file__).parents[3].parent / "shared" / "cases" / "hostile.jsonl"
-SAME = "equal: by computer algebra"
 
 
 def response(answer: str, think: str = "because") -> str:
@@ -154,24 +145,6 @@ def test_a_reward_function_judges_in_place_of_the_verifier(rewards):
         ]
 
 
-def test_scores_take_both_figures_of_a_reward_function(rewards, policy, examples, responses):
-    with Verifier(reward="some_rewards:length") as verifier:
-        settings = {"eos_token_ids": policy.config.eos_token_ids, "think_tag": "think"}
-        asked = [
-            dataclasses.replace(each, question="How long?", id=str(place))
-            for place, each in enumerate(examples)
-        ]
-        short = [b"a"] * len(policy.token_bytes)
-        scores, _, reasons = score_rollouts(
-            responses, asked, verifier, short, format_weight=0.1, **settings
-        )
-    assert reasons.shape == scores.acc.shape and set(reasons.flat) == {"reward function"}
-    lengths = np.asarray(responses.is_valid).sum(-1)
-    np.testing.assert_allclose(scores.acc, lengths / 10, rtol=1e-6)
-    np.testing.assert_array_equal(scores.fmt, np.repeat([[1.0], [0], [0], [0]], 3, 1))
-    np.testing.assert_allclose(scores.reward, 0.9 * scores.acc + 0.1 * scores.fmt, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -222,86 +195,6 @@ def test_lengths_must_agree(verifier):
 def test_a_verdict_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Verdict(1.0, 1.0, "same text").acc = 0.0
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = SymbolicPool(num_workers=1, timeout=20.0)
-    assert pool.ask([Question("4", "2+2", 6)]) == [SAME]
-    yield pool
-    pool.close()
-
-
-def test_a_stuck_worker_is_killed_at_the_deadline_and_replaced(pool):
-    (worker,) = pool._workers
-    stuck = worker._process
-    os.kill(stuck.pid, signal.SIGSTOP)
-    worker.timeout = 1.0
-    start = time.monotonic()
-    assert pool.ask([Question("5", "2+3", 6)]) == ["timeout"]
-    assert time.monotonic() - start < 10.0
-    assert stuck.poll() is not None
-    worker.timeout = pool.timeout
-    assert pool.ask([Question("6", "3+3", 6)]) == [SAME]
-    assert pool.counts["timeouts"] == 1
-
-
-def test_a_dead_worker_costs_one_answer_at_most(pool):
-    pool._workers[0]._process.kill()
-    assert pool.ask([Question("7", "3+4", 6)])[0] in ("crash", SAME)
-    assert pool.ask([Question("7", "3+4", 6)]) == [SAME]
-
-
-def test_a_worker_outlives_the_signal_that_ends_the_run(pool):
-    assert pool.ask([Question("x+1", "1+x", 6)]) == [SAME]
-    process = pool._workers[0]._process
-    process.send_signal(signal.SIGTERM)
-    assert pool.ask([Question("x+2", "2+x", 6)]) == [SAME]
-    assert pool._workers[0]._process is process and process.poll() is None
-
-
-def test_a_run_that_was_suspended_misses_no_reply(pool, monkeypatch):
-    """The wait is interrupted after the reply has come, and the clock has gone on meanwhile."""
-    suspended = 0.0
-
-    class Interrupted(selectors.DefaultSelector):
-        def select(self, timeout):
-            nonlocal suspended
-            events = super().select(timeout)
-            if not timeout:
-                return events
-            suspended += 1000.0
-            return []
-
-    real = time.monotonic
-    monkeypatch.setattr(symbolic.selectors, "DefaultSelector", Interrupted)
-    monkeypatch.setattr(symbolic.time, "monotonic", lambda: real() + suspended)
-    pool.close()  # the start of a worker is waited for too
-    assert pool.ask([Question("8", "4+4", 6)]) == [SAME]
-    assert suspended >= 2000.0
-
-
-def test_a_long_computation_is_stopped_inside_the_worker():
-    pool = SymbolicPool(num_workers=1, timeout=5.0)
-    assert pool.ask([Question("7", "(10^9)!", 6)]) == ["timeout"]
-    process = pool._workers[0]._process
-    assert process.poll() is None  # the worker lives on
-    pool.close()
-    assert process.poll() is not None
-
-
-def test_the_main_script_is_not_run_again(tmp_path):
-    script = tmp_path / "train.py"  # without a main guard
-    script.write_text(
-        "print('started')\n"
-        "from care_jax.rewards.answers import is_equivalent\n"
-        "print(is_equivalent('(r+5)(r+5)', '(r+5)^2'))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == ["started", "True"], done.stderr
 
 
 def test_extraction_for_evaluation_is_looser():

@@ -1,0 +1,307 @@
+"""The worker processes: what they answer, within which limits, and what a lost one costs."""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from care_jax.rewards import symbolic
+from care_jax.rewards.symbolic import Question, SymbolicPool
+
+EQUAL, DIFFERENT = "equal: by computer algebra", "different: by computer algebra"
+
+# Stands in for math_verify: runs the prediction as a program; right is what the gold answer says.
+STAND_IN = """
+import os, signal, time
+
+class ExprExtractionConfig:
+    pass
+
+class LatexExtractionConfig:
+    def __init__(self, **settings):
+        pass
+
+def parse(text, *configs, **settings):
+    content = text.removeprefix("\\\\boxed{").removesuffix("}")
+    return [content] if content else []
+
+def verify(gold, prediction, **settings):
+    exec(prediction[0])
+    return gold == ["yes"]
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Puts a module in the place of math_verify, for workers that start later."""
+
+    def install(source):
+        (tmp_path / "math_verify.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return install
+
+
+@pytest.fixture
+def make_pool(install):
+    """Makes pools whose workers run their questions as programs."""
+    install(STAND_IN)
+    pools = []
+
+    def make_pool(num_workers=1, timeout=20.0):
+        pools.append(SymbolicPool(num_workers, timeout))
+        return pools[-1]
+
+    yield make_pool
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture
+def pool(make_pool):
+    """One worker, which has started."""
+    pool = make_pool()
+    assert pool.ask([program("pass")]) == [EQUAL]
+    return pool
+
+
+def program(text, gold="yes"):
+    return Question(gold, text, 6)
+
+
+def process_of(pool):
+    (worker,) = pool._workers
+    return worker._process
+
+
+def wait_for_worker(pool, seconds):
+    """Sets how long the pool waits for its worker, which has its own limit from its start."""
+    (worker,) = pool._workers
+    worker.timeout = seconds
+
+
+@pytest.fixture(scope="module")
+def algebra():
+    """A pool of math_verify itself."""
+    pool = SymbolicPool(num_workers=1, timeout=20.0)
+    yield pool
+    pool.close()
+
+
+@settings(deadline=None, derandomize=True, max_examples=8)
+@given(st.integers(-9, 9), st.integers(-9, 9), st.integers(1, 9))
+def test_a_product_equals_its_expansion_and_nothing_beside_it(algebra, a, b, error):
+    gold = f"(x + {a})(x + {b})"
+    expanded = f"x^2 + {a + b}x + {a * b}"
+    questions = [Question(gold, expanded, 6), Question(gold, f"{expanded} + {error}", 6)]
+    assert algebra.ask(questions) == [EQUAL, DIFFERENT]
+
+
+def test_values_are_compared_at_the_decimals_of_the_question(algebra):
+    questions = [Question("5\\sqrt{3}", "8.66", decimals) for decimals in (2, 6)]
+    assert algebra.ask(questions) == [EQUAL, DIFFERENT]
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("pass", EQUAL),
+        ("", "different: not readable as mathematics"),
+        ("print('noise', flush=True)", EQUAL),
+        ("raise RecursionError", "refused: nesting"),
+        ("raise KeyError", "refused: KeyError"),
+        ("bytearray(3 << 30)", "refused: memory"),
+        ("os.write(os.open('{file}', os.O_CREAT | os.O_WRONLY), b'x')", "refused: OSError"),
+        ("os._exit(1)", "crash"),
+        # A library that catches what it can does not catch the end of its time.
+        ("try:\n  signal.raise_signal(signal.SIGPROF)\nexcept Exception:\n  pass", "timeout"),
+    ],
+)
+def test_whatever_a_question_does_it_has_an_outcome_and_the_next_one_too(
+    make_pool, tmp_path, text, outcome
+):
+    pool, text = make_pool(), text.replace("{file}", str(tmp_path / "written"))
+    assert pool.ask([program(text), program("pass", gold="no")]) == [outcome, DIFFERENT]
+    assert not (tmp_path / "written").exists() or not (tmp_path / "written").stat().st_size
+
+
+def test_a_long_computation_is_stopped_inside_the_worker():
+    pool = SymbolicPool(num_workers=1, timeout=2.5)
+    pool.ask([Question("4", "2 + 2", 6)])
+    wait_for_worker(pool, 60.0)
+    assert pool.ask([Question("7", "(10^9)!", 6)]) == ["timeout"]
+    process = process_of(pool)
+    assert process.poll() is None  # the worker lives on
+    pool.close()
+    assert process.poll() is not None
+
+
+# The outcome names the process.
+NAME_OF_WORKER = "raise type(f'P{os.getpid()}', (Exception,), {})"
+
+
+def test_no_more_workers_than_asked_for_share_the_questions(make_pool):
+    pool = make_pool(num_workers=2)
+    outcomes = pool.ask([program(f"{NAME_OF_WORKER} # {number}") for number in range(5)])
+    assert len(set(outcomes)) == 2
+
+
+def test_replies_keep_the_order_of_the_questions_whoever_is_done_first(make_pool):
+    pool = make_pool(num_workers=2)
+    slow, wrong, dead = program("time.sleep(0.5)"), program("pass", "no"), program("os._exit(1)")
+    asked = [slow, wrong, dead, wrong, slow]
+    assert pool.ask(asked) == [EQUAL, DIFFERENT, "crash", DIFFERENT, EQUAL]
+    assert pool.counts == {"symbolic_calls": 3, "cached": 2, "timeouts": 0, "crashes": 1}
+
+
+def test_outcomes_are_remembered_except_crashes(pool):
+    right, dead = program("pass"), program("os._exit(1)")
+    assert pool.ask([right, dead]) == pool.ask([right, dead]) == [EQUAL, "crash"]
+    assert pool.counts == {"symbolic_calls": 3, "cached": 2, "timeouts": 0, "crashes": 2}
+
+
+def test_the_oldest_outcomes_are_forgotten(make_pool, monkeypatch):
+    monkeypatch.setattr(symbolic, "_CACHE_SIZE", 2)
+    pool = make_pool()
+    first, *others = [program(f"pass # {number}") for number in range(3)]
+    pool.ask([first, *others])
+    pool.ask(others)
+    assert pool.counts["symbolic_calls"] == 3
+    assert pool.ask([first]) == [EQUAL]
+    assert pool.counts["symbolic_calls"] == 4
+
+
+def test_a_stuck_worker_is_killed_at_the_deadline_and_replaced(pool, monkeypatch):
+    waits = []
+
+    class Watched(selectors.DefaultSelector):
+        def select(self, timeout):
+            waits.append(timeout)
+            return super().select(timeout)
+
+    monkeypatch.setattr(symbolic.selectors, "DefaultSelector", Watched)
+    stuck = process_of(pool)
+    os.kill(stuck.pid, signal.SIGSTOP)
+    wait_for_worker(pool, 0.5)
+    question = program("pass # stuck")
+    assert pool.ask([question]) == ["timeout"]
+    assert max(waits) <= 0.5
+    assert stuck.poll() is not None
+    wait_for_worker(pool, 20.0)
+    assert pool.ask([program("pass # next")]) == [EQUAL]
+    assert pool.ask([question]) == ["timeout"]  # not tried again
+    assert pool.counts["timeouts"] == 1
+
+
+def test_a_reply_that_comes_too_late_answers_no_later_question(pool):
+    wait_for_worker(pool, 0.3)
+    assert pool.ask([program("time.sleep(0.5)")]) == ["timeout"]
+    time.sleep(0.4)
+    wait_for_worker(pool, 20.0)
+    assert pool.ask([program("pass", gold="no")]) == [DIFFERENT]
+
+
+def test_a_reply_to_an_interrupted_question_answers_no_later_one(pool, monkeypatch):
+    class Interrupted(selectors.DefaultSelector):
+        def select(self, timeout):
+            super().select(timeout)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(symbolic.selectors, "DefaultSelector", Interrupted)
+        pool.ask([program("pass # interrupted")])
+    assert pool.ask([program("pass", gold="no")]) == [DIFFERENT]
+
+
+def test_a_dead_worker_costs_one_answer_at_most(pool):
+    process_of(pool).kill()
+    question = program("pass # again")
+    assert pool.ask([question])[0] in ("crash", EQUAL)
+    assert pool.ask([question]) == [EQUAL]
+
+
+def test_a_worker_that_died_between_two_questions_costs_no_answer(pool):
+    process = process_of(pool)
+    process.kill()
+    process.wait()
+    assert pool.ask([program("pass # again")]) == [EQUAL]
+
+
+def test_a_worker_outlives_the_signals_that_end_the_run(pool):
+    process = process_of(pool)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+        assert pool.ask([program(f"pass # {number}")]) == [EQUAL]
+    assert process_of(pool) is process and process.poll() is None
+
+
+def test_a_run_that_was_suspended_misses_no_reply(make_pool, monkeypatch):
+    """The wait is interrupted after the reply has come, and the clock has gone on meanwhile.
+
+    The start of a worker is waited for too.
+    """
+    suspended = 0.0
+
+    class Interrupted(selectors.DefaultSelector):
+        def select(self, timeout):
+            nonlocal suspended
+            events = super().select(timeout)
+            if not timeout:
+                return events
+            suspended += 1000.0
+            return []
+
+    real = time.monotonic
+    monkeypatch.setattr(symbolic.selectors, "DefaultSelector", Interrupted)
+    monkeypatch.setattr(symbolic.time, "monotonic", lambda: real() + suspended)
+    assert make_pool().ask([program("pass")]) == [EQUAL]
+    assert suspended >= 2000.0
+
+
+def test_a_closed_pool_has_no_process_and_starts_one_when_asked(pool):
+    process = process_of(pool)
+    pool.close()
+    assert process.poll() is not None
+    assert pool.ask([program("pass # anew")]) == [EQUAL]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise ImportError('no sympy')", "to start, got no sympy; install it"),
+        ("import os; os._exit(1)", "to start, it died"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why(install, source, message):
+    install(source)
+    pool = SymbolicPool(num_workers=1)
+    with pytest.raises(RuntimeError, match=message):
+        pool.ask([program("pass")])
+    pool.close()
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"timeout": 0.0}])
+def test_a_pool_without_workers_or_time_is_refused(settings):
+    with pytest.raises(ValueError, match="expected num_workers >= 1 and timeout > 0"):
+        SymbolicPool(**settings)
+
+
+def test_the_main_script_is_not_run_again(tmp_path):
+    script = tmp_path / "train.py"  # without a main guard
+    script.write_text(
+        "print('started')\n"
+        "from care_jax.rewards.answers import is_equivalent\n"
+        "print(is_equivalent('(r+5)(r+5)', '(r+5)^2'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["started", "True"], done.stderr
