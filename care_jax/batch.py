@@ -11,14 +11,10 @@ import pathlib
 import zipfile
 
 import flax.struct
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 from PIL import Image
 
-from models.positions import ImagePatches
-
-# Records hold jax arrays on the device and numpy arrays on the host.
-HostOrDevice = Array | np.ndarray
+from models.positions import HostOrDevice, ImagePatches
 
 
 class Unusable(ValueError):
@@ -136,7 +132,7 @@ class Rollouts:
 
     def without_text(self) -> Rollouts:
         """The fields that metrics need, a fraction of the bytes."""
-        return self.replace(tokens=None, logp=None, embedding=None)
+        return dataclasses.replace(self, tokens=None, logp=None, embedding=None)
 
 
 @flax.struct.dataclass
@@ -163,7 +159,7 @@ class Scores:
 
     def without_spans(self) -> Scores:
         """The fields that metrics need."""
-        return self.replace(is_think=None, is_answer=None)
+        return dataclasses.replace(self, is_think=None, is_answer=None)
 
 
 @flax.struct.dataclass

@@ -197,7 +197,8 @@ def _check_sft(config: ConfigDict, mesh: Mesh) -> None:
 def _batch_shardings(config: ConfigDict, mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     """How batches are sharded in decoding and in training."""
     rules = config.decode_sharding_rules, config.sharding_rules
-    return tuple(sharding.batch_sharding(mesh, each) for each in rules)
+    decoding, training = (sharding.batch_sharding(mesh, each) for each in rules)
+    return decoding, training
 
 
 def _check_row(section: str, config: ConfigDict, num_response: int) -> None:

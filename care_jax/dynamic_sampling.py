@@ -59,13 +59,10 @@ def fill(draws: Sequence[Draw]) -> Draw:
     spare = num_places + np.flatnonzero(is_mixed[num_places:])
     empty = np.flatnonzero(~is_mixed[:num_places])[: len(spare)]
     chosen[empty] = spare[: len(empty)]
-    examples, prompts = (
-        [rows[place] for place in chosen]
-        for rows in (
-            [example for draw in draws for example in draw.examples],
-            [prompt for draw in draws for prompt in draw.prompts],
-        )
-    )
+    examples = [example for draw in draws for example in draw.examples]
+    examples = [examples[place] for place in chosen]
+    prompts = [prompt for draw in draws for prompt in draw.prompts]
+    prompts = [prompts[place] for place in chosen]
     return Draw(
         gather_prompt_table(draws[0].table.local, examples, prompts),
         examples,

@@ -65,13 +65,14 @@ def save_processor(policy: Policy, folder: pathlib.Path) -> None:
         return
     has_own_tokenizer = source and policy.tokenizer.name_or_path == str(source)
     names = _PROCESSOR_FILES + (_TOKENIZER_FILES if has_own_tokenizer else ())
-    present = [name for name in names if source and (source / name).is_file()]
-    has_processor = {"preprocessor_config.json", "processor_config.json"} & set(present)
+    files = [source / name for name in names if source and (source / name).is_file()]
+    present = {file.name for file in files}
+    has_processor = {"preprocessor_config.json", "processor_config.json"} & present
     if "tokenizer_config.json" not in present or not has_processor:
         policy.prompts.save_processor(folder)
-    for name in present:
-        shutil.copyfile(source / name, folder / name)
-    if has_own_tokenizer and (source / _MORE_TEMPLATES).is_dir():
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    if source and has_own_tokenizer and (source / _MORE_TEMPLATES).is_dir():
         shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
     if not has_own_tokenizer and "processor_config.json" in present:
         _drop_chat_template(folder / "processor_config.json")

@@ -14,7 +14,7 @@ import os
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import jax
 import numpy as np
@@ -116,7 +116,7 @@ def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float
 
 def _import_wandb() -> Any:
     try:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]  # an extra
     except ImportError as error:
         raise ValueError(
             "metrics.wandb_project needs wandb, which is not installed; pip install "
@@ -143,7 +143,7 @@ class MetricWriter:
     def __init__(self, workdir: str | pathlib.Path, wandb_project: str = ""):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._is_writer = jax.process_index() == 0
-        self._file = None
+        self._file: TextIO | None = None
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
         self._wandb = _import_wandb() if wandb_project and self._is_writer else None
         self._project = wandb_project
@@ -198,6 +198,7 @@ class MetricWriter:
             return
         if stage not in self._boards:
             self.begin(stage, step)
+        assert self._file is not None  # `begin` has opened it
         self._file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():

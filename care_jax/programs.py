@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -242,7 +243,7 @@ def compile_update(
     if attention is None:
         rules = run.config.sharding_rules
         attention = sharding.attention_impl(model.attention, rules, run.mesh)
-    scoring = dict(
+    scoring: dict[str, Any] = dict(
         dtype=dtype,
         chunk=run.chunk_of_row(rl.microbatch_size),
         remat=model.remat,

@@ -78,7 +78,7 @@ class Groups:
     reasons: Shaped[np.ndarray, "B R"]
 
     @staticmethod
-    def concatenate(groups: Sequence[Groups], places: Sequence[int]) -> Groups:
+    def concatenate(groups: Sequence[Groups], places: Int[np.ndarray, " B"]) -> Groups:
         """Concatenates batches of groups, then takes the groups at indices `places`, in order."""
 
         def joined(name):
@@ -129,6 +129,7 @@ def roll_out(
     places = np.asarray(table.local, np.int32)
     requests = [Request(*pair) for pair in zip(places.tolist(), prompts, strict=True)]
     first = _verify(run, programs.decode(params, decode_rng, requests), examples, verifier)
+    assert first is not None  # every process has prompts
     subgroup = programs.select(first.rollouts, first.scores, select_rng, places)
     subgroup = jax.device_get(subgroup)
     has_reflection = np.zeros(len(places), bool)
@@ -141,7 +142,7 @@ def roll_out(
             for i, context in zip(repaired, contexts, strict=True)
         ]
         repairs = programs.reflect(params, reflect_rng, requests)
-        second = _verify(run, repairs, [examples[i] for i in repaired], verifier)
+        second = _verify(run, repairs, [examples[i] for i in repaired.tolist()], verifier)
         first = _with_reflected(run, first, second, repaired)
     return Groups(first.rollouts, first.scores, subgroup, has_reflection, first.reasons)
 
@@ -171,7 +172,7 @@ def _verify(
     return jax.tree.map(lambda *rows: np.concatenate(rows)[np.argsort(order)], *parts)
 
 
-def _contexts(run: Run, failures: Sequence[str]) -> list[Int[np.ndarray, " c"]]:
+def _contexts(run: Run, failures: Shaped[np.ndarray, " n"]) -> list[Int[np.ndarray, " c"]]:
     """The forced tokens with which the repair of each failed response starts."""
     care, policy = run.config.care, run.policy
     if care.reflect_mode == "resample":
@@ -200,7 +201,7 @@ def _with_reflected(
             rollouts, scores = reflection.without_context(
                 second.rollouts, second.scores, run.policy.config.pad_token_id
             )
-            second = second.replace(rollouts=rollouts, scores=scores)
+            second = dataclasses.replace(second, rollouts=rollouts, scores=scores)
         for rows, found in zip(jax.tree.leaves(last), jax.tree.leaves(second), strict=True):
             rows[repaired] = found
     return jax.tree.map(lambda *rows: np.concatenate(rows, 1), first, last)

@@ -39,7 +39,7 @@ class Run:
     policy: Policy
     mesh: Mesh
     workdir: pathlib.Path
-    metrics: MetricWriter | None
+    metrics: MetricWriter
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -152,7 +152,7 @@ def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
         lora_rank=model.lora_rank,
     )
     state = jax.eval_shape(lambda params: _init_state(run, params, adamw), params)
-    state = state.replace(params=params)
+    state = dataclasses.replace(state, params=params)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         state,
@@ -168,5 +168,6 @@ def _init_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
 def _state_shardings(run: Run, state: TrainState) -> TrainState:
     shardings = state_shardings(state, run.mesh)
     if "optimizer" in run.config.model.offload:
-        shardings = shardings.replace(opt_state=sharding.on_host(shardings.opt_state))
+        opt_state = sharding.on_host(shardings.opt_state)
+        shardings = dataclasses.replace(shardings, opt_state=opt_state)
     return shardings

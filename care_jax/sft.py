@@ -173,14 +173,14 @@ def packed_batch(
     responses = [policy.prompts.response_tokens(example.response) for example in examples]
     lengths = np.array([len(response) for response in responses], np.int32)
     sizes = np.concatenate([prompt_sizes(prompts), lengths[:, None]], axis=1)
-    unfit = misfits(TreeSizes(*sizes.T[:2], sizes[:, 2:]), **row)
+    unfit = misfits(TreeSizes(*sizes.T[:2], branches=sizes[:, 2:]), **row)
     for index, reason in unfit.items():
         run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
         logging.log_every_n(logging.WARNING, "left out %s: %s", 100, examples[index].id, reason)
     sizes[list(unfit), 2] = 0  # a tree without branches is not packed
     sizes = distributed.gather_rows(sizes, places)
     plan = plan_rows(
-        TreeSizes(*sizes.T[:2], sizes[:, 2:]),
+        TreeSizes(*sizes.T[:2], branches=sizes[:, 2:]),
         microbatch_size=sft.microbatch_size,
         owner=sharding.owners(sft.batch_size, run.decode_batch_sharding),
         num_processes=jax.process_count(),

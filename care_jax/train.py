@@ -169,7 +169,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                     len(draws),
                     **run.objective.overlong,
                 )
-            if raw is not None:
+            if gathered.raw is not None:
                 metrics |= diagnostics.subgroup_metrics(
                     gathered.scores,
                     gathered.subgroup,
@@ -339,7 +339,7 @@ def assign_credit(
     run: Run, programs: UpdatePrograms, groups: Groups
 ) -> tuple[Credit, RawAdvantages | None]:
     """Advantages and token weights of a rollout batch; with CARE also A_raw, for its metrics."""
-    if run.objective.raw_advantages is None:
+    if programs.raw_advantages is None:
         return jax.device_get(programs.credit(groups.rollouts, groups.scores)), None
     arguments = groups.scores, groups.subgroup, groups.has_reflection
     credited = programs.credit(groups.rollouts, *arguments)

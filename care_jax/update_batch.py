@@ -10,6 +10,7 @@ Letters: N prompts of a step, B prompts of this process, R responses per prompt,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import flax.struct
@@ -97,7 +98,7 @@ def train_batch(
         lambda x: x[part], (groups.rollouts, groups.scores, credited)
     )
     plan = plan_rows(
-        TreeSizes(*table.sizes[whole].T, num_tokens[whole]),
+        TreeSizes(*table.sizes[whole].T, branches=num_tokens[whole]),
         row_tokens=rl.row_tokens,
         row_patches=rl.row_patches,
         microbatch_size=rl.microbatch_size,
@@ -158,7 +159,7 @@ def with_logprobs(
 
     def scored(batch, placed):
         logp = {name: programs.score(scorer, placed) for name, scorer in scorers.items()}
-        return batch.replace(**distributed.fetch(logp))
+        return dataclasses.replace(batch, **distributed.fetch(logp))
 
     placed = sharding.put_ahead(batches, run.train_batch_sharding)
     return [scored(*pair) for pair in zip(batches, placed, strict=True)]

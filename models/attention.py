@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,8 @@ def attend(
     # Repeat kv heads, so that every device has the kv head of each of its query heads.
     k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
     spread = q.reshape(*k.shape[:3], -1, q.shape[-1])
-    return _attend_blocks(spread, k, v, mask, head_axes).reshape(q.shape)
+    out = _attend_blocks(spread, k, v, mask, head_axes)
+    return out.reshape(q.shape)  # pyright: ignore[reportAttributeAccessIssue]  # as in `linear`
 
 
 def _attend_dense(q, k, v, mask: BlockMask):
@@ -87,7 +89,9 @@ def _attend_blocks_bwd(head_axes, saved, g):
 _attend_blocks.defvjp(_attend_blocks_fwd, _attend_blocks_bwd)
 
 
-def _sharded(function, mask: BlockMask, head_axes: tuple[str, ...], inputs: str, outputs: str):
+def _sharded(
+    function: Callable, mask: BlockMask, head_axes: tuple[str, ...], inputs: str, outputs: str
+) -> Callable:
     """`function` under `shard_map`, with rows and heads sharded.
 
     The custom VJP calls this for the backward pass too. Differentiating through `shard_map` would
@@ -115,7 +119,9 @@ def _sharded(function, mask: BlockMask, head_axes: tuple[str, ...], inputs: str,
 
 def _split_heads(num_kv_heads: int, group: int, impl: AttentionImpl) -> tuple[tuple[str, ...], int]:
     """The mesh axes that shard the heads, and the copies of each kv head that this needs."""
-    for num_axes in range(len(impl.head_axes) if impl.mesh else 0, 0, -1):
+    if impl.mesh is None:
+        return (), 1
+    for num_axes in range(len(impl.head_axes), 0, -1):
         axes = impl.head_axes[:num_axes]
         parts = math.prod(impl.mesh.shape[axis] for axis in axes)
         copies = parts // math.gcd(parts, num_kv_heads)

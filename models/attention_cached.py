@@ -15,6 +15,7 @@ M query rows per kv head.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -24,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from models.attention import matmul
@@ -97,16 +98,15 @@ def attend_cached(
     if mask.impl.name == "xla":
         return _attend_dense(q, prefix, suffix, mask)
     attend = functools.partial(_attend_live, impl=mask.impl)
-    arguments = q, prefix, suffix, mask.replace(suffix=mask.suffix[:, :, 0])
-    if mask.impl.mesh is None:
+    arguments = q, prefix, suffix, dataclasses.replace(mask, suffix=mask.suffix[:, :, 0])
+    mesh = mask.impl.mesh
+    if mesh is None:
         return attend(*arguments)
-    rows, heads = mask.impl.batch_axes, _head_axes(q.shape[3], mask.impl)
+    rows, heads = mask.impl.batch_axes, _head_axes(q.shape[3], mesh, mask.impl.head_axes)
     spec = PartitionSpec
     queries, keys = spec(rows, None, None, heads), spec(rows, None, heads)
     specs = queries, spec(rows, heads), keys, spec(rows)
-    sharded = jax.shard_map(
-        attend, mesh=mask.impl.mesh, in_specs=specs, out_specs=queries, check_vma=False
-    )
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
     return sharded(*arguments)
 
 
@@ -144,9 +144,11 @@ def _attend_live(q, prefix, suffix, mask: CacheMask, impl: AttentionImpl):
         """[B, R, ...] -> [B * R, ...]."""
         return a.reshape(B * R, *a.shape[2:])
 
-    of_row, row_lse = part(by_row(q), *map(by_row, (*suffix, mask.suffix)), mask.suffix_blocks)
+    k, v = map(by_row, suffix)
+    of_row, row_lse = part(by_row(q), k, v, by_row(mask.suffix), mask.suffix_blocks)
     by_prompt = q.swapaxes(1, 2).reshape(B, K, R * G, H)
-    of_prompt = part(by_prompt, *prefix, mask.prefix, mask.prefix_blocks)
+    k, v = prefix
+    of_prompt = part(by_prompt, k, v, mask.prefix, mask.prefix_blocks)
     shared, shared_lse = (
         by_row(a.reshape(B, K, R, G, a.shape[-1]).swapaxes(1, 2)) for a in of_prompt
     )
@@ -155,11 +157,11 @@ def _attend_live(q, prefix, suffix, mask: CacheMask, impl: AttentionImpl):
     return out.astype(q.dtype).reshape(B, R, 1, K, G, H)
 
 
-def _head_axes(num_kv_heads: int, impl: AttentionImpl) -> tuple[str, ...]:
+def _head_axes(num_kv_heads: int, mesh: Mesh, head_axes: tuple[str, ...]) -> tuple[str, ...]:
     """The longest prefix of the mesh axes of the heads that divides the kv heads."""
     axes, parts = [], 1
-    for axis in impl.head_axes:
-        parts *= impl.mesh.shape[axis]
+    for axis in head_axes:
+        parts *= mesh.shape[axis]
         if num_kv_heads % parts:
             break
         axes.append(axis)

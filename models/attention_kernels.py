@@ -31,6 +31,7 @@ def forward(
     mask: BlockMask,
 ) -> tuple[Float[Array, "B S K G H"], Float[Array, "K _ _"]]:
     """The output, and the log-sum-exps in the layout that `backward` reads."""
+    assert mask.by_query is not None  # dense attention has no kernel
     arrays, pair = _arrays(mask, q, k, v)
     out, lse = _RUN[mask.impl.name]((FORWARD,), arrays, mask.by_query, pair, mask.impl.interpret)
     return _unfold(out, q, mask), lse.reshape(q.shape[2], -1, lse.shape[-1])
@@ -60,7 +61,8 @@ def backward(
         grads = run((DQ, DKV), pairs=mask.by_key)
     else:
         grads = *run((DQ,), pairs=mask.by_query), *run((DKV,), pairs=mask.by_key)
-    return tuple(_unfold(grad, a, mask) for grad, a in zip(grads, (q, k, v), strict=True))
+    dq, dk, dv = (_unfold(grad, a, mask) for grad, a in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
 
 
 def _arrays(mask: BlockMask, q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], Pair]:
@@ -68,6 +70,7 @@ def _arrays(mask: BlockMask, q: Array, k: Array, v: Array) -> tuple[tuple[Array,
     first, last = padded_bounds(mask.first, mask.last, _padding(mask))
     start = first.shape[1] * jnp.arange(len(first), dtype=first.dtype)[:, None]
     bounds = jnp.stack([first + start, last + start + 1], axis=-1).reshape(-1, 2)
+    assert mask.blocks is not None
     query_block, key_block = mask.blocks
     G, H = q.shape[3:]
     rows_per_token = 1 if mask.impl.name == "gpu" else G
@@ -76,6 +79,7 @@ def _arrays(mask: BlockMask, q: Array, k: Array, v: Array) -> tuple[tuple[Array,
 
 
 def _padding(mask: BlockMask) -> int:
+    assert mask.blocks is not None
     return -mask.first.shape[1] % max(mask.blocks)
 
 

@@ -160,7 +160,8 @@ def padded_bounds(
     """first and last of rows with `padding` more tokens, each attending only to itself."""
     more = first.shape[1] + jnp.arange(padding, dtype=first.dtype)
     more = jnp.broadcast_to(more, (len(first), padding))
-    return tuple(jnp.concatenate([a, more], axis=1) for a in (first, last))
+    first, last = (jnp.concatenate([a, more], axis=1) for a in (first, last))
+    return first, last
 
 
 def _block_lists(

@@ -92,6 +92,7 @@ def embed(
     x = params["text"]["embed"]["table"][tokens].astype(dtype)
     if features is None:
         return x
+    assert slots is not None  # features come with slots
     return decoder.at_slots(features.merged.astype(dtype), slots, x)
 
 

@@ -20,7 +20,7 @@ _FLAGS = {
 FAMILIES = tuple(_FLAGS)
 
 
-def flags_of(family: str) -> dict[str, bool]:
+def flags_of(family: str) -> dict[str, Any]:
     """The fields of `TextConfig` that all releases of a family share.
 
     Raises:

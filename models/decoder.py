@@ -176,21 +176,22 @@ def forward(
         features: of the rows' images; their DeepStack features are added to the image tokens.
         slots: index of each token's image feature, -1 for none.
     """
-    p, config = params["text"], config.text
+    p, text = params["text"], config.text
     deepstack = None if features is None else features.deepstack
-    rotary = text_rotary(positions, config)
+    rotary = text_rotary(positions, text)
 
     def layer(x, xs):
         p, l = xs
-        x, _ = decoder_layer(p, x, rotary, lambda q, k, v: (attend(q, k, v, mask), None), config)
+        x, _ = decoder_layer(p, x, rotary, lambda q, k, v: (attend(q, k, v, mask), None), text)
         if deepstack is not None:
+            assert slots is not None  # they come together
             added = functools.partial(_add_feature, deepstack, slots, l)
             x = jax.lax.cond(l < len(deepstack), added, lambda x: x, x)
         return x, None
 
-    layers = p["layers"], jnp.arange(config.num_layers)
+    layers = p["layers"], jnp.arange(text.num_layers)
     x, _ = jax.lax.scan(checkpointed(layer, remat), x, layers)
-    return rms_norm(p["norm"], x, config.norm_eps)
+    return rms_norm(p["norm"], x, text.norm_eps)
 
 
 def to_decode_layout(p: Params, config: TextConfig) -> Params:
@@ -299,12 +300,11 @@ def prefill(
         features, slots: as in `forward`.
         attention: attention implementation.
     """
-    p, config = params["text"], config.text
+    p, text = params["text"], config.text
     deepstack = None if features is None else features.deepstack
-    num_added = 0 if deepstack is None else len(deepstack)
-    rotary = text_rotary(positions, config)
+    rotary = text_rotary(positions, text)
     reach = causal_reach(jnp.where(is_valid, 0, -1))
-    mask = block_mask(None, reach, config.num_heads // config.num_kv_heads, attention)
+    mask = block_mask(None, reach, text.num_heads // text.num_kv_heads, attention)
 
     def attend_and_keep(q, k, v):
         kept = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
@@ -313,27 +313,28 @@ def prefill(
 
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
-        x, (k, v) = decoder_layer(layer, x, rotary, attend_and_keep, config)
-        if l < num_added:
+        x, (k, v) = decoder_layer(layer, x, rotary, attend_and_keep, text)
+        if deepstack is not None and l < len(deepstack):
+            assert slots is not None  # they come together
             x = _add_feature(deepstack, slots, l, x)
         keys.append(k)
         values.append(v)
-    return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
+    return rms_norm(p["norm"], x, text.norm_eps), KeyValues(keys, values)
 
 
 def init_cache(
     config: BackboneConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
 ) -> KeyValues:
     """An empty cache of `num_slots` suffix tokens for each of `num_rows` rows per prompt."""
-    config = config.text
-    rows = (batch_size, num_rows, config.num_kv_heads)
+    text = config.text
+    rows = (batch_size, num_rows, text.num_kv_heads)
 
     def zeros(*shape):
         empty = jnp.zeros(rows + shape, dtype)
         empty = constrain(empty, *SUFFIX_AXES)
-        return [empty for _ in range(config.num_layers)]
+        return [empty for _ in range(text.num_layers)]
 
-    return KeyValues(zeros(config.head_dim, num_slots), zeros(num_slots, config.head_dim))
+    return KeyValues(zeros(text.head_dim, num_slots), zeros(num_slots, text.head_dim))
 
 
 def extend(
@@ -369,7 +370,7 @@ def extend(
     Returns:
         Hidden states after the final norm, and the suffix cache with the new tokens in it.
     """
-    p, config = params["text"], config.text
+    p, text = params["text"], config.text
     mask = cache_mask(prefix_valid, is_visible, attention)
 
     keys, values = [], []
@@ -383,7 +384,7 @@ def extend(
             shared = prefix.keys[l], prefix.values[l]
             return attend_cached(q, shared, (k, v), mask), (k, v)
 
-        x, (k, v) = decoder_layer(layer, x, rotary, attend_suffix, config)
+        x, (k, v) = decoder_layer(layer, x, rotary, attend_suffix, text)
         keys.append(k)
         values.append(v)
-    return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
+    return rms_norm(p["norm"], x, text.norm_eps), KeyValues(keys, values)

@@ -173,7 +173,8 @@ def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
         narrow = product(x, p["lora_a"].astype(x.dtype), num_inputs)
         change = product(narrow, p["lora_b"].astype(x.dtype), 1)
         y = y + p["lora_scale"].astype(x.dtype) * change
-    return y + p["bias"].astype(x.dtype) if "bias" in p else y
+    # The type of `product` is lost in functools.partial.
+    return y + p["bias"].astype(x.dtype) if "bias" in p else y  # pyright: ignore[reportReturnType]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

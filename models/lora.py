@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array
 
-from models.layers import Axes, Params
+from models.layers import Params
 
 _NUM_INPUTS = {"q": 1, "k": 1, "v": 1, "out": 2, "gate": 1, "up": 1, "down": 1}
 _LEAVES = ("lora_a", "lora_b", "lora_scale")
@@ -32,7 +32,7 @@ def add(params: Params, rng: Array, *, rank: int, alpha: float) -> Params:
         rank: of A·B.
         alpha: α; the product is scaled by α/rank.
     """
-    flat = flatten_dict(without(params))
+    flat: dict[Path, Any] = flatten_dict(without(params))
     for number, path in enumerate(p for p in list(flat) if _is_adapted(p)):
         kernel = flat[path]
         num_layers, inputs, outputs = _split(path, kernel.shape)
@@ -46,7 +46,7 @@ def add(params: Params, rng: Array, *, rank: int, alpha: float) -> Params:
 
 def add_axes(axes: Params) -> Params:
     """Logical axes of the tree that `add` returns, from those of the base parameters."""
-    flat: dict[Path, Axes] = flatten_dict(axes)
+    flat: dict[Path, Any] = flatten_dict(axes)
     for path in [p for p in flat if _is_adapted(p)]:
         layers, inputs, outputs = _split(path, flat[path])
         flat[*path[:-1], "lora_a"] = (layers, *inputs, None)
@@ -57,8 +57,8 @@ def add_axes(axes: Params) -> Params:
 
 def merged(params: Params) -> Params:
     """Folds the adapters into the kernels: W + scale · A·B, in the kernel's dtype."""
-    flat = flatten_dict(without(params))
-    adapters = flatten_dict(params)
+    flat: dict[Path, Any] = flatten_dict(without(params))
+    adapters: dict[Path, Any] = flatten_dict(params)
     for path in [p for p in adapters if p[-1] == "lora_a"]:
         a, b, scale = (adapters[*path[:-1], name].astype(jnp.float32) for name in _LEAVES)
         change = jax.vmap(lambda a, b, scale: scale * jnp.tensordot(a, b, 1))(a, b, scale)

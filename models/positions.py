@@ -11,12 +11,17 @@ merge_size x merge_size patches in raster order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from models.config import BackboneConfig, VisionConfig
+
+# An array of a record: numpy on the host, jax on a device. `Any`, as the same records also hold
+# shapes, shardings and axis names.
+HostOrDevice = Any
 
 
 @flax.struct.dataclass
@@ -39,14 +44,14 @@ class ImagePatches:
         position_weights: interpolation weights of those rows, with sum 1; 0 at padding.
     """
 
-    patches: Float[Array, "B N C"]
-    coordinates: Int[Array, "B N 2"]
-    segments: Int[Array, "B N"]
-    window_patches: Int[Array, "B W S"] | None = None
-    window_segments: Int[Array, "B W S"] | None = None
-    window_slots: Int[Array, "B N"] | None = None
-    position_rows: Int[Array, "B N 4"] | None = None
-    position_weights: Float[Array, "B N 4"] | None = None
+    patches: Float[HostOrDevice, "B N C"]
+    coordinates: Int[HostOrDevice, "B N 2"]
+    segments: Int[HostOrDevice, "B N"]
+    window_patches: Int[HostOrDevice, "B W S"] | None = None
+    window_segments: Int[HostOrDevice, "B W S"] | None = None
+    window_slots: Int[HostOrDevice, "B N"] | None = None
+    position_rows: Int[HostOrDevice, "B N 4"] | None = None
+    position_weights: Float[HostOrDevice, "B N 4"] | None = None
 
 
 def pack_images(

@@ -167,7 +167,7 @@ def write_file(
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for block in blocks:
-            written += file.write(block.reshape(-1).view(np.uint8))
+            written += file.write(block.reshape(-1).view(np.uint8).data)
     if written != end:
         raise ValueError(f"{path} needs {end} bytes of tensors, got {written}; check the blocks")
 

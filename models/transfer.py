@@ -114,6 +114,7 @@ def _load_parameter(
         return _read_part(row, whole, entries, dtype, [None], staged)[0]
     holders: dict[tuple, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # every addressable device holds a part
         part = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
         holders.setdefault(part, []).append(device)
     arrays = [

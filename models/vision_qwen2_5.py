@@ -73,11 +73,14 @@ def encode(
     x = linear(p["patch_embed"], images.patches.astype(dtype))
     rotary = vision_rotary(images.coordinates, config)
     is_full = np.isin(np.arange(config.num_layers), config.full_attention_layers)
+    assert images.window_segments is not None  # the images are packed for this tower
     windows = images.window_segments.reshape(-1, images.window_segments.shape[-1])
-    masks = tuple(block_mask(*segment_spans(a), 1, attention) for a in (images.segments, windows))
+    full, windowed = (
+        block_mask(*segment_spans(a), 1, attention) for a in (images.segments, windows)
+    )
 
     def layer(x, xs):
-        return vision_layer(xs[0], x, rotary, images, masks, is_full=xs[1]), None
+        return vision_layer(xs[0], x, rotary, images, (full, windowed), is_full=xs[1]), None
 
     x, _ = jax.lax.scan(checkpointed(layer, remat), x, (p["layers"], is_full))
     return ImageFeatures(merge(p["merger"], x, config, rms_norm))
@@ -108,6 +111,7 @@ def _attend_images(q, k, v, images: ImagePatches, masks: tuple[BlockMask, BlockM
 
 
 def _attend_windows(q, k, v, images: ImagePatches, masks: tuple[BlockMask, BlockMask]):
+    assert images.window_patches is not None and images.window_slots is not None
     B, W, S = images.window_patches.shape
     slots = jnp.maximum(images.window_patches, 0).reshape(B, W * S, 1, 1)
     q, k, v = (

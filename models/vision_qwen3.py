@@ -125,6 +125,7 @@ def encode(
 
 def positions(p: Params, images: ImagePatches) -> Float[Array, "B P D"]:
     """The learned position of each patch, a float32 weighted mean of four rows of the table."""
+    assert images.position_weights is not None  # the images are packed for this tower
     rows = p["table"][images.position_rows].astype(jnp.float32)
     return (images.position_weights[..., None] * rows).sum(2)
 

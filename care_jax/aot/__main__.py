@@ -79,7 +79,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _received_rows(result: Fit) -> list[tuple[str, ...]]:
     """Bytes received by one chip, program x collective; empty if no program compiled."""
-    rows = [("program", *COLLECTIVES, "total", "calls", "worst step")]
+    rows: list[tuple[str, ...]] = [("program", *COLLECTIVES, "total", "calls", "worst step")]
     if result.expected:
         rows[0] += ("mean step",)
     for program in result.programs:
@@ -113,7 +113,7 @@ def _row(result: Fit, program: Program) -> tuple[str, ...]:
         f"{(result.chip.hbm - program.total) / GIB:+.2f}",
         f"{program.work.flops / 1e12:.3g}",
         f"{seconds:.3g} s",
-        max(bounds, key=bounds.get),
+        max(bounds, key=bounds.__getitem__),
         f"{program.work.tokens / seconds:.0f}" if program.work.tokens else "",
         f"{program.seconds:.0f} s",
     )
@@ -165,9 +165,11 @@ def run_main() -> None:
     """Parses flags and compiles; user errors are printed as one line."""
     # Not at module level: a process that also imports `main` would define the flags twice.
     config = config_flags.DEFINE_config_file("config", None, "Configuration to compile.")
-    topology = flags.DEFINE_string("topology", None, "Chips and their shape: v5e:4x4, h100:8.")
+    topology = flags.DEFINE_string(
+        "topology", None, "Chips and their shape: v5e:4x4, h100:8.", required=True
+    )
     mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
-    flags.mark_flags_as_required(["config", "topology"])
+    flags.mark_flag_as_required("config")
     logging.set_verbosity(logging.INFO)
     logging.use_absl_handler()
     python_logging.getLogger("jax").setLevel(python_logging.WARNING)

@@ -121,7 +121,7 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
 def _called(line: str, operation: str) -> Sequence[str]:
     """Names of the computations that an instruction calls; (condition, body) of a loop."""
     if operation == "while":
-        return _LOOP.search(line).groups()
+        return _LOOP.findall(line)[0]
     if branches := _BRANCHES.search(line):
         return re.findall(r"[\w.-]+", branches[1])
     return _CALLED.findall(line)

@@ -48,10 +48,11 @@ def policy(config: ConfigDict) -> Policy:
             f"{', '.join(RELEASES)}"
         )
     no_bytes = [b""] * backbone.text.vocab_size
+    no_text: Any = None  # no program reads any
     return Policy(
         config=backbone,
-        tokenizer=None,
-        prompts=None,
+        tokenizer=no_text,
+        prompts=no_text,
         token_bytes=no_bytes,
         closing_tag=spans.closing_tag_table(no_bytes, config.data.think_tag),
         think_tag=config.data.think_tag,

@@ -139,7 +139,7 @@ def _plan(
     """
     settings = run.config[section]
     plan = plan_rows(
-        TreeSizes(*prompts.T, responses),
+        TreeSizes(*prompts.T, branches=responses),
         row_tokens=settings.row_tokens,
         row_patches=settings.row_patches,
         microbatch_size=settings.microbatch_size,

@@ -78,7 +78,7 @@ class Judge:
         self._num_workers = num_workers
         self._prices = prices
         self._lock = threading.Lock()
-        self.counts = dict.fromkeys(
+        self.counts: dict[str, int] = dict.fromkeys(
             ("requests", "retries", "timeouts", "failures", "prompt_tokens", "completion_tokens"),
             0,
         )

@@ -142,10 +142,10 @@ def _is_equal(gold: str, answer: str) -> bool:
     gold, answer = _by_element(gold), _by_element(answer)
     if gold == answer:
         return True
-    values = value(gold), value(answer)
-    if None in values:
+    first, second = value(gold), value(answer)
+    if first is None or second is None:
         return False
-    return round(values[0], 2) == round(values[1], 2)
+    return round(first, 2) == round(second, 2)
 
 
 def _by_element(text: str) -> str:

@@ -112,9 +112,10 @@ def _parse_choice(text: str, choices: tuple[str, ...]) -> str | None:
     if (bare := text.strip("(). ")) and len(bare) == 1 and bare in letters:
         return choices[letters.index(bare)]
     if len(text) > _MAX_EXTRACTION or "\n" in text or _is_phrase(text, choices, letters):
-        text = _settled(text, choices, letters)
-        if text is None:
+        settled = _settled(text, choices, letters)
+        if settled is None:
             return None
+        text = settled
     text = text.strip()
     bracketed = _BRACKETED.findall(text)
     text = bracketed[0].upper() if bracketed else text

@@ -43,7 +43,9 @@ def find(
     import huggingface_hub
 
     try:
-        folder = huggingface_hub.snapshot_download(path, repo_type=kind, allow_patterns=patterns)
+        folder = huggingface_hub.snapshot_download(
+            path, repo_type=kind, allow_patterns=list(patterns or ()) or None
+        )
     except Exception as error:
         raise ValueError(
             f"{key} {path!r} is no local folder and could not be fetched from the hub "

@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grain
@@ -55,7 +55,7 @@ class Batches:
         *,
         batch_size: int,
         seed: int,
-        rows: Sequence[int] | None = None,
+        rows: Iterable[int] | None = None,
         num_workers: int = 1,
         left_out: Counter[str] | None = None,
     ):

@@ -155,6 +155,7 @@ def _clean(
             line = {"source": name, "row": row, "id": id, "reason": reason}
             left_out.write(json.dumps(line, ensure_ascii=False) + "\n")
             continue
+        assert example is not None and not isinstance(content, Unusable)  # else there is a reason
         index.add(name, content)
         writer.write(example)
         num_kept += 1

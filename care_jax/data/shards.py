@@ -45,7 +45,7 @@ class ShardWriter:
     def __init__(self, folder: pathlib.Path, source: str, *, shard_bytes: int):
         self.shards: list[dict[str, Any]] = []
         self._folder, self._source, self._shard_bytes = folder, source, shard_bytes
-        self._writer: ArrayRecordWriter | None = None
+        self._writer = None
         self._num_bytes = self._num_records = 0
 
     def write(self, example: Example) -> None:
@@ -119,7 +119,7 @@ class _Shard:
                 "prepare the folder anew"
             )
         self._path, self._num_records = path, entry["num_records"]
-        self._reader: ArrayRecordReader | None = None
+        self._reader = None
         self._lock = threading.Lock()
 
     def read(self, index: int) -> Example:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -94,7 +94,7 @@ class _Chart:
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticSource:
+class SyntheticSource(Sequence[Example]):
     """A random-access sequence of drawn examples.
 
     Attributes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pathlib
 import zipfile
-from collections.abc import Sequence
 from typing import Any
 
 from care_jax.batch import Example
@@ -36,7 +35,7 @@ def open_rows(path: str, *, images: str) -> Rows:
     """
     place = hub.find(path, ["*.parquet", "images.zip"])
     file = place if place.is_file() else next(iter(sorted(place.glob("*.jsonl"))), place)
-    table: Sequence[dict[str, Any]]
+    table: JsonRows | ParquetRows
     if file.suffix in (".jsonl", ".json"):
         table = JsonRows(file)
     else:

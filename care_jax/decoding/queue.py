@@ -128,6 +128,7 @@ class DecodeQueue:
                 seats = self.programs.share(
                     seats, *map(self._put_seats, (shares.source, shares.begin, shares.end))
                 )
+            assert seats is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
                 seats = self._keep(seats, self._put_seats(kept))
             seats = self._with_room(seats, seats.prefix.is_valid.shape[1], longest)
@@ -198,7 +199,8 @@ class DecodeQueue:
             _change(prefix.cache.values, lambda x: programs.pad(x, 2, num_tokens))
             is_valid = [prefix.is_valid]
             _change(is_valid, lambda x: programs.pad(x, 1, num_tokens))
-            seats = seats.replace(prefix=prefix.replace(is_valid=is_valid[0]))
+            prefix = dataclasses.replace(prefix, is_valid=is_valid[0])
+            seats = dataclasses.replace(seats, prefix=prefix)
         wanted = self.sizes.ring_for(longest)
         while (size := cache.keys[0].shape[4]) != wanted:
             size = size * 2 if size < wanted else size // 2
@@ -208,11 +210,11 @@ class DecodeQueue:
 
     def _keep(self, seats: Seats, kept: jax.Array) -> Seats:
         """Keeps half of the seats; see `Scheduler.halve`."""
-        clock, arrays = seats.clock, seats.replace(clock=None)
+        clock, arrays = seats.clock, dataclasses.replace(seats, clock=None)
         leaves, structure = jax.tree.flatten(arrays)
         del seats, arrays
         _change(leaves, lambda x: self.programs.keep(x, kept))
-        return jax.tree.unflatten(structure, leaves).replace(clock=clock)
+        return dataclasses.replace(jax.tree.unflatten(structure, leaves), clock=clock)
 
 
 def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array]) -> None:

@@ -15,6 +15,7 @@ shuffled, and, from the paper, a fresh rollout with neither (resample).
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 
@@ -96,11 +97,14 @@ def without_context(
     def shift(x, fill):
         return np.where(is_inside, np.take_along_axis(np.asarray(x), source, -1), fill)
 
-    return rollouts.replace(
+    return dataclasses.replace(
+        rollouts,
         tokens=shift(rollouts.tokens, pad_token_id),
         is_valid=shift(rollouts.is_valid, False),
         logp=shift(rollouts.logp, 0.0),
         is_forced=np.zeros_like(is_forced),
-    ), scores.replace(
-        is_think=shift(scores.is_think, False), is_answer=shift(scores.is_answer, False)
+    ), dataclasses.replace(
+        scores,
+        is_think=shift(scores.is_think, False),
+        is_answer=shift(scores.is_answer, False),
     )

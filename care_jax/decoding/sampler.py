@@ -19,6 +19,7 @@ L steps of a call, N new prompts, D model, V vocab.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -199,9 +200,12 @@ def empty(
 def seat_axes(seats: Seats) -> Seats:
     """The tree of `seats` with a tuple of logical axis names at every leaf."""
     axes = jax.tree.map(lambda x: ("batch",) + (None,) * (x.ndim - 1) if x.ndim else (), seats)
-    cache = KeyValues(*([part] * len(seats.cache.keys) for part in (SUFFIX_AXES, SUFFIX_AXES)))
-    prefix = KeyValues(*([part] * len(seats.cache.keys) for part in (PREFIX_AXES, PREFIX_AXES)))
-    return axes.replace(cache=cache, prefix=axes.prefix.replace(cache=prefix))
+    prefix_cache = jax.tree.map(lambda _: PREFIX_AXES, seats.prefix.cache)
+    return dataclasses.replace(
+        axes,
+        cache=jax.tree.map(lambda _: SUFFIX_AXES, seats.cache),
+        prefix=dataclasses.replace(axes.prefix, cache=prefix_cache),
+    )
 
 
 def admit(
@@ -243,7 +247,8 @@ def admit(
     logp = log_probability(logits, token)
 
     num_tokens = seats.prefix.is_valid.shape[1]
-    prefix = prefix.replace(
+    prefix = dataclasses.replace(
+        prefix,
         cache=KeyValues(
             [pad_left(x, 3, num_tokens) for x in prefix.cache.keys],
             [pad_left(x, 2, num_tokens) for x in prefix.cache.values],
@@ -254,7 +259,8 @@ def admit(
     is_new = chosen >= 0
     first = take(token, seats.first)
     begin, end = jnp.zeros_like(chosen), jnp.full_like(chosen, num_rollouts)
-    seats = seats.replace(
+    seats = dataclasses.replace(
+        seats,
         prefix=jax.tree.map(take, prefix, seats.prefix),
         rngs=take(rngs, seats.rngs),
         budget=take(budget, seats.budget),
@@ -282,7 +288,8 @@ def share(
 ) -> Seats:
     """Gives free seats some rollouts of prompts on other seats; see `schedule.Shares`."""
     take = functools.partial(_take_in_shard, chosen=source, num_shards=num_shards)
-    seats = seats.replace(
+    seats = dataclasses.replace(
+        seats,
         prefix=jax.tree.map(take, seats.prefix, seats.prefix),
         rngs=take(seats.rngs, seats.rngs),
         budget=take(seats.budget, seats.budget),
@@ -379,7 +386,8 @@ def advance(
         # Rows that end take the next rollouts, in row order.
         upcoming = seats.next_rollout[:, None] + jnp.cumsum(is_last, 1) - is_last
         upcoming = jnp.where(upcoming < seats.end_rollout[:, None], upcoming, num_rollouts)
-        seats = seats.replace(
+        seats = dataclasses.replace(
+            seats,
             next_rollout=seats.next_rollout + is_last.sum(1),
             rationale=seats.rationale + ended,
             rollout=jnp.where(is_last, upcoming, seats.rollout),
@@ -465,7 +473,8 @@ def _begin(seats: Seats, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> 
     def if_new(new: Any, old: Array) -> Array:
         return jnp.where(jnp.expand_dims(is_new, range(1, old.ndim)), new, old).astype(old.dtype)
 
-    return seats.replace(
+    return dataclasses.replace(
+        seats,
         next_rollout=if_new(begin + num_rows, seats.next_rollout),
         rationale=if_new(0, seats.rationale),
         rollout=if_new(rollout, seats.rollout),

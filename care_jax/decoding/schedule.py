@@ -178,10 +178,10 @@ class Scheduler:
             free = np.flatnonzero(self._places[shard] < 0)[: num_admitted[shard]]
             for number, seat in enumerate(free):
                 row = shard * per_shard + number
-                prompts[row] = self._waiting[shard].popleft()
+                prompt = prompts[row] = self._waiting[shard].popleft()
                 seats[row] = shard * self._places.shape[1] + seat
                 chosen[shard, seat] = number
-                self._assign(shard, seat, prompts[row].place, 0, self._sizes.num_rollouts)
+                self._assign(shard, seat, prompt.place, 0, self._sizes.num_rollouts)
         return Admission(tuple(prompts), seats, chosen.ravel())
 
     def share(self) -> Shares | None:
@@ -190,7 +190,7 @@ class Scheduler:
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
                 continue
-            for seat in np.flatnonzero(self._places[shard] < 0):
+            for seat in np.flatnonzero(self._places[shard] < 0).tolist():
                 left = self._end[shard] - self._next[shard]
                 donor = int(left.argmax())
                 if left[donor] < 1:
@@ -342,7 +342,7 @@ def simulate(
         if (shares := scheduler.share()) is not None:
             end[:] = shares.end
             per_shard = len(left) // sizes.num_shards
-            for seat in np.flatnonzero(shares.source >= 0):
+            for seat in np.flatnonzero(shares.source >= 0).tolist():
                 prefix[seat] = prefix[seat // per_shard * per_shard + shares.source[seat]]
                 assign(seat, shares.begin[seat], shares.end[seat])
         while (kept := scheduler.halve()) is not None:
@@ -365,8 +365,9 @@ def simulate(
             # A row attends to its new token and to those it has read, one more each step.
             suffix_tokens += passed * int((read + 1).sum())
             suffix_tokens += passed * (passed - 1) // 2 * int(is_active.sum())
-            left, read = left - passed * is_active, read + passed * is_active
-            for seat, row in np.argwhere(is_active & (left == 0)):
+            left -= passed * is_active
+            read += passed * is_active
+            for seat, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[seat, row] = 0
                 if next_rollout[seat] < end[seat]:
                     begin(seat, row, next_rollout[seat])

@@ -119,7 +119,7 @@ class Checkpoints:
             ValueError: there is no such step, or it was saved under another fingerprint.
         """
         step = self.latest_step if step is None else step
-        if step not in self._manager.all_steps():
+        if step is None or step not in self._manager.all_steps():
             raise ValueError(
                 f"expected checkpoint {'of any step' if step is None else step} in {self.folder}, "
                 f"found steps {sorted(self._manager.all_steps())}; check --workdir"

@@ -23,7 +23,7 @@ def keep_programs(workdir: pathlib.Path) -> None:
     if not _counts:
         _counts.update(found=0, compiled=0)
         jax.monitoring.register_event_listener(_count)
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = workdir / "compilation_cache" / _machine()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -65,7 +65,7 @@ def start(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _from_environment(num_processes, "JAX_NUM_PROCESSES")
     index = _from_environment(process_id, "JAX_PROCESS_ID")
-    if None not in (address, count, index):
+    if address is not None and count is not None and index is not None:
         return _join(address, count, index, timeout)
     try:
         with warnings.catch_warnings():  # false detections, such as a single pod

@@ -123,7 +123,7 @@ def _partition_spec(
     if len(logical) != len(shape):
         raise ValueError(f"{path} has axes {logical} but shape {shape}; name each dimension once")
     spec: list[tuple[str, ...] | str | None] = []
-    logical_of: dict[str, str] = {}  # mesh axis -> the logical axis mapped to it
+    logical_of: dict[str, str | None] = {}  # mesh axis -> the logical axis mapped to it
     for name, size in zip(logical, shape, strict=True):
         used: list[str] = []
         num_parts = 1
@@ -296,7 +296,7 @@ def local_rows(size: int, sharding: NamedSharding) -> Int[np.ndarray, " n"]:
         size: rows of the whole batch, a multiple of its shards.
         sharding: of the batch.
     """
-    slices = sharding.addressable_devices_indices_map((size,)).values()
+    slices = filter(None, sharding.addressable_devices_indices_map((size,)).values())
     return np.array(sorted({row for (rows,) in slices for row in range(size)[rows]}))
 
 

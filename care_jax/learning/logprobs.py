@@ -134,7 +134,10 @@ def score_rows(
     )
     is_scored = rows.predictor >= 0
     back = jnp.maximum(jnp.cumsum(is_scored, axis=1) - 1, 0)
-    return tuple(jnp.where(is_scored, jnp.take_along_axis(x, back, axis=1), 0.0) for x in scored)
+    logp, entropy = (
+        jnp.where(is_scored, jnp.take_along_axis(x, back, axis=1), 0.0) for x in scored
+    )
+    return logp, entropy
 
 
 def _split_tokens(x: Array, *, chunk: int, padding: int) -> Array:

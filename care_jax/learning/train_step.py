@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from care_jax.batch import TrainBatch
+from care_jax.batch import HostOrDevice, ImitationBatch, TrainBatch
 from care_jax.devices import sharding
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.optimizer import combine, partition, round_like, widen
@@ -31,7 +31,7 @@ from models.attention_mask import XLA, AttentionImpl
 from models.backbone import Params
 from models.config import BackboneConfig
 
-Batch = TypeVar("Batch")
+Batch = TypeVar("Batch", TrainBatch, ImitationBatch)
 Partition = Callable[[Params], tuple[Params, Params]]
 # Metric name -> (numerator, denominator), summed over microbatches and divided once.
 Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
@@ -49,7 +49,7 @@ class TrainState:
 
     params: Params
     opt_state: optax.OptState
-    step: Int[Array, ""]
+    step: Int[HostOrDevice, ""]
 
 
 def init_state(
@@ -251,7 +251,7 @@ def microbatch_at(microbatches: Batch, index: int | Int[Array, ""]) -> Batch:
     )
 
 
-def num_microbatches(microbatches: Batch) -> Int[Array, ""]:
+def num_microbatches(microbatches: TrainBatch | ImitationBatch) -> Int[Array, ""]:
     """Number of microbatches before the first without a response; all later ones are empty too."""
     is_used = (microbatches.rows.predictor >= 0).any((1, 2))
     return jnp.cumprod(is_used.astype(jnp.int32)).sum()

@@ -10,13 +10,14 @@ Letters: B prompts, G rollouts per prompt, R rows (G + 1 with a reflected slot),
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from care_jax.batch import Rollouts, Scores
+from care_jax.batch import HostOrDevice, Rollouts, Scores
 from care_jax.method import advantages, objective
 from care_jax.method.select import Subgroup, select_subgroup
 
@@ -33,11 +34,11 @@ class Credit:
         is_trained: sampled tokens of the rows in the update.
     """
 
-    advantage: Float[Array, "B R"]
-    token_advantage: Float[Array, "B R T"]
-    row_weight: Float[Array, "B R"]
-    prompt_weight: Float[Array, " B"]
-    is_trained: Bool[Array, "B R T"]
+    advantage: Float[HostOrDevice, "B R"]
+    token_advantage: Float[HostOrDevice, "B R T"]
+    row_weight: Float[HostOrDevice, "B R"]
+    prompt_weight: Float[HostOrDevice, " B"]
+    is_trained: Bool[HostOrDevice, "B R T"]
 
 
 def select_subgroups(
@@ -226,9 +227,10 @@ def with_reflected_slot(
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Reward and acc with slot G, zero-padded if the batch has no reflected rows."""
     missing = subgroup.is_negative.shape[-1] + 1 - reward.shape[1]
-    return tuple(jnp.pad(x, ((0, 0), (0, missing))) for x in (reward, acc))
+    reward, acc = (jnp.pad(x, ((0, 0), (0, missing))) for x in (reward, acc))
+    return reward, acc
 
 
-def _over_rows(function):
+def _over_rows(function: Callable[..., Array]) -> Callable[..., Array]:
     """vmap over prompts, then rows."""
     return jax.vmap(jax.vmap(function))

@@ -106,6 +106,7 @@ def select_subgroup(
     order = num_answer, num_think
     if anchor_rule == "random":
         # Split only here: with `shortest`, the random negatives use the key unsplit.
+        assert rng is not None  # refused above
         anchor_rng, rng = jax.random.split(rng)
         order = (jax.random.uniform(anchor_rng, acc.shape),)
     anchor = jnp.where(
@@ -143,7 +144,7 @@ def _choose(to_anchor, distance, is_eligible, num_negatives, *, K, M, rule, rng)
             num_far = num_negatives // 2
             is_near = _least(to_anchor, is_eligible, num_negatives - num_far)
             return is_near | _least(-to_anchor, is_eligible & ~is_near, num_far)
-        case "nearest_diverse":
+        case _:  # nearest_diverse
             is_candidate = _least(to_anchor, is_eligible, M)
             return _farthest_first(to_anchor, distance, is_candidate, num_negatives, K=K)
 

@@ -232,9 +232,10 @@ def _pack_all(
         found = None
         for width in reversed(widths):  # down to the narrowest that fits
             packings = [pack(group, num_microbatches * num_rows, length, width) for group in groups]
-            if None in packings:
+            fitting = [packing for packing in packings if packing is not None]
+            if len(fitting) < len(packings):
                 break
-            found = length, packings, num_microbatches
+            found = length, fitting, num_microbatches
         if found:
             return found
         failed.append((num_microbatches, length))

@@ -31,7 +31,7 @@ class TreeSizes:
     @property
     def is_needed(self) -> np.ndarray:
         """[N]: at least one branch is needed."""
-        return self.branches.any(-1)
+        return np.any(self.branches, -1)
 
     @property
     def total(self) -> np.ndarray:

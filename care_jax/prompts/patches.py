@@ -30,7 +30,7 @@ MAX_ASPECT_RATIO = 200
 
 
 def target_size(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+    height: float, width: float, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
     """The size an image is resized to: multiples of `factor`, similar aspect ratio, in range.
 

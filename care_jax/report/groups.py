@@ -71,7 +71,7 @@ class Sampled:
     advantage: Float[np.ndarray, "B R"]
     has_reflection: Bool[np.ndarray, " B"]
     reasons: Shaped[np.ndarray, "B R"]
-    subgroup: Subgroup | None
+    subgroup: Subgroup
     raw: RawAdvantages | None
 
 
@@ -284,10 +284,11 @@ def _texts(rollouts: Rollouts, index: int, row: int, wording: Wording) -> tuple[
     tokens = np.asarray(rollouts.tokens[index, row])
     is_text = rollouts.is_valid[index, row] & ~np.isin(tokens, list(wording.eos_token_ids))
     is_forced = rollouts.is_forced[index, row]
-    return tuple(
+    forced, sampled = (
         b"".join(wording.token_bytes[token] for token in tokens[mask]).decode("utf-8", "replace")
         for mask in (is_text & is_forced, is_text & ~is_forced)
     )
+    return forced, sampled
 
 
 def _extent(text: str, tag: str) -> tuple[int, int]:

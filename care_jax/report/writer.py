@@ -92,6 +92,7 @@ class Report:
         os.replace(temporary, self.path)
 
     def _group(self, sampled: Sampled, index: int) -> tuple[str, tuple[str, ...]]:
+        assert self._wording is not None  # required by `add`
         example, keys = sampled.examples[index], []
         for order, image in enumerate(example.images):
             keys.append(f"{example.source}/{example.id}/{order}")

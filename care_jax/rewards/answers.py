@@ -193,12 +193,12 @@ def _compare_parts(
     """`_compare_values` for texts with different keys, and what they were compared as."""
     limits = {"tolerance": tolerance, "num_decimals": num_decimals}
     texts = prediction, gold
-    numbers = [quantities.read_number(text) for text in texts]
-    if all(numbers):
-        return quantities.is_close(*numbers, **limits), "number"
-    lists = [notation.split_list(text) for text in texts]
-    if all(lists):
-        return _compare_lists(*lists, **limits), "list"
+    numbers = quantities.read_number(prediction), quantities.read_number(gold)
+    if numbers[0] and numbers[1]:
+        return quantities.is_close(numbers[0], numbers[1], **limits), "number"
+    lists = notation.split_list(prediction), notation.split_list(gold)
+    if lists[0] and lists[1]:
+        return _compare_lists(lists[0], lists[1], **limits), "list"
     if any(lists) and any(numbers):
         # "2,3" is two numbers; "1,22" compared with a single number has a decimal comma.
         if any(_DECIMAL_COMMA.fullmatch(text) for text in texts):

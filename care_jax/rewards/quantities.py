@@ -80,8 +80,7 @@ def read_number(text: str) -> Number | None:
         text = text[1:-1].strip()
     is_negative = text.startswith("-")
     body = text[1:] if text[:1] in ("-", "+") else text
-    currency = _CURRENCY.match(body)
-    body = body[currency.end() :]
+    body = _CURRENCY.sub("", body, count=1)  # matches at 0, maybe nothing
     read = _read_magnitude(body)
     if read is None:
         return None
@@ -106,6 +105,7 @@ def _read_magnitude(text: str) -> tuple[Fraction, int] | None:
         value = _divide(top, bottom)
         return None if value is None else (Fraction(whole or 0) + value, match.end())
     match = _SCIENTIFIC.match(text)
+    assert match  # every part of it is optional
     digits, *exponents = match.groups()
     value = _fraction(digits)
     exponent = int((exponents[0] or exponents[1] or "0")[:9])

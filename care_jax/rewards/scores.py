@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Shaped
 
 from care_jax.batch import Example, Rollouts, Scores
@@ -70,7 +71,7 @@ def score_rollouts(
         [example for example in examples for _ in range(num_rows)],
     )
 
-    def table(values, dtype=np.float32):
+    def table(values, dtype: DTypeLike = np.float32):
         return np.array(values, dtype).reshape(len(examples), num_rows)
 
     def masks(name):

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _START_SECONDS = 120.0  # importing sympy on a busy machine
 _MEMORY_BYTES = 2 << 30  # address space of one worker
@@ -135,7 +135,7 @@ class _Worker:
         self.timeout = timeout
         self.deadline = 0.0
         self.question: Question | None = None
-        self._process: subprocess.Popen | None = None
+        self._process: Any = None  # a subprocess.Popen with pipes
         self._is_ready = False
 
     @property
@@ -148,7 +148,7 @@ class _Worker:
         if self._process is not None and self._process.poll() is not None:
             self.stop()
         if self._process is None:
-            self._start()
+            self._process = self._start()
         self.deadline = time.monotonic() + (self.timeout if self._is_ready else _START_SECONDS)
         # On a broken pipe `receive` reads end-of-file and reports the crash.
         with contextlib.suppress(BrokenPipeError):
@@ -191,14 +191,15 @@ class _Worker:
         self._process = None
         self._is_ready = False
 
-    def _start(self) -> None:
+    def _start(self) -> Any:
         environment = {"SYMPY_GROUND_TYPES": "python", "PYTHONIOENCODING": "utf-8"}
         for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME"):
             if name in os.environ:
                 environment[name] = os.environ[name]
+        self._is_ready = False
         # -P keeps this folder off the worker's path, so that no module in it can shadow the
         # standard library's.
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-P", __file__, str(self.timeout)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -206,7 +207,6 @@ class _Worker:
             env=environment,
             bufsize=0,
         )
-        self._is_ready = False
 
 
 class _OutOfTime(BaseException):

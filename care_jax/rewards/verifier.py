@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from care_jax.batch import Example
 from care_jax.method import spans
@@ -69,7 +70,7 @@ class Verifier:
         self._reward = load_reward(reward) if reward else None
         self._reward_name = reward
         self.think_tag = think_tag
-        self._limits = {"tolerance": tolerance, "num_decimals": num_decimals}
+        self._limits: dict[str, Any] = {"tolerance": tolerance, "num_decimals": num_decimals}
         self._pool = SymbolicPool(num_workers, timeout)
         self._num_fast = 0
 
@@ -128,7 +129,10 @@ class Verifier:
         A reward function gets the texts and ignores the spans.
         """
         if self._reward is not None:
-            return [self._judge_by_function(*pair) for pair in zip(responses, golds, strict=True)]
+            return [
+                self._judge_by_function(self._reward, *pair)
+                for pair in zip(responses, golds, strict=True)
+            ]
         outcomes: list[str | Question] = [
             self._compare(span.answer, gold) if span.has_answer else "no answer span"
             for span, gold in zip(parsed, golds, strict=True)
@@ -136,20 +140,22 @@ class Verifier:
         questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
         self._num_fast += len(outcomes) - len(questions)
         replies = iter(self._pool.ask(questions))
-        outcomes = [next(replies) if isinstance(out, Question) else out for out in outcomes]
+        answered = [next(replies) if isinstance(out, Question) else out for out in outcomes]
         return [
             Verdict(
                 acc=float(answers.is_equal(outcome)),
                 fmt=span.fmt,
                 reason=outcome.removeprefix("equal: ").removeprefix("different: "),
             )
-            for span, outcome in zip(parsed, outcomes, strict=True)
+            for span, outcome in zip(parsed, answered, strict=True)
         ]
 
-    def _judge_by_function(self, response: str, gold: str | Example) -> Verdict:
+    def _judge_by_function(
+        self, reward: RewardFunction, response: str, gold: str | Example
+    ) -> Verdict:
         if isinstance(gold, str):
             gold = Example(id="", source="", images=(), question="", answer=gold)
-        result = self._reward(gold.question, response, gold)
+        result = reward(gold.question, response, gold)
         try:
             acc, fmt = map(float, result)
         except (TypeError, ValueError):
@@ -165,7 +171,9 @@ class Verifier:
     def _compare(self, answer: str, gold: str | Example) -> str | Question:
         if isinstance(gold, str):
             return answers.compare(answer, gold, **self._limits)
-        limits = self._limits | ({"tolerance": gold.tolerance} if gold.tolerance else {})
+        limits = dict(self._limits)
+        if gold.tolerance:
+            limits["tolerance"] = gold.tolerance
         return answers.compare(answer, gold.answer, choices=gold.choices, **limits)
 
 
@@ -187,7 +195,7 @@ def load_reward(name: str) -> RewardFunction:
         raise ValueError(
             f"verifier.reward {name!r} is no function but a {type(found).__name__}; name a function"
         )
-    return found
+    return found  # pyright: ignore[reportReturnType]  # its results are checked at each call
 
 
 def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think") -> spans.Spans:

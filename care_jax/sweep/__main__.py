@@ -88,7 +88,7 @@ def _print_done(trial: Trial) -> None:
 def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m care_jax.sweep",
-        description=__doc__.splitlines()[0],
+        description=str(__doc__).splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )

@@ -56,6 +56,7 @@ def load_experiment(path: pathlib.Path) -> Experiment:
             "of experiments/"
         )
     spec = importlib.util.spec_from_file_location(f"experiments.{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # the file is there, and ends in .py
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     missing = [name for name in ("ARMS", "REFERENCE", "get_config") if not hasattr(module, name)]

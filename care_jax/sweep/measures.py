@@ -164,10 +164,12 @@ def _kl_per_trigger(outcome: Outcome, reference: Outcome | None) -> float | None
     if reference is None or reference.arm == outcome.arm or not outcome.num_triggers[-1] > 0:
         return None
     if np.isfinite(outcome.series("kl_ref")).all() and outcome.steps:
-        moved = [_tail("kl_ref")(each, None) for each in (outcome, reference)]
+        ours, theirs = (_tail("kl_ref")(each, None) for each in (outcome, reference))
     else:
-        moved = [float(each.series("kl_old").sum()) for each in (outcome, reference)]
-    return 1000 * (moved[0] - moved[1]) / float(outcome.num_triggers[-1])
+        ours, theirs = (float(each.series("kl_old").sum()) for each in (outcome, reference))
+    if ours is None or theirs is None:  # the reference arm has β = 0
+        return None
+    return 1000 * (ours - theirs) / float(outcome.num_triggers[-1])
 
 
 def _fit_of(name: str, which: int):

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from care_jax.sweep.experiment import Experiment
@@ -194,7 +194,7 @@ def run_all(
     for failure in failures:
         if failure is not None and not isinstance(failure, TrialFailed):
             raise failure
-    return list(dict.fromkeys(failure for failure in failures if failure is not None))
+    return list(dict.fromkeys(each for each in failures if isinstance(each, TrialFailed)))
 
 
 def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
@@ -288,7 +288,7 @@ def _share_of_cores(slot: int, num_slots: int):
         os.sched_setaffinity(0, all_cores)
 
 
-def _share_of_devices(environment: dict[str, str], slot: int, num_slots: int) -> dict[str, str]:
+def _share_of_devices(environment: Mapping[str, str], slot: int, num_slots: int) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of a slot; {} for a single slot or if there are too few devices."""
     devices = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     share = devices[slot::num_slots]

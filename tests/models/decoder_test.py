@@ -246,7 +246,9 @@ def text_positions(*positions):
 @pytest.fixture(scope="module")
 def one_layer(params, config):
     """The decode layout of the decoder's first layer, and its config."""
-    config = dataclasses.replace(config, text=dataclasses.replace(config.text, num_layers=1))
+    text = dataclasses.replace(config.text, num_layers=1)
+    vision = dataclasses.replace(config.vision, deepstack_layers=config.vision.deepstack_layers[:1])
+    config = dataclasses.replace(config, text=text, vision=vision)
     first = params["text"] | {"layers": jax.tree.map(lambda a: a[:1], params["text"]["layers"])}
     return {"text": jax.jit(lambda p: decoder.to_decode_layout(p, config.text))(first)}, config
 

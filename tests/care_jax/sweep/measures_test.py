@@ -85,6 +85,12 @@ def test_where_a_reference_policy_is_kept_its_kl_at_the_end_is_taken(make_outcom
     assert value("kl_per_trigger", ours, theirs) == pytest.approx(1000 * 0.4 / 1600)
 
 
+def test_no_kl_is_compared_with_an_arm_that_keeps_no_reference_policy(make_outcome):
+    ours = make_outcome("full", rescue_rate=0.25, kl_ref=0.5, kl_old=1.0)
+    theirs = make_outcome("off", rescue_rate=0.0, kl_old=1.0)
+    assert value("kl_per_trigger", ours, theirs) is None
+
+
 @pytest.fixture
 def signed(make_outcome):
     """Three steps of a run whose groups have one or four negatives, α = 1, 0.9, 0.8."""
