@@ -146,7 +146,7 @@ def key(text: str) -> str:
 _RELATION = re.compile(r"\\(?:lt|gt|leq?|geq?|neq?)(?![a-zA-Z])|[<>]|!=|\\(?:not|in)(?![a-zA-Z])")
 _SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
 _ARGUMENT = re.compile(r"(?<=[a-zA-Z])\([^()]*\)")
-_PUNCTUATION = re.compile(r"\\\\[{}]|[()\[\]{},;]")
+_PUNCTUATION = re.compile(r"\\[{}]|[()\[\]{},;]")
 _CONNECTIVE = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)(?:and|or)(?=[\W_A-Z\d])")
 
 

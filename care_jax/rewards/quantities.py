@@ -20,6 +20,8 @@ _SLASH = re.compile(rf" ?/ ?({_DECIMAL})(?![a-zA-Z])")
 _MIXED = re.compile(r"(\d+) (\d+)/(\d+)")
 _LATEX_FRACTION = re.compile(rf"(\d*) ?\\frac\{{(-?{_DECIMAL})\}}\{{({_DECIMAL})\}}")
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_PARTS = {"ten": 10, "hundred": 100, **_SCALES}  # tenths, hundredths, ...
+_SCALE = re.compile(rf"(?:({'|'.join(_SCALES)})s?|({'|'.join(_PARTS)})ths?)(?![a-zA-Z])\s*")
 _UNITS = {
     "degrees": "degrees degree deg", "cm": "cm centimeter centimeters centimetre centimetres",
     "m": "m meter meters metre metres", "mm": "mm millimeter millimeters",
@@ -60,7 +62,7 @@ class Number:
     """A number as written.
 
     Attributes:
-        value: the exact value; "million" and the like are applied, a percent sign is not.
+        value: the exact value; "million", "tenths" and the like are applied, a percent sign is not.
         is_percent: followed by a percent sign.
         unit: canonical name of the unit that follows; empty without one.
         is_decimal: written with a decimal point.
@@ -88,9 +90,10 @@ def read_number(text: str) -> Number | None:
     tail = body[end:].strip()
     is_percent, unit = False, ""
     if tail:
-        for word, scale in _SCALES.items():
-            if tail.startswith(word):
-                value, tail = value * scale, tail.removeprefix(word).strip()
+        while scale := _SCALE.match(tail):
+            whole, part = scale.groups()
+            value = value * _SCALES[whole] if whole else value / _PARTS[part]
+            tail = tail[scale.end() :]
         is_percent = tail.startswith("%")
         unit = _read_unit(tail[is_percent:].strip())
         if unit is None:

@@ -42,7 +42,7 @@ def test_a_mesh_may_take_some_of_the_devices():
     [
         ((1, 3, 1), r"mesh.fsdp=3 .* needs 3 devices, there are 8; set one size to -1"),
         ((3, -1, 1), r"mesh.data=3 .* product 3 divides 8"),
-        ((-1, -1, 1), r"one of them may be -1, not mesh.data=-1 x mesh.fsdp=-1"),
+        ((-1, -1, 1), r"or -1 for one of them, got mesh.data=-1 x mesh.fsdp=-1"),
         ((1, 0, 8), r"mesh sizes must be positive.* mesh.fsdp=0"),
         ((1, -2, 8), r"mesh sizes must be positive"),
     ],

@@ -215,5 +215,5 @@ def test_two_processes_score_all_branches_between_them(policy, tokenized):
 def test_a_plan_for_other_prompts_is_refused(policy, tokenized):
     plan, _ = laid_out(policy, tokenized, LENGTHS)
     other = TokenizedPrompt(tokenized[0].tokens[:-1], tokenized[0].grids, tokenized[0].patches)
-    with pytest.raises(ValueError, match="for prompt 0, it has"):
+    with pytest.raises(ValueError, match=r"prompt 0 must have 42 tokens .* got 41 and 48"):
         lay_out([other, *tokenized[1:]], responses_of(LENGTHS), plan, policy.config)

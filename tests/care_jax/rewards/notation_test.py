@@ -131,6 +131,7 @@ def test_a_list_is_its_brackets_and_the_items_between_its_own_separators(items, 
 def test_lists_keep_their_brackets():
     assert split_list("[63, 26]") == ("[]", ["63", "26"])
     assert split_list("(1,2) and (3,4)") == ("", ["(1,2)", "(3,4)"])
+    assert split_list(r"\{1, 2\}") == ("{}", ["1", "2"])
     assert split_list("(7") is None
     assert split_list("(7)") is None
 

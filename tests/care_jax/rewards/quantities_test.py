@@ -74,6 +74,9 @@ def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
     [
         ("1.5 million", 1500000, ""),
         ("2 thousand dollars", 2000, "$"),
+        ("5 millions", 5000000, ""),
+        ("5 thousandths", Fraction(1, 200), ""),
+        ("7 tenths", Fraction(7, 10), ""),
         ("10 centimetres", 10, "cm"),
         ("10 cm^2", 10, "square cm"),
         ("10 sq cm", 10, "square cm"),
