@@ -110,7 +110,7 @@ class Chart {
     });
     this.cursor = shape("g", { class: "cursor" });
     this.svg.append(this.cursor);
-    this.point(null);
+    this.point(this.stage.index);
   }
 
   // Shows the values at one place; without one, the last there are.

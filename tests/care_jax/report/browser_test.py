@@ -204,6 +204,13 @@ def test_hovering_a_curve_reads_out_every_chart_at_that_step(opened):
     opened.point(box[0] + 0.26 * (box[1] - box[0]), box[2])
     assert text_of(opened, ".stage:first-child .readout") == ["step 1"]
     assert text_of(opened, ".stage:first-child .legend b")[:2] == ["0.1", "0.5"]
+    opened.run(  # a chart that is drawn anew keeps its cursor
+        """(async () => {
+          document.querySelector('.stage').style.paddingRight = '1px';
+          for (const _ of [1, 2]) await new Promise(requestAnimationFrame);
+        })()"""
+    )
+    assert text_of(opened, ".stage:first-child .legend b")[:2] == ["0.1", "0.5"]
     opened.point(box[0] + 0.49 * (box[1] - box[0]), box[2], click=True)
     assert place(opened) == "2/0"
     opened.point(1, 1)
