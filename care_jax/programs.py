@@ -98,7 +98,11 @@ def compile_decoding(
         attention = DecodingAttention(impl, impl)
     closing_tag = jnp.asarray(run.policy.closing_tag)
     num_shards = sharding.num_shards(rows)
-    choice = dict(temperature=temperature, top_p=top_p)
+    choice = dict(
+        temperature=temperature,
+        top_p=top_p,
+        vocab_shards=sharding.num_shards_of("vocab", rules, mesh),
+    )
 
     def laid_out(seats: Seats) -> Seats:
         """Gives the seats the same shardings after every program."""

@@ -48,7 +48,6 @@ def backward(
 ) -> tuple[Float[Array, "B S K G H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """The gradients of q, k and v, from the results of `forward` and the output's gradient g."""
     arrays, pair = _arrays(mask, q, k, v)
-    # An einsum for speed on CPU, see `layers._rms_norm_bwd`.
     delta = jnp.einsum("...H,...H->...", g, out, preferred_element_type=jnp.float32)
     delta = _fold(delta[..., None], mask)
     if mask.impl.name == "gpu":

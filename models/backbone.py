@@ -159,11 +159,7 @@ def decode_axes(config: BackboneConfig) -> Params:
 def text_rotary(
     positions: Int[Array, "*B"], config: BackboneConfig
 ) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
-    """Cosine and sine at text positions, which have time = height = width.
-
-    In a loop, pass the result through `jax.lax.optimization_barrier`: otherwise the compiler
-    computes the sines in every layer.
-    """
+    """Cosine and sine at text positions, which have time = height = width."""
     return rope.text_rotary(jnp.stack([positions] * 3, axis=-1), config.text)
 
 

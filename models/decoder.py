@@ -39,7 +39,6 @@ from models.layers import (
     linear,
     mlp,
     normal,
-    outputs_first,
     rms_norm,
     stack,
 )
@@ -198,7 +197,8 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
     """Unstacks the layers, fuses kernels with the same input, and puts output axes first.
 
     q, k, v become one kernel [K, G + 2, H, D]: the query heads of a kv head, then its key and its
-    value, so that the fused kernel can be sharded over kv heads. gate, up become [2, F, D].
+    value, so that the fused kernel can be sharded over kv heads. gate, up become [2, F, D]; the
+    output projection becomes [D, N·H].
     """
     K, H = config.num_kv_heads, config.head_dim
 
@@ -237,7 +237,7 @@ def decode_axes(axes: Params, config: TextConfig) -> Params:
         "attention": {
             **{name: attention[name] for name in ("q_norm", "k_norm") if name in attention},
             "qkv": fused,
-            "out": {"transposed": ("embed", "heads", "head_dim")},
+            "out": {"transposed": ("embed", "heads")},
         },
         "mlp": {
             "gate_up": {"transposed": (None, "mlp", "embed")},
@@ -265,6 +265,7 @@ def _is_axes(node: Any) -> bool:
 
 def _transposed(p: Params, num_inputs: int = 1) -> Params:
     kernel = jnp.moveaxis(p["kernel"], range(num_inputs), range(-num_inputs, 0))
+    kernel = kernel.reshape(*kernel.shape[: kernel.ndim - num_inputs], -1)
     return {"transposed": kernel, **{name: a for name, a in p.items() if name != "kernel"}}
 
 
@@ -275,7 +276,9 @@ def unembed(
     p = params["text"]
     table = p["embed" if config.text.tie_embeddings else "unembed"]["table"].astype(hidden.dtype)
     if isinstance(p["layers"], list):
-        return outputs_first(table, hidden)
+        # The barrier keeps the transpose out of the matmul: a TPU would copy the logits for it.
+        logits = jnp.tensordot(table, hidden, (-1, -1), preferred_element_type=jnp.float32)
+        return jnp.moveaxis(jax.lax.optimization_barrier(logits), 0, -1)
     return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
 
 

@@ -144,14 +144,14 @@ def test_a_finished_run_trains_no_more(finished, monkeypatch):
     "changes",
     [
         {"rl.objective": "dapo", "dapo.max_tries": 2},
-        {
-            **{"care.reflect_credit": "prompt_only", "model.freeze_vision": True},
-            **{"care.rule": "random", "care.anchor_rule": "random"},
-        },
-        {"model.lora_rank": 2, "model.param_dtype": "bfloat16"},
         *(
             pytest.param(changes, marks=pytest.mark.exhaustive)
             for changes in (
+                {
+                    **{"care.reflect_credit": "prompt_only", "model.freeze_vision": True},
+                    **{"care.rule": "random", "care.anchor_rule": "random"},
+                },
+                {"model.lora_rank": 2, "model.param_dtype": "bfloat16"},
                 {"rl.objective": "grpo"},
                 {"rl.objective": "gspo"},
                 {"rl.objective": "dr_grpo", "dr_grpo.beta": 0.01},
@@ -227,6 +227,7 @@ def test_another_backbones_checkpoint_is_refused(finished):
         main.run_stages(config, finished[0])
 
 
+@pytest.mark.exhaustive
 def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared, monkeypatch):
     """304 figures of many sizes go through rollout, verification and update."""
     path = str(shared / "data" / "mathvision_mini" / "testmini.jsonl")
@@ -347,6 +348,7 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path, caplog):
         assert last["left_out/image_unreadable_or_truncated"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_runs_its_arms_from_their_cold_start_and_tabulates_them(tmp_path):
     experiment = tmp_path / "one_arm.py"
     experiment.write_text(

@@ -82,6 +82,7 @@ def end_of(process):
     return process.returncode, " ".join(lines) or error
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_as_one_and_stop_together(tmp_path):
     """The last two SFT steps, evaluation and two RL steps; then SIGTERM to one of the two."""
     one, two = tmp_path / "one", tmp_path / "two"

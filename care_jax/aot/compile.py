@@ -10,7 +10,6 @@ drawn around a mean; its bytes between chips are those of the compiled programs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import re
 import time
@@ -29,9 +28,7 @@ from care_jax.aot.collectives import Received
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology
 from care_jax.config_checks import check_config, fill_in
-from care_jax.decoding import sampler
 from care_jax.decoding.queue import DecodePrograms
-from care_jax.decoding.sampler import Seats
 from care_jax.decoding.schedule import Call, Schedule, Sizes
 from care_jax.devices import roofline, sharding
 from care_jax.devices.roofline import Chip, Layout, Packed, Rows, Work
@@ -240,7 +237,7 @@ def _decode_programs(
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
-    seats = _abstract_seats(run, sizes, num_tokens, sizes.max_tokens)
+    seats = shapes.seats(run, sizes, num_tokens, sizes.max_tokens)
 
     def add(kind, jitted, arguments, beside, work_of, calls_of):
         """Compiles one program; every call of the worst step counts as its largest call."""
@@ -298,20 +295,6 @@ def _slots_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
     return (
         read(rows.prompts, call.prefix_tokens, rows.prompt_tokens, 0.5),
         read(rows.prompts * rows.rows, call.suffix_tokens, rows.row_tokens, 1),
-    )
-
-
-def _abstract_seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Seats:
-    """Shapes, dtypes and shardings of the seats."""
-    shape = dict(num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
-    dtype = jnp.dtype(run.config.model.compute_dtype)
-    seats = jax.eval_shape(
-        functools.partial(sampler.empty, run.policy.config, sizes=sizes, dtype=dtype, **shape)
-    )
-    rules = run.config.decode_sharding_rules
-    places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, run.mesh)
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), seats, places
     )
 
 

@@ -5,6 +5,7 @@ Every prompt fills the largest bucket and has an image; every response has the m
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from ml_collections import ConfigDict
 
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
 from care_jax.data.tokenizer import open_tokenizer
+from care_jax.decoding import sampler
+from care_jax.decoding.sampler import Seats
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.policy import Policy
 from care_jax.prompts.builder import backbone_config
@@ -63,6 +68,20 @@ def policy(config: ConfigDict) -> Policy:
 def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
     """dtype -> abstract array of this shape, sharded by `place`, such as a batch of `Run`."""
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Seats:
+    """The decoder's seats, for prompts and responses of these lengths."""
+    shape = dict(num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+    empty = jax.eval_shape(
+        functools.partial(sampler.empty, run.policy.config, sizes=sizes, dtype=dtype, **shape)
+    )
+    rules = run.config.decode_sharding_rules
+    places = sharding.param_shardings(sampler.seat_axes(empty), empty, rules, run.mesh)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), empty, places
+    )
 
 
 def largest_bucket(run: Run) -> tuple[int, int]:

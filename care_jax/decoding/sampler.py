@@ -220,6 +220,7 @@ def admit(
     num_shards: int,
     temperature: float,
     top_p: float,
+    vocab_shards: int = 1,
 ) -> tuple[Seats, Sampled]:
     """Gives prompts their seats and samples the first token of each of their rollouts.
 
@@ -233,7 +234,7 @@ def admit(
             -1 for none.
         config: of the backbone.
         num_shards: of the batch. A prompt takes a seat on its shard.
-        temperature, top_p: see `sample_token`.
+        temperature, top_p, vocab_shards: see `sample_token`.
 
     Returns:
         the seats, and the first tokens by seat, [B, G, 1]; `rollout` is -1 on the other seats.
@@ -243,7 +244,8 @@ def admit(
     logits = constrain(logits, "batch", "vocab")[:, None]
     logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
     u = _draws(rngs, jnp.broadcast_to(jnp.arange(num_rollouts), budget.shape), 0)
-    token = sample_token(logits, u, temperature=temperature, top_p=top_p)
+    choice = dict(temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
+    token = sample_token(logits, u, **choice)
     logp = log_probability(logits, token)
 
     num_tokens = seats.prefix.is_valid.shape[1]
@@ -309,6 +311,7 @@ def advance(
     num_steps: int,
     temperature: float,
     top_p: float,
+    vocab_shards: int = 1,
     dtype: DTypeLike,
     stops: bool = True,
     attention: AttentionImpl = XLA,
@@ -325,13 +328,14 @@ def advance(
         num_wanted: number of free seats at which the host has something to do.
         config: of the backbone.
         num_steps: L, most decode steps of this call.
-        temperature, top_p: see `sample_token`.
+        temperature, top_p, vocab_shards: see `sample_token`.
         dtype: of activations and cache.
         stops: whether EOS ends a rollout; false for measuring speed at given lengths.
         attention: the implementation, see `attention_cached`.
     """
     num_rollouts, num_slots = seats.first.shape[1], seats.cache.keys[0].shape[-1]
     slots = jnp.arange(num_slots)
+    choice = dict(temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
 
     def is_end(token):
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
@@ -345,7 +349,7 @@ def advance(
         hidden, cache = backbone.extend(
             params,
             backbone.embed(params, seats.token[..., None], dtype=dtype),
-            jax.lax.optimization_barrier(rotary),
+            rotary,
             seats.clock % num_slots,
             seats.prefix.cache,
             seats.prefix.is_valid,
@@ -367,7 +371,7 @@ def advance(
         logits = backbone.policy_logits(params, hidden, config)
         logits = constrain(logits, "batch", None, "vocab")
         u = _draws(seats.rngs, seats.rollout, index)
-        token = sample_token(logits, u, temperature=temperature, top_p=top_p)
+        token = sample_token(logits, u, **choice)
         entry = Sampled(
             tokens=token,
             logp=log_probability(logits, token),

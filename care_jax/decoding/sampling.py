@@ -3,7 +3,7 @@
 The vocabulary may be sharded, and nothing here gathers it. Ids are found by sums over the
 vocabulary; on a mesh these are partial sums and an all-reduce of one number, or one block, per row.
 
-V is the vocabulary.
+V is the vocabulary, N its blocks of I ids.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_BLOCK = 128  # most ids of a block
-_FEWEST = 32  # smaller blocks are not worth aligning with the shards
-_VOCAB_SHARDS = 4  # most vocabulary shards that hold whole blocks
+_BLOCK = 128  # ids of a block; a TPU would pad narrower arrays to 128
 
 
 def sample_token(
-    logits: Float[Array, "*B V"], u: Float[Array, "*B"], *, temperature: float, top_p: float
+    logits: Float[Array, "*B V"],
+    u: Float[Array, "*B"],
+    *,
+    temperature: float,
+    top_p: float,
+    vocab_shards: int = 1,
 ) -> Int[Array, "*B"]:
     """One token id per row of logits.
 
@@ -29,13 +32,14 @@ def sample_token(
         u: uniform in [0, 1); determines the sample.
         temperature: 0 takes the most likely token.
         top_p: only the smallest set of most likely tokens with at least this probability is kept.
+        vocab_shards: number of shards of the vocabulary axis.
     """
     if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
     weights = _weights(logits / temperature)
     if top_p < 1:
         weights = jnp.where(weights >= _threshold(weights, top_p), weights, 0.0)
-    return _invert(weights, u)
+    return _invert(weights, u, vocab_shards)
 
 
 def log_probability(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float[Array, "*B"]:
@@ -83,27 +87,32 @@ def _threshold(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B 
     return jax.lax.bitcast_convert_type(jnp.minimum(reaches, top), jnp.float32)
 
 
-def _invert(weights: Float[Array, "*B V"], u: Float[Array, "*B"]) -> Int[Array, "*B"]:
+def _invert(
+    weights: Float[Array, "*B V"], u: Float[Array, "*B"], vocab_shards: int
+) -> Int[Array, "*B"]:
     """Inverts the cumulative distribution at u: finds a block of ids, then an id in the block.
 
     Gumbel noise would take a random number and two logarithms for each of V ids, a fifth of the
-    time of decoding on a CPU. If V allows it, no block crosses a vocabulary shard.
+    time of decoding on a CPU. No block crosses a shard: each shard is padded to whole blocks.
     """
-    size = math.gcd(weights.shape[-1] // _VOCAB_SHARDS, _BLOCK)
-    size = size if size >= _FEWEST else _BLOCK
-    padding = -weights.shape[-1] % size
-    weights = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, padding)])
-    blocks = weights.reshape(*weights.shape[:-1], -1, size)
+    *rows, size = weights.shape
+    size //= math.gcd(size, vocab_shards)  # ids of a shard
+    padding = -size % _BLOCK
+    shards = jnp.pad(weights.reshape(*rows, -1, size), [(0, 0)] * (len(rows) + 1) + [(0, padding)])
+    blocks = shards.reshape(*rows, -1, _BLOCK)
     sums = blocks.sum(-1)
     upto_block = jnp.cumsum(sums, -1)
     u = u * upto_block[..., -1]
     block = jnp.argmax(upto_block > u[..., None], -1)[..., None]
     is_block = jnp.arange(sums.shape[-1]) == block
     before = jnp.where(is_block, upto_block - sums, 0.0).sum(-1)
-    inside = jnp.where(is_block[..., None], blocks, 0.0).sum(-2)
+    inside = jnp.einsum(  # where() and a sum would write all blocks on a GPU
+        "...N,...NI->...I", is_block.astype(jnp.float32), blocks, precision="highest"
+    )
     # Rounding may leave u beyond the block's sum. Then take the last id with a non-zero weight.
     upto = jnp.where(inside > 0, jnp.cumsum(inside, -1), -jnp.inf)
     is_beyond = upto > (u - before)[..., None]
-    last = jnp.argmax(jnp.where(inside > 0, jnp.arange(size), -1), -1)
+    last = jnp.argmax(jnp.where(inside > 0, jnp.arange(_BLOCK), -1), -1)
     place = jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, -1), last)
-    return (block[..., 0] * size + place).astype(jnp.int32)
+    padded = block[..., 0] * _BLOCK + place
+    return (padded - padded // (size + padding) * padding).astype(jnp.int32)

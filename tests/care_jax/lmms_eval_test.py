@@ -94,6 +94,7 @@ def greedy(folder, example, tmp_path):
     return prompt.tokens, rollouts.tokens[0, 0][rollouts.is_valid[0, 0]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 @pytest.mark.skipif(not TORCHVISION.is_dir(), reason=f"needs torchvision in {TORCHVISION}")
 def test_the_stock_classes_calls_give_our_greedy_answer(exported, policy, tmp_path):

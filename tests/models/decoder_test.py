@@ -399,14 +399,16 @@ def test_logits_are_in_float32_from_the_embedding_table_unless_there_is_another(
 
 
 def test_axes_of_the_decode_layout_name_its_dimensions(config):
-    text = dataclasses.replace(config.text, num_kv_heads=3)
-    config = dataclasses.replace(config, text=text)
+    size = config.text.hidden_size + 8
+    text = dataclasses.replace(config.text, num_kv_heads=3, hidden_size=size)
+    vision = dataclasses.replace(config.vision, output_size=size)
+    config = dataclasses.replace(config, text=text, vision=vision)
     shapes = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))["text"]
     shapes = jax.eval_shape(lambda p: decoder.to_decode_layout(p, text), shapes)
     axes = decoder.decode_axes(backbone.logical_axes(config)["text"], text)
     sizes = {
         "embed": text.hidden_size,
-        "heads": text.num_heads,
+        "heads": text.num_heads * text.head_dim,  # merged into one axis of the output's kernel
         "kv_heads": text.num_kv_heads,
         "head_dim": text.head_dim,
         "mlp": text.intermediate_size,

@@ -27,7 +27,8 @@ def test_values_and_gradients_are_those_of_a_tensor_product(num_inputs):
 
 
 def test_bfloat16_is_summed_in_float32_forward_and_backward():
-    x, kernel, g = operands(1, jnp.bfloat16)
+    """A sum of 512 numbers of about 1/4 would not grow beyond 64 in bfloat16."""
+    x, kernel, g = jax.random.uniform(jax.random.key(0), (3, 512, 512), jnp.bfloat16)
 
     def forward_and_backward(x, kernel, g):
         y, pull = jax.vjp(lambda x, kernel: product(x, kernel, 1), x, kernel)
@@ -35,15 +36,9 @@ def test_bfloat16_is_summed_in_float32_forward_and_backward():
 
     results = forward_and_backward(x, kernel, g)
     assert {result.dtype for result in results} == {jnp.dtype(jnp.bfloat16)}
-    dots = [
-        line
-        for line in str(jax.make_jaxpr(forward_and_backward)(x, kernel, g)).splitlines()
-        if "dot_general" in line
-    ]
-    assert len(dots) == 3 and all(":f32[" in line for line in dots)
     wide = forward_and_backward(*(a.astype(jnp.float32) for a in (x, kernel, g)))
     for got, want in zip(results, wide, strict=True):
-        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-7, atol=1e-2)
+        np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8)
 
 
 @pytest.mark.parametrize(("remat", "num_products"), [("none", 3), ("dots", 3), ("layer", 4)])

@@ -83,6 +83,7 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
 
 
 @needs_cuda
+@pytest.mark.exhaustive
 def test_a_small_run_compiles_for_gpus_and_says_what_their_compiler_leaves_out():
     flags = ["--config.stages=('sft',)", "--config.sft.microbatch_size=4", "--topology=h100:2x2"]
     status, rows, output = compiled(*flags, compiler=CUDA)
@@ -93,6 +94,7 @@ def test_a_small_run_compiles_for_gpus_and_says_what_their_compiler_leaves_out()
 
 
 @needs_libtpu
+@pytest.mark.exhaustive
 def test_what_cannot_fit_says_so():
     flags = ["--config.stages=('sft',)", "--config.sft.row_tokens=8192"]
     flags += ["--config.sft.batch_size=512", "--config.sft.microbatch_size=512"]

@@ -60,13 +60,15 @@ def test_nucleus_is_that_of_the_distribution_at_the_temperature():
     np.testing.assert_allclose(shares, [0, 0.8, 0, 0.2], atol=0.03)
 
 
-@pytest.mark.parametrize("vocab_size", [1031, 1280])
-def test_sampling_never_takes_what_has_no_probability(vocab_size):
-    """Across blocks of ids, some of them without any weight, and at the vocabulary's end."""
+@pytest.mark.parametrize(
+    ("vocab_size", "vocab_shards"), [(1031, 1), (1280, 1), (1280, 4), (1031, 4)]
+)
+def test_sampling_never_takes_what_has_no_probability(vocab_size, vocab_shards):
+    """Across blocks of ids, some without any weight or beyond a shard, and at the end."""
     allowed = np.array([3, 255, 256, 700, 1030])
     logits = np.full((4000, vocab_size), -np.inf, np.float32)
     logits[:, allowed] = np.log([0.3, 0.1, 0.2, 0.15, 0.25])
-    tokens = drawn(logits, 1, temperature=1.0, top_p=1.0)
+    tokens = drawn(logits, 1, temperature=1.0, top_p=1.0, vocab_shards=vocab_shards)
     ids, counts = np.unique(tokens, return_counts=True)
     np.testing.assert_array_equal(ids, allowed)
     np.testing.assert_allclose(counts / len(tokens), [0.3, 0.1, 0.2, 0.15, 0.25], atol=0.03)
@@ -90,14 +92,14 @@ def test_log_probability_is_that_of_the_softmax():
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("vocab_size", [4 * 128 * 9, 4 * 32 * 37])
 def test_a_sharded_vocabulary_is_sampled_without_gathering_it(vocab_size, top_p):
-    """Sizes divide as those of the two families: by 4 x 128, and by 4 x 32 alone."""
+    """In whole blocks of 128 ids a shard, and in others, as the two families' vocabularies."""
     mesh = make_mesh(2, 1, 4)
     place = NamedSharding(mesh, PartitionSpec("data", "tensor"))
     logits = np.random.default_rng(0).normal(0, 3, (8, vocab_size)).astype(np.float32)
     u = jax.random.uniform(jax.random.key(0), (8,))
 
     def choose(logits, u):
-        token = sampling.sample_token(logits, u, temperature=0.7, top_p=top_p)
+        token = sampling.sample_token(logits, u, temperature=0.7, top_p=top_p, vocab_shards=4)
         return token, sampling.log_probability(logits, token)
 
     sharded = jax.jit(choose, in_shardings=(place, NamedSharding(mesh, PartitionSpec("data"))))
@@ -109,4 +111,4 @@ def test_a_sharded_vocabulary_is_sampled_without_gathering_it(vocab_size, top_p)
     gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", text)
     sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in gathered]
     # 4 rows of a device: what is gathered, if anything, is a number per block.
-    assert max(sizes, default=0) <= 4 * (vocab_size // 32), gathered
+    assert max(sizes, default=0) <= 4 * -(-vocab_size // 4 // 128) * 4, gathered

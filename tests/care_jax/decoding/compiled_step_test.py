@@ -1,0 +1,119 @@
+"""A decode step as compiled for a TPU and a GPU that are not there, for what it writes to memory.
+
+The layouts of `models.decoder` and the blocks of `sampling` were chosen on a CPU as well; here they
+must not cost an accelerator copies. `make test` puts libtpu and the CUDA compiler beside the
+environment. This file is the program that a test runs with one of them.
+"""
+
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+SEATS, ROWS, PROMPT, RING = 64, 4, 1024, 512
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+BODY = re.compile(r"while\(.*body=%?([\w.-]+)")
+RESULT = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\](\S*) ([\w-]+)\(")
+ON_CHIP = "S(1)"  # the memory space of a TPU's VMEM
+MLP = {"11008", "22016"}  # width of gate and up, and of both
+MOVES = "copy", "transpose", "reshape", "pad"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("compiler", "topology"), [("libtpu", "v5e:2x2"), ("cuda", "h100:4")], ids=["tpu", "gpu"]
+)
+def test_a_step_moves_no_array_of_a_weight_s_or_the_logits_size(compiler, topology):
+    folder = pathlib.Path(sys.prefix, compiler)
+    if not folder.is_dir():
+        pytest.skip(f"needs {compiler} in {folder}, where `make test` puts it")
+    path = f"{folder}:{ROOT}"
+    result = subprocess.run(
+        [sys.executable, __file__, topology],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": path},
+    )
+    written = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
+    assert len(written) > 20, result.stderr[-3000:]
+    moved = [line for line in written if line[1] in MOVES and int(line[-1]) >= 2**20]
+    assert not moved
+    # The MLP's activations are written in their own dtype, not in that of the sums.
+    wide = [line for line in written if line[2] == "f32" and MLP & set(line[3].split(","))]
+    assert not wide
+
+
+def main(topology: str) -> None:
+    """Prints name, opcode, dtype, shape and bytes of what the loop of a decode call writes."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+
+    from care_jax.aot import shapes
+    from care_jax.aot.topology import find_topology
+    from care_jax.decoding.schedule import Sizes
+    from care_jax.devices.sharding import make_mesh
+    from care_jax.policy import decode_shardings
+    from care_jax.programs import compile_decoding
+    from care_jax.run import Run
+    from configs import qwen25vl_3b
+    from models import backbone
+    from models.config import RELEASES
+
+    config = qwen25vl_3b.get_config()
+    config.rl.max_response_tokens = RING
+    # In four shards the vocabulary is not a multiple of 128, and a TPU pads and copies the logits.
+    config.mesh.tensor = config.mesh.sequence = 1
+    _, devices = find_topology(topology)
+    mesh = make_mesh(**config.mesh, devices=devices)
+    release = RELEASES[config.model.path]
+    one_layer = dataclasses.replace(release.text, num_layers=1)
+    policy = dataclasses.replace(
+        shapes.policy(config), config=dataclasses.replace(release, text=one_layer)
+    )
+    run = Run(config, policy, mesh, pathlib.Path(), None)
+    sizes = Sizes(
+        num_seats=SEATS,
+        num_rows=ROWS,
+        num_rollouts=8,
+        max_tokens=RING,
+        context_tokens=0,
+        num_shards=mesh.size,
+        period=SEATS,
+    )
+    params = jax.eval_shape(
+        lambda key: backbone.to_decode_layout(
+            backbone.init(policy.config, key), policy.config, jnp.bfloat16
+        ),
+        jax.random.key(0),
+    )
+    places = decode_shardings(policy, mesh, config.decode_sharding_rules)
+    params = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places
+    )
+    advance = compile_decoding(run, temperature=1.0, top_p=1.0).advance
+    traced = advance.trace(
+        params, shapes.seats(run, sizes, PROMPT, RING), jax.ShapeDtypeStruct((), jnp.int32)
+    )
+    platform = "tpu" if topology.startswith("v") else "cuda"
+    text = traced.lower(lowering_platforms=(platform,)).compile().as_text()
+    bodies, inside = set(BODY.findall(text)), ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
+        found = RESULT.match(line)
+        if found and inside in bodies:
+            name, dtype, shape, layout, opcode = found.groups()
+            num_bytes = BYTES.get(dtype, 8) * math.prod(map(int, filter(None, shape.split(","))))
+            if ON_CHIP not in layout:
+                print(name, opcode, dtype, shape, num_bytes, sep="\t")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
