@@ -98,7 +98,7 @@ def compile_decoding(
         attention = DecodingAttention(impl, impl)
     closing_tag = jnp.asarray(run.policy.closing_tag)
     num_shards = sharding.num_shards(rows)
-    choice = dict(
+    choice: dict[str, Any] = dict(
         temperature=temperature,
         top_p=top_p,
         vocab_shards=sharding.num_shards_of("vocab", rules, mesh),

@@ -244,8 +244,7 @@ def admit(
     logits = constrain(logits, "batch", "vocab")[:, None]
     logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
     u = _draws(rngs, jnp.broadcast_to(jnp.arange(num_rollouts), budget.shape), 0)
-    choice = dict(temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
-    token = sample_token(logits, u, **choice)
+    token = sample_token(logits, u, temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
     logp = log_probability(logits, token)
 
     num_tokens = seats.prefix.is_valid.shape[1]
@@ -335,7 +334,6 @@ def advance(
     """
     num_rollouts, num_slots = seats.first.shape[1], seats.cache.keys[0].shape[-1]
     slots = jnp.arange(num_slots)
-    choice = dict(temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
 
     def is_end(token):
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
@@ -371,7 +369,9 @@ def advance(
         logits = backbone.policy_logits(params, hidden, config)
         logits = constrain(logits, "batch", None, "vocab")
         u = _draws(seats.rngs, seats.rollout, index)
-        token = sample_token(logits, u, **choice)
+        token = sample_token(
+            logits, u, temperature=temperature, top_p=top_p, vocab_shards=vocab_shards
+        )
         entry = Sampled(
             tokens=token,
             logp=log_probability(logits, token),
