@@ -153,8 +153,8 @@ def _window_bins(
     window_slots = np.zeros(len(segments), np.int32)
     filled = np.zeros(num_bins, np.int64)
     windows, num_windows = _windows(coordinates, segments, sizes, side)
-    for window in range(num_windows):
-        members = np.flatnonzero(windows == window)
+    ends = np.cumsum(np.bincount(windows, minlength=num_windows))[:-1]
+    for window, members in enumerate(np.split(np.argsort(windows, kind="stable"), ends)):
         b = int(np.argmax(filled + len(members) <= size))
         slots = slice(filled[b], filled[b] + len(members))
         window_patches[b, slots] = members
