@@ -439,7 +439,7 @@ def _benchmark_samples(
                 batch.places,
                 batch.examples,
                 batch.texts,
-                np.asarray(batch.rollouts.is_complete).all(1),
+                [bool(ended.all()) for ended in np.asarray(batch.rollouts.is_complete)],
                 judge,
             )
             num_samples = run.config.evaluate.num_samples
