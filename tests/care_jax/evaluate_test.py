@@ -350,9 +350,9 @@ REAL = {
 
 
 def test_draws_depend_on_question_and_sample_alone(make_run, params, questions):
-    """Batches of two or of four, one sample at a time or all; compiled once for two evaluations."""
+    """One question at a time or four, one sample or all; compiled once for two evaluations."""
     held_out, responses = questions((0, 3, 1, 5, 2)), []
-    for size, rows in ((2, 1), (4, 3)):
+    for size, rows in ((1, 1), (4, 3)):
         changes = {"evaluate.batch_size": size, "evaluate.decode_rows": rows}
         run = make_run(REAL | changes, f"{size}")
         programs = evaluate.compile_evaluation(run)

@@ -129,10 +129,12 @@ def test_a_step_may_be_evaluated_after_it_was_saved(tmp_path):
         saved.save(2, make_state(2), 2, 0, {})
         saved.add_metrics(2, {"acc": 0.9})
         assert saved.best_step == 2
-    with checkpoints(tmp_path, 1, keep_best=1) as saved:
-        assert saved.best_step == 2
         save_all(saved, (3, 4))
         assert saved.steps == [2, 4]
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        assert saved.best_step == 2
+        save_all(saved, (5, 6))
+        assert saved.steps == [2, 6]
 
 
 def test_parameters_are_restored_without_the_rest(tmp_path):
