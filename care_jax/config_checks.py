@@ -15,6 +15,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.learning import optimizer
 from care_jax.method import select
 from care_jax.method.objectives import OBJECTIVES
+from care_jax.metrics import pass_rates
 from care_jax.policy import Policy
 from care_jax.rewards.verifier import load_reward
 from care_jax.run import objective_of
@@ -62,8 +63,10 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         _check_sft(config, mesh)
     if "rl" in config.stages:
         _check_rl(config, mesh, overridden)
-    if "evaluate" in config.stages:
+    if is_evaluated(config):
         _check_evaluate(config, mesh)
+    _check_best(config)
+    _check_export_step(config.export.step)
     _check_data(config)
 
 
@@ -88,6 +91,29 @@ def check_policy(config: ConfigDict, policy: Policy) -> None:
         )
 
 
+def evaluated_stages(config: ConfigDict) -> tuple[str, ...]:
+    """The stages of the run inside which is evaluated."""
+    return tuple(
+        name for name in ("sft", "rl") if name in config.stages and config[name].eval_every
+    )
+
+
+def is_evaluated(config: ConfigDict) -> bool:
+    """Whether the run evaluates anything, as a stage or inside one."""
+    return "evaluate" in config.stages or bool(evaluated_stages(config))
+
+
+def evaluation_metrics(config: ConfigDict) -> tuple[str, ...]:
+    """The metrics that can tell which checkpoint is the best; more is better in each."""
+    num_samples = config.evaluate.num_samples
+    accs = ("acc", "acc_low", "acc_high")
+    rates = tuple(pass_rates([0], num_samples))
+    names = () if has_benchmarks_only(config) else (*accs, "fmt", *rates)
+    for benchmark, _ in config.evaluate.benchmarks:
+        names += tuple(f"{benchmark}/{key}" for key in (*accs, *rates))
+    return names + (tuple(f"mean/{key}" for key in accs) if config.evaluate.benchmarks else ())
+
+
 def has_benchmarks_only(config: ConfigDict) -> bool:
     """Whether benchmarks are evaluated, but no held-out questions: data.test is not set."""
     test = config.data.test
@@ -98,10 +124,12 @@ def has_benchmarks_only(config: ConfigDict) -> bool:
 def _check_data(config: ConfigDict) -> None:
     data = config.data
     _check_positive("data.num_workers", data.num_workers)
-    for stage, name in (("sft", "sft"), ("rl", "train"), ("evaluate", "test")):
-        if stage == "evaluate" and has_benchmarks_only(config):
-            continue
-        if stage in config.stages:
+    for name, is_used in (
+        ("sft", "sft" in config.stages),
+        ("train", "rl" in config.stages),
+        ("test", is_evaluated(config) and not has_benchmarks_only(config)),
+    ):
+        if is_used:
             check_section(
                 f"data.{name}",
                 data[name],
@@ -149,6 +177,7 @@ def _check_evaluate(config: ConfigDict, mesh: Mesh) -> None:
     decoding, _ = _batch_shardings(config, mesh)
     sharding.check_divides("evaluate.batch_size", evaluate.batch_size, decoding)
     _check_positive("evaluate.max_response_tokens", evaluate.max_response_tokens)
+    _check_sampling(evaluate)
     for pair in evaluate.benchmarks:
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise ValueError(
@@ -170,6 +199,51 @@ def _check_evaluate(config: ConfigDict, mesh: Mesh) -> None:
         raise ValueError(
             "evaluate.judge_timeout must be positive and evaluate.judge_retries not negative, got "
             f"{evaluate.judge_timeout} and {evaluate.judge_retries}"
+        )
+
+
+def _check_sampling(evaluate: ConfigDict) -> None:
+    for name in ("num_samples", "decode_rows"):
+        _check_positive(f"evaluate.{name}", evaluate[name])
+    if evaluate.temperature < 0 or not 0 < evaluate.top_p <= 1:
+        raise ValueError(
+            "evaluate.temperature must be 0 or more and evaluate.top_p lie in (0, 1], got "
+            f"{evaluate.temperature} and {evaluate.top_p}"
+        )
+    if evaluate.temperature == 0 and evaluate.num_samples > 1:
+        raise ValueError(
+            f"evaluate.num_samples {evaluate.num_samples} needs evaluate.temperature above 0, as "
+            "greedy samples are all alike; set the temperature to that of rl, or num_samples to 1"
+        )
+    if evaluate.temperature == 0 and evaluate.top_p < 1:
+        raise ValueError(
+            f"evaluate.top_p {evaluate.top_p} has no effect at evaluate.temperature 0; set the "
+            "temperature above 0, or evaluate.top_p to 1"
+        )
+
+
+def _check_best(config: ConfigDict) -> None:
+    for name in ("sft", "rl"):
+        if config[name].eval_every < 0:
+            raise ValueError(
+                f"{name}.eval_every must be 0 (never) or more, got {config[name].eval_every}"
+            )
+    if config.keep_best < 0:
+        raise ValueError(f"keep_best must be 0 (none) or more, got {config.keep_best}")
+    evaluated = evaluated_stages(config)
+    if config.keep_best and {"sft", "rl"} & {*config.stages} and not evaluated:
+        raise ValueError(
+            f"keep_best {config.keep_best} needs evaluations inside a stage; set rl.eval_every or "
+            "sft.eval_every, or keep_best to 0"
+        )
+    if config.keep_best and evaluated:
+        _check_choice("best_metric", config.best_metric, evaluation_metrics(config))
+
+
+def _check_export_step(step: str) -> None:
+    if step not in ("last", "best") and not step.isdecimal():
+        raise ValueError(
+            f"export.step must be 'last', 'best' or the number of a saved step, got {step!r}"
         )
 
 

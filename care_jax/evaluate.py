@@ -1,20 +1,28 @@
-"""Accuracy on held-out questions and on benchmarks, with one greedy response per question.
+"""Accuracy on held-out questions and on benchmarks: one greedy response each, or several samples.
 
 The verifier judges held-out questions, as in training. Each benchmark is judged by its published
 rules; optionally, a language model judges the free-form answers that the rules call wrong. Samples
 of a benchmark are written during decoding, in the format of lmms-eval. A resumed run skips the
 questions that are already in the file.
+
+With `evaluate.num_samples` above 1 a question's accuracy is the mean over its samples, and pass@k
+is estimated from them. The draws are a function of the seed, the question's index and the sample
+alone: two evaluations of a run draw alike and differ by the weights.
+
+Letters: B questions, G samples of each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import dataclasses
+import functools
 import json
 import operator
 import os
+import pathlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +31,15 @@ import numpy as np
 
 from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example, Rollouts
-from care_jax.benchmarks import response, scoreboard
-from care_jax.benchmarks.judge import Case, Judge
+from care_jax.benchmarks import lmms_samples, scoreboard
+from care_jax.benchmarks.judge import Judge
+from care_jax.benchmarks.lmms_samples import Sample
 from care_jax.benchmarks.suite import Benchmark
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.metrics import print_line, progress, wilson_interval
+from care_jax.metrics import pass_rates, print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
 from care_jax.programs import compile_decoding
 from care_jax.rewards.scores import row_texts, score_rollouts
@@ -38,33 +47,88 @@ from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run
 from models import backbone
 
-Sample = dict[str, Any]
 Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
 
 _NUM_BATCHES = 4  # batches of evaluate.batch_size that are decoded and written together
+_DRAWS = 2**31 - 1  # folded into the run's key; the keys of training fold in the step
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatePrograms:
+    """The compiled functions of a run's evaluations, see `compile_evaluation`.
+
+    Attributes:
+        to_decode_layout: params -> params in the decode layout.
+        checksum: params -> a number that tells weights apart.
+        queue: decodes with the sizes and the sampling of the section `evaluate`.
+    """
+
+    to_decode_layout: Callable
+    checksum: Callable
+    queue: DecodeQueue
+
+
+class Evaluator:
+    """Evaluates weights of one run; what one evaluation compiles serves the next.
+
+    Args:
+        run: the run.
+        held_out: the held-out questions; None if benchmarks alone are evaluated.
+    """
+
+    def __init__(self, run: Run, held_out: Sequence[Example] | None):
+        self._run, self._held_out = run, held_out
+
+    @functools.cached_property
+    def _programs(self) -> EvaluatePrograms:
+        return compile_evaluation(self._run)
+
+    def __call__(
+        self, params: backbone.Params, *, name: str, step: int | None = None
+    ) -> dict[str, float]:
+        """The metrics of `evaluate` and of `evaluate_benchmarks`, as far as they are configured."""
+        where: dict[str, Any] = dict(name=name, step=step, programs=self._programs)
+        metrics = {}
+        if self._held_out is not None:
+            metrics |= evaluate(self._run, params, self._held_out, **where)
+        if self._run.config.evaluate.benchmarks:
+            metrics |= evaluate_benchmarks(self._run, params, **where)
+        return metrics
 
 
 def evaluate(
-    run: Run, params: backbone.Params, examples: Sequence[Example], *, name: str
+    run: Run,
+    params: backbone.Params,
+    examples: Sequence[Example],
+    *,
+    name: str,
+    step: int | None = None,
+    programs: EvaluatePrograms | None = None,
 ) -> dict[str, float]:
-    """Answers every example greedily and scores it.
+    """Answers every example and scores the responses.
 
     Args:
         run: the run.
         params: in the training layout.
         examples: held out.
-        name: of this evaluation ("sft", "rl"); samples go to `workdir/samples_<name>.jsonl`.
+        name: of the stage that trained the weights ("sft", "rl"); samples go to
+            `workdir/samples_<name>.jsonl`.
+        step: of the stage, if it goes on after this evaluation; samples then go to
+            `workdir/samples_<name>/step_<step>.jsonl`.
+        programs: of the run; None: compiled here.
 
     Returns:
-        accuracy and format in [0, 1], the accuracy's 95% Wilson interval, and accuracy by source.
+        accuracy and format in [0, 1], the accuracy's 95% Wilson interval, and accuracy by source;
+        with several samples per question also pass@k.
 
     Raises:
         ValueError: no example's prompt fits a bucket.
         distributed.Preempted: the run was told to stop.
     """
     config, policy = run.config, run.policy
-    correct, formatted = defaultdict(list), []
-    path = run.workdir / f"samples_{name}.jsonl" if jax.process_index() == 0 else os.devnull
+    correct, formatted, num_correct = defaultdict(list), [], []
+    path = _path(run.workdir / f"samples_{name}", step, ".jsonl")
+    label = _label(name, step)
     with (
         Verifier(
             num_workers=config.verifier.num_workers,
@@ -72,10 +136,10 @@ def evaluate(
             think_tag=policy.think_tag,
             reward=config.verifier.reward,
         ) as verifier,
-        open(path, "w") as samples,
+        open(path if jax.process_index() == 0 else os.devnull, "w") as samples,
     ):
-        decode = greedy_decoder(run, params)
-        for batch in _decode_batches(run, decode, examples, range(len(examples)), name):
+        decode = make_decoder(run, params, programs or compile_evaluation(run))
+        for batch in _decode_batches(run, decode, examples, (), label):
             scores, *_ = score_rollouts(
                 batch.rollouts,
                 batch.examples,
@@ -92,11 +156,10 @@ def evaluate(
                     "source": example.source,
                     "question": example.question,
                     "answer": example.answer,
-                    "response": text,
-                    "acc": float(acc),
-                    "fmt": float(fmt),
+                    **_responses(texts, accs),
+                    "fmt": float(fmts.mean()),
                 }
-                for place, example, text, (acc,), (fmt,) in zip(
+                for place, example, texts, accs, fmts in zip(
                     batch.places, batch.examples, batch.texts, scores.acc, scores.fmt, strict=True
                 )
             ]
@@ -104,6 +167,7 @@ def evaluate(
                 del sample["place"]
                 correct[sample["source"]].append(sample["acc"])
                 formatted.append(sample["fmt"])
+                num_correct.append(sum(acc == 1 for acc in sample.get("accs", ())))
                 samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
     if not correct:
@@ -120,28 +184,58 @@ def evaluate(
         "fmt": float(np.mean(formatted)),
         "num_examples": len(accs),
         "num_dropped": len(examples) - len(accs),
+        **pass_rates(num_correct, config.evaluate.num_samples),
     }
     if len(correct) > 1:
         metrics |= {f"acc/{source}": float(np.mean(correct[source])) for source in sorted(correct)}
     print_line(
-        f"accuracy after {name}: {metrics['acc']:.1%} (95% interval {low:.1%} to {high:.1%}, "
+        f"accuracy after {label}: {metrics['acc']:.1%} (95% interval {low:.1%} to {high:.1%}, "
         f"{len(accs)} held-out examples, format {metrics['fmt']:.1%})"
     )
     return metrics
 
 
-def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict[str, float]:
-    """Answers `evaluate.benchmarks` greedily and scores each by its published rules.
+def _responses(texts: Sequence[str], accs: Sequence[float]) -> Sample:
+    """The fields of a sample that hold one response, or several and their mean accuracy."""
+    accs = [float(acc) for acc in accs]
+    if len(texts) == 1:
+        return {"response": texts[0], "acc": accs[0]}
+    return {"responses": list(texts), "acc": sum(accs) / len(accs), "accs": accs}
+
+
+def _path(stem: pathlib.Path, step: int | None, suffix: str = "") -> pathlib.Path:
+    """`stem` with the suffix, or in the folder `stem` that of a step; its folder is created."""
+    path = stem if step is None else stem / f"step_{step}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(path.name + suffix)
+
+
+def _label(name: str, step: int | None) -> str:
+    return name if step is None else f"{name} step {step}"
+
+
+def evaluate_benchmarks(
+    run: Run,
+    params: backbone.Params,
+    *,
+    name: str,
+    step: int | None = None,
+    programs: EvaluatePrograms | None = None,
+) -> dict[str, float]:
+    """Answers `evaluate.benchmarks` and scores each by its published rules.
 
     Args:
         run: the run.
         params: in the training layout.
-        name: of this evaluation; results.json, results.md and samples_<benchmark>.jsonl go to
+        name: see `evaluate`; results.json, results.md and samples_<benchmark>.jsonl go to
             `workdir/benchmarks_<name>`. Samples already in that folder are reused if weights and
             settings are the same.
+        step: see `evaluate`; the folder is then `workdir/benchmarks_<name>/step_<step>`.
+        programs: of the run; None: compiled here.
 
     Returns:
-        accuracy of each benchmark and their mean, in [0, 1].
+        accuracy of each benchmark and their mean, in [0, 1]; with several samples per question
+        also pass@k of each benchmark.
 
     Raises:
         ValueError: a benchmark's files are missing.
@@ -158,10 +252,11 @@ def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict
             num_retries=config.judge_retries,
             prices=tuple(config.judge_prices),
         )
-    folder = run.workdir / f"benchmarks_{name}"
-    folder.mkdir(parents=True, exist_ok=True)
-    decode = greedy_decoder(run, params)
-    settings = _settings(run, params)
+    folder = _path(run.workdir / f"benchmarks_{name}", step)
+    folder.mkdir(exist_ok=True)
+    programs = programs or compile_evaluation(run)
+    decode = make_decoder(run, params, programs)
+    settings = _settings(run, programs.checksum(params))
     results: dict[str, Any] = {"benchmarks": {}}
     for benchmark in benchmarks:
         samples = _benchmark_samples(run, decode, benchmark, judge, folder, settings)
@@ -176,44 +271,63 @@ def evaluate_benchmarks(run: Run, params: backbone.Params, *, name: str) -> dict
         text = json.dumps(results, indent=2, ensure_ascii=False)
         (folder / "results.json").write_text(text + "\n")
         (folder / "results.md").write_text(markdown)
+    if step is not None:
+        print_line(f"benchmarks after {_label(name, step)}:")
     print_line(markdown.partition("\n\n")[0])
     return {
-        f"{which}/{key}": figures[key]
+        f"{which}/{key}": value
         for which, figures in (results["benchmarks"] | {"mean": results["macro"]}).items()
-        for key in ("acc", "acc_low", "acc_high")
+        for key, value in figures.items()
+        if key in ("acc", "acc_low", "acc_high") or key.startswith("pass@")
     }
 
 
-def greedy_decoder(run: Run, params: backbone.Params) -> Decode:
-    """The compiled greedy decoder, with the weights in the decode layout.
-
-    Returns:
-        A function from this process's requests to (indices of some requests, one rollout of each)
-        pairs, in order of completion.
-    """
+def compile_evaluation(run: Run) -> EvaluatePrograms:
+    """The jitted functions of evaluation, each compiled once per shape that occurs."""
     config, policy = run.config, run.policy
+    settings = config.evaluate
     dtype = jnp.dtype(config.model.compute_dtype)
 
     def to_decode_layout(params):
         return backbone.to_decode_layout(params, policy.config, dtype)
 
-    layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
-    decode_params = jax.jit(to_decode_layout, out_shardings=layout)(params)
-    size = config.evaluate.batch_size
+    def checksum(params):
+        leaves = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
+        return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
+
     sizes = Sizes(
-        num_seats=size,
-        num_rows=1,
-        num_rollouts=1,
-        max_tokens=config.evaluate.max_response_tokens,
+        num_seats=settings.batch_size,
+        num_rows=min(settings.decode_rows, settings.num_samples),
+        num_rollouts=settings.num_samples,
+        max_tokens=settings.max_response_tokens,
         context_tokens=0,
         num_shards=sharding.num_shards(run.decode_batch_sharding),
-        period=size,
+        period=settings.batch_size,
     )
-    attention = decoding_attention(run, sizes)
-    programs = compile_decoding(run, temperature=0.0, top_p=1.0, attention=attention)
-    queue = DecodeQueue(run, programs, sizes, DeviceClock())
-    unused_rng = jax.random.key(0)
-    return lambda requests: queue.decode(decode_params, unused_rng, requests)
+    decoding = compile_decoding(
+        run,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        attention=decoding_attention(run, sizes),
+    )
+    layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
+    return EvaluatePrograms(
+        to_decode_layout=jax.jit(to_decode_layout, out_shardings=layout),
+        checksum=jax.jit(checksum, out_shardings=sharding.replicated(run.mesh)),
+        queue=DecodeQueue(run, decoding, sizes, DeviceClock()),
+    )
+
+
+def make_decoder(run: Run, params: backbone.Params, programs: EvaluatePrograms) -> Decode:
+    """The decoder with the weights in the decode layout.
+
+    Returns:
+        A function from this process's requests to (indices of some requests, G rollouts of each)
+        pairs, in order of completion. A request's place determines its draws.
+    """
+    decode_params = programs.to_decode_layout(params)
+    rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
+    return lambda requests: programs.queue.decode(decode_params, rng, requests)
 
 
 class _Batch(NamedTuple):
@@ -222,52 +336,57 @@ class _Batch(NamedTuple):
     places: list[int]
     examples: list[Example]
     rollouts: Rollouts
-    texts: list[str]
+    texts: list[list[str]]
     dropped: list[int]
 
 
 def _decode_batches(
-    run: Run, decode: Decode, examples: Sequence[Example], places: Sequence[int], name: str
+    run: Run, decode: Decode, examples: Sequence[Example], done: Collection[int], label: str
 ) -> Iterator[_Batch]:
-    """Decodes the examples at the given indices, `_NUM_BATCHES` batches at a time."""
+    """Decodes the examples whose index is not in `done`, `_NUM_BATCHES` batches at a time."""
     policy, size = run.policy, run.config.evaluate.batch_size
     starts = np.arange(0, _NUM_BATCHES * size, size)
     local_rows = (starts[:, None] + sharding.local_rows(size, run.decode_batch_sharding)).ravel()
-    firsts = range(0, len(places), _NUM_BATCHES * size)
-    for first in progress(firsts, f"evaluate {name}", 0, len(firsts)):
-        local = {
-            int(row): int(places[first + row]) for row in local_rows if first + row < len(places)
-        }
-        prompts = {row: policy.prompts.tokenize(examples[place]) for row, place in local.items()}
-        kept = [row for row, prompt in prompts.items() if policy.prompts.fits(prompt)]
+    # A question's batch depends on its index alone, and so does its place, from which it draws.
+    num_rows = _NUM_BATCHES * size
+    todo = (place for place in range(len(examples)) if place not in done)
+    firsts = sorted({place - place % num_rows for place in todo})
+    for first in progress(firsts, f"evaluate {label}", 0, len(firsts)):
+        local = [
+            place
+            for place in (first + local_rows).tolist()
+            if place < len(examples) and place not in done
+        ]
+        prompts = {place: policy.prompts.tokenize(examples[place]) for place in local}
+        kept = [place for place, prompt in prompts.items() if policy.prompts.fits(prompt)]
         try:
-            parts = list(decode([Request(row, prompts[row]) for row in kept]))
+            parts = list(decode([Request(place, prompts[place]) for place in kept]))
         except distributed.Preempted:
-            raise distributed.Preempted(f"in the evaluation {name}") from None
+            raise distributed.Preempted(f"in the evaluation {label}") from None
         indices = [index for part, _ in parts for index in part]
         rollouts = [rollouts for _, rollouts in parts] or [_no_rollouts(run)]
         order = np.argsort(indices).astype(int)
         rollouts = jax.tree.map(lambda *rows: np.concatenate(rows)[order], *rollouts)  # noqa: B023
         texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
         yield _Batch(
-            places=[local[row] for row in kept],
-            examples=[examples[local[row]] for row in kept],
+            places=kept,
+            examples=[examples[place] for place in kept],
             rollouts=rollouts,
-            texts=[text for (text,) in texts],
-            dropped=[place for row, place in local.items() if row not in kept],
+            texts=texts,
+            dropped=[place for place in local if place not in kept],
         )
 
 
 def _no_rollouts(run: Run) -> Rollouts:
     """The empty rollouts of a process without requests."""
-    shape = 0, 1, run.config.evaluate.max_response_tokens
+    shape = 0, run.config.evaluate.num_samples, run.config.evaluate.max_response_tokens
     return Rollouts(
         tokens=np.zeros(shape, np.int32),
         is_valid=np.zeros(shape, bool),
         is_forced=np.zeros(shape, bool),
         logp=np.zeros(shape, np.float32),
-        embedding=np.zeros((0, 1, run.policy.config.text.hidden_size), np.float32),
-        is_complete=np.zeros((0, 1), bool),
+        embedding=np.zeros((*shape[:2], run.policy.config.text.hidden_size), np.float32),
+        is_complete=np.zeros(shape[:2], bool),
     )
 
 
@@ -277,19 +396,13 @@ def _gathered(samples: list[Sample], key: str) -> list[Sample]:
     return sorted(gathered, key=operator.itemgetter(key))
 
 
-def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
-    """What all samples of a file must have in common: weights, prompts, lengths and judge."""
+def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
+    """What all samples of a file must have in common: weights, prompts, sampling and judge."""
     config = run.config
-
-    def checksum(params):
-        leaves = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
-        return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
-
-    replicated = jax.sharding.NamedSharding(run.mesh, jax.sharding.PartitionSpec())
-    total = jax.jit(checksum, out_shardings=replicated)(params)
+    sampling = {key: config.evaluate[key] for key in ("temperature", "top_p", "num_samples")}
     return {
         "model": config.model.path,
-        "weights": repr(float(np.asarray(total.addressable_data(0)))),
+        "weights": repr(float(np.asarray(checksum.addressable_data(0)))),
         "max_response_tokens": config.evaluate.max_response_tokens,
         "min_pixels": config.data.min_pixels,
         "max_pixels": config.data.max_pixels,
@@ -298,6 +411,7 @@ def _settings(run: Run, params: backbone.Params) -> dict[str, Any]:
         "instruction": config.data.instruction,
         "think_tag": config.data.think_tag,
         "judge": [config.evaluate.judge_url, config.evaluate.judge_model],
+        **(sampling | {"seed": config.seed} if sampling["temperature"] else {}),
     }
 
 
@@ -318,10 +432,20 @@ def _benchmark_samples(
         path.write_text("".join(lines))
         stamp.write_text(json.dumps(settings, indent=2) + "\n")
         file = path.open("a")
-    todo = [place for place in range(len(benchmark)) if place not in done]
     with file as out:
-        for batch in _decode_batches(run, decode, benchmark, todo, benchmark.name):
-            fresh = _scored(benchmark, batch, judge)
+        for batch in _decode_batches(run, decode, benchmark, done, benchmark.name):
+            fresh = lmms_samples.scored(
+                benchmark,
+                batch.places,
+                batch.examples,
+                batch.texts,
+                [bool(ended.all()) for ended in np.asarray(batch.rollouts.is_complete)],
+                judge,
+            )
+            num_samples = run.config.evaluate.num_samples
+            fresh += [
+                lmms_samples.dropped(benchmark, place, num_samples) for place in batch.dropped
+            ]
             fresh = _gathered(fresh, "doc_id")
             samples += fresh
             if out is not None:
@@ -333,57 +457,3 @@ def _benchmark_samples(
             f"{run.policy.prompts.buckets}; enlarge them or lower data.max_pixels"
         )
     return samples
-
-
-def _scored(benchmark: Benchmark, batch: _Batch, judge: Judge | None) -> list[Sample]:
-    """Samples in lmms-eval's format, with the fields that `benchmarks.scoreboard.score` needs."""
-    is_complete = np.asarray(batch.rollouts.is_complete)[:, 0]
-    samples = [
-        _sample(benchmark, place, example, text, bool(ended))
-        for place, example, text, ended in zip(
-            batch.places, batch.examples, batch.texts, is_complete, strict=True
-        )
-    ]
-    if judge is not None:
-        # Free-form answers that the rules parse but call wrong.
-        rest = [
-            (sample, Case(example.question, example.answer, sample["filtered_resps"][0]))
-            for sample, example in zip(samples, batch.examples, strict=True)
-            if not sample["acc"] and sample["is_parsed"] and not example.choices
-        ]
-        for (sample, _), verdict in zip(
-            rest, judge.verdicts([case for _, case in rest]), strict=True
-        ):
-            sample["acc_judged"] = None if verdict is None else float(verdict)
-    dropped = [
-        _sample(benchmark, place, benchmark[place], "", False) | {"is_dropped": True}
-        for place in batch.dropped
-    ]
-    return samples + dropped
-
-
-def _sample(
-    benchmark: Benchmark, place: int, example: Example, text: str, is_complete: bool
-) -> Sample:
-    row, scorer = benchmark.rows[place], benchmark.scorer
-    document = json.dumps(row, ensure_ascii=False, default=str)
-    return {
-        "doc_id": place,
-        "doc": json.loads(document),
-        "target": example.answer,
-        "input": example.question,
-        "resps": [text],
-        "filtered_resps": [response.unwrap(text)],
-        "doc_hash": _hash(document),
-        "prompt_hash": _hash(example.question),
-        "target_hash": _hash(example.answer),
-        "acc": float(scorer.is_correct(text, row)),
-        "acc_judged": None,
-        "is_parsed": scorer.parse(text, row) is not None,
-        "is_complete": is_complete,
-        "is_dropped": False,
-    }
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,5 +1,8 @@
 """Writes a trained policy as a Hugging Face folder: weights, config, tokenizer and processor.
 
+`export.step` chooses the checkpoint. With LoRA the adapters become a folder of their own too, for
+peft and vLLM.
+
 `generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
 response, and there are no sampling settings. Those of a release, such as a repetition penalty, are
 left out.
@@ -10,14 +13,17 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from care_jax.policy import Policy
+from care_jax.metrics import print_line
+from care_jax.policy import Policy, abstract_params
 from care_jax.prompts.builder import processor_template
-from care_jax.run import Run
-from models import backbone
+from care_jax.run import Run, checkpoint_folder, open_checkpoints
+from models import backbone, lora, peft_folder
 
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder
 _TOKENIZER_FILES = (
@@ -35,6 +41,125 @@ _PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+
+
+class Source(NamedTuple):
+    """What is exported.
+
+    Attributes:
+        stages: the training stages that led to it, with a checkpoint each.
+        step: of the last of them; None: the weights that the run started from.
+        in_memory: the run has just trained these weights, or starts from them.
+    """
+
+    stages: tuple[str, ...]
+    step: int | None
+    in_memory: bool
+
+
+def find(run: Run, trained: tuple[str, ...]) -> Source:
+    """What `export.step` means.
+
+    Args:
+        run: the run.
+        trained: the training stages of this run before the export; if there are none, those that
+            have checkpoints in its workdir.
+
+    Raises:
+        ValueError: there is no such checkpoint; the message names those that there are.
+    """
+    wanted = run.config.export.step
+    stages = trained or tuple(stage for stage in ("sft", "rl") if _has_checkpoint(run, stage))
+    if wanted == "last" and (not stages or (trained and not run.config.model.lora_rank)):
+        return Source(stages, None, in_memory=True)
+    if not stages:
+        raise ValueError(
+            f"export.step {wanted!r} needs a checkpoint, and {run.workdir} has none; train first, "
+            "name the --workdir of a run, or set export.step to 'last' to export the weights that "
+            "the run starts from"
+        )
+    with open_checkpoints(run, stages[-1]) as saved:
+        steps, best = [*saved.steps], saved.best_step
+    step = {"last": steps[-1] if steps else None, "best": best}.get(wanted, wanted)
+    if step is None or int(step) not in steps:
+        known = f"the best by {run.config.best_metric!r}: {best or 'none was evaluated'}"
+        raise ValueError(
+            f"export.step {wanted!r} is no saved step of {stages[-1]}; saved are {steps}, {known}; "
+            "name one of these, or train with eval_every and keep_best"
+        )
+    return Source(stages, int(step), in_memory=bool(trained) and wanted == "last")
+
+
+def _has_checkpoint(run: Run, stage: str) -> bool:
+    return any(path.name.isdecimal() for path in checkpoint_folder(run, stage).glob("*"))
+
+
+def export_stage(run: Run, params: backbone.Params | None, source: Source) -> None:
+    """Exports what `find` found to `workdir/export`, and its adapters to `workdir/adapter`.
+
+    Args:
+        run: the run.
+        params: in the training layout; None if the source is not in memory.
+        source: from `find`.
+    """
+    if not source.in_memory:
+        params = lora.merged(_restored(run, source.stages[-1], source.step))
+    assert params is not None
+    folder = export(run, params, run.workdir / "export")
+    of_step = "" if source.in_memory else f" step {source.step} of {source.stages[-1]}"
+    print_line(f"exported{of_step} to {folder}")
+    if run.config.model.lora_rank and source.stages:
+        print_line(f"exported its adapters to {export_adapters(run, source)}")
+
+
+def export_adapters(run: Run, source: Source) -> pathlib.Path:
+    """Writes the change from the weights that the run started from, as adapters.
+
+    Each stage adapts what the one before merged, so that the change is the sum of the products of
+    all stages: one adapter of as many times their rank.
+    """
+    model, folder = run.config.model, run.workdir / "adapter"
+    steps = (*(None for _ in source.stages[:-1]), source.step)
+    adapters = [
+        _restored(run, stage, step, of=lora.only)
+        for stage, step in zip(source.stages, steps, strict=True)
+    ]
+    peft_folder.export(
+        folder,
+        lora.concatenated(adapters),
+        run.policy.config,
+        alpha=model.lora_alpha * len(adapters),
+        base=model.path,
+    )
+    return folder
+
+
+def _restored(
+    run: Run,
+    stage: str,
+    step: int | None,
+    of: Callable[[backbone.Params], backbone.Params] = lambda params: params,
+) -> backbone.Params:
+    """The parameters of a checkpoint of a stage, or a part of them.
+
+    Args:
+        run: the run.
+        stage: "sft" or "rl".
+        step: a saved step; None: the last.
+        of: takes the part out of the tree of all.
+    """
+    model = run.config.model
+    abstract = abstract_params(
+        run.policy,
+        run.mesh,
+        run.config.sharding_rules,
+        dtype=jnp.dtype(model.param_dtype),
+        lora_rank=model.lora_rank,
+    )
+    with open_checkpoints(run, stage) as saved:
+        step = saved.latest_step if step is None else step
+        assert step is not None  # `find` has found the stage
+        return saved.restore_params(of(abstract), step)
 
 
 def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:

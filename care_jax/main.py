@@ -21,7 +21,13 @@ from ml_collections import ConfigDict, config_flags
 
 from care_jax import command_line, evaluate, export, sft, train
 from care_jax.batch import Example
-from care_jax.config_checks import check_config, check_policy, fill_in, has_benchmarks_only
+from care_jax.config_checks import (
+    check_config,
+    check_policy,
+    fill_in,
+    has_benchmarks_only,
+    is_evaluated,
+)
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable
 from care_jax.data.sources import MIXTURE, open_source, options_of
@@ -66,11 +72,10 @@ def run_stages(
     mesh = make_mesh(**config.mesh)
     config = fill_in(config, mesh)
     check_config(config, mesh, overridden)
-    sources = {
-        stage: open_stage(config, stage)
-        for stage in config.stages
-        if stage != "export" and not (stage == "evaluate" and has_benchmarks_only(config))
-    }
+    opened = [stage for stage in ("sft", "rl") if stage in config.stages]
+    if is_evaluated(config) and not has_benchmarks_only(config):
+        opened.append("evaluate")
+    sources = {stage: open_stage(config, stage) for stage in opened}
     policy = policy_of(config)
     check_policy(config, policy)
     workdir.mkdir(parents=True, exist_ok=True)
@@ -81,31 +86,32 @@ def run_stages(
     results = {}
     with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
         run = Run(config, policy, mesh, workdir, metrics)
-        params = initial_params(
-            policy,
-            mesh,
-            config.sharding_rules,
-            seed=config.seed,
-            dtype=jnp.dtype(config.model.param_dtype),
-        )
-        last = "start"
+        evaluator = evaluate.Evaluator(run, sources.get("evaluate"))
+        # A step that is not there is told before weights are loaded.
+        is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
+        params: Any = None
+        if not is_restored or len(config.stages) > 1:
+            params = initial_params(
+                policy,
+                mesh,
+                config.sharding_rules,
+                seed=config.seed,
+                dtype=jnp.dtype(config.model.param_dtype),
+            )
+        last, trained = "start", ()
         for stage in config.stages:
             if stage == "sft":
-                params = sft.train(run, params, sources[stage])
+                params = sft.train(run, params, sources[stage], evaluator)
             elif stage == "rl":
-                params = train.train(run, params, sources[stage])
+                params = train.train(run, params, sources[stage], evaluator)
             elif stage == "evaluate":
-                results[last] = {}
-                if stage in sources:
-                    results[last] |= evaluate.evaluate(run, params, sources[stage], name=last)
-                if config.evaluate.benchmarks:
-                    results[last] |= evaluate.evaluate_benchmarks(run, params, name=last)
+                results[last] = evaluator(params, name=last)
                 metrics.write(f"evaluate_{last}", 0, results[last])
             elif stage == "export":
-                folder = export.export(run, params, workdir / "export")
-                print_line(f"exported to {folder}")
+                export.export_stage(run, params, export.find(run, trained))
             Report(workdir, max_megabytes=config.report.max_megabytes).write()
-            last = stage if stage in ("sft", "rl") else last
+            if stage in ("sft", "rl"):
+                last, trained = stage, (*trained, stage)
     if found := compilation_cache.counts():
         print_line(f"{found['compiled']} programs compiled, {found['found']} found in the cache")
     return results

@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 import jax
@@ -114,6 +114,26 @@ def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float
     return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
+def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ..., at most `num_samples`: the mean over questions of
+
+        1 - C(n - c, k) / C(n, k),   n samples of a question, c of them correct,
+
+    the unbiased estimate that one of k samples is correct (Chen et al., arXiv 2107.03374, eq. 1).
+
+    Args:
+        num_correct: c of each question.
+        num_samples: n, the same for all; {} is returned for 1.
+    """
+    if num_samples == 1 or not num_correct:
+        return {}
+    rates = {}
+    for k in (2**i for i in range(num_samples.bit_length())):
+        wrong = [math.comb(num_samples - c, k) / math.comb(num_samples, k) for c in num_correct]
+        rates[f"pass@{k}"] = 1 - sum(wrong) / len(wrong)
+    return rates
+
+
 def _import_wandb() -> Any:
     try:
         import wandb  # pyright: ignore[reportMissingImports]  # an extra
@@ -123,6 +143,11 @@ def _import_wandb() -> Any:
             "'care_jax[wandb]' or leave the project empty"
         ) from error
     return wandb
+
+
+def _whole_lines(path: pathlib.Path) -> list[str]:
+    """The lines of a file; a killed run may leave the last one incomplete, which is left out."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
 
 
 class MetricWriter:
@@ -171,6 +196,14 @@ class MetricWriter:
                 reinit="create_new",  # stages follow one another in one process
                 dir=str(workdir),
             )
+
+    def has_line(self, stage: str, step: int) -> bool:
+        """Whether the file has the line of a step; the same on all processes."""
+        found = False
+        if self._is_writer and self.path.exists():
+            records = map(json.loads, _whole_lines(self.path))
+            found = any((record["stage"], record["step"]) == (stage, step) for record in records)
+        return distributed.gather_json(found)[0]
 
     def counter(self, stage: str, name: str) -> Counter[str]:
         """A counter by reason, updated by the caller and written with every line of the stage.
@@ -232,10 +265,7 @@ class MetricWriter:
         """Atomically rewrites the file without the lines that will be written again."""
         if self._file is not None:
             self._file.close()
-        lines = []
-        if self.path.exists():
-            # A killed run may leave its last line incomplete.
-            lines = [x for x in self.path.read_text().splitlines(keepends=True) if x[-1] == "\n"]
+        lines = _whole_lines(self.path) if self.path.exists() else []
         records = [json.loads(line) for line in lines]
         kept = [
             line

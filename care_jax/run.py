@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from care_jax.devices import sharding
+from care_jax.devices.checkpoint import Checkpoints
 from care_jax.learning import optimizer
 from care_jax.learning.train_step import TrainState, init_state, state_shardings
 from care_jax.method.objectives import Objective, make_objective
@@ -96,6 +97,22 @@ def objective_of(config: ConfigDict) -> Objective:
     """The objective of a configuration."""
     name = config.rl.objective
     return make_objective(name, config[name], max_tokens=config.rl.max_response_tokens)
+
+
+def open_checkpoints(run: Run, stage: str) -> Checkpoints:
+    """The checkpoints of a stage, "sft" or "rl"; to be closed."""
+    return Checkpoints(
+        checkpoint_folder(run, stage),
+        keep=run.config.keep_checkpoints,
+        keep_best=run.config.keep_best,
+        best_metric=run.config.best_metric,
+        fingerprint=run.fingerprint(),
+    )
+
+
+def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:
+    """Where the checkpoints of a stage are, if there are any."""
+    return run.workdir / "checkpoints" / stage
 
 
 def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:

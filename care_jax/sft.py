@@ -22,23 +22,28 @@ from care_jax.attention_check import training_attention
 from care_jax.batch import Example, ImitationBatch
 from care_jax.data.pipeline import Batches
 from care_jax.devices import distributed, sharding
-from care_jax.devices.checkpoint import Checkpoints
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.train_step import TrainState, update
 from care_jax.method import spans
 from care_jax.metrics import check_finite, format_line, print_line, progress
+from care_jax.milestones import Evaluate, Milestones
 from care_jax.packing.layout import lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.report.writer import Report
-from care_jax.run import Run, make_adamw, start_state
+from care_jax.run import Run, make_adamw, open_checkpoints, start_state
 from models import backbone, lora
 from models.attention_mask import AttentionImpl
 
 ROW_TOO_SHORT = "prompt and response exceed a row"
 
 
-def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> backbone.Params:
+def train(
+    run: Run,
+    params: backbone.Params,
+    examples: Sequence[Example],
+    evaluate: Evaluate | None = None,
+) -> backbone.Params:
     """Runs or resumes the SFT stage.
 
     Args:
@@ -46,6 +51,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         params: initial parameters, of dtype `model.param_dtype`, on the mesh. Must not be used
             afterwards.
         examples: with responses to imitate.
+        evaluate: gives the metrics of weights, every `sft.eval_every` steps.
 
     Returns:
         the trained parameters.
@@ -68,16 +74,14 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         num_workers=config.data.num_workers,
         left_out=run.metrics.counter("sft", "left_out"),
     )
-    with Checkpoints(
-        run.workdir / "checkpoints" / "sft",
-        keep=config.keep_checkpoints,
-        fingerprint=run.fingerprint(),
-    ) as checkpoints:
+    with open_checkpoints(run, "sft") as checkpoints:
         start = 0
         if checkpoints.latest_step is not None:
             restored = checkpoints.restore(sharding.abstract(state))
             state, start = restored.state, restored.data_position
         run.metrics.begin("sft", start)
+        milestones = Milestones(run, "sft", checkpoints, evaluate)
+        milestones.begin(start, state.params)
         report = Report(run.workdir, max_megabytes=config.report.max_megabytes)
         began, first, metrics = time.perf_counter(), start, {}
         for step, step_examples, prompts in progress(
@@ -86,7 +90,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             if distributed.is_preempted():
                 if step > (checkpoints.latest_step or 0):
                     check_finite(step - 1, "sft", metrics)
-                    checkpoints.save(step, state, step, config.seed, {})
+                    milestones.save(step, state, {})
                 raise distributed.Preempted(f"before sft step {step}")
             batch, plan = packed_batch(run, rows, step_examples, prompts)
             state, metrics = sft_step(state, sharding.put_batch(batch, run.train_batch_sharding))
@@ -101,9 +105,9 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 run.metrics.write("sft", step, metrics)
                 report.write()
                 print_line(format_line("sft", step, sft.num_steps, metrics, seconds))
-            if (step + 1) % config.checkpoint_every == 0 or is_last:
+            if milestones.is_due(step + 1):
                 check_finite(step, "sft", metrics)
-                checkpoints.save(step + 1, state, step + 1, config.seed, {})
+                began += milestones.reach(step + 1, state, {})
     return lora.merged(state.params)
 
 

@@ -25,7 +25,6 @@ from care_jax.batch import Example
 from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
 from care_jax.devices import distributed, sharding
-from care_jax.devices.checkpoint import Checkpoints
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.roofline import PEAK_FLOPS, model_flops
 from care_jax.dynamic_sampling import Draw
@@ -33,6 +32,7 @@ from care_jax.method import diagnostics
 from care_jax.method.advantages import RawAdvantages
 from care_jax.method.credit import Credit
 from care_jax.metrics import device_memory, format_line, print_line, progress
+from care_jax.milestones import Evaluate, Milestones
 from care_jax.packing.plan import RowPlan
 from care_jax.programs import (
     RolloutPrograms,
@@ -46,7 +46,7 @@ from care_jax.report.groups import Sampled, Wording
 from care_jax.report.writer import Report
 from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import Groups, PromptTable, gather_prompt_table, roll_out
-from care_jax.run import Run, make_adamw, start_state
+from care_jax.run import Run, make_adamw, open_checkpoints, start_state
 from care_jax.update_batch import (
     copy_reference,
     gather_groups,
@@ -58,7 +58,12 @@ from models import backbone, lora
 _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
 
 
-def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> backbone.Params:
+def train(
+    run: Run,
+    params: backbone.Params,
+    examples: Sequence[Example],
+    evaluate: Evaluate | None = None,
+) -> backbone.Params:
     """Runs or resumes the RL stage.
 
     Args:
@@ -66,6 +71,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
         params: initial parameters and reference of the KL term, of dtype `model.param_dtype`, on
             the mesh. Must not be used afterwards.
         examples: the prompts to learn from.
+        evaluate: gives the metrics of weights, every `rl.eval_every` steps.
 
     Returns:
         the trained parameters.
@@ -99,11 +105,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
     num_decoded = 0
 
     with (
-        Checkpoints(
-            run.workdir / "checkpoints" / "rl",
-            keep=config.keep_checkpoints,
-            fingerprint=run.fingerprint(),
-        ) as checkpoints,
+        open_checkpoints(run, "rl") as checkpoints,
         Verifier(
             num_workers=config.verifier.num_workers,
             timeout=config.verifier.timeout,
@@ -117,6 +119,8 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
             state, start = restored.state, restored.data_position
             num_decoded = restored.metadata["num_decoded"]
         run.metrics.begin("rl", start)
+        milestones = Milestones(run, "rl", checkpoints, evaluate)
+        milestones.begin(start, state.params)
         report = open_report(run, start)
         for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
             step, *_ = first
@@ -129,8 +133,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                     run, rollout_programs, decode_params, batches, first, local, verifier
                 )
             except distributed.Preempted:
-                if step > (checkpoints.latest_step or 0):
-                    checkpoints.save(step, state, step, config.seed, {"num_decoded": num_decoded})
+                milestones.save(step, state, {"num_decoded": num_decoded})
                 raise distributed.Preempted(f"before rl step {step}") from None
             del decode_params  # frees memory for the update
             rolled_out = time.perf_counter()
@@ -205,9 +208,7 @@ def train(run: Run, params: backbone.Params, examples: Sequence[Example]) -> bac
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 print_line(format_line("rl", step, rl.num_steps, shown, ended - began))
                 report.add(step, sampled(drawn.examples, groups, credited, raw))
-            if (step + 1) % config.checkpoint_every == 0 or step == rl.num_steps - 1:
-                metadata = {"num_decoded": num_decoded}
-                checkpoints.save(step + 1, state, step + 1, config.seed, metadata)
+            milestones.reach(step + 1, state, {"num_decoded": num_decoded})
         profile_steps(run, rl.num_steps)
     return lora.merged(state.params)
 

@@ -54,6 +54,11 @@ def get_config() -> ConfigDict:
     config.log_every = 1  # steps between console lines, and in SFT between logged metrics
     config.checkpoint_every = 50  # steps; the last step of a stage is always saved
     config.keep_checkpoints = 2  # newest checkpoints kept, per stage
+    # Checkpoints kept besides, per stage: those with the highest best_metric. Needs eval_every.
+    config.keep_best = 0
+    # Metric of the evaluations inside a stage: acc, fmt, pass@2 and the like of data.test;
+    # <benchmark>/acc, <benchmark>/pass@2, or mean/acc of the benchmarks.
+    config.best_metric = "acc"
     # Keep compiled programs in workdir/compilation_cache, so that a restarted run compiles none.
     config.compilation_cache = True
     # (first, last) RL step that jax.profiler traces to workdir/profile; empty: none.
@@ -135,6 +140,7 @@ def get_config() -> ConfigDict:
 
     config.sft = sft = ConfigDict()
     sft.num_steps = 1000
+    sft.eval_every = 0  # steps between evaluations inside the stage, and after its last; 0: none
     sft.batch_size = 128  # examples per step
     # Packed rows per forward and backward pass, over all devices. 0: one per shard of the batch,
     # which by default is one per device.
@@ -153,6 +159,7 @@ def get_config() -> ConfigDict:
     config.rl = rl = ConfigDict()
     rl.objective = "care"  # "care", "grpo", "dapo", "gspo", "dr_grpo", "rloo"
     rl.num_steps = 200  # rollout batches
+    rl.eval_every = 0  # steps between evaluations inside the stage, and after its last; 0: none
     rl.num_rollouts = 8  # G, rollouts per prompt
     rl.prompts_per_step = 512  # (open) prompts per rollout batch
     rl.prompts_per_update = 128  # (open) prompts per optimizer update
@@ -254,6 +261,15 @@ def get_config() -> ConfigDict:
     config.evaluate = evaluate = ConfigDict()
     evaluate.batch_size = 64  # questions decoded at a time
     evaluate.max_response_tokens = 2048
+    # Of the stage "evaluate" and of evaluations inside a stage. 0: greedy. The paper evaluates with
+    # the training's decoding, rl.temperature and rl.top_p.
+    evaluate.temperature = 0.0
+    evaluate.top_p = 1.0  # as rl.top_p; needs a temperature above 0
+    # Samples per question; above 1, accuracy is their mean, and pass@k is estimated from them.
+    evaluate.num_samples = 1
+    evaluate.decode_rows = 4  # samples decoded at a time per question, at most num_samples
+    # With sft.eval_every or rl.eval_every: evaluate before the stage's first step too.
+    evaluate.at_start = True
     # (name, path of the downloaded release) pairs, evaluated in addition to data.test, or alone if
     # data.test is not set. Names: mathvista, mathverse, mathvision, mathvision_testmini, mmmu,
     # mmmu_pro, mmmu_pro_vision.
@@ -266,6 +282,11 @@ def get_config() -> ConfigDict:
     evaluate.judge_timeout = 60.0  # seconds per request
     evaluate.judge_retries = 3  # retries of a failed request
     evaluate.judge_prices = (0.0, 0.0)  # per million (prompt, completion) tokens, to count cost
+
+    # Which checkpoint of the last training stage is exported: "last", "best" by best_metric, or the
+    # number of a saved step.
+    config.export = export = ConfigDict()
+    export.step = "last"
 
     # workdir/report.html: curves, and prompts with their images, responses and advantages.
     config.report = report = ConfigDict()

@@ -9,6 +9,7 @@ new adapters do not change the output.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -65,6 +66,27 @@ def merged(params: Params) -> Params:
         kernel = flat[*path[:-1], "kernel"]
         flat[*path[:-1], "kernel"] = (kernel + change).astype(kernel.dtype)
     return unflatten_dict(flat)
+
+
+def only(params: Params) -> Params:
+    """The adapters without the base weights; no array is copied."""
+    return unflatten_dict({p: a for p, a in flatten_dict(params).items() if p[-1] in _LEAVES})
+
+
+def concatenated(adapters: Sequence[Params]) -> Params:
+    """One adapter whose product is the sum of theirs: A·B + A'·B' = [A A']·[B; B'].
+
+    Args:
+        adapters: from `only`; all of one scale, which stays the scale of the result.
+    """
+
+    def concatenate(path: Any, *leaves: Array) -> Array:
+        name = path[-1].key
+        if name == "lora_scale":
+            return leaves[0]
+        return jnp.concatenate(leaves, axis=-1 if name == "lora_a" else 1)
+
+    return jax.tree_util.tree_map_with_path(concatenate, *adapters)
 
 
 def without(params: Params) -> Params:

@@ -216,7 +216,7 @@ def export(
         blocks = (
             block
             for tensor in shard
-            for block in tensor.rows(_to_host(leaves[tensor.path], tensor.layer), dtype)
+            for block in tensor.rows(to_host(leaves[tensor.path], tensor.layer), dtype)
         )
         shapes = {tensor.name: tensor.hf_shape for tensor in shard}
         if is_writer:
@@ -258,7 +258,7 @@ def _shards(
     return shards
 
 
-def _to_host(leaf: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
+def to_host(leaf: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
     """One tensor's values on the host.
 
     Read from a new array, since a jax.Array keeps its host copy until it is deleted.

@@ -10,9 +10,11 @@ import zlib
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import load_file
 
 from care_jax import main
 from care_jax.data.sources import open_source
@@ -57,6 +59,13 @@ def small_config(family="qwen2_5_vl", **changes):
 
 def metrics_of(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(records):
+    return [
+        {k: v for k, v in record.items() if "second" not in k and k != "device_idle"}
+        for record in records
+    ]
 
 
 def state_of(workdir):
@@ -121,18 +130,118 @@ def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
     monkeypatch.setattr(main.train, "train_batch", update)
     assert main.run_stages(small_config(), tmp_path) == finished[1]
 
-    def without_times(records):
-        return [
-            {k: v for k, v in record.items() if "second" not in k and k != "device_idle"}
-            for record in records
-        ]
-
     unbroken, resumed = (
         without_times([r for r in metrics_of(w) if r["stage"] != "sft"])
         for w in (finished[0], tmp_path)
     )
     assert unbroken == resumed
     jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def evaluated(finished):
+    """The same run with evaluations inside its stages, in a workdir beside it."""
+    workdir = finished[0].with_name(finished[0].name + "_evaluated")
+    with pytest.MonkeyPatch.context() as patch:
+        one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+        patch.setattr(main, "make_mesh", lambda **_: one_device)
+        results = main.run_stages(small_config(**EVALUATED), workdir)
+    return workdir, results
+
+
+EVALUATED = {"sft.eval_every": 2, "rl.eval_every": 2, "keep_best": 1}
+
+
+def test_evaluations_inside_stages_change_nothing_else(finished, evaluated):
+    """Tokens, metrics and states are those of the run without them."""
+    (workdir, results), (plain, expected) = evaluated, finished
+    assert results == expected
+    records = without_times(metrics_of(workdir))
+    stages = ("sft", "rl", "evaluate_rl")
+    assert [r for r in records if r["stage"] in stages] == without_times(metrics_of(plain))
+    jax.tree.map(np.testing.assert_array_equal, state_of(workdir), state_of(plain))
+
+    evaluations = {
+        stage: {
+            record["step"]: {k: v for k, v in record.items() if k not in ("stage", "step")}
+            for record in records
+            if record["stage"] == stage
+        }
+        for stage in ("sft_eval", "rl_eval")
+    }
+    assert [*evaluations["sft_eval"]] == [0, 2, 3] and [*evaluations["rl_eval"]] == [0, 2, 4]
+    assert evaluations["sft_eval"][3] == evaluations["rl_eval"][0]  # the same weights
+    assert evaluations["rl_eval"][4] == results["rl"]
+    samples = [f"samples_rl/step_{step}.jsonl" for step in (0, 2, 4)]
+    assert (workdir / samples[2]).read_text() == (workdir / "samples_rl.jsonl").read_text()
+    assert (workdir / samples[0]).read_text() != (workdir / samples[2]).read_text()
+    names = [stage["name"] for stage in page.read((workdir / "report.html").read_text())["stages"]]
+    assert names == ["sft_eval", "sft", "rl_eval", "rl", "evaluate_rl"]
+
+
+def exported(workdir):
+    return load_file(workdir / "export" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("step", "saved"), [("last", 4), ("2", 2), ("best", None)])
+def test_any_saved_step_of_a_finished_run_is_exported(evaluated, monkeypatch, step, saved):
+    workdir, _ = evaluated
+    accs = {r["step"]: r["acc"] for r in metrics_of(workdir) if r["stage"] == "rl_eval"}
+    saved = saved or max((2, 4), key=lambda step: (accs[step], step))
+    monkeypatch.setattr(main, "initial_params", None)  # no weights are loaded but the checkpoint's
+    main.run_stages(small_config(stages=("export",), **{"export.step": step}), workdir)
+    state = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / "rl" / str(saved) / "state")
+    table = np.asarray(state["params"]["text"]["embed"]["table"]).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(exported(workdir)["model.embed_tokens.weight"], table)
+
+
+def test_a_step_that_is_not_saved_is_refused_by_those_that_are(evaluated, tmp_path):
+    workdir, _ = evaluated
+    config = small_config(stages=("export",), **{"export.step": "3"})
+    with pytest.raises(
+        ValueError, match=r"'3' is no saved step of rl; saved are \[2, 4\], the best"
+    ):
+        main.run_stages(config, workdir)
+    config.export.step = "best"
+    with pytest.raises(ValueError, match=r"'best' needs a checkpoint, and .* has none"):
+        main.run_stages(config, tmp_path)
+
+
+def test_adapters_of_both_stages_are_one_beside_the_export(tmp_path):
+    """The start's weights and the adapter's product are the exported weights, in bfloat16."""
+    main.run_stages(small_config(stages=("export",)), tmp_path / "start")
+    sizes = {"sft.num_steps": 2, "rl.num_steps": 2, "checkpoint_every": 1}
+    rates = {"sft.learning_rate": 0.01, "rl.learning_rate": 0.01, "care.beta": 0.0}
+    lora = {"model.lora_rank": 2, "model.lora_alpha": 3.0}
+    config = small_config(**sizes, **rates, **lora, stages=("sft", "rl", "export"))
+    main.run_stages(config, tmp_path / "run")
+    fields = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (fields["r"], fields["lora_alpha"]) == (4, 6)
+
+    def differences():
+        """Largest change of any weight by training, and largest error of the adapter's."""
+        adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+        start, end = exported(tmp_path / "start"), exported(tmp_path / "run")
+        changes, errors = [], []
+        for name in (name for name in adapter if ".lora_A." in name):
+            product = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * 6 / 4
+            module = name.partition("language_model.")[2].replace("lora_A.", "")
+            change = end[f"model.{module}"].astype(np.float32) - start[f"model.{module}"]
+            changes.append(np.abs(product).max())
+            errors.append(np.abs(change - product).max())
+        assert len(changes) == 2 * 7
+        return min(changes), max(errors)
+
+    change, error = differences()
+    assert change > 5e-3 and error < 4e-3  # bfloat16 of weights up to 0.5
+    config.stages, config.export.step = ("export",), "1"
+    before = exported(tmp_path / "run")
+    main.run_stages(config, tmp_path / "run")
+    assert any(
+        (tensor != before[name]).any() for name, tensor in exported(tmp_path / "run").items()
+    )
+    change, error = differences()
+    assert change > 5e-3 and error < 4e-3
 
 
 def test_a_finished_run_trains_no_more(finished, monkeypatch):

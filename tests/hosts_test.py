@@ -13,8 +13,10 @@ import time
 import hosts_config
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hosts_config import SFT_STEPS
+from safetensors.numpy import load_file
 
 from care_jax import main
 from care_jax.devices.sharding import make_mesh
@@ -84,12 +86,19 @@ def end_of(process):
 
 @pytest.mark.exhaustive
 def test_two_processes_train_as_one_and_stop_together(tmp_path):
-    """The last two SFT steps, evaluation and two RL steps; then SIGTERM to one of the two."""
+    """The last two SFT steps, an evaluation behind each, and two RL steps.
+
+    Then SIGTERM to one of the two.
+    """
     one, two = tmp_path / "one", tmp_path / "two"
-    main.run_stages(hosts_config.get_config(), one)
+    changes = {"sft.eval_every": SFT_STEPS - 1, "evaluate.at_start": False}
+    config = hosts_config.get_config()
+    config.update_from_flattened_dict(changes)
+    main.run_stages(config, one)
     name = str(SFT_STEPS - 2)
     shutil.copytree(one / "checkpoints" / "sft" / name, two / "checkpoints" / "sft" / name)
-    processes = launch_two(two, "--config.rl.num_steps=100000")
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    processes = launch_two(two, *flags, "--config.rl.num_steps=100000")
     wait_for(two, "rl", 1, processes)
     processes[1].send_signal(signal.SIGTERM)
     ends = [end_of(process) for process in processes]
@@ -103,6 +112,7 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
         names = [name for name in record if not any(part in name for part in differ)]
         values = [got[record["stage"], record["step"]].get(name) for name in names]
         assert values == pytest.approx([record[name] for name in names], abs=1e-5), record["stage"]
+    assert {("sft_eval", SFT_STEPS - 1), ("sft_eval", SFT_STEPS)} <= got.keys()
     first = got["rl", 0]
     assert 0 < first["acc"] < 1 and first["anchor_rate"] and first["reflect_rate"]
     samples = [(folder / "samples_sft.jsonl").read_text() for folder in (one, two)]
@@ -133,8 +143,9 @@ def test_two_processes_draw_until_both_are_full(tmp_path):
 
 @pytest.mark.exhaustive
 def test_two_processes_export_what_one_does(tmp_path):
-    """With adapters, and moments in the host's memory."""
+    """The best step, with adapters, and moments in the host's memory."""
     changes = {"stages": ("sft", "export"), "sft.num_steps": 3, "sft.warmup_steps": 0}
+    changes |= {"sft.eval_every": 1, "keep_best": 1, "export.step": "best"}
     changes |= {"model.lora_rank": 2, "model.offload": ("optimizer",)}
     config = hosts_config.get_config()
     config.update_from_flattened_dict(changes)
@@ -151,6 +162,10 @@ def test_two_processes_export_what_one_does(tmp_path):
         backbone.load(folder / "export", shape, jnp.bfloat16)[0] for folder in (one, two)
     )
     assert distance(theirs, ours) < 0.01 * distance(start, ours)
+    adapters = [load_file(w / "adapter" / "adapter_model.safetensors") for w in (one, two)]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, tensor in adapters[0].items():
+        np.testing.assert_allclose(adapters[1][name], tensor, rtol=0, atol=1e-3)
 
 
 def distance(params, others):

@@ -23,6 +23,7 @@ LAYERS = (
     ("over a backbone",          ("learning", "policy")),
     ("what the stages share",    ("run", "attention_check", "decoding", "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
+    ("saving and evaluating",    ("milestones",)),
     ("loops",                    ("sft", "evaluate", "train", "export")),
     ("entry",                    ("main", "aot", "sweep")),
 )

@@ -7,6 +7,10 @@ recovery):
     m ± √(Σ (pᵢ - bᵢ)²) / k,   bᵢ the Wilson bound of pᵢ on that side
 
 Rows are treated as independent, even if a release asks the same problem in several versions.
+
+With several samples per row, a row counts by the mean of its samples, as held-out questions do:
+that uses all that was decoded and has less variance than the first sample. The interval still
+counts a row as one trial, and is then wider than it need be.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from care_jax.benchmarks.suite import RELEASES, Benchmark
-from care_jax.metrics import wilson_interval
+from care_jax.metrics import pass_rates, wilson_interval
 
 Sample = Mapping[str, Any]
 
@@ -28,10 +32,11 @@ def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
     Args:
         benchmark: for the categories of its rows.
         samples: one per row, with doc_id (row index), acc, acc_judged or None, is_parsed,
-            is_complete and is_dropped.
+            is_complete and is_dropped; several responses to a row also give accs.
 
     Returns:
-        accuracies in [0, 1] and counts; dropped and unparsable rows count as wrong.
+        accuracies in [0, 1] and counts; dropped and unparsable rows count as wrong. With several
+        responses to a row also pass@k, and a row counts as unparsable or truncated by any of them.
     """
     groups = defaultdict(list)
     for sample in samples:
@@ -45,6 +50,8 @@ def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
             for sample, acc in zip(samples, judged, strict=True)
         ) / len(samples)
     answered = [sample for sample in samples if not sample["is_dropped"]]
+    num_correct = [sum(acc == 1 for acc in sample.get("accs", ())) for sample in samples]
+    figures |= pass_rates(num_correct, len(samples[0].get("accs", (0,))))
     return figures | {
         "num_unparsable": sum(not sample["is_parsed"] for sample in answered),
         "num_truncated": sum(not sample["is_complete"] for sample in answered),
@@ -94,6 +101,10 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     for name, figures in results["benchmarks"].items():
         if "acc_judged" in figures:
             lines += ["", f"{name} with the judge's word: {100 * figures['acc_judged']:.1f}"]
+    for name, figures in results["benchmarks"].items():
+        rates = [f"{key} {100 * rate:.1f}" for key, rate in figures.items() if "pass@" in key]
+        if rates:
+            lines += ["", f"{name}: {', '.join(rates)}"]
     for name, figures in results["benchmarks"].items():
         if figures["categories"]:
             lines += ["", f"## {name}", ""]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from care_jax.devices import distributed
 
 
 class Restored(NamedTuple):
@@ -55,17 +61,45 @@ class Checkpoints:
 
     Args:
         folder: created if missing.
-        keep: number of latest steps to keep; older ones are deleted.
+        keep: number of latest steps to keep; older ones are deleted, but for the best.
         fingerprint: what determines the shapes of the state, such as the backbone's config.
+        keep_best: number of best steps to keep besides.
+        best_metric: name of the metric that tells which step is better; more is better.
     """
 
-    def __init__(self, folder: str | pathlib.Path, *, keep: int, fingerprint: Mapping[str, Any]):
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        *,
+        keep: int,
+        fingerprint: Mapping[str, Any],
+        keep_best: int = 0,
+        best_metric: str = "acc",
+    ):
         if keep < 1:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
         self.folder = pathlib.Path(folder).absolute()
+        self.best_metric = best_metric
         self._fingerprint = _flat(fingerprint)
+        self._keep_best = keep_best
+
+        def value_of(metrics: Mapping[str, float]) -> float:
+            return metrics.get(best_metric, -math.inf)
+
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, cleanup_tmp_directories=True
+            create=True,
+            cleanup_tmp_directories=True,
+            best_fn=value_of,  # makes the manager store the metrics of a step
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+                [
+                    checkpoint_managers.LatestN(keep),
+                    checkpoint_managers.BestN(
+                        get_metric_fn=value_of,
+                        n=keep_best,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            ),
         )
         self._manager = _Manager(
             self.folder,
@@ -75,20 +109,55 @@ class Checkpoints:
                 "progress": ocp.JsonCheckpointHandler(),
             },
         )
+        self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The saved steps, in order."""
+        return sorted(self._manager.all_steps())
 
     @property
     def latest_step(self) -> int | None:
         """The last saved step; None in an empty folder."""
         return self._manager.latest_step()
 
+    @property
+    def best_step(self) -> int | None:
+        """The saved step with the highest best_metric, of equals the last; None without any."""
+        ranked = self._ranked()
+        return ranked[-1] if ranked else None
+
+    def is_among_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step with these metrics must be kept as one of the best."""
+        if not self._keep_best or self.best_metric not in metrics:
+            return False
+        better = [
+            step
+            for step in self._ranked()
+            if self._values[step][self.best_metric] >= metrics[self.best_metric]
+        ]
+        return len(better) < self._keep_best
+
+    def _ranked(self) -> list[int]:
+        """The saved steps that have the best_metric, in the order of its values."""
+        steps = [step for step in self.steps if self.best_metric in self._values.get(step, {})]
+        return sorted(steps, key=lambda step: (self._values[step][self.best_metric], step))
+
     def save(
-        self, step: int, state: Any, data_position: int, rng: int, metadata: Mapping[str, Any]
+        self,
+        step: int,
+        state: Any,
+        data_position: int,
+        rng: int,
+        metadata: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Saves one step, which must be later than all saved steps.
 
         Args:
             state: tree of arrays.
             data_position, rng, metadata: see `Restored`; metadata holds JSON types.
+            metrics: of the step's evaluation, if there was one.
         """
         if self.latest_step is not None and step <= self.latest_step:
             raise ValueError(
@@ -101,12 +170,28 @@ class Checkpoints:
             "metadata": dict(metadata),
             "fingerprint": self._fingerprint,
         }
+        self._values[step] = dict(metrics or {})
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
             ),
+            metrics=self._values[step],
         )
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the metrics of a saved step that was evaluated only after it had been saved."""
+        self.wait()
+        self._values[step] = dict(metrics)
+        if jax.process_index() == 0:
+            # As the manager writes them, which cannot change a saved step.
+            folder = self.folder / str(step) / "metrics"
+            folder.mkdir(exist_ok=True)
+            partial = folder / "metrics.partial"
+            partial.write_text(json.dumps(self._values[step]))
+            os.replace(partial, folder / "metrics")
+        distributed.gather_json(step)  # a barrier: the file is there
+        self._manager.reload()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
         """Restores a step, the latest by default.
@@ -134,6 +219,31 @@ class Checkpoints:
         return Restored(
             state, step, progress["data_position"], progress["rng"], progress["metadata"]
         )
+
+    def restore_params(self, abstract_params: Any, step: int) -> Any:
+        """Restores the entry "params" of a saved state and reads nothing else of it.
+
+        Args:
+            abstract_params: tree of `ShapeDtypeStruct`s with shardings.
+            step: a saved step.
+
+        Raises:
+            ValueError: the step was saved under another fingerprint.
+        """
+        progress = self._manager.restore(
+            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
+        )["progress"]
+        self._check_fingerprint(progress["fingerprint"])
+        item = {"params": abstract_params}
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(
+                self.folder / str(step) / "state",
+                args=ocp.args.PyTreeRestore(
+                    item=item,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                    partial_restore=True,
+                ),
+            )["params"]
 
     def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
         ours = self._fingerprint

@@ -1,6 +1,11 @@
 // Curves: one small picture per group of metrics, all of a stage under one cursor.
 
-const STAGES = { rl: "Reinforcement learning", sft: "Cold start" };
+const STAGES = {
+  rl: "Reinforcement learning",
+  rl_eval: "Evaluation during reinforcement learning",
+  sft: "Cold start",
+  sft_eval: "Evaluation during the cold start",
+};
 const HEIGHT = 168;
 const EDGE = { left: 46, right: 10, top: 8, bottom: 22 };
 const NUM_COLORS = 6;

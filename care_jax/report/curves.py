@@ -9,13 +9,19 @@ from __future__ import annotations
 import fnmatch
 import json
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # (title, unit, name patterns in drawing order).
 CHARTS = (
     ("Reward", "", ("reward", "fmt")),
-    ("Accuracy", "", ("acc", "all_correct_rate", "all_wrong_rate")),
+    ("Accuracy", "", ("acc", "acc_low", "acc_high", "all_correct_rate", "all_wrong_rate")),
     ("Accuracy by source", "", ("acc/*",)),
+    ("pass@k", "share of questions", ("pass@*",)),
+    ("Benchmarks", "", ("*/acc",)),
+    ("Benchmarks, 95% intervals", "", ("*/acc_low", "*/acc_high")),
+    ("Benchmarks, pass@k", "share of questions", ("*/pass@*",)),
+    ("Questions", "count", ("num_examples", "num_dropped")),
     ("Groups", "share of prompts", ("anchor_rate", "rescue_rate", "skip_rate")),
     ("Reflection", "", ("reflect_rate", "reflect_success", "reflect_first_try")),
     ("KL", "nats", ("kl_ref", "kl_old")),
@@ -59,7 +65,15 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
         if line.endswith("\n"):  # a killed run may leave half a line
             record = json.loads(line)
             lines.setdefault(record.pop("stage"), []).append(record)
-    return [_stage(name, records, max_points) for name, records in lines.items()]
+    return [_stage(name, lines[name], max_points) for name in sorted(lines, key=_rank(lines))]
+
+
+def _rank(names: Iterable[str]) -> Callable[[str], tuple[int, bool]]:
+    """Sorts stages as they began, the evaluations inside a stage directly before the stage."""
+    began: dict[str, int] = {}
+    for name in names:
+        began.setdefault(name.removesuffix("_eval"), len(began))
+    return lambda name: (began[name.removesuffix("_eval")], not name.endswith("_eval"))
 
 
 def chart_of(name: str) -> tuple[str, str, int]:

@@ -151,3 +151,58 @@ def test_steps_that_cannot_be_traced_are_refused(steps):
     check_rl("grpo", {"profile_steps": (3, 99), "rl.num_steps": 100})
     with pytest.raises(ValueError, match=r"must be the first and the last step to trace"):
         check_rl("grpo", {"profile_steps": steps, "rl.num_steps": 100})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_samples": 4}, "num_samples 4 needs evaluate.temperature above 0, .* or num_samples"),
+        ({"top_p": 0.9}, "top_p 0.9 has no effect at evaluate.temperature 0; set .* to 1"),
+        ({"temperature": -1.0}, r"temperature must be 0 or more .* got -1\.0 and 1\.0"),
+        ({"temperature": 1.0, "top_p": 0.0}, r"top_p lie in \(0, 1\], got 1\.0 and 0\.0"),
+        ({"num_samples": 0}, "evaluate.num_samples must be at least 1, got 0"),
+        ({"decode_rows": 0}, "evaluate.decode_rows must be at least 1, got 0"),
+    ],
+)
+def test_sampling_that_means_nothing_is_refused(changes, message):
+    """Also where only a stage's inside is evaluated."""
+    config = tiny.get_config()
+    config.stages, config.rl.eval_every = ("rl",), 5
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    check_config(fill_in(config, mesh), mesh)
+    config.evaluate.update({"temperature": 0.6, "top_p": 0.95, "num_samples": 8})
+    check_config(fill_in(config, mesh), mesh)
+    config.evaluate.update({"temperature": 0.0, "top_p": 1.0, "num_samples": 1} | changes)
+    with pytest.raises(ValueError, match=message) as error:
+        check_config(fill_in(config, mesh), mesh)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rl.eval_every": -1}, r"rl.eval_every must be 0 \(never\) or more, got -1"),
+        ({"keep_best": -1}, r"keep_best must be 0 \(none\) or more, got -1"),
+        ({"rl.eval_every": 0}, "keep_best 1 needs evaluations inside a stage; set rl.eval_every"),
+        ({"best_metric": "eval/acc"}, "best_metric must be one of acc, .*, fmt, got 'eval/acc'"),
+        ({"best_metric": "pass@2"}, "best_metric must be one of acc, .* got 'pass@2'"),
+        ({"best_metric": "mean/acc"}, "best_metric must be one of acc, .* got 'mean/acc'"),
+        ({"data.test.source": ""}, "data.test.source"),
+        ({"export.step": "first"}, "must be 'last', 'best' or the number .* got 'first'"),
+        ({"export.step": "-1"}, "or the number of a saved step, got '-1'"),
+    ],
+)
+def test_a_best_checkpoint_that_cannot_be_told_is_refused(changes, message):
+    good = {"stages": ("rl",), "rl.eval_every": 5, "keep_best": 1}
+    check_rl("care", good)
+    check_rl("care", good | {"evaluate.benchmarks": MMMU, "best_metric": "mmmu/acc"})
+    sampled = {"evaluate.temperature": 1.0, "evaluate.num_samples": 3, "best_metric": "pass@2"}
+    check_rl("care", good | sampled)
+    with pytest.raises(ValueError, match=message) as error:
+        check_rl("care", good | changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_finished_run_may_be_exported_with_its_own_configuration():
+    """What only training reads is not asked of the stage `export` alone."""
+    check_rl("care", {"stages": ("export",), "keep_best": 1, "export.step": "12"})

@@ -223,14 +223,14 @@ def whole_batch(tokenized):
 def run_loop(make_run, questions, responses, monkeypatch):
     """Runs the loop of STEPS steps, two updates in each, or until a script dies."""
 
-    def run_loop(folder="run", dies_at=None, make_script=Script, changes=()):
+    def run_loop(folder="run", dies_at=None, make_script=Script, changes=(), evaluate=None):
         script = make_script(responses, dies_at)
         run = make_run(LOOP | dict(changes), folder)
         monkeypatch.setattr(train, "roll_out", script.roll_out)
         monkeypatch.setattr(train, "compile_rollout", lambda *_: None)
         monkeypatch.setattr(train, "compile_update", lambda *_: script.programs())
         params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}
-        params = train.train(run, params, questions(range(30)))
+        params = train.train(run, params, questions(range(30)), evaluate)
         records = map(json.loads, run.metrics.path.read_text().splitlines())
         return script, params, list(records)
 

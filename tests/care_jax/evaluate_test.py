@@ -35,7 +35,10 @@ def examples():
 
 @pytest.fixture
 def asked(policy, examples, monkeypatch):
-    """What the sampler was called with; it answers a prompt by its length."""
+    """What the sampler was called with; it answers a prompt by its length.
+
+    Every second sample of a prompt is wrong.
+    """
     texts = [
         f"<think>a</think><answer>{answer}</answer>"
         if is_formatted
@@ -48,6 +51,8 @@ def asked(policy, examples, monkeypatch):
         tokens = policy.prompts.response_tokens(text)
         row = len(policy.prompts.tokenize(example).tokens)
         table[row, : len(tokens)], lengths[row] = tokens, len(tokens)
+    wrong = policy.prompts.response_tokens("<answer>9</answer>")
+    table[0, : len(wrong)], lengths[0] = wrong, len(wrong)
     calls = []
 
     def compile_decoding(run, **choice):
@@ -56,15 +61,16 @@ def asked(policy, examples, monkeypatch):
     class Queue:
         def __init__(self, run, programs, sizes, clock):
             calls[-1] |= {"sizes": sizes, "asked": []}
-            self.asked = calls[-1]["asked"]
+            self.asked, self.num_samples = calls[-1]["asked"], sizes.num_rollouts
 
         def decode(self, params, rng, requests):
             """The last first, one at a time."""
             self.asked += [request.place for request in requests]
             for index, request in reversed(list(enumerate(requests))):
                 length = len(request.prompt.tokens)
-                tokens = table[length][None, None]
-                is_valid = (np.arange(T) < lengths[length])[None, None]
+                rows = [0 if sample % 2 else length for sample in range(self.num_samples)]
+                tokens = table[rows][None]
+                is_valid = (np.arange(T) < lengths[rows][:, None])[None]
                 yield (
                     [index],
                     Rollouts(
@@ -72,7 +78,7 @@ def asked(policy, examples, monkeypatch):
                         is_valid=is_valid,
                         is_forced=np.zeros_like(is_valid),
                         logp=np.zeros(tokens.shape, np.float32),
-                        embedding=np.zeros((1, 1, 2), np.float32),
+                        embedding=np.zeros((1, self.num_samples, 2), np.float32),
                         is_complete=is_valid.any(-1),
                     ),
                 )
@@ -120,6 +126,60 @@ def test_samples_hold_each_example_with_its_own_response(make_run, examples, ask
     assert [sample["response"] for sample in samples] == asked[0]
     assert [sample["acc"] for sample in samples] == [1, 0, 1, 1, 0]
     assert [sample["answer"] for sample in samples] == ["0", "1", "2", "3", "4"]
+
+
+SAMPLED = {
+    "evaluate.temperature": 0.7,
+    "evaluate.top_p": 0.9,
+    "evaluate.num_samples": 4,
+    "evaluate.decode_rows": 3,
+}
+
+
+def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked):
+    """Of the three questions that are answered at all, two of four samples are right."""
+    run = make_run(SETTINGS | SAMPLED)
+    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    (call,) = asked[1]
+    assert (call["temperature"], call["top_p"]) == (0.7, 0.9)
+    assert (call["sizes"].num_rows, call["sizes"].num_rollouts) == (3, 4)
+    assert metrics["acc"] == pytest.approx(metrics["pass@1"]) == pytest.approx(3 / 5 * 2 / 4)
+    assert metrics["pass@2"] == pytest.approx(3 / 5 * 5 / 6)
+    assert metrics["pass@4"] == pytest.approx(3 / 5)
+    assert "pass@3" not in metrics and metrics["acc/a"] == pytest.approx(2 / 4)
+    assert metrics["fmt"] == pytest.approx(2 / 5 * 2 / 4)
+    np.testing.assert_allclose(
+        (metrics["acc_low"], metrics["acc_high"]), wilson_interval(1.5, 5), rtol=1e-6
+    )
+    first = json.loads((run.workdir / "samples_rl.jsonl").read_text().splitlines()[0])
+    assert first["responses"] == [asked[0][0], "<answer>9</answer>"] * 2
+    assert (first["acc"], first["accs"]) == (0.5, [1, 0, 1, 0])
+
+
+def test_one_sample_may_be_drawn(make_run, examples, asked):
+    """As the paper evaluates; there is no pass@k of it."""
+    run = make_run(SETTINGS | SAMPLED | {"evaluate.num_samples": 1})
+    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    assert metrics["acc"] == pytest.approx(3 / 5) and "pass@1" not in metrics
+    assert (asked[1][0]["temperature"], asked[1][0]["sizes"].num_rows) == (0.7, 1)
+
+
+def test_an_evaluation_inside_a_stage_leaves_the_files_of_its_step(benchmark_run, asked, examples):
+    run = benchmark_run()
+    evaluator = evaluate.Evaluator(run, examples)
+    metrics = [evaluator(PARAMS, name="rl", step=step) for step in (0, 50)]
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["acc"] == metrics[0]["mean/acc"] == pytest.approx(3 / 5)
+    assert len(asked[1]) == 1  # compiled once, for both kinds of questions and both steps
+    left = {str(path.relative_to(run.workdir)) for path in run.workdir.rglob("*.jsonl")}
+    assert left == {
+        f"{folder}/step_{step}{rest}"
+        for step in (0, 50)
+        for folder, rest in (
+            ("samples_rl", ".jsonl"),
+            ("benchmarks_rl", "/samples_mathvision_testmini.jsonl"),
+        )
+    }
 
 
 def test_prompts_that_all_exceed_the_buckets_are_refused(make_run, asked):
@@ -211,6 +271,22 @@ def test_samples_of_other_weights_or_settings_are_not_believed(
     assert path.read_text() == whole
 
 
+def test_benchmarks_count_the_mean_of_a_rows_samples(benchmark_run, asked):
+    run = benchmark_run(**SAMPLED)
+    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    assert metrics["mathvision_testmini/acc"] == metrics["mean/acc"] == pytest.approx(0.3)
+    assert metrics["mathvision_testmini/pass@2"] == pytest.approx(3 / 5 * 5 / 6)
+    assert samples_of(run)[0]["accs"] == [1, 0, 1, 0] and samples_of(run)[0]["acc"] == 0.5
+    assert len(samples_of(run)[0]["resps"]) == len(samples_of(run)[0]["filtered_resps"]) == 4
+    results = (run.workdir / "benchmarks_rl" / "results.md").read_text()
+    assert "mathvision_testmini: pass@1 30.0, pass@2 50.0, pass@4 60.0" in results
+    # Samples of another temperature are not believed.
+    asked[1].clear()
+    other = benchmark_run(**SAMPLED | {"evaluate.temperature": 0.8})
+    evaluate.evaluate_benchmarks(other, PARAMS, name="rl")
+    assert asked[1][0]["asked"] == list(range(5))
+
+
 def test_a_prompt_that_fits_no_bucket_counts_as_wrong(benchmark_run, release, asked):
     row = {"id": 9, "question": "1?" + " 1" * 300, "answer": "0", "subject": "c"}
     release.write_text(json.dumps(row) + "\n" + release.read_text())
@@ -246,3 +322,49 @@ def test_the_judge_is_asked_about_wrong_free_answers_alone(benchmark_run, asked)
     assert (figures["acc"], figures["acc_judged"]) == (pytest.approx(3 / 5), 1.0)
     assert results["judge"]["requests"] == len(seen) == 2
     assert all("Model's answer:\n9" in body["messages"][1]["content"] for body in seen)
+
+
+def test_the_judge_is_asked_about_each_wrong_sample(benchmark_run, asked, monkeypatch):
+    """It takes every second answer it is asked about, and right ones count without it."""
+    seen = []
+
+    def verdicts(self, cases):
+        seen.extend(cases)
+        return [number % 2 == 0 for number in range(len(cases))]
+
+    monkeypatch.setattr(evaluate.Judge, "verdicts", verdicts)
+    judge = {"evaluate.judge_url": "http://x", "evaluate.judge_model": "m"}
+    run = benchmark_run(**SAMPLED | judge | {"evaluate.num_samples": 2})
+    evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    assert [case.answer for case in seen] == ["9"] * 7  # one of three questions, two of two
+    figures = [(sample["acc"], sample["acc_judged"]) for sample in samples_of(run)]
+    assert figures == [(0.5, 1.0), (0.0, 0.5), (0.5, 0.5), (0.5, 1.0), (0.0, 0.5)]
+
+
+REAL = {
+    "evaluate.temperature": 1.0,
+    "evaluate.num_samples": 3,
+    "evaluate.max_response_tokens": 5,
+    "seed": 4,
+}
+
+
+def test_draws_depend_on_question_and_sample_alone(make_run, params, questions):
+    """One question at a time or four, one sample or all; compiled once for two evaluations."""
+    held_out, responses = questions((0, 3, 1, 5, 2)), []
+    for size, rows in ((1, 1), (4, 3)):
+        changes = {"evaluate.batch_size": size, "evaluate.decode_rows": rows}
+        run = make_run(REAL | changes, f"{size}")
+        programs = evaluate.compile_evaluation(run)
+        for step in (0, 1):
+            evaluate.evaluate(run, params, held_out, name="rl", step=step, programs=programs)
+            lines = (run.workdir / "samples_rl" / f"step_{step}.jsonl").read_text().splitlines()
+            responses.append([json.loads(line)["responses"] for line in lines])
+            decoding = programs.queue.programs
+            counts = [f._cache_size() for f in (decoding.admit, decoding.advance)]
+            if step == 0:
+                first = counts
+        assert counts == first
+        assert programs.to_decode_layout._cache_size() == 1
+    assert all(each == responses[0] for each in responses[1:])
+    assert len({text for texts in responses[0] for text in texts}) > 10  # 15 draws

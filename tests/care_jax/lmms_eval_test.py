@@ -88,7 +88,7 @@ def greedy(folder, example, tmp_path):
     params = initial_params(policy, mesh, config.sharding_rules, seed=0)
     with MetricWriter(tmp_path) as metrics:
         run = Run(config, policy, mesh, tmp_path, metrics)
-        decode = evaluate.greedy_decoder(run, params)
+        decode = evaluate.make_decoder(run, params, evaluate.compile_evaluation(run))
         prompt = policy.prompts.tokenize(example)
         ((_, rollouts),) = decode([Request(0, prompt)])
     return prompt.tokens, rollouts.tokens[0, 0][rollouts.is_valid[0, 0]]

@@ -36,9 +36,9 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
     seen = []
 
     def trained(stage):
-        return lambda run, params, examples: [*params, stage]
+        return lambda run, params, examples, evaluate: [*params, stage]
 
-    def evaluate(run, params, examples, *, name):
+    def evaluate(run, params, examples, *, name, **_):
         seen.append((name, params))
         return {"acc": len(params) / 2}
 
@@ -83,11 +83,11 @@ def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main, "initial_params", lambda *_, **__: "weights")
-    monkeypatch.setattr(main.evaluate, "evaluate", lambda *_, name: {"acc": 0.5})
+    monkeypatch.setattr(main.evaluate, "evaluate", lambda *_, name, **__: {"acc": 0.5})
     monkeypatch.setattr(
         main.evaluate,
         "evaluate_benchmarks",
-        lambda run, params, *, name: {f"mmmu/{name}": float(params == "weights")},
+        lambda run, params, *, name, **_: {f"mmmu/{name}": float(params == "weights")},
     )
     config = tiny.get_config()
     config.stages = ("evaluate",)
@@ -157,3 +157,29 @@ def test_a_key_or_a_file_that_does_not_exist_is_named(parsed, flag, message):
         parsed("--config=configs/tiny.py", flag)
     line = stopped.value.code
     assert line.startswith("error: ") and line.endswith(message) and "\n" not in line
+
+
+def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch, opened, tmp_path):
+    """Each training stage may evaluate its weights with them; the run has no stage `evaluate`."""
+    seen = []
+
+    def train(run, params, examples, evaluate):
+        seen.append(evaluate(params, name="rl", step=3))
+        return params
+
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr(main, "initial_params", lambda *_, **__: "weights")
+    monkeypatch.setattr(main.train, "train", train)
+    monkeypatch.setattr(
+        main.evaluate,
+        "evaluate",
+        lambda run, params, examples, *, name, step, **_: {params: examples[0].source, name: step},
+    )
+    config = tiny.get_config()
+    config.stages = ("rl",)
+    main.run_stages(config, tmp_path / "without")
+    config.rl.eval_every = 3
+    main.run_stages(config, tmp_path / "with")
+    assert seen == [{}, {"weights": "synthetic", "rl": 3}]
+    assert [options["split"] for options in opened] == ["train", "train", "test"]

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import sys
@@ -8,7 +9,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from care_jax import metrics
-from care_jax.metrics import MetricWriter
+from care_jax.metrics import MetricWriter, pass_rates
 
 
 def lines(workdir):
@@ -213,3 +214,25 @@ def test_wilson_interval_equals_published_values(num_correct, num_examples, low,
 def test_an_interval_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one example, got 0 of 0"):
         metrics.wilson_interval(0, 0)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
+    """Against all subsets, for every number of right ones among five samples."""
+    for c in range(6):
+        samples = [i < c for i in range(5)]
+        for k in (1, 2, 4):
+            subsets = [any(chosen) for chosen in itertools.combinations(samples, k)]
+            assert pass_rates([c], 5)[f"pass@{k}"] == pytest.approx(np.mean(subsets))
+    assert pass_rates([0, 5], 5).keys() == {"pass@1", "pass@2", "pass@4"}
+    assert pass_rates([0, 8], 8) == {f"pass@{k}": 0.5 for k in (1, 2, 4, 8)}
+    assert pass_rates([1, 1], 1) == {}
+
+
+def test_a_line_that_is_written_is_known_to_a_resumed_run(tmp_path):
+    with MetricWriter(tmp_path) as writer:
+        writer.write("rl_eval", 4, {"acc": 0.5})
+        assert writer.has_line("rl_eval", 4)
+        assert not writer.has_line("rl_eval", 0) and not writer.has_line("rl", 4)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"stage": "rl_eval", "step": 8, "acc"')
+    assert not MetricWriter(tmp_path).has_line("rl_eval", 8)

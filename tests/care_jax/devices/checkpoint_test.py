@@ -22,8 +22,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 FINGERPRINT = {"family": "qwen2_5_vl", "text": {"hidden_size": 64, "mrope_section": (2, 3, 3)}}
 
 
-def checkpoints(folder, keep=2, fingerprint=FINGERPRINT):
-    return Checkpoints(folder, keep=keep, fingerprint=fingerprint)
+def checkpoints(folder, keep=2, fingerprint=FINGERPRINT, **best):
+    return Checkpoints(folder, keep=keep, fingerprint=fingerprint, **best)
 
 
 def make_state(value=0.0, mesh=None):
@@ -74,6 +74,85 @@ def test_latest_steps_are_kept_and_any_of_them_restores(tmp_path):
         assert saved.restore(abstract(make_state()), step=2).data_position == 2
         with pytest.raises(ValueError, match=r"expected checkpoint 1 in .*, found steps \[2, 3\]"):
             saved.restore(abstract(make_state()), step=1)
+
+
+# Accuracy of steps 1 to 6; step 4 is not evaluated.
+ACCS = {1: 0.1, 2: 0.7, 3: 0.6, 5: 0.3, 6: 0.2}
+
+
+def save_all(saved, steps):
+    for step in steps:
+        metrics = {"acc": ACCS[step], "fmt": 1 - ACCS[step]} if step in ACCS else None
+        saved.save(step, make_state(step), step, 0, {}, metrics)
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "kept"),
+    [
+        (1, {}, [6]),
+        (2, {"keep_best": 1}, [2, 5, 6]),
+        (1, {"keep_best": 2}, [2, 3, 6]),
+        (1, {"keep_best": 1, "best_metric": "fmt"}, [1, 6]),
+    ],
+)
+def test_the_best_steps_are_kept_beside_the_latest(tmp_path, keep, best, kept):
+    with checkpoints(tmp_path, keep, **best) as saved:
+        save_all(saved, range(1, 7))
+        assert saved.steps == kept
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == kept
+    with checkpoints(tmp_path, keep, **best) as saved:
+        assert saved.restore(abstract(make_state())).step == 6  # not the best
+        assert saved.best_step == (6 if not best else kept[-2] if "best_metric" in best else 2)
+        assert_equal(saved.restore(abstract(make_state()), 6).state, make_state(6))
+
+
+def test_the_best_of_a_resumed_run_stays_until_it_is_beaten(tmp_path):
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        assert saved.best_step is None and saved.is_among_best({"acc": 0.0})
+        save_all(saved, (1, 2, 3, 4))
+        assert saved.steps == [2, 4]
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        assert saved.best_step == 2
+        assert saved.is_among_best({"acc": 0.71})
+        assert not saved.is_among_best({"acc": 0.7}) and not saved.is_among_best({"fmt": 1.0})
+        saved.save(5, make_state(5), 5, 0, {}, {"acc": 0.8})
+        saved.save(6, make_state(6), 6, 0, {}, {"acc": 0.8})  # of equals the last is the best
+        assert saved.steps == [6] and saved.best_step == 6
+    with checkpoints(tmp_path, 1) as saved:
+        assert not saved.is_among_best({"acc": 1.0})  # none is kept
+
+
+def test_a_step_may_be_evaluated_after_it_was_saved(tmp_path):
+    """As when a run is stopped inside the evaluation."""
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        saved.save(1, make_state(1), 1, 0, {}, {"acc": 0.2})
+        saved.save(2, make_state(2), 2, 0, {})
+        saved.add_metrics(2, {"acc": 0.9})
+        assert saved.best_step == 2
+        save_all(saved, (3, 4))
+        assert saved.steps == [2, 4]
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        assert saved.best_step == 2
+        save_all(saved, (5, 6))
+        assert saved.steps == [2, 6]
+
+
+def test_parameters_are_restored_without_the_rest(tmp_path):
+    """A part of them is, too, onto another mesh."""
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(5.0), 0, 0, {})
+        target = abstract(make_state(0.0, sharding.make_mesh(2, 2, 2)))["params"]
+        params = saved.restore_params(target, 1)
+        part = saved.restore_params({"w": target["w"]}, 1)
+    assert_equal(params, make_state(5.0)["params"])
+    assert params["w"].sharding.spec == P("fsdp", "tensor")
+    assert_equal(part, {"w": make_state(5.0)["params"]["w"]})
+    other = FINGERPRINT | {"family": "qwen3_vl"}
+    with (
+        checkpoints(tmp_path, fingerprint=other) as saved,
+        pytest.raises(ValueError, match="famil"),
+    ):
+        saved.restore_params(target, 1)
 
 
 def test_restoring_at_once_waits_for_the_files(tmp_path, monkeypatch):

@@ -57,3 +57,26 @@ def test_a_metric_goes_to_the_first_chart_that_names_it():
     assert curves.chart_of("signature/anchor_3")[0] == "A_raw by K′"
     assert curves.chart_of("clip_rate_negative_answer")[0] == "Clip rate"
     assert curves.chart_of("train_tokens_per_second")[:2] == ("Throughput", "tokens/s")
+
+
+def test_evaluations_inside_a_stage_are_curves_before_it(tmp_path):
+    """The page shows the last stage on top, so that the stage itself is open and they are below."""
+    path = tmp_path / "metrics.jsonl"
+    write(
+        path,
+        {"stage": "sft", "step": 0, "loss": 2.0},
+        {"stage": "sft_eval", "step": 1, "acc": 0.5, "acc_low": 0.25, "pass@2": 0.75},
+        {"stage": "rl_eval", "step": 0, "mmmu/acc": 0.5, "mean/acc": 0.5, "mmmu/pass@2": 0.75},
+        {"stage": "rl", "step": 0, "acc": 0.5},
+        {"stage": "rl_eval", "step": 1, "mmmu/acc": 1.0, "mean/acc": 1.0, "mmmu/pass@2": 1.0},
+    )
+    stages = curves.read_stages(path, max_points=10)
+    assert [stage["name"] for stage in stages] == ["sft_eval", "sft", "rl_eval", "rl"]
+    assert stages[2]["steps"] == [0, 1]
+    assert series_of(stages[2]) == {
+        "mmmu/acc": ("Benchmarks", [0.5, 1.0]),
+        "mean/acc": ("Benchmarks", [0.5, 1.0]),
+        "mmmu/pass@2": ("Benchmarks, pass@k", [0.75, 1.0]),
+    }
+    titles = {name: title for name, (title, _) in series_of(stages[0]).items()}
+    assert titles == {"acc": "Accuracy", "acc_low": "Accuracy", "pass@2": "pass@k"}
