@@ -122,6 +122,7 @@ def train(
         milestones = Milestones(run, "rl", checkpoints, evaluate)
         milestones.begin(start, state.params)
         report = open_report(run, start)
+        tail = 0.0  # seconds for which metrics and report of the step before kept the host busy
         for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
             step, *_ = first
             began, counted = time.perf_counter(), dict(verifier.counts)
@@ -198,7 +199,7 @@ def train(
                 "train_tokens_per_second": int(gathered.num_tokens.sum()) / (ended - rolled_out),
                 "rollout_seconds": rolled_out - began,
                 "train_seconds": ended - rolled_out,
-                "device_idle": 1 - (clock.busy_seconds() - busy) / (ended - began),
+                "device_idle": 1 - (clock.busy_seconds() - busy) / (tail + ended - began),
             }
             metrics |= fill(plans) | utilisation(
                 run, table, gathered.num_tokens, ended - rolled_out
@@ -208,6 +209,7 @@ def train(
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 print_line(format_line("rl", step, rl.num_steps, shown, ended - began))
                 report.add(step, sampled(drawn.examples, groups, credited, raw))
+            tail = time.perf_counter() - ended
             milestones.reach(step + 1, state, {"num_decoded": num_decoded})
         profile_steps(run, rl.num_steps)
     return lora.merged(state.params)
