@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line, evaluate, export, sft, train
+from care_jax import command_line, dry_run, evaluate, export, sft, train
 from care_jax.batch import Example
 from care_jax.config_checks import (
     check_config,
@@ -40,6 +40,7 @@ from care_jax.run import Run
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
 # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
 _COORDINATOR = flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the whole run.")
@@ -53,11 +54,15 @@ def main(argv: Sequence[str]) -> None:
     distributed.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     config = _CONFIG.value
     overridden = config_flags.get_override_values(flags.FLAGS["config"])
-    run_stages(config, pathlib.Path(_WORKDIR.value), overridden)
+    run_stages(config, pathlib.Path(_WORKDIR.value), overridden, is_dry=_DRY_RUN.value)
 
 
 def run_stages(
-    config: ConfigDict, workdir: pathlib.Path, overridden: Sequence[str] = ()
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    overridden: Sequence[str] = (),
+    *,
+    is_dry: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Runs every stage of a configuration.
 
@@ -65,6 +70,7 @@ def run_stages(
         config: complete, see `configs/common.py`.
         workdir: created if it does not exist.
         overridden: keys set on the command line, see `config_checks.check_config`.
+        is_dry: only print what the run would do, see `dry_run`.
 
     Returns:
         the metrics of each evaluation, by the stage it followed.
@@ -78,6 +84,10 @@ def run_stages(
     sources = {stage: open_stage(config, stage) for stage in opened}
     policy = policy_of(config)
     check_policy(config, policy)
+    if is_dry:
+        no_metrics: Any = None  # nothing is written
+        print_line(dry_run.describe(Run(config, policy, mesh, workdir, no_metrics), sources))
+        return {}
     workdir.mkdir(parents=True, exist_ok=True)
     if config.compilation_cache:
         compilation_cache.keep_programs(workdir)

@@ -162,6 +162,13 @@ def fit(config: ConfigDict, topology: str, mean_response: float | None = None) -
     return Fit(topology, chip, mesh, tuple(programs), decode_prompts, *steps)
 
 
+def update_program(run: Run, stage: str) -> Program:
+    """The largest update of "sft" or "rl", compiled for the devices of the run."""
+    if stage == "sft":
+        return _sft_programs(run, None)[-1]
+    return _update_programs(run, step_sizes.largest_step(run), None)[-1]
+
+
 def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
     _, adamw = make_adamw(run, "sft")
     state = abstract_state(run, adamw)
