@@ -66,7 +66,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     if is_evaluated(config):
         _check_evaluate(config, mesh)
     _check_best(config)
-    _check_export_step(config.export.step)
+    _check_export(config)
     _check_data(config)
 
 
@@ -240,10 +240,25 @@ def _check_best(config: ConfigDict) -> None:
         _check_choice("best_metric", config.best_metric, evaluation_metrics(config))
 
 
-def _check_export_step(step: str) -> None:
+def _check_export(config: ConfigDict) -> None:
+    """Refuses a checkpoint to export that the run would not have after days of training."""
+    step, stages = config.export.step, tuple(config.stages)
     if step not in ("last", "best") and not step.isdecimal():
         raise ValueError(
             f"export.step must be 'last', 'best' or the number of a saved step, got {step!r}"
+        )
+    before = stages[: stages.index("export")] if "export" in stages else ()
+    trained = [stage for stage in before if stage in ("sft", "rl")]
+    if step == "best" and trained and not (config.keep_best and config[trained[-1]].eval_every):
+        raise ValueError(
+            f"export.step 'best' needs {trained[-1]}.eval_every and keep_best above 0, got "
+            f"{config[trained[-1]].eval_every} and {config.keep_best}; set them, or export.step to "
+            "'last'"
+        )
+    if step.isdecimal() and trained and int(step) > config[trained[-1]].num_steps:
+        raise ValueError(
+            f"export.step {step} lies behind the last of {trained[-1]}.num_steps "
+            f"{config[trained[-1]].num_steps}; name a step that is saved, or 'last'"
         )
 
 

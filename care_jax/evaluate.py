@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
 from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example, Rollouts
@@ -74,10 +75,13 @@ class Evaluator:
     Args:
         run: the run.
         held_out: the held-out questions; None if benchmarks alone are evaluated.
+        benchmarks: opened, see `open_benchmarks`.
     """
 
-    def __init__(self, run: Run, held_out: Sequence[Example] | None):
-        self._run, self._held_out = run, held_out
+    def __init__(
+        self, run: Run, held_out: Sequence[Example] | None, benchmarks: Sequence[Benchmark]
+    ):
+        self._run, self._held_out, self._benchmarks = run, held_out, benchmarks
 
     @functools.cached_property
     def _programs(self) -> EvaluatePrograms:
@@ -91,9 +95,18 @@ class Evaluator:
         metrics = {}
         if self._held_out is not None:
             metrics |= evaluate(self._run, params, self._held_out, **where)
-        if self._run.config.evaluate.benchmarks:
-            metrics |= evaluate_benchmarks(self._run, params, **where)
+        if self._benchmarks:
+            metrics |= evaluate_benchmarks(self._run, params, self._benchmarks, **where)
         return metrics
+
+
+def open_benchmarks(config: ConfigDict) -> list[Benchmark]:
+    """The benchmarks of `evaluate.benchmarks`; their images are read when they are asked for.
+
+    Raises:
+        ValueError: files are missing.
+    """
+    return [Benchmark(which, path) for which, path in config.evaluate.benchmarks]
 
 
 def evaluate(
@@ -188,9 +201,10 @@ def evaluate(
     }
     if len(correct) > 1:
         metrics |= {f"acc/{source}": float(np.mean(correct[source])) for source in sorted(correct)}
+    rates = [f", {name} {rate:.1%}" for name, rate in metrics.items() if name.startswith("pass@")]
     print_line(
         f"accuracy after {label}: {metrics['acc']:.1%} (95% interval {low:.1%} to {high:.1%}, "
-        f"{len(accs)} held-out examples, format {metrics['fmt']:.1%})"
+        f"{len(accs)} held-out examples, format {metrics['fmt']:.1%}{''.join(rates[-1:])})"
     )
     return metrics
 
@@ -217,16 +231,18 @@ def _label(name: str, step: int | None) -> str:
 def evaluate_benchmarks(
     run: Run,
     params: backbone.Params,
+    benchmarks: Sequence[Benchmark],
     *,
     name: str,
     step: int | None = None,
     programs: EvaluatePrograms | None = None,
 ) -> dict[str, float]:
-    """Answers `evaluate.benchmarks` and scores each by its published rules.
+    """Answers benchmarks and scores each by its published rules.
 
     Args:
         run: the run.
         params: in the training layout.
+        benchmarks: one or more.
         name: see `evaluate`; results.json, results.md and samples_<benchmark>.jsonl go to
             `workdir/benchmarks_<name>`. Samples already in that folder are reused if weights and
             settings are the same.
@@ -238,11 +254,10 @@ def evaluate_benchmarks(
         also pass@k of each benchmark.
 
     Raises:
-        ValueError: a benchmark's files are missing.
+        ValueError: no prompt of a benchmark fits a bucket.
         distributed.Preempted: the run was told to stop.
     """
     config = run.config.evaluate
-    benchmarks = [Benchmark(which, path) for which, path in config.benchmarks]
     judge = None
     if config.judge_url:
         judge = Judge(

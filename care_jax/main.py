@@ -82,6 +82,7 @@ def run_stages(
     if is_evaluated(config) and not has_benchmarks_only(config):
         opened.append("evaluate")
     sources = {stage: open_stage(config, stage) for stage in opened}
+    benchmarks = evaluate.open_benchmarks(config) if is_evaluated(config) else []
     policy = policy_of(config)
     check_policy(config, policy)
     if is_dry:
@@ -96,7 +97,7 @@ def run_stages(
     results = {}
     with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
         run = Run(config, policy, mesh, workdir, metrics)
-        evaluator = evaluate.Evaluator(run, sources.get("evaluate"))
+        evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
         # A step that is not there is told before weights are loaded.
         is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
         params: Any = None

@@ -176,7 +176,7 @@ def test_evaluations_inside_stages_change_nothing_else(finished, evaluated):
     assert (workdir / samples[2]).read_text() == (workdir / "samples_rl.jsonl").read_text()
     assert (workdir / samples[0]).read_text() != (workdir / samples[2]).read_text()
     names = [stage["name"] for stage in page.read((workdir / "report.html").read_text())["stages"]]
-    assert names == ["sft_eval", "sft", "rl_eval", "rl", "evaluate_rl"]
+    assert names == ["sft", "sft_eval", "rl", "rl_eval", "evaluate_rl"]
 
 
 def exported(workdir):

@@ -197,5 +197,7 @@ for (const stage of data.stages.filter(isEvaluation)) {
   find("evaluations").append(element("div", {}, ...figures(stage)));
 }
 const curves = data.stages.filter((stage) => !isEvaluation(stage)).reverse();
-curves.forEach((stage, i) => find("stages").append(new Stage(stage, i === 0).element));
+// The last stage is open, and above it the evaluations inside it.
+const isOpen = (stage) => stage === curves[0] || curves[0].name === `${stage.name}_eval`;
+curves.forEach((stage) => find("stages").append(new Stage(stage, isOpen(stage)).element));
 if (!data.stages.length) find("stages").append(element("p", { class: "muted" }, "Nothing is logged yet."));

@@ -69,11 +69,11 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
 
 
 def _rank(names: Iterable[str]) -> Callable[[str], tuple[int, bool]]:
-    """Sorts stages as they began, the evaluations inside a stage directly before the stage."""
+    """Sorts stages as they began, the evaluations inside a stage directly behind the stage."""
     began: dict[str, int] = {}
     for name in names:
         began.setdefault(name.removesuffix("_eval"), len(began))
-    return lambda name: (began[name.removesuffix("_eval")], not name.endswith("_eval"))
+    return lambda name: (began[name.removesuffix("_eval")], name.endswith("_eval"))
 
 
 def chart_of(name: str) -> tuple[str, str, int]:

@@ -190,10 +190,17 @@ def test_sampling_that_means_nothing_is_refused(changes, message):
         ({"data.test.source": ""}, "data.test.source"),
         ({"export.step": "first"}, "must be 'last', 'best' or the number .* got 'first'"),
         ({"export.step": "-1"}, "or the number of a saved step, got '-1'"),
+        ({"export.step": "101"}, "export.step 101 lies behind the last of rl.num_steps 100"),
+        (
+            {"export.step": "best", "rl.eval_every": 0, "keep_best": 0},
+            "'best' needs rl.eval_every and keep_best above 0, got 0 and 0; set them",
+        ),
     ],
 )
 def test_a_best_checkpoint_that_cannot_be_told_is_refused(changes, message):
-    good = {"stages": ("rl",), "rl.eval_every": 5, "keep_best": 1}
+    good = {"stages": ("rl", "export"), "rl.eval_every": 5, "keep_best": 1}
+    for step in ("best", "100"):
+        check_rl("care", good | {"export.step": step})
     check_rl("care", good)
     check_rl("care", good | {"evaluate.benchmarks": MMMU, "best_metric": "mmmu/acc"})
     sampled = {"evaluate.temperature": 1.0, "evaluate.num_samples": 3, "best_metric": "pass@2"}

@@ -136,7 +136,7 @@ SAMPLED = {
 }
 
 
-def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked):
+def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked, capsys):
     """Of the three questions that are answered at all, two of four samples are right."""
     run = make_run(SETTINGS | SAMPLED)
     metrics = evaluate.evaluate(run, {}, examples, name="rl")
@@ -144,6 +144,8 @@ def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked
     assert (call["temperature"], call["top_p"]) == (0.7, 0.9)
     assert (call["sizes"].num_rows, call["sizes"].num_rollouts) == (3, 4)
     assert metrics["acc"] == pytest.approx(metrics["pass@1"]) == pytest.approx(3 / 5 * 2 / 4)
+    assert "accuracy after rl: 30.0% (" in (line := capsys.readouterr().out)
+    assert line.endswith("5 held-out examples, format 20.0%, pass@4 60.0%)\n")
     assert metrics["pass@2"] == pytest.approx(3 / 5 * 5 / 6)
     assert metrics["pass@4"] == pytest.approx(3 / 5)
     assert "pass@3" not in metrics and metrics["acc/a"] == pytest.approx(2 / 4)
@@ -166,7 +168,7 @@ def test_one_sample_may_be_drawn(make_run, examples, asked):
 
 def test_an_evaluation_inside_a_stage_leaves_the_files_of_its_step(benchmark_run, asked, examples):
     run = benchmark_run()
-    evaluator = evaluate.Evaluator(run, examples)
+    evaluator = evaluate.Evaluator(run, examples, evaluate.open_benchmarks(run.config))
     metrics = [evaluator(PARAMS, name="rl", step=step) for step in (0, 50)]
     assert metrics[0] == metrics[1]
     assert metrics[0]["acc"] == metrics[0]["mean/acc"] == pytest.approx(3 / 5)
@@ -218,6 +220,11 @@ def benchmark_run(make_run, release, monkeypatch):
 PARAMS = {"w": jnp.arange(3.0)}
 
 
+def benchmarked(run, params=PARAMS):
+    benchmarks = evaluate.open_benchmarks(run.config)
+    return evaluate.evaluate_benchmarks(run, params, benchmarks, name="rl")
+
+
 def samples_of(run):
     path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -225,7 +232,7 @@ def samples_of(run):
 
 def test_a_benchmark_is_scored_by_its_own_rules(benchmark_run, asked):
     run = benchmark_run()
-    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    metrics = benchmarked(run)
     assert metrics["mathvision_testmini/acc"] == metrics["mean/acc"] == pytest.approx(3 / 5)
     assert metrics["mathvision_testmini/acc_low"] == wilson_interval(3, 5)[0]
     results = json.loads((run.workdir / "benchmarks_rl" / "results.json").read_text())
@@ -243,12 +250,12 @@ def test_a_benchmark_is_scored_by_its_own_rules(benchmark_run, asked):
 
 def test_an_evaluation_goes_on_behind_the_samples_it_has(benchmark_run, asked):
     run = benchmark_run()
-    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    metrics = benchmarked(run)
     path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
     whole = path.read_text()
     first, second, *_ = whole.splitlines(keepends=True)
     path.write_text(first.replace('"acc": 1.0', '"acc": 0.0') + second + '{"doc_id": 2, "ac')
-    again = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    again = benchmarked(run)
     # What was kept is believed, so the changed verdict shows; the rest is asked again.
     assert again["mean/acc"] == pytest.approx(metrics["mean/acc"] - 1 / 5)
     assert [sample["doc_id"] for sample in samples_of(run)] == list(range(5))
@@ -262,18 +269,18 @@ def test_an_evaluation_goes_on_behind_the_samples_it_has(benchmark_run, asked):
 def test_samples_of_other_weights_or_settings_are_not_believed(
     benchmark_run, asked, weights, changes
 ):
-    evaluate.evaluate_benchmarks(benchmark_run(), PARAMS, name="rl")
+    benchmarked(benchmark_run())
     run = benchmark_run(**changes)
     path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
     whole = path.read_text()
     path.write_text(whole.replace('"acc": 1.0', '"acc": 0.0'))
-    evaluate.evaluate_benchmarks(run, weights, name="rl")
+    benchmarked(run, weights)
     assert path.read_text() == whole
 
 
 def test_benchmarks_count_the_mean_of_a_rows_samples(benchmark_run, asked):
     run = benchmark_run(**SAMPLED)
-    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    metrics = benchmarked(run)
     assert metrics["mathvision_testmini/acc"] == metrics["mean/acc"] == pytest.approx(0.3)
     assert metrics["mathvision_testmini/pass@2"] == pytest.approx(3 / 5 * 5 / 6)
     assert samples_of(run)[0]["accs"] == [1, 0, 1, 0] and samples_of(run)[0]["acc"] == 0.5
@@ -283,7 +290,7 @@ def test_benchmarks_count_the_mean_of_a_rows_samples(benchmark_run, asked):
     # Samples of another temperature are not believed.
     asked[1].clear()
     other = benchmark_run(**SAMPLED | {"evaluate.temperature": 0.8})
-    evaluate.evaluate_benchmarks(other, PARAMS, name="rl")
+    benchmarked(other)
     assert asked[1][0]["asked"] == list(range(5))
 
 
@@ -291,7 +298,7 @@ def test_a_prompt_that_fits_no_bucket_counts_as_wrong(benchmark_run, release, as
     row = {"id": 9, "question": "1?" + " 1" * 300, "answer": "0", "subject": "c"}
     release.write_text(json.dumps(row) + "\n" + release.read_text())
     run = benchmark_run()
-    metrics = evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    metrics = benchmarked(run)
     assert metrics["mean/acc"] == pytest.approx(3 / 6)
     assert [sample["is_dropped"] for sample in samples_of(run)] == [True] + [False] * 5
 
@@ -314,7 +321,7 @@ def test_the_judge_is_asked_about_wrong_free_answers_alone(benchmark_run, asked)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
     run = benchmark_run(**{"evaluate.judge_url": url, "evaluate.judge_model": "m"})
-    evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    benchmarked(run)
     server.shutdown()
     server.server_close()
     results = json.loads((run.workdir / "benchmarks_rl" / "results.json").read_text())
@@ -335,7 +342,7 @@ def test_the_judge_is_asked_about_each_wrong_sample(benchmark_run, asked, monkey
     monkeypatch.setattr(evaluate.Judge, "verdicts", verdicts)
     judge = {"evaluate.judge_url": "http://x", "evaluate.judge_model": "m"}
     run = benchmark_run(**SAMPLED | judge | {"evaluate.num_samples": 2})
-    evaluate.evaluate_benchmarks(run, PARAMS, name="rl")
+    benchmarked(run)
     assert [case.answer for case in seen] == ["9"] * 7  # one of three questions, two of two
     figures = [(sample["acc"], sample["acc_judged"]) for sample in samples_of(run)]
     assert figures == [(0.5, 1.0), (0.0, 0.5), (0.5, 0.5), (0.5, 1.0), (0.0, 0.5)]

@@ -87,8 +87,11 @@ def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
     monkeypatch.setattr(
         main.evaluate,
         "evaluate_benchmarks",
-        lambda run, params, *, name, **_: {f"mmmu/{name}": float(params == "weights")},
+        lambda run, params, benchmarks, *, name, **_: {
+            f"{benchmarks[0][0]}/{name}": float(params == "weights")
+        },
     )
+    monkeypatch.setattr(main.evaluate, "open_benchmarks", lambda config: config.evaluate.benchmarks)
     config = tiny.get_config()
     config.stages = ("evaluate",)
     config.data.test.update(test)
@@ -183,3 +186,14 @@ def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch
     main.run_stages(config, tmp_path / "with")
     assert seen == [{}, {"weights": "synthetic", "rl": 3}]
     assert [options["split"] for options in opened] == ["train", "train", "test"]
+
+
+def test_a_benchmark_whose_files_are_missing_is_told_before_training(monkeypatch, opened, tmp_path):
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr(main, "policy_of", None)
+    config = tiny.get_config()
+    config.stages = ("rl", "evaluate")
+    config.evaluate.benchmarks = (("mmmu", str(tmp_path)),)
+    with pytest.raises(ValueError, match=r"expected validation-\*\.parquet .* got no such file"):
+        main.run_stages(config, tmp_path)

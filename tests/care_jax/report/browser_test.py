@@ -221,6 +221,24 @@ def test_an_evaluation_is_a_figure_with_its_interval(opened):
     assert text_of(opened, "#evaluations dd span") == ["acc 0.5 (0.4 to 0.6)"]
 
 
+def test_evaluations_inside_the_last_stage_stand_open_above_it(opened, tmp_path):
+    lines = [
+        {"stage": "sft", "step": 0, "loss": 2.0},
+        {"stage": "sft_eval", "step": 1, "acc": 0.25},
+        {"stage": "rl_eval", "step": 0, "acc": 0.25},
+        {"stage": "rl", "step": 0, "reward": 0.5},
+        {"stage": "rl_eval", "step": 1, "acc": 0.75},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = Report(tmp_path, max_megabytes=1)
+    report.write()
+    opened.open(report.path)
+    open_ones = ["Evaluation during reinforcement learning", "Reinforcement learning"]
+    assert text_of(opened, ".stage[open] h2") == open_ones
+    assert text_of(opened, ".stage h2")[2:] == ["Evaluation during the cold start", "Cold start"]
+    assert text_of(opened, ".stage:first-child .legend b") == ["0.75"]
+
+
 def test_it_fits_a_phone(opened, report):
     for width in (360, 1280):
         opened.open(report, width=width, height=740)

@@ -59,8 +59,8 @@ def test_a_metric_goes_to_the_first_chart_that_names_it():
     assert curves.chart_of("train_tokens_per_second")[:2] == ("Throughput", "tokens/s")
 
 
-def test_evaluations_inside_a_stage_are_curves_before_it(tmp_path):
-    """The page shows the last stage on top, so that the stage itself is open and they are below."""
+def test_evaluations_inside_a_stage_are_curves_behind_it(tmp_path):
+    """Whichever began first; the page shows the last on top."""
     path = tmp_path / "metrics.jsonl"
     write(
         path,
@@ -71,12 +71,12 @@ def test_evaluations_inside_a_stage_are_curves_before_it(tmp_path):
         {"stage": "rl_eval", "step": 1, "mmmu/acc": 1.0, "mean/acc": 1.0, "mmmu/pass@2": 1.0},
     )
     stages = curves.read_stages(path, max_points=10)
-    assert [stage["name"] for stage in stages] == ["sft_eval", "sft", "rl_eval", "rl"]
-    assert stages[2]["steps"] == [0, 1]
-    assert series_of(stages[2]) == {
+    assert [stage["name"] for stage in stages] == ["sft", "sft_eval", "rl", "rl_eval"]
+    assert stages[3]["steps"] == [0, 1]
+    assert series_of(stages[3]) == {
         "mmmu/acc": ("Benchmarks", [0.5, 1.0]),
         "mean/acc": ("Benchmarks", [0.5, 1.0]),
         "mmmu/pass@2": ("Benchmarks, pass@k", [0.75, 1.0]),
     }
-    titles = {name: title for name, (title, _) in series_of(stages[0]).items()}
+    titles = {name: title for name, (title, _) in series_of(stages[1]).items()}
     assert titles == {"acc": "Accuracy", "acc_low": "Accuracy", "pass@2": "pass@k"}
