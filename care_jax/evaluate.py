@@ -30,12 +30,12 @@ from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
+from care_jax.method import diagnostics
 from care_jax.metrics import print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
 from care_jax.programs import compile_decoding
-from care_jax.rewards.scores import row_texts, score_rollouts
-from care_jax.rewards.verifier import Verifier
-from care_jax.run import Run
+from care_jax.rewards.scores import row_texts, start_scoring
+from care_jax.run import Run, verifier_of
 from models import backbone
 
 Sample = dict[str, Any]
@@ -62,21 +62,16 @@ def evaluate(
         ValueError: no example's prompt fits a bucket.
         distributed.Preempted: the run was told to stop.
     """
-    config, policy = run.config, run.policy
-    correct, formatted = defaultdict(list), []
+    policy = run.policy
+    correct, formatted, components = defaultdict(list), [], []
     path = run.workdir / f"samples_{name}.jsonl" if jax.process_index() == 0 else os.devnull
     with (
-        Verifier(
-            num_workers=config.verifier.num_workers,
-            timeout=config.verifier.timeout,
-            think_tag=policy.think_tag,
-            reward=config.verifier.reward,
-        ) as verifier,
+        verifier_of(run) as verifier,
         open(path, "w") as samples,
     ):
         decode = greedy_decoder(run, params)
         for batch in _decode_batches(run, decode, examples, range(len(examples)), name):
-            scores, *_ = score_rollouts(
+            scored = start_scoring(
                 batch.rollouts,
                 batch.examples,
                 verifier,
@@ -84,7 +79,8 @@ def evaluate(
                 eos_token_ids=policy.config.eos_token_ids,
                 think_tag=policy.think_tag,
                 format_weight=0.0,
-            )
+            )()
+            scores = scored.scores
             answered = [
                 {
                     "place": place,
@@ -100,8 +96,12 @@ def evaluate(
                     batch.places, batch.examples, batch.texts, scores.acc, scores.fmt, strict=True
                 )
             ]
+            if scored.components is not None:
+                for sample, (found,) in zip(answered, scored.components, strict=True):
+                    sample["components"] = found
             for sample in _gathered(answered, "place"):
                 del sample["place"]
+                components.append([sample.get("components", {})])
                 correct[sample["source"]].append(sample["acc"])
                 formatted.append(sample["fmt"])
                 samples.write(json.dumps(sample, ensure_ascii=False) + "\n")
@@ -121,6 +121,8 @@ def evaluate(
         "num_examples": len(accs),
         "num_dropped": len(examples) - len(accs),
     }
+    sums = diagnostics.component_sums([np.array(components, object)], num_rollouts=1)
+    metrics |= diagnostics.component_means([sums])
     if len(correct) > 1:
         metrics |= {f"acc/{source}": float(np.mean(correct[source])) for source in sorted(correct)}
     print_line(

@@ -65,9 +65,9 @@ MEAN, SIGMA = 64, 0.8  # of log-normal response lengths
 BETA, LEARNING_RATE = 0.02, 1e-6
 
 
-def reward(question: str, response: str, example: Example) -> tuple[float, float]:
-    """(acc, fmt), with acc a number in [0, 1] that differs between the rollouts of a group."""
-    return _hash(response), 1.0
+def reward(question: str, responses: list[str], example: Example) -> list[dict[str, float]]:
+    """Numbers in [0, 1] that differ between the rollouts of a group."""
+    return [{"acc": _hash(response), "fmt": 1.0} for response in responses]
 
 
 def _hash(text: str) -> float:
