@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,13 +23,14 @@ from care_jax import command_line, evaluate, export, sft, train
 from care_jax.batch import Example
 from care_jax.config_checks import check_config, check_policy, fill_in, has_benchmarks_only
 from care_jax.data.mixture import Mixture
-from care_jax.data.rows import checked, first_usable
+from care_jax.data.rows import checked, first_usable, with_text_answers
 from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.devices import compilation_cache, distributed, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.report.writer import Report
+from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import Run
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
@@ -51,7 +52,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run_stages(
-    config: ConfigDict, workdir: pathlib.Path, overridden: Sequence[str] = ()
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    overridden: Sequence[str] = (),
+    *,
+    examples: Mapping[str, Sequence[Example]] | None = None,
+    reward: RewardFunction | None = None,
 ) -> dict[str, dict[str, float]]:
     """Runs every stage of a configuration.
 
@@ -59,17 +65,24 @@ def run_stages(
         config: complete, see `configs/common.py`.
         workdir: created if it does not exist.
         overridden: keys set on the command line, see `config_checks.check_config`.
+        examples: of the stages "rl" and "evaluate", in place of the sources of `config.data`.
+        reward: a reward function, in place of `verifier.reward`.
 
     Returns:
         the metrics of each evaluation, by the stage it followed.
     """
     mesh = make_mesh(**config.mesh)
     config = fill_in(config, mesh)
-    check_config(config, mesh, overridden)
+    given = dict(examples or {})
+    check_config(config, mesh, overridden, [*given, *(["reward"] if reward else [])])
+    has_reward = bool(reward or config.verifier.reward)
     sources = {
-        stage: open_stage(config, stage)
+        stage: _given_stage(given[stage], stage, has_reward)
+        if stage in given
+        else open_stage(config, stage, has_reward)
         for stage in config.stages
-        if stage != "export" and not (stage == "evaluate" and has_benchmarks_only(config))
+        if stage != "export"
+        and not (stage == "evaluate" and stage not in given and has_benchmarks_only(config))
     }
     policy = policy_of(config)
     check_policy(config, policy)
@@ -80,7 +93,7 @@ def run_stages(
         (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
     results = {}
     with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
-        run = Run(config, policy, mesh, workdir, metrics)
+        run = Run(config, policy, mesh, workdir, metrics, reward)
         params = initial_params(
             policy,
             mesh,
@@ -127,8 +140,14 @@ def policy_of(config: ConfigDict) -> Policy:
     )
 
 
-def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
-    """The examples of a stage; unusable held-out examples of files are found and left out here."""
+def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
+    """The examples of a stage; unusable held-out examples of files are found and left out here.
+
+    Args:
+        config: of the run.
+        stage: "sft", "rl" or "evaluate".
+        has_reward: a reward function judges, so answers need not be texts.
+    """
     name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
     section = config.data[name]
     parts = section.parts if section.source == MIXTURE else (section,)
@@ -136,6 +155,11 @@ def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
         open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
         for part in parts
     ]
+    if stage != "sft" and not has_reward:
+        opened = [
+            source if part.source == "synthetic" else with_text_answers(source)
+            for part, source in zip(parts, opened, strict=True)
+        ]
     examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
     if stage == "evaluate":
         if section.source != "synthetic":
@@ -143,6 +167,15 @@ def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
     elif stage == "sft":
         _check_responses(section.source, first_usable(examples), config.data.think_tag)
     return examples
+
+
+def _given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Sequence[Example]:
+    """`open_stage` for examples that were given from Python."""
+    examples = examples if has_reward else with_text_answers(examples)
+    if stage == "rl":
+        first_usable(examples)
+        return examples
+    return checked(examples, "test")[0]
 
 
 def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ LAYERS = (
     ("what the stages share",    ("run", "attention_check", "decoding", "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("loops",                    ("sft", "evaluate", "train", "export")),
-    ("entry",                    ("main", "aot", "sweep")),
+    ("entry",                    ("main", "aot", "sweep", "from_python")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {
