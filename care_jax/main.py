@@ -33,22 +33,31 @@ from care_jax.report.writer import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import Run
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
-# JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
-_COORDINATOR = flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the whole run.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+
+def define_flags() -> flags.FlagHolder[ConfigDict]:
+    """Defines the flags of the command; returns that of the configuration.
+
+    Not done on import: a program that calls `run_stages` may have flags of these names.
+    """
+    config = config_flags.DEFINE_config_file(
+        "config", "configs/tiny.py", "Configuration of the run."
+    )
+    flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
+    # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
+    flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
+    flags.DEFINE_integer("num_processes", None, "Processes of the whole run.")
+    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+    return config
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
     xla_flags.set_defaults()
-    distributed.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    config = _CONFIG.value
-    overridden = config_flags.get_override_values(flags.FLAGS["config"])
-    run_stages(config, pathlib.Path(_WORKDIR.value), overridden)
+    given = flags.FLAGS
+    distributed.start(given.coordinator_address, given.num_processes, given.process_id)
+    overridden = config_flags.get_override_values(given["config"])
+    run_stages(given.config, pathlib.Path(given.workdir), overridden)
 
 
 def run_stages(
@@ -213,8 +222,9 @@ def run_main() -> None:
     """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
+    config = define_flags()
     try:
-        app.run(main, flags_parser=_parse_flags)
+        app.run(main, flags_parser=lambda argv: parse_flags(argv, config))
     except distributed.Preempted as place:
         message = f"stopped by SIGTERM {place}; the same command goes on from there"
         distributed.exit_run(message, is_preempted=True)
@@ -224,9 +234,10 @@ def run_main() -> None:
         distributed.exit_run(traceback.format_exc())
 
 
-def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
+def parse_flags(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence[str]:
+    """Parses the command's flags; exits with one line where they are wrong."""
     try:
-        return command_line.parse(argv, _CONFIG)
+        return command_line.parse(argv, config)
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -92,7 +92,6 @@ def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
     rl.max_response_tokens = cap
     rl.learning_rate, rl.warmup_steps, rl.schedule = LEARNING_RATE, 0, "constant"
     config.grpo.beta = BETA
-    config.verifier.reward = "perf.step:reward"
     return config
 
 
@@ -151,7 +150,7 @@ class Ours:
                 num_workers=1,
                 timeout=10.0,
                 think_tag=self.run.policy.think_tag,
-                reward=config.verifier.reward,
+                reward=reward,
             )
         )
         self.num_trained = int(lengths.sum())

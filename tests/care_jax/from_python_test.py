@@ -125,3 +125,8 @@ def test_what_cannot_run_is_refused_in_the_first_second(tmp_path):
 def test_importing_the_package_imports_no_jax():
     code = "import sys, care_jax; sys.exit('jax' in sys.modules or not care_jax.train_on.__doc__)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_flags_of_the_callers_program_are_its_own():
+    code = "import sys, absl.flags, care_jax.main; sys.exit('config' in absl.flags.FLAGS)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

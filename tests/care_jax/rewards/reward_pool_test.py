@@ -164,6 +164,12 @@ def test_groups_are_shared_by_no_more_workers_than_asked_for(make_pool):
     assert len(pids) == 1  # the last that became free
 
 
+def test_the_time_of_a_group_does_not_run_while_it_waits_for_a_worker(make_pool):
+    pool = make_pool(timeout=1.2)
+    pids = set(map(kind_of, ask(pool, *["import time; time.sleep(0.5)"] * 5)))
+    assert len(pids) == 1 and "timeout" not in pids
+
+
 def test_the_end_of_the_run_ends_a_worker_that_hangs(make_pool):
     pool = make_pool()
     (pid,) = map(kind_of, ask(pool, "pass"))
