@@ -52,7 +52,7 @@ def rows_of(number):
 
 def test_a_run_on_rows_and_a_closure_of_the_caller(tmp_path):
     """A random policy never answers, so the function grades by what differs: the length."""
-    longest = 200.0
+    longest = 2000.0
 
     def graded(question, responses, example):
         assert example.answer[1:] == [0, 4, 4]
@@ -60,13 +60,12 @@ def test_a_run_on_rows_and_a_closure_of_the_caller(tmp_path):
             raise LookupError("no verdict")
         return [{"acc": min(len(text) / longest, 1), "brief": 0.25} for text in responses]
 
-    weights = {"verifier.weights": (("acc", 0.5), ("brief", 1.0)), "verifier.success": 0.3}
+    weights = {"verifier.weights": (("acc", 0.5), ("brief", 1.0)), "verifier.success": 1e-4}
     rows = rows_of(6)
     config = small_config(**weights, **{"data.test.source": "", "rl.format_weight": 0.0})
     trained = care_jax.train_on(
         config, train=iter(rows), test=rows[:1], reward=graded, workdir=tmp_path / "run"
     )
-    assert config.verifier.reward == "" and config.stages == ("rl", "evaluate")
     steps = [record for record in trained.metrics if record["stage"] == "rl"]
     assert [record["step"] for record in steps] == [0, 1]
     for record in steps:
@@ -78,7 +77,7 @@ def test_a_run_on_rows_and_a_closure_of_the_caller(tmp_path):
         assert record["verifier/timeouts"] == record["verifier/crashes"] == 0
     evaluated = trained.evaluations["rl"]
     assert evaluated["num_examples"] == 1 and evaluated["reward/brief"] == 0.25
-    assert evaluated["acc"] == float(evaluated["reward/acc"] >= 0.3)
+    assert 1e-4 < evaluated["reward/acc"] < 0.5 and evaluated["acc"] == 1
     sample = json.loads((trained.workdir / "samples_rl.jsonl").read_text())
     assert sample["answer"] == [0, 0, 4, 4] and sample["components"]["brief"] == 0.25
     report = page.read((trained.workdir / "report.html").read_text())
@@ -98,6 +97,7 @@ def test_without_held_out_rows_nothing_is_evaluated(tmp_path, monkeypatch):
     config = common.get_config()
     trained = care_jax.train_on(config, train=rows_of(2), workdir=str(tmp_path))
     assert asked["config"].stages == ("sft", "rl") and set(asked["examples"]) == {"rl"}
+    assert config.stages == ("sft", "rl", "evaluate")  # as it was
     assert trained.metrics == [] and trained.workdir == tmp_path
     care_jax.train_on(tiny.get_config(), train=rows_of(2), workdir=tmp_path)
     assert "evaluate" in asked["config"].stages  # on data.test
