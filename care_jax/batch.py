@@ -7,8 +7,11 @@ row), P prompt tokens (left-padded), T response tokens (right-padded), N image p
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import zipfile
+from collections.abc import Mapping
+from typing import Any
 
 import flax.struct
 from jaxtyping import Bool, Float, Int
@@ -31,7 +34,7 @@ class Example:
         images: in the order of the `<image>` placeholders; paths and the bytes of image files are
             decoded when they are needed.
         question: text with one `<image>` per image.
-        answer: gold answer.
+        answer: gold answer: text, or for a reward function a list or an object, such as a box.
         choices: options of a multiple-choice question, in order (A, B, ...); empty otherwise.
         rationale: the teacher's reasoning for the cold start; empty if there is none.
         response: what the cold start imitates, tags included; empty if there is none.
@@ -39,13 +42,14 @@ class Example:
         min_pixels, max_pixels: range of height x width to which its images are resized; 0: that of
             the prompt builder.
         repair: what was corrected in its data row; empty if nothing was.
+        extra: the columns of its data row that have no meaning here, by name, in JSON types.
     """
 
     id: str
     source: str
     images: tuple[Image.Image | pathlib.Path | zipfile.Path | bytes, ...]
     question: str
-    answer: str
+    answer: Any
     choices: tuple[str, ...] = ()
     rationale: str = ""
     response: str = ""
@@ -53,6 +57,12 @@ class Example:
     min_pixels: int = 0
     max_pixels: int = 0
     repair: str = ""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def answer_text(answer: Any) -> str:
+    """An answer as text; lists and objects as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 @flax.struct.dataclass

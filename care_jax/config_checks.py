@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -17,7 +18,7 @@ from care_jax.method import select
 from care_jax.method.objectives import OBJECTIVES
 from care_jax.metrics import pass_rates
 from care_jax.policy import Policy
-from care_jax.rewards.verifier import load_reward
+from care_jax.rewards.reward_function import load_reward
 from care_jax.run import objective_of
 from models import layers
 
@@ -36,7 +37,12 @@ OBJECTIVE_CHOICES = {
 }
 
 
-def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = ()) -> None:
+def check_config(
+    config: ConfigDict,
+    mesh: Mesh,
+    overridden: Collection[str] = (),
+    given: Collection[str] = (),
+) -> None:
     """Refuses a configuration that cannot run, naming the key to change.
 
     Args:
@@ -44,6 +50,8 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         mesh: the run's devices.
         overridden: keys set on the command line, such as "care.beta"; those without effect under
             the chosen objective are refused.
+        given: what comes from Python and not from the configuration: the examples of the stages
+            "rl" or "evaluate", and "reward".
 
     Raises:
         ValueError: one line, the first error found.
@@ -54,8 +62,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
     _check_model(config.model, mesh)
-    if config.verifier.reward:
-        load_reward(config.verifier.reward)
+    _check_verifier(config.verifier, overridden, has_function="reward" in given)
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
         _check_positive(name, config[name])
     _check_report(config.report)
@@ -67,7 +74,7 @@ def check_config(config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (
         _check_evaluate(config, mesh)
     _check_best(config)
     _check_export(config)
-    _check_data(config)
+    _check_data(config, given)
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
@@ -116,20 +123,24 @@ def evaluation_metrics(config: ConfigDict) -> tuple[str, ...]:
 
 def has_benchmarks_only(config: ConfigDict) -> bool:
     """Whether benchmarks are evaluated, but no held-out questions: data.test is not set."""
+    return bool(config.evaluate.benchmarks) and not has_test(config)
+
+
+def has_test(config: ConfigDict) -> bool:
+    """Whether data.test is set."""
     test = config.data.test
-    is_named = bool(test.path) if test.source == "jsonl" else bool(test.source)
-    return bool(config.evaluate.benchmarks) and not is_named
+    return bool(test.path) if test.source == "jsonl" else bool(test.source)
 
 
-def _check_data(config: ConfigDict) -> None:
+def _check_data(config: ConfigDict, given: Collection[str]) -> None:
     data = config.data
     _check_positive("data.num_workers", data.num_workers)
-    for name, is_used in (
-        ("sft", "sft" in config.stages),
-        ("train", "rl" in config.stages),
-        ("test", is_evaluated(config) and not has_benchmarks_only(config)),
+    for stage, name, is_used in (
+        ("sft", "sft", "sft" in config.stages),
+        ("rl", "train", "rl" in config.stages),
+        ("evaluate", "test", is_evaluated(config) and not has_benchmarks_only(config)),
     ):
-        if is_used:
+        if is_used and stage not in given:
             check_section(
                 f"data.{name}",
                 data[name],
@@ -170,6 +181,53 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
         raise ValueError(f"model.lora_rank must be 0 or more, got {model.lora_rank}")
     if model.lora_rank and not model.lora_alpha > 0:
         raise ValueError(f"model.lora_alpha must be positive, got {model.lora_alpha}")
+
+
+def _check_verifier(
+    verifier: ConfigDict, overridden: Collection[str], *, has_function: bool
+) -> None:
+    _check_positive("verifier.num_workers", verifier.num_workers)
+    _check_positive("verifier.concurrency", verifier.concurrency)
+    if not verifier.timeout > 0:
+        raise ValueError(f"verifier.timeout must be positive, got {verifier.timeout} seconds")
+    if not 0 < verifier.success <= 1:
+        raise ValueError(f"verifier.success must lie in (0, 1], got {verifier.success}")
+    _check_weights(verifier.weights)
+    if verifier.reward and has_function:
+        raise ValueError(
+            f"a reward function was given beside verifier.reward {verifier.reward!r}; clear one"
+        )
+    if verifier.reward:
+        load_reward(verifier.reward)
+    elif not has_function:
+        for key in ("verifier.weights", "verifier.success", "verifier.concurrency"):
+            if key in overridden:
+                raise ValueError(
+                    f"--config.{key} has no effect without a reward function; leave it out or set "
+                    "verifier.reward"
+                )
+
+
+def _check_weights(weights: Any) -> None:
+    is_pairs = isinstance(weights, tuple) and all(
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], int | float)
+        and math.isfinite(pair[1])
+        for pair in weights
+    )
+    names = [pair[0] for pair in weights] if is_pairs else []
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            "verifier.weights must be pairs of a component and its weight, each component once, "
+            f"got {weights!r}; write (('acc', 0.8), ('short', 0.2))"
+        )
+    if "fmt" in names:
+        raise ValueError(
+            "verifier.weights names fmt, whose weight is rl.format_weight; set that key, and leave "
+            "fmt out here"
+        )
 
 
 def _check_evaluate(config: ConfigDict, mesh: Mesh) -> None:

@@ -40,12 +40,12 @@ from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
+from care_jax.method import diagnostics
 from care_jax.metrics import pass_rates, print_line, progress, wilson_interval
 from care_jax.policy import decode_shardings
 from care_jax.programs import compile_decoding
-from care_jax.rewards.scores import row_texts, score_rollouts
-from care_jax.rewards.verifier import Verifier
-from care_jax.run import Run
+from care_jax.rewards.scores import row_texts, start_scoring
+from care_jax.run import Run, verifier_of
 from models import backbone
 
 Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
@@ -139,21 +139,16 @@ def evaluate(
         distributed.Preempted: the run was told to stop.
     """
     config, policy = run.config, run.policy
-    correct, formatted, num_correct = defaultdict(list), [], []
+    correct, formatted, num_correct, components = defaultdict(list), [], [], []
     path = _path(run.workdir / f"samples_{name}", step, ".jsonl")
     label = _label(name, step)
     with (
-        Verifier(
-            num_workers=config.verifier.num_workers,
-            timeout=config.verifier.timeout,
-            think_tag=policy.think_tag,
-            reward=config.verifier.reward,
-        ) as verifier,
+        verifier_of(run) as verifier,
         open(path if jax.process_index() == 0 else os.devnull, "w") as samples,
     ):
         decode = make_decoder(run, params, programs or compile_evaluation(run))
         for batch in _decode_batches(run, decode, examples, (), label):
-            scores, *_ = score_rollouts(
+            scored = start_scoring(
                 batch.rollouts,
                 batch.examples,
                 verifier,
@@ -161,7 +156,8 @@ def evaluate(
                 eos_token_ids=policy.config.eos_token_ids,
                 think_tag=policy.think_tag,
                 format_weight=0.0,
-            )
+            )()
+            scores = scored.scores
             answered = [
                 {
                     "place": place,
@@ -176,8 +172,13 @@ def evaluate(
                     batch.places, batch.examples, batch.texts, scores.acc, scores.fmt, strict=True
                 )
             ]
+            if scored.components is not None:
+                for sample, found in zip(answered, scored.components, strict=True):
+                    sample["components"] = found[0] if len(found) == 1 else list(found)
             for sample in _gathered(answered, "place"):
                 del sample["place"]
+                found = sample.get("components", [])
+                components += found if isinstance(found, list) else [found]
                 correct[sample["source"]].append(sample["acc"])
                 formatted.append(sample["fmt"])
                 num_correct.append(sum(acc == 1 for acc in sample.get("accs", ())))
@@ -199,6 +200,8 @@ def evaluate(
         "num_dropped": len(examples) - len(accs),
         **pass_rates(num_correct, config.evaluate.num_samples),
     }
+    group = np.array(components, object)[:, None]
+    metrics |= diagnostics.component_means([diagnostics.component_sums([group], num_rollouts=1)])
     if len(correct) > 1:
         metrics |= {f"acc/{source}": float(np.mean(correct[source])) for source in sorted(correct)}
     rates = [f", {name} {rate:.1%}" for name, rate in metrics.items() if name.startswith("pass@")]

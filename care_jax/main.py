@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,32 +29,42 @@ from care_jax.config_checks import (
     is_evaluated,
 )
 from care_jax.data.mixture import Mixture
-from care_jax.data.rows import checked, first_usable
+from care_jax.data.rows import checked, first_usable, with_text_answers
 from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.devices import compilation_cache, distributed, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.report.writer import Report
+from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import Run
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration of the run.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
-# JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
-_COORDINATOR = flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the whole run.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+
+def define_flags() -> flags.FlagHolder[ConfigDict]:
+    """Defines the flags of the command; returns that of the configuration.
+
+    Not done on import: a program that calls `run_stages` may have flags of these names.
+    """
+    config = config_flags.DEFINE_config_file(
+        "config", "configs/tiny.py", "Configuration of the run."
+    )
+    flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
+    flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
+    # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
+    flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
+    flags.DEFINE_integer("num_processes", None, "Processes of the whole run.")
+    flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+    return config
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
     xla_flags.set_defaults()
-    distributed.start(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    config = _CONFIG.value
-    overridden = config_flags.get_override_values(flags.FLAGS["config"])
-    run_stages(config, pathlib.Path(_WORKDIR.value), overridden, is_dry=_DRY_RUN.value)
+    given = flags.FLAGS
+    distributed.start(given.coordinator_address, given.num_processes, given.process_id)
+    overridden = config_flags.get_override_values(given["config"])
+    run_stages(given.config, pathlib.Path(given.workdir), overridden, is_dry=given.dry_run)
 
 
 def run_stages(
@@ -63,6 +73,8 @@ def run_stages(
     overridden: Sequence[str] = (),
     *,
     is_dry: bool = False,
+    examples: Mapping[str, Sequence[Example]] | None = None,
+    reward: RewardFunction | None = None,
 ) -> dict[str, dict[str, float]]:
     """Runs every stage of a configuration.
 
@@ -71,17 +83,26 @@ def run_stages(
         workdir: created if it does not exist.
         overridden: keys set on the command line, see `config_checks.check_config`.
         is_dry: only print what the run would do, see `dry_run`.
+        examples: of the stages "rl" and "evaluate", in place of the sources of `config.data`.
+        reward: a reward function, in place of `verifier.reward`.
 
     Returns:
         the metrics of each evaluation, by the stage it followed.
     """
     mesh = make_mesh(**config.mesh)
     config = fill_in(config, mesh)
-    check_config(config, mesh, overridden)
+    given = dict(examples or {})
+    check_config(config, mesh, overridden, [*given, *(["reward"] if reward else [])])
+    has_reward = bool(reward or config.verifier.reward)
     opened = [stage for stage in ("sft", "rl") if stage in config.stages]
-    if is_evaluated(config) and not has_benchmarks_only(config):
+    if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
         opened.append("evaluate")
-    sources = {stage: open_stage(config, stage) for stage in opened}
+    sources = {
+        stage: _given_stage(given[stage], stage, has_reward)
+        if stage in given
+        else open_stage(config, stage, has_reward)
+        for stage in opened
+    }
     benchmarks = evaluate.open_benchmarks(config) if is_evaluated(config) else []
     policy = policy_of(config)
     check_policy(config, policy)
@@ -96,7 +117,7 @@ def run_stages(
         (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
     results = {}
     with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
-        run = Run(config, policy, mesh, workdir, metrics)
+        run = Run(config, policy, mesh, workdir, metrics, reward)
         evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
         # A step that is not there is told before weights are loaded.
         is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
@@ -144,8 +165,14 @@ def policy_of(config: ConfigDict) -> Policy:
     )
 
 
-def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
-    """The examples of a stage; unusable held-out examples of files are found and left out here."""
+def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
+    """The examples of a stage; unusable held-out examples of files are found and left out here.
+
+    Args:
+        config: of the run.
+        stage: "sft", "rl" or "evaluate".
+        has_reward: a reward function judges, so answers need not be texts.
+    """
     name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
     section = config.data[name]
     parts = section.parts if section.source == MIXTURE else (section,)
@@ -153,6 +180,11 @@ def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
         open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
         for part in parts
     ]
+    if stage != "sft" and not has_reward:
+        opened = [
+            source if part.source == "synthetic" else with_text_answers(source)
+            for part, source in zip(parts, opened, strict=True)
+        ]
     examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
     if stage == "evaluate":
         if section.source != "synthetic":
@@ -160,6 +192,15 @@ def open_stage(config: ConfigDict, stage: str) -> Sequence[Example]:
     elif stage == "sft":
         _check_responses(section.source, first_usable(examples), config.data.think_tag)
     return examples
+
+
+def _given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Sequence[Example]:
+    """`open_stage` for examples that were given from Python."""
+    examples = examples if has_reward else with_text_answers(examples)
+    if stage == "rl":
+        first_usable(examples)
+        return examples
+    return checked(examples, "test")[0]
 
 
 def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str, Any]:
@@ -197,8 +238,9 @@ def run_main() -> None:
     """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
+    config = define_flags()
     try:
-        app.run(main, flags_parser=_parse_flags)
+        app.run(main, flags_parser=lambda argv: parse_flags(argv, config))
     except distributed.Preempted as place:
         message = f"stopped by SIGTERM {place}; the same command goes on from there"
         distributed.exit_run(message, is_preempted=True)
@@ -208,9 +250,10 @@ def run_main() -> None:
         distributed.exit_run(traceback.format_exc())
 
 
-def _parse_flags(argv: Sequence[str]) -> Sequence[str]:
+def parse_flags(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence[str]:
+    """Parses the command's flags; exits with one line where they are wrong."""
     try:
-        return command_line.parse(argv, _CONFIG)
+        return command_line.parse(argv, config)
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -29,7 +29,7 @@ from care_jax.devices import distributed
 from care_jax.method.select import Subgroup
 from care_jax.programs import RolloutPrograms
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
-from care_jax.rewards.scores import score_rollouts
+from care_jax.rewards.scores import start_scoring
 from care_jax.rewards.verifier import Verifier
 from care_jax.run import Run
 from models import backbone
@@ -69,6 +69,7 @@ class Groups:
         subgroup: anchor and negatives.
         has_reflection: the last row is a reflected one.
         reasons: why the verifier judged each row as it did, see `Verdict`.
+        components: what a reward function returned for each row, see `Scored`.
     """
 
     rollouts: Rollouts
@@ -76,6 +77,7 @@ class Groups:
     subgroup: Subgroup
     has_reflection: Bool[np.ndarray, " B"]
     reasons: Shaped[np.ndarray, "B R"]
+    components: Shaped[np.ndarray, "B R"] | None = None
 
     @staticmethod
     def concatenate(groups: Sequence[Groups], places: Int[np.ndarray, " B"]) -> Groups:
@@ -96,6 +98,14 @@ class _Verified:
     scores: Scores
     texts: Shaped[np.ndarray, "B R"]
     reasons: Shaped[np.ndarray, "B R"]
+    components: Shaped[np.ndarray, "B R"] | None
+
+    @property
+    def is_judged(self) -> Bool[np.ndarray, "B R"]:
+        """False where a reward function failed."""
+        if self.components is None:
+            return np.ones(self.reasons.shape, bool)
+        return self.components.astype(bool)  # an empty dict is False
 
 
 def roll_out(
@@ -132,6 +142,9 @@ def roll_out(
     assert first is not None  # every process has prompts
     subgroup = programs.select(first.rollouts, first.scores, select_rng, places)
     subgroup = jax.device_get(subgroup)
+    # Where nothing was judged, there is no failure to rescue.
+    is_judged = first.is_judged.any(1)
+    subgroup = dataclasses.replace(subgroup, has_update=subgroup.has_update & is_judged)
     has_reflection = np.zeros(len(places), bool)
     if run.objective.has_reflection:
         has_reflection = subgroup.has_update & ~subgroup.is_rescue
@@ -143,8 +156,20 @@ def roll_out(
         ]
         repairs = programs.reflect(params, reflect_rng, requests)
         second = _verify(run, repairs, [examples[i] for i in repaired.tolist()], verifier)
+        if second is not None:
+            is_judged = second.is_judged[:, 0]
+            has_reflection[repaired[~is_judged]] = False
+            repaired = repaired[is_judged]
+            second = jax.tree.map(lambda x: x[is_judged], second) if len(repaired) else None
         first = _with_reflected(run, first, second, repaired)
-    return Groups(first.rollouts, first.scores, subgroup, has_reflection, first.reasons)
+    return Groups(
+        first.rollouts,
+        first.scores,
+        subgroup,
+        has_reflection,
+        first.reasons,
+        first.components,
+    )
 
 
 def _verify(
@@ -154,9 +179,9 @@ def _verify(
     verifier: Verifier,
 ) -> _Verified | None:
     """Verifies rollouts as they finish; returns them in the order of `examples`, None if none."""
-    policy, parts, order = run.policy, [], []
+    policy, started, order = run.policy, [], []
     for indices, rollouts in decoded:
-        scores, texts, reasons = score_rollouts(
+        finish = start_scoring(
             rollouts,
             [examples[index] for index in indices],
             verifier,
@@ -165,10 +190,15 @@ def _verify(
             think_tag=policy.think_tag,
             format_weight=run.config.rl.format_weight,
         )
-        parts.append(_Verified(rollouts, scores, np.array(texts, object), reasons))
+        started.append((rollouts, finish))
         order += indices
-    if not parts:
+    if not started:
         return None
+    parts = []
+    for rollouts, finish in started:
+        scores, texts, reasons, components = finish()
+        texts = np.array(texts, object)
+        parts.append(_Verified(rollouts, scores, texts, reasons, components))
     return jax.tree.map(lambda *rows: np.concatenate(rows)[np.argsort(order)], *parts)
 
 
@@ -196,6 +226,8 @@ def _with_reflected(
     last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), first)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id
     last.texts[:] = last.reasons[:] = ""
+    if last.components is not None:
+        last.components.fill({})
     if second is not None:
         if run.config.care.reflect_credit == "prompt_only":
             rollouts, scores = reflection.without_context(

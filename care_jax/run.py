@@ -21,6 +21,8 @@ from care_jax.learning.train_step import TrainState, init_state, state_shardings
 from care_jax.method.objectives import Objective, make_objective
 from care_jax.metrics import MetricWriter
 from care_jax.policy import Policy, abstract_params, with_adapters
+from care_jax.rewards.reward_function import RewardFunction
+from care_jax.rewards.verifier import Verifier
 from models.backbone import Params
 
 
@@ -34,6 +36,7 @@ class Run:
         mesh: the devices.
         workdir: folder of metrics, checkpoints and exports.
         metrics: the metric writer; None for a run that is only compiled.
+        reward: a reward function given from Python in place of `verifier.reward`.
     """
 
     config: ConfigDict
@@ -41,6 +44,7 @@ class Run:
     mesh: Mesh
     workdir: pathlib.Path
     metrics: MetricWriter
+    reward: RewardFunction | None = None
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -113,6 +117,20 @@ def open_checkpoints(run: Run, stage: str) -> Checkpoints:
 def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:
     """Where the checkpoints of a stage are, if there are any."""
     return run.workdir / "checkpoints" / stage
+
+
+def verifier_of(run: Run) -> Verifier:
+    """The verifier that the section `verifier` defines; a context manager."""
+    section = run.config.verifier
+    return Verifier(
+        num_workers=section.num_workers,
+        timeout=section.timeout,
+        think_tag=run.policy.think_tag,
+        reward=run.reward or section.reward,
+        weights=section.weights,
+        success=section.success,
+        concurrency=section.concurrency,
+    )
 
 
 def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:

@@ -46,7 +46,7 @@ from care_jax.report.groups import Sampled, Wording
 from care_jax.report.writer import Report
 from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import Groups, PromptTable, gather_prompt_table, roll_out
-from care_jax.run import Run, make_adamw, open_checkpoints, start_state
+from care_jax.run import Run, make_adamw, open_checkpoints, start_state, verifier_of
 from care_jax.update_batch import (
     copy_reference,
     gather_groups,
@@ -106,12 +106,7 @@ def train(
 
     with (
         open_checkpoints(run, "rl") as checkpoints,
-        Verifier(
-            num_workers=config.verifier.num_workers,
-            timeout=config.verifier.timeout,
-            think_tag=run.policy.think_tag,
-            reward=config.verifier.reward,
-        ) as verifier,
+        verifier_of(run) as verifier,
     ):
         start = 0
         if checkpoints.latest_step is not None:
@@ -185,6 +180,10 @@ def train(
                 name: float(np.mean([metrics[name] for metrics in update_metrics]))
                 for name in update_metrics[0]
             }
+            if verifier.has_reward:
+                judged = [draw.groups.components for draw in draws]
+                sums = diagnostics.component_sums(judged, rl.num_rollouts)
+                metrics |= diagnostics.component_means(distributed.gather_json(sums))
             new_counts = distributed.gather_json(
                 {name: count - counted.get(name, 0) for name, count in verifier.counts.items()}
             )
@@ -333,6 +332,7 @@ def sampled(
         advantage=credited.advantage,
         has_reflection=groups.has_reflection,
         reasons=groups.reasons,
+        components=groups.components,
         subgroup=groups.subgroup,
         raw=raw,
     )

@@ -300,9 +300,17 @@ def get_config() -> ConfigDict:
     metrics.wandb_project = ""
 
     config.verifier = verifier = ConfigDict()
-    verifier.num_workers = 2  # worker processes for symbolic comparison of answers
-    verifier.timeout = 5.0  # seconds after which a worker is killed and its answer scores 0
-    # "module:function" that replaces the built-in verifier: called with (question, response,
-    # Example), it returns (acc, fmt), each in [0, 1]. Empty: compare with the gold answer.
+    verifier.num_workers = 2  # worker processes for computer algebra or the reward function
+    # Seconds after which a worker is killed and its answer scores 0; of a reward function: seconds
+    # per group.
+    verifier.timeout = 5.0
+    # "module:function" that replaces the built-in verifier: called with (question, responses,
+    # Example), it returns a mapping of components in [0, 1] for each response of the group. Empty:
+    # compare with the gold answer.
     verifier.reward = ""
+    # The next keys are those of a reward function. (component, weight) pairs: their weighted sum
+    # takes the place of acc in the reward, beside rl.format_weight.
+    verifier.weights = (("acc", 1.0),)
+    verifier.success = 0.5  # a response whose component acc is at least this is a success
+    verifier.concurrency = 16  # groups that each worker awaits at once, for an async function
     return config

@@ -65,9 +65,9 @@ MEAN, SIGMA = 64, 0.8  # of log-normal response lengths
 BETA, LEARNING_RATE = 0.02, 1e-6
 
 
-def reward(question: str, response: str, example: Example) -> tuple[float, float]:
-    """(acc, fmt), with acc a number in [0, 1] that differs between the rollouts of a group."""
-    return _hash(response), 1.0
+def reward(question: str, responses: list[str], example: Example) -> list[dict[str, float]]:
+    """Numbers in [0, 1] that differ between the rollouts of a group."""
+    return [{"acc": _hash(response), "fmt": 1.0} for response in responses]
 
 
 def _hash(text: str) -> float:
@@ -92,7 +92,6 @@ def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
     rl.max_response_tokens = cap
     rl.learning_rate, rl.warmup_steps, rl.schedule = LEARNING_RATE, 0, "constant"
     config.grpo.beta = BETA
-    config.verifier.reward = "perf.step:reward"
     return config
 
 
@@ -151,7 +150,7 @@ class Ours:
                 num_workers=1,
                 timeout=10.0,
                 think_tag=self.run.policy.think_tag,
-                reward=config.verifier.reward,
+                reward=reward,
             )
         )
         self.num_trained = int(lengths.sum())

@@ -4,10 +4,17 @@ import pathlib
 import re
 import shlex
 import sys
+import textwrap
 
 import pytest
 from absl import flags
 from ml_collections import config_flags
+
+import care_jax
+from care_jax import from_python
+from care_jax.batch import Example
+from care_jax.data import jsonl
+from care_jax.rewards.verifier import Verifier, parse_text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
@@ -63,6 +70,54 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
 def test_links_lead_to_files(page):
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def blocks_of(text):
+    """The indented blocks, without their indentation."""
+    for block in re.findall(r"(?m)(?:^ {4}.*\n|^\n(?= {4}))+", text):
+        yield textwrap.dedent(block).strip("\n")
+
+
+@pytest.fixture
+def reward_examples():
+    """The Python examples of docs/rewards.md: the module boxes.py, and the run from Python."""
+    blocks = list(blocks_of((ROOT / "docs" / "rewards.md").read_text()))
+    return [
+        next(block for block in blocks if block.startswith(first))
+        for first in ("# boxes.py", "import care_jax")
+    ]
+
+
+def test_the_box_example_rewards_overlap(reward_examples, tmp_path, monkeypatch):
+    (tmp_path / "boxes.py").write_text(reward_examples[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    boxes = ("[0, 0, 4, 4]", "[2, 0, 6, 4]", "[0, 0, 4, 2]", "[5, 5, 9, 9]", "[1, 2]", "[1, 'a']")
+    texts = [f"<think>a</think><answer> {box} </answer>" for box in boxes] + ["[0, 0, 4, 4]"]
+    parsed = [parse_text(text) for text in texts]
+    example = Example("0", "made", (), "Where?", [0, 0, 4, 4])
+    with Verifier(reward="boxes:iou") as verifier:
+        verdicts = verifier.begin(texts, parsed, [example] * 7, group_size=7)()
+    expected = [1, 8 / 24, 8 / 16, 0, 0, 0, 0]
+    assert [verdict.components for verdict in verdicts] == [
+        {"acc": pytest.approx(value, abs=1e-9)} for value in expected
+    ]
+    assert [verdict.acc for verdict in verdicts] == [1, 0, 1, 0, 0, 0, 0]
+    assert [verdict.fmt for verdict in verdicts] == [1] * 6 + [0]
+
+
+def test_the_example_of_a_run_from_python_is_one(reward_examples, monkeypatch):
+    """All but the training itself, which `from_python_test` does."""
+    asked = {}
+
+    def train_on(config, **arguments):
+        asked.update(arguments)
+        metrics = [{"step": 0}]
+        return from_python.Trained(pathlib.Path(arguments["workdir"]), {"rl": {"acc": 1}}, metrics)
+
+    monkeypatch.setattr(care_jax, "train_on", train_on)
+    exec(reward_examples[1], {})
+    row = jsonl.in_memory(asked["train"], "train")[0]
+    assert asked["reward"](row.question, ["4", "5"], row) == [{"acc": True}, {"acc": False}]
 
 
 def test_the_readme_is_short():

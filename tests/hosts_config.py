@@ -42,6 +42,6 @@ def get_config() -> ConfigDict:
     return config
 
 
-def by_its_bytes(question, response, example):
+def by_its_bytes(question, responses, example):
     """A reward for weights that have not learned anything: one response in eight is right."""
-    return float(zlib.crc32(response.encode()) % 8 == 0), 0.0
+    return [{"acc": zlib.crc32(text.encode()) % 8 == 0, "fmt": 0.0} for text in responses]

@@ -14,7 +14,7 @@ import hashlib
 import re
 import unicodedata
 
-from care_jax.batch import Example
+from care_jax.batch import Example, answer_text
 from care_jax.prompts.images import Fingerprint, fingerprint, num_different_bits
 from care_jax.rewards import notation, quantities
 
@@ -121,7 +121,7 @@ class DuplicateIndex:
 
 
 def _answer_key(example: Example) -> str:
-    answer = notation.clean(example.answer)
+    answer = notation.clean(answer_text(example.answer))
     choices = [notation.clean(choice) for choice in example.choices]
     keys = [notation.key(choice) for choice in choices]
     if choices and notation.key(answer) not in keys:

@@ -3,12 +3,14 @@
 One row per line, an object with
 
     question    text, with placeholders `<image>`, or `<image1>`, `<image2>`, ... for the images
-    answer      text or number
+    answer      text or number; for a reward function (`verifier.reward`) also a list or an object
     image       one path, relative to the file; or `images`, a list of paths; or neither
     options     the choices of a multiple-choice question (also `choices`); may be empty or absent
     id          text or number; the line number if absent
     response    the target of the cold start, tags included; may be absent
     rationale   the reasoning in the response; may be absent
+
+All other fields are `Example.extra`, which a reward function can read.
 
 If the text has no placeholder, all images are put in front. Some releases (such as MATH-Vision)
 merge all pictures of a question into one image but keep numbered placeholders in the text. In a row
@@ -19,11 +21,20 @@ the others become "(picture 2)" and so on.
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from PIL import Image
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.json_rows import JsonRows
 from care_jax.data.rows import Rows, make_example
+from care_jax.prompts.images import AnyImage
+
+FIELDS = (
+    *("id", "question", "answer", "image", "images", "options", "choices"),
+    *("rationale", "response"),
+)
 
 
 def open_rows(path: str) -> Rows:
@@ -33,29 +44,61 @@ def open_rows(path: str) -> Rows:
         ValueError: the file does not exist, or a `.json` file is not one complete array.
     """
     table = JsonRows(path)
-    return Rows(len(table), lambda index: _example(table[index], table.numbers[index], table.path))
+    source, folder = table.path.stem, table.path.parent
+    return Rows(
+        len(table), lambda index: _example(table[index], table.numbers[index], source, folder)
+    )
 
 
-def _example(row: dict[str, Any], number: int, path: pathlib.Path) -> Example:
+def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
+    """Rows given from Python, with the same fields as those of a file.
+
+    Args:
+        rows: read when they are asked for if they have a length and an index, else at once. An
+            image may also be a PIL image or the bytes of a file; paths are relative to the current
+            folder.
+        name: of the source.
+
+    Raises:
+        ValueError: a row is no mapping.
+    """
+    has_index = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    table: Any = rows if has_index and not isinstance(rows, Mapping) else list(rows)
+
+    def example(index: int) -> Example:
+        row = table[index]
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"expected a mapping with question and answer as row {index} of {name}, got a "
+                f"{type(row).__name__}; give dicts, or objects that behave like them"
+            )
+        return _example(row, index + 1, name, pathlib.Path())
+
+    return Rows(len(table), example)
+
+
+def _example(row: Mapping[str, Any], number: int, source: str, folder: pathlib.Path) -> Example:
     id = row.get("id")
     return make_example(
         id=number if id is None or id == "" else id,
-        source=path.stem,
+        source=source,
         question=row.get("question"),
         answer=row.get("answer"),
-        images=[path.parent / name for name in _names(row)],
+        images=_images(row, folder),
         choices=row.get("options") or row.get("choices"),
         rationale=row.get("rationale"),
         response=row.get("response"),
+        extra={name: value for name, value in row.items() if name not in FIELDS},
         needs_image=False,
     )
 
 
-def _names(row: dict[str, Any]) -> list[str]:
+def _images(row: Mapping[str, Any], folder: pathlib.Path) -> list[AnyImage]:
     single, several = row.get("image"), row.get("images")
     if single is not None and several is not None:
         raise Unusable("both image and images")
-    names = [single] if single is not None else several if several is not None else []
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+    found = [single] if single is not None else several if several is not None else []
+    kinds = str | pathlib.Path | bytes | Image.Image  # JSON has the first alone
+    if not isinstance(found, list | tuple) or not all(isinstance(x, kinds) and x for x in found):
         raise Unusable("image of a wrong type")
-    return names
+    return [folder / image if isinstance(image, str) else image for image in found]

@@ -1,6 +1,7 @@
 """Parquet files: random access to rows, and questions from any release given its column names.
 
-Image cells are structs {bytes, path}, paths, or lists of either. Row groups are read whole, so
+Image cells are structs {bytes, path}, paths, or lists of either. Columns that are not named become
+`Example.extra`, for reward functions, except those that hold bytes. Row groups are read whole, so
 sequential access is cheap and random access is not: train on shards from `care_jax.data.prepare`.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
+import json
 import pathlib
 import re
 import threading
@@ -105,7 +107,9 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
     named = {name: column for name, column in columns.items() if column}
     image_columns = list(filter(None, named.pop("images", "").split(",")))
     place = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
-    table = ParquetRows(find_files(place, split), [*dict.fromkeys(named.values()), *image_columns])
+    files, used = find_files(place, split), [*dict.fromkeys(named.values()), *image_columns]
+    others = [name for name in _columns_without_bytes(files) if name not in used]
+    table = ParquetRows(files, [*used, *others])
     folder = place.parent if place.is_file() else place
 
     def example(index: int) -> Example:
@@ -113,16 +117,39 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
         parts = {name: row[column] for name, column in named.items()}
         images = images_of([row[column] for column in image_columns], folder)
         answer = parts["answer"]
-        if isinstance(answer, list):
-            parts["answer"] = ", ".join(map(str, answer))
+        if isinstance(answer, list) and all(isinstance(each, str) for each in answer):
+            parts["answer"] = ", ".join(answer)
+        elif isinstance(answer, list | dict):
+            parts["answer"] = _plain(answer)
         return make_example(
             **{"id": index, **parts},
             source=place.stem,
             images=images,
+            extra={name: _plain(row[name]) for name in others},
             needs_image=bool(image_columns),
         )
 
     return Rows(len(table), example)
+
+
+def _columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
+    """The columns that all files have, in order."""
+    schemas = [_open(path).schema_arrow for path in paths]
+    import pyarrow.types as kinds
+
+    def has_bytes(kind: Any) -> bool:
+        is_bytes = kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary
+        if any(test(kind) for test in is_bytes):
+            return True
+        return any(has_bytes(kind.field(i).type) for i in range(kind.num_fields))
+
+    common = set.intersection(*(set(schema.names) for schema in schemas))
+    return [each.name for each in schemas[0] if each.name in common and not has_bytes(each.type)]
+
+
+def _plain(value: Any) -> Any:
+    """A cell in JSON types; dates and the like become text."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:

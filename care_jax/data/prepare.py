@@ -296,7 +296,7 @@ def _check(config: ConfigDict) -> None:
 
 def run_main() -> None:
     """Parses flags and prepares; user errors print one line, not a traceback."""
-    # Defined here because care_jax.main also defines a flag named config.
+    # Not on import: another command, or a caller's program, may have flags of these names.
     config = config_flags.DEFINE_config_file("config", None, "Configuration with data.prepare.")
     out = flags.DEFINE_string("out", None, "Folder to write.")
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from care_jax.batch import Example, Unusable
+from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
 from care_jax.rewards import notation
 
 MAX_CHARS = 16_384  # of a question with its choices, and of an answer; longer texts are neither
 MAX_RESPONSE_CHARS = 65_536
 PUT_IN_FRONT = "placeholder put in front"
+NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
 _LETTERS = string.ascii_uppercase
 _PLACEHOLDER = re.compile(r"<image(\d*)>")
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
@@ -47,6 +48,21 @@ class Rows(Sequence[Example]):
         if not 0 <= index < self._num_rows:
             raise IndexError(f"index {index} is outside 0..{self._num_rows - 1}")
         return self._read(index)
+
+
+def with_text_answers(source: Sequence[Example]) -> Rows:
+    """The source, whose examples without a text as their answer are `Unusable`.
+
+    The built-in verifier compares texts; only a reward function reads boxes and other objects.
+    """
+
+    def read(index: int) -> Example:
+        example = source[index]
+        if not isinstance(example.answer, str):
+            raise Unusable(NOT_TEXT)
+        return example
+
+    return Rows(len(source), read)
 
 
 def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
@@ -108,6 +124,7 @@ def make_example(
     choices: Any = (),
     rationale: Any = "",
     response: Any = "",
+    extra: Mapping[str, Any] | None = None,
     needs_image: bool = True,
     needs_placeholder: bool = False,
 ) -> Example:
@@ -119,10 +136,12 @@ def make_example(
     Args:
         id, source: of the example.
         question: text, with or without placeholders.
-        answer: text or number; with choices a letter, or the text of one of them.
+        answer: text or number; with choices a letter, or the text of one of them; for a reward
+            function also a list or a dict in JSON types.
         images: in order.
         choices: a list of texts or numbers, or None.
         rationale, response: texts, or None.
+        extra: the other columns of the row, in JSON types.
         needs_image: refuses rows without an image.
         needs_placeholder: records adding missing placeholders as a repair.
 
@@ -132,22 +151,24 @@ def make_example(
     question = _text(question, "question")
     if not question:
         raise Unusable("no question")
-    answer = _text(answer, "answer", is_number_allowed=True)
-    if not answer:
+    if not isinstance(answer, list | dict):
+        answer = _text(answer, "answer", is_number_allowed=True)
+    if answer == "":
         raise Unusable("no answer")
     if needs_image and not images:
         raise Unusable("no image")
     choices = _choices(choices)
-    if choices and not _names_a_choice(answer, choices):
+    gold = answer_text(answer)
+    if choices and not _names_a_choice(gold, choices):
         raise Unusable("answer not among the choices")
     rationale, response = _text(rationale, "rationale"), _text(response, "response")
     lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=False)]
     question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
-    if len(question) > MAX_CHARS or len(answer) > MAX_CHARS:
+    if len(question) > MAX_CHARS or len(gold) > MAX_CHARS:
         raise Unusable("text too long")
     if max(len(rationale), len(response)) > MAX_RESPONSE_CHARS:
         raise Unusable("text too long")
-    for text in (question, answer, rationale, response):
+    for text in (question, gold, rationale, response):
         if _SPECIAL_TOKEN.search(text):
             raise Unusable("a special token in the text")
         if _NOT_TEXT.search(text):
@@ -162,6 +183,7 @@ def make_example(
         rationale=rationale,
         response=response,
         repair=PUT_IN_FRONT if is_repaired and needs_placeholder else "",
+        extra=extra or {},
     )
 
 

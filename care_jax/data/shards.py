@@ -143,6 +143,8 @@ def to_record(example: Example) -> bytes:
     files = [encoded(image) for image in example.images]
     header = dataclasses.asdict(dataclasses.replace(example, images=()))
     header["images"] = [len(file) for file in files]
+    if not header["extra"]:
+        del header["extra"]
     text = json.dumps(header, ensure_ascii=False, sort_keys=True).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *files])
 

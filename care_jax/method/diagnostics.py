@@ -10,7 +10,7 @@ Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -49,6 +49,31 @@ def rollout_metrics(
             rows = [each == source for each in sources]
             metrics[f"acc/{source}"] = acc[rows].mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def component_sums(
+    components: Sequence[np.ndarray | None], num_rollouts: int
+) -> dict[str, tuple[float, int]]:
+    """Sum and number of each component over the G rollouts of this process's prompts.
+
+    Args:
+        components: [B R] dicts by name, as a reward function returned them, empty where it failed;
+            None without one.
+        num_rollouts: G.
+    """
+    values = defaultdict(list)
+    for group in components:
+        for row in () if group is None else group[:, :num_rollouts].flat:
+            for name, value in row.items():
+                values[name].append(value)
+    return {name: (float(sum(found)), len(found)) for name, found in values.items()}
+
+
+def component_means(sums: Sequence[Mapping[str, Sequence[float | int]]]) -> dict[str, float]:
+    """`reward/<name>`, the mean of each component over the rows that have it, on all processes."""
+    names = sorted({name for part in sums for name in part})
+    totals = {name: np.sum([part[name] for part in sums if name in part], 0) for name in names}
+    return {f"reward/{name}": float(total / count) for name, (total, count) in totals.items()}
 
 
 def dapo_metrics(

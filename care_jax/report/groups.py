@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
-from care_jax.batch import Example, Rollouts, Scores
+from care_jax.batch import Example, Rollouts, Scores, answer_text
 from care_jax.method.advantages import RawAdvantages
 from care_jax.method.select import Subgroup
 
@@ -62,6 +62,7 @@ class Sampled:
         advantage: A of each row.
         has_reflection: the last row is a reflected one.
         reasons: of each row's verdict, in a few words.
+        components: of each row's reward, by name; None without a reward function.
         subgroup, raw: the contrasted rows and their A_raw; `raw` is None without contrast (GRPO).
     """
 
@@ -73,6 +74,7 @@ class Sampled:
     reasons: Shaped[np.ndarray, "B R"]
     subgroup: Subgroup
     raw: RawAdvantages | None
+    components: Shaped[np.ndarray, "B R"] | None = None
 
 
 def outcome(sampled: Sampled, index: int) -> str:
@@ -199,7 +201,7 @@ def describe(sampled: Sampled, index: int, wording: Wording) -> dict[str, Any]:
         "id": example.id,
         "question": example.question,
         "choices": list(example.choices),
-        "gold": example.answer,
+        "gold": answer_text(example.answer),
         "outcome": outcome(sampled, index),
         "repair": repair,
         "responses": responses,
@@ -254,12 +256,20 @@ def _response(sampled: Sampled, index: int, row: int, wording: Wording) -> dict[
         ],
         "acc": number(acc),
         "reward": number(scores.reward[index, row]),
+        "components": _components(sampled, index, row),
         "raw": raw,
         "advantage": number(sampled.advantage[index, row]),
         "tokens": int(rollouts.is_valid[index, row].sum()),
         "think_tokens": int(scores.num_think[index, row]),
         "answer_tokens": int(scores.num_answer[index, row]),
     }
+
+
+def _components(sampled: Sampled, index: int, row: int) -> list[list[Any]]:
+    """[name, value] pairs, in the order of the reward function."""
+    if sampled.components is None:
+        return []
+    return [[name, number(value)] for name, value in sampled.components[index, row].items()]
 
 
 def _repair(

@@ -160,7 +160,9 @@ function numbers(response, largest) {
   const lengths = `${response.think_tokens} + ${response.answer_tokens} of ${response.tokens}`;
   return element(
     "dl", { class: "numbers" },
-    pair("reward", format(response.reward), "(1 − λ)·acc + λ·fmt"),
+    pair("reward", format(response.reward), "(1 − λ)·acc + λ·fmt; of a reward function the weighted components for acc"),
+    // A step that an earlier version wrote has none.
+    ...(response.components || []).map(([name, value]) => pair(name, format(value), "component of the reward")),
     response.distance === null ? null : pair("d", format(response.distance), "cosine distance to the anchor"),
     response.raw === null ? null : pair("A raw", format(response.raw, { signed: true }), "before scaling"),
     pair("A", format(response.advantage, { signed: true }), "the advantage that trained it"),

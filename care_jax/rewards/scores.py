@@ -5,7 +5,8 @@ Letters: B prompts, R rows per prompt, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -13,7 +14,7 @@ from jaxtyping import Shaped
 
 from care_jax.batch import Example, Rollouts, Scores
 from care_jax.method import spans
-from care_jax.rewards.verifier import Verifier
+from care_jax.rewards.verifier import Verdict, Verifier
 
 
 def row_texts(
@@ -31,7 +32,24 @@ def row_texts(
     ]
 
 
-def score_rollouts(
+class Scored(NamedTuple):
+    """Rows of B prompts with their scores, as numpy arrays.
+
+    Attributes:
+        scores: of every row.
+        texts: of every row, see `row_texts`.
+        reasons: `Verdict.reason` of every row (str).
+        components: `Verdict.components` of every row (dict), empty where the reward function
+            failed; None without a reward function.
+    """
+
+    scores: Scores
+    texts: list[list[str]]
+    reasons: Shaped[np.ndarray, "B R"]
+    components: Shaped[np.ndarray, "B R"] | None
+
+
+def start_scoring(
     rollouts: Rollouts,
     examples: Sequence[Example],
     verifier: Verifier,
@@ -40,8 +58,8 @@ def score_rollouts(
     eos_token_ids: Collection[int],
     think_tag: str,
     format_weight: float,
-) -> tuple[Scores, list[list[str]], Shaped[np.ndarray, "B R"]]:
-    """Parses and verifies every row.
+) -> Callable[[], Scored]:
+    """Parses every row and starts to verify it; a group is all rows of a prompt.
 
     Args:
         rollouts: B = len(examples) prompts.
@@ -50,11 +68,11 @@ def score_rollouts(
         token_bytes: the bytes of every token id.
         eos_token_ids: a complete response ends with one of them.
         think_tag: name of the rationale's tag.
-        format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall).
+        format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall). With a reward function its weighted
+            components Σₖ wₖ·cₖ take the place of acc.
 
     Returns:
-        Scores as numpy arrays; the text of every row [B][R], see `row_texts`; and `Verdict.reason`
-        of every row (str).
+        a function that waits for the reward function, if there is one, and returns the scores.
     """
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
     num_rows, num_tokens = tokens.shape[1:]
@@ -65,11 +83,24 @@ def score_rollouts(
         for row, mask in zip(rows, masks, strict=True)
     ]
     texts = row_texts(rollouts, token_bytes, eos_token_ids=eos_token_ids)
-    verdicts = verifier.verify_parsed(
+    verdicts_of = verifier.begin(
         [text for rows in texts for text in rows],
         parsed,
         [example for example in examples for _ in range(num_rows)],
+        group_size=num_rows,
     )
+
+    def finish() -> Scored:
+        verdicts = verdicts_of()
+        components = None
+        if verifier.has_reward:
+            components = table([dict(verdict.components) for verdict in verdicts], object)
+        return Scored(
+            scores=scores_of(verdicts),
+            texts=texts,
+            reasons=table([verdict.reason for verdict in verdicts], object),
+            components=components,
+        )
 
     def table(values, dtype: DTypeLike = np.float32):
         return np.array(values, dtype).reshape(len(examples), num_rows)
@@ -81,16 +112,18 @@ def score_rollouts(
             row[: len(mask)] = mask
         return padded.reshape(tokens.shape)
 
-    acc = table([verdict.acc for verdict in verdicts])
-    fmt = table([verdict.fmt for verdict in verdicts])
-    scores = Scores(
-        acc=acc,
-        fmt=fmt,
-        reward=(1 - format_weight) * acc + format_weight * fmt,
-        is_think=masks("is_think"),
-        is_answer=masks("is_answer"),
-        num_think=table([span.num_think for span in parsed], np.int32),
-        num_answer=table([span.num_answer for span in parsed], np.int32),
-        has_answer=table([span.has_answer for span in parsed], bool),
-    )
-    return scores, texts, table([verdict.reason for verdict in verdicts], object)
+    def scores_of(verdicts: Sequence[Verdict]) -> Scores:
+        fmt = table([verdict.fmt for verdict in verdicts])
+        quality = table([v.acc if v.quality is None else v.quality for v in verdicts])
+        return Scores(
+            acc=table([verdict.acc for verdict in verdicts]),
+            fmt=fmt,
+            reward=(1 - format_weight) * quality + format_weight * fmt,
+            is_think=masks("is_think"),
+            is_answer=masks("is_answer"),
+            num_think=table([span.num_think for span in parsed], np.int32),
+            num_answer=table([span.num_answer for span in parsed], np.int32),
+            has_answer=table([span.has_answer for span in parsed], bool),
+        )
+
+    return finish

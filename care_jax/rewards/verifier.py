@@ -4,23 +4,33 @@ acc is 1 if the content of the one well-formed answer span is equivalent to the 
 that span is read, so a right number in the rationale earns nothing. Text rules in this process
 decide most answers. The rest go to worker processes, which start at the first such answer and are
 killed when they take too long.
+
+A reward function of one's own takes the place of all this. Its components are graded; acc is then 1
+where the component `acc` reaches the threshold for success, else 0.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-import importlib
-import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from absl import logging
 
 from care_jax.batch import Example
 from care_jax.method import spans
 from care_jax.rewards import answers, notation
+from care_jax.rewards.reward_function import (
+    Components,
+    RewardFunction,
+    check_reward,
+    load_reward,
+    read_reply,
+)
+from care_jax.rewards.reward_pool import Reply, RewardPool
 from care_jax.rewards.symbolic import Question, SymbolicPool
-
-# (prompt, response, example) -> (acc, fmt), each in [0, 1]; the prompt is the example's question.
-RewardFunction = Callable[[str, str, Example], tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,30 +38,39 @@ class Verdict:
     """The verifier's result for one response.
 
     Attributes:
-        acc: 1.0 if the answer is right, else 0.0; in [0, 1] from a reward function.
-        fmt: 1.0 for one think span, then one non-empty answer span, then the end; else 0.0; in
-            [0, 1] from a reward function.
+        acc: 1.0 for a success, else 0.0.
+        fmt: 1.0 for one think span, then one non-empty answer span, then the end; else 0.0. A
+            reward function may return its own, in [0, 1].
         reason: what decided, in a few words: "same number", "another option", "other words", "by
             computer algebra", "no answer span", "timeout", "crash", "refused: ...", "reward
-            function" and the like.
+            function", "failed: ..." and the like.
+        components: what the reward function returned; empty if it failed, or if there is none.
+        quality: weighted sum of the components; None without a reward function: acc.
     """
 
     acc: float
     fmt: float
     reason: str
+    components: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    quality: float | None = None
 
 
 class Verifier:
-    """Scores responses; a context manager that owns the symbolic worker processes.
+    """Scores responses; a context manager that owns the worker processes.
 
     Args:
-        num_workers: processes for symbolic comparison, started at the first answer that needs it.
-        timeout: seconds until a worker is killed and its answer gets acc 0.
+        num_workers: processes for symbolic comparison or for the reward function, started when
+            they are needed.
+        timeout: seconds until a worker is killed and its answer gets acc 0; with a reward function
+            for a whole group.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
         tolerance: relative error allowed between numbers, unless the example sets one.
         num_decimals: see `answers.is_equivalent`.
-        reward: "module:function", a reward function that replaces this verifier; empty for none. It
-            runs in this process without these limits, so it must handle hostile responses itself.
+        reward: a reward function that replaces this verifier, or its name, "module:function";
+            empty for none.
+        weights: weight of each component in the reward.
+        success: a response whose component `acc` is at least this is a success.
+        concurrency: groups that a worker awaits at once, for an `async def` function.
 
     Raises:
         ValueError: num_workers or timeout is not positive, or the function does not exist.
@@ -65,14 +84,26 @@ class Verifier:
         think_tag: str = "think",
         tolerance: float = 0.0,
         num_decimals: int | None = None,
-        reward: str = "",
+        reward: str | RewardFunction = "",
+        weights: Sequence[tuple[str, float]] = (("acc", 1.0),),
+        success: float = 0.5,
+        concurrency: int = 1,
     ):
-        self._reward = load_reward(reward) if reward else None
-        self._reward_name = reward
         self.think_tag = think_tag
         self._limits: dict[str, Any] = {"tolerance": tolerance, "num_decimals": num_decimals}
         self._pool = SymbolicPool(num_workers, timeout)
         self._num_fast = 0
+        self._weights, self._success, self._timeout = dict(weights), success, timeout
+        self._rewards: RewardPool | None = None
+        self._lost: Counter[str] = Counter()
+        self._told: set[str] = set()
+        if reward:
+            name = reward if isinstance(reward, str) else ""
+            function = load_reward(reward) if isinstance(reward, str) else reward
+            check_reward(function, "reward")
+            self._rewards = RewardPool(
+                function, name, num_workers=num_workers, timeout=timeout, concurrency=concurrency
+            )
 
     def __enter__(self) -> Verifier:
         return self
@@ -83,11 +114,26 @@ class Verifier:
     def close(self) -> None:
         """Ends the worker processes."""
         self._pool.close()
+        if self._rewards is not None:
+            self._rewards.close()
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether a reward function judges."""
+        return self._rewards is not None
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts since the start: fast_calls, symbolic_calls, cached, timeouts, crashes."""
-        return {"fast_calls": self._num_fast, **self._pool.counts}
+        """Counts since the start: fast_calls, symbolic_calls, cached, timeouts, crashes.
+
+        With a reward function also `failed`; all of them count responses. Those of a group whose
+        call took too long or ended its process are timeouts or crashes; those whose call raised an
+        exception or returned something else than components are failed.
+        """
+        counts = {"fast_calls": self._num_fast, **self._pool.counts}
+        if self._rewards is None:
+            return counts
+        return counts | {name: self._lost[name] for name in ("timeouts", "crashes", "failed")}
 
     def verify(
         self,
@@ -124,15 +170,9 @@ class Verifier:
         parsed: Sequence[spans.Spans],
         golds: Sequence[str | Example],
     ) -> list[Verdict]:
-        """As `verify`, for responses whose spans are known.
-
-        A reward function gets the texts and ignores the spans.
-        """
-        if self._reward is not None:
-            return [
-                self._judge_by_function(self._reward, *pair)
-                for pair in zip(responses, golds, strict=True)
-            ]
+        """As `verify`, for responses whose spans are known."""
+        if self._rewards is not None:
+            return self.begin(responses, parsed, golds, group_size=1)()
         outcomes: list[str | Question] = [
             self._compare(span.answer, gold) if span.has_answer else "no answer span"
             for span, gold in zip(parsed, golds, strict=True)
@@ -150,52 +190,77 @@ class Verifier:
             for span, outcome in zip(parsed, answered, strict=True)
         ]
 
-    def _judge_by_function(
-        self, reward: RewardFunction, response: str, gold: str | Example
-    ) -> Verdict:
-        if isinstance(gold, str):
-            gold = Example(id="", source="", images=(), question="", answer=gold)
-        result = reward(gold.question, response, gold)
-        try:
-            acc, fmt = map(float, result)
-        except (TypeError, ValueError):
-            acc = fmt = math.nan
-        if not (0 <= acc <= 1 and 0 <= fmt <= 1):
-            raise ValueError(
-                f"verifier.reward {self._reward_name} must return (acc, fmt) in [0, 1], got "
-                f"{result!r} for example {gold.id!r}; correct the function"
+    def begin(
+        self,
+        responses: Sequence[str],
+        parsed: Sequence[spans.Spans],
+        golds: Sequence[str | Example],
+        *,
+        group_size: int,
+    ) -> Callable[[], list[Verdict]]:
+        """Starts to judge responses that stand in groups, and returns a function that waits.
+
+        A reward function is called once for each group, in the worker processes. Without one the
+        responses are judged at once.
+
+        Args:
+            responses, parsed, golds: as in `verify_parsed`.
+            group_size: consecutive responses that belong to one question.
+        """
+        if self._rewards is None:
+            verdicts = self.verify_parsed(responses, parsed, golds)
+            return lambda: verdicts
+        pending: list[tuple[Sequence[spans.Spans], concurrent.futures.Future[Reply]]] = []
+        for start in range(0, len(responses), group_size):
+            group = slice(start, start + group_size)
+            gold = golds[start]
+            if isinstance(gold, str):
+                gold = Example(id="", source="", images=(), question="", answer=gold)
+            reply = self._rewards.submit(gold.question, responses[group], gold)
+            pending.append((parsed[group], reply))
+        return lambda: [
+            verdict for group, reply in pending for verdict in self._read(group, reply.result())
+        ]
+
+    def _read(self, parsed: Sequence[spans.Spans], reply: Reply) -> list[Verdict]:
+        """The verdicts of a group, from the reply of its worker."""
+        names = list(dict.fromkeys(["acc", *self._weights]))
+        rows, problem = read_reply(reply, len(parsed), names, self._timeout)
+        kind = next((row for row in rows if isinstance(row, str)), "")
+        if kind and kind not in self._told:
+            self._told.add(kind)
+            logging.warning(
+                "responses get reward 0 and are counted under verifier/ in the metrics (said once "
+                "for each kind of failure): the reward function %s",
+                problem,
             )
+        return [self._verdict(span, row) for span, row in zip(parsed, rows, strict=True)]
+
+    def _verdict(self, span: spans.Spans, row: Components | str) -> Verdict:
+        if isinstance(row, str):
+            self._lost[{"timeout": "timeouts", "crash": "crashes"}.get(row, "failed")] += 1
+            return Verdict(acc=0.0, fmt=0.0, reason=row, quality=0.0)
         self._num_fast += 1
-        return Verdict(acc=acc, fmt=fmt, reason="reward function")
+        return Verdict(
+            acc=float(row["acc"] >= self._success),
+            fmt=row.get("fmt", span.fmt),
+            reason="reward function",
+            components=row,
+            quality=sum(weight * row[name] for name, weight in self._weights.items()),
+        )
 
     def _compare(self, answer: str, gold: str | Example) -> str | Question:
         if isinstance(gold, str):
             return answers.compare(answer, gold, **self._limits)
+        if not isinstance(gold.answer, str):
+            raise ValueError(
+                f"the answer of example {gold.id!r} is a {type(gold.answer).__name__}, and the "
+                "built-in verifier compares text; set verifier.reward to a function of your own"
+            )
         limits = dict(self._limits)
         if gold.tolerance:
             limits["tolerance"] = gold.tolerance
         return answers.compare(answer, gold.answer, choices=gold.choices, **limits)
-
-
-def load_reward(name: str) -> RewardFunction:
-    """Imports the function named by "module:function".
-
-    Raises:
-        ValueError: there is no such function.
-    """
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"expected verifier.reward as module:function on the Python path, got {name!r} "
-            f"({error}); correct it or set PYTHONPATH"
-        ) from error
-    if not callable(found):
-        raise ValueError(
-            f"verifier.reward {name!r} is no function but a {type(found).__name__}; name a function"
-        )
-    return found  # pyright: ignore[reportReturnType]  # its results are checked at each call
 
 
 def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think") -> spans.Spans:

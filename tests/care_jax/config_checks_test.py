@@ -213,3 +213,54 @@ def test_a_best_checkpoint_that_cannot_be_told_is_refused(changes, message):
 def test_a_finished_run_may_be_exported_with_its_own_configuration():
     """What only training reads is not asked of the stage `export` alone."""
     check_rl("care", {"stages": ("export",), "keep_best": 1, "export.step": "12"})
+
+
+def reward(question, responses, example):
+    return [{"acc": 1.0}] * len(responses)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_workers": 0}, "verifier.num_workers must be at least 1, got 0"),
+        ({"timeout": 0.0}, "verifier.timeout must be positive, got 0.0 seconds"),
+        ({"concurrency": 0}, "verifier.concurrency must be at least 1"),
+        ({"success": 0.0}, r"verifier.success must lie in \(0, 1\], got 0.0"),
+        ({"success": 1.5}, r"verifier.success must lie in \(0, 1\], got 1.5"),
+        ({"weights": ()}, r"verifier.weights must be pairs .* got \(\); write \(\('acc', 0.8\)"),
+        ({"weights": ("acc", 1.0)}, "must be pairs of a component and its weight"),
+        ({"weights": (("acc", "1"),)}, "must be pairs of a component and its weight"),
+        ({"weights": (("acc", float("nan")),)}, "must be pairs of a component and its weight"),
+        ({"weights": (("acc", 1.0), ("acc", 2.0))}, "each component once"),
+        ({"weights": (("acc", 1.0), ("fmt", 0.1))}, "whose weight is rl.format_weight; set that"),
+        ({"reward": "no_such:f"}, "expected verifier.reward as module:function"),
+    ],
+)
+def test_a_verifier_that_cannot_be_is_refused(changes, message):
+    config = common.get_config()
+    config.stages = ()
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    config.verifier.reward = f"{__name__}:reward"
+    config.verifier.weights = (("acc", 0.5), ("short", -0.5))
+    check_config(config, mesh)
+    config.verifier.update(changes)
+    with pytest.raises(ValueError, match=message) as error:
+        check_config(config, mesh)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["weights", "success", "concurrency"])
+def test_keys_of_a_reward_function_need_one(key):
+    config = common.get_config()
+    config.stages = ()
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    overridden = [f"verifier.{key}"]
+    check_config(config, mesh, overridden, given=["reward"])
+    with pytest.raises(
+        ValueError, match=rf"config\.verifier\.{key} has no effect without a reward"
+    ):
+        check_config(config, mesh, overridden)
+    config.verifier.reward = f"{__name__}:reward"
+    check_config(config, mesh, overridden)
+    with pytest.raises(ValueError, match=r"was given beside verifier\.reward .*; clear one"):
+        check_config(config, mesh, given=["reward"])

@@ -158,6 +158,28 @@ def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked
     assert (first["acc"], first["accs"]) == (0.5, [1, 0, 1, 0])
 
 
+def graded(question, responses, example):
+    """Each of a question's samples by itself."""
+    return [{"acc": float(text == "<answer>9</answer>"), "half": 0.5} for text in responses]
+
+
+def test_a_reward_function_judges_every_sample(make_run, examples, asked):
+    reward = {"verifier.reward": f"{__name__}:graded"}
+    run = make_run(SETTINGS | SAMPLED | reward)
+    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    samples = [
+        json.loads(line) for line in (run.workdir / "samples_rl.jsonl").read_text().splitlines()
+    ]
+    rights = [sample["accs"] for sample in samples]
+    assert metrics["acc"] == metrics["reward/acc"] == np.mean(rights) > 0
+    assert [[each["acc"] for each in sample["components"]] for sample in samples] == rights
+    assert metrics["reward/half"] == 0.5
+    run = make_run(SETTINGS | reward)
+    evaluate.evaluate(run, {}, examples, name="sft")
+    first = json.loads((run.workdir / "samples_sft.jsonl").read_text().splitlines()[0])
+    assert first["components"] == {"acc": first["acc"], "half": 0.5}
+
+
 def test_one_sample_may_be_drawn(make_run, examples, asked):
     """As the paper evaluates; there is no pass@k of it."""
     run = make_run(SETTINGS | SAMPLED | {"evaluate.num_samples": 1})

@@ -109,10 +109,11 @@ def parsed(monkeypatch):
 
     def parse(*arguments):
         monkeypatch.setattr(sys, "argv", ["main", *arguments])  # where keys are looked for
-        main._parse_flags(sys.argv)
+        main.parse_flags(sys.argv, config)
         return flags.FLAGS.config
 
     with flagsaver.flagsaver():
+        config = main.define_flags()
         yield parse
 
 

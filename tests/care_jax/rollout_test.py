@@ -5,6 +5,7 @@ otherwise; the scripted selector takes the last failure for the hard negative.
 """
 
 import functools
+import time
 from collections import defaultdict
 
 import jax
@@ -45,6 +46,7 @@ class Script:
         }
         self.calls, self.keys, self.forced = [], defaultdict(list), {}
         self.failure = lambda i, g: said(f"row {g} of {i}", 99)
+        self.at_end = lambda: None  # of the first decode
 
     def programs(self):
         return RolloutPrograms(self.decode, self.reflect, self.select)
@@ -65,6 +67,7 @@ class Script:
                 ]
                 rows.append([self.response(text) for text in texts])
             yield list(pair), self.rollouts(rows)
+        self.at_end()
 
     def reflect(self, params, rng, requests):
         self.note("reflect", rng, [request.place for request in requests])
@@ -119,15 +122,16 @@ class Script:
 def roll(make_run, questions, policy):
     """Rolls out prompts under a script; returns the groups, the script and the examples."""
 
-    def roll(changes=(), accs=ACCS, repaired=(1, 4), seed=0, failure=None):
+    def roll(changes=(), accs=ACCS, repaired=(1, 4), seed=0, failure=None, reward="", at_end=None):
         examples = questions(LENGTHS[: len(accs)])
         script = Script(policy, examples, accs, repaired)
         script.failure = failure or script.failure
+        script.at_end = at_end or script.at_end
         run = make_run({"care.cue": CUE, **dict(changes)})
         prompts = [policy.prompts.tokenize(example) for example in examples]
         table = gather_prompt_table(np.arange(len(examples)), examples, prompts)
         rng = jax.random.key(seed)
-        with Verifier() as verifier:
+        with Verifier(reward=reward) as verifier:
             groups = roll_out(run, script.programs(), None, rng, table, examples, prompts, verifier)
         return groups, script, examples
 
@@ -251,3 +255,41 @@ def test_rollouts_are_verified_as_they_finish_and_no_key_serves_twice(roll, monk
 def test_rewards_weigh_the_format_as_configured(roll):
     groups, _, _ = roll({"rl.format_weight": 0.4})
     np.testing.assert_allclose(groups.scores.reward[:, :3], [[1, 0.4, 0.4]] * 6, rtol=1e-6)
+
+
+def by_number(question, responses, example):
+    """Row 0 is right, unless the group or its second try cannot be judged."""
+    if example.id in ("q1", "q3") and (len(responses) == 1 or example.id == "q3"):
+        raise OSError("no judge")
+    return [{"acc": 0.8 if "row 0 of" in text else 0.0, "all": 1.0} for text in responses]
+
+
+def test_a_group_that_was_not_judged_is_neither_rescued_nor_repaired(roll):
+    """Group 3 has no verdicts, group 1 none of its second try; the others are right once."""
+    groups, script, _ = roll({"rl.format_weight": 0.0}, reward=by_number)
+    np.testing.assert_array_equal(groups.subgroup.has_update, [1, 1, 1, 0, 1, 1])
+    assert set(script.forced) == {0, 1, 2, 4, 5}
+    np.testing.assert_array_equal(groups.has_reflection, [1, 0, 1, 0, 1, 1])
+    np.testing.assert_array_equal(groups.rollouts.is_valid[:, 3].any(-1), groups.has_reflection)
+    np.testing.assert_array_equal(groups.scores.acc[[0, 3], :3], [[1, 0, 0], [0, 0, 0]])
+    np.testing.assert_allclose(groups.scores.reward[0, :3], [0.8, 0, 0], rtol=1e-6)
+    assert not groups.scores.reward[3].any()
+    assert groups.components[0].tolist()[:2] == [{"acc": 0.8, "all": 1}, {"acc": 0, "all": 1}]
+    assert groups.components[3].tolist() == [{}] * 4
+    assert [row[3] for row in groups.components.tolist()] == [
+        {} if place in (1, 3) else {"acc": 0.0, "all": 1.0} for place in range(6)
+    ]
+    assert groups.reasons[3].tolist() == ["failed: OSError"] * 3 + [""]
+
+
+def test_groups_are_decoded_while_a_reward_function_judges_the_others(roll, tmp_path):
+    """The first group waits for a file that is written when the last was decoded."""
+    path = tmp_path / "decoded"
+
+    def waits(question, responses, example):
+        while not path.exists():
+            time.sleep(0.01)
+        return [{"acc": 0.0}] * len(responses)
+
+    groups, _, _ = roll({"rl.objective": "grpo"}, reward=waits, at_end=path.touch)
+    assert set(groups.reasons.flat) == {"reward function"}

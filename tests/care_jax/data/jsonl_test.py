@@ -1,12 +1,13 @@
 """Files of JSON lines: usable rows in order, the others left out and counted by reason."""
 
+import dataclasses
 import json
 
 import pytest
 from PIL import Image
 
 from care_jax.data import jsonl
-from care_jax.data.rows import checked
+from care_jax.data.rows import checked, with_text_answers
 
 GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
 
@@ -49,7 +50,6 @@ def write(tmp_path):
         (GOOD | {"question": " "}, "no question"),
         (GOOD | {"question": 5}, "question of a wrong type"),
         (GOOD | {"answer": ""}, "no answer"),
-        (GOOD | {"answer": ["3"]}, "answer of a wrong type"),
         (GOOD | {"answer": True}, "answer of a wrong type"),
         (GOOD | {"options": "AB"}, "choices of a wrong type"),
         (GOOD | {"options": [None]}, "choices of a wrong type"),
@@ -102,6 +102,52 @@ def test_row_becomes_an_example(write):
     assert example.images == (path.parent / "ok.png",)
     assert example.response == row["response"]
     assert example.rationale == "Count."
+    assert example.extra == {}
+
+
+BOX = GOOD | {"id": "box", "answer": [0.5, 0, 4, 4], "size": [8, 8], "unit": None}
+
+
+def test_unknown_fields_and_answers_that_are_no_texts_are_kept(write):
+    examples, skipped = load(write(BOX, BOX | {"answer": {"x": 1}}, BOX | {"answer": []}))
+    assert not skipped
+    assert [example.answer for example in examples] == [[0.5, 0, 4, 4], {"x": 1}, []]
+    assert [example.extra for example in examples] == [{"size": [8, 8], "unit": None}] * 3
+
+
+def test_without_a_reward_function_answers_must_be_texts(write):
+    """What the built-in verifier cannot compare is left out, and says what it needs."""
+    rows = with_text_answers(jsonl.open_rows(str(write(GOOD, BOX))))
+    examples, skipped = checked(rows, "rows")
+    assert [example.id for example in examples] == ["a"]
+    assert skipped == {"answer is a list or an object, which needs verifier.reward": 1}
+
+
+def test_rows_from_python_are_those_of_a_file(write, monkeypatch):
+    path = write(BOX, GOOD)
+    monkeypatch.chdir(path.parent)
+    rows = [BOX, GOOD]
+    expected = [dataclasses.replace(example, source="train") for example in load(path)[0]]
+    given = [jsonl.in_memory(kind, "train") for kind in (rows, iter(rows))]
+    for found in given:
+        assert [
+            dataclasses.replace(example, images=expected[0].images)
+            for example in checked(found, "")[0]
+        ] == expected
+
+
+def test_images_from_python_may_be_open_or_bytes(write):
+    path = write()
+    data = (path.parent / "ok.png").read_bytes()
+    image = Image.open(path.parent / "ok.png")
+    rows = [GOOD | {"image": image}, GOOD | {"image": None, "images": (data, image)}]
+    found = jsonl.in_memory(rows, "train")
+    assert found[0].images == (image,) and found[1].images == (data, image)
+
+
+def test_a_row_from_python_that_is_no_mapping_is_refused():
+    with pytest.raises(ValueError, match="expected a mapping with question and answer as row 0 of"):
+        _ = jsonl.in_memory([("q", "a")], "train")[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Parquet: rows at random places, columns by name, broken files and cells by name and row."""
 
+import datetime
+
 import pyarrow as pa
 import pytest
 
@@ -108,3 +110,20 @@ def test_release_is_fetched_by_its_hub_id(release, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert len(open_source("parquet", path="some/release", columns=COLUMNS)) == 15
     assert asked == [("some/release", "dataset")]
+
+
+def test_other_columns_are_kept_except_bytes(tmp_path, write_parquet, picture):
+    types = TYPES | {
+        "a": pa.list_(pa.float64()),
+        "size": pa.struct([("w", pa.int64()), ("tags", pa.list_(pa.string()))]),
+        "day": pa.date32(),
+        "mask": pa.binary(),
+        "views": pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+    }
+    row = {"q": "Where?", "a": [1.5, 2.0], "img": "p.png", "opts": None, "mask": b"m", "views": []}
+    row |= {"size": {"w": 3, "tags": ["x"]}, "day": datetime.date(2025, 1, 2)}
+    write_parquet(tmp_path / "train.parquet", [row], types)
+    (tmp_path / "p.png").write_bytes(picture())
+    example = open_source("parquet", path=str(tmp_path), columns=COLUMNS)[0]
+    assert example.answer == [1.5, 2.0]
+    assert example.extra == {"size": {"w": 3, "tags": ["x"]}, "day": "2025-01-02"}

@@ -274,3 +274,16 @@ def test_a_letter_and_its_choice_are_the_same_answer():
     assert seen.duplicate(content("A")) == "duplicate of first with another answer"
     assert seen.duplicate(content("A", ("4", "3"))) == "near duplicate of first"
     assert seen.duplicate(content("B", ("4", "3"))) == ""
+
+
+def test_boxes_and_further_fields_go_through_the_shards(config, tmp_path, write_json):
+    """Rows that differ in their box alone are two answers to one question."""
+    row = {"question": "Where?", "answer": [1, 2.5, 3, 4], "image": "new.png", "unit": {"x": "cm"}}
+    others = [row, row | {"answer": [9, 9, 9, 9], "question": "where"}]
+    write_json(tmp_path / "boxes.jsonl", [row, *others])
+    config.data.prepare.sources = (common.source("jsonl", path=str(tmp_path / "boxes.jsonl")),)
+    manifest = prepare.prepare(config, tmp_path / "out")
+    assert manifest["sources"]["boxes"]["left_out"] == {"duplicate of boxes": 1}
+    rows = open_source("arrayrecord", path=str(tmp_path / "out"))
+    assert [rows[i].answer for i in range(len(rows))] == [[1, 2.5, 3, 4], [9, 9, 9, 9]]
+    assert rows[0].extra == {"unit": {"x": "cm"}}

@@ -42,7 +42,10 @@ def folder(tmp_path, picture):
 def test_records_keep_every_field(picture):
     whole = example(1, picture)
     assert shards.from_record(shards.to_record(whole)) == whole
+    box = example(2, picture, answer=[1.5, {"é": None}], extra={"size": [4, 3], "é": {"a": True}})
+    assert shards.from_record(shards.to_record(box)) == box
     bare = Example("i", "s", (), "?", "1")
+    assert b"extra" not in shards.to_record(bare)
     assert shards.from_record(shards.to_record(bare)) == bare
     drawn = shards.from_record(
         shards.to_record(Example("i", "s", (Image.new("RGB", (8, 4), "red"),), "<image>", "1"))

@@ -154,3 +154,15 @@ def test_dapo_counts_what_was_drawn_kept_and_missing_and_what_length_cost():
         # Rows of three tokens lose a half, the one of two nothing.
         "overlong_penalty": pytest.approx(-0.45),
     }
+
+
+def test_components_are_means_over_the_rollouts_that_have_them_on_all_processes():
+    """Reflected rows, the last, are left out, and rows whose reward function failed."""
+    one = np.array([[{"a": 1.0, "b": 0.5}, {}, {"a": 0.0}], [{"a": 0.0}, {"a": 0.5}, {}]], object)
+    other = np.array([[{"b": 0.0}, {"c": 1.0}, {"c": 0.0}]], object)
+    sums = diagnostics.component_sums([one, other], num_rollouts=2)
+    assert sums == {"a": (1.5, 3), "b": (0.5, 2), "c": (1.0, 1)}
+    assert diagnostics.component_means([sums, {"a": (0.5, 1)}, {}]) == {
+        "reward/a": 0.5, "reward/b": 0.25, "reward/c": 1.0
+    }  # fmt: skip
+    assert diagnostics.component_means([diagnostics.component_sums([], 2)]) == {}

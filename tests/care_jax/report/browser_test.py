@@ -127,6 +127,21 @@ def test_spans_roles_and_numbers_stand_at_each_response(opened):
     assert len(set(colors)) == 4
 
 
+def test_components_of_a_reward_function_stand_behind_the_reward(opened):
+    """Names come from the function, so they are shown as text; an older step has none."""
+    opened.run(
+        f"groups[0].responses[0].components = [['acc', 0.75], [{HOSTILE!r}, null]];"
+        "delete groups[0].responses[1].components; show(0)"
+    )
+    names = opened.run(
+        """[...document.querySelectorAll('.response')].map((x) =>
+          [...x.querySelectorAll('dt')].map((y) => y.textContent))"""
+    )
+    assert names[0][:4] == ["reward", "acc", HOSTILE, "d"]
+    assert names[1][:2] == names[2][:2] == ["reward", "d"]
+    assert text_of(opened, ".response dd")[1] == "0.75"
+
+
 def test_keys_go_from_group_to_group_and_show_help(opened):
     assert place(opened) == "0/0"
     opened.press("j")

@@ -60,6 +60,19 @@ def test_a_missing_answer_is_noted_where_it_did_not_decide():
     assert group["responses"][2]["notes"] == ["no answer span", "format not kept"]
 
 
+def test_components_of_a_reward_function_stand_with_their_response():
+    """Also where it failed for one, and where the answer is a box."""
+    components = [{"acc": 0.25, "near": 1 / 3}, {}, {"acc": 0}, {"acc": 1}, {"acc": 0.5}]
+    sampled = make_sampled(components=components, answer=[1, 2, 3.5, 4])
+    group = groups.describe(sampled, 0, WORDING)
+    found = {each["number"]: each["components"] for each in group["responses"]}
+    assert found[1] == [["acc", 0.25], ["near", 0.3333]]
+    assert found[2] == [] and found[5] == [["acc", 0.5]]
+    assert group["gold"] == "[1, 2, 3.5, 4]"
+    plain = groups.describe(make_sampled(), 0, WORDING)
+    assert all(each["components"] == [] for each in plain["responses"])
+
+
 def test_what_the_reflection_changed_is_told_apart_from_what_it_was_given():
     group = groups.describe(make_sampled(), 0, WORDING)
     assert group["repair"] == {

@@ -30,6 +30,8 @@ def make_sampled(
     question=f"<image>How many? {HOSTILE}",
     images=None,
     reasons=REASONS,
+    answer="2",
+    components=None,
 ):
     """A step of one group: 4 rollouts and, where it is repaired, a reflected row.
 
@@ -64,7 +66,7 @@ def make_sampled(
                 "made",
                 (Image.new("RGB", (40, 30), "red"),) if images is None else images,
                 question,
-                "2",
+                answer,
                 ("1", "2"),
             )
         ],
@@ -90,4 +92,5 @@ def make_sampled(
             has_update=np.array([True]),
         ),
         raw=raw if has_roles else None,
+        components=None if components is None else np.array([components], object),
     )

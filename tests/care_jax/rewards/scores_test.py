@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from care_jax.batch import Example, Rollouts
-from care_jax.rewards.scores import row_texts, score_rollouts
+from care_jax.rewards.scores import row_texts, start_scoring
 from care_jax.rewards.verifier import Verifier
 
 END, PAD = 256, 257  # both end a response
@@ -40,13 +40,20 @@ def texts_of(rollouts):
     return row_texts(rollouts, TOKEN_BYTES, eos_token_ids=(END, PAD))
 
 
-def score(rollouts, answers=("2",), think_tag="think", format_weight=0.1, reward=""):
+def score(
+    rollouts,
+    answers=("2",),
+    think_tag="think",
+    format_weight=0.1,
+    reward="",
+    weights=(("acc", 1.0),),
+):
     examples = [
         Example(str(place), "made", (), f"Question {place}", answer)
         for place, answer in enumerate(answers)
     ]
-    with Verifier(think_tag=think_tag, reward=reward) as verifier:
-        return score_rollouts(
+    with Verifier(think_tag=think_tag, reward=reward, weights=weights) as verifier:
+        return start_scoring(
             rollouts,
             examples,
             verifier,
@@ -54,7 +61,7 @@ def score(rollouts, answers=("2",), think_tag="think", format_weight=0.1, reward
             eos_token_ids=(END, PAD),
             think_tag=think_tag,
             format_weight=format_weight,
-        )
+        )()
 
 
 @pytest.fixture
@@ -77,7 +84,7 @@ def test_texts_hold_forced_tokens_and_characters_of_several_tokens():
 
 
 def test_a_row_is_well_formed_whichever_token_ends_it_and_padding_ends_none(rollouts):
-    scores, _, _ = score(rollouts)
+    scores, *_ = score(rollouts)
     np.testing.assert_array_equal(scores.fmt, [[1, 1, 0, 0]])
     np.testing.assert_array_equal(scores.acc, [[1, 1, 0, 1]])
     # The end is a token of the answer, so that the loss teaches to stop by whichever was drawn.
@@ -91,7 +98,7 @@ def test_a_row_is_well_formed_whichever_token_ends_it_and_padding_ends_none(roll
 @pytest.mark.parametrize("think_tag", ["think", "reasoning"])
 def test_regions_are_the_tokens_of_each_span_with_its_tags(think_tag):
     think = THINK.replace("think", think_tag)
-    scores, _, _ = score(rollouts_of([[(think, ANSWER, END), (ANSWER, END)]]), think_tag=think_tag)
+    scores, *_ = score(rollouts_of([[(think, ANSWER, END), (ANSWER, END)]]), think_tag=think_tag)
     np.testing.assert_array_equal(scores.is_think[0, 0].nonzero()[0], range(len(think)))
     np.testing.assert_array_equal(
         scores.is_answer[0, 0].nonzero()[0], range(len(think), len(think + ANSWER) + 1)
@@ -106,7 +113,7 @@ def test_regions_are_the_tokens_of_each_span_with_its_tags(think_tag):
 def test_the_reward_weighs_accuracy_and_format(weight):
     """r = (1-λ)·acc + λ·fmt; rows are right and wrong, in and out of the format."""
     right, wrong = (ANSWER, END), (ANSWER.replace("2", "3"), END)
-    scores, _, _ = score(
+    scores, *_ = score(
         rollouts_of([[(THINK, *right), right, (THINK, *wrong), wrong]]), format_weight=weight
     )
     np.testing.assert_array_equal(scores.acc, [[1, 1, 0, 0]])
@@ -115,23 +122,49 @@ def test_the_reward_weighs_accuracy_and_format(weight):
 
 def test_each_row_is_judged_against_the_answer_of_its_own_prompt():
     rows = [(THINK, f"<answer>{answer}</answer>", END) for answer in "123"]
-    scores, texts, reasons = score(rollouts_of([rows, rows[::-1]]), answers=("1", "2"))
+    scores, texts, reasons, components = score(rollouts_of([rows, rows[::-1]]), answers=("1", "2"))
     np.testing.assert_array_equal(scores.acc, [[1, 0, 0], [0, 1, 0]])
     np.testing.assert_array_equal(reasons == "same text", scores.acc)
     assert texts[0] == texts[1][::-1]
+    assert components is None
 
 
-def length_and_question(prompt, response, example):
-    """A reward function."""
-    return len(response) / 10, float(prompt == f"Question {example.id}" and example.id == "0")
+def by_length(question, responses, example):
+    """A reward function: how long a response is, and its share of the longest of its group."""
+    assert question == f"Question {example.id}"
+    longest = max(map(len, responses))
+    rows = [{"acc": len(text) / 10, "share": len(text) / longest} for text in responses]
+    return [row if row["acc"] < 0.9 else {} for row in rows]
 
 
-def test_scores_take_both_figures_of_a_reward_function():
-    rollouts = rollouts_of([[("1234", END), ("12", END)], [("123",), ("", END)]])
-    scores, _, reasons = score(
-        rollouts, answers=("2", "2"), reward=f"{__name__}:length_and_question"
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_the_reward_weighs_the_components_of_a_group_and_the_format(weight):
+    """r = (1-λ)·Σ w·c + λ·fmt; acc is graded there, and 1 or 0 for the method."""
+    rollouts = rollouts_of([[("12345", END), ("12", END)], [("1" * 9, END), ("123",)]])
+    scores, _, reasons, components = score(
+        rollouts,
+        answers=("2", "2"),
+        format_weight=weight,
+        reward=f"{__name__}:by_length",
+        weights=(("acc", 0.5), ("share", -0.25)),
     )
-    assert reasons.shape == scores.acc.shape and set(reasons.flat) == {"reward function"}
-    np.testing.assert_allclose(scores.acc, [[0.4, 0.2], [0.3, 0.0]], rtol=1e-6)
-    np.testing.assert_array_equal(scores.fmt, [[1, 1], [0, 0]])
-    np.testing.assert_allclose(scores.reward, 0.9 * scores.acc + 0.1 * scores.fmt, rtol=1e-6)
+    assert components.tolist() == [
+        [{"acc": 0.5, "share": 1.0}, {"acc": 0.2, "share": 0.4}],
+        [{}, {"acc": 0.3, "share": 3 / 9}],
+    ]
+    assert reasons.tolist() == [["reward function"] * 2, ["failed: result", "reward function"]]
+    np.testing.assert_array_equal(scores.acc, [[1, 0], [0, 0]])
+    np.testing.assert_array_equal(scores.fmt, 0)
+    quality = np.array([[0.25 - 0.25, 0.1 - 0.1], [0, 0.15 - 0.25 / 3]])
+    np.testing.assert_allclose(scores.reward, (1 - weight) * quality, rtol=1e-6, atol=1e-7)
+
+
+def formatted(question, responses, example):
+    return [{"acc": 1.0, "fmt": 0.5}, {"acc": 1.0}, {"acc": 1.0}]
+
+
+def test_a_format_that_is_not_returned_is_the_built_in_one():
+    rollouts = rollouts_of([[(TEXT, END), (TEXT, END), (ANSWER, END)]])
+    scores, *_ = score(rollouts, reward=f"{__name__}:formatted")
+    np.testing.assert_array_equal(scores.fmt, [[0.5, 1, 0]])
+    np.testing.assert_allclose(scores.reward, [[0.95, 1, 0.9]], rtol=1e-6)

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from care_jax.batch import Example
-from care_jax.rewards.verifier import Verdict, Verifier, extract_answer
+from care_jax.rewards.verifier import Verdict, Verifier, extract_answer, parse_text
 
 HOSTILE = Path(__file__).parents[3].parent / "shared" / "cases" / "hostile.jsonl"
 
@@ -117,54 +116,48 @@ def test_choices_of_an_example_are_known(verifier):
     assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0]
 
 
-# A module of its own for the reward functions below.
-REWARDS = """
-def length(prompt, response, example):
-    return len(response) / 10, float(prompt == "How long?" and example.id == "0")
-
-def broken(prompt, response, example):
-    return 2.0, 0.0
-
-constant = 1.0
-"""
+def by_length(question, responses, example):
+    """A reward function; it fails for some responses and some groups."""
+    if question == "raise":
+        raise KeyError("no such thing")
+    return [{"acc": len(text) / 10, "asked": float(question == "How long?")} for text in responses]
 
 
-@pytest.fixture
-def rewards(tmp_path, monkeypatch):
-    (tmp_path / "some_rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "some_rewards", raising=False)
-
-
-def test_a_reward_function_judges_in_place_of_the_verifier(rewards):
+def test_a_reward_function_judges_in_place_of_the_verifier():
     asked = dataclasses.replace(example("7"), question="How long?")
-    with Verifier(reward="some_rewards:length") as verifier:
-        assert verifier.verify(["1234", "<answer>7</answer>"[:10]], [asked, "7"]) == [
-            Verdict(acc=0.4, fmt=1.0, reason="reward function"),
-            Verdict(acc=1.0, fmt=0.0, reason="reward function"),
+    with Verifier(reward=by_length, success=0.6) as verifier:
+        assert verifier.verify(["1234", "<answer>7</answer>"[:6]], [asked, "7"]) == [
+            Verdict(0.0, 0.0, "reward function", {"acc": 0.4, "asked": 1.0}, quality=0.4),
+            Verdict(1.0, 0.0, "reward function", {"acc": 0.6, "asked": 0.0}, quality=0.6),
         ]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("some_rewards:absent", "expected verifier.reward as module:function .* correct it or set"),
-        ("no_such_module:f", "expected verifier.reward as module:function"),
-        ("some_rewards", "expected verifier.reward as module:function"),
-        ("some_rewards:constant", "is no function"),
-    ],
-)
-def test_a_reward_function_that_is_not_there_is_named(rewards, name, message):
-    with pytest.raises(ValueError, match=message):
-        Verifier(reward=name)
+def test_what_fails_costs_its_responses_their_reward_and_is_told_once(caplog):
+    """Response 2 of the first group has an acc of 1.1; the second group raises."""
+    texts = ["1", "1" * 11, "1", "1"]
+    golds = [dataclasses.replace(example("7"), question=q) for q in ("", "", "raise", "raise")]
+    parsed = [parse_text(text) for text in texts]
+    lost, failed = (Verdict(0.0, 0.0, f"failed: {why}", quality=0.0) for why in REASONS)
+    with Verifier(reward=by_length) as verifier, caplog.at_level("WARNING"):
+        for _ in range(2):
+            first, *others = verifier.begin(texts, parsed, golds, group_size=2)()
+            assert first.components == {"acc": 0.1, "asked": 0.0}
+            assert others == [lost, failed, failed]
+        assert verifier.counts == {
+            "fast_calls": 2, "symbolic_calls": 0, "cached": 0, "timeouts": 0, "crashes": 0,
+            "failed": 6,
+        }  # fmt: skip
+    assert caplog.text.count("must return components in [0, 1], got acc = 1.1;") == 1
+    assert caplog.text.count("KeyError: 'no such thing'") == 1
 
 
-def test_a_reward_out_of_range_stops_the_run(rewards):
-    with (
-        Verifier(reward="some_rewards:broken") as verifier,
-        pytest.raises(ValueError, match=r"must return \(acc, fmt\) in \[0, 1\], got \(2.0, 0.0\)"),
-    ):
-        verifier.verify(["7"], ["7"])
+REASONS = ("result", "KeyError")
+
+
+def test_the_built_in_verifier_says_what_an_answer_that_is_no_text_needs(verifier):
+    box = dataclasses.replace(example("7"), answer=[0, 0, 4, 4])
+    with pytest.raises(ValueError, match=r"example '0' is a list, .* set verifier\.reward to"):
+        verifier.verify([response("7")], [box])
 
 
 def test_simple_answers_start_no_process():

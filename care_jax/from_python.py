@@ -1,0 +1,80 @@
+"""Training from Python: `care_jax.train_on(config, train=rows, reward=function, workdir=folder)`.
+
+It is the run that `python -m care_jax.main` makes of the same configuration, with rows and a reward
+function from the caller's program in place of `data.train`, `data.test` and `verifier.reward`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from care_jax import main
+from care_jax.config_checks import has_test
+from care_jax.data import jsonl
+from care_jax.devices import xla_flags
+from care_jax.rewards.reward_function import RewardFunction, check_reward
+from care_jax.rewards.reward_pool import packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run leaves.
+
+    Attributes:
+        workdir: its folder, with `report.html`, checkpoints and exports.
+        evaluations: metrics of each evaluation, by the stage it followed.
+        metrics: the lines of `metrics.jsonl`: stage, step, then metrics by name.
+    """
+
+    workdir: pathlib.Path
+    evaluations: dict[str, dict[str, float]]
+    metrics: list[dict[str, Any]]
+
+
+def train_on(
+    config: ConfigDict,
+    train: Iterable[Mapping[str, Any]],
+    test: Iterable[Mapping[str, Any]] | None = None,
+    reward: RewardFunction | None = None,
+    *,
+    workdir: pathlib.Path,
+) -> Trained:
+    """Runs the stages of a configuration on rows given from Python.
+
+    Called again with the same workdir, a run that was stopped goes on, and one that has ended
+    trains no more.
+
+    Args:
+        config: complete, such as `configs.tiny.get_config()`; it is not changed.
+        train: rows of the RL stage with the fields of `care_jax.data.jsonl`; images may be PIL
+            images or the bytes of files.
+        test: held-out rows of the evaluations; None: `config.data.test`, and if that is not set
+            there are no evaluations.
+        reward: a reward function, see docs/rewards.md; None: `config.verifier.reward`. It runs in
+            worker processes with `verifier.timeout`; functions and lambdas of a notebook are sent
+            there by cloudpickle.
+        workdir: created if it does not exist.
+
+    Raises:
+        ValueError: the configuration cannot run, or the function cannot be sent to a process.
+    """
+    if reward is not None:
+        check_reward(reward, "reward")
+        packed(reward, "")  # in the first second
+    config = config.copy_and_resolve_references()
+    examples = {"rl": jsonl.in_memory(train, "train")}
+    if test is not None:
+        examples["evaluate"] = jsonl.in_memory(test, "test")
+    elif not config.evaluate.benchmarks and not has_test(config):
+        config.stages = tuple(stage for stage in config.stages if stage != "evaluate")
+    xla_flags.set_defaults()
+    evaluations = main.run_stages(config, workdir, examples=examples, reward=reward)
+    path = workdir / "metrics.jsonl"  # of the first process
+    lines = path.read_text().splitlines() if path.exists() else []
+    return Trained(workdir, evaluations, [json.loads(line) for line in lines])

@@ -1,0 +1,123 @@
+"""Reward functions of one's own: their form, and what their results say.
+
+A reward function judges all responses of a group at once,
+
+    def reward(question: str, responses: list[str], example: Example) -> list[dict[str, float]]
+
+with a mapping of named components in [0, 1] for each response. `acc` must be among them, as it
+decides success; `fmt` replaces the built-in check of the format. It may be an `async def`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from care_jax.batch import Example
+
+Components = dict[str, float]
+RewardFunction = Callable[
+    [str, list[str], Example],
+    Sequence[Mapping[str, float]] | Awaitable[Sequence[Mapping[str, float]]],
+]
+_FORM = "def reward(question, responses, example), which returns a mapping for each response"
+
+
+def load_reward(name: str) -> RewardFunction:
+    """Imports the function named by "module:function".
+
+    Raises:
+        ValueError: there is no such function, or it takes other arguments.
+    """
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"expected verifier.reward as module:function on the Python path, got {name!r} "
+            f"({error}); correct it or set PYTHONPATH"
+        ) from error
+    check_reward(found, f"verifier.reward {name!r}")
+    return found
+
+
+def check_reward(function: Any, name: str) -> None:
+    """Refuses what cannot be called as a reward function.
+
+    Args:
+        function: anything.
+        name: for the message.
+
+    Raises:
+        ValueError: it is no function, or takes other arguments, such as a single response.
+    """
+    if not callable(function):
+        raise ValueError(f"{name} is no function but a {type(function).__name__}; name a function")
+    try:
+        bound = inspect.signature(function).bind("", [], None)
+    except TypeError as error:
+        raise ValueError(f"{name} must have the form {_FORM}, but: {error}; change it") from error
+    except ValueError:  # built-in functions have no signature
+        return
+    if list(bound.arguments)[1:2] == ["response"]:
+        raise ValueError(
+            f"{name} takes a single `response`; it must have the form {_FORM}: it gets all "
+            "responses of a group at once"
+        )
+
+
+def read_reply(
+    reply: Mapping[str, Any], num_responses: int, names: Sequence[str], timeout: float
+) -> tuple[list[Components | str], str]:
+    """The components of each response of a group, or in a few words why it has none.
+
+    Args:
+        reply: of `RewardPool`.
+        num_responses: in the group.
+        names: components that each response must have.
+        timeout: seconds, for the message.
+
+    Returns:
+        an entry per response; and a message about the first thing that is wrong, or "".
+    """
+    if "timeout" in reply:
+        return (
+            ["timeout"] * num_responses,
+            f"took longer than verifier.timeout, {timeout:g} s for a group of {num_responses} "
+            "responses; set it higher, or make the function faster",
+        )
+    if "crash" in reply:
+        return ["crash"] * num_responses, "ended its worker process"
+    if "error" in reply:
+        return [f"failed: {reply['name']}"] * num_responses, f"failed:\n{reply['error'].rstrip()}"
+    rows = reply.get("rows")
+    if rows is None or len(rows) != num_responses:
+        return (
+            ["failed: result"] * num_responses,
+            f"must return a list of {num_responses} mappings, one for each response of the group, "
+            f"got {reply['result']}; correct the function",
+        )
+    problems = [_problem(row, names) for row in rows]
+    message = next(filter(None, problems), "")
+    return [
+        "failed: result" if problem else row for row, problem in zip(rows, problems, strict=True)
+    ], message and f"{message}; correct the function"
+
+
+def _problem(row: Any, names: Sequence[str]) -> str:
+    if not isinstance(row, dict):
+        return f"must return a mapping such as {{'acc': 0.5}} for each response, got {row}"
+    if missing := [name for name in names if name not in row]:
+        return (
+            f"must return the components {', '.join(names)} (acc decides success, verifier.weights "
+            f"names the others) for each response, got {', '.join(row) or 'none'} without "
+            f"{', '.join(missing)}"
+        )
+    for name, value in row.items():
+        if not name.isidentifier():
+            return f"must name its components with letters, digits and _, got {name!r}"
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            return f"must return components in [0, 1], got {name} = {value}"
+    return ""

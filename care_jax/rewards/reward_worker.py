@@ -1,0 +1,157 @@
+"""Runs a reward function in a process of its own, which `reward_pool` starts as a script.
+
+Calls come on standard input and replies go to standard output, each a length and so many bytes. An
+`async def` function is awaited for several calls at once. Nothing of ours is imported before the
+first frame has set `sys.path`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import pickle
+import queue
+import signal
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+_HEADER = struct.Struct("<QQ")  # number of the call, bytes that follow
+_MAX_CHARS = 200  # of a wrong result, in a message
+_Reply = Callable[[int, dict[str, Any]], None]
+
+
+def main() -> None:
+    """Answers calls until standard input is closed."""
+    calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # What the function prints goes to standard error, and it has no input.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    # Signals that end the run also reach its child processes. A worker exits when the run closes
+    # its standard input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    lock = threading.Lock()
+
+    def reply(number: int, content: dict[str, Any]) -> None:
+        text = json.dumps(content).encode()
+        with lock:
+            replies.write(_HEADER.pack(number, len(text)) + text)
+            replies.flush()
+
+    try:
+        settings = json.loads(_read(calls)[1])
+        sys.path[:] = settings["path"]
+        # Unpickling imports what calls are made of, so that no call's time is spent on it.
+        function = pickle.loads(_read(calls)[1])["function"]
+        if isinstance(function, str):
+            module, _, name = function.partition(":")
+            function = getattr(importlib.import_module(module), name)
+    except BaseException:
+        reply(0, {"error": traceback.format_exc()})
+        return
+    reply(0, {})
+    if is_async(function):
+        asyncio.run(_serve_async(function, settings["timeout"], calls, reply))
+    else:
+        _serve(function, calls, reply)
+
+
+def is_async(function: Callable) -> bool:
+    """Whether a function, or the `__call__` of an object, is an `async def`."""
+    call = getattr(function, "__call__", None)  # noqa: B004  # the method, not whether there is one
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _serve(function: Callable, calls: BinaryIO, reply: _Reply) -> None:
+    """One call at a time, in the main thread, where functions may set signal handlers."""
+    waiting: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+    _read_ahead(calls, lambda number, call: waiting.put((number, call)))
+    while True:
+        number, call = waiting.get()
+        try:
+            content = _plain(function(*pickle.loads(call)))
+        except BaseException as error:
+            content = _failure(error)
+        reply(number, content)
+
+
+async def _serve_async(function: Callable, timeout: float, calls: BinaryIO, reply: _Reply) -> None:
+    """Every call as soon as it comes; each has its own time limit."""
+    loop, tasks = asyncio.get_running_loop(), set()
+
+    async def answer(number: int, call: bytes) -> None:
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                content = _plain(await function(*pickle.loads(call)))
+        except BaseException as error:
+            content = {"timeout": True} if limit.expired() else _failure(error)
+        reply(number, content)
+
+    def start(number: int, call: bytes) -> None:
+        task = loop.create_task(answer(number, call))
+        tasks.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(tasks.discard)
+
+    _read_ahead(calls, lambda number, call: loop.call_soon_threadsafe(start, number, call))
+    await loop.create_future()
+
+
+def _read_ahead(calls: BinaryIO, deliver: Callable[[int, bytes], object]) -> None:
+    """Delivers calls from a thread, which ends the process when there are no more.
+
+    So a worker whose function hangs ends with the run, too.
+    """
+
+    def read() -> None:
+        try:
+            while True:
+                deliver(*_read(calls))
+        except BaseException:
+            os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+
+
+def _read(calls: BinaryIO) -> tuple[int, bytes]:
+    header = calls.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise EOFError
+    number, size = _HEADER.unpack(header)
+    return number, calls.read(size)
+
+
+def _plain(result: Any) -> dict[str, Any]:
+    """The result in JSON types: a mapping per response, or what came in its place as text."""
+    if not isinstance(result, list | tuple):
+        return {"result": repr(result)[:_MAX_CHARS]}
+    return {"rows": [_row(row) for row in result], "result": repr(result)[:_MAX_CHARS]}
+
+
+def _row(row: Any) -> dict[str, float | str] | str:
+    if not isinstance(row, Mapping):
+        return repr(row)[:_MAX_CHARS]
+    return {str(name): _number(value) for name, value in row.items()}
+
+
+def _number(value: Any) -> float | str:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return repr(value)[:_MAX_CHARS]
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    return {"error": "".join(traceback.format_exception(error)), "name": type(error).__name__}
+
+
+if __name__ == "__main__":
+    main()

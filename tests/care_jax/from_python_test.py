@@ -1,0 +1,132 @@
+"""Runs whose rows and reward function come from Python."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+from PIL import Image
+
+import care_jax
+from care_jax import main
+from care_jax.devices.sharding import make_mesh
+from care_jax.report import page
+from configs import common, tiny
+
+
+@pytest.fixture(autouse=True)
+def cpu_mesh(monkeypatch):
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+
+
+def small_config(**changes):
+    config = tiny.get_config()
+    config.stages = ("rl", "evaluate")
+    config.log_every = 1
+    rl = config.rl
+    rl.num_steps, rl.num_rollouts, rl.warmup_steps = 2, 4, 0
+    rl.prompts_per_step = 8
+    rl.prompts_per_update = rl.decode_prompts = 4
+    rl.microbatch_size = 2
+    config.evaluate.batch_size = 8
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def rows_of(number):
+    """Boxes as answers; every row has a field that only the reward function knows."""
+    return [
+        {
+            "id": f"r{i}",
+            "question": "<image>Where?",
+            "image": Image.new("RGB", (32, 32), "red"),
+            "answer": [i, 0, 4, 4],
+            "kind": "lost" if i == 1 else "boxes",
+        }
+        for i in range(number)
+    ]
+
+
+def test_a_run_on_rows_and_a_closure_of_the_caller(tmp_path):
+    """A random policy never answers, so the function grades by what differs: the length."""
+    longest = 2000.0
+
+    def graded(question, responses, example):
+        assert example.answer[1:] == [0, 4, 4]
+        if example.extra["kind"] == "lost":
+            raise LookupError("no verdict")
+        return [{"acc": min(len(text) / longest, 1), "brief": 0.25} for text in responses]
+
+    weights = {"verifier.weights": (("acc", 0.5), ("brief", 1.0)), "verifier.success": 1e-4}
+    rows = rows_of(6)
+    config = small_config(**weights, **{"data.test.source": "", "rl.format_weight": 0.0})
+    trained = care_jax.train_on(
+        config, train=iter(rows), test=rows[:1], reward=graded, workdir=tmp_path / "run"
+    )
+    steps = [record for record in trained.metrics if record["stage"] == "rl"]
+    assert [record["step"] for record in steps] == [0, 1]
+    for record in steps:
+        assert record["reward/brief"] == 0.25 and 0 < record["reward/acc"] < 1
+        assert record["verifier/failed"] >= 4  # the row that fails is among 8 drawn of 6
+        share = record["verifier/failed"] // 4 / 8
+        judged = 0.5 * record["reward/acc"] + 0.25
+        assert record["reward"] == pytest.approx((1 - share) * judged, rel=1e-5)
+        assert record["verifier/timeouts"] == record["verifier/crashes"] == 0
+    evaluated = trained.evaluations["rl"]
+    assert evaluated["num_examples"] == 1 and evaluated["reward/brief"] == 0.25
+    assert 1e-4 < evaluated["reward/acc"] < 0.5 and evaluated["acc"] == 1
+    sample = json.loads((trained.workdir / "samples_rl.jsonl").read_text())
+    assert sample["answer"] == [0, 0, 4, 4] and sample["components"]["brief"] == 0.25
+    report = page.read((trained.workdir / "report.html").read_text())
+    responses = [r for s in report["steps"] for g in s["groups"] for r in g["responses"]]
+    found = {tuple(name for name, _ in response["components"]) for response in responses}
+    assert ("acc", "brief") in found
+
+    again = care_jax.train_on(config, rows, rows[:1], graded, workdir=tmp_path / "run")
+    assert again.metrics[: len(steps)] == steps  # it had ended
+
+
+def test_without_held_out_rows_nothing_is_evaluated(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        main, "run_stages", lambda config, *_, **given: asked.update(given, config=config)
+    )
+    config = common.get_config()
+    trained = care_jax.train_on(config, train=rows_of(2), workdir=str(tmp_path))
+    assert asked["config"].stages == ("sft", "rl") and set(asked["examples"]) == {"rl"}
+    assert config.stages == ("sft", "rl", "evaluate")  # as it was
+    assert trained.metrics == [] and trained.workdir == tmp_path
+    care_jax.train_on(tiny.get_config(), train=rows_of(2), workdir=tmp_path)
+    assert "evaluate" in asked["config"].stages  # on data.test
+
+
+def test_what_cannot_run_is_refused_in_the_first_second(tmp_path):
+    lock = threading.Lock()
+
+    def locked(question, responses, example):
+        return [lock]
+
+    def one(question, response, example):
+        return 1.0, 1.0
+
+    config, rows = small_config(), rows_of(2)
+    with pytest.raises(ValueError, match=r"can be sent to a worker process, got TypeError: .*lock"):
+        care_jax.train_on(config, rows, reward=locked, workdir=tmp_path / "run")
+    with pytest.raises(ValueError, match="reward takes a single `response`"):
+        care_jax.train_on(config, rows, reward=one, workdir=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"2 x answer is a list .* needs verifier\.reward"):
+        care_jax.train_on(config, rows, workdir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_importing_the_package_imports_no_jax():
+    code = "import sys, care_jax; sys.exit('jax' in sys.modules or not care_jax.train_on.__doc__)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_flags_of_the_callers_program_are_its_own():
+    code = "import sys, absl.flags, care_jax.main; sys.exit('config' in absl.flags.FLAGS)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

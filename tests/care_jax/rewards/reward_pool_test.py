@@ -1,0 +1,192 @@
+"""Reward functions in their processes: what they get, and what a lost process costs.
+
+The responses say what the functions do. The functions are sent to the workers, which import nothing
+of this file.
+"""
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+import zipfile
+
+import pytest
+from PIL import Image
+
+from care_jax.batch import Example
+from care_jax.rewards import reward_pool
+from care_jax.rewards.reward_pool import RewardPool
+
+EXAMPLE = Example("0", "made", (), "?", [0, 0, 4, 4], extra={"unit": "cm"})
+
+
+def do(question, responses, example):
+    for text in responses:
+        exec(text)
+    return [{"acc": 1.0, "pid": os.getpid()}] * len(responses)
+
+
+async def do_async(question, responses, example):
+    await asyncio.sleep(0.1)
+    return do(question, responses, example)
+
+
+@pytest.fixture
+def make_pool():
+    pools = []
+
+    def make_pool(function=do, num_workers=1, timeout=20.0, concurrency=8):
+        pools.append(
+            RewardPool(function, num_workers=num_workers, timeout=timeout, concurrency=concurrency)
+        )
+        return pools[-1]
+
+    yield make_pool
+    for pool in pools:
+        pool.close()
+
+
+def ask(pool, *groups):
+    """The replies to groups of one response, which are all submitted first."""
+    futures = [pool.submit("?", [group], EXAMPLE) for group in groups]
+    return [future.result(60) for future in futures]
+
+
+def kind_of(reply):
+    """The process that judged, or what came in its place."""
+    if "rows" in reply:
+        return int(reply["rows"][0]["pid"])
+    return reply.get("name") or next(iter(reply))
+
+
+def test_a_call_has_the_whole_group_and_its_example(make_pool, tmp_path):
+    def told(question, responses, example):
+        assert question == example.question and example.answer == [0, 0, 4, 4]
+        assert example.images[0] == b"file" and example.images[1].size == (2, 3)
+        return [{"acc": len(text), "unit": example.extra["unit"] == "cm"} for text in responses]
+
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        archive.writestr("a.png", b"file")
+    images = (zipfile.Path(tmp_path / "images.zip") / "a.png", Image.new("RGB", (2, 3)))
+    example = Example("0", "made", images, "Where?", [0, 0, 4, 4], extra={"unit": "cm"})
+    reply = make_pool(told).submit("Where?", ["a", "bc"], example).result(60)
+    assert reply["rows"] == [{"acc": 1.0, "unit": 1.0}, {"acc": 2.0, "unit": 1.0}]
+
+
+def test_a_function_is_imported_by_its_name_from_the_path_of_the_run(tmp_path, monkeypatch):
+    (tmp_path / "named_rewards.py").write_text(
+        "import os\nstarted = os.getpid()\n"
+        "def reward(question, responses, example):\n"
+        "    print('noise')\n"
+        "    is_cpu = os.environ['JAX_PLATFORMS'] == 'cpu'\n"
+        "    return [{'acc': started == os.getpid(), 'here': is_cpu}]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from named_rewards import reward
+
+    pool = RewardPool(reward, "named_rewards:reward", num_workers=1, timeout=20.0, concurrency=1)
+    assert pool.submit("?", ["a"], EXAMPLE).result(60)["rows"] == [{"acc": 1.0, "here": 1.0}]
+    pool.close()
+    assert pool.submit("?", ["a"], EXAMPLE).result(60)["rows"] == [{"acc": 1.0, "here": 1.0}]
+    pool.close()
+
+
+def test_a_module_that_fails_in_the_worker_stops_the_run(tmp_path, monkeypatch):
+    (tmp_path / "main_only.py").write_text(
+        "import sys\nif 'pytest' not in sys.modules: raise OSError('only in the run')\n"
+        "def reward(question, responses, example): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from main_only import reward
+
+    pool = RewardPool(reward, "main_only:reward", num_workers=1, timeout=20.0, concurrency=1)
+    with pytest.raises(ValueError, match=r"cannot be imported in a worker (?s:.*)only in the run"):
+        pool.submit("?", ["a"], EXAMPLE).result(60)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "program", "outcome"),
+    [
+        (do, "raise KeyError('x')", "KeyError"),
+        (do, "raise SystemExit", "SystemExit"),
+        (do, "os.kill(os.getpid(), 11)", "crash"),
+        (do, "time.sleep(60)", "timeout"),
+        (do_async, "raise KeyError('x')", "KeyError"),
+        (do_async, "os._exit(1)", "crash"),
+        (do_async, "time.sleep(60)", "timeout"),
+    ],
+)
+def test_a_lost_group_costs_no_other_its_reward(make_pool, monkeypatch, function, program, outcome):
+    """Nor those that were awaited in the process that it ended."""
+    monkeypatch.setattr(reward_pool, "_GRACE_SECONDS", 0.2)
+    pool = make_pool(function, timeout=1.0)
+    (first,) = map(kind_of, ask(pool, "pass"))
+    began = time.monotonic()
+    lost, *others = map(kind_of, ask(pool, f"import time\n{program}", *["pass"] * 3))
+    assert lost == outcome
+    assert time.monotonic() - began < 30
+    assert all(isinstance(pid, int) for pid in others)
+    is_alive = outcome not in ("crash", "timeout")
+    assert (others[-1] == first) == is_alive
+
+
+def test_an_async_function_is_awaited_for_many_groups_at_once_up_to_its_bound(make_pool):
+    async def count(question, responses, example):
+        global num_inside
+        num_inside = globals().get("num_inside", 0) + 1
+        seen = num_inside
+        await asyncio.sleep(0.2)
+        num_inside -= 1
+        return [{"seen": seen}]
+
+    pool = make_pool(count, concurrency=4)
+    seen = [reply["rows"][0]["seen"] for reply in ask(pool, *["pass"] * 12)]
+    assert max(seen) == 4
+
+
+def test_a_slow_await_is_given_up_alone(make_pool):
+    async def slow(question, responses, example):
+        await asyncio.sleep(float(responses[0]))
+        return [{"acc": 1.0, "pid": os.getpid()}]
+
+    pool = make_pool(slow, timeout=1.0)
+    kinds = list(map(kind_of, ask(pool, "0", "9", "0.2", "0")))
+    assert kinds[1] == "timeout" and kinds[0] == kinds[2] == kinds[3]
+
+
+def test_groups_are_shared_by_no_more_workers_than_asked_for(make_pool):
+    pool = make_pool(num_workers=2)
+    pids = set(map(kind_of, ask(pool, *["import time; time.sleep(0.3)"] * 6)))
+    assert len(pids) == 2
+    pids = set(map(kind_of, ask(pool, "pass"))) | set(map(kind_of, ask(pool, "pass")))
+    assert len(pids) == 1  # the last that became free
+
+
+def test_the_time_of_a_group_does_not_run_while_it_waits_for_a_worker(make_pool):
+    pool = make_pool(timeout=1.2)
+    pids = set(map(kind_of, ask(pool, *["import time; time.sleep(0.5)"] * 5)))
+    assert len(pids) == 1 and "timeout" not in pids
+
+
+def test_the_end_of_the_run_ends_a_worker_that_hangs(make_pool):
+    pool = make_pool()
+    (pid,) = map(kind_of, ask(pool, "pass"))
+    future = pool.submit("?", ["import time; time.sleep(600)"], EXAMPLE)
+    pool.close()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(10)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_function_that_cannot_be_sent_is_refused():
+    lock = threading.Lock()
+
+    def locked(question, responses, example):
+        with lock:
+            return []
+
+    with pytest.raises(ValueError, match=r"can be sent to a worker process, got TypeError: .*lock"):
+        RewardPool(locked, num_workers=1, timeout=1.0, concurrency=1)
