@@ -324,6 +324,11 @@ def _check_report(report: ConfigDict) -> None:
     if report.groups_per_step < 0:
         raise ValueError(f"report.groups_per_step must be 0 or more, got {report.groups_per_step}")
     _check_positive("report.image_side", report.image_side)
+    if not 0 <= report.rollouts_megabytes < math.inf:
+        raise ValueError(
+            "report.rollouts_megabytes must be 0 (not written) or more, got "
+            f"{report.rollouts_megabytes}"
+        )
     if report.max_megabytes < 1:
         raise ValueError(
             f"report.max_megabytes must be at least 1, got {report.max_megabytes}; to keep the "

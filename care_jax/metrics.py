@@ -7,17 +7,20 @@ the lines of the steps that it will repeat, so that every step appears once.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import math
 import os
 import pathlib
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 import jax
 import numpy as np
+import psutil
 import tensorboardX
 import tqdm
 
@@ -48,18 +51,45 @@ def check_finite(step: int, stage: str, metrics: Mapping[str, Scalar]) -> None:
         )
 
 
+class Pace:
+    """How long a stage will still take, at the pace of its last steps.
+
+    Args:
+        num_steps: of the stage.
+    """
+
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._ends: deque[tuple[int, float]] = deque(maxlen=11)
+
+    def left(self, step: int) -> float | None:
+        """Seconds after this step; None for the first, whose compilation tells nothing."""
+        self._ends.append((step, time.perf_counter()))
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        if last == first:
+            return None
+        return (ended - began) / (last - first) * (self._num_steps - 1 - step)
+
+
 def format_line(
-    stage: str, step: int, num_steps: int, metrics: Mapping[str, Scalar], seconds: float
+    stage: str,
+    step: int,
+    num_steps: int,
+    metrics: Mapping[str, Scalar],
+    seconds: float,
+    left: float | None = None,
 ) -> str:
-    """One line for the console: `rl   12/200  reward 0.5132  acc 0.4375  3.21 s`.
+    """One line for the console: `rl   12/200  reward 0.5132  acc 0.4375  3.21 s  0:10:03 left`.
 
     Args:
         metrics: the metrics to show, in this order.
         seconds: wall time of the step.
+        left: seconds until the stage ends, if known.
     """
     width = len(str(num_steps))
     values = (f"{name} {value:.4g}" for name, value in _on_host(metrics).items())
-    return "  ".join((f"{stage} {step:{width}d}/{num_steps}", *values, f"{seconds:.2f} s"))
+    line = "  ".join((f"{stage} {step:{width}d}/{num_steps}", *values, f"{seconds:.2f} s"))
+    return line if not left else f"{line}  {datetime.timedelta(seconds=round(left))} left"
 
 
 def print_line(line: str) -> None:
@@ -89,6 +119,16 @@ def device_memory() -> dict[str, float]:
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return {} if peak is None else {"device_memory_gib": peak / 2**30}
+
+
+def host_usage() -> dict[str, float]:
+    """Resident memory of this process in GiB, its open file handles and threads."""
+    process = psutil.Process()
+    return {
+        "host/memory_gib": process.memory_info().rss / 2**30,
+        "host/open_files": process.num_fds(),
+        "host/threads": process.num_threads(),
+    }
 
 
 def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float]:

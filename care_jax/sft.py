@@ -25,7 +25,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.train_step import TrainState, update
 from care_jax.method import spans
-from care_jax.metrics import check_finite, format_line, print_line, progress
+from care_jax.metrics import Pace, check_finite, format_line, host_usage, print_line, progress
 from care_jax.milestones import Evaluate, Milestones
 from care_jax.packing.layout import lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
@@ -84,6 +84,7 @@ def train(
         milestones.begin(start, state.params)
         report = Report(run.workdir, max_megabytes=config.report.max_megabytes)
         began, first, metrics = time.perf_counter(), start, {}
+        pace = Pace(sft.num_steps)
         for step, step_examples, prompts in progress(
             batches.iterate(start, sft.num_steps), "sft", start, sft.num_steps
         ):
@@ -102,9 +103,10 @@ def train(
                 seconds = (time.perf_counter() - began) / (step + 1 - first)
                 began, first = time.perf_counter(), step + 1
                 metrics["learning_rate"] = float(learning_rate_at(step))
-                run.metrics.write("sft", step, metrics)
+                run.metrics.write("sft", step, metrics | host_usage())
                 report.write()
-                print_line(format_line("sft", step, sft.num_steps, metrics, seconds))
+                left = pace.left(step)
+                print_line(format_line("sft", step, sft.num_steps, metrics, seconds, left))
             if milestones.is_due(step + 1):
                 check_finite(step, "sft", metrics)
                 began += milestones.reach(step + 1, state, {})

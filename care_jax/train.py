@@ -31,7 +31,7 @@ from care_jax.dynamic_sampling import Draw
 from care_jax.method import diagnostics
 from care_jax.method.advantages import RawAdvantages
 from care_jax.method.credit import Credit
-from care_jax.metrics import device_memory, format_line, print_line, progress
+from care_jax.metrics import Pace, device_memory, format_line, host_usage, print_line, progress
 from care_jax.milestones import Evaluate, Milestones
 from care_jax.packing.plan import RowPlan
 from care_jax.programs import (
@@ -43,6 +43,7 @@ from care_jax.programs import (
 )
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.groups import Sampled, Wording
+from care_jax.report.rollout_log import RolloutLog
 from care_jax.report.writer import Report
 from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import Groups, PromptTable, gather_prompt_table, roll_out
@@ -116,7 +117,8 @@ def train(
         run.metrics.begin("rl", start)
         milestones = Milestones(run, "rl", checkpoints, evaluate)
         milestones.begin(start, state.params)
-        report = open_report(run, start)
+        report, rollout_log = open_report(run, start)
+        pace = Pace(rl.num_steps)
         tail = 0.0  # seconds for which metrics and report of the step before kept the host busy
         for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
             step, *_ = first
@@ -191,23 +193,31 @@ def train(
                 f"verifier/{name}": sum(counts[name] for counts in new_counts)
                 for name in verifier.counts
             }
-            metrics |= device_memory() | {
-                "learning_rate": float(learning_rate_at(step * updates_per_step)),
-                "decoded_tokens": num_decoded,
-                "rollout_tokens_per_second": num_sampled / (rolled_out - began),
-                "train_tokens_per_second": int(gathered.num_tokens.sum()) / (ended - rolled_out),
-                "rollout_seconds": rolled_out - began,
-                "train_seconds": ended - rolled_out,
-                "device_idle": 1 - (clock.busy_seconds() - busy) / (tail + ended - began),
-            }
+            metrics |= (
+                device_memory()
+                | host_usage()
+                | {
+                    "learning_rate": float(learning_rate_at(step * updates_per_step)),
+                    "decoded_tokens": num_decoded,
+                    "rollout_tokens_per_second": num_sampled / (rolled_out - began),
+                    "train_tokens_per_second": int(gathered.num_tokens.sum())
+                    / (ended - rolled_out),
+                    "rollout_seconds": rolled_out - began,
+                    "train_seconds": ended - rolled_out,
+                    "device_idle": 1 - (clock.busy_seconds() - busy) / (tail + ended - began),
+                }
+            )
             metrics |= fill(plans) | utilisation(
                 run, table, gathered.num_tokens, ended - rolled_out
             )
             run.metrics.write("rl", step, metrics)  # stops the run if a metric is not finite
+            left = pace.left(step)
+            shown_groups = sampled(drawn.examples, groups, credited, raw)
+            rollout_log.add(step, shown_groups)
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
-                print_line(format_line("rl", step, rl.num_steps, shown, ended - began))
-                report.add(step, sampled(drawn.examples, groups, credited, raw))
+                print_line(format_line("rl", step, rl.num_steps, shown, ended - began, left))
+                report.add(step, shown_groups)
             tail = time.perf_counter() - ended
             milestones.reach(step + 1, state, {"num_decoded": num_decoded})
         profile_steps(run, rl.num_steps)
@@ -301,8 +311,8 @@ def fill(plans: Sequence[RowPlan]) -> dict[str, float]:
     }
 
 
-def open_report(run: Run, start: int) -> Report:
-    """The run report, without the steps that will be repeated."""
+def open_report(run: Run, start: int) -> tuple[Report, RolloutLog]:
+    """The run report and the log of rollouts, without the steps that will be repeated."""
     care, policy, settings = run.config.care, run.policy, run.config.report
     wording = Wording(
         token_bytes=policy.token_bytes,
@@ -317,14 +327,16 @@ def open_report(run: Run, start: int) -> Report:
         max_side=settings.image_side,
         wording=wording,
     )
+    log = RolloutLog(run.workdir, max_megabytes=settings.rollouts_megabytes, wording=wording)
     report.begin(start)
-    return report
+    log.begin(start)
+    return report, log
 
 
 def sampled(
     examples: Sequence[Example], groups: Groups, credited: Credit, raw: RawAdvantages | None
 ) -> Sampled:
-    """What the report shows of this process's prompts."""
+    """What the report and the log of rollouts show of this process's prompts."""
     return Sampled(
         examples=examples,
         rollouts=groups.rollouts,

@@ -293,6 +293,9 @@ def get_config() -> ConfigDict:
     report.groups_per_step = 4  # prompts shown per logged step, from each outcome in turn; 0: none
     report.max_megabytes = 16.0  # MiB of the file; old steps are thinned out to stay below it
     report.image_side = 448  # maximum pixels of an image's longer side
+    # MiB of workdir/rollouts.jsonl and rollouts.1.jsonl, every response of the last steps with its
+    # reward, components and advantage; per process. 0: not written.
+    report.rollouts_megabytes = 256.0
 
     config.metrics = metrics = ConfigDict()
     # wandb project that gets the metrics of metrics.jsonl and TensorBoard, under the same names

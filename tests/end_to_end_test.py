@@ -63,7 +63,7 @@ def metrics_of(workdir):
 
 def without_times(records):
     return [
-        {k: v for k, v in record.items() if "second" not in k and k != "device_idle"}
+        {k: v for k, v in record.items() if not re.search("second|device_idle|host/", k)}
         for record in records
     ]
 

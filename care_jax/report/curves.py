@@ -42,6 +42,7 @@ CHARTS = (
     ("Utilisation", "share of peak", ("*_mfu",)),
     ("Devices idle", "share of the time", ("device_idle",)),
     ("Device memory", "GiB", ("device_memory_gib",)),
+    ("Host memory", "GiB", ("host/memory_gib",)),
     ("Decoded so far", "tokens", ("decoded_tokens",)),
     ("Verifier", "calls", ("verifier/*",)),
     ("Left out so far", "examples", ("left_out/*",)),

@@ -1,5 +1,7 @@
 """Which groups fill a step: mixed ones of later batches stand in for the others."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,7 +204,7 @@ def test_resumed_dynamic_sampling_draws_what_the_unbroken_run_did(run_loop, fill
     assert resumed.numbers == whole.numbers[4:] == [2, 6, 3, 7, 11, 15]
     assert resumed.updated == whole.updated[2 * 2 :]
     for got, want in zip(metrics, expected, strict=True):
-        timings = {name for name in want if "second" in name} | {"device_idle"}
+        timings = {name for name in want if re.search("second|device_idle|host/", name)}
         assert all(got[name] == value for name, value in want.items() if name not in timings)
 
 

@@ -175,8 +175,35 @@ def test_misuse_is_refused(tmp_path):
 def test_the_console_line_is_readable(capsys):
     line = metrics.format_line("rl", 7, 200, {"reward": jnp.float32(0.51318), "rows": 64}, 3.2149)
     assert line == "rl   7/200  reward 0.5132  rows 64  3.21 s"
+    assert (
+        metrics.format_line("sft", 0, 9, {}, 3.2149, left=3671.4) == "sft 0/9  3.21 s  1:01:11 left"
+    )
     metrics.print_line(line)
     assert capsys.readouterr().out == line + "\n"
+
+
+def test_what_is_left_goes_by_the_last_ten_steps(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    pace = metrics.Pace(100)
+    now = 60.0
+    assert pace.left(20) is None  # its compilation tells nothing
+    for step in (22, 24):  # every other one is logged
+        now += 4.0
+        left = pace.left(step)
+    assert left == 2.0 * (99 - 24)
+    for step in range(25, 36):
+        now += 10.0
+        left = pace.left(step)
+    assert left == 10.0 * (99 - 35)
+    assert metrics.Pace(1).left(0) is None
+
+
+def test_the_host_is_watched(tmp_path):
+    before = metrics.host_usage()
+    assert before["host/memory_gib"] > 0.05 and before["host/threads"] >= 1
+    with (tmp_path / "a").open("w"), (tmp_path / "b").open("w"):
+        assert metrics.host_usage()["host/open_files"] == before["host/open_files"] + 2
 
 
 def test_progress_passes_every_item_and_draws_no_bar_into_a_file(capsys):

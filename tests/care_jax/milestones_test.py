@@ -1,6 +1,7 @@
 """Evaluation inside a stage, around scripted programs: when, of which weights, what it leaves."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +63,9 @@ def test_the_stage_goes_on_as_without_an_evaluation(run_loop):
 
     def without_times(records):
         return [
-            {key: value for key, value in record.items() if "second" not in key}
+            {k: v for k, v in record.items() if not re.search("second|device_idle|host/", k)}
             for record in records
-            if record["stage"] == "rl" and record.pop("device_idle") is not None
+            if record["stage"] == "rl"
         ]
 
     assert without_times(others) == without_times(records)
