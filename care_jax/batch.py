@@ -150,9 +150,11 @@ class Scores:
     """Results of the verifier and the tag parser for B prompts with R rows each.
 
     Attributes:
-        acc: correctness in [0, 1], read from the answer span alone.
-        fmt: 1 for exactly one think span, then one non-empty answer span, then EOS; else 0.
-        reward: (1 - λ)·acc + λ·fmt (eq:overall).
+        acc: 1 for a success, else 0; the verifier reads it from the answer span alone.
+        fmt: 1 for exactly one think span, then one non-empty answer span, then EOS; else 0. A
+            reward function may give another number in [0, 1].
+        reward: (1 - λ)·acc + λ·fmt (eq:overall); of a reward function the weighted components take
+            the place of acc.
         is_think, is_answer: token masks of the spans, tags included, EOS in the answer.
         num_think, num_answer: tokens strictly between the tags.
         has_answer: the row has a well-formed answer span.

@@ -180,11 +180,10 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
         open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
         for part in parts
     ]
-    if stage != "sft" and not has_reward:
-        opened = [
-            source if part.source == "synthetic" else with_text_answers(source)
-            for part, source in zip(parts, opened, strict=True)
-        ]
+    if stage != "sft" and not has_reward and section.source != "synthetic":
+        opened = [with_text_answers(source) for source in opened]
+        for source in opened:
+            first_usable(source)
     examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
     if stage == "evaluate":
         if section.source != "synthetic":

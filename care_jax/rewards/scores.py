@@ -14,7 +14,7 @@ from jaxtyping import Shaped
 
 from care_jax.batch import Example, Rollouts, Scores
 from care_jax.method import spans
-from care_jax.rewards.verifier import Verdict, Verifier
+from care_jax.rewards.verifier import Verifier
 
 
 def row_texts(
@@ -72,7 +72,7 @@ def start_scoring(
             components Σₖ wₖ·cₖ take the place of acc.
 
     Returns:
-        a function that waits for the reward function, if there is one, and returns the scores.
+        a function that waits for the verdicts and returns the scores.
     """
     tokens, is_valid = np.asarray(rollouts.tokens), np.asarray(rollouts.is_valid)
     num_rows, num_tokens = tokens.shape[1:]
@@ -90,18 +90,6 @@ def start_scoring(
         group_size=num_rows,
     )
 
-    def finish() -> Scored:
-        verdicts = verdicts_of()
-        components = None
-        if verifier.has_reward:
-            components = table([dict(verdict.components) for verdict in verdicts], object)
-        return Scored(
-            scores=scores_of(verdicts),
-            texts=texts,
-            reasons=table([verdict.reason for verdict in verdicts], object),
-            components=components,
-        )
-
     def table(values, dtype: DTypeLike = np.float32):
         return np.array(values, dtype).reshape(len(examples), num_rows)
 
@@ -112,10 +100,11 @@ def start_scoring(
             row[: len(mask)] = mask
         return padded.reshape(tokens.shape)
 
-    def scores_of(verdicts: Sequence[Verdict]) -> Scores:
+    def finish() -> Scored:
+        verdicts = verdicts_of()
         fmt = table([verdict.fmt for verdict in verdicts])
         quality = table([v.acc if v.quality is None else v.quality for v in verdicts])
-        return Scores(
+        scores = Scores(
             acc=table([verdict.acc for verdict in verdicts]),
             fmt=fmt,
             reward=(1 - format_weight) * quality + format_weight * fmt,
@@ -125,5 +114,10 @@ def start_scoring(
             num_answer=table([span.num_answer for span in parsed], np.int32),
             has_answer=table([span.has_answer for span in parsed], bool),
         )
+        components = None
+        if verifier.has_reward:
+            components = table([dict(verdict.components) for verdict in verdicts], object)
+        reasons = table([verdict.reason for verdict in verdicts], object)
+        return Scored(scores, texts, reasons, components)
 
     return finish

@@ -11,7 +11,7 @@ from absl.testing import flagsaver
 from care_jax import main
 from care_jax.batch import Example
 from care_jax.devices.sharding import make_mesh
-from configs import tiny
+from configs import common, tiny
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
@@ -66,6 +66,17 @@ def test_each_stage_works_on_its_own_examples(opened):
     assert [options["seed"] for options in opened] == [11, 12, 13]
     assert [options["split"] for options in opened] == ["train", "train", "test"]
     assert ["teacher_error" in options for options in opened] == [True, False, False]
+
+
+@pytest.mark.parametrize("stage", ["rl", "evaluate"])
+def test_answers_that_are_no_texts_need_a_reward_function(tmp_path, stage):
+    path = tmp_path / "boxes.jsonl"
+    path.write_text('{"question": "Where?", "answer": [1, 2, 3, 4]}\n')
+    config = tiny.get_config()
+    config.data.train = config.data.test = common.source("jsonl", path=str(path))
+    with pytest.raises(ValueError, match=r"1 x answer is a list .*, which needs verifier\.reward"):
+        main.open_stage(config, stage)
+    assert main.open_stage(config, stage, has_reward=True)[0].answer == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
