@@ -1,7 +1,7 @@
 """Maintains workdir/rollouts.jsonl: every response of every step, with its reward and advantage.
 
-One line per prompt: the step, and the group as `groups.describe` gives it, with each response as one
-text. Its size is bounded: when the file has half of the allowed bytes it becomes `rollouts.1.jsonl`
+One line per prompt: the step, and the group as `groups.describe` gives it, with each response as
+one text. The size is bounded: a file that has half of the allowed bytes becomes `rollouts.1.jsonl`,
 in place of the former one. A process that is not the first appends its number to the name.
 """
 
