@@ -9,6 +9,7 @@ const STAGES = {
 const HEIGHT = 168;
 const EDGE = { left: 46, right: 10, top: 8, bottom: 22 };
 const NUM_COLORS = 6;
+const NUM_FIRST = 6; // charts of a stage that are shown at once, so that the rollouts are not far below
 
 function shape(tag, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -143,6 +144,7 @@ class Stage {
     this.name = stage.name;
     this.readout = element("span", { class: "muted readout" });
     this.charts = stage.charts.map((chart) => new Chart(chart, this));
+    const figures = this.charts.map((chart) => chart.figure);
     const thinned = stage.stride > 1 ? `, every ${stage.stride}th drawn` : "";
     this.element = element(
       "details", { class: "stage", open: isOpen },
@@ -150,7 +152,11 @@ class Stage {
         "summary", {}, element("h2", {}, STAGES[stage.name] || stage.name),
         element("span", { class: "muted" }, ` steps ${stage.steps[0]} to ${this.last()}${thinned}`), this.readout,
       ),
-      element("div", { class: "charts" }, ...this.charts.map((chart) => chart.figure)),
+      element("div", { class: "charts" }, ...figures.slice(0, NUM_FIRST)),
+      figures.length > NUM_FIRST ? element(
+        "details", { class: "rest" }, element("summary", {}, `${figures.length - NUM_FIRST} more charts`),
+        element("div", { class: "charts" }, ...figures.slice(NUM_FIRST)),
+      ) : null,
     );
     new ResizeObserver(() => this.charts.forEach((chart) => chart.draw())).observe(this.element);
   }
@@ -180,22 +186,34 @@ class Stage {
   }
 }
 
-// A stage of one step is a set of figures: an evaluation. Its interval goes beside a figure.
-function figures(stage) {
-  const values = new Map(stage.charts.flatMap((chart) => chart.series.map((each) => [each.name, each.values[0]])));
-  const shown = [...values.keys()].filter((name) => !/_(low|high)$/.test(name))
-    .sort((a, b) => (b === "acc") - (a === "acc")).map((name) => {
-    const interval = values.has(`${name}_low`)
-      ? ` (${format(values.get(`${name}_low`))} to ${format(values.get(`${name}_high`))})` : "";
-    return element("span", {}, `${name} `, element("b", {}, format(values.get(name))), interval);
-  });
-  return [element("dt", {}, stage.name.replace(/^evaluate_/, "Evaluation after ")), element("dd", {}, ...shown)];
+// A stage of one step is an evaluation: a column of the table. Its interval goes beside a figure.
+function cell(values, name) {
+  if (!values.has(name)) return element("td", {});
+  const interval = values.has(`${name}_low`)
+    ? ` (${format(values.get(`${name}_low`))} to ${format(values.get(`${name}_high`))})` : "";
+  return element("td", {}, element("b", {}, format(values.get(name))), interval);
+}
+
+function table(stages) {
+  const columns = stages.map((stage) => new Map(
+    stage.charts.flatMap((chart) => chart.series.map((each) => [each.name, each.values[0]])),
+  ));
+  const names = [...new Set(columns.flatMap((values) => [...values.keys()]))]
+    .filter((name) => !/_(low|high)$/.test(name)).sort((a, b) => (b === "acc") - (a === "acc"));
+  const head = stages.map((stage) => element(
+    "th", { scope: "col" }, stage.name.replace(/^evaluate_/, "after "),
+  ));
+  return [
+    element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Evaluation"), ...head)),
+    element("tbody", {}, ...names.map((name) => element(
+      "tr", {}, element("th", { scope: "row" }, name), ...columns.map((values) => cell(values, name)),
+    ))),
+  ];
 }
 
 const isEvaluation = (stage) => stage.name.startsWith("evaluate");
-for (const stage of data.stages.filter(isEvaluation)) {
-  find("evaluations").append(element("div", {}, ...figures(stage)));
-}
+const evaluations = data.stages.filter(isEvaluation);
+if (evaluations.length) find("evaluations").append(...table(evaluations));
 const curves = data.stages.filter((stage) => !isEvaluation(stage)).reverse();
 // The last stage is open, and above it the evaluations inside it.
 const isOpen = (stage) => stage === curves[0] || curves[0].name === `${stage.name}_eval`;

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
     not browser.executable(),
     reason=f"needs a browser, none of {', '.join(browser.NAMES)} is installed",
 )
+LATER = dict.fromkeys(("loss", "grad_norm", "learning_rate", "decoded_tokens", "device_idle"), 1.0)
 LONG = "<think>" + "a very long rationale " * 200 + "</think><answer>5</answer>"
 
 
@@ -25,7 +26,7 @@ def report(tmp_path_factory):
         {"stage": "sft", "step": 0, "loss": 2.0},
         {"stage": "evaluate_sft", "step": 0, "acc": 0.5, "acc_low": 0.4, "acc_high": 0.6},
         *(
-            {"stage": "rl", "step": step, "reward": step / 10, "acc": 0.5, HOSTILE: 1}
+            {"stage": "rl", "step": step, "reward": step / 10, "acc": 0.5, HOSTILE: 1} | LATER
             for step in range(5)
         ),
     ]
@@ -232,8 +233,21 @@ def test_hovering_a_curve_reads_out_every_chart_at_that_step(opened):
     assert text_of(opened, ".stage:first-child .legend b")[0] == "0.4"  # the last
 
 
+def test_a_stage_shows_its_first_charts_and_the_others_when_asked(opened):
+    shown = """[...document.querySelectorAll('.stage:first-child svg')]
+      .filter((x) => x.checkVisibility()).map((x) => x.viewBox.baseVal.width)"""
+    assert len(opened.run(shown)) == 6
+    assert text_of(opened, ".stage:first-child .rest summary") == ["2 more charts"]
+    opened.run("document.querySelector('.rest summary').click()")
+    opened.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    widths = opened.run(shown)
+    assert len(widths) == 8 and len(set(widths)) == 1  # drawn again, now that there is room
+    assert widths[0] > 160 and text_of(opened, ".stage:last-child .rest") == []
+
+
 def test_an_evaluation_is_a_figure_with_its_interval(opened):
-    assert text_of(opened, "#evaluations dd span") == ["acc 0.5 (0.4 to 0.6)"]
+    assert text_of(opened, "#evaluations th") == ["Evaluation", "after sft", "acc"]
+    assert text_of(opened, "#evaluations td") == ["0.5 (0.4 to 0.6)"]
 
 
 def test_evaluations_inside_the_last_stage_stand_open_above_it(opened, tmp_path):
