@@ -7,6 +7,7 @@ the lines of the steps that it will repeat, so that every step appears once.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -23,11 +24,30 @@ import numpy as np
 import psutil
 import tensorboardX
 import tqdm
+from PIL import Image
 
 from care_jax.devices import distributed
 
 Item = TypeVar("Item")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownGroup:
+    """A prompt with its responses, as TensorBoard and wandb show it.
+
+    Attributes:
+        name: source and id.
+        question, gold: of the prompt.
+        image: its first image, made small; None for none.
+        responses: values by column; the same columns in all, one of them "text".
+    """
+
+    name: str
+    question: str
+    gold: str
+    image: Image.Image | None
+    responses: Sequence[Mapping[str, str | float | None]]
 
 
 def _on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
@@ -185,6 +205,16 @@ def _import_wandb() -> Any:
     return wandb
 
 
+def _markdown(group: ShownGroup) -> str:
+    """A heading, and each response as an indented block below its figures."""
+    parts = [f"**{group.name}** {group.question}\n\ngold answer: {group.gold}"]
+    for response in group.responses:
+        figures = (f"{name} {value}" for name, value in response.items() if name != "text")
+        lines = str(response["text"]).splitlines() or [""]
+        parts.append(" · ".join(figures) + "\n\n" + "\n".join(f"    {line}" for line in lines))
+    return "\n\n".join(parts)
+
+
 def _whole_lines(path: pathlib.Path) -> list[str]:
     """The lines of a file; a killed run may leave the last one incomplete, which is left out."""
     return [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
@@ -278,6 +308,31 @@ class MetricWriter:
             self._boards[stage].add_scalar(name, value, step)
         if stage in self._online:
             self._online[stage].log(values, step=step)
+
+    def show(self, stage: str, step: int, groups: Sequence[ShownGroup]) -> None:
+        """Sends prompts and responses to TensorBoard, as images and text, and to wandb, as a table.
+
+        Args:
+            stage: has begun.
+            step: of the groups.
+            groups: few; each is stored whole.
+        """
+        if not self._is_writer or not groups:
+            return
+        for number, group in enumerate(groups):
+            self._boards[stage].add_text(f"rollouts/{number}", _markdown(group), step)
+            if group.image is not None:
+                pixels = np.asarray(group.image.convert("RGB"))
+                self._boards[stage].add_image(f"rollouts/{number}", pixels, step, dataformats="HWC")
+        if self._wandb and stage in self._online:
+            columns = ["name", "image", "question", "gold", *groups[0].responses[0]]
+            table = self._wandb.Table(columns=columns)
+            for group in groups:
+                image = None if group.image is None else self._wandb.Image(group.image)
+                for response in group.responses:
+                    head = group.name, image, group.question, group.gold
+                    table.add_data(*head, *response.values())
+            self._online[stage].log({"rollouts": table}, step=step)
 
     def _counted(self, stage: str) -> dict[str, int]:
         values: Counter[str] = Counter()

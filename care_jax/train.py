@@ -217,7 +217,7 @@ def train(
             if step % config.log_every == 0 or step == rl.num_steps - 1:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 print_line(format_line("rl", step, rl.num_steps, shown, ended - began, left))
-                report.add(step, shown_groups)
+                run.metrics.show("rl", step, report.add(step, shown_groups))
             tail = time.perf_counter() - ended
             milestones.reach(step + 1, state, {"num_decoded": num_decoded})
         profile_steps(run, rl.num_steps)

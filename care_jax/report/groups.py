@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -205,6 +205,16 @@ def describe(sampled: Sampled, index: int, wording: Wording) -> dict[str, Any]:
         "outcome": outcome(sampled, index),
         "repair": repair,
         "responses": responses,
+    }
+
+
+def columns(response: Mapping[str, Any]) -> dict[str, Any]:
+    """A response of `describe` as one row of a table."""
+    names = ("role", "acc", "reward", "advantage", "tokens", "reason")
+    return {
+        **{name: response[name] for name in names},
+        "components": ", ".join(f"{name} {value}" for name, value in response["components"]),
+        "text": "".join(text for _, text in response["segments"]),
     }
 
 

@@ -22,12 +22,9 @@ def data_uri(image: AnyImage, *, max_side: int) -> str:
         image: as a data source yields it.
         max_side: maximum of its longer side in pixels; reduced further to meet MAX_BYTES.
     """
-    try:
-        picture = open_image(image, at_least=max_side).convert("RGBA")
-    except Unusable:  # the file was removed after the prompt was built
+    picture = thumbnail(image, max_side=max_side)
+    if picture is None:
         return ""
-    picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
-    picture = picture.convert("RGB")
     while True:
         picture.thumbnail((max_side, max_side))
         kinds = ("png", "jpeg") if picture.getcolors(_DRAWING_COLORS) else ("jpeg",)
@@ -35,6 +32,18 @@ def data_uri(image: AnyImage, *, max_side: int) -> str:
         if len(data) <= MAX_BYTES or max_side == 1:
             return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
         max_side = max(max_side * 3 // 4, 1)
+
+
+def thumbnail(image: AnyImage, *, max_side: int) -> Image.Image | None:
+    """The image on white, its longer side at most `max_side` pixels; None if it cannot be read."""
+    try:
+        picture = open_image(image, at_least=max_side).convert("RGBA")
+    except Unusable:  # the file was removed after the prompt was built
+        return None
+    picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
+    picture = picture.convert("RGB")
+    picture.thumbnail((max_side, max_side))
+    return picture
 
 
 def _encoded(picture: Image.Image, kind: str) -> tuple[str, bytes]:

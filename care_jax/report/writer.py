@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import jax
 
+from care_jax.metrics import ShownGroup
 from care_jax.report import curves, groups, page, pictures
 from care_jax.report.groups import Sampled, Wording
 
@@ -61,15 +62,16 @@ class Report:
         self._logged = [step for step in self._logged if step < start_step]
         self._steps = {step: shown for step, shown in self._steps.items() if step < start_step}
 
-    def add(self, step: int, sampled: Sampled) -> None:
-        """Adds a sample of a step's groups and writes the file."""
+    def add(self, step: int, sampled: Sampled) -> list[ShownGroup]:
+        """Adds a sample of a step's groups and writes the file; returns that sample."""
         if not self._is_writer:
-            return
+            return []
         outcomes = [groups.outcome(sampled, index) for index in range(len(sampled.examples))]
         chosen = groups.choose(outcomes, self._groups_per_step, turn=len(self._logged))
         self._logged.append(step)
         self._steps[step] = [self._group(sampled, index) for index in chosen]
         self.write()
+        return [self._shown(sampled, index) for index in chosen]
 
     def write(self) -> None:
         """Replaces the file atomically."""
@@ -101,6 +103,20 @@ class Report:
                 self._pictures[keys[-1]] = page.to_json(uri)
         group = groups.describe(sampled, index, self._wording) | {"pictures": keys}
         return page.to_json(group), tuple(keys)
+
+    def _shown(self, sampled: Sampled, index: int) -> ShownGroup:
+        assert self._wording is not None  # required by `add`
+        example, group = sampled.examples[index], groups.describe(sampled, index, self._wording)
+        image = None
+        if example.images:
+            image = pictures.thumbnail(example.images[0], max_side=self._max_side)
+        return ShownGroup(
+            name=f"{example.source} {example.id}",
+            question=example.question,
+            gold=group["gold"],
+            image=image,
+            responses=[groups.columns(response) for response in group["responses"]],
+        )
 
     def _data(self, head: str, steps: dict[int, list[tuple[str, tuple[str, ...]]]]) -> str:
         shown = (

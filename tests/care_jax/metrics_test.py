@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 import math
@@ -6,10 +7,11 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 from tensorboardX.proto import event_pb2
 
 from care_jax import metrics
-from care_jax.metrics import MetricWriter, pass_rates
+from care_jax.metrics import MetricWriter, ShownGroup, pass_rates
 
 
 def lines(workdir):
@@ -65,6 +67,17 @@ class Wandb:
     def __init__(self):
         self.started, self.logged, self.finished = [], [], []
 
+    class Table:
+        def __init__(self, columns):
+            self.columns, self.rows = columns, []
+
+        def add_data(self, *row):
+            assert len(row) == len(self.columns)
+            self.rows.append(row)
+
+    def Image(self, image):
+        return "image", image
+
     def init(self, **settings):
         self.started.append(settings)
         stub, stage = self, settings["name"].rpartition("/")[2]
@@ -95,6 +108,44 @@ def test_wandb_gets_the_same_names_and_a_resumed_stage_its_own_run(tmp_path, mon
         *("project", tmp_path.name, "allow"),
     )
     assert stub.finished == ["rl", "evaluate_rl"] * 2
+
+
+GROUP = ShownGroup(
+    name="made q1",
+    question="How many?",
+    gold="2",
+    image=Image.new("RGB", (8, 6), "red"),
+    responses=[
+        {"role": "anchor", "acc": 1.0, "text": "<think>two\n```</think>"},
+        {"role": "", "acc": 0.0, "text": ""},
+    ],
+)
+
+
+def test_prompts_and_responses_are_a_table_on_wandb_and_text_and_images_on_tensorboard(
+    tmp_path, monkeypatch
+):
+    stub = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    bare = dataclasses.replace(GROUP, image=None, name="made q2")
+    with MetricWriter(tmp_path, "project") as writer:
+        writer.write("rl", 3, {"acc": 1})
+        writer.show("rl", 3, [GROUP, bare])
+        writer.show("rl", 3, [])
+    (stage, step, values) = stub.logged[-1]
+    table = values["rollouts"]
+    assert (stage, step, len(stub.logged)) == ("rl", 3, 2)
+    assert table.columns == ["name", "image", "question", "gold", "role", "acc", "text"]
+    assert [row[0] for row in table.rows] == ["made q1"] * 2 + ["made q2"] * 2
+    assert table.rows[0][1:] == (
+        *(("image", GROUP.image), "How many?", "2", "anchor", 1.0, "<think>two\n```</think>"),
+    )
+    assert table.rows[2][1] is None
+    (path,) = (tmp_path / "tensorboard" / "rl").glob("events*")
+    data = path.read_bytes()
+    assert b"**made q1** How many?" in data and b"role anchor \xc2\xb7 acc 1.0" in data
+    assert b"    <think>two\n    ```</think>" in data  # a block that no text can end
+    assert data.count(b"\x89PNG") == 1
 
 
 def test_wandb_is_imported_for_a_project_alone(tmp_path, monkeypatch):

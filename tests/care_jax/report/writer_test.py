@@ -40,6 +40,20 @@ def test_a_report_has_curves_groups_and_each_picture_once(tmp_path, make_report)
     assert not (tmp_path / "report.tmp").exists()
 
 
+def test_what_is_added_comes_back_as_rows_for_other_boards(make_report, monkeypatch):
+    report = make_report()
+    (group,) = report.add(0, make_sampled(components=[{"acc": 1.0, "brief": 0.25}, *[{}] * 4]))
+    assert (group.name, group.gold) == ("made q0", "2") and max(group.image.size) <= 64
+    anchor, *_ = group.responses
+    assert (anchor["role"], anchor["text"], anchor["acc"]) == ("anchor", RIGHT, 1.0)
+    assert anchor["components"] == "acc 1.0, brief 0.25"
+    assert WRONG in [response["text"] for response in group.responses]
+    (group,) = report.add(1, make_sampled(images=()))
+    assert group.image is None
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    assert make_report().add(0, make_sampled()) == []
+
+
 def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path, make_report):
     report = make_report()
     for step in range(5):
