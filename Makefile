@@ -2,21 +2,22 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
 
 .PHONY: demo test test-all lint clean
 
-# A stamp per extra: installing again costs nothing until pyproject.toml changes.
-$(VENV)/installed: pyproject.toml
+# A stamp per extra: installing again costs nothing until one of these files changes.
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/export_test.py
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/libtpu libtpu==0.0.42.1  # see tests/care_jax/aot/compile_test.py
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(VENV)/cuda jax-cuda13-pjrt==0.10.2  # see tests/models/attention_compile_test.py
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/export_test.py
+	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/libtpu libtpu==0.0.42.1  # see tests/care_jax/aot/compile_test.py
+	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/cuda jax-cuda13-pjrt==0.10.2  # see tests/models/attention_compile_test.py
 	touch $@
 
 demo: $(VENV)/installed

@@ -31,7 +31,7 @@ def with_arm(arms: Arms, argument: str) -> ConfigDict:
             f"arm must be one of {', '.join(arms)}, got {arm!r}; write arm or arm@base"
         )
     try:
-        module = importlib.import_module(f"configs.{name}")
+        module = importlib.import_module(f"{__package__}.{name}")
     except ModuleNotFoundError as error:
         raise ValueError(f"{argument!r} names a base that is not in configs/: {name}") from error
     config = module.get_config(base_argument) if base_argument else module.get_config()

@@ -25,7 +25,7 @@ LAYERS = (
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("saving and evaluating",    ("milestones",)),
     ("loops",                    ("sft", "evaluate", "train", "export")),
-    ("entry",                    ("main", "dry_run", "aot", "sweep", "from_python")),
+    ("entry",                    ("main", "cli", "dry_run", "aot", "sweep", "from_python")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {

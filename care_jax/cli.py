@@ -1,0 +1,95 @@
+"""The installed program, from any folder: `care-jax train --config=qwen25vl_7b --workdir=runs/7b`.
+
+Each command runs a module, with its flags. A configuration or an experiment is a path, or the name
+of one that is installed.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import runpy
+import sys
+from collections.abc import Sequence
+
+# The module of each command, and the flags it gets before those of the user.
+COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "train": ("care_jax.main", ()),
+    "evaluate": ("care_jax.main", ("--config.stages=('evaluate',)",)),
+    "export": ("care_jax.main", ("--config.stages=('export',)",)),
+    "aot": ("care_jax.aot", ()),
+    "prepare": ("care_jax.data.prepare", ()),
+    "sweep": ("care_jax.sweep", ()),
+}
+_FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags
+_DEFAULT = "tiny"  # configuration of the commands that train or evaluate, if none is given
+
+
+def main() -> None:
+    """Runs a command; exits with status 2 if it or a name is unknown."""
+    command, *given = sys.argv[1:] or ["--help"]
+    if command not in COMMANDS:
+        is_help = command in ("-h", "--help")
+        print(
+            f"usage: care-jax {{{','.join(COMMANDS)}}} [--config=NAME or PATH] [flags]\n"
+            f"configurations: {', '.join(names('configs'))}\n"
+            f"experiments, of sweep --experiment=NAME: {', '.join(names('experiments'))}"
+            + ("" if is_help else f"\nerror: no command {command!r}"),
+            file=sys.stdout if is_help else sys.stderr,
+        )
+        sys.exit(0 if is_help else 2)
+    module, first = COMMANDS[command]
+    try:
+        flags = resolved(command, given)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    sys.argv = [f"care-jax {command}", *first, *flags]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def resolved(command: str, given: Sequence[str]) -> list[str]:
+    """The flags with paths in place of the names of configurations and experiments."""
+    flags, before = [], ""
+    for flag in given:
+        name, equals, value = flag.partition("=")
+        if before in _FOLDERS:
+            flag = path_of(_FOLDERS[before], flag)
+        elif equals and name in _FOLDERS:
+            flag = f"{name}={path_of(_FOLDERS[name], value)}"
+        flags.append(flag)
+        before = flag
+    has_config = any(flag.partition("=")[0] == "--config" for flag in flags)
+    if COMMANDS[command][0] == "care_jax.main" and not has_config:
+        flags.insert(0, f"--config={path_of('configs', _DEFAULT)}")
+    return flags
+
+
+def path_of(folder: str, name: str) -> str:
+    """The path of an installed file; a path stays as it is. `name` may end with ":argument".
+
+    Raises:
+        ValueError: nothing of that name is installed.
+    """
+    stem, colon, argument = name.partition(":")
+    if "/" in stem or stem.endswith(".py"):
+        return name
+    if stem not in names(folder):
+        raise ValueError(
+            f"no file {stem!r} in {folder}; give a path that ends with .py, or one of "
+            f"{', '.join(names(folder))}"
+        )
+    return f"{_folder(folder) / stem}.py{colon}{argument}"
+
+
+def names(folder: str) -> list[str]:
+    """What is installed in `configs` or `experiments`."""
+    return sorted(path.stem for path in _folder(folder).glob("*.py") if path.stem[0] != "_")
+
+
+def _folder(name: str) -> pathlib.Path:
+    """Inside the package in an installation, beside it in the checkout; see setup.py."""
+    package = pathlib.Path(__file__).parent
+    return package / name if (package / name).is_dir() else package.parent / name
+
+
+if __name__ == "__main__":
+    main()
