@@ -110,7 +110,7 @@ def _bounds(block: Array) -> tuple[Array, Array]:
 
 def _run_xla(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
-) -> list[Array]:
+) -> Sequence[Array]:
     """One loop over all pairs, vmapped over kv heads, that updates the accumulators in place."""
     by_key = any(walk.by_key for walk in walks)
     sides = INPUTS[: len(arrays)]
@@ -157,7 +157,7 @@ def _run_xla(
 
 def _run_tpu(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
-) -> list[Array]:
+) -> Sequence[Array]:
     """A grid over kv heads and a dynamic number of pairs, with the pair lists prefetched.
 
     The accumulators of an owner stay in VMEM while the grid iterates over its pairs.
@@ -221,7 +221,7 @@ def _run_tpu(
 
 def _run_gpu(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
-) -> list[Array]:
+) -> Sequence[Array]:
     """One program per owner and query head, which loops over the owner's pairs.
 
     If key blocks are the owners, one program per owner and kv head. If query blocks are, scores are

@@ -37,7 +37,7 @@ CHECKED_MODULES = [
         "care_jax.decoding": "reflection sampling",
         "care_jax.learning": "logprobs optimizer",
         "care_jax.packing": "layout plan trees",
-        "models": "rope",
+        "models": "attention attention_blocks attention_kernels layers rope",
     }.items()
     for name in names.split()
 ]
