@@ -79,8 +79,12 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
             "the run starts from"
         )
     with open_checkpoints(run, stages[-1]) as saved:
+        # A damaged step is set aside, and the one before, or the next best, is taken.
+        while wanted == "best" and saved.best_step and not saved.is_whole(saved.best_step):
+            pass
+        last = saved.latest_whole_step() if wanted == "last" else None
         steps, best = [*saved.steps], saved.best_step
-    step = {"last": steps[-1] if steps else None, "best": best}.get(wanted, wanted)
+    step = {"last": last, "best": best}.get(wanted, wanted)
     if step is None or int(step) not in steps:
         known = f"the best by {run.config.best_metric!r}: {best or 'none was evaluated'}"
         raise ValueError(
