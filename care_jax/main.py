@@ -7,6 +7,8 @@ them must be able to write to its workdir; see `devices.distributed`.
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import re
 import sys
@@ -37,7 +39,8 @@ from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.report.writer import Report
 from care_jax.rewards.reward_function import RewardFunction
-from care_jax.run import Run
+from care_jax.run import Run, check_workdir
+from care_jax.versions import versions
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
@@ -106,15 +109,16 @@ def run_stages(
     benchmarks = evaluate.open_benchmarks(config) if is_evaluated(config) else []
     policy = policy_of(config)
     check_policy(config, policy)
+    no_metrics: Any = None  # nothing is written yet
     if is_dry:
-        no_metrics: Any = None  # nothing is written
         print_line(dry_run.describe(Run(config, policy, mesh, workdir, no_metrics), sources))
         return {}
     workdir.mkdir(parents=True, exist_ok=True)
+    check_workdir(Run(config, policy, mesh, workdir, no_metrics))
     if config.compilation_cache:
         compilation_cache.keep_programs(workdir)
     if jax.process_index() == 0:
-        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+        write_config(config, workdir)
     results = {}
     with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
         run = Run(config, policy, mesh, workdir, metrics, reward)
@@ -147,6 +151,14 @@ def run_stages(
     if found := compilation_cache.counts():
         print_line(f"{found['compiled']} programs compiled, {found['found']} found in the cache")
     return results
+
+
+def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Writes config.json, with the versions of code and libraries; a kill leaves it whole."""
+    fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
+    partial = workdir / "config.json.partial"
+    partial.write_text(json.dumps(fields, indent=2) + "\n")
+    os.replace(partial, workdir / "config.json")
 
 
 def policy_of(config: ConfigDict) -> Policy:

@@ -76,6 +76,7 @@ class Checkpoints:
         folder: created if missing.
         keep: number of latest steps to keep; older ones are deleted, but for the best.
         fingerprint: what determines the shapes of the state, such as the backbone's config.
+        settings: of the run, kept with every step, see `saved_settings`; JSON types.
         keep_best: number of best steps to keep besides.
         best_metric: name of the metric that tells which step is better; more is better.
 
@@ -89,6 +90,7 @@ class Checkpoints:
         *,
         keep: int,
         fingerprint: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
         keep_best: int = 0,
         best_metric: str = "acc",
     ):
@@ -97,6 +99,7 @@ class Checkpoints:
         self.folder = pathlib.Path(folder).absolute()
         self.best_metric = best_metric
         self._fingerprint = _flat(fingerprint)
+        self._settings = dict(settings or {})
         self._keep_best = keep_best
 
         def value_of(metrics: Mapping[str, float]) -> float:
@@ -191,6 +194,7 @@ class Checkpoints:
             "rng": rng,
             "metadata": dict(metadata),
             "fingerprint": self._fingerprint,
+            "settings": self._settings,
         }
         self._manager.wait_until_finished()  # the callback of the last save reads `_saving`
         self._saving = step
@@ -239,9 +243,7 @@ class Checkpoints:
                 f"expected checkpoint {'of any step' if step is None else step} in {self.folder}, "
                 f"found steps {sorted(self._manager.all_steps())}; check --workdir"
             )
-        progress = self._manager.restore(
-            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
-        )["progress"]
+        progress = self._progress(step)
         self._check_fingerprint(progress["fingerprint"])
         state = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
@@ -261,9 +263,7 @@ class Checkpoints:
             ValueError: the step is damaged, or was saved under another fingerprint.
         """
         self._check_whole(step)
-        progress = self._manager.restore(
-            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
-        )["progress"]
+        progress = self._progress(step)
         self._check_fingerprint(progress["fingerprint"])
         item = {"params": abstract_params}
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -275,6 +275,21 @@ class Checkpoints:
                     partial_restore=True,
                 ),
             )["params"]
+
+    def saved_settings(self) -> dict[str, Any]:
+        """The settings of the run that saved the latest step; {} of an earlier version.
+
+        Raises:
+            ValueError: it was saved under another fingerprint.
+        """
+        progress = self._progress(self.latest_step)
+        self._check_fingerprint(progress["fingerprint"])
+        return progress.get("settings", {})
+
+    def _progress(self, step: int | None) -> dict[str, Any]:
+        return self._manager.restore(
+            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
+        )["progress"]
 
     def latest_whole_step(self) -> int | None:
         """The last saved step whose files are as they were written; None in an empty folder.
