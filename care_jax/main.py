@@ -33,7 +33,7 @@ from care_jax.config_checks import (
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable, with_text_answers
 from care_jax.data.sources import MIXTURE, open_source, options_of
-from care_jax.devices import compilation_cache, distributed, xla_flags
+from care_jax.devices import compilation_cache, distributed, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
@@ -114,42 +114,52 @@ def run_stages(
         print_line(dry_run.describe(Run(config, policy, mesh, workdir, no_metrics), sources))
         return {}
     workdir.mkdir(parents=True, exist_ok=True)
-    check_workdir(Run(config, policy, mesh, workdir, no_metrics))
-    if config.compilation_cache:
-        compilation_cache.keep_programs(workdir)
-    if jax.process_index() == 0:
-        write_config(config, workdir)
-    results = {}
-    with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
-        run = Run(config, policy, mesh, workdir, metrics, reward)
-        evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
-        # A step that is not there is told before weights are loaded.
-        is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
-        params: Any = None
-        if not is_restored or len(config.stages) > 1:
-            params = initial_params(
-                policy,
-                mesh,
-                config.sharding_rules,
-                seed=config.seed,
-                dtype=jnp.dtype(config.model.param_dtype),
-            )
-        last, trained = "start", ()
-        for stage in config.stages:
-            if stage == "sft":
-                params = sft.train(run, params, sources[stage], evaluator)
-            elif stage == "rl":
-                params = train.train(run, params, sources[stage], evaluator)
-            elif stage == "evaluate":
-                results[last] = evaluator(params, name=last)
-                metrics.write(f"evaluate_{last}", 0, results[last])
-            elif stage == "export":
-                export.export_stage(run, params, export.find(run, trained))
-            Report(workdir, max_megabytes=config.report.max_megabytes).write()
-            if stage in ("sft", "rl"):
-                last, trained = stage, (*trained, stage)
+    with workdir_lock.held(workdir):
+        check_workdir(Run(config, policy, mesh, workdir, no_metrics))
+        if config.compilation_cache:
+            compilation_cache.keep_programs(workdir)
+        if jax.process_index() == 0:
+            write_config(config, workdir)
+        with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
+            run = Run(config, policy, mesh, workdir, metrics, reward)
+            results = _run_each(run, sources, benchmarks)
     if found := compilation_cache.counts():
         print_line(f"{found['compiled']} programs compiled, {found['found']} found in the cache")
+    return results
+
+
+def _run_each(
+    run: Run, sources: Mapping[str, Sequence[Example]], benchmarks: Sequence[Any]
+) -> dict[str, dict[str, float]]:
+    """Runs the stages of a run whose workdir is locked and checked; see `run_stages`."""
+    config = run.config
+    results = {}
+    evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
+    # A step that is not there is told before weights are loaded.
+    is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
+    params: Any = None
+    if not is_restored or len(config.stages) > 1:
+        params = initial_params(
+            run.policy,
+            run.mesh,
+            config.sharding_rules,
+            seed=config.seed,
+            dtype=jnp.dtype(config.model.param_dtype),
+        )
+    last, trained = "start", ()
+    for stage in config.stages:
+        if stage == "sft":
+            params = sft.train(run, params, sources[stage], evaluator)
+        elif stage == "rl":
+            params = train.train(run, params, sources[stage], evaluator)
+        elif stage == "evaluate":
+            results[last] = evaluator(params, name=last)
+            run.metrics.write(f"evaluate_{last}", 0, results[last])
+        elif stage == "export":
+            export.export_stage(run, params, export.find(run, trained))
+        Report(run.workdir, max_megabytes=config.report.max_megabytes).write()
+        if stage in ("sft", "rl"):
+            last, trained = stage, (*trained, stage)
     return results
 
 
