@@ -5,7 +5,7 @@ peft and vLLM.
 
 `generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
 response, and there are no sampling settings. Those of a release, such as a repetition penalty, are
-left out.
+left out. `sha256.json` has the sums of the weights, which runs that start from the folder compare.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from care_jax.devices import integrity
 from care_jax.metrics import print_line
 from care_jax.policy import Policy, abstract_params
 from care_jax.prompts.builder import processor_template
@@ -179,6 +180,7 @@ def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.P
     backbone.export(folder, params, run.policy.config, dtype=jnp.bfloat16)
     if jax.process_index() == 0:
         save_processor(run.policy, folder)
+        integrity.write_manifest(folder, pattern="model*.safetensors*")
     return folder
 
 

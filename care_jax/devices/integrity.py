@@ -18,14 +18,17 @@ MANIFEST = "sha256.json"
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
 
-def write_manifest(folder: pathlib.Path, *, leave_out: Sequence[str] = ()) -> None:
-    """Writes the sums of all files below a folder, atomically.
+def write_manifest(
+    folder: pathlib.Path, *, pattern: str = "*", leave_out: Sequence[str] = ()
+) -> None:
+    """Writes the sums of the files below a folder, atomically.
 
     Args:
         folder: no file of it may be written at the same time.
+        pattern: of the files' names.
         leave_out: names of files in it that may change later.
     """
-    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    files = {str(path.relative_to(folder)) for path in folder.rglob(pattern) if path.is_file()}
     names = sorted(files - {MANIFEST, *leave_out})
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         entries = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
