@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -353,7 +354,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 places = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
                 free = next(name for name in places if not (self.folder / name).exists())
-                os.rename(self.folder / str(step), self.folder / free)
+                # Copies and removes where folders cannot be renamed (gcsfuse).
+                shutil.move(self.folder / str(step), self.folder / free)
         if faults:
             distributed.gather_json(len(faults))  # a barrier: the folders are renamed
 

@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.path import atomicity
 
-from care_jax.devices import checkpoint, integrity, sharding
+from care_jax.devices import checkpoint, distributed, integrity, sharding
 from care_jax.devices.checkpoint import Checkpoints
 from care_jax.devices.sharding import abstract
 from care_jax.learning.optimizer import make_optimizer
@@ -394,3 +395,50 @@ def test_a_step_without_sums_is_restored_with_a_line(tmp_path, capfd):
     with checkpoints(tmp_path) as saved:
         assert_equal(saved.restore(abstract(make_state())).state, make_state(1))
     assert "checkpoint 1" in (line := capfd.readouterr().err) and "restored unchecked" in line
+
+
+def save_damage_and_restore(folder: str, port: str, index: str) -> None:
+    """Runs in two processes of one run; the first one's files of step 2 are damaged."""
+    distributed.start(f"127.0.0.1:{port}", 2, int(index))
+    checkpoint._QUICK_BYTES = -1
+    place = NamedSharding(sharding.make_mesh(1, 2, 1), P("fsdp"))
+
+    def state_of(step):
+        values = np.full((8, 4), step, np.float32)
+        return {"w": jax.make_array_from_callback(values.shape, place, lambda part: values[part])}
+
+    with checkpoints(folder) as saved:
+        for step in (1, 2):
+            saved.save(step, state_of(step), step, 0, {})
+        saved.wait()
+        if index == "0":
+            path = next(pathlib.Path(folder).glob("2/state/d/*"))
+            path.write_bytes(bytes(len(path.read_bytes())))
+        distributed.gather_json(0)  # a barrier: the file is damaged
+        restored = saved.restore(abstract(state_of(0)))
+        assert saved.steps == [1]
+    values = [shard.data.max() for shard in restored.state["w"].addressable_shards]
+    print(f"restored {restored.step}: {values}", flush=True)
+
+
+def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
+    environment = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    code = "import checkpoint_test as t, sys; t.save_damage_and_restore(*sys.argv[1:])"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(port), str(index)],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    ends = [child.communicate(timeout=120) for child in children]
+    assert all(out.endswith("restored 1: [Array(1., dtype=float32)]\n") for out, _ in ends), ends
+    lines = [error.count("checkpoint 2 is damaged: state/d/") for _, error in ends]
+    assert lines == [1, 0]
