@@ -5,7 +5,7 @@ peft and vLLM.
 
 `generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
 response, and there are no sampling settings. Those of a release, such as a repetition penalty, are
-left out.
+left out. `sha256.json` has the sums of the weights, which runs that start from the folder compare.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from care_jax.devices import integrity
 from care_jax.metrics import print_line
 from care_jax.policy import Policy, abstract_params
 from care_jax.prompts.builder import processor_template
@@ -79,8 +80,12 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
             "the run starts from"
         )
     with open_checkpoints(run, stages[-1]) as saved:
+        # A damaged step is set aside, and the one before, or the next best, is taken.
+        while wanted == "best" and saved.best_step and not saved.is_whole(saved.best_step):
+            pass
+        last = saved.latest_whole_step() if wanted == "last" else None
         steps, best = [*saved.steps], saved.best_step
-    step = {"last": steps[-1] if steps else None, "best": best}.get(wanted, wanted)
+    step = {"last": last, "best": best}.get(wanted, wanted)
     if step is None or int(step) not in steps:
         known = f"the best by {run.config.best_metric!r}: {best or 'none was evaluated'}"
         raise ValueError(
@@ -175,6 +180,7 @@ def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.P
     backbone.export(folder, params, run.policy.config, dtype=jnp.bfloat16)
     if jax.process_index() == 0:
         save_processor(run.policy, folder)
+        integrity.write_manifest(folder, pattern="model*.safetensors*")
     return folder
 
 

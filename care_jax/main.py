@@ -7,6 +7,8 @@ them must be able to write to its workdir; see `devices.distributed`.
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
 import re
 import sys
@@ -31,13 +33,14 @@ from care_jax.config_checks import (
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable, with_text_answers
 from care_jax.data.sources import MIXTURE, open_source, options_of
-from care_jax.devices import compilation_cache, distributed, xla_flags
+from care_jax.devices import compilation_cache, distributed, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.report.writer import Report
 from care_jax.rewards.reward_function import RewardFunction
-from care_jax.run import Run
+from care_jax.run import Run, check_workdir
+from care_jax.versions import versions
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
@@ -106,47 +109,66 @@ def run_stages(
     benchmarks = evaluate.open_benchmarks(config) if is_evaluated(config) else []
     policy = policy_of(config)
     check_policy(config, policy)
+    no_metrics: Any = None  # nothing is written yet
     if is_dry:
-        no_metrics: Any = None  # nothing is written
         print_line(dry_run.describe(Run(config, policy, mesh, workdir, no_metrics), sources))
         return {}
     workdir.mkdir(parents=True, exist_ok=True)
-    if config.compilation_cache:
-        compilation_cache.keep_programs(workdir)
-    if jax.process_index() == 0:
-        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
-    results = {}
-    with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
-        run = Run(config, policy, mesh, workdir, metrics, reward)
-        evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
-        # A step that is not there is told before weights are loaded.
-        is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
-        params: Any = None
-        if not is_restored or len(config.stages) > 1:
-            params = initial_params(
-                policy,
-                mesh,
-                config.sharding_rules,
-                seed=config.seed,
-                dtype=jnp.dtype(config.model.param_dtype),
-            )
-        last, trained = "start", ()
-        for stage in config.stages:
-            if stage == "sft":
-                params = sft.train(run, params, sources[stage], evaluator)
-            elif stage == "rl":
-                params = train.train(run, params, sources[stage], evaluator)
-            elif stage == "evaluate":
-                results[last] = evaluator(params, name=last)
-                metrics.write(f"evaluate_{last}", 0, results[last])
-            elif stage == "export":
-                export.export_stage(run, params, export.find(run, trained))
-            Report(workdir, max_megabytes=config.report.max_megabytes).write()
-            if stage in ("sft", "rl"):
-                last, trained = stage, (*trained, stage)
+    with workdir_lock.held(workdir):
+        check_workdir(Run(config, policy, mesh, workdir, no_metrics))
+        if config.compilation_cache:
+            compilation_cache.keep_programs(workdir)
+        if jax.process_index() == 0:
+            write_config(config, workdir)
+        with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
+            run = Run(config, policy, mesh, workdir, metrics, reward)
+            results = _run_each(run, sources, benchmarks)
     if found := compilation_cache.counts():
         print_line(f"{found['compiled']} programs compiled, {found['found']} found in the cache")
     return results
+
+
+def _run_each(
+    run: Run, sources: Mapping[str, Sequence[Example]], benchmarks: Sequence[Any]
+) -> dict[str, dict[str, float]]:
+    """Runs the stages of a run whose workdir is locked and checked; see `run_stages`."""
+    config = run.config
+    results = {}
+    evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
+    # A step that is not there is told before weights are loaded.
+    is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
+    params: Any = None
+    if not is_restored or len(config.stages) > 1:
+        params = initial_params(
+            run.policy,
+            run.mesh,
+            config.sharding_rules,
+            seed=config.seed,
+            dtype=jnp.dtype(config.model.param_dtype),
+        )
+    last, trained = "start", ()
+    for stage in config.stages:
+        if stage == "sft":
+            params = sft.train(run, params, sources[stage], evaluator)
+        elif stage == "rl":
+            params = train.train(run, params, sources[stage], evaluator)
+        elif stage == "evaluate":
+            results[last] = evaluator(params, name=last)
+            run.metrics.write(f"evaluate_{last}", 0, results[last])
+        elif stage == "export":
+            export.export_stage(run, params, export.find(run, trained))
+        Report(run.workdir, max_megabytes=config.report.max_megabytes).write()
+        if stage in ("sft", "rl"):
+            last, trained = stage, (*trained, stage)
+    return results
+
+
+def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Writes config.json, with the versions of code and libraries; a kill leaves it whole."""
+    fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
+    partial = workdir / "config.json.partial"
+    partial.write_text(json.dumps(fields, indent=2) + "\n")
+    os.replace(partial, workdir / "config.json")
 
 
 def policy_of(config: ConfigDict) -> Policy:

@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 
 from care_jax.data import hub
 from care_jax.data.tokenizer import open_tokenizer
-from care_jax.devices import sharding
+from care_jax.devices import distributed, integrity, sharding
 from care_jax.method import spans
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from models import backbone, hf_config, lora
@@ -116,13 +116,29 @@ def build_policy(
 def initial_params(
     policy: Policy, mesh: Mesh, rules: sharding.Rules, *, seed: int, dtype: DTypeLike = jnp.float32
 ) -> backbone.Params:
-    """The release's weights or random ones, sharded; `dtype` is that of the master weights."""
+    """The release's weights or random ones, sharded; `dtype` is that of the master weights.
+
+    Raises:
+        ValueError: the release is incomplete, or differs from the sums it was exported with.
+    """
     shardings = sharding.of(abstract_params(policy, mesh, rules))
     if policy.folder is None:
         params = backbone.init(policy.config, jax.random.key(seed), dtype)
         return jax.device_put(params, shardings)
+    _check_sums(policy.folder)
     params, _ = backbone.load(policy.folder, policy.config, dtype, shardings)
     return params
+
+
+def _check_sums(folder: pathlib.Path) -> None:
+    """Compares an export with its sums, each process a share of the files; releases have none."""
+    share = {"part": jax.process_index(), "num_parts": jax.process_count()}
+    faults = distributed.gather_json(integrity.find_damage(folder, **share))
+    if fault := next(filter(None, faults), ""):
+        raise ValueError(
+            f"model.path {folder} is damaged: {fault}; export or copy it again, or remove "
+            f"{integrity.MANIFEST} if its weights were changed on purpose"
+        )
 
 
 def abstract_params(

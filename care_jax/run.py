@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
+from care_jax import resume
 from care_jax.devices import sharding
 from care_jax.devices.checkpoint import Checkpoints
 from care_jax.learning import optimizer
@@ -104,14 +105,40 @@ def objective_of(config: ConfigDict) -> Objective:
 
 
 def open_checkpoints(run: Run, stage: str) -> Checkpoints:
-    """The checkpoints of a stage, "sft" or "rl"; to be closed."""
-    return Checkpoints(
+    """The checkpoints of a stage, "sft" or "rl"; to be closed.
+
+    Raises:
+        ValueError: they are of a run with other settings, see `resume`, or none is whole.
+    """
+    settings = resume.settings(run.config, stage)
+    checkpoints = Checkpoints(
         checkpoint_folder(run, stage),
         keep=run.config.keep_checkpoints,
         keep_best=run.config.keep_best,
         best_metric=run.config.best_metric,
         fingerprint=run.fingerprint(),
+        settings=settings,
     )
+    step = checkpoints.latest_step
+    if step is not None:
+        try:
+            saved, folder = checkpoints.saved_settings(), checkpoints.folder
+            resume.check(saved, settings, stage=stage, step=step, folder=folder)
+        except ValueError:
+            checkpoints.close()
+            raise
+    return checkpoints
+
+
+def check_workdir(run: Run) -> None:
+    """Opens the checkpoints that the workdir has, of whatever stage, and closes them.
+
+    Raises:
+        ValueError: see `open_checkpoints`.
+    """
+    for stage in ("sft", "rl"):
+        if any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):
+            open_checkpoints(run, stage).close()
 
 
 def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:

@@ -14,14 +14,14 @@ OURS = ("care_jax", "models", "configs", "experiments")
 
 # fmt: off
 LAYERS = (
-    ("records and flags",        ("batch", "command_line")),
+    ("records and flags",        ("batch", "command_line", "versions")),
     ("devices and processes",    ("devices",)),
     ("the method",               ("method", "metrics")),
     ("host: answers",            ("rewards", "benchmarks")),
     ("host: prompts",            ("prompts",)),
     ("host: data and rows",      ("data", "packing", "report")),
     ("over a backbone",          ("learning", "policy")),
-    ("what the stages share",    ("run", "attention_check", "decoding", "config_checks")),
+    ("what the stages share",    ("run", "resume", "attention_check", "decoding", "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("saving and evaluating",    ("milestones",)),
     ("loops",                    ("sft", "evaluate", "train", "export")),

@@ -2,7 +2,8 @@
 
 A record is the length of a JSON header, the header, and the concatenated image files. Reading one
 executes none of its contents. Records are stored uncompressed, one per chunk, so each is read
-independently. ArrayRecord's checksums cover each record.
+independently. Each shard's SHA-256 is in the manifest; a process compares it when it first reads
+the shard.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def open_rows(path: str, *, subset: str) -> Rows:
 
 
 class _Shard:
-    """One shard. Its size is checked at once; the file is opened on first use."""
+    """One shard. Its size is checked at once; it is opened, and its sum compared, on first use."""
 
     def __init__(self, path: pathlib.Path, entry: dict[str, Any]):
         num_bytes = path.stat().st_size if path.is_file() else -1
@@ -118,7 +119,7 @@ class _Shard:
                 f"expected shard {path} of {entry['num_bytes']} bytes, {found}; copy it again, or "
                 "prepare the folder anew"
             )
-        self._path, self._num_records = path, entry["num_records"]
+        self._path, self._num_records, self._sha256 = path, entry["num_records"], entry["sha256"]
         self._reader = None
         self._lock = threading.Lock()
 
@@ -126,6 +127,8 @@ class _Shard:
         try:
             with self._lock:
                 if self._reader is None:
+                    if sha256(self._path) != self._sha256:
+                        raise RuntimeError(f"it has another SHA-256 than in {MANIFEST}")
                     self._reader = ArrayRecordReader(str(self._path))
                 if self._reader.num_records() != self._num_records:
                     raise RuntimeError(f"it has {self._reader.num_records()} records")

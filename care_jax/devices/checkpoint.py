@@ -1,4 +1,8 @@
-"""Checkpoints of a run: state, data position, seed and metadata, written atomically."""
+"""Checkpoints of a run: state, data position, seed and metadata, written atomically.
+
+A step is committed together with the SHA-256 of its files (`integrity`). A step that differs from
+them is never restored: its folder is renamed to `<step>.damaged`, and the step before is used.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import json
 import math
 import os
 import pathlib
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +19,12 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from care_jax.devices import distributed
+from care_jax.devices import distributed, integrity
+
+_DAMAGED = ".damaged"
+# Orbax rewrites these when it commits; they hold timestamps and no part of the state.
+_UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+_QUICK_BYTES = 2**20  # larger files are hashed only before a restore
 
 
 class Restored(NamedTuple):
@@ -59,12 +70,19 @@ class Checkpoints:
     only once all its files are written, so a kill at any time leaves the previous step restorable.
     `close`, or leaving the `with` block, waits for the last save.
 
+    Opening compares the sizes of all files, and hashes small ones. A restore hashes every file of
+    its step first; the processes share the files and agree on what they found.
+
     Args:
         folder: created if missing.
         keep: number of latest steps to keep; older ones are deleted, but for the best.
         fingerprint: what determines the shapes of the state, such as the backbone's config.
+        settings: of the run, kept with every step, see `saved_settings`; JSON types.
         keep_best: number of best steps to keep besides.
         best_metric: name of the metric that tells which step is better; more is better.
+
+    Raises:
+        ValueError: there are damaged steps and no whole one.
     """
 
     def __init__(
@@ -73,6 +91,7 @@ class Checkpoints:
         *,
         keep: int,
         fingerprint: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
         keep_best: int = 0,
         best_metric: str = "acc",
     ):
@@ -81,13 +100,18 @@ class Checkpoints:
         self.folder = pathlib.Path(folder).absolute()
         self.best_metric = best_metric
         self._fingerprint = _flat(fingerprint)
+        self._settings = dict(settings or {})
         self._keep_best = keep_best
 
         def value_of(metrics: Mapping[str, float]) -> float:
             return metrics.get(best_metric, -math.inf)
 
+        self._saving = 0  # the step that is being written
+        self._unsummed: set[int] = set()  # restored without a manifest, which was said
+        self._set_aside_damaged()
         options = ocp.CheckpointManagerOptions(
             create=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
             cleanup_tmp_directories=True,
             best_fn=value_of,  # makes the manager store the metrics of a step
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(
@@ -110,6 +134,8 @@ class Checkpoints:
             },
         )
         self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
+        if not self.steps:
+            self._refuse_if_damaged()
 
     @property
     def steps(self) -> Sequence[int]:
@@ -169,7 +195,10 @@ class Checkpoints:
             "rng": rng,
             "metadata": dict(metadata),
             "fingerprint": self._fingerprint,
+            "settings": self._settings,
         }
+        self._manager.wait_until_finished()  # the callback of the last save reads `_saving`
+        self._saving = step
         self._values[step] = dict(metrics or {})
         self._manager.save(
             step,
@@ -190,28 +219,32 @@ class Checkpoints:
             partial = folder / "metrics.partial"
             partial.write_text(json.dumps(self._values[step]))
             os.replace(partial, folder / "metrics")
+            integrity.update_manifest(self.folder / str(step), "metrics/metrics")
         distributed.gather_json(step)  # a barrier: the file is there
         self._manager.reload()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Restores a step, the latest by default.
+        """Restores a step, the latest whole one by default.
 
         Args:
             abstract_state: tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
                 the one at the save.
+            step: a saved step; None: the latest, and if that is damaged the one before.
 
         Raises:
-            ValueError: there is no such step, or it was saved under another fingerprint.
+            ValueError: there is no such step, it is damaged, or it was saved under another
+                fingerprint.
         """
-        step = self.latest_step if step is None else step
+        if step is None:
+            step = self.latest_whole_step()
+        elif step in self.steps:
+            self._check_whole(step)
         if step is None or step not in self._manager.all_steps():
             raise ValueError(
                 f"expected checkpoint {'of any step' if step is None else step} in {self.folder}, "
                 f"found steps {sorted(self._manager.all_steps())}; check --workdir"
             )
-        progress = self._manager.restore(
-            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
-        )["progress"]
+        progress = self._progress(step)
         self._check_fingerprint(progress["fingerprint"])
         state = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
@@ -228,11 +261,10 @@ class Checkpoints:
             step: a saved step.
 
         Raises:
-            ValueError: the step was saved under another fingerprint.
+            ValueError: the step is damaged, or was saved under another fingerprint.
         """
-        progress = self._manager.restore(
-            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
-        )["progress"]
+        self._check_whole(step)
+        progress = self._progress(step)
         self._check_fingerprint(progress["fingerprint"])
         item = {"params": abstract_params}
         with ocp.PyTreeCheckpointer() as checkpointer:
@@ -244,6 +276,96 @@ class Checkpoints:
                     partial_restore=True,
                 ),
             )["params"]
+
+    def saved_settings(self) -> dict[str, Any]:
+        """The settings of the run that saved the latest step; {} of an earlier version.
+
+        Raises:
+            ValueError: it was saved under another fingerprint.
+        """
+        progress = self._progress(self.latest_step)
+        self._check_fingerprint(progress["fingerprint"])
+        return progress.get("settings", {})
+
+    def _progress(self, step: int | None) -> dict[str, Any]:
+        return self._manager.restore(
+            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
+        )["progress"]
+
+    def latest_whole_step(self) -> int | None:
+        """The last saved step whose files are as they were written; None in an empty folder.
+
+        Damaged steps are set aside, with a line for each.
+
+        Raises:
+            ValueError: there are steps, and none is whole.
+        """
+        if self.latest_step is None:
+            return None
+        while self.latest_step is not None:
+            if self.is_whole(self.latest_step):
+                return self.latest_step
+        self._refuse_if_damaged()
+        return None
+
+    def is_whole(self, step: int) -> bool:
+        """Hashes the files of a saved step; if they differ from its manifest, sets it aside."""
+        self.wait()
+        folder = self.folder / str(step)
+        share = {"part": jax.process_index(), "num_parts": jax.process_count()}
+        faults = distributed.gather_json(integrity.find_damage(folder, **share))
+        if not integrity.has_manifest(folder) and step not in self._unsummed:
+            self._unsummed.add(step)
+            _say(f"checkpoint {step} in {self.folder} has no sums; restored unchecked")
+        fault = next(filter(None, faults), "")
+        if fault:
+            self._set_aside({step: fault})
+            self._manager.reload()
+        return not fault
+
+    def _check_whole(self, step: int) -> None:
+        if not self.is_whole(step):
+            raise ValueError(
+                f"checkpoint {step} in {self.folder} is damaged and was renamed to "
+                f"{step}{_DAMAGED}; choose another step, there are {self.steps}"
+            )
+
+    def _write_manifest(self) -> None:
+        """Called on the first process when all have written a step, before it is committed."""
+        written = [*self.folder.glob(f"{self._saving}.*tmp*"), self.folder / str(self._saving)]
+        integrity.write_manifest(written[0], leave_out=_UNSUMMED)
+
+    def _set_aside_damaged(self) -> None:
+        """Sets aside the steps that a look at sizes and small files shows to be damaged."""
+        faults = {}
+        if jax.process_index() == 0 and self.folder.is_dir():
+            steps = [path for path in self.folder.iterdir() if path.name.isdecimal()]
+            found = {
+                path.name: integrity.find_damage(path, most_bytes=_QUICK_BYTES) for path in steps
+            }
+            faults = {step: fault for step, fault in found.items() if fault}
+        faults = distributed.gather_json(faults)[0]
+        self._set_aside({int(step): faults[step] for step in sorted(faults, key=int)})
+
+    def _set_aside(self, faults: Mapping[int, str]) -> None:
+        """Renames damaged steps on the first process; `faults` is the same on all."""
+        for step, fault in faults.items():
+            _say(f"checkpoint {step} is damaged: {fault}; renamed to {step}{_DAMAGED}")
+            if jax.process_index() == 0:
+                places = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
+                free = next(name for name in places if not (self.folder / name).exists())
+                # Copies and removes where folders cannot be renamed (gcsfuse).
+                shutil.move(self.folder / str(step), self.folder / free)
+        if faults:
+            distributed.gather_json(len(faults))  # a barrier: the folders are renamed
+
+    def _refuse_if_damaged(self) -> None:
+        damaged = sorted(path.name for path in self.folder.glob(f"*{_DAMAGED}*"))
+        if distributed.gather_json(bool(damaged))[0]:
+            raise ValueError(
+                f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); copy one back "
+                "from elsewhere, or remove these folders to start the stage anew"
+            )
 
     def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
         ours = self._fingerprint
@@ -273,3 +395,8 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _say(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr, flush=True)

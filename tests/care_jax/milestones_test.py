@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import STEPS, Script
+from scripted import LOOP, STEPS, Script
 
 from care_jax.devices import distributed
 from care_jax.milestones import Milestones
@@ -116,7 +116,7 @@ def test_a_run_stopped_inside_an_evaluation_makes_up_for_it(run_loop, make_run, 
     assert len(script.seen["rng"]) == 2  # no step is done again
     assert lines_of(records) == {0: 0.5, 1: 0.5, 2: 0.9, 3: 0.5, 4: 0.5}
     assert saved_in(tmp_path) == [2, 4]
-    with open_checkpoints(make_run(changes), "rl") as saved:
+    with open_checkpoints(make_run(LOOP | changes), "rl") as saved:
         assert saved.best_step == 2
 
 
@@ -132,7 +132,7 @@ def test_a_step_saved_late_keeps_its_evaluation(run_loop, make_run, tmp_path):
     changes = EVERY_OTHER | {"rl.eval_every": 3}
     with pytest.raises(distributed.Preempted):
         run_loop(changes=changes, make_script=Stopped, evaluate=Evaluate())
-    with open_checkpoints(make_run(changes), "rl") as saved:
+    with open_checkpoints(make_run(LOOP | changes), "rl") as saved:
         assert saved.steps == [3] and saved.best_step == 3
 
 

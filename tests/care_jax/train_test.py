@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import STEPS, B, R, T, credit_of
+from scripted import LOOP, STEPS, B, R, T, credit_of
 
-from care_jax import programs, sft, train
+from care_jax import export, programs, sft, train
 from care_jax.decoding.schedule import Sizes
-from care_jax.devices import roofline, sharding
+from care_jax.devices import checkpoint, roofline, sharding
 from care_jax.learning import optimizer
 from care_jax.method import credit
 from care_jax.prompts.builder import prompt_sizes
@@ -257,6 +257,32 @@ def test_resumed_loop_does_what_the_unbroken_one_did(run_loop, unbroken):
     kept = ("step", "loss", "decoded_tokens", "learning_rate")
     for got, want in zip(metrics, expected, strict=True):
         assert {name: got[name] for name in kept} == {name: want[name] for name in kept}
+
+
+@pytest.mark.parametrize("wanted", ["last", "best"])
+def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(
+    run_loop, make_run, unbroken, tmp_path, monkeypatch, capfd, wanted
+):
+    """By an export, and by the loop, which does the steps behind it again."""
+    monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)  # as for a file of some size
+    changes = {"rl.eval_every": 2, "keep_best": 1, "export.step": wanted}
+
+    def evaluate(params, *, name, step):
+        return {"acc": step / 10}
+
+    run_loop("damaged", changes=changes, evaluate=evaluate)
+    steps = tmp_path / "damaged" / "checkpoints" / "rl"
+    path = next((steps / "4" / "state" / "d").iterdir())
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    found = export.find(make_run(LOOP | changes, "damaged"), ())
+    assert (found.stages, found.step) == (("rl",), 2)
+    script, params, metrics = run_loop("damaged", changes=changes, evaluate=evaluate)
+    assert script.seen["rng"] == unbroken[0].seen["rng"][2:]
+    jax.tree.map(np.testing.assert_array_equal, params, unbroken[1])
+    assert [record["step"] for record in metrics if record["stage"] == "rl"] == [0, 1, 2, 3]
+    assert sorted(left.name for left in steps.iterdir()) == ["2", "4", "4.damaged"]
+    assert capfd.readouterr().err.count("checkpoint 4 is damaged: state/d/") == 1
 
 
 def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch):

@@ -1,7 +1,10 @@
 import asyncio
+import json
 import os
 import pathlib
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -13,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.path import atomicity
 
-from care_jax.devices import sharding
+from care_jax.devices import checkpoint, distributed, integrity, sharding
 from care_jax.devices.checkpoint import Checkpoints
 from care_jax.devices.sharding import abstract
 from care_jax.learning.optimizer import make_optimizer
@@ -254,3 +257,188 @@ def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, moment):
         assert got.data_position == 64
         saved.save(3, make_state(3.0), 192, 5, {})
     assert sorted(left.name for left in tmp_path.iterdir()) == ["1", "3"]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A folder with the whole checkpoints 4 and 6."""
+    folder = tmp_path_factory.mktemp("two_steps")
+    with checkpoints(folder) as saved:
+        for step in (4, 6):
+            saved.save(step, make_state(step), step, 0, {}, {"acc": step / 10})
+    return folder
+
+
+def kinds_of_files():
+    """What orbax writes, less two files that hold nothing of the state."""
+    names = ["metrics/metrics", "metrics/commit_success.txt", "progress/metadata"]
+    names += ["state/_METADATA", "state/_sharding", "state/array_metadatas/process_0"]
+    names += ["state/manifest.ocdbt", "state/d/*", "state/ocdbt.process_0/manifest.ocdbt"]
+    return [*names, "state/ocdbt.process_0/d/*", "sha256.json"]
+
+
+@pytest.mark.parametrize("hashes_small_files_at_once", [True, False])
+@pytest.mark.parametrize("name", kinds_of_files())
+def test_a_flipped_bit_in_any_kind_of_file_gives_the_step_before(
+    two_steps, tmp_path, monkeypatch, capfd, name, hashes_small_files_at_once
+):
+    """Whether the file is hashed when the folder is opened, as small ones are, or at a restore."""
+    if not hashes_small_files_at_once:
+        if name.startswith("metrics/"):
+            return  # read when the folder is opened, and always small
+        monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    path = sorted((folder / "6").glob(name))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with checkpoints(folder) as saved:
+        restored = saved.restore(abstract(make_state()))
+        assert restored.step == saved.latest_step == 4
+        assert_equal(restored.state, make_state(4))
+        saved.save(6, make_state(6.5), 6, 0, {})
+    line = capfd.readouterr().err
+    assert line.startswith("checkpoint 6 is damaged: ") and line.count("\n") == 1
+    assert path.name in line and "renamed to 6.damaged" in line
+    assert sorted(left.name for left in folder.iterdir()) == ["4", "6", "6.damaged"]
+    with checkpoints(folder) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(6.5))
+
+
+def test_files_without_a_sum_hold_nothing_of_the_state(two_steps, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    files = {str(path.relative_to(folder / "6")) for path in (folder / "6").rglob("*")}
+    listed = json.loads((folder / "6" / integrity.MANIFEST).read_text())["files"].keys()
+    unlisted = {name for name in files - listed if (folder / "6" / name).is_file()}
+    assert unlisted - {integrity.MANIFEST} == {
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+    }
+    for name in unlisted - {integrity.MANIFEST}:
+        (folder / "6" / name).write_text("?")
+    with checkpoints(folder) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(6))
+
+
+def truncate(step_folder):
+    path = step_folder / "state" / "_METADATA"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_a_truncated_or_incomplete_step_is_seen_before_its_files_are_read(
+    two_steps, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(integrity, "_sha256", None)
+    monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
+    for fault, message in (
+        (truncate, "bytes instead of"),
+        (lose_a_file, "cannot be read (No such"),
+    ):
+        folder = tmp_path / fault.__name__
+        shutil.copytree(two_steps, folder)
+        fault(folder / "6")
+        with checkpoints(folder) as saved:
+            assert saved.steps == [4]
+        assert message in capfd.readouterr().err
+
+
+def lose_a_file(step_folder):
+    (step_folder / "progress" / "metadata").unlink()
+
+
+def test_without_a_whole_step_the_run_stops_and_does_not_begin_anew(two_steps, tmp_path, capfd):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    message = rf"no checkpoint in {folder} is whole \(4\.damaged, 6\.damaged\); copy one back"
+    for step in ("4", "6"):
+        truncate(folder / step)
+    for _ in range(2):  # the second start finds no step at all
+        with pytest.raises(ValueError, match=message):
+            checkpoints(folder)
+    assert capfd.readouterr().err.count("is damaged") == 2
+    shutil.copytree(two_steps / "4", folder / "4")
+    with checkpoints(folder) as saved:
+        assert saved.restore(abstract(make_state())).step == 4
+
+
+def test_a_damaged_step_asked_for_by_number_is_refused(two_steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    path = next((folder / "4" / "state" / "d").iterdir())
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with checkpoints(folder) as saved:
+        target = abstract(make_state())["params"]
+        with pytest.raises(ValueError, match=r"checkpoint 4 .* damaged .* there are \[6\]"):
+            saved.restore_params(target, 4)
+        assert_equal(saved.restore_params(target, 6), make_state(6)["params"])
+
+
+def test_metrics_added_later_have_a_sum_too(tmp_path):
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(1), 1, 0, {})
+        saved.add_metrics(1, {"acc": 0.5})
+        assert saved.is_whole(1)
+    path = tmp_path / "1" / "metrics" / "metrics"
+    path.write_text(path.read_text().replace("0.5", "0.9"))
+    with pytest.raises(ValueError, match=r"is whole \(1\.damaged\)"):
+        checkpoints(tmp_path)
+
+
+def test_a_step_without_sums_is_restored_with_a_line(tmp_path, capfd):
+    """As one that an earlier version saved."""
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(1), 1, 0, {})
+    (tmp_path / "1" / integrity.MANIFEST).unlink()
+    with checkpoints(tmp_path) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(1))
+    assert "checkpoint 1" in (line := capfd.readouterr().err) and "restored unchecked" in line
+
+
+def save_damage_and_restore(folder: str, port: str, index: str) -> None:
+    """Runs in two processes of one run; the first one's files of step 2 are damaged."""
+    distributed.start(f"127.0.0.1:{port}", 2, int(index))
+    checkpoint._QUICK_BYTES = -1
+    place = NamedSharding(sharding.make_mesh(1, 2, 1), P("fsdp"))
+
+    def state_of(step):
+        values = np.full((8, 4), step, np.float32)
+        return {"w": jax.make_array_from_callback(values.shape, place, lambda part: values[part])}
+
+    with checkpoints(folder) as saved:
+        for step in (1, 2):
+            saved.save(step, state_of(step), step, 0, {})
+        saved.wait()
+        if index == "0":
+            path = next(pathlib.Path(folder).glob("2/state/d/*"))
+            path.write_bytes(bytes(len(path.read_bytes())))
+        distributed.gather_json(0)  # a barrier: the file is damaged
+        restored = saved.restore(abstract(state_of(0)))
+        assert saved.steps == [1]
+    values = [shard.data.max() for shard in restored.state["w"].addressable_shards]
+    print(f"restored {restored.step}: {values}", flush=True)
+
+
+def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
+    environment = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    code = "import checkpoint_test as t, sys; t.save_damage_and_restore(*sys.argv[1:])"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(port), str(index)],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    ends = [child.communicate(timeout=120) for child in children]
+    assert all(out.endswith("restored 1: [Array(1., dtype=float32)]\n") for out, _ in ends), ends
+    lines = [error.count("checkpoint 2 is damaged: state/d/") for _, error in ends]
+    assert lines == [1, 0]

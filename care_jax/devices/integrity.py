@@ -1,0 +1,121 @@
+"""SHA-256 sums of a folder's files: written when the folder is complete, compared when it is read.
+
+The sums are a file of the folder, `sha256.json`, with the size of every file and a sum over all of
+these entries. Files are hashed in threads, since hashlib releases the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+MANIFEST = "sha256.json"
+_NUM_THREADS = min(8, os.cpu_count() or 1)
+
+
+def write_manifest(
+    folder: pathlib.Path, *, pattern: str = "*", leave_out: Sequence[str] = ()
+) -> None:
+    """Writes the sums of the files below a folder, atomically.
+
+    Args:
+        folder: no file of it may be written at the same time.
+        pattern: of the files' names.
+        leave_out: names of files in it that may change later.
+    """
+    files = {str(path.relative_to(folder)) for path in folder.rglob(pattern) if path.is_file()}
+    names = sorted(files - {MANIFEST, *leave_out})
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        entries = dict(zip(names, pool.map(lambda name: _entry(folder / name), names), strict=True))
+    _write(folder, entries)
+
+
+def update_manifest(folder: pathlib.Path, name: str) -> None:
+    """Renews the entry of one file that was written after the others."""
+    entries = _read(folder)
+    if entries is not None:
+        _write(folder, entries | {name: _entry(folder / name)})
+
+
+def has_manifest(folder: pathlib.Path) -> bool:
+    """Whether the sums of a folder were written."""
+    return (folder / MANIFEST).is_file()
+
+
+def find_damage(
+    folder: pathlib.Path, *, most_bytes: int | None = None, part: int = 0, num_parts: int = 1
+) -> str:
+    """Compares a folder with its manifest; "" if they agree or there is none.
+
+    Args:
+        folder: with `sha256.json`.
+        most_bytes: files above this size are compared by size alone; None: all are hashed.
+        part, num_parts: compares every num_parts-th file, from this one on, so that several
+            processes share the work.
+
+    Returns:
+        what is wrong with the first few files that differ.
+    """
+    try:
+        entries = _read(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} is unreadable ({str(error).splitlines()[0][:80]})"
+    if entries is None:
+        return ""
+
+    def damage(name: str) -> str:
+        size, digest = entries[name]["bytes"], entries[name]["sha256"]
+        path = folder / name
+        try:
+            found = path.stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
+            if (most_bytes is None or size <= most_bytes) and _sha256(path) != digest:
+                return f"{name} has another SHA-256 than when it was written"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return ""
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        faults = [*filter(None, pool.map(damage, sorted(entries)[part::num_parts]))]
+    more = f" and {len(faults) - 2} more files" if len(faults) > 2 else ""
+    return ", ".join(faults[:2]) + more
+
+
+def _entry(path: pathlib.Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sum_of(entries: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _write(folder: pathlib.Path, entries: dict[str, Any]) -> None:
+    text = json.dumps({"files": entries, "sha256": _sum_of(entries)}, indent=1, sort_keys=True)
+    partial = folder / f"{MANIFEST}.partial"
+    partial.write_text(text + "\n")
+    os.replace(partial, folder / MANIFEST)
+
+
+def _read(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The entries by file name; None without a manifest.
+
+    Raises:
+        ValueError: the manifest itself is damaged.
+    """
+    if not has_manifest(folder):
+        return None
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    if manifest["sha256"] != _sum_of(manifest["files"]):
+        raise ValueError("its own sum differs")
+    return manifest["files"]

@@ -1,0 +1,39 @@
+"""The versions of this code and of its libraries, for `config.json`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import platform
+import subprocess
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_PACKAGES = (
+    *("care_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers"),
+    *("tokenizers", "grain", "ml_collections", "safetensors", "math-verify", "sympy"),
+)
+
+
+def versions() -> dict[str, str]:
+    """Version of each package that is installed, of Python, and the commit if this is a clone."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if commit := _commit():
+        found["commit"] = commit
+    return found
+
+
+def _commit() -> str:
+    """The commit, with "+" if files differ from it; "" outside git."""
+    if not (_ROOT / ".git").exists():
+        return ""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=8", "--dirty=+"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
