@@ -39,6 +39,7 @@ class Example:
         rationale: the teacher's reasoning for the cold start; empty if there is none.
         response: what the cold start imitates, tags included; empty if there is none.
         tolerance: relative error allowed between numbers; 0: that of the verifier.
+        units: "matter" if an answer without a unit differs from one with a unit; else empty.
         min_pixels, max_pixels: range of height x width to which its images are resized; 0: that of
             the prompt builder.
         repair: what was corrected in its data row; empty if nothing was.
@@ -54,6 +55,7 @@ class Example:
     rationale: str = ""
     response: str = ""
     tolerance: float = 0.0
+    units: str = ""
     min_pixels: int = 0
     max_pixels: int = 0
     repair: str = ""

@@ -9,6 +9,7 @@ One row per line, an object with
     id          text or number; the line number if absent
     response    the target of the cold start, tags included; may be absent
     rationale   the reasoning in the response; may be absent
+    units       "matter" if an answer without its unit is wrong; may be absent
 
 All other fields are `Example.extra`, which a reward function can read.
 
@@ -33,7 +34,7 @@ from care_jax.prompts.images import AnyImage
 
 FIELDS = (
     *("id", "question", "answer", "image", "images", "options", "choices"),
-    *("rationale", "response"),
+    *("rationale", "response", "units"),
 )
 
 
@@ -88,6 +89,7 @@ def _example(row: Mapping[str, Any], number: int, source: str, folder: pathlib.P
         choices=row.get("options") or row.get("choices"),
         rationale=row.get("rationale"),
         response=row.get("response"),
+        units=row.get("units"),
         extra={name: value for name, value in row.items() if name not in FIELDS},
         needs_image=False,
     )

@@ -124,6 +124,7 @@ def make_example(
     choices: Any = (),
     rationale: Any = "",
     response: Any = "",
+    units: Any = "",
     extra: Mapping[str, Any] | None = None,
     needs_image: bool = True,
     needs_placeholder: bool = False,
@@ -141,6 +142,7 @@ def make_example(
         images: in order.
         choices: a list of texts or numbers, or None.
         rationale, response: texts, or None.
+        units: "matter", "" or None.
         extra: the other columns of the row, in JSON types.
         needs_image: refuses rows without an image.
         needs_placeholder: records adding missing placeholders as a repair.
@@ -173,6 +175,9 @@ def make_example(
             raise Unusable("a special token in the text")
         if _NOT_TEXT.search(text):
             raise Unusable("half a character in the text")
+    units = _text(units, "units")
+    if units not in ("", "matter"):
+        raise Unusable('units is neither empty nor "matter"')
     return Example(
         id=_text(id, "id", is_number_allowed=True),
         source=source,
@@ -182,6 +187,7 @@ def make_example(
         choices=choices,
         rationale=rationale,
         response=response,
+        units=units,
         repair=PUT_IN_FRONT if is_repaired and needs_placeholder else "",
         extra=extra or {},
     )

@@ -12,34 +12,27 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from care_jax.rewards import notation, quantities
+from care_jax.rewards import formulas, matrices, notation, quantities, relations
 from care_jax.rewards.symbolic import Question, SymbolicPool
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_MAX_SYMBOLIC_CHARS = 400
-_MAX_DEPTH = 12  # of nested brackets
 _NUM_DECIMALS = 6  # of the symbolic comparison, so that 0.333333 equals 1/3
 
-# Lower-case words allowed in mathematics; any other one of three or more letters means prose.
-_FUNCTIONS = frozenset({
-    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh",
-    "tanh", "log", "ln", "lg", "exp", "sqrt", "pi", "max", "min", "gcd", "lcm", "mod", "deg",
-    "det", "abs", "infty", "inf", "and", "or", "degrees",
-})  # fmt: skip
-_WORD = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|[a-zA-Z]{2,}")
-_EXPENSIVE = re.compile(
-    r"!(?!=)|\\(?:sum|int|oint|prod|lim|binom|dbinom|tbinom|choose)(?![a-z])|factorial|binomial"
-)
-_EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)(\{)?|\(([^()]*)(\()?|(\d+|.))")
 _DECIMAL_COMMA = re.compile(r"-?\d+,\d{2,}")
-_TWO_NUMBERS = re.compile(r"(?<!_)\d \d")
-# Factorials and binomials small enough to compute.
-_SMALL = re.compile(r"(?<![\d^)}])\d{1,2}!(?!!)|\\[dt]?binom\{\d{1,2}\}\{\d{1,2}\}")
-_FIRST_CJK = "\u2e80"
-_NUMBER_ABOVE = re.compile(r"\d{3,}")
+_DOUBLED_SIGN = re.compile(r"[+-] ?[+-]")
+
+
+class _Limits(NamedTuple):
+    """How closely values must agree; see `is_equivalent`."""
+
+    tolerance: float
+    num_decimals: int | None
+    units_matter: bool
 
 
 def is_equivalent(
@@ -49,6 +42,7 @@ def is_equivalent(
     choices: Sequence[str] = (),
     tolerance: float = 0.0,
     num_decimals: int | None = None,
+    units_matter: bool = False,
 ) -> bool:
     """Whether a predicted answer is equivalent to the gold answer.
 
@@ -59,12 +53,18 @@ def is_equivalent(
         tolerance: relative error allowed between numbers; ChartQA uses 0.05.
         num_decimals: numbers that round to the same value are equal. None is exact, but rounds to
             six decimals against fractions such as 1/3 and in computer algebra.
+        units_matter: an answer without a unit differs from one with a unit.
 
     Returns:
         False also if the comparison was refused, timed out or crashed.
     """
     outcome = compare(
-        prediction, gold, choices=choices, tolerance=tolerance, num_decimals=num_decimals
+        prediction,
+        gold,
+        choices=choices,
+        tolerance=tolerance,
+        num_decimals=num_decimals,
+        units_matter=units_matter,
     )
     if isinstance(outcome, Question):
         (outcome,) = _shared_pool().ask([outcome])
@@ -90,6 +90,7 @@ def compare(
     choices: Sequence[str] = (),
     tolerance: float = 0.0,
     num_decimals: int | None = None,
+    units_matter: bool = False,
 ) -> str | Question:
     """Compares by text rules, without computer algebra; arguments as in `is_equivalent`.
 
@@ -97,7 +98,7 @@ def compare(
         "equal: ...", "different: ..." or "refused: ..." with a short reason; or a question for
         computer algebra.
     """
-    same = functools.partial(_compare_clean, tolerance=tolerance, num_decimals=num_decimals)
+    same = functools.partial(_compare_clean, limits=_Limits(tolerance, num_decimals, units_matter))
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
         return "different: empty"
@@ -137,72 +138,106 @@ def _compare_choice(prediction, gold, cleaned, same) -> str | Question:
     return same(choices[index] if index >= 0 else prediction, gold)
 
 
-def _compare_clean(
-    prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
-) -> str | Question:
+def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Question:
     if notation.key(prediction) == notation.key(gold):
         return "equal: same text"
-    limits = {"tolerance": tolerance, "num_decimals": num_decimals}
-    decided, rule = _compare_parts(prediction, gold, **limits)
+    if bool(_DOUBLED_SIGN.search(prediction)) != bool(_DOUBLED_SIGN.search(gold)):
+        return "different: a doubled sign"
+    decided, rule = _compare_parts(prediction, gold, limits)
     if decided is not None:
-        if rule == "number" and tolerance:
-            within = f"within {100 * tolerance:g}%"
+        if rule == "number" and limits.tolerance:
+            within = f"within {100 * limits.tolerance:g}%"
             return f"equal: number {within}" if decided else f"different: no number {within}"
         return _outcome(decided, rule)
-    (body, unit), (gold_body, gold_unit) = map(quantities.split_unit, (prediction, gold))
+    split = [quantities.split_unit(text) for text in (prediction, gold)]
+    (body, unit), (gold_body, gold_unit) = split
+    if any(len(name) == 1 and formulas.has_variable(rest) for rest, name in split):
+        return _ask(prediction, gold, limits)  # in `\pi r^2 h` the last letter is a variable
     if unit and gold_unit and unit != gold_unit:
         return "different: another unit"
+    if limits.units_matter and bool(unit) != bool(gold_unit):
+        return "different: a unit on one side"
     if (body, gold_body) != (prediction, gold):
-        return _compare_clean(body, gold_body, **limits)
-    if not _is_mathematics(gold) or not _is_mathematics(prediction):
+        return _compare_clean(body, gold_body, limits)
+    return _ask(prediction, gold, limits)
+
+
+def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
+    """The question for computer algebra, or why there is none."""
+    if not _are_mathematics(prediction, gold):
         return "different: other words"
+    if any(clock and clock.is_certain for clock in map(quantities.read_clock, (prediction, gold))):
+        return "different: another time"
+    if refusal := formulas.refusal(prediction, gold):
+        return f"refused: {refusal}"
+    prediction, gold = _in_one_notation(prediction, gold)
     if notation.has_relation(prediction) and not (
         notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
     ):
         return "different: a relation, no value"  # such as `\neq 7` or `> 6`
-    if refusal := _refusal(prediction, gold):
-        return f"refused: {refusal}"
     if "=" not in gold:
         _, prediction = notation.split_assignment(prediction)
         if "=" in prediction and notation.split_list(prediction) is None:
             return "different: an equation, no value"  # in `9 = 7` neither side is the answer
     return Question(
-        gold=gold,
-        prediction=prediction,
-        num_decimals=_NUM_DECIMALS if num_decimals is None else num_decimals,
+        gold=formulas.as_latex(gold),
+        prediction=formulas.as_latex(prediction),
+        num_decimals=_NUM_DECIMALS if limits.num_decimals is None else limits.num_decimals,
+        tolerance=limits.tolerance,
     )
+
+
+def _are_mathematics(prediction: str, gold: str) -> bool:
+    return formulas.is_mathematics(gold, prediction) and formulas.is_mathematics(prediction, gold)
+
+
+def _in_one_notation(prediction: str, gold: str) -> tuple[str, str]:
+    """Both as intervals, or both as matrices, if both can be."""
+    texts = prediction, gold
+    regions = [relations.read_region(text) for text in texts]
+    if regions[0] and regions[1] and any(region.is_certain for region in regions if region):
+        return regions[0].latex(), regions[1].latex()
+    if pair := matrices.read_pair(prediction, gold):
+        return matrices.as_latex(pair[0]), matrices.as_latex(pair[1])
+    return texts
 
 
 def _outcome(is_same: bool, what: str) -> str:
     return f"equal: same {what}" if is_same else f"different: another {what}"
 
 
-def _compare_values(
-    prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
-) -> bool | None:
-    """Compares numbers, lists and assignments of them; None if undecided."""
+def _compare_values(prediction: str, gold: str, limits: _Limits) -> bool | None:
+    """Compares two parts of answers, such as items of lists; None if undecided."""
     if notation.key(prediction) == notation.key(gold):
         return True
-    limits = {"tolerance": tolerance, "num_decimals": num_decimals}
-    return _compare_parts(prediction, gold, **limits)[0]
+    decided, _ = _compare_parts(prediction, gold, limits)
+    return False if decided is None and not _are_mathematics(prediction, gold) else decided
 
 
-def _compare_parts(
-    prediction: str, gold: str, *, tolerance: float, num_decimals: int | None
-) -> tuple[bool | None, str]:
+def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | None, str]:
     """`_compare_values` for texts with different keys, and what they were compared as."""
-    limits = {"tolerance": tolerance, "num_decimals": num_decimals}
     texts = prediction, gold
     numbers = quantities.read_number(prediction), quantities.read_number(gold)
     if numbers[0] and numbers[1]:
-        return quantities.is_close(numbers[0], numbers[1], **limits), "number"
+        return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
+    clocks = quantities.read_clock(prediction), quantities.read_clock(gold)
+    if clocks[0] and clocks[1] and (clocks[0].is_certain or clocks[1].is_certain):
+        return clocks[0].seconds == clocks[1].seconds, "time"
+    regions = relations.read_region(prediction), relations.read_region(gold)
+    if regions[0] and regions[1] and (regions[0].is_certain or regions[1].is_certain):
+        return _compare_regions(regions[0], regions[1], limits), "set"
+    if pair := matrices.read_pair(prediction, gold):
+        return _compare_matrices(*pair, limits), "matrix"
     lists = notation.split_list(prediction), notation.split_list(gold)
     if lists[0] and lists[1]:
-        return _compare_lists(lists[0], lists[1], **limits), "list"
+        return _compare_lists(lists[0], lists[1], limits), "list"
+    if any(items and len(items[1]) == 1 for items in lists):
+        items = (given[1][0] if given else text for given, text in zip(lists, texts, strict=True))
+        return _compare_values(*items, limits), "value"
     if any(lists) and any(numbers):
         # "2,3" is two numbers; "1,22" compared with a single number has a decimal comma.
         if any(_DECIMAL_COMMA.fullmatch(text) for text in texts):
-            decided = _compare_values(*(text.replace(",", ".") for text in texts), **limits)
+            decided = _compare_values(*(text.replace(",", ".") for text in texts), limits)
             return decided, "number"
         return None if "\\pm" in prediction + gold else False, "number of values"
     names, values = zip(
@@ -218,18 +253,69 @@ def _compare_parts(
     is_equation = ["=" in text and not name for text, name in zip(texts, names, strict=True)]
     if not any(names) or any(is_equation):
         return None, ""
-    return _compare_values(*values, **limits), "value"
+    return _compare_values(*values, limits), "value"
+
+
+def _compare_regions(
+    prediction: relations.Region, gold: relations.Region, limits: _Limits
+) -> bool | None:
+    names = prediction.variable, gold.variable
+    if all(names) and notation.key(names[0]) != notation.key(names[1]):
+        return False
+
+    def same(one: relations.Interval, other: relations.Interval) -> bool | None:
+        if one.brackets != other.brackets:
+            return False
+        return _all([_same_bound(one.low, other.low, limits),
+                     _same_bound(one.high, other.high, limits)])  # fmt: skip
+
+    if len(prediction.intervals) != len(gold.intervals):
+        return None
+    is_equal = [[same(one, other) for one in prediction.intervals] for other in gold.intervals]
+    decided = _pair_off(is_equal)
+    # `(1, 3)` may be written as a union of intervals that overlap.
+    return None if decided is False and len(gold.intervals) > 1 else decided
+
+
+def _same_bound(prediction: str, gold: str, limits: _Limits) -> bool | None:
+    if "\\infty" in prediction + gold:
+        return notation.key(prediction) == notation.key(gold)
+    return _compare_values(prediction, gold, limits)
+
+
+def _compare_matrices(
+    prediction: matrices.Matrix, gold: matrices.Matrix, limits: _Limits
+) -> bool | None:
+    if [len(row) for row in prediction] != [len(row) for row in gold]:
+        return False
+    cells = zip(itertools.chain(*prediction), itertools.chain(*gold), strict=True)
+    return _all([_compare_values(one, other, limits) for one, other in cells])
+
+
+def _all(outcomes: Sequence[bool | None]) -> bool | None:
+    """Whether all are true; None if that is undecided."""
+    if False in outcomes:
+        return False
+    return None if None in outcomes else True
+
+
+def _pair_off(is_equal: Sequence[Sequence[bool | None]]) -> bool | None:
+    """Whether every row has a true place of its own; None if any place is undecided."""
+    if any(value is None for row in is_equal for value in row):
+        return None
+    left = set(range(len(is_equal)))
+    for row in is_equal:
+        match = next((i for i in left if row[i]), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
 
 
 def _compare_lists(
-    prediction: tuple[str, list[str]],
-    gold: tuple[str, list[str]],
-    *,
-    tolerance: float,
-    num_decimals: int | None,
+    prediction: tuple[str, list[str]], gold: tuple[str, list[str]], limits: _Limits
 ) -> bool | None:
     (brackets, items), (gold_brackets, gold_items) = prediction, gold
-    same = functools.partial(_compare_values, tolerance=tolerance, num_decimals=num_decimals)
     is_unordered = {brackets, gold_brackets} <= {"", "{}"}
     if is_unordered:
         items, gold_items = (
@@ -241,63 +327,10 @@ def _compare_lists(
         is_open = any("\\pm" in item or item.startswith("(") for item in items + gold_items)
         return None if is_open else False
     if is_unordered:
-        is_equal = [[same(item, other) for item in items] for other in gold_items]
-        if any(value is None for row in is_equal for value in row):
-            return None
-        left = set(range(len(items)))
-        for row in is_equal:
-            match = next((i for i in left if row[i]), None)
-            if match is None:
-                return False
-            left.remove(match)
-        return True
+        return _pair_off(
+            [[_compare_values(item, other, limits) for item in items] for other in gold_items]
+        )
     if brackets and gold_brackets and brackets != gold_brackets:
         return False
-    outcomes = [same(item, other) for item, other in zip(items, gold_items, strict=True)]
-    if False in outcomes:
-        return False
-    return None if None in outcomes else True
-
-
-def _is_mathematics(text: str) -> bool:
-    """Whether a text is plausible input for computer algebra: neither prose nor program code."""
-    if any(c in text for c in '"`@#?…') or "__" in text or _TWO_NUMBERS.search(text):
-        return False
-    if any(c >= _FIRST_CJK for c in text):
-        return False
-    # Two letters are a product or a segment; up to four capitals name the corners of a figure.
-    return all(
-        word.startswith("\\") or word in _FUNCTIONS or len(word) <= (2 if word.islower() else 4)
-        for word in _WORD.findall(text)
-    )
-
-
-def _refusal(prediction: str, gold: str) -> str:
-    """Why a prediction is too expensive, or "". Constructs that the gold also has are allowed."""
-    if max(len(prediction), len(gold)) > _MAX_SYMBOLIC_CHARS:
-        return "length"
-    depth = deepest = 0
-    for c in prediction:
-        depth += (c in "([{") - (c in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > _MAX_DEPTH:
-        return "nesting"
-    licensed = set(_EXPENSIVE.findall(gold))
-    for construct in _EXPENSIVE.findall(_SMALL.sub("", prediction)):
-        if construct not in licensed:
-            return construct.lstrip("\\")
-    if _has_tower(prediction) and not _has_tower(gold):
-        return "exponent"
-    return ""
-
-
-def _has_tower(text: str) -> bool:
-    """Whether an exponent contains another exponent or a number above 99."""
-    for match in _EXPONENT.finditer(text):
-        exponent = match.group().lstrip("^* ")
-        rest = text[match.end() :].lstrip()
-        if "^" in exponent or "**" in exponent or rest[:1] == "^" or rest[:2] == "**":
-            return True
-        if _NUMBER_ABOVE.search(exponent):
-            return True
-    return False
+    pairs = zip(items, gold_items, strict=True)
+    return _all([_compare_values(item, other, limits) for item, other in pairs])

@@ -23,15 +23,28 @@ _SYMBOLS = {
     "−": "-", "–": "-", "π": "\\pi ", "×": "\\times ", "·": "\\cdot ", "÷": "/", "≤": "\\le ",
     "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∞": "\\infty ", "∪": "\\cup ",
     "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°": "^\\circ ", "∠": "\\angle ",
-    "θ": "\\theta ", "。": ". ", "，": ", ", "：": ":", "；": "; ",
+    "θ": "\\theta ", "。": ". ", "，": ", ", "：": ":", "；": "; ", "⩽": "\\le ", "⩾": "\\ge ",
 }  # fmt: skip
 _POWERS = {c: f"^{{{d}}}" for c, d in zip("⁰¹²³⁴⁵⁶⁷⁸⁹ⁿ", "0123456789n", strict=True)}
 _TRANSLATION = {ord(key): value for key, value in (_SYMBOLS | _POWERS).items()}
 
 _ROOT_SIGN = re.compile(r"√ ?(\d+|\w)")
-_TEXT = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname) ?"
-    r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox)"
+_FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
+_TEXT = re.compile(rf"({_TEXT_NAMES}|{_FONT_NAMES})\*? ?\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
+# Ends of text mode next to which a numeral outside would seem to go on, and such numerals.
+_NUMERAL_BEFORE = re.compile(
+    r"(?:[\d.,/]|[\w)}] ?[-+*]|\\(?:times|cdot|sqrt)"
+    rf"|{_TEXT_NAMES} ?\{{[^{{}}]*[\d.,/] ?\}})[ {{]*$"
+)
+_NUMERAL_AFTER = re.compile(
+    rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{_TEXT_NAMES} ?\{{ ?[\d.,/])"
+)
+_SWITCHES = re.compile(
+    rf"(?:{_FONT_NAMES}|\\(?:bf|it|rm|sf|tt|em|(?:bf|it|sl)(?:series|shape)|(?:text|script)style"
+    r"|tiny|small|normalsize|large|Large|LARGE|huge|Huge))(?![a-zA-Z{])(?! \{) ?"
+    r"|\\(?:bf|it|rm|sf|tt|em|large|Large|LARGE|huge|Huge|textstyle)(?=[ {])"
+    r"|\\(?:text)?color(?:box)? ?\{[^{}]*\}|\\(?:[hv]space\*?|[hv]?phantom) ?\{[^{}]*\}"
 )
 _WORD_IN_BRACES = re.compile(r"(?<=[\d ])\{([a-zA-Z ]+)\}")
 _SIZES = re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
@@ -47,14 +60,30 @@ _BRACED = re.compile(r"\{([^{},;]*)\}")
 _DEGREES = re.compile(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])")
 _PERCENT = re.compile(r"\\?%|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])")
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
-_PREFIX = re.compile(r"^(?:the )?(?:final )?answer(?: is|:)(?: :)? ", re.IGNORECASE)
+_PREFIX = re.compile(
+    r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: :)? | ?:(?: :)? ?))?",
+    re.IGNORECASE,
+)
+_AT_LEAST = re.compile(r"\\geq(?:q|slant)?(?![a-zA-Z])|(?<![<>=])>=")
+_AT_MOST = re.compile(r"\\leq(?:q|slant)?(?![a-zA-Z])|(?<![<>=])<=(?!>)")
+# What stands before or behind an answer and is no part of it.
+_OPENER = re.compile(
+    r"(?:\\\\|\\(?:therefore|Rightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
+    r"|\\approx(?![a-zA-Z]))+"
+)
+_CLOSER = " .,;:\\•✓✔✅☑"
+_CLOSING_MARK = re.compile(r" ?\\(?:checkmark|qed)$|(?<=[a-zA-Z]{3})!+$")
+_MAX_DECORATIONS = 12
+_QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "`": "`", "*": "*", "_": "_", "«": "»",
+           "【": "】", "「": "」", "{": "}"}  # fmt: skip
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 
 
 # Text that `clean` changes only in its spaces and the full stop at its end.
 _PLAIN = re.compile(
-    r"(?!.*(?:pi|pct|percent|answer))[a-z0-9.,/()=+: -]{1,100}", re.IGNORECASE | re.ASCII
+    r"(?!.*(?:pi|pct|percent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
+    re.IGNORECASE | re.ASCII,
 )
 
 
@@ -72,7 +101,7 @@ def clean(text: str) -> str:
         text = _unbox(text)
     if len(text) > MAX_CHARS:
         return f"{text[:MAX_CHARS]}\N{HORIZONTAL ELLIPSIS}{len(text)}"
-    text = _formula_of_sentence(_PREFIX.sub("", text))
+    text = _formula_of_sentence(_PREFIX.sub("", text, count=1))
     text = _ROOT_SIGN.sub(r"\\sqrt{\1}", text).translate(_TRANSLATION)
     # A vulgar fraction after a digit is a mixed number: 5½ is "5 1/2", not "51/2".
     text = "".join(f" {c}" if unicodedata.numeric(c, 0) % 1 else c for c in text)
@@ -80,14 +109,48 @@ def clean(text: str) -> str:
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
     text = _THOUSANDS.sub(",", text).replace("\\!", "").replace("!=", "\\ne ")
     text = _SPACES.sub(" ", _SIZES.sub("", _DELIMITERS.sub("", text)))
-    text = _TEXT.sub(r" \1 ", _TEXT.sub(r" \1 ", text))  # \text can be nested
+    text = _TEXT.sub(_unwrap_text, _TEXT.sub(_unwrap_text, text))  # \text can be nested
+    text = _AT_MOST.sub(r"\\le ", _AT_LEAST.sub(r"\\ge ", _SWITCHES.sub("", text)))
     text = _WORD_IN_BRACES.sub(r" \1 ", text)
     text = _FRACTION.sub(_brace_fraction, _FRACTION_NAME.sub(r"\\frac", text))
     text = _ROOT.sub(r"\\sqrt{\1}", text)
     text = _PERCENT.sub("%", _DEGREES.sub(" degrees ", text))
     text = _PI.sub(r"\\pi ", _LINE.sub(r"\1", text)).replace("\\varnothing", "\\emptyset")
-    text = " ".join(text.split()).rstrip(" .\\")
-    return braced.group(1).strip() if (braced := _BRACED.fullmatch(text)) else text
+    return _undecorated(" ".join(text.split()))
+
+
+def _unwrap_text(match: re.Match) -> str:
+    """The content of `\\text{}`; in quotes if a numeral in it would go on outside."""
+    name, content = match.groups()
+    before = match.string[max(0, match.start() - 40) : match.start()]
+    is_joined = re.match(_TEXT_NAMES, name) and (
+        (re.match(r" *[\d.,/]", content) and _NUMERAL_BEFORE.search(before))
+        or (re.search(r"[\d.,/] *$", content) and _NUMERAL_AFTER.match(match.string, match.end()))
+    )
+    return f' "{content}" ' if is_joined else f" {content} "
+
+
+def _undecorated(text: str) -> str:
+    """The text without punctuation, marks, quotes and braces around it, if something is left."""
+    for _ in range(_MAX_DECORATIONS):
+        bare = text[opener.end() :] if (opener := _OPENER.match(text)) else text
+        bare = _CLOSING_MARK.sub("", bare.rstrip(_CLOSER))
+        if len(bare) > 2 and _QUOTES.get(bare[0]) == bare[-1] and _is_wrapped(bare):
+            bare = bare[1:-1].strip()
+        if not bare or bare == text:
+            break
+        text = bare
+    return text
+
+
+def _is_wrapped(text: str) -> bool:
+    """Whether the quotes or braces at the two ends of a text are a pair around one value."""
+    inner = text[1:-1].strip()
+    if text[0] != "{":
+        is_alone = text[0] not in inner and text[-1] not in inner
+        return is_alone or text[0] == inner[:1] == "*"
+    is_one_value = not any(c in ",;" for c in inner) or inner[:1] == "{"
+    return is_one_value and closing_brace(text, 1) == len(text) - 1
 
 
 def _brace_fraction(match: re.Match) -> str:
@@ -128,6 +191,16 @@ def closing_brace(text: str, start: int) -> int:
     return -1
 
 
+def closing_bracket(text: str, start: int) -> int:
+    """Index of the round bracket that closes the one just before `start`; -1 if there is none."""
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return index
+    return -1
+
+
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 
 
@@ -136,8 +209,8 @@ def key(text: str) -> str:
     # A space between two digits is kept: it separates two numbers.
     text = _LOOSE_SPACE.sub("", text.casefold()).strip("\"'“”`*")
     if len(text) == 3 and text[0] in "([" and text[2] in ")]":
-        text = text[1]
-    return text
+        return text[1]
+    return text[0] if len(text) == 2 and text[0].isalnum() and text[1] == ")" else text
 
 
 # Assignments and lists

@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
+_MAX_BRACKETS = 12  # around a number
 _MAX_DIGITS = 60  # limit on digits and on |power of ten|, so that Fractions stay small
 
 _DECIMAL = r"(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?!\d)|\d+)?(?:\.\d*)?"
@@ -30,6 +32,7 @@ _UNITS = {
     "kg": "kg kilogram kilograms", "g": "g gram grams", "mg": "mg milligram milligrams",
     "lb": "lb lbs pound pounds",
     "s": "s sec secs second seconds", "min": "min mins minute minutes", "h": "h hr hrs hour hours",
+    "day": "day days", "week": "week weeks",
     "l": "L l liter liters litre litres", "ml": "mL ml", "$": "dollar dollars USD",
     "": "unit units",
     "square": "square sq", "cubic": "cubic", "per": "per", "mi per h": "mph", "cents": "cent cents",
@@ -40,10 +43,15 @@ _SIZES_OF_UNITS = (
     {"mm": 1, "cm": 10, "m": 1000, "km": 10**6},
     {"in": 1, "ft": 12, "yd": 36, "mi": 63360},
     {"mg": 1, "g": 1000, "kg": 10**6},
-    {"s": 1, "min": 60, "h": 3600},
+    {"s": 1, "min": 60, "h": 3600, "day": 86400, "week": 604800},
     {"ml": 1, "l": 1000},
     {"cents": 1, "$": 100},
 )
+# Other short units that are written right behind a number.
+# Other units of three or four letters; what else stands right behind a number is a product.
+_SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal", "rad", "psi",
+                "rpm", "bpm", "fps", "kph", "bit", "bits", "byte", "yuan", "euro", "yen", "rmb",
+                "gal", "cups", "pcs", "ppm", "ton", "tons")  # fmt: skip
 # Words after a number that change or retract it.
 _NOT_UNITS = frozenset({
     "and", "or", "not", "no", "nor", "to", "plus", "minus", "times", "over", "by", "of", "point",
@@ -51,6 +59,8 @@ _NOT_UNITS = frozenset({
     "half", "halves", "third", "thirds", "quarter", "quarters", "tenth", "tenths", "is", "are",
     "was", "but", "if", "maybe", "approximately", "about", "then", "else",
 })  # fmt: skip
+_VAGUE = re.compile(rf".*ish|(?:hundred|dozen|{'|'.join(_SCALES)}).*")  # 4 thousandish
+_PRODUCT = re.compile(r"(?!(?:" + "|".join((*_UNIT_NAMES, *_SHORT_UNITS)) + r")$)[a-z]{3,4}")
 _UNIT_WORD = re.compile(r"([^\W\d_]+)(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
 
 
@@ -78,8 +88,9 @@ class Number:
 def read_number(text: str) -> Number | None:
     """Parses a cleaned text that is a number as a whole; None for any other text."""
     text = text.strip()
-    while len(text) > 2 and text[0] == "(" and text.find(")") == len(text) - 1:
-        text = text[1:-1].strip()
+    for _ in range(_MAX_BRACKETS):
+        if len(text) > 2 and text[0] == "(" and text[-1] == ")":
+            text = text[1:-1].strip()
     is_negative = text.startswith("-")
     body = text[1:] if text[:1] in ("-", "+") else text
     body = _CURRENCY.sub("", body, count=1)  # matches at 0, maybe nothing
@@ -96,7 +107,8 @@ def read_number(text: str) -> Number | None:
             tail = tail[scale.end() :]
         is_percent = tail.startswith("%")
         unit = _read_unit(tail[is_percent:].strip())
-        if unit is None:
+        # In 4xyz and 4abc the word behind the number is a product of variables.
+        if unit is None or (unit == tail and tail == body[end:] and _PRODUCT.fullmatch(unit)):
             return None
     return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
 
@@ -140,9 +152,12 @@ def _read_unit(text: str) -> str | None:
     names = []
     for word in text.replace(" ^", "^").replace("/", " per ").replace(".", " ").split()[:8]:
         match = _UNIT_WORD.fullmatch(word)
-        if match is None or match.group(1).lower() in _NOT_UNITS:
+        if match is None:
             return None
-        name = _UNIT_NAMES.get(match.group(1), match.group(1).lower())
+        lower = match.group(1).lower()
+        if lower in _NOT_UNITS or _VAGUE.fullmatch(lower):
+            return None
+        name = _UNIT_NAMES.get(match.group(1), lower)
         # One or two letters are a variable, unless they are a known unit.
         if match.group(1) not in _UNIT_NAMES and len(name) < 3 and name.isascii():
             return None
@@ -152,15 +167,23 @@ def _read_unit(text: str) -> str | None:
 
 
 def is_close(
-    prediction: Number, gold: Number, *, tolerance: float, num_decimals: int | None
+    prediction: Number,
+    gold: Number,
+    *,
+    tolerance: float,
+    num_decimals: int | None,
+    units_matter: bool = False,
 ) -> bool:
     """Whether two numbers agree. If only one has a percent sign, 50% equals both 50 and 0.5.
 
     Args:
+        units_matter: a number without a unit differs from one with a unit.
         tolerance: allowed |prediction - gold| / |gold|; 0 is exact.
         num_decimals: numbers that round to the same value agree too. None rounds to six decimals,
             and only if one is a decimal and the other a fraction with no finite decimal expansion.
     """
+    if units_matter and bool(prediction.unit) != bool(gold.unit):
+        return False
     if prediction.unit and gold.unit and prediction.unit != gold.unit:
         factor = _conversion(prediction.unit, gold.unit)
         if factor is None:
@@ -198,12 +221,52 @@ def _conversion(unit: str, other: str) -> Fraction | None:
 def split_unit(text: str) -> tuple[str, str]:
     """An expression and the name of the unit after it; (text, "") without one.
 
-    Single letters may be variables, so they count as a unit only after a space.
+    Single letters may be variables, so they count as a unit only after a space. Degrees behind the
+    argument of a trigonometric function are part of it.
     """
     match = _UNIT_AT_END.search(text)
-    if match is None or not text[: match.start()].strip():
+    if match is None or (match.group().strip() in _DEGREES and _ANGLE.search(text)):
         return text, ""
     return text[: match.start()].strip(), _read_unit(match.group().strip()) or ""
+
+
+_DEGREES = _UNITS["degrees"].split()
+_ANGLE = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)[^=,]*$")
+_CLOCK = re.compile(
+    r"(\d{1,2})(?: ?[:.] ?(\d{2}))?(?: ?: ?(\d{2}))?(?: ?h)? ?(a\.? ?m\.?|p\.? ?m\.?|o'?clock)?",
+    re.IGNORECASE,
+)
+_NAMED_HOURS = {"noon": "12:00 pm", "midday": "12:00 pm", "midnight": "12:00 am"}
+
+
+class Clock(NamedTuple):
+    """A time of day in seconds since midnight, and whether its text can be nothing else."""
+
+    seconds: int
+    is_certain: bool
+
+
+def read_clock(text: str) -> Clock | None:
+    """A time of day; None for any other text.
+
+    3:15 may also be a ratio; 3:15 PM, 3:05, 03:15:00 and 3 o'clock may not. Without AM or PM a time
+    is read on the clock of 24 hours.
+    """
+    text = _NAMED_HOURS.get(text.casefold(), text)
+    match = _CLOCK.fullmatch(text.strip())
+    if match is None:
+        return None
+    hours, minutes, seconds = (int(part or 0) for part in match.groups()[:3])
+    half = (match.group(4) or "")[:1].lower()
+    is_certain = bool(half or match.group(3) or text[0] == "0" or (match.group(2) or "")[:1] == "0")
+    is_written = bool(match.group(2)) and (":" in text or half in ("a", "p"))
+    if not (is_written or half) or minutes > 59 or seconds > 59:
+        return None
+    if hours > 23 or (half and not 1 <= hours <= 12):
+        return None
+    if half in ("a", "p"):
+        hours = hours % 12 + 12 * (half == "p")
+    return Clock(3600 * hours + 60 * minutes + seconds, is_certain)
 
 
 def _is_finite(value: Fraction) -> bool:

@@ -34,11 +34,13 @@ class Question(NamedTuple):
     Attributes:
         gold, prediction: LaTeX or plain mathematics, without `$` or `\\boxed` around it.
         num_decimals: decimals to which numbers are rounded before comparison.
+        tolerance: relative error allowed between numbers.
     """
 
     gold: str
     prediction: str
     num_decimals: int
+    tolerance: float = 0.0
 
 
 class SymbolicPool:
@@ -214,9 +216,15 @@ class _OutOfTime(BaseException):
 
 
 def _compare(question: Question) -> str:
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    # Its own removal of units takes the last factor of `a b^2 c` for one.
+    plain = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+    configs = (
+        LatexExtractionConfig(boxed_match_priority=0, normalization_config=plain),
+        ExprExtractionConfig(),
+    )
     gold, prediction = (
         parse(
             f"\\boxed{{{text}}}",
@@ -229,8 +237,36 @@ def _compare(question: Question) -> str:
     )
     if not gold or not prediction:
         return "different: not readable as mathematics"
-    is_equal = verify(gold, prediction, float_rounding=question.num_decimals, timeout_seconds=None)
+    is_equal = verify(
+        gold,
+        prediction,
+        float_rounding=question.num_decimals,
+        timeout_seconds=None,
+    ) or _is_close(gold[0], prediction[0], question.num_decimals, question.tolerance)
     return f"{'equal' if is_equal else 'different'}: by computer algebra"
+
+
+def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -> bool:
+    """Whether two constants agree within a tolerance, or as complex numbers; tuples part by part.
+
+    math_verify knows no tolerance and takes i for a variable.
+    """
+    import sympy
+
+    if isinstance(gold, sympy.Tuple) and isinstance(prediction, sympy.Tuple):
+        return len(gold) == len(prediction) and all(
+            _is_close(*pair, num_decimals, tolerance) for pair in zip(gold, prediction, strict=True)
+        )
+    if not isinstance(gold, sympy.Expr) or not isinstance(prediction, sympy.Expr):
+        return False
+    symbols = gold.free_symbols | prediction.free_symbols
+    if any(symbol.name != "i" for symbol in symbols) or not (symbols or tolerance):
+        return False
+    imaginary = dict.fromkeys(symbols, sympy.I)
+    expected, value = (complex(sympy.N(side.subs(imaginary), 20)) for side in (gold, prediction))
+    error = abs(value - expected)
+    is_rounded = error <= 0.5 * 10.0**-num_decimals and error <= 1e-3 * abs(expected)
+    return is_rounded or error <= tolerance * abs(expected)
 
 
 def _reply(question: Question, cpu_seconds: float) -> str:

@@ -260,7 +260,13 @@ class Verifier:
         limits = dict(self._limits)
         if gold.tolerance:
             limits["tolerance"] = gold.tolerance
-        return answers.compare(answer, gold.answer, choices=gold.choices, **limits)
+        return answers.compare(
+            answer,
+            gold.answer,
+            choices=gold.choices,
+            units_matter=gold.units == "matter",
+            **limits,
+        )
 
 
 def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think") -> spans.Spans:
