@@ -10,6 +10,7 @@ from absl.testing import flagsaver
 
 from care_jax import main
 from care_jax.batch import Example
+from care_jax.devices import workdir_lock
 from care_jax.devices.sharding import make_mesh
 from configs import common, tiny
 
@@ -209,3 +210,14 @@ def test_a_benchmark_whose_files_are_missing_is_told_before_training(monkeypatch
     config.evaluate.benchmarks = (("mmmu", str(tmp_path)),)
     with pytest.raises(ValueError, match=r"expected validation-\*\.parquet .* got no such file"):
         main.run_stages(config, tmp_path)
+
+
+def test_a_run_in_a_workdir_that_is_in_use_writes_nothing(monkeypatch, tmp_path):
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr(main, "initial_params", None)
+    config = tiny.get_config()
+    config.stages = ("export",)
+    with workdir_lock.held(tmp_path), pytest.raises(ValueError, match="is in use by process"):
+        main.run_stages(config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [workdir_lock.NAME]
