@@ -231,14 +231,16 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     lists = notation.split_list(prediction), notation.split_list(gold)
     if lists[0] and lists[1]:
         return _compare_lists(lists[0], lists[1], limits), "list"
-    if any(items and len(items[1]) == 1 for items in lists):
-        items = (given[1][0] if given else text for given, text in zip(lists, texts, strict=True))
-        return _compare_values(*items, limits), "value"
+    if any(items and len(items[1]) == 1 and items[1][0][:1] not in "[{\\" for items in lists):
+        one, other = (
+            given[1][0] if given else text for given, text in zip(lists, texts, strict=True)
+        )
+        return _compare_values(one, other, limits), "value"
     if any(lists) and any(numbers):
         # "2,3" is two numbers; "1,22" compared with a single number has a decimal comma.
         if any(_DECIMAL_COMMA.fullmatch(text) for text in texts):
-            decided = _compare_values(*(text.replace(",", ".") for text in texts), limits)
-            return decided, "number"
+            one, other = (text.replace(",", ".") for text in texts)
+            return _compare_values(one, other, limits), "number"
         return None if "\\pm" in prediction + gold else False, "number of values"
     names, values = zip(
         *(
@@ -253,7 +255,7 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     is_equation = ["=" in text and not name for text, name in zip(texts, names, strict=True)]
     if not any(names) or any(is_equation):
         return None, ""
-    return _compare_values(*values, limits), "value"
+    return _compare_values(values[0], values[1], limits), "value"
 
 
 def _compare_regions(

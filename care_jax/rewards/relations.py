@@ -16,7 +16,7 @@ _MEMBER = re.compile(r"([a-zA-Z]|\\(?:alpha|beta|theta|lambda))(?:_\w)? ?\\in(?!
 _UNION = re.compile(r"\\cup(?![a-z])|(?<![a-zA-Z\\])(?:or|U)(?![a-zA-Z])|\\(?:vee|lor)(?![a-z])|∨")
 _BOTH = re.compile(r"(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:wedge|land)(?![a-z])|∧|&&|,")
 _SIGN = re.compile(r"\\(le|ge|neq?|lt|gt)(?![a-zA-Z])|([<>])")
-_SIGNS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">"}
+_SIGNS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "<": "<", ">": ">"}
 _VARIABLE = re.compile(r"(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda))(?:_(?:\w|\{\w+\}))?")
 _INTERVAL = re.compile(r"([(\[\]]) ?([^,;]+?) ?[,;] ?([^,;]+?) ?([)\]\[])")
 _INFINITY = re.compile(r"\+? ?(-?) ?(?:\\infty|\\infin|oo|inf|infinity|infty)(?![a-zA-Z])")
@@ -107,7 +107,7 @@ def _read_relations(text: str) -> tuple[str, list[Interval], bool] | None:
 
 def _read_chain(text: str) -> tuple[str, list[Interval]] | None:
     pieces = [piece.strip() for piece in _SIGN.sub(r" \0 ", text).split("\0")]
-    signs = [_SIGNS.get(name, mark) for name, mark in _SIGN.findall(text)]
+    signs = [_SIGNS[name or mark] for name, mark in _SIGN.findall(text)]
     if "=" in text or len(pieces) != len(signs) + 1 or not all(pieces[1:-1]):
         return None
     if len(signs) == 2 and _VARIABLE.fullmatch(pieces[1]) and "!=" not in signs:

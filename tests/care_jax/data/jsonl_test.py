@@ -89,6 +89,7 @@ def test_row_becomes_an_example(write):
         "answer": 2,
         "images": ["ok.png"],
         "rationale": "Count.",
+        "units": "matter",
         "response": "<think>Count.</think><answer>4</answer>",
     }
     path = write(b"", row)
@@ -102,6 +103,7 @@ def test_row_becomes_an_example(write):
     assert example.images == (path.parent / "ok.png",)
     assert example.response == row["response"]
     assert example.rationale == "Count."
+    assert example.units == "matter"
     assert example.extra == {}
 
 

@@ -116,6 +116,14 @@ def test_choices_of_an_example_are_known(verifier):
     assert [v.acc for v in verdicts] == [1.0, 1.0, 0.0]
 
 
+def test_a_row_may_say_that_its_unit_matters(verifier):
+    gold = example("5 cm")
+    strict = dataclasses.replace(gold, units="matter")
+    texts = [response("5"), response("5 cm"), response("50 mm")]
+    assert [v.acc for v in verifier.verify(texts, [gold] * 3)] == [1.0, 1.0, 1.0]
+    assert [v.acc for v in verifier.verify(texts, [strict] * 3)] == [0.0, 1.0, 1.0]
+
+
 def by_length(question, responses, example):
     """A reward function; it fails for some responses and some groups."""
     if question == "raise":
