@@ -204,7 +204,7 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     ]
     if stage != "sft" and not has_reward and section.source != "synthetic":
         opened = [with_text_answers(source) for source in opened]
-        for source in opened:
+        for source in opened if stage == "rl" else ():
             first_usable(source)
     examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
     if stage == "evaluate":

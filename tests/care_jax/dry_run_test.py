@@ -66,8 +66,10 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     example = main.open_stage(_with(changes), "rl")[1]
     assert f"{len(builder.tokenize(example).tokens)} tokens, 0 patches" in data
     assert "question 'How many?', answer '3'" in data and "not shown" not in data
-    path.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(ValueError, match=r"of stage 'rl' must have a usable row .* \(1: no answer"):
+    path.write_text(json.dumps(rows[1] | {"question": "How many? " * 200}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"of stage 'rl' must have a usable row .* \(1: prompt fits"
+    ):
         said(**changes)
 
 

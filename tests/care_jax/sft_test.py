@@ -135,7 +135,8 @@ def params():
 def metrics_of(run):
     """Less what was left out, which a process counts from its own start."""
     records = map(json.loads, run.metrics.path.read_text().splitlines())
-    return [{k: v for k, v in r.items() if not k.startswith("left_out/")} for r in records]
+    own = ("left_out/", "host/")  # of the process
+    return [{k: v for k, v in r.items() if not k.startswith(own)} for r in records]
 
 
 def test_loss_is_the_weighted_mean_over_the_whole_batch(make_run, examples, batch_of, scripted):
