@@ -28,9 +28,8 @@ from care_jax.devices import distributed
 
 NAME = "run.lock"
 _BEAT = 15.0  # seconds between two writes
-_PATIENCE = (
-    90.0  # seconds without one after which a holder is dead; gcsfuse may show a file of 60 s
-)
+# Seconds without one after which a holder is dead; gcsfuse may show a file as it was 60 s ago.
+_PATIENCE = 90.0
 _POLL = 2.0  # seconds between two looks at the file
 _WAIT = "wait"
 
