@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from care_jax.benchmarks.suite import RELEASES
+from care_jax.config_ranges import check_ranges
 from care_jax.data.sources import check_section
 from care_jax.decoding import reflection
 from care_jax.devices import distributed, sharding
@@ -75,6 +76,7 @@ def check_config(
     _check_best(config)
     _check_export(config)
     _check_data(config, given)
+    check_ranges(config)
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
