@@ -6,6 +6,7 @@ of one that is installed.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import runpy
 import sys
@@ -21,6 +22,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sweep": ("care_jax.sweep", ()),
 }
 _FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags
+_PACKAGE = pathlib.Path(__file__).parent
 _DEFAULT = "tiny"  # configuration of the commands that train or evaluate, if none is given
 
 
@@ -38,6 +40,12 @@ def main() -> None:
         )
         sys.exit(0 if is_help else 2)
     module, first = COMMANDS[command]
+    if not (_PACKAGE / "configs").is_dir():  # the checkout, whose files import `configs`
+        sys.path.insert(0, str(_PACKAGE.parent))
+        above = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(_PACKAGE.parent), *([above] if above else [])]
+        )
     try:
         flags = resolved(command, given)
     except ValueError as error:
@@ -87,8 +95,7 @@ def names(folder: str) -> list[str]:
 
 def _folder(name: str) -> pathlib.Path:
     """Inside the package in an installation, beside it in the checkout; see setup.py."""
-    package = pathlib.Path(__file__).parent
-    return package / name if (package / name).is_dir() else package.parent / name
+    return _PACKAGE / name if (_PACKAGE / name).is_dir() else _PACKAGE.parent / name
 
 
 if __name__ == "__main__":

@@ -32,6 +32,20 @@ def test_names_become_paths_of_what_is_installed():
         cli.resolved("train", ["--config=qwen"])
 
 
+def test_the_checkout_is_a_program_for_other_folders_too(tmp_path):
+    """An editable install: files of configs/ import `configs`, which only the checkout has."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'care_jax')!r}); import cli; cli.main()"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code, "aot", "--config=tiny", "--topology=abacus:1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert result.returncode == 2 and "--topology must be one of" in result.stderr, result.stderr
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """A folder with the wheel alone, beside a `models` of somebody else's."""
