@@ -21,9 +21,9 @@ from care_jax.aot.compile import Program, update_program
 from care_jax.batch import Example, Unusable
 from care_jax.data.mixture import Mixture
 from care_jax.devices.roofline import GIB
-from care_jax.policy import abstract_params, decode_shardings
+from care_jax.policy import decode_shardings
 from care_jax.programs import rollout_sizes
-from care_jax.run import Run, abstract_state, checkpoint_folder, make_adamw
+from care_jax.run import Run, abstract_state, checkpoint_folder, make_adamw, params_of
 from models import backbone
 
 NUM_ROWS = 2  # shown of each source
@@ -77,7 +77,7 @@ def _model(run: Run) -> Iterator[str]:
     policy, model = run.policy, run.config.model
     where = policy.folder if policy.folder is not None else "random weights"
     yield f"{policy.config.family}, {where}"
-    params = _abstract_params(run)
+    params = params_of(run)
     trained, _ = run.partition(params)
     total, of_them = (_num_parameters(tree) for tree in (params, trained))
     yield f"{total:,} parameters, {of_them:,} trained; master weights {model.param_dtype}"
@@ -128,7 +128,7 @@ def _memory(run: Run) -> Iterator[str]:
     """GiB of what lies on a device throughout a stage, and of the update where it is compiled."""
     stages = [stage for stage in ("sft", "rl") if stage in run.config.stages]
     if not stages:
-        yield f"{_gib(shapes.num_bytes(_abstract_params(run)))} weights"
+        yield f"{_gib(shapes.num_bytes(params_of(run)))} weights"
         return
     _, adamw = make_adamw(run, stages[-1])
     state = abstract_state(run, adamw)
@@ -148,7 +148,7 @@ def _memory(run: Run) -> Iterator[str]:
     stats = run.mesh.devices.flat[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         yield f"{_gib(limit)} there are"
-    if _num_parameters(_abstract_params(run)) <= _CHEAP:
+    if _num_parameters(params_of(run)) <= _CHEAP:
         began = time.perf_counter()
         program = update_program(run, stages[-1])
         seconds = time.perf_counter() - began
@@ -194,16 +194,6 @@ def _files(run: Run, sources: Mapping[str, Sequence[Example]]) -> Iterator[str]:
 
 def _last_trained(last: str, stage: str) -> str:
     return stage if stage in ("sft", "rl") else last
-
-
-def _abstract_params(run: Run) -> backbone.Params:
-    return abstract_params(
-        run.policy,
-        run.mesh,
-        run.config.sharding_rules,
-        dtype=jnp.dtype(run.config.model.param_dtype),
-        lora_rank=run.config.model.lora_rank,
-    )
 
 
 def _decode_params(run: Run) -> backbone.Params:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from care_jax.devices import integrity
 from care_jax.metrics import print_line
-from care_jax.policy import Policy, abstract_params
+from care_jax.policy import Policy
 from care_jax.prompts.builder import processor_template
-from care_jax.run import Run, checkpoint_folder, open_checkpoints
+from care_jax.run import Run, checkpoint_folder, open_checkpoints, params_of
 from models import backbone, lora, peft_folder
 
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder
@@ -153,18 +153,10 @@ def _restored(
         step: a saved step; None: the last.
         of: takes the part out of the tree of all.
     """
-    model = run.config.model
-    abstract = abstract_params(
-        run.policy,
-        run.mesh,
-        run.config.sharding_rules,
-        dtype=jnp.dtype(model.param_dtype),
-        lora_rank=model.lora_rank,
-    )
     with open_checkpoints(run, stage) as saved:
         step = saved.latest_step if step is None else step
         assert step is not None  # `find` has found the stage
-        return saved.restore_params(of(abstract), step)
+        return saved.restore_params(of(params_of(run)), step)
 
 
 def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:

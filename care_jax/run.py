@@ -203,16 +203,21 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
     return jax.device_put(state, _state_shardings(run, state))
 
 
-def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
-    """Shape, dtype and sharding of the result of `start_state`, without allocating arrays."""
+def params_of(run: Run) -> Params:
+    """Shape, dtype and sharding of every trained or frozen parameter, adapters included."""
     model = run.config.model
-    params = abstract_params(
+    return abstract_params(
         run.policy,
         run.mesh,
         run.config.sharding_rules,
         dtype=jnp.dtype(model.param_dtype),
         lora_rank=model.lora_rank,
     )
+
+
+def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
+    """Shape, dtype and sharding of the result of `start_state`, without allocating arrays."""
+    params = params_of(run)
     state = jax.eval_shape(lambda params: _init_state(run, params, adamw), params)
     state = dataclasses.replace(state, params=params)
     return jax.tree.map(
