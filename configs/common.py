@@ -87,7 +87,7 @@ def get_config() -> ConfigDict:
 
     # Devices along each mesh axis; one may be -1 and takes the remaining devices.
     config.mesh = mesh = ConfigDict()
-    mesh.data = 1
+    mesh.data = 0  # 0: the number of TPU slices or GPU nodes, between which the network is slow
     mesh.fsdp = -1
     mesh.tensor = 1
     mesh.sequence = 1

@@ -1,7 +1,9 @@
 """Does a run fit in memory, and how fast can it be? Compiles it, without any TPU or GPU.
 
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --mean_response=600
+    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --slices=4
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:8
+    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:2x8
 
 Prints a row for every program of the configuration's stages "sft" and "rl", in GiB per chip:
 
@@ -9,9 +11,11 @@ Prints a row for every program of the configuration's stages "sft" and "rl", in 
     beside                            other arrays that the run keeps on the chip meanwhile
     headroom                          free memory of the chip; negative if the program does not fit
     TFLOPs, least time, tokens/s      of its largest call, from the roofline at peak rates
-    bound                             what limits the least time: compute, memory or network
+    bound                             what limits the least time: compute, memory, the network
+                                      between chips, or that between slices or nodes
 
-and the bytes that one chip receives from others, by collective, as compiled. The worst step has
+and the bytes that one chip receives from others, by collective, as compiled; with several slices
+or nodes, also what of it comes from others of these in a step. The worst step has
 prompts and responses of maximum length. With --mean_response, a step with randomly drawn lengths is
 printed too, see `step_sizes` and `lengths`.
 
@@ -34,7 +38,8 @@ from ml_collections import config_flags
 from care_jax import command_line
 from care_jax.aot.collectives import COLLECTIVES
 from care_jax.aot.compile import Fit, Program, fit
-from care_jax.devices.roofline import CHIPS, GIB
+from care_jax.aot.topology import GPUS
+from care_jax.devices.roofline import GIB
 from care_jax.devices.sharding import MESH_AXES
 
 _COLUMNS = (
@@ -55,7 +60,8 @@ _COLUMNS = (
 
 _GPU_LIMITS = (
     "The GPU compiler refuses no program for its size and does not count cuDNN's workspace; a chip "
-    "is taken to have 90% of its memory for programs. Bytes between nodes count as if over NVLink."
+    "is taken to have 90% of its memory for programs. No kernel is autotuned. Between nodes every "
+    "GPU is taken to have a network card of its own."
 )
 
 
@@ -82,6 +88,8 @@ def _received_rows(result: Fit) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("program", *COLLECTIVES, "total", "calls", "worst step")]
     if result.expected:
         rows[0] += ("mean step",)
+    if result.num_slices > 1:
+        rows[0] += ("of it from other slices",)
     for program in result.programs:
         if program.received is None:
             continue
@@ -90,6 +98,9 @@ def _received_rows(result: Fit) -> list[tuple[str, ...]]:
         steps = [sum(work.ici_bytes for work in program.works(is_mean)) for is_mean in cases]
         call = (f"{size / 1e9:.2f}" for size in (*sizes, sum(sizes)))
         step = (f"{size / 1e9:.1f}" for size in steps)
+        if result.num_slices > 1:
+            works = program.works(is_expected=bool(result.expected))
+            step = (*step, f"{sum(work.dcn_bytes for work in works) / 1e9:.2f}")
         rows.append((program.name, *call, str(program.num_calls), *step))
     return rows if len(rows) > 1 else []
 
@@ -97,8 +108,10 @@ def _received_rows(result: Fit) -> list[tuple[str, ...]]:
 def _heading(result: Fit) -> str:
     sizes = result.mesh.shape
     mesh_shape = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
+    is_named = result.num_slices > 1 and not result.topology.startswith(tuple(GPUS))
+    slices = f"{result.num_slices} slices of " if is_named else ""
     return (
-        f"{result.topology}: {result.mesh.size} chips ({mesh_shape or 'one'}), "
+        f"{slices}{result.topology}: {result.mesh.size} chips ({mesh_shape or 'one'}), "
         f"{result.chip.hbm / GIB:.2f} GiB each"
     )
 
@@ -146,7 +159,7 @@ def _conclusions(result: Fit) -> list[str]:
         if step is not None:
             counts = f"{step.num_microbatches} microbatches in {len(step.updates)} updates"
             lines.append(f"The {name} step of 'rl': {counts}, train_fill {step.train_fill:.3f}.")
-    return lines + ([_GPU_LIMITS] if result.chip in (CHIPS["h100"], CHIPS["h200"]) else [])
+    return lines + ([_GPU_LIMITS] if result.topology.startswith(tuple(GPUS)) else [])
 
 
 def _step_line(result: Fit, stage: str) -> str:
@@ -168,6 +181,7 @@ def run_main() -> None:
     topology = flags.DEFINE_string(
         "topology", None, "Chips and their shape: v5e:4x4, h100:8.", required=True
     )
+    slices = flags.DEFINE_integer("slices", 1, "Slices of TPUs, each of that topology.")
     mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
     flags.mark_flag_as_required("config")
     logging.set_verbosity(logging.INFO)
@@ -186,7 +200,7 @@ def run_main() -> None:
     def main(_: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")  # leave any accelerator of this machine alone
         try:
-            result = fit(config.value, topology.value, mean.value)
+            result = fit(config.value, topology.value, mean.value, slices.value)
         except ValueError as error:
             _leave(error)
         print(report(result))

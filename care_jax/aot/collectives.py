@@ -13,6 +13,11 @@ iterations is in the compiler's annotation, or is the constant in its loop condi
 loops of unknown length, over microbatches or decode steps, the caller passes the number.
 
 On TPUs a reduce-scatter is a fusion of an all-reduce and slices, with both in its name.
+
+Slices of TPUs and nodes of GPUs are connected by a slower network. If a group of g chips spans k of
+them, the share (k-1)/(g-1) of these bytes crosses it: the chips of a slice together receive what
+is in the other slices once. A TPU program is that of one slice: what it exchanges with others is
+a `send` to the host, which carries out the collective.
 """
 
 from __future__ import annotations
@@ -24,14 +29,19 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Int
+
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-_OPERATIONS = "|".join((*COLLECTIVES, "while", "fusion", "call", "conditional", "async"))
+_BETWEEN = "between slices"
+_OPERATIONS = "|".join((*COLLECTIVES, "send", "while", "fusion", "call", "conditional", "async"))
 _INSTRUCTION = re.compile(rf"^\s+(?:ROOT )?%?[\w.-]+ = (.+?) ({_OPERATIONS})(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LOOP = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -51,12 +61,21 @@ class Received:
         """Bytes of each collective if the loops of unknown length run `num_passes` times."""
         return {kind: self.once[kind] + num_passes * self.each_pass[kind] for kind in COLLECTIVES}
 
+    def between_slices(self, num_passes: int) -> int:
+        """Bytes from other slices of TPUs or nodes of GPUs, likewise."""
+        return self.once[_BETWEEN] + num_passes * self.each_pass[_BETWEEN]
+
     def total(self, num_passes: int) -> int:
         return sum(self.by_collective(num_passes).values())
 
 
-def received(hlo: str) -> Received:
-    """Bytes that one chip receives in a program, from `compiled.as_text()`.
+def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Received:
+    """Bytes that one chip receives in a program.
+
+    Args:
+        hlo: `compiled.as_text()`.
+        num_slices: slices of TPUs or nodes of GPUs.
+        chips_per_slice: if there are several; they have consecutive numbers.
 
     Raises:
         ValueError: the text has no entry computation, or groups that cannot be read.
@@ -76,9 +95,16 @@ def received(hlo: str) -> Received:
             shape, operation, is_start = found.groups()
             if operation in COLLECTIVES:
                 is_fused = operation == "all-reduce" and "all-reduce-scatter" in name
-                kind, size = _bytes_received(line, shape, operation, bool(is_start), num_chips)
+                groups = _groups(line, num_chips)
+                size = _bytes_received(shape, operation, bool(is_start), groups.shape[1])
                 # Only the slice is kept, so the all-gather half of the all-reduce never happens.
-                once["reduce-scatter" if is_fused else kind] += size // 2 if is_fused else size
+                size = size // 2 if is_fused else size
+                once["reduce-scatter" if is_fused else operation] += size
+                if num_slices > 1:
+                    once[_BETWEEN] += int(size * _share_between(groups, chips_per_slice))
+                continue
+            if operation == "send":
+                once[_BETWEEN] += _bytes_to_slices(line, shape, num_slices)
                 continue
             inner = _called(line, operation)
             if operation == "while":
@@ -146,20 +172,36 @@ def _num_passes(line: str, condition: Sequence[str]) -> int | None:
     return values[0] if len(values) == 1 else None
 
 
-def _bytes_received(
-    line: str, shape: str, operation: str, is_start: bool, num_chips: int
-) -> tuple[str, int]:
-    """(collective, bytes) of one instruction."""
+def _bytes_received(shape: str, operation: str, is_start: bool, group: int) -> int:
+    """Bytes that a chip receives in one instruction over groups of `group` chips."""
     # The shape of a -start is (operands, results, ...); that of all-reduce-start is its result.
     if is_start and operation != "all-reduce":
         shape = _elements(shape)[1]
-    size, group = _num_bytes(shape), _group_size(line, num_chips)
     factors = {
         "reduce-scatter": group - 1,
         "all-reduce": 2 * (group - 1) / group,
         "collective-permute": 1,
     }
-    return operation, int(size * factors.get(operation, (group - 1) / group))
+    return int(_num_bytes(shape) * factors.get(operation, (group - 1) / group))
+
+
+def _share_between(groups: Int[np.ndarray, "n g"], chips_per_slice: int) -> float:
+    """Share of a collective's bytes that a chip receives from other slices; of all, the largest."""
+    num_spanned = max(len(set(group)) for group in (groups // chips_per_slice).tolist())
+    return (num_spanned - 1) / max(groups.shape[1] - 1, 1)
+
+
+def _bytes_to_slices(line: str, shape: str, num_slices: int) -> int:
+    """Bytes that a chip receives from other slices for what it sends to the host, else 0."""
+    if (transfer := _TRANSFER.search(line)) is None:
+        return 0
+    factors = {
+        "ALL_REDUCE": 2 * (num_slices - 1) / num_slices,
+        "ALL_GATHER": num_slices - 1,
+        "REDUCE_SCATTER": (num_slices - 1) / num_slices,
+        "ALL_TO_ALL": (num_slices - 1) / num_slices,
+    }
+    return int(_num_bytes(_elements(shape)[0]) * factors.get(transfer[1], 1))
 
 
 def _elements(shape: str) -> list[str]:
@@ -183,20 +225,41 @@ def _num_bytes(shape: str) -> int:
     return total
 
 
-def _group_size(line: str, num_chips: int) -> int:
-    """Number of chips in each group of a collective.
+def _groups(line: str, num_chips: int) -> Int[np.ndarray, "n g"]:
+    """The chips of each group of a collective; a permutation's (source, target) pairs.
 
-    Three notations: {{0,1},{2,3}}; [2,4]<=[8], groups x size; mesh['a'=2,'b'=4] {'b'}, the axes
-    that span a group, or a part of an axis as 'b':(1)2.
+    Three notations: {{0,1},{2,3}}; [2,4]<=[8], groups x size, perhaps of a transposed array of all
+    chips; mesh['a'=2,'b'=4] {'b'}, the axes that span a group, or a part of an axis as 'b':(1)2.
     """
-    if "source_target_pairs=" in line:
-        return num_chips
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", line):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])
-        return math.prod(int(part or sizes[axis]) for axis, part in axes)
-    if listed := re.search(r"replica_groups=\{(?:\{([\d,]*)\}|\})", line):
-        return len(listed[1].split(",")) if listed[1] else num_chips
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", line):
-        return int(iota[2])
+    if pairs := re.search(r"source_target_pairs=\{([\d,{}]*)\}", line):
+        return np.array(re.findall(r"(\d+),(\d+)", pairs[1]) or [(0, 0)], int)
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]([^{]*)\{([^}]*)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        spanned = {
+            name: (int(before or 1), int(part or sizes[name]))
+            for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", mesh[3])
+        }
+        shape, last = [], []
+        for name, size in sizes.items():
+            before, part = spanned.get(name, (size, 1))
+            last.append(len(shape) + 1)
+            shape += [before, part, size // before // part]
+        order = [axis for axis in range(len(shape)) if axis not in last] + last
+        ids = _iota(mesh[2], math.prod(sizes.values())).reshape(shape).transpose(order)
+        return ids.reshape(-1, math.prod(part for _, part in spanned.values()))
+    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})?\}", line):
+        groups = [group.split(",") for group in re.findall(r"\{([\d,]+)\}", listed[1] or "")]
+        return np.array(groups, int) if groups else np.arange(num_chips)[None]
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\S*)", line):
+        count, size = int(iota[1]), int(iota[2])
+        return _iota(iota[3], count * size).reshape(count, size)
     raise ValueError(f"the replica groups of a collective cannot be parsed: {line.strip()[:300]}")
+
+
+def _iota(text: str, num_chips: int) -> Int[np.ndarray, " n"]:
+    """Chips in the order of "[2,8]T(1,0)": counted in that shape, then transposed."""
+    found = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        return np.arange(num_chips)
+    ids = np.arange(num_chips).reshape([int(size) for size in found[1].split(",")])
+    return ids.transpose([int(axis) for axis in found[2].split(",")] if found[2] else None).ravel()

@@ -10,6 +10,7 @@ drawn around a mean; its bytes between chips are those of the compiled programs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import re
 import time
@@ -23,22 +24,20 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from care_jax import sft
-from care_jax.aot import collectives, shapes, step_sizes
+from care_jax.aot import collectives, shapes, step_sizes, workload
 from care_jax.aot.collectives import Received
 from care_jax.aot.step_sizes import StepSizes
-from care_jax.aot.topology import find_topology
+from care_jax.aot.topology import find_topology, slice_of
 from care_jax.config_checks import check_config, fill_in
 from care_jax.decoding.queue import DecodePrograms
-from care_jax.decoding.schedule import Call, Schedule, Sizes
+from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import roofline, sharding
-from care_jax.devices.roofline import Chip, Layout, Packed, Rows, Work
+from care_jax.devices.roofline import Chip, Work
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
 from care_jax.programs import compile_decoding, compile_update, rollout_sizes
 from care_jax.run import Run, abstract_state, make_adamw
 from models import lora
-from models.attention_cached import slots_per_block
-from models.attention_mask import AttentionImpl
 from models.backbone import Params
 
 _EXHAUSTED = re.compile(r"Used ([\d.]+)([GM]) of|temporaries \(([\d.]+)([GM])\)")
@@ -92,6 +91,7 @@ class Fit:
     Attributes:
         topology: its name.
         chip: its kind of chip.
+        num_slices: slices of TPUs or nodes of GPUs among its chips.
         mesh: its chips.
         programs: in the order of a run; if one is refused, those that need its results are missing.
         decode_prompts: most prompts in flight that should fit; None without rollouts.
@@ -105,6 +105,7 @@ class Fit:
     mesh: Mesh
     programs: tuple[Program, ...]
     decode_prompts: int | None
+    num_slices: int = 1
     largest: StepSizes | None = None
     expected: StepSizes | None = None
     mean_response: float | None = None
@@ -128,19 +129,22 @@ class Fit:
         )
 
 
-def fit(config: ConfigDict, topology: str, mean_response: float | None = None) -> Fit:
+def fit(
+    config: ConfigDict, topology: str, mean_response: float | None = None, num_slices: int = 1
+) -> Fit:
     """Compiles the programs of a configuration's stages "sft" and "rl".
 
     Args:
         config: complete, see `configs/common.py`.
         topology: such as "v5e:4x4"; its chips are the mesh.
         mean_response: mean tokens of a response; None skips the expected step.
+        num_slices: slices of TPUs of that topology, between which the network is slow.
 
     Raises:
         ValueError: the topology is unknown, or the configuration cannot run on it.
     """
-    chip, devices = find_topology(topology)
-    mesh = make_mesh(**config.mesh, devices=devices)
+    chips = find_topology(topology, num_slices)
+    mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
     config = fill_in(config, mesh)
     check_config(config, mesh)
     if mean_response is not None and mean_response <= 0:
@@ -154,12 +158,21 @@ def fit(config: ConfigDict, topology: str, mean_response: float | None = None) -
     if "sft" in config.stages:
         programs += _sft_programs(run, mean_response)
     if largest is not None:
-        rollout, decode_prompts = _rollout_programs(run, chip, largest, expected)
+        rollout, decode_prompts = _rollout_programs(run, chips.chip, largest, expected)
         programs += rollout + _update_programs(run, largest, expected)
     if not programs:
         raise ValueError(f'stages must contain "sft" or "rl", got {tuple(config.stages)}; add one')
-    steps = largest, expected, mean_response
-    return Fit(topology, chip, mesh, tuple(programs), decode_prompts, *steps)
+    return Fit(
+        topology,
+        chips.chip,
+        mesh,
+        tuple(programs),
+        decode_prompts,
+        len(set(chips.slices)),
+        largest,
+        expected,
+        mean_response,
+    )
 
 
 def update_program(run: Run, stage: str) -> Program:
@@ -175,12 +188,12 @@ def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
     num_microbatches, packed = step_sizes.largest_imitation(run)
     expected = ()
     if mean_response:
-        expected = (_train_work(run, *step_sizes.expected_imitation(run, mean_response)),)
+        expected = (workload.train(run, *step_sizes.expected_imitation(run, mean_response)),)
     batch = shapes.imitation_batch(run, num_microbatches * run.config.sft.microbatch_size)
     step = sft.compile_step(run, adamw, jax.tree.map(lambda x: x.sharding, state))
     # The next batch is already on the devices while a step runs.
     beside = shapes.num_bytes(batch)
-    work = _train_work(run, num_microbatches, packed)
+    work = workload.train(run, num_microbatches, packed)
     return [_compile("sft step", step, (state, batch), beside, work, 1, expected)[0]]
 
 
@@ -192,7 +205,7 @@ def _rollout_programs(
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
-    layout = _layout(run, is_decoding=True)
+    layout = workload.layout(run, is_decoding=True)
     reshard = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
     beside = kept - shapes.num_bytes(state.params)
@@ -239,8 +252,9 @@ def _decode_programs(
         sizes: of its programs.
         largest, expected: its calls in the largest step, and at the mean length.
     """
-    config, layout = run.policy.config, _layout(run, is_decoding=True)
     place, compiled = run.decode_batch_sharding, []
+    rules = run.config.decode_sharding_rules
+    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
@@ -256,53 +270,26 @@ def _decode_programs(
         compiled.append(program)
         return results
 
-    def prefill_work(size: tuple[int, int]):
-        return roofline.prefill_work(config, Rows(sizes.num_new, *size, 1, 0), layout)
-
-    rules = run.config.decode_sharding_rules
-    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
-
-    def decode_work(call):
-        rows = Rows(call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots)
-        return roofline.decode_work(
-            config,
-            rows,
-            layout,
-            num_steps=call.num_steps,
-            num_tokens=call.num_tokens,
-            num_read=None if impl.name == "xla" else _slots_read(call, rows, impl),
-        )
-
-    def prefills(schedule):
-        return schedule.prefills
-
     rng = jax.eval_shape(lambda: jax.random.key(0))
     budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
     chosen = shapes.on_batch(place, sizes.num_seats)(jnp.int32)
     arguments = params, seats, prompts, rng, per_prompt(jnp.int32), budget, chosen
-    add(" prefill", programs.admit, arguments, kept, prefill_work, prefills)
-    advance = programs.advance, (params, seats, jax.ShapeDtypeStruct((), jnp.int32)), kept
-    add("", *advance, decode_work, lambda schedule: schedule.calls)
-    return compiled
-
-
-def _slots_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
-    """Cache slots that the steps of a call read of the prompts and of the rows, in whole blocks.
-
-    Prompts end where a block ends. The slots of a row begin and end anywhere, so that on average
-    they touch a block more than they fill.
-    """
-
-    def read(num_owners, num_tokens, num_slots, num_partial):
-        block = slots_per_block(num_slots, impl)
-        owner_steps = call.num_steps * num_owners
-        touched = num_tokens + num_partial * owner_steps * (block - 1)
-        return int(min(touched, owner_steps * num_slots))
-
-    return (
-        read(rows.prompts, call.prefix_tokens, rows.prompt_tokens, 0.5),
-        read(rows.prompts * rows.rows, call.suffix_tokens, rows.row_tokens, 1),
+    add(
+        " prefill",
+        programs.admit,
+        arguments,
+        kept,
+        lambda bucket: workload.prefill(run, sizes, bucket),
+        lambda schedule: schedule.prefills,
     )
+    advance = programs.advance, (params, seats, jax.ShapeDtypeStruct((), jnp.int32)), kept
+    add(
+        "",
+        *advance,
+        lambda call: workload.decode(run, sizes, call, impl),
+        lambda schedule: schedule.calls,
+    )
+    return compiled
 
 
 def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:
@@ -335,32 +322,12 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
         if not run.has_reference_copy:  # scored with the parameters of the state
             beside -= shapes.num_bytes(params)
 
-        def score_work(num_microbatches, packed):
-            counts = dict(num_microbatches=num_microbatches)
-            return roofline.score_work(run.policy.config, packed, _layout(run), **counts)
-
-        score = programs.score, (params, batch), beside, score_work, num_scores
+        work_of = functools.partial(workload.score, run)
+        score = programs.score, (params, batch), beside, work_of, num_scores
         compiled.append(add("rl score", *score))
     beside = _reference_bytes(run, state) + later
-
-    def update_work(num_microbatches, packed):
-        return _train_work(run, num_microbatches, packed)
-
-    return [*compiled, add("rl update", programs.update, (state, batch), beside, update_work)]
-
-
-def _train_work(run: Run, num_microbatches: int, packed: Packed) -> Work:
-    """The work of a forward and backward over packed rows, and of the optimizer."""
-    model = run.config.model
-    return roofline.train_work(
-        run.policy.config,
-        packed,
-        _layout(run),
-        num_microbatches=num_microbatches,
-        remat=model.remat,
-        freeze_vision=model.freeze_vision,
-        has_adapters=bool(model.lora_rank),
-    )
+    work_of = functools.partial(workload.train, run)
+    return [*compiled, add("rl update", programs.update, (state, batch), beside, work_of)]
 
 
 def _compile(
@@ -378,8 +345,8 @@ def _compile(
     """
     logging.info("compiling %s", name)
     began = time.perf_counter()
-    device = jax.tree.leaves(arguments)[0].sharding.mesh.devices.flat[0]
-    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    devices = jax.tree.leaves(arguments)[0].sharding.mesh.devices.flat
+    platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
     lowered = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
     try:
         compiled = lowered.compile()
@@ -402,28 +369,18 @@ def _compile(
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     temporaries = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     sizes = memory.argument_size_in_bytes, outputs, temporaries
-    received = collectives.received(compiled.as_text())
+    num_slices = len(set(map(slice_of, devices)))
+    received = collectives.received(compiled.as_text(), num_slices, len(devices) // num_slices)
     work, *mean_works = (
-        dataclasses.replace(each, ici_bytes=received.total(each.num_passes))
+        dataclasses.replace(
+            each,
+            ici_bytes=received.total(each.num_passes),
+            dcn_bytes=received.between_slices(each.num_passes),
+        )
         for each in (work, *expected)
     )
     fields = beside, work, num_calls, seconds, False, received, tuple(mean_works)
     return Program(name, *sizes, *fields), results
-
-
-def _layout(run: Run, is_decoding: bool = False) -> Layout:
-    """Number of shards of batches, gathered weights and matmuls under the rules."""
-    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
-
-    def shards(axis: str) -> int:
-        return sharding.num_shards_of(axis, rules, run.mesh)
-
-    return Layout(
-        batch_parts=shards("batch"),
-        weight_parts=shards("embed"),
-        product_parts=shards("mlp"),
-        itemsize=jnp.dtype(run.config.model.compute_dtype).itemsize,
-    )
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:

@@ -1,11 +1,12 @@
 """Compile-only devices of a named topology.
 
-TPUs: "v5e:8x8", the shape in chips, as libtpu names them. GPUs: "h100:8" or "h100:2x8", nodes x
-GPUs. Both compilers run without a device.
+TPUs: "v5e:8x8", the shape of a slice in chips, as libtpu names it. GPUs: "h100:8" or "h100:2x8",
+nodes x GPUs. Both compilers run without a device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -23,28 +24,66 @@ _HOST = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may load libtpu at once
 }
-# (JAX's `device_kind`, bytes of memory) of each GPU.
-_GPUS = {
-    "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072),
-    "h200": ("NVIDIA H200", 151_397_597_184),
-}
-# GpuTargetConfigProto: limits from NVIDIA's data sheets and CUDA's tables.
-_HOPPER = """gpu_device_info {{
+# What sets the architectures apart in GpuTargetConfigProto, from NVIDIA's data sheets and CUDA's
+# tables.
+_AMPERE = """shared_memory_per_core: 167936 core_count: 108 fpus_per_core: 64
+  l2_cache_size: 41943040 clock_rate_ghz: 1.41 shared_memory_per_block_optin: 166912
+  cuda_compute_capability { major: 8 } device_interconnect_info { active_links: 12 }"""
+_HOPPER = """shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
+  l2_cache_size: 52428800 clock_rate_ghz: 1.98 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  device_interconnect_info { active_links: 18 }"""
+_TARGET = """gpu_device_info {{ {architecture}
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: {memory} shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_address_bits: 64 name: "{name}"
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0" device_interconnect_info {{ active_links: 18 }} }}
+  dnn_version: "9.10.0" }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}" """
 
 
-def find_topology(name: str) -> tuple[Chip, Sequence[jax.Device]]:
-    """The kind of chip and the devices of a topology.
+# (JAX's `device_kind`, bytes of memory, architecture) of each GPU.
+GPUS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 85_094_170_624, _AMPERE),
+    "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, _HOPPER),
+    "h200": ("NVIDIA H200", 151_397_597_184, _HOPPER),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Chips of one kind.
+
+    Attributes:
+        chip: the kind.
+        devices: compile-only devices.
+    """
+
+    chip: Chip
+    devices: Sequence[jax.Device]
+
+    @property
+    def slices(self) -> list[int]:
+        """The slice of TPUs or node of GPUs of each device."""
+        return [slice_of(device) for device in self.devices]
+
+
+def slice_of(device: jax.Device) -> int:
+    """The slice or node of a compile-only device. GPUs know only their process, one per node."""
+    if device.platform == "gpu":
+        return device.process_index
+    return getattr(device, "slice_index", None) or 0
+
+
+def find_topology(name: str, num_slices: int = 1) -> Topology:
+    """The chips of a topology.
+
+    Args:
+        name: such as "v5e:4x4" or "h100:2x8".
+        num_slices: slices of TPUs; nodes of GPUs are part of the name.
 
     Raises:
         ValueError: the topology is unknown, or its compiler is not installed.
@@ -55,34 +94,43 @@ def find_topology(name: str) -> tuple[Chip, Sequence[jax.Device]]:
             f"--topology must be one of {', '.join(CHIPS)} and its shape, such as v5e:4x4 or "
             f"h100:8, got {name!r}"
         )
-    find, extra = (_gpus, "cuda") if kind in _GPUS else (_tpus, "tpu")
+    is_gpu = kind in GPUS
+    if num_slices < 1 or (is_gpu and num_slices > 1):
+        raise ValueError(
+            f"--slices must be at least 1, and 1 for GPUs, whose nodes are part of --topology, as "
+            f"in {kind}:2x8; got {num_slices} for {name!r}"
+        )
+    find, extra = (_gpus, "cuda") if is_gpu else (_tpus, "tpu")
     try:
-        found = find(kind, shape)
+        found = find(kind, shape, num_slices)
     except Exception as error:
         reason = " ".join(str(error).split())
         if "not installed" in reason or "not implemented" in reason:
             reason = f"its compiler is not there; run: pip install 'care_jax[{extra}]'"
         raise ValueError(f"--topology {name!r} cannot be compiled for: {reason}") from error
-    return CHIPS[kind], found.devices
+    return Topology(CHIPS[kind], found.devices)
 
 
-def _tpus(kind: str, shape: str) -> topologies.TopologyDescription:
+def _tpus(kind: str, shape: str, num_slices: int) -> topologies.TopologyDescription:
     for question, answer in _HOST.items():
         os.environ.setdefault(question, answer)
     sizes = [int(size) for size in re.findall(r"\d+", shape)]
-    host = {}
+    options = {"num_slices": num_slices} if num_slices > 1 else {}
     if math.prod(sizes) < 4:  # fewer than the four chips of a host
-        host = {"chips_per_host_bounds": [*sizes, 1, 1, 1][:3]}
+        options["chips_per_host_bounds"] = [*sizes, 1, 1, 1][:3]
     return topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{kind}:{shape}" if shape else kind, **host
+        platform="tpu", topology_name=f"{kind}:{shape}" if shape else kind, **options
     )
 
 
-def _gpus(kind: str, shape: str) -> topologies.TopologyDescription:
+def _gpus(kind: str, shape: str, _: int) -> topologies.TopologyDescription:
     if not (sizes := re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)):
         raise ValueError(f"its shape must be GPUs or nodes x GPUs, such as 8 or 2x8, got {shape!r}")
-    name, memory = _GPUS[kind]
-    target = _HOPPER.format(name=name, memory=memory, bandwidth=CHIPS[kind].hbm_bandwidth)
+    name, memory, architecture = GPUS[kind]
+    bandwidth = CHIPS[kind].hbm_bandwidth
+    target = _TARGET.format(
+        name=name, memory=memory, architecture=architecture, bandwidth=bandwidth
+    )
     return topologies.get_topology_desc(
         platform="cuda", target_config=target, topology=f"1x{sizes[1] or 1}x{sizes[2]}"
     )

@@ -30,25 +30,29 @@ class Chip:
         hbm: bytes of memory that programs can use.
         hbm_bandwidth: bytes per second to and from HBM.
         ici_bandwidth: bytes per second received from other chips, over all links.
+        dcn_bandwidth: bytes per second received from other slices of TPUs or nodes of GPUs.
     """
 
     flops: float
     hbm: float
     hbm_bandwidth: float
     ici_bandwidth: float
+    dcn_bandwidth: float
 
 
 _TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
 
-# The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's 79.1 and 141
-# GiB (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. A GPU's network is
-# NVLink in one direction; between nodes it is slower.
+# The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's memory
+# (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. A GPU's network is
+# NVLink in one direction. Between slices a chip has its share of its host's network cards: 25, 50
+# and 100 Gbit/s for v5e, v5p and v6e, one card of 200 or 400 Gbit/s for each GPU.
 CHIPS = {
-    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9),
-    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9),
-    "v6e": Chip(918e12, 31.25 * GIB, 1640e9, 448e9),
-    "h100": Chip(989e12, 0.9 * 79.1 * GIB, 3350e9, 450e9),
-    "h200": Chip(989e12, 0.9 * 141.0 * GIB, 4800e9, 450e9),
+    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9, 3.125e9),
+    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9, 6.25e9),
+    "v6e": Chip(918e12, 31.25 * GIB, 1640e9, 448e9, 12.5e9),
+    "a100": Chip(312e12, 0.9 * 79.25 * GIB, 2039e9, 300e9, 25e9),
+    "h100": Chip(989e12, 0.9 * 79.1 * GIB, 3350e9, 450e9, 50e9),
+    "h200": Chip(989e12, 0.9 * 141.0 * GIB, 4800e9, 450e9, 50e9),
 }
 
 
@@ -73,6 +77,7 @@ class Work:
         flops: of all chips together.
         hbm_bytes: bytes that one chip reads and writes.
         ici_bytes: bytes that one chip receives; estimated until its program is compiled.
+        dcn_bytes: those of them that come from other slices or nodes; 0 until it is compiled.
         tokens: tokens sampled or trained on; 0 if the program does neither.
         num_passes: iterations of the loop of unknown length: microbatches or decode steps.
     """
@@ -80,19 +85,21 @@ class Work:
     flops: float = 0
     hbm_bytes: float = 0
     ici_bytes: float = 0
+    dcn_bytes: float = 0
     tokens: int = 0
     num_passes: int = 0
 
     def bounds(self, chip: Chip, num_chips: int) -> dict[str, float]:
-        """Seconds of compute, memory traffic and network, each at its peak rate."""
+        """Seconds of compute, memory traffic and both networks, each at its peak rate."""
         return {
             "compute": self.flops / (num_chips * chip.flops),
             "memory": self.hbm_bytes / chip.hbm_bandwidth,
             "network": self.ici_bytes / chip.ici_bandwidth,
+            "slices": self.dcn_bytes / chip.dcn_bandwidth,
         }
 
     def seconds(self, chip: Chip, num_chips: int) -> float:
-        """The least time: the longest of the three."""
+        """The least time: the longest of them."""
         return max(self.bounds(chip, num_chips).values())
 
 

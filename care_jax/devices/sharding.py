@@ -36,23 +36,27 @@ def make_mesh(
     tensor: int,
     sequence: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    slices: Sequence[int] | None = None,
 ) -> Mesh:
     """A mesh of all devices with the axes `MESH_AXES`.
 
-    "data" spans the slices, between which the network is slow; "tensor" and "sequence" stay on one
-    host if they fit.
+    "data" spans the slices of TPUs or nodes of GPUs, between which the network is slow; "tensor"
+    and "sequence" stay on one host if they fit.
 
     Args:
         data, fsdp, tensor, sequence: sizes, at least 1; one may be -1, which takes all remaining
-            devices.
+            devices. data = 0 is the number of slices.
         devices: by default all devices of the run.
+        slices: the slice of each device; by default what the devices say.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices, or "data" is not a multiple
             of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [data, fsdp, tensor, sequence]
+    if slices is None:
+        slices = [getattr(device, "slice_index", None) or 0 for device in devices]
+    sizes = [data or len(set(slices)), fsdp, tensor, sequence]
     named = " x ".join(f"mesh.{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh sizes must be positive, or -1 for one of them, got {named}")
@@ -70,34 +74,36 @@ def make_mesh(
             f"{named} needs {known} devices, there are {len(devices)}; set one size to -1 or make "
             f"their product {len(devices)}"
         )
-    return Mesh(_grid(tuple(sizes), devices), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+    grid = _grid(tuple(sizes), devices, slices)
+    return Mesh(grid, MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
 
 
-def _grid(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
+def _grid(
+    sizes: tuple[int, ...], devices: Sequence[jax.Device], slices: Sequence[int]
+) -> np.ndarray:
     """The devices in the shape of the mesh; the later axes connect nearby devices."""
-    slices = {getattr(device, "slice_index", None) for device in devices}
-    if len(slices) == 1:
-        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    elif sizes[0] % len(slices):
+    members = {
+        number: [device for device, other in zip(devices, slices, strict=True) if other == number]
+        for number in sorted(set(slices))
+    }
+    if sizes[0] % len(members):
         raise ValueError(
-            f"mesh.data={sizes[0]} must be a multiple of {len(slices)} slices, between which the "
-            f"network is slow; set it to {len(slices)}"
+            f"mesh.data={sizes[0]} must be a multiple of {len(members)} slices, between which the "
+            f"network is slow; set it to {len(members)}, or to 0 for their number"
         )
-    else:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            (sizes[0] // len(slices), *sizes[1:]),
-            (len(slices), 1, 1, 1),
-            devices,
-            allow_split_physical_axes=True,
-        )
+    size = sizes[0] // len(members), *sizes[1:]
+    grid = np.concatenate(
+        [
+            mesh_utils.create_device_mesh(size, part, allow_split_physical_axes=True)
+            for part in members.values()
+        ]
+    )
     row_devices = grid.reshape(-1, sizes[2] * sizes[3])
     hosts = [{device.process_index for device in row} for row in row_devices]
     if max(map(len, hosts)) == 1:
         return grid
     # A row of a batch would span several hosts, so order the devices host by host.
-    slice_of = {
-        device: place[0] * len(slices) // sizes[0] for place, device in np.ndenumerate(grid)
-    }
+    slice_of = dict(zip(devices, slices, strict=True))
     by_host = sorted(devices, key=lambda x: (slice_of[x], x.process_index, x.id))
     return np.array(by_host).reshape(sizes)
 

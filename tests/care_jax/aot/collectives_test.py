@@ -211,6 +211,56 @@ def test_what_compilers_of_tpus_and_gpus_write_is_read(instruction, kind, expect
     assert received(text).once == Counter({kind: 28 * expected})
 
 
+@pytest.mark.parametrize(
+    ("instruction", "expected"),
+    [
+        # Groups of 8 in both slices of 4: 32 of 64 values come from the other, 8 to each chip.
+        ("%g = f32[64]{0} all-gather(%a), replica_groups={}, dimensions={0}", 4 * 32 // 4),
+        ("%s = f32[8]{0} reduce-scatter(%a), replica_groups=[1,8]<=[8], to_apply=%add", 4 * 8),
+        # Pairs of a chip and its counterpart in the other slice: half of it each way.
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add", 32),
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups={{0,4},{1,5},{2,6},{3,7}}", 32),
+        (
+            "%r = f32[8]{0} all-reduce(%a), replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], "
+            "device_ids=([2,4]T(1,0)) {'axis_2'}, to_apply=%add",
+            32,
+        ),
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups=mesh['a'=8] {'a':(1)2}", 32),
+        # Two axes of a group, of which the first is across.
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups=mesh['a'=2,'b'=4] {'a','b'}", 2 * 32 // 8),
+        # Inside a slice.
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups=[2,4]<=[8], to_apply=%add", 0),
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}", 0),
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups=mesh['a'=2,'b'=4] {'b'}", 0),
+        ("%p = f32[8]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}", 0),
+        ("%p = f32[8]{0} collective-permute(%a), source_target_pairs={{0,1},{1,5}}", 32),
+    ],
+)
+def test_what_crosses_to_other_slices_is_told_apart(instruction, expected):
+    text = MODULE.format(instruction=instruction, direction="LT")
+    found = received(text, num_slices=2, chips_per_slice=4)
+    assert found.between_slices(0) == 28 * expected <= found.total(0)
+    assert received(text).between_slices(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("transfer", "share"), [("ALL_REDUCE", 2 * 2 / 3), ("ALL_GATHER", 2), ("REDUCE_SCATTER", 2 / 3)]
+)
+def test_a_tpu_sends_to_other_slices_through_its_host(transfer, share):
+    """384 bytes of each chip in 3 slices of 8; the program is that of one slice."""
+    send = (
+        "%s = (bf16[12,16]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}, token[]) send(%a, %t), channel_id=2, "
+        'is_host_transfer=true, frontend_attributes={_xla_megascale_reduce_operation="SUM",'
+        f'_xla_megascale_target="{{1,2}}x{{0:7}}",_xla_megascale_transfer_type="{transfer}"}}'
+    )
+    text = MODULE.format(instruction=send, direction="LT")
+    found = received(text, num_slices=3, chips_per_slice=8)
+    assert found.between_slices(5) == 28 * int(384 * share) and found.total(5) == 0
+    other = send.replace(f',_xla_megascale_transfer_type="{transfer}"', "")
+    found = received(MODULE.format(instruction=other, direction="LT"), 3, 8)
+    assert found.between_slices(5) == 0
+
+
 def test_a_loop_without_a_constant_bound_has_no_known_length():
     gather = "%g = bf16[64]{0} all-gather(%a), replica_groups={}, dimensions={0}"
     found = received(MODULE.format(instruction=gather, direction="NE"))

@@ -27,6 +27,8 @@ CUDA = pathlib.Path(sys.prefix, "cuda")
 needs_cuda = pytest.mark.skipif(not CUDA.is_dir(), reason=f"needs the CUDA compiler in {CUDA}")
 
 
+WIDE = ["--config.model.backbone.text_config.intermediate_size=65536"]  # so that bytes show
+ACROSS = "of it from other slices"
 RL = ["--topology=v5e:2x2", "--config.stages=('rl',)"]
 
 
@@ -86,11 +88,25 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
 @pytest.mark.exhaustive
 def test_a_small_run_compiles_for_gpus_and_says_what_their_compiler_leaves_out():
     flags = ["--config.stages=('sft',)", "--config.sft.microbatch_size=4", "--topology=h100:2x2"]
-    status, rows, output = compiled(*flags, compiler=CUDA)
+    status, rows, output = compiled(*flags, *WIDE, compiler=CUDA)
     assert status == 0, output
-    assert "h100:2x2: 4 chips (fsdp 4), 71.19 GiB each" in output and "It fits" in output
-    assert float(rows["sft step"]["all-gather"]) > 0
+    assert "h100:2x2: 4 chips (data 2 x fsdp 2), 71.19 GiB each" in output and "It fits" in output
+    assert float(rows["sft step"]["all-gather"]) > float(rows["sft step"][ACROSS]) > 0
     assert "The GPU compiler refuses no program for its size and does not count cuDNN" in output
+
+
+@needs_libtpu
+@pytest.mark.exhaustive
+def test_gradients_alone_go_from_slice_to_slice():
+    """The batch is split over the slices, and each has all of the parameters."""
+    flags = ["--config.stages=('sft',)", "--config.sft.microbatch_size=8", "--topology=v5e:2x2"]
+    status, rows, output = compiled(*flags, *WIDE, "--slices=2")
+    assert status == 0, output
+    assert "2 slices of v5e:2x2: 8 chips (data 2 x fsdp 4), 15.75 GiB each" in output
+    # A chip has a quarter of the parameters and of two moments, in float32. Of its quarter of the
+    # gradients it receives half, and half of their sum, in each of 8 microbatches.
+    quarter = float(rows["sft step"]["arguments"]) * GIB / 3 / 1e9
+    assert float(rows["sft step"][ACROSS]) == pytest.approx(8 * quarter, rel=0.2)
 
 
 @needs_libtpu
@@ -111,6 +127,10 @@ def test_what_cannot_fit_says_so():
     [
         (["--topology=v5e:3x5x7"], "error: --topology 'v5e:3x5x7' cannot be compiled for: "),
         (["--topology=v5e:2x2", "--config.mesh.tensor=3"], "error: mesh.data=1 x mesh.fsdp=-1 x"),
+        (
+            ["--topology=v5e:2x2", "--slices=2", "--config.mesh.data=1"],
+            "error: mesh.data=1 must be a multiple of 2 slices, between which the network is slow;",
+        ),
         (
             ["--topology=v5e:2x2", "--config.stages=('evaluate',)"],
             'error: stages must contain "sft" or "rl", got',
@@ -148,7 +168,7 @@ def program(name, *sizes, seconds=1.0, **fields):
 def fit_of(*programs, **fields):
     sizes = {"data": 1, "fsdp": 2, "tensor": 1, "sequence": 1}
     mesh = types.SimpleNamespace(size=2, shape=sizes)
-    chip = Chip(flops=10, hbm=10 * GIB, hbm_bandwidth=1, ici_bandwidth=1)
+    chip = Chip(flops=10, hbm=10 * GIB, hbm_bandwidth=1, ici_bandwidth=1, dcn_bandwidth=1)
     return Fit("v5e:2x1", chip, mesh, programs, 64, **fields)
 
 
@@ -194,6 +214,19 @@ def test_bytes_between_chips_are_told_by_program_and_collective():
     cells = ["2.00", "0.00", "3.00", "0.00", "0.00", "5.00", "2", "10.0", "5.0"]
     assert [cell.strip() for cell in row.strip("| ").split("|")] == ["rl update", *cells]
     assert "GB received" not in aot.report(fit_of(program("rl update", 0, 0, 0, 0)))
+
+
+def test_what_comes_from_other_slices_is_a_column_where_there_are_any():
+    received = Received(Counter({"all-reduce": 10**9}), Counter())
+    work = Work(ici_bytes=1e9, dcn_bytes=2.5e8, num_passes=3)
+    update = program("rl update", 0, 0, 0, 0, num_calls=2, received=received)
+    update = dataclasses.replace(update, work=work)
+    lines = aot.report(fit_of(update, num_slices=4)).splitlines()
+    assert lines[0].startswith("4 slices of v5e:2x1: 2 chips (fsdp 2)")
+    row = [line for line in lines if line.startswith("| rl update")][-1]
+    assert row.rstrip("| ").endswith("0.50")
+    assert "slices" not in aot.report(fit_of(update)).partition("received")[2]
+    assert work.seconds(Chip(1, 1, 1, 4e9, 5e8), 1) == 0.5  # the slower network decides
 
 
 def test_a_row_of_the_readme_tells_worst_and_mean():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from care_jax.aot.topology import _GPUS, find_topology
+from care_jax.aot.topology import GPUS, find_topology
 from care_jax.devices.roofline import CHIPS, GIB, PEAK_FLOPS
 
 CUDA = pathlib.Path(sys.prefix, "cuda")
@@ -21,19 +21,25 @@ from configs import common
 
 jax.config.update("jax_platforms", "cpu")
 for name in sys.argv[1:]:
-    chip, devices = find_topology(name)
-    rules = common.get_config().sharding_rules
-    kernel = attention_impl("auto", rules, make_mesh(1, -1, 1, devices=devices)).name
-    processes = {device.process_index for device in devices}
-    print(name, len(devices), len(processes), devices[0].platform, kernel)
+    chips = find_topology(name)
+    rules, devices = common.get_config().sharding_rules, chips.devices
+    mesh = make_mesh(0, -1, 1, devices=devices, slices=chips.slices)
+    kernel = attention_impl("auto", rules, mesh).name
+    print(name, len(devices), mesh.shape["data"], devices[0].platform, kernel)
 """
 
 
 def test_a_topology_that_is_not_known_names_those_that_are():
     with pytest.raises(
-        ValueError, match="one of v5e, v5p, v6e, h100, h200 and its shape, such as v5e:4x4 or h100"
+        ValueError, match="one of v5e, v5p, v6e, a100, h100, h200 and its shape, such as v5e:4x4 or"
     ):
-        find_topology("a100:8")
+        find_topology("b200:8")
+
+
+@pytest.mark.parametrize(("name", "number"), [("h100:8", 2), ("v5e:2x2", 0)])
+def test_slices_are_of_tpus_and_nodes_are_part_of_the_name(name, number):
+    with pytest.raises(ValueError, match=rf"GPUs, whose nodes are part of .*; got {number} for "):
+        find_topology(name, number)
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e:2x2", "tpu"), ("h100:8", "cuda")])
@@ -49,7 +55,7 @@ def test_gpus_are_counted_by_nodes(shape):
 
 
 def test_a_gpu_leaves_a_tenth_of_its_memory_to_others():
-    for kind, (device_kind, memory) in _GPUS.items():
+    for kind, (device_kind, memory, _) in GPUS.items():
         assert CHIPS[kind].flops == PEAK_FLOPS[device_kind]
         assert CHIPS[kind].hbm == pytest.approx(0.9 * memory, rel=1e-3)
     assert CHIPS["h100"].hbm / GIB == pytest.approx(71.2, abs=0.1)
@@ -58,11 +64,10 @@ def test_a_gpu_leaves_a_tenth_of_its_memory_to_others():
 @needs_cuda
 def test_abstract_gpus_attend_by_the_kernel_of_gpus():
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "h100:8", "h200:2x4"],
+        [sys.executable, "-c", PROGRAM, "h100:8", "h200:2x4", "a100:1"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{CUDA}:{os.getcwd()}", "JAX_PLATFORMS": "cpu"},
     )
-    assert result.stdout.splitlines() == ["h100:8 8 1 gpu gpu", "h200:2x4 8 2 gpu gpu"], (
-        result.stderr[-2000:]
-    )
+    lines = ["h100:8 8 1 gpu gpu", "h200:2x4 8 2 gpu gpu", "a100:1 1 1 gpu gpu"]
+    assert result.stdout.splitlines() == lines, result.stderr[-2000:]

@@ -70,7 +70,7 @@ def main(topology: str) -> None:
     config.rl.max_response_tokens = RING
     # In four shards the vocabulary is not a multiple of 128, and a TPU pads and copies the logits.
     config.mesh.tensor = config.mesh.sequence = 1
-    _, devices = find_topology(topology)
+    devices = find_topology(topology).devices
     mesh = make_mesh(**config.mesh, devices=devices)
     release = RELEASES[config.model.path]
     one_layer = dataclasses.replace(release.text, num_layers=1)

@@ -131,12 +131,13 @@ def test_each_microbatch_gathers_the_weights_of_other_chips_in_every_pass():
 
 
 def test_time_is_that_of_the_scarcest_resource():
-    chip = Chip(flops=10, hbm=1, hbm_bandwidth=5, ici_bandwidth=2)
+    chip = Chip(flops=10, hbm=1, hbm_bandwidth=5, ici_bandwidth=2, dcn_bandwidth=1)
     assert Work(flops=100, hbm_bytes=5, ici_bytes=2).seconds(chip, num_chips=2) == 5
     assert Work(flops=100, hbm_bytes=30, ici_bytes=2).seconds(chip, num_chips=2) == 6
     work = Work(flops=100, hbm_bytes=30, ici_bytes=14)
     assert work.seconds(chip, num_chips=2) == 7
-    assert work.bounds(chip, num_chips=2) == {"compute": 5, "memory": 6, "network": 7}
+    assert work.bounds(chip, num_chips=2) == {"compute": 5, "memory": 6, "network": 7, "slices": 0}
+    assert Work(flops=100, ici_bytes=14, dcn_bytes=8).seconds(chip, num_chips=2) == 8
 
 
 def test_prefill_is_what_the_compiler_counts(policy, params, prompts):

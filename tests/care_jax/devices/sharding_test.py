@@ -33,6 +33,21 @@ def test_one_free_size_takes_what_the_others_leave(sizes, expected):
     assert mesh.axis_types == (AxisType.Auto,) * 4
 
 
+def test_data_spans_the_slices():
+    """Devices of two slices, in any order: the first half of the mesh is one slice."""
+    slices = [0, 1, 1, 0, 0, 1, 0, 1]
+    mesh = sharding.make_mesh(0, -1, 2, devices=jax.devices(), slices=slices)
+    assert tuple(mesh.shape.values()) == (2, 2, 2, 1)
+    halves = [{slices[device.id] for device in half.flat} for half in mesh.devices]
+    assert halves == [{0}, {1}]
+    mesh = sharding.make_mesh(4, -1, 1, devices=jax.devices(), slices=slices)
+    quarters = [{slices[device.id] for device in part.flat} for part in mesh.devices]
+    assert quarters == [{0}, {0}, {1}, {1}]
+    with pytest.raises(ValueError, match=r"mesh\.data=1 must be a multiple of 2 slices"):
+        sharding.make_mesh(1, -1, 1, devices=jax.devices(), slices=slices)
+    assert sharding.make_mesh(0, -1, 1).shape["data"] == 1
+
+
 def test_a_mesh_may_take_some_of_the_devices():
     assert sharding.make_mesh(1, -1, 2, devices=jax.devices()[:4]).shape["fsdp"] == 2
 

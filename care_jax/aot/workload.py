@@ -1,0 +1,97 @@
+"""What the calls of a run's programs compute and move, for the roofline.
+
+`compile` asks it for programs that are only compiled, `perf.accelerator` for calls that it has
+timed.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from care_jax.decoding.schedule import Call, Sizes
+from care_jax.devices import roofline, sharding
+from care_jax.devices.roofline import Layout, Packed, Rows, Work
+from care_jax.run import Run
+from models.attention_cached import slots_per_block
+from models.attention_mask import AttentionImpl
+
+
+def layout(run: Run, is_decoding: bool = False) -> Layout:
+    """Number of shards of batches, gathered weights and matmuls under the rules."""
+    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
+
+    def shards(axis: str) -> int:
+        return sharding.num_shards_of(axis, rules, run.mesh)
+
+    return Layout(
+        batch_parts=shards("batch"),
+        weight_parts=shards("embed"),
+        product_parts=shards("mlp"),
+        itemsize=jnp.dtype(run.config.model.compute_dtype).itemsize,
+    )
+
+
+def prefill(run: Run, sizes: Sizes, bucket: tuple[int, int]) -> Work:
+    """A prefill of `sizes.num_new` prompts, padded to a bucket of (tokens, patches)."""
+    rows = Rows(sizes.num_new, *bucket, 1, 0)
+    return roofline.prefill_work(run.policy.config, rows, layout(run, is_decoding=True))
+
+
+def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
+    """The decode steps of one call.
+
+    Args:
+        run: the run.
+        sizes: of its programs.
+        call: of the schedule.
+        impl: attention of decode steps; XLA reads all slots of the caches.
+    """
+    rows = Rows(call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots)
+    return roofline.decode_work(
+        run.policy.config,
+        rows,
+        layout(run, is_decoding=True),
+        num_steps=call.num_steps,
+        num_tokens=call.num_tokens,
+        num_read=None if impl.name == "xla" else _slots_read(call, rows, impl),
+    )
+
+
+def _slots_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
+    """Cache slots that the steps of a call read of the prompts and of the rows, in whole blocks.
+
+    Prompts end where a block ends. The slots of a row begin and end anywhere, so that on average
+    they touch a block more than they fill.
+    """
+
+    def read(num_owners, num_tokens, num_slots, num_partial):
+        block = slots_per_block(num_slots, impl)
+        owner_steps = call.num_steps * num_owners
+        touched = num_tokens + num_partial * owner_steps * (block - 1)
+        return int(min(touched, owner_steps * num_slots))
+
+    return (
+        read(rows.prompts, call.prefix_tokens, rows.prompt_tokens, 0.5),
+        read(rows.prompts * rows.rows, call.suffix_tokens, rows.row_tokens, 1),
+    )
+
+
+def score(run: Run, num_microbatches: int, packed: Packed) -> Work:
+    """The log-probabilities of all responses of an update."""
+    return roofline.score_work(
+        run.policy.config, packed, layout(run), num_microbatches=num_microbatches
+    )
+
+
+def train(run: Run, num_microbatches: int, packed: Packed) -> Work:
+    """The forward and backward over packed rows, and the optimizer."""
+    model = run.config.model
+    return roofline.train_work(
+        run.policy.config,
+        packed,
+        layout(run),
+        num_microbatches=num_microbatches,
+        remat=model.remat,
+        freeze_vision=model.freeze_vision,
+        has_adapters=bool(model.lora_rank),
+    )
