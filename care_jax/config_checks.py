@@ -164,9 +164,7 @@ def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
 def _check_model(model: ConfigDict, mesh: Mesh) -> None:
     _check_choice("model.remat", model.remat, layers.REMATS)
     _check_choice("model.attention", model.attention, ATTENTIONS)
-    _check_positive("model.logprob_chunk", model.logprob_chunk)
-    platform = mesh.devices.flat[0].platform
-    if model.attention == "kernel" and platform == "cpu":
+    if model.attention == "kernel" and sharding.platform(mesh) == "cpu":
         raise ValueError(
             "model.attention 'kernel' needs a TPU or a GPU, the devices are CPUs; set it to 'auto'"
         )

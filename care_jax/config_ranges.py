@@ -20,7 +20,7 @@ RANGES = {
     "keep_checkpoints": "[1, inf)",
     "keep_best": "[0, inf)",
     "mesh.*": "[-1, inf)",
-    "model.logprob_chunk": "[1, inf)",
+    "model.logprob_chunk": "[0, inf)",
     "model.lora_rank": "[0, inf)",
     "model.lora_alpha": "(0, inf)",
     "data.num_workers": "[1, inf)",

@@ -73,7 +73,9 @@ def get_config() -> ConfigDict:
     # and it agrees with XLA when a stage starts. "xla": XLA matmuls. "kernel": the kernel, without
     # the comparison.
     model.attention = "auto"
-    model.logprob_chunk = 1024  # tokens per device whose logits are in memory at a time
+    # Tokens per device whose logits are in memory at a time. 0: 4096 on GPUs that share the
+    # parameters (fsdp), else 1024.
+    model.logprob_chunk = 0
     model.freeze_vision = False  # (open) False: the vision tower is trained
     # The next keys trade speed or precision for memory.
     # What the backward pass rematerialises: "none"; "dots", everything except the outputs of weight

@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row-tokens", type=int, default=2048)
     parser.add_argument("--microbatch-size", type=int, default=1, help="rows")
-    parser.add_argument("--chunk", type=int, default=shipped.logprob_chunk, help="tokens")
+    parser.add_argument("--chunk", type=int, default=shipped.logprob_chunk or 1024, help="tokens")
     parser.add_argument("--remat", default=shipped.remat, choices=("none", "dots", "layer"))
     parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args()

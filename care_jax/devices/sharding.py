@@ -108,6 +108,11 @@ def _grid(
     return np.array(by_host).reshape(sizes)
 
 
+def platform(mesh: Mesh) -> str:
+    """ "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
+
+
 @functools.cache
 def _log_replicated(logical: str, size: int, mesh_axis: str, mesh_size: int) -> None:
     """Warns once, not once per parameter, that a mesh axis does not shard a logical axis."""
