@@ -59,11 +59,11 @@ def train_on(
         reward: a reward function, see docs/rewards.md; None: `config.verifier.reward`. It runs in
             worker processes with `verifier.timeout`; functions and lambdas of a notebook are sent
             there by cloudpickle.
-        workdir: created if it does not exist.
+        workdir: created if it does not exist; a folder or gs://bucket/folder.
 
     Raises:
         ValueError: the configuration cannot run, the function cannot be sent to a process, or the
-            workdir is the address of a bucket.
+            workdir is in a bucket that cannot be mounted.
     """
     folder = mounts.as_folder(workdir)
     if reward is not None:

@@ -51,7 +51,11 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
     config = config_flags.DEFINE_config_file(
         "config", "configs/tiny.py", "Configuration of the run."
     )
-    flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
+    flags.DEFINE_string(
+        "workdir",
+        "runs/tiny",
+        "Folder, or gs://bucket/folder, of metrics, checkpoints and exports.",
+    )
     flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
     # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
     flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")

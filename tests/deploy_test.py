@@ -181,7 +181,7 @@ def test_the_bucket_is_mounted_for_several_hosts(name):
 
 def test_all_mounts_of_a_bucket_have_the_same_options():
     for option in ("metadata-cache-ttl-secs=0", "metadata-cache-negative-ttl-secs=0"):
-        assert option in mounts._GCSFUSE
+        assert f"--{option}" in mounts._GCSFUSE
         assert option in (DEPLOY / "queued-resource.sh").read_text()
     volume, claim = documents("xpk-storage.yaml")
     assert "metadata-cache:ttl-secs:0" in volume["spec"]["mountOptions"]

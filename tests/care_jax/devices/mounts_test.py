@@ -1,12 +1,15 @@
-"""Addresses of buckets are refused; mounts of buckets are told from disks by the kernel's table."""
+"""Addresses of buckets become folders of mounts, which the kernel's table tells from disks."""
 
+import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
 import care_jax
+from care_jax.devices import mounts
 from care_jax.devices.mounts import as_folder, file_system_of, is_fuse
 from care_jax.sweep import __main__ as sweep
 from configs import tiny
@@ -61,41 +64,114 @@ def test_a_folder_is_a_folder():
         assert as_folder(text) == pathlib.Path(text)
 
 
-GS = (
-    "expected a folder as --workdir, got the address gs://my-bucket/runs/7b; mount the bucket on "
-    "every host (gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 "
-    "--metadata-cache-negative-ttl-secs=0 my-bucket /mnt/my-bucket) and set "
-    "--workdir=/mnt/my-bucket/runs/7b"
-)
+# Notes its arguments, enters the mount into the table, as the kernel would, and goes on.
+GCSFUSE = """#!/bin/sh
+sleep 20 &
+echo "$@" >> "$HOME/called"
+while [ $# -gt 2 ]; do shift; done
+echo "$1 $2 fuse.gcsfuse rw 0 0" >> "$HOME/mounts"
+"""
+MOUNT = "--implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0 my-bucket"
 
 
-@pytest.mark.parametrize(
-    "address", ["gs://my-bucket/runs/7b", pathlib.Path("gs://my-bucket/runs/7b")]
-)
-def test_an_address_is_refused_with_the_command_that_mounts_it(address):
-    """Also what pathlib made of it, `gs:/my-bucket`."""
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home with a `gcsfuse` on the path, and without a cache elsewhere."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "gcsfuse"
+    program.write_text(GCSFUSE)
+    program.chmod(0o755)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    (tmp_path / "mounts").write_text(TABLE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("address", ["gs://my-bucket/a/b/", pathlib.Path("gs://my-bucket/a/b")])
+def test_a_bucket_is_mounted_once_and_its_folder_taken(home, capfd, address):
+    """Also of what pathlib made of the address, `gs:/my-bucket`."""
+    began = time.monotonic()
+    point = home / ".cache" / "care_jax" / "buckets" / "my-bucket"
+    for _ in range(2):
+        assert as_folder(address, home / "mounts") == point / "a" / "b"
+    assert (home / "called").read_text() == f"{MOUNT} {point}\n"
+    assert is_fuse(point / "a", home / "mounts")
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr().err == f"gs://my-bucket is mounted at {point}\n"
+
+
+def refusal(address, table):
     with pytest.raises(ValueError) as refused:
-        as_folder(address)
-    assert str(refused.value) == GS
-    with pytest.raises(ValueError) as refused:
-        as_folder("s3://b")
-    assert str(refused.value).endswith("mount the bucket on every host and set --workdir=/mnt/b")
+        as_folder(address, table)
+    return str(refused.value)
 
 
-def test_every_way_to_start_a_run_refuses_it_and_makes_no_folder(tmp_path, monkeypatch):
-    command = [sys.executable, "-m", "care_jax.main", "--workdir=gs://my-bucket/runs/7b"]
+def test_without_gcsfuse_the_line_says_how_to_mount_it_or_where_it_is(home, tmp_path):
+    (home / "bin" / "gcsfuse").unlink()
+    point = home / ".cache" / "care_jax" / "buckets" / "my-bucket"
+    head = (
+        f"--workdir=gs://my-bucket/a cannot be mounted at {point}: gcsfuse is not installed; mount"
+    )
+    assert refusal("gs://my-bucket/a", tmp_path / "none") == (
+        f"{head} the bucket on every host (gcsfuse {MOUNT} /mnt/my-bucket) and set "
+        "--workdir=/mnt/my-bucket/a"
+    )
+    # As in a pod of GKE, where the driver has mounted it.
+    assert refusal("gs://my-bucket/a", home / "mounts") == (
+        f"{head} the bucket on every host and set --workdir=/runs/a"
+    )
+
+
+def test_what_gcsfuse_says_last_is_told(home, tmp_path):
+    (home / "bin" / "gcsfuse").write_text("#!/bin/sh\necho one >&2; echo no access >&2; exit 1\n")
+    assert "status 1, no access; mount the bucket" in refusal("gs://my-bucket/a", tmp_path / "none")
+
+
+def test_a_mount_whose_gcsfuse_has_died_is_told(home):
+    as_folder("gs://my-bucket/a", home / "mounts")
+    point = home / ".cache" / "care_jax" / "buckets" / "my-bucket"
+    point.rmdir()  # a dead mount cannot be looked at either
+    assert "No such file or directory" in refusal("gs://my-bucket/a", home / "mounts")
+
+
+def test_gcsfuse_that_hangs_is_not_waited_for(home, tmp_path, monkeypatch):
+    (home / "bin" / "gcsfuse").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(mounts, "_TIMEOUT", 0.2)
+    assert "gcsfuse takes longer than 0.2 seconds; mount the" in refusal(
+        "gs://b1/a", tmp_path / "none"
+    )
+
+
+@pytest.mark.parametrize("address", ["s3://b/runs", "gs://", "gs://UPPER/x", "hdfs://h:1/x"])
+def test_other_addresses_are_refused(home, address):
+    assert refusal(address, home / "mounts").startswith(
+        "expected a folder or gs://bucket/folder as --workdir, got"
+    )
+    assert not (home / "called").exists()
+
+
+def test_every_way_to_start_a_run_refuses_what_cannot_be_mounted_and_makes_no_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    here = tmp_path / "here"
+    here.mkdir()
+    command = [sys.executable, "-m", "care_jax.main", "--workdir=gs://no-bucket/runs/7b"]
     ran = subprocess.run(
         [*command, f"--config={ROOT / 'configs/tiny.py'}"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"},
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
-    assert (ran.returncode, ran.stderr) == (1, f"error: {GS}\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="expected a folder as --workdir"):
-        care_jax.train_on(tiny.get_config(), train=[], workdir="gs://my-bucket/runs/7b")
+    assert ran.returncode == 1 and ran.stderr.count("\n") == 1
+    assert ran.stderr.startswith("error: --workdir=gs://no-bucket/runs/7b cannot be mounted")
+    monkeypatch.chdir(here)
+    with pytest.raises(ValueError, match="cannot be mounted at"):
+        care_jax.train_on(tiny.get_config(), train=[], workdir="gs://no-bucket/runs/7b")
     experiment = f"--experiment={ROOT / 'experiments/rescue.py'}"
-    with pytest.raises(ValueError, match="expected a folder as --workdir"):
-        sweep.main([experiment, "--workdir=gs://my-bucket/runs/7b"])
-    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ValueError, match="cannot be mounted at"):
+        sweep.main([experiment, "--workdir=gs://no-bucket/runs/7b"])
+    assert not [*here.iterdir()]
