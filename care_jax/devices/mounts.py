@@ -78,14 +78,21 @@ def _mount(bucket: str, point: pathlib.Path, table: pathlib.Path) -> None:
     """Mounts a bucket, unless it is mounted.
 
     Raises:
-        OSError: there is no gcsfuse, it failed or takes too long, or it died behind its mount.
+        OSError: there is no gcsfuse, it failed, or takes too long.
+        ValueError: the bucket is mounted, but its gcsfuse has died.
     """
     point.parent.mkdir(parents=True, exist_ok=True)
     # Of several processes on a host, one mounts.
     with (point.parent / f"{bucket}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if any(each.point == str(point.resolve()) for each in _mounts(table)):
-            point.stat()
+            try:
+                point.stat()
+            except OSError as error:
+                raise ValueError(
+                    f"the gcsfuse of gs://{bucket} has died ({error.strerror}); remove its mount, "
+                    f"fusermount -u {point}, and start again"
+                ) from error
             return
         point.mkdir(exist_ok=True)
         if shutil.which(_GCSFUSE[0]) is None:

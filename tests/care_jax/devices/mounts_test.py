@@ -132,7 +132,10 @@ def test_a_mount_whose_gcsfuse_has_died_is_told(home):
     as_folder("gs://my-bucket/a", home / "mounts")
     point = home / ".cache" / "care_jax" / "buckets" / "my-bucket"
     point.rmdir()  # a dead mount cannot be looked at either
-    assert "No such file or directory" in refusal("gs://my-bucket/a", home / "mounts")
+    assert refusal("gs://my-bucket/a", home / "mounts") == (
+        "the gcsfuse of gs://my-bucket has died (No such file or directory); remove its mount, "
+        f"fusermount -u {point}, and start again"
+    )
 
 
 def test_gcsfuse_that_hangs_is_not_waited_for(home, tmp_path, monkeypatch):
