@@ -436,10 +436,11 @@ def test_a_step_without_sums_is_restored_with_a_line(tmp_path, capfd):
     assert "checkpoint 1" in (line := capfd.readouterr().err) and "restored unchecked" in line
 
 
-def save_damage_and_restore(folder: str, port: str, index: str) -> None:
+def save_damage_and_restore(folder: str, port: str, index: str, is_bucket: str) -> None:
     """Runs in two processes of one run; the first one's files of step 2 are damaged."""
     distributed.start(f"127.0.0.1:{port}", 2, int(index))
     checkpoint._QUICK_BYTES = -1
+    mounts.is_fuse = lambda folder: is_bucket == "True"
     place = NamedSharding(sharding.make_mesh(1, 2, 1), P("fsdp"))
 
     def state_of(step):
@@ -460,7 +461,8 @@ def save_damage_and_restore(folder: str, port: str, index: str) -> None:
     print(f"restored {restored.step}: {values}", flush=True)
 
 
-def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path):
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -469,7 +471,7 @@ def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path):
     code = "import checkpoint_test as t, sys; t.save_damage_and_restore(*sys.argv[1:])"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), str(port), str(index)],
+            [sys.executable, "-c", code, str(tmp_path), str(port), str(index), str(is_bucket)],
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
