@@ -6,7 +6,8 @@
 #
 # The bucket is mounted at /runs on every host, and the run's workdir is /runs/<name>. Each start
 # brings the hosts' clone to REVISION (main). If the slice is taken away, the script asks for another
-# one and goes on from the last checkpoint; when the run itself fails, it ends and keeps the slice.
+# one, and if the run was told to stop (75), it starts it again; both go on from the last checkpoint.
+# When the run itself fails, the script ends and keeps the slice.
 set -euo pipefail
 
 : "${PROJECT:?} ${ZONE:?} ${TYPE:?} ${REPOSITORY:?} ${BUCKET:?}"
@@ -72,9 +73,8 @@ while true; do
   status=0
   "${TPU[@]}" tpu-vm ssh "$NAME" --zone="$ZONE" --worker=all \
     --command="export $GIVEN; $HOST$FLAGS" || status=$?
-  # The slice that was taken away is SUSPENDING at first.
-  if [[ $status == 0 || "$(state)" == ACTIVE ]]; then
-    exit "$status"
-  fi
-  until [[ "$(state)" =~ ^(SUSPENDED|FAILED|)$ ]]; do sleep "${POLL:-30}"; done
+  if [[ $status == 0 ]]; then exit; fi
+  sleep "${SETTLE:-120}" # a slice that is taken away is ACTIVE for a moment, then SUSPENDING
+  until [[ "$(state)" =~ ^(ACTIVE|SUSPENDED|FAILED|)$ ]]; do sleep "${POLL:-30}"; done
+  if [[ $status != 75 && "$(state)" == ACTIVE ]]; then exit "$status"; fi
 done

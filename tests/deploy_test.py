@@ -370,15 +370,22 @@ def git(folder, *arguments):
     subprocess.run(["git", "-C", folder, *who, *arguments], check=True, capture_output=True)
 
 
-# The state is the first line of a file, which the next look finds gone unless it is the last one.
+# A slice that is ACTIVE once it was asked for; after each run it is in the next state of a file.
 GCLOUD = """
+cd "$HOME"
 case "$*" in
-  *describe*)
-    head -n 1 "$HOME/states"
-    if [ "$(wc -l < "$HOME/states")" -gt 1 ]; then sed -i 1d "$HOME/states"; fi ;;
-  *ssh*)
+  *" describe "*)
+    cat state
+    sed -i s/SUSPENDING/SUSPENDED/ state ;;
+  *" delete "*) rm state ;;
+  *" create "*) echo ACTIVE > state ;;
+  *" ssh "*)
     for word in "$@"; do case "$word" in --command=*) command=${word#--command=} ;; esac; done
-    cd "$HOME/host" && HOME=$HOME/host bash -c "$command" ;;
+    (cd host && HOME=$HOME/host bash -c "$command")
+    status=$?
+    head -n 1 next > state
+    sed -i 1d next
+    exit $status ;;
 esac"""
 HOST = {
     "gcloud": GCLOUD,
@@ -396,14 +403,17 @@ fi""",
 
 PYTHON = """#!/bin/bash
 echo host-python "$@" >> "$HOME/ran"
-exit "$(cat "$HOME/status")"
+status=$(head -n 1 "$HOME/status")
+sed -i 1d "$HOME/status"
+exit "$status"
 """
 
 
-def make_host(folder, status):
-    """The home of a host, in which every run ends with this status."""
+def make_host(folder, *runs):
+    """The home of a host: with which status each run ends, and in which state the slice is then."""
     folder.mkdir(parents=True)
-    (folder / "status").write_text(status)
+    (folder / "status").write_text("".join(f"{status}\n" for status, _ in runs))
+    (folder.parent / "next").write_text("".join(f"{state}\n" for _, state in runs))
     (folder / "python").write_text(PYTHON)
     return folder
 
@@ -422,13 +432,12 @@ def repository(tmp_path):
 def test_hosts_of_a_queued_resource_mount_the_bucket_and_update_their_clone(
     cluster, tmp_path, repository
 ):
-    host = make_host(tmp_path / "home" / "host", "0")
+    host = make_host(tmp_path / "home" / "host", (0, "ACTIVE"), (0, "ACTIVE"))
     given = {"PROJECT": "p", "ZONE": "z", "TYPE": "v5litepod-16", "BUCKET": "my bucket"}
     given |= {"REPOSITORY": str(repository), "POLL": "0"}
     for version in ("1", "2"):
         (repository / "version").write_text(version)
         git(repository, "commit", "-a", "--allow-empty", "-m", version)
-        (tmp_path / "home" / "states").write_text("ACTIVE\n")
         flags = ["--config=configs/tiny.py", "--config.stages=('rl', 'evaluate')"]
         done, called = cluster("queued-resource.sh", "care", *flags, commands=HOST, **given)
         assert done.returncode == 0, done.stderr
@@ -442,23 +451,24 @@ def test_hosts_of_a_queued_resource_mount_the_bucket_and_update_their_clone(
 
 
 @pytest.mark.parametrize(
-    ("states", "num_runs"),
+    ("runs", "num_slices"),
     [
-        ("ACTIVE ACTIVE ACTIVE ACTIVE", 1),  # the run failed, the slice is there
-        ("ACTIVE ACTIVE ACTIVE SUSPENDING SUSPENDED SUSPENDED ACTIVE", 2),
+        ([(1, "ACTIVE")], 1),
+        ([(75, "ACTIVE"), (0, "ACTIVE")], 1),
+        ([(75, "SUSPENDING"), (255, "FAILED"), (0, "ACTIVE")], 3),
     ],
 )
-def test_another_slice_is_asked_for_when_one_is_taken_away(
-    cluster, tmp_path, repository, states, num_runs
+def test_a_run_that_was_told_to_stop_goes_on_on_this_slice_or_another(
+    cluster, tmp_path, repository, runs, num_slices
 ):
-    host = make_host(tmp_path / "home" / "host", "75")
-    (tmp_path / "home" / "states").write_text("\n".join(states.split()) + "\n")
+    host = make_host(tmp_path / "home" / "host", *runs)
     given = {"PROJECT": "p", "ZONE": "z", "TYPE": "v5litepod-16", "BUCKET": "b"}
-    given |= {"REPOSITORY": str(repository), "POLL": "0"}
+    given |= {"REPOSITORY": str(repository), "POLL": "0", "SETTLE": "0"}
     done, called = cluster("queued-resource.sh", "care", commands=HOST, **given)
-    assert done.returncode == 75
-    assert len((host / "ran").read_text().splitlines()) == num_runs
-    assert sum("delete" in line for line in called) == num_runs - 1
+    assert done.returncode == runs[-1][0], done.stderr
+    assert len((host / "ran").read_text().splitlines()) == len(runs)
+    assert sum(" create " in line for line in called) == num_slices
+    assert sum(" delete " in line for line in called) == num_slices - 1
 
 
 def test_an_xpk_workload_mounts_the_bucket_and_restarts_after_a_preemption(cluster):
