@@ -26,4 +26,4 @@ def train_on(
     """Trains on rows given from Python, in a notebook, say; see `care_jax.from_python`."""
     from care_jax import from_python  # it imports JAX
 
-    return from_python.train_on(config, train, test, reward, workdir=pathlib.Path(workdir))
+    return from_python.train_on(config, train, test, reward, workdir=workdir)

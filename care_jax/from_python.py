@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from care_jax import main
 from care_jax.config_checks import has_test
 from care_jax.data import jsonl
-from care_jax.devices import xla_flags
+from care_jax.devices import mounts, xla_flags
 from care_jax.rewards.reward_function import RewardFunction, check_reward
 from care_jax.rewards.reward_pool import packed
 
@@ -43,7 +43,7 @@ def train_on(
     test: Iterable[Mapping[str, Any]] | None = None,
     reward: RewardFunction | None = None,
     *,
-    workdir: pathlib.Path,
+    workdir: str | pathlib.Path,
 ) -> Trained:
     """Runs the stages of a configuration on rows given from Python.
 
@@ -59,11 +59,13 @@ def train_on(
         reward: a reward function, see docs/rewards.md; None: `config.verifier.reward`. It runs in
             worker processes with `verifier.timeout`; functions and lambdas of a notebook are sent
             there by cloudpickle.
-        workdir: created if it does not exist.
+        workdir: created if it does not exist; a folder or gs://bucket/folder.
 
     Raises:
-        ValueError: the configuration cannot run, or the function cannot be sent to a process.
+        ValueError: the configuration cannot run, the function cannot be sent to a process, or the
+            workdir is in a bucket that cannot be mounted.
     """
+    folder = mounts.as_folder(workdir)
     if reward is not None:
         check_reward(reward, "reward")
         packed(reward, "")  # in the first second
@@ -74,7 +76,7 @@ def train_on(
     elif not config.evaluate.benchmarks and not has_test(config):
         config.stages = tuple(stage for stage in config.stages if stage != "evaluate")
     xla_flags.set_defaults()
-    evaluations = main.run_stages(config, workdir, examples=examples, reward=reward)
-    path = workdir / "metrics.jsonl"  # of the first process
+    evaluations = main.run_stages(config, folder, examples=examples, reward=reward)
+    path = folder / "metrics.jsonl"  # of the first process
     lines = path.read_text().splitlines() if path.exists() else []
-    return Trained(workdir, evaluations, [json.loads(line) for line in lines])
+    return Trained(folder, evaluations, [json.loads(line) for line in lines])

@@ -33,7 +33,7 @@ from care_jax.config_checks import (
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import checked, first_usable, with_text_answers
 from care_jax.data.sources import MIXTURE, open_source, options_of
-from care_jax.devices import compilation_cache, distributed, workdir_lock, xla_flags
+from care_jax.devices import compilation_cache, distributed, mounts, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
@@ -51,7 +51,11 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
     config = config_flags.DEFINE_config_file(
         "config", "configs/tiny.py", "Configuration of the run."
     )
-    flags.DEFINE_string("workdir", "runs/tiny", "Metrics, checkpoints and exports go here.")
+    flags.DEFINE_string(
+        "workdir",
+        "runs/tiny",
+        "Folder, or gs://bucket/folder, of metrics, checkpoints and exports.",
+    )
     flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
     # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
     flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
@@ -65,9 +69,10 @@ def main(argv: Sequence[str]) -> None:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
     xla_flags.set_defaults()
     given = flags.FLAGS
+    workdir = mounts.as_folder(given.workdir)
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
     overridden = config_flags.get_override_values(given["config"])
-    run_stages(given.config, pathlib.Path(given.workdir), overridden, is_dry=given.dry_run)
+    run_stages(given.config, workdir, overridden, is_dry=given.dry_run)
 
 
 def run_stages(

@@ -17,7 +17,7 @@ import pathlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -238,7 +238,6 @@ class MetricWriter:
     def __init__(self, workdir: str | pathlib.Path, wandb_project: str = ""):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._is_writer = jax.process_index() == 0
-        self._file: TextIO | None = None
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
         self._wandb = _import_wandb() if wandb_project and self._is_writer else None
         self._project = wandb_project
@@ -301,9 +300,9 @@ class MetricWriter:
             return
         if stage not in self._boards:
             self.begin(stage, step)
-        assert self._file is not None  # `begin` has opened it
-        self._file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
-        self._file.flush()
+        # Opened for each line: a line is in a mounted bucket only once the file is closed.
+        with self.path.open("a") as file:
+            file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
         for name, value in values.items():
             self._boards[stage].add_scalar(name, value, step)
         if stage in self._online:
@@ -347,8 +346,6 @@ class MetricWriter:
             board.close()
         for online in self._online.values():
             online.finish()
-        if self._file is not None:
-            self._file.close()
 
     def __enter__(self) -> MetricWriter:
         return self
@@ -358,8 +355,6 @@ class MetricWriter:
 
     def _drop(self, stage: str, start_step: int) -> None:
         """Atomically rewrites the file without the lines that will be written again."""
-        if self._file is not None:
-            self._file.close()
         lines = _whole_lines(self.path) if self.path.exists() else []
         records = [json.loads(line) for line in lines]
         kept = [
@@ -371,4 +366,3 @@ class MetricWriter:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(kept))
         os.replace(temporary, self.path)
-        self._file = self.path.open("a")

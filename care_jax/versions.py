@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import pathlib
 import platform
 import subprocess
@@ -15,7 +16,7 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Version of each package that is installed, of Python, and the commit if this is a clone."""
+    """Version of each package that is installed, of Python, and the commit if it is known."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -28,9 +29,9 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit, with "+" if files differ from it; "" outside git."""
+    """The commit, with "+" if files differ from it; outside git what the image was built with."""
     if not (_ROOT / ".git").exists():
-        return ""
+        return os.environ.get("CARE_JAX_COMMIT", "")
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=8", "--dirty=+"]
     try:
         done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+import jax
+
+from care_jax.devices import distributed
+
 # By kind: the config key that gives the path, and an example of a hub id.
 _KEYS = {
     "dataset": ("the source's path", "HuggingFaceM4/ChartQA"),
@@ -17,6 +21,9 @@ def find(
 ) -> pathlib.Path:
     """The local path of a release, downloaded if necessary (needs `huggingface_hub`).
 
+    The first process of a run downloads before the others, which find its files where they share
+    HF_HOME: several hosts would overwrite each other's downloads in a mounted bucket.
+
     Args:
         path: a folder or a file, or a hub id such as HuggingFaceM4/ChartQA; a local model is a
             folder with config.json.
@@ -26,6 +33,24 @@ def find(
     Raises:
         ValueError: the path does not exist and cannot be downloaded, or is no model.
     """
+    # Without jax.distributed (`data.prepare`) no device is to be touched.
+    if not _may_be_id(path) or not jax.distributed.is_initialized() or jax.process_count() == 1:
+        return _find(path, patterns, kind)
+    is_first = jax.process_index() == 0
+    if not is_first:
+        distributed.gather_json(path)  # a barrier: the first one is done
+    try:
+        return _find(path, patterns, kind)
+    finally:
+        if is_first:
+            distributed.gather_json(path)
+
+
+def _may_be_id(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
+
+
+def _find(path: str, patterns: Sequence[str] | None, kind: str) -> pathlib.Path:
     key, example = _KEYS[kind]
     place = pathlib.Path(path).expanduser()
     if path and place.exists():
@@ -35,7 +60,7 @@ def find(
                 f"or a hub id such as {example}"
             )
         return place
-    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+    if not _may_be_id(path):
         raise ValueError(
             f"expected a folder, a file or a hub id such as {example}, got {path!r}, which does "
             f"not exist; correct {key}"

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
+from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
-from care_jax.devices import distributed, integrity
+from care_jax.devices import distributed, integrity, mounts
 
 _DAMAGED = ".damaged"
 # Orbax rewrites these when it commits; they hold timestamps and no part of the state.
@@ -54,6 +55,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
     return flat
+
+
+def commit_of(folder: pathlib.Path) -> AtomicityMode:
+    """How a step is committed: by renaming its folder, or by a last file on a mounted bucket.
+
+    A bucket renames a folder object by object, and gcsfuse refuses to, unless the bucket has
+    hierarchical namespaces. A step without the file is as good as absent, and removed.
+    """
+    return AtomicityMode.COMMIT_FILE if mounts.is_fuse(folder) else AtomicityMode.ATOMIC_RENAME
 
 
 class _Manager(ocp.CheckpointManager):
@@ -113,6 +123,7 @@ class Checkpoints:
             create=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
             cleanup_tmp_directories=True,
+            atomicity_options=AtomicityOptions(mode=commit_of(self.folder)),
             best_fn=value_of,  # makes the manager store the metrics of a step
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(
                 [

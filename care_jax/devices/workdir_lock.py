@@ -150,9 +150,14 @@ class _Lock:
 
     def _write(self, count: int) -> None:
         text = json.dumps(self._own | {"beat": count}).encode() + b"\n"
-        # In one write and never shorter than before, so that no reader sees a part of it.
-        os.pwrite(self._file, text.rjust(512), 0)
-        os.fsync(self._file)
+        # A mounted bucket shows other hosts what was written only once the file is closed.
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            # In one write and never shorter than before, so that no reader sees a part of it.
+            os.pwrite(file, text.rjust(512), 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
 
     def _read(self) -> dict[str, Any]:
         """What the file says; {} if it is empty or unreadable."""

@@ -19,6 +19,7 @@ try:
 except ImportError:
     sys.exit("error: a sweep draws with matplotlib; run: pip install -e '.[sweep]'")
 
+from care_jax.devices import mounts
 from care_jax.sweep.experiment import Experiment, load_experiment
 from care_jax.sweep.figures import write_figure
 from care_jax.sweep.measures import columns_of
@@ -31,10 +32,9 @@ _SET_BY_SWEEP = ("--config.seed", "--config.stages")  # set per trial
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs missing trials, writes table and figure of the finished ones; 1 if a run failed."""
     args, overrides = _parse(argv)
+    workdir = mounts.as_folder(args.workdir)
     experiment = load_experiment(args.experiment)
-    trials = plan(
-        experiment, args.workdir, base=args.base, seeds=range(args.seeds), overrides=overrides
-    )
+    trials = plan(experiment, workdir, base=args.base, seeds=range(args.seeds), overrides=overrides)
     missing = sum(not trial.is_done for trial in trials)
     print(
         f"{experiment.name}: {len(experiment.arms)} arms x {args.seeds} seeds on {args.base}, "
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"failed: {failure}", file=sys.stderr)
     done = [trial for trial in trials if trial.is_done]
     if done:
-        print(write_results(experiment, done, args.workdir, args.base, overrides), flush=True)
+        print(write_results(experiment, done, workdir, args.base, overrides), flush=True)
     return 1 if failures else 0
 
 

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pathlib
 import sys
 
 import jax.numpy as jnp
@@ -44,6 +45,14 @@ def test_a_metric_is_written_under_one_name_to_both_places(tmp_path):
     assert set(written) == {
         (0, "acc", 0.5), (0, "num_anchors", 3.0), (0, "kl", 0.25), (1, "acc", 0.75)
     }  # fmt: skip
+
+
+def test_a_line_is_closed_away_at_once(tmp_path):
+    """A mounted bucket has it only then, and a killed run keeps it."""
+    with MetricWriter(tmp_path) as writer:
+        writer.write("rl", 0, {"acc": 0.5})
+        opened = {path.resolve() for path in pathlib.Path("/proc/self/fd").iterdir()}
+        assert tmp_path / "metrics.jsonl" not in opened
 
 
 def test_counts_by_reason_stand_in_every_line_of_their_stage_as_they_are(tmp_path):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src.path import atomicity
 
-from care_jax.devices import checkpoint, distributed, integrity, sharding
+from care_jax.devices import checkpoint, distributed, integrity, mounts, sharding
 from care_jax.devices.checkpoint import Checkpoints
 from care_jax.devices.sharding import abstract
 from care_jax.learning.optimizer import make_optimizer
@@ -222,25 +222,29 @@ def test_saving_is_not_disturbed_by_donating_the_state_at_once(tmp_path):
     assert got == [1.0, 5.0, 9.0]
 
 
-def save_and_die(folder: str, moment: str) -> None:
+def save_and_die(folder: str, moment: str, is_bucket: bool) -> None:
     """Runs in a process of its own: saves step 1, then is killed while saving step 2."""
+    mounts.is_fuse = lambda folder: is_bucket
+    kind = atomicity.CommitFileTemporaryPath if is_bucket else atomicity.AtomicRenameTemporaryPath
     with checkpoints(folder) as saved:
         saved.save(1, make_state(1.0), 64, 5, {})
         saved.wait()
-        original = getattr(atomicity.AtomicRenameTemporaryPath, moment)
+        original = getattr(kind, moment)
 
         async def kill(self, *args, **kwargs):
             if moment == "create":  # the folder is there, no file is
                 await original(self, *args, **kwargs)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(atomicity.AtomicRenameTemporaryPath, moment, kill)
+        setattr(kind, moment, kill)
         saved.save(2, make_state(2.0), 128, 5, {})
 
 
+@pytest.mark.parametrize("is_bucket", [False, True])
 @pytest.mark.parametrize("moment", ["create", "finalize"])
-def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, moment):
-    code = f"import checkpoint_test as t; t.save_and_die({str(tmp_path)!r}, {moment!r})"
+def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, monkeypatch, moment, is_bucket):
+    arguments = f"{str(tmp_path)!r}, {moment!r}, {is_bucket}"
+    code = f"import checkpoint_test as t; t.save_and_die({arguments})"
     path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
     child = subprocess.run(
         [sys.executable, "-c", code],
@@ -249,7 +253,9 @@ def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, moment):
         text=True,
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
-    assert any(left.name.startswith("2.") for left in tmp_path.iterdir())
+    left_over = "2" if is_bucket else "2.*"
+    assert [left.name for left in tmp_path.glob(left_over)]
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: is_bucket)
     with checkpoints(tmp_path) as saved:
         assert saved.latest_step == 1
         got = saved.restore(abstract(make_state()))
@@ -257,6 +263,39 @@ def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, moment):
         assert got.data_position == 64
         saved.save(3, make_state(3.0), 192, 5, {})
     assert sorted(left.name for left in tmp_path.iterdir()) == ["1", "3"]
+
+
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_no_folder_is_renamed_on_a_mounted_bucket(tmp_path, monkeypatch, is_bucket):
+    """gcsfuse refuses that for a bucket without hierarchical namespaces."""
+    rename, renamed = os.rename, []
+
+    def recorded(source, target, **options):
+        renamed.extend([source] if os.path.isdir(source) else [])
+        return rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", recorded)
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: is_bucket)
+    for step in (4, 6):
+        with checkpoints(tmp_path, keep=1) as saved:
+            saved.save(step, make_state(step), step, 0, {}, {"acc": step / 10})
+    assert bool(renamed) != is_bucket
+    with checkpoints(tmp_path) as saved:
+        assert saved.steps == [6] and saved.is_whole(6) and integrity.has_manifest(tmp_path / "6")
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(6))
+        assert_equal(saved.restore_params(abstract(make_state()["params"]), 6)["w"].shape, (8, 4))
+
+
+@pytest.mark.parametrize("was_bucket", [False, True])
+def test_a_workdir_may_move_between_a_disk_and_a_mounted_bucket(tmp_path, monkeypatch, was_bucket):
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: was_bucket)
+    with checkpoints(tmp_path) as saved:
+        saved.save(4, make_state(4), 4, 0, {})
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: not was_bucket)
+    with checkpoints(tmp_path) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(4))
+        saved.save(6, make_state(6), 6, 0, {})
+        assert saved.steps == [4, 6]
 
 
 @pytest.fixture(scope="module")
@@ -397,10 +436,11 @@ def test_a_step_without_sums_is_restored_with_a_line(tmp_path, capfd):
     assert "checkpoint 1" in (line := capfd.readouterr().err) and "restored unchecked" in line
 
 
-def save_damage_and_restore(folder: str, port: str, index: str) -> None:
+def save_damage_and_restore(folder: str, port: str, index: str, is_bucket: str) -> None:
     """Runs in two processes of one run; the first one's files of step 2 are damaged."""
     distributed.start(f"127.0.0.1:{port}", 2, int(index))
     checkpoint._QUICK_BYTES = -1
+    mounts.is_fuse = lambda folder: is_bucket == "True"
     place = NamedSharding(sharding.make_mesh(1, 2, 1), P("fsdp"))
 
     def state_of(step):
@@ -421,7 +461,8 @@ def save_damage_and_restore(folder: str, port: str, index: str) -> None:
     print(f"restored {restored.step}: {values}", flush=True)
 
 
-def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path):
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -430,7 +471,7 @@ def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path):
     code = "import checkpoint_test as t, sys; t.save_damage_and_restore(*sys.argv[1:])"
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), str(port), str(index)],
+            [sys.executable, "-c", code, str(tmp_path), str(port), str(index), str(is_bucket)],
             env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

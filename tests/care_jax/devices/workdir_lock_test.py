@@ -135,6 +135,22 @@ def test_without_flock_the_rewriting_holds_the_lock(tmp_path, quick, monkeypatch
         assert time.monotonic() - began < 0.3  # no such process
 
 
+def test_a_rewrite_closes_the_file(tmp_path, monkeypatch):
+    """Only then do other hosts see it in a bucket, where fsync is not enough for a new file."""
+    called = []
+    for name in ("pwrite", "close"):
+        call = getattr(os, name)
+
+        def recorded(file, *rest, name=name, call=call):
+            called.append((name, file))
+            return call(file, *rest)
+
+        monkeypatch.setattr(os, name, recorded)
+    with held(tmp_path):
+        (file,) = (file for name, file in called if name == "pwrite")
+        assert ("close", file) in called[called.index(("pwrite", file)) :]
+
+
 def test_who_lost_the_lock_to_another_host_stops(tmp_path, quick, monkeypatch, capfd):
     stopped = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda status: stopped.set())
