@@ -108,6 +108,28 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
     if name != "auto" or impl.name == "xla":
         return impl
     xla = sharding.attention_impl("xla", rules, run.mesh)
+    apart, ours, theirs = compare_steps(run, sizes, num_prompt_tokens)
+    is_used = apart <= TOLERANCE and ours < theirs  # false for NaN
+    print_line(
+        f"attention in decode steps: the {impl.name} kernel differs from XLA by {apart:.1e} and "
+        f"takes {ours:.2f} ms against {theirs:.2f} ms, so {'it' if is_used else 'XLA'} is used"
+    )
+    return impl if is_used else xla
+
+
+def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
+    """The device's kernel of decode steps and XLA, in one layer of one step.
+
+    Args:
+        run: the run.
+        sizes: of its programs.
+        num_prompt_tokens: the longest prompt.
+
+    Returns:
+        the largest difference relative to the largest entry, and the milliseconds of both.
+    """
+    rules = run.config.decode_sharding_rules
+    impl, xla = (sharding.attention_impl(name, rules, run.mesh) for name in ("auto", "xla"))
     trial = _trial_step(run, sizes, num_prompt_tokens)
 
     def attended(impl: AttentionImpl) -> Callable[[], jax.Array]:
@@ -124,12 +146,7 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
     apart = float(jax.jit(difference)(kernel(), plain()))
     times = _milliseconds(kernel), _milliseconds(plain)
     ours, theirs = distributed.gather_json(times)[0]  # every process must use the same
-    is_used = apart <= TOLERANCE and ours < theirs  # false for NaN
-    print_line(
-        f"attention in decode steps: the {impl.name} kernel differs from XLA by {apart:.1e} and "
-        f"takes {ours:.2f} ms against {theirs:.2f} ms, so {'it' if is_used else 'XLA'} is used"
-    )
-    return impl if is_used else xla
+    return apart, ours, theirs
 
 
 def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> float:

@@ -13,7 +13,7 @@ from care_jax.benchmarks.suite import RELEASES
 from care_jax.config_ranges import check_ranges
 from care_jax.data.sources import check_section
 from care_jax.decoding import reflection
-from care_jax.devices import distributed, sharding
+from care_jax.devices import distributed, sharding, xla_flags
 from care_jax.learning import optimizer
 from care_jax.method import select
 from care_jax.method.objectives import OBJECTIVES
@@ -62,6 +62,7 @@ def check_config(
         distributed.check_mesh(mesh, config[name])
     for stage in config.stages:
         _check_choice("stages", stage, STAGES)
+    _check_choice("xla_preset", config.xla_preset, xla_flags.PRESETS)
     _check_model(config.model, mesh)
     _check_verifier(config.verifier, overridden, has_function="reward" in given)
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):

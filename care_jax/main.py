@@ -67,10 +67,12 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
-    xla_flags.set_defaults()
     given = flags.FLAGS
+    told = xla_flags.set_defaults(given.config.xla_preset)
     workdir = mounts.as_folder(given.workdir)
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
+    if told:
+        print_line(f"XLA: {', '.join(told)}")
     overridden = config_flags.get_override_values(given["config"])
     run_stages(given.config, workdir, overridden, is_dry=given.dry_run)
 

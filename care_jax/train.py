@@ -290,7 +290,10 @@ def utilisation(
         num_tokens: tokens of each response that was trained on, 0 for the others.
         seconds: wall time of the updates.
     """
-    rate = model_flops(run.policy.config, table.sizes, num_tokens) / seconds / run.mesh.size
+    model = run.config.model
+    trained = dict(freeze_vision=model.freeze_vision, has_adapters=bool(model.lora_rank))
+    flops = model_flops(run.policy.config, table.sizes, num_tokens, **trained)
+    rate = flops / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
     return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
 

@@ -59,6 +59,8 @@ def get_config() -> ConfigDict:
     # Metric of the evaluations inside a stage: acc, fmt, pass@2 and the like of data.test;
     # <benchmark>/acc, <benchmark>/pass@2, or mean/acc of the benchmarks.
     config.best_metric = "acc"
+    # What XLA is told, beside the environment: "auto", see `care_jax.devices.xla_flags`, or "none".
+    config.xla_preset = "auto"
     # Keep compiled programs in workdir/compilation_cache, so that a restarted run compiles none.
     config.compilation_cache = True
     # (first, last) RL step that jax.profiler traces to workdir/profile; empty: none.

@@ -58,7 +58,7 @@ def num_processes(run: Run) -> int:
 def largest_step(run: Run) -> StepSizes:
     """A step whose prompts all fill the largest bucket and whose responses are all longest."""
     rl = run.config.rl
-    update = _plan(run, "rl", *shapes.largest_update(run))
+    update = plan_update(run, "rl", *shapes.largest_update(run))
     prompts = np.tile(shapes.largest_bucket(run), (rl.prompts_per_step, 1))
     responses = np.full((rl.prompts_per_step, shapes.num_rows(run)), rl.max_response_tokens)
     return StepSizes(
@@ -79,7 +79,7 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
         run, rl.prompts_per_step, shapes.num_rows(run), mean_response, rl.max_response_tokens
     )
     updates = tuple(
-        _plan(run, "rl", prompts[part], responses[part])
+        plan_update(run, "rl", prompts[part], responses[part])
         for part in np.arange(rl.prompts_per_step).reshape(-1, rl.prompts_per_update)
     )
     return StepSizes(updates, *_schedules(run, prompts, responses))
@@ -108,7 +108,7 @@ def expected_imitation(run: Run, mean_response: float) -> tuple[int, Packed]:
     sft = run.config.sft
     prompts, responses = _draw(run, sft.batch_size, 1, mean_response, sft.row_tokens)
     room = np.maximum(sft.row_tokens - prompts[:, :1], 1)
-    plan, packed = _plan(run, "sft", prompts, np.minimum(responses, room))
+    plan, packed = plan_update(run, "sft", prompts, np.minimum(responses, room))
     return plan.num_microbatches, packed
 
 
@@ -130,7 +130,7 @@ def _draw(
     return prompts, lengths.draw_responses((num_prompts, num_rows), mean, cap, rng)
 
 
-def _plan(
+def plan_update(
     run: Run, section: str, prompts: Int[np.ndarray, "N 2"], responses: Int[np.ndarray, "N R"]
 ) -> tuple[RowPlan, Packed]:
     """The rows of one update, as the processes of the mesh plan them.

@@ -239,20 +239,27 @@ def model_flops(
     config: BackboneConfig,
     prompt_sizes: Int[np.ndarray, "N 2"],
     num_row_tokens: Int[np.ndarray, "N R"],
+    *,
+    freeze_vision: bool = False,
+    has_adapters: bool = False,
 ) -> float:
     """Model FLOPs of one update over N prompts: three forwards of real tokens, without remat.
+
+    What is frozen has no gradient: adapters leave two forwards of the decoder and one of the tower.
 
     Args:
         config: of the backbone.
         prompt_sizes: tokens and patches of each prompt.
         num_row_tokens: tokens of each response; a prompt with none counts nothing.
+        freeze_vision, has_adapters: what is trained.
     """
     is_trained = num_row_tokens.any(-1)
     (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]
     num_pairs = int(tree_pairs(prompts, rows).sum())
     num_tokens, num_scored = int(prompts.sum() + rows.sum()), int(rows.sum())
     towers = sum(tower_flops(config.vision, config.family, int(n)) for n in patches)
-    return 3 * (towers + decoder_flops(config.text, num_tokens, num_pairs, num_scored))
+    decoder = decoder_flops(config.text, num_tokens, num_pairs, num_scored)
+    return (1 if freeze_vision or has_adapters else 3) * towers + (3 - has_adapters) * decoder
 
 
 def train_work(

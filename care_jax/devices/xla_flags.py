@@ -1,21 +1,39 @@
-"""Default XLA flags."""
+"""What XLA is told where the environment does not say it.
+
+With jax 0.10.2 that is little: the compilers of TPUs and GPUs overlap collectives with computation
+by default, and the flags that others set for it change nothing (docs/speed.md, "XLA's flags").
+"""
 
 from __future__ import annotations
 
 import os
 
+PRESETS = ("auto", "none")
 # With the YNN library of jaxlib 0.10.2, a CPU update takes 15% longer and 0.8 GiB more memory, and
-# decoding is no faster (`perf.update_memory`, `perf.decode`).
-_DEFAULTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+# decoding is no faster (`perf.update_memory`, `perf.decode`). Other devices ignore the flag.
+_FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+# JAX takes 75% of a GPU's memory; `roofline.CHIPS`, and so `care_jax.aot`, counts on 90%.
+_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_MEMORY_NAMES = (_MEMORY, "XLA_CLIENT_MEM_FRACTION")
+_MEMORY_SHARE = "0.9"
 
 
-def set_defaults() -> None:
-    """Adds the defaults to XLA_FLAGS; call it before JAX initialises its devices.
+def set_defaults(preset: str = "auto") -> list[str]:
+    """Sets XLA's flags and memory share; call it before JAX initialises its devices.
 
-    A flag that is already set keeps its value. Other devices ignore the CPU flags.
+    Args:
+        preset: "auto", or "none" for only what the environment sets.
+
+    Returns:
+        what was set, as NAME=value. What the environment has keeps its value.
     """
+    if preset == "none":
+        return []
     flags = os.environ.get("XLA_FLAGS", "")
-    missing = [
-        f"--{name}={value}" for name, value in _DEFAULTS.items() if f"--{name}=" not in flags
-    ]
+    missing = [f"--{name}={value}" for name, value in _FLAGS.items() if f"--{name}=" not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+    told = [f"XLA_FLAGS={flag}" for flag in missing]
+    if not any(name in os.environ for name in _MEMORY_NAMES):
+        os.environ[_MEMORY] = _MEMORY_SHARE
+        told.append(f"{_MEMORY}={_MEMORY_SHARE}")
+    return told

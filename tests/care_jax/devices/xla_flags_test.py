@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from care_jax.devices import xla_flags
+from care_jax.devices.roofline import CHIPS, GIB
 
 FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 
@@ -24,6 +25,21 @@ def test_a_flag_that_is_given_stays(monkeypatch, given, wanted):
     xla_flags.set_defaults()
     xla_flags.set_defaults()
     assert os.environ["XLA_FLAGS"] == wanted
+
+
+@pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
+def test_a_gpu_gives_the_share_of_its_memory_that_aot_counts_on(monkeypatch, name):
+    monkeypatch.setenv("XLA_FLAGS", f"{FLAG}dot")
+    monkeypatch.setenv(name, "0.5")
+    assert xla_flags.set_defaults() == [] and os.environ[name] == "0.5"
+    monkeypatch.delenv(name)
+    for other in xla_flags._MEMORY_NAMES:
+        monkeypatch.delenv(other, raising=False)
+    assert xla_flags.set_defaults("none") == []
+    assert xla_flags.set_defaults() == ["XLA_PYTHON_CLIENT_MEM_FRACTION=0.9"]
+    assert float(os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == 0.9
+    assert CHIPS["h100"].hbm == pytest.approx(0.9 * 79.1 * GIB)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def test_xla_knows_the_flags_and_no_longer_calls_the_library():

@@ -1,0 +1,290 @@
+"""How fast is this program on the TPUs or GPUs of this machine?
+
+    python -m perf.accelerator
+    python -m perf.accelerator --quick
+    python -m perf.accelerator --only=qwen25vl_3b --json=results.jsonl
+
+Measures, on all devices of one host:
+
+    rates       bfloat16 products of 8192 x 8192 matrices; copies of 1 GiB
+    kernels     attention over packed rows and in decode steps: difference from dense attention,
+                forward and backward, and time against XLA
+    backbones   a step of qwen25vl_3b and qwen25vl_7b with random weights, at worst case and at
+                a mean of 600 tokens: prefill, decoding, scoring, update
+
+and prints a Markdown table and a line of JSON. "of products" is the share of the measured rate of
+matrix products that the model FLOPs reach (padding and rematerialisation do not count, but the
+padding of prefills does); "of copies" the share of the measured bandwidth that the weights and the
+live KV cache reach. "peak" is the most memory of a device so far, beside what `care_jax.aot`
+predicts for the programs so far, which is compiled meanwhile on the CPU. Calls that compile are
+left out of the times; "compiled" counts programs. A decode step that is compiled in the mean case
+but not in the worst is a recompilation.
+
+Every part runs in a process of its own, so that one that fails leaves the others. Parts that would
+begin after --minutes are left out and named. Goals: decoding at 60% of copies, the update at 50% of
+products, memory within 10% of the prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from care_jax.aot.topology import GPUS
+from care_jax.devices import xla_flags
+from care_jax.devices.roofline import GIB, PEAK_FLOPS
+from care_jax.versions import versions
+from perf.accelerator import kernels, rates, step
+
+BACKBONES = ("qwen25vl_3b", "qwen25vl_7b")
+CASES = {"worst case": None, "mean 600": 600.0}
+QUICK_CASES = {"mean 150": 150.0}
+GRACE = 60  # seconds for a part to end before it is killed
+COLUMNS = (
+    "part",
+    "lengths",
+    "seconds",
+    "tokens/s",
+    "of products",
+    "of copies",
+    "peak GiB",
+    "predicted",
+    "compiled",
+    "in",
+)
+# Slices of TPUs by the chips of one host.
+_SHAPES = {1: "1x1", 4: "2x2", 8: "2x4"}
+_TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+
+
+def topology_of(device_kind: str, num_devices: int) -> str | None:
+    """The devices as a topology of `care_jax.aot`; None if it knows none like them."""
+    for kind, (name, *_) in GPUS.items():
+        if device_kind == name:
+            return f"{kind}:{num_devices}"
+    if device_kind not in _TPUS or num_devices not in _SHAPES:
+        return None
+    shape = _SHAPES[num_devices] + ("x1" if _TPUS[device_kind] == "v5p" else "")
+    return f"{_TPUS[device_kind]}:{shape}"
+
+
+def run_part(name: str, *, is_quick: bool, until: float) -> None:
+    """Prints a line of JSON for each row of a part, on the devices of this machine."""
+
+    def emit(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+
+    xla_flags.set_defaults()
+    devices = jax.local_devices()
+    if name == "rates":
+        stats = devices[0].memory_stats() or {}
+        kind = devices[0].device_kind
+        emit({"devices": len(devices), "device_kind": kind, "bytes": stats.get("bytes_limit")})
+        if devices[0].platform == "cpu":
+            return
+        emit({"matmul_rate": rates.matmul_rate(devices[0]), "peak_flops": PEAK_FLOPS.get(kind)})
+        emit({"copy_bandwidth": rates.copy_bandwidth(devices[0])})
+        return
+    part, _, backbone = name.partition(":")
+    stats = devices[0].memory_stats() or {}
+    num_bytes = len(devices) * stats.get("bytes_limit", 0)
+    run = step.open_run(step.configuration(backbone, num_bytes, is_quick=is_quick))
+    if part == "kernels":
+        for row in kernels.measure(run):
+            emit(row)
+        return
+    for row in step.measure(run, QUICK_CASES if is_quick else CASES, until):
+        emit(row)
+
+
+def predict(backbone: str, topology: str, num_bytes: float, *, is_quick: bool) -> None:
+    """Prints the bytes of each program of a step as `care_jax.aot` predicts them, as JSON."""
+    from care_jax.aot.compile import fit
+
+    config = step.configuration(backbone, num_bytes, is_quick=is_quick)
+    result = fit(config, topology)
+    print(json.dumps({program.name: program.total for program in result.programs}))
+
+
+def start(part: str, args: argparse.Namespace, until: float, **environment: str):
+    """Starts this program anew for one part."""
+    command = [sys.executable, "-m", "perf.accelerator", f"--part={part}", f"--until={until}"]
+    if args.quick:
+        command.append("--quick")
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def finish(process: subprocess.Popen, until: float) -> list[dict[str, Any]]:
+    """The rows that a part printed; if it ended early, the last row says why."""
+    try:
+        out, err = process.communicate(timeout=max(until + GRACE - time.time(), 1))
+        reason = next((line for line in reversed(err.splitlines()) if line.strip()), "no message")
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        reason = "out of time"
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    if process.returncode:
+        rows.append({"failed": reason[:300]})
+    return rows
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """The lines of a report in Markdown."""
+    device = result["device"]
+    lines = [
+        "",
+        f"{device['devices']} x {device['device_kind']}, "
+        f"{(device.get('bytes') or 0) / GIB:.1f} GiB each; "
+        f"jax {result['versions'].get('jax')}, commit {result['versions'].get('commit', '?')}",
+        "",
+    ]
+    rate, copies = device.get("matmul_rate"), device.get("copy_bandwidth")
+    if rate and copies:
+        peak = device.get("peak_flops")
+        share = f" ({rate / peak:.0%} of the published peak)" if peak else ""
+        lines += [f"Products {rate / 1e12:.0f} TFLOP/s{share}, copies {copies / 1e9:.0f} GB/s.", ""]
+    for backbone, part in result["backbones"].items():
+        lines += [f"{backbone}{_training(part['rows'])}", ""]
+        if "failed" in part["predicted"]:
+            lines += [f"No prediction: {part['predicted']['failed']}", ""]
+        lines += _kernel_lines(part["kernels"])
+        lines += _markdown([COLUMNS, *_step_rows(part, device)])
+        lines += [""]
+    return lines
+
+
+def _training(rows: Sequence[dict[str, Any]]) -> str:
+    for row in rows:
+        if row.get("part") == "start":
+            rank = row["lora_rank"]
+            trained = f"adapters of rank {rank} trained" if rank else "all parameters trained"
+            return f", {row['parameters'] / 1e9:.2f} G parameters, {trained}"
+    return ""
+
+
+def _kernel_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    cells = [("attention", "forward", "backward", "ms", "ms of XLA")]
+    for row in rows:
+        if "kernel" not in row:
+            cells.append((row["failed"], "", "", "", ""))
+            continue
+        apart = ("" if row[key] is None else f"{row[key]:.1e}" for key in ("forward", "backward"))
+        times = (f"{1e3 * row[key]:.2f}" for key in ("seconds", "XLA's seconds"))
+        cells.append((row["kernel"], *apart, *times))
+    return [*_markdown(cells), ""]
+
+
+def _step_rows(part: dict[str, Any], device: dict[str, Any]) -> list[tuple[str, ...]]:
+    predicted, reached, cells = part["predicted"], 0.0, []
+    chips = device["devices"]
+    for row in part["rows"]:
+        if row.get("part") == "start":
+            continue
+        if "failed" in row:
+            cells.append((row.get("part", ""), row.get("case", ""), row["failed"], *[""] * 7))
+            continue
+        seconds = row["seconds"]
+        # The peak is that of the process so far, and prefill and decode run together.
+        names = ["rl reshard", f"rl {row['part']}"]
+        if row["part"] in ("prefill", "decode"):
+            names += ["rl decode prefill", "rl decode"]
+        reached = max([reached, *(predicted.get(name, 0.0) for name in names)])
+
+        def share(amount: float, rate: float | None, seconds: float = seconds) -> str:
+            return f"{amount / seconds / rate:.0%}" if rate and seconds and amount else ""
+
+        peak = row.get("peak_bytes")
+        cells.append(
+            (
+                row["part"],
+                row["case"],
+                f"{seconds:.2f}",
+                f"{row['tokens'] / seconds:.0f}" if seconds else "",
+                share(row["flops"] / chips, device.get("matmul_rate")),
+                share(row["hbm_bytes"], device.get("copy_bandwidth")),
+                f"{peak / GIB:.1f}" if peak else "",
+                f"{reached / GIB:.1f}" if reached else "",
+                str(row["compiled"]),
+                f"{row['compiled_s']:.0f} s",
+            )
+        )
+    return cells
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return [head, f"|{'---|' * len(rows[0])}", *body]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the 3B, short answers: 3 minutes")
+    parser.add_argument("--only", choices=BACKBONES, help="one backbone")
+    parser.add_argument("--minutes", type=float, help="10; 3 if --quick")
+    parser.add_argument("--json", help="file to which the line of JSON is added")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part and args.part.startswith("predict"):
+        _, backbone, topology, num_bytes = args.part.split("|")
+        predict(backbone, topology, float(num_bytes), is_quick=args.quick)
+        return 0
+    if args.part:
+        run_part(args.part, is_quick=args.quick, until=args.until)
+        return 0
+
+    minutes = args.minutes or (3 if args.quick else 10)
+    until = time.time() + 60 * minutes
+    # A child asks for the devices, so that this process never takes their memory.
+    device: dict[str, Any] = {}
+    for row in finish(start("rates", args, until), until):
+        device |= row
+    kind = device.get("device_kind", "")
+    if not device.get("copy_bandwidth"):
+        reason = device.get("failed") or f"JAX finds devices of kind {kind!r} alone"
+        print(
+            f"no accelerator: {reason}; run this on a TPU VM or GPU node, with "
+            "pip install 'care_jax[tpu]' or 'care_jax[cuda]'",
+            file=sys.stderr,
+        )
+        return 2
+    topology, backbones = topology_of(kind, device["devices"]), {}
+    num_bytes = device["devices"] * device["bytes"]
+    for backbone in [args.only] if args.only else BACKBONES[: 1 if args.quick else None]:
+        predicting = None
+        if topology is not None:
+            part = f"predict|{backbone}|{topology}|{num_bytes}"
+            predicting = start(part, args, until, JAX_PLATFORMS="cpu")
+        print(f"{backbone}: kernels", file=sys.stderr, flush=True)
+        compared = finish(start(f"kernels:{backbone}", args, until), until)
+        print(f"{backbone}: a step", file=sys.stderr, flush=True)
+        rows = finish(start(f"step:{backbone}", args, until), until)
+        predicted = finish(predicting, until)[0] if predicting else {}
+        backbones[backbone] = {"kernels": compared, "rows": rows, "predicted": predicted}
+    result = {"device": device, "versions": versions(), "backbones": backbones}
+    print("\n".join(table(result)))
+    print(json.dumps(result))
+    if args.json:
+        with open(args.json, "a") as file:
+            file.write(json.dumps(result) + "\n")
+    parts = [row for part in backbones.values() for row in (*part["kernels"], *part["rows"])]
+    return int(any("failed" in row for row in parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""One step of a backbone with random weights: prefill, decoding and update, timed by program.
+
+The programs, the queue, the packing and the arrays kept on the devices are a run's own. Calls that
+compile are left out of the times, and what they compiled is counted.
+
+Letters: N prompts, R responses of a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from care_jax.aot import lengths, shapes, step_sizes, workload
+from care_jax.batch import TrainBatch
+from care_jax.config_checks import check_config, fill_in
+from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
+from care_jax.devices import roofline, sharding
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices.roofline import Work
+from care_jax.main import policy_of
+from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.plan import RowPlan
+from care_jax.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
+from care_jax.run import Run, make_adamw, params_of, start_state
+from care_jax.update_batch import copy_reference
+from models import hf_config, lora
+from models.backbone import Params
+from models.config import RELEASES, BackboneConfig
+
+BYTES_OF_FULL_TRAINING = 14  # a parameter: weights, moments, gradient, reference and decode layout
+SHARE_OF_STATE = 0.75  # of the memory; the rest is for caches and activations
+LORA_RANK = 64
+
+
+def configuration(name: str, num_bytes: float, *, is_quick: bool) -> ConfigDict:
+    """A shipped configuration, cut down to what the devices here hold.
+
+    Weights and moments are bfloat16, all parameters are trained where there is room, else adapters.
+
+    Args:
+        name: a file of `configs`, such as "qwen25vl_7b".
+        num_bytes: memory of all devices.
+        is_quick: shorter responses and fewer prompts.
+    """
+    config = importlib.import_module(f"configs.{name}").get_config()
+    backbone = RELEASES[config.model.path]
+    config.stages = ("rl",)
+    config.model.path, config.model.backbone = "", hf_config.to_hf(backbone)
+    config.model.param_dtype = config.model.moments_dtype = "bfloat16"
+    weights = roofline.decoder_weights(backbone.text)
+    if BYTES_OF_FULL_TRAINING * weights > SHARE_OF_STATE * num_bytes:
+        config.model.lora_rank = LORA_RANK
+    config.mesh.update(data=0, fsdp=-1, tensor=1, sequence=1)
+    config.rl.update(
+        prompts_per_step=16 if is_quick else 32,
+        prompts_per_update=8,
+        decode_prompts=16 if is_quick else 32,
+        max_response_tokens=512 if is_quick else 2048,
+    )
+    return config
+
+
+class Compilations:
+    """Counts programs as they are compiled, and the seconds that tracing and compiling take."""
+
+    def __init__(self) -> None:
+        self.number, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += seconds
+            self.number += event.endswith("backend_compile_duration")
+
+
+class Timed:
+    """A compiled function that waits for its result, and the seconds of each call.
+
+    Attributes:
+        calls: seconds of each call, None where it compiled.
+    """
+
+    def __init__(self, function: Callable, compilations: Compilations):
+        self._function, self._compilations = function, compilations
+        self.calls: list[float | None] = []
+
+    def __call__(self, *args):
+        number, began = self._compilations.number, time.perf_counter()
+        result = jax.block_until_ready(self._function(*args))
+        seconds = time.perf_counter() - began
+        self.calls.append(seconds if number == self._compilations.number else None)
+        return result
+
+
+def open_run(config: ConfigDict) -> Run:
+    """A run on the devices of this machine; nothing is written."""
+    mesh = sharding.make_mesh(**config.mesh)
+    config = fill_in(config, mesh)
+    check_config(config, mesh)
+    no_metrics: Any = None
+    return Run(config, policy_of(config), mesh, pathlib.Path(), no_metrics)
+
+
+def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[dict[str, Any]]:
+    """Rows of measurements: prefill, decode, score and update in each case.
+
+    Args:
+        run: the run.
+        cases: mean tokens of a response by name; None for the worst case.
+        until: `time.time()` after which no further part is begun.
+
+    Yields:
+        the row of a part; of one that did not run, why.
+    """
+    compilations = Compilations()
+    step = Step(run, compilations)
+    yield {
+        "part": "start",
+        "parameters": sum(x.size for x in jax.tree.leaves(step.state.params)),
+        "lora_rank": run.config.model.lora_rank,
+        "compiled_s": compilations.seconds,
+    }
+    parts = {"decode": step.decode, "score": step.score, "update": step.update}
+    for part, case in itertools.product(parts, cases):
+        labels = {"part": part, "case": case}
+        if time.time() > until:
+            yield {**labels, "failed": "not begun: out of time"}
+            continue
+        number, spent = compilations.number, compilations.seconds
+        try:
+            rows = parts[part](cases[case])
+        except jax.errors.JaxRuntimeError as error:
+            yield {**labels, "failed": str(error).splitlines()[0][:200]}
+            if part == "update":
+                return  # its state was donated
+            continue
+        counted = {
+            "compiled": compilations.number - number,
+            "compiled_s": compilations.seconds - spent,
+            "peak_bytes": peak_bytes(run),
+        }
+        yield from ({**labels, **row, **counted} for row in rows)
+
+
+class Step:
+    """What a step keeps on the devices, and its parts.
+
+    Each part takes the mean tokens of a response, None for the worst case, and returns its rows:
+    part, seconds, calls, and the tokens, FLOPs and bytes of these calls.
+    """
+
+    def __init__(self, run: Run, compilations: Compilations):
+        self._run, self._compilations = run, compilations
+        _, adamw = make_adamw(run, "rl")
+        self.state = start_state(run, random_params(run), adamw)
+        self._reference = copy_reference(run, self.state.params)
+        self._programs = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, self.state))
+        self._decode_params = self._programs.to_decode_layout(self.state.params)
+
+    def decode(self, mean: float | None) -> list[dict[str, Any]]:
+        """The prefills and the decode steps; no response ends before its length."""
+        run, rl, (first, _) = self._run, self._run.config.rl, rollout_sizes(self._run)
+        sizes, responses = draw(run, rl.prompts_per_step, rl.num_rollouts, mean)
+        programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
+        admit, advance = (
+            Timed(function, self._compilations) for function in (programs.admit, programs.advance)
+        )
+        programs = dataclasses.replace(programs, admit=admit, advance=advance)
+        prompts = prompts_of(run.policy.config, sizes)
+        requests = [
+            Request(place, prompt, limits=limits)
+            for place, (prompt, limits) in enumerate(zip(prompts, responses, strict=True))
+        ]
+        queue = DecodeQueue(run, programs, first, DeviceClock())
+        decoded = queue.decode(self._decode_params, jax.random.key(0), requests)
+        num_tokens = sum(int(rollouts.is_valid.sum()) for _, rollouts in decoded)
+        schedule = schedule_of(run, prompts, responses)
+        assert (num_tokens, queue.num_steps) == (responses.sum(), schedule.num_steps)
+        rules = run.config.decode_sharding_rules
+        impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+        prefills = [workload.prefill(run, first, bucket) for bucket in schedule.prefills]
+        steps = [workload.decode(run, first, call, impl) for call in schedule.calls]
+        prompt_tokens = [first.num_new * num_tokens for num_tokens, _ in schedule.prefills]
+        return [
+            _row("prefill", admit, prefills, prompt_tokens),
+            _row("decode", advance, steps, [call.num_tokens for call in schedule.calls]),
+        ]
+
+    def score(self, mean: float | None) -> list[dict[str, Any]]:
+        """The log-probabilities of an update's responses under the reference."""
+        self._decode_params = None
+        params = lora.without(self.state.params) if self._reference is None else self._reference
+        batch, sizes, responses, _ = self._batch(mean)
+        timed = Timed(self._programs.score, self._compilations)
+        for _ in range(2):
+            timed(params, batch)
+        flops = roofline.model_flops(self._run.policy.config, sizes, responses) / 3
+        return [_row("score", timed, [Work(flops=flops)] * 2, [int(responses.sum())] * 2)]
+
+    def update(self, mean: float | None) -> list[dict[str, Any]]:
+        """An update of all its prompts."""
+        batch, sizes, responses, plan = self._batch(mean)
+        timed = Timed(self._programs.update, self._compilations)
+        for _ in range(2):
+            self.state, _ = timed(self.state, batch)
+        model = self._run.config.model
+        trained = dict(freeze_vision=model.freeze_vision, has_adapters=bool(model.lora_rank))
+        flops = roofline.model_flops(self._run.policy.config, sizes, responses, **trained)
+        row = _row("update", timed, [Work(flops=flops)] * 2, [int(responses.sum())] * 2)
+        return [row | {"fill": plan.real_tokens / plan.computed_tokens}]
+
+    def _batch(self, mean: float | None):
+        """A batch on the devices, the sizes of its prompts and responses, and its packing."""
+        run, rl = self._run, self._run.config.rl
+        sizes, responses = draw(run, rl.prompts_per_update, shapes.num_rows(run), mean)
+        prompts = prompts_of(run.policy.config, sizes)
+        batch, plan = update_batch(run, prompts, responses)
+        batch = sharding.put_batch(batch, run.train_batch_sharding)
+        return batch, prompt_sizes(prompts), responses, plan
+
+
+def _row(
+    part: str, timed: Timed, works: Sequence[Work], num_tokens: Sequence[int]
+) -> dict[str, Any]:
+    """The sums over the calls that compiled nothing."""
+    kept = [place for place, seconds in enumerate(timed.calls) if seconds is not None]
+    return {
+        "part": part,
+        "calls": len(kept),
+        "seconds": sum(timed.calls[place] or 0 for place in kept),
+        "tokens": sum(num_tokens[place] for place in kept),
+        "flops": sum(works[place].flops for place in kept),
+        "hbm_bytes": sum(works[place].hbm_bytes for place in kept),
+    }
+
+
+def peak_bytes(run: Run) -> int | None:
+    """The most memory in use on a device so far; None where the device does not tell."""
+    stats = [device.memory_stats() or {} for device in run.mesh.local_devices]
+    return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0) or None
+
+
+def random_params(run: Run) -> Params:
+    """Parameters of the stage's shapes and shardings, without adapters.
+
+    Computed from indices alone, so that no random bits take memory beside the weights.
+    """
+
+    def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def values():
+            index = jnp.zeros(leaf.shape, jnp.uint32)
+            for axis in range(len(leaf.shape)):
+                place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+                index = index * np.uint32(2654435761) + place
+            index = (index ^ (index >> 15)) * np.uint32(2246822519)
+            return (((index >> 8).astype(jnp.float32) / 2**23 - 1) / 25).astype(leaf.dtype)
+
+        return jax.jit(values, out_shardings=leaf.sharding)()
+
+    config = run.config.copy_and_resolve_references()
+    config.model.lora_rank = 0
+    return jax.tree.map(fill, params_of(dataclasses.replace(run, config=config)))
+
+
+def draw(
+    run: Run, num_prompts: int, num_rows: int, mean: float | None
+) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
+    """Tokens and patches of prompts, and tokens of their responses; all largest without a mean."""
+    cap = run.config.rl.max_response_tokens
+    if mean is None:
+        sizes = np.tile(shapes.largest_bucket(run), (num_prompts, 1))
+        return sizes, np.full((num_prompts, num_rows), cap)
+    rng, data = np.random.default_rng(0), run.config.data
+    vision = run.policy.config.vision
+    sizes = lengths.draw_prompts(
+        num_prompts,
+        data.buckets,
+        rng,
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+    )
+    return sizes, lengths.draw_responses((num_prompts, num_rows), mean, cap, rng)
+
+
+def prompts_of(config: BackboneConfig, sizes: Int[np.ndarray, "N 2"]) -> list[TokenizedPrompt]:
+    """Prompts of about these sizes: a square image if there are patches, then random text."""
+    rng, vision, prompts = np.random.default_rng(0), config.vision, []
+    for num_tokens, num_patches in sizes.tolist():
+        side = int((num_patches / vision.merge_size**2) ** 0.5)
+        grid, image = np.zeros((0, 3), np.int32), []
+        if side:
+            grid = np.array([[1, side * vision.merge_size, side * vision.merge_size]], np.int32)
+            image = [config.image_token_id] * side**2
+            image = [config.vision_start_token_id, *image, config.vision_end_token_id]
+        text = rng.integers(0, 256, max(num_tokens - len(image), 1))
+        tokens = np.array([*image, *text], np.int32)
+        num_patches = int(grid.prod(-1).sum())
+        patches = rng.normal(size=(num_patches, vision.patch_dim)).astype(np.float32)
+        prompts.append(TokenizedPrompt(tokens, grid, patches))
+    return prompts
+
+
+def schedule_of(
+    run: Run, prompts: list[TokenizedPrompt], responses: Int[np.ndarray, "N R"]
+) -> Schedule:
+    """The calls of decoding these prompts."""
+    waiting = [
+        WaitingPrompt(int(tokens), place, int(patches))
+        for place, (tokens, patches) in enumerate(prompt_sizes(prompts))
+    ]
+    buckets = sorted(map(tuple, run.config.data.buckets))
+    return simulate(rollout_sizes(run)[0], waiting, dict(enumerate(responses)), buckets)
+
+
+def update_batch(
+    run: Run, prompts: Sequence[TokenizedPrompt], responses: Int[np.ndarray, "N R"]
+) -> tuple[TrainBatch, RowPlan]:
+    """A batch of random tokens and advantages, on the host, and its packing."""
+    rng, config = np.random.default_rng(1), run.policy.config
+    plan, _ = step_sizes.plan_update(run, "rl", prompt_sizes(prompts), responses)
+    shape = (*responses.shape, run.config.rl.max_response_tokens)
+    is_valid = np.arange(shape[-1]) < responses[..., None]
+    tokens = np.where(is_valid, rng.integers(0, 256, shape), config.pad_token_id)
+    ones = place(is_valid.astype(np.float32), plan)
+    zeros = np.zeros((len(plan.rows), plan.row_tokens), np.float32)
+    return TrainBatch(
+        rows=lay_out(prompts, tokens.astype(np.int32), plan, config),
+        token_advantage=place(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
+        old_logp=-10 * ones,
+        ref_logp=zeros - 10 * ones,
+        row_weight=ones,
+        is_trained=ones.astype(bool),
+        is_answer=zeros.astype(bool),
+        prompt_weight=at_rows(np.ones(len(prompts), np.float32), plan),
+    ), plan
