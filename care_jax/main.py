@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line, dry_run, evaluate, export, sft, train
+from care_jax import command_line, dry_run, evaluate, export, sft, state_check, train
 from care_jax.batch import Example
 from care_jax.config_checks import (
     check_config,
@@ -146,6 +146,9 @@ def _run_each(
             seed=config.seed,
             dtype=jnp.dtype(config.model.param_dtype),
         )
+        if config.model.path:
+            name = f"model.path {config.model.path}"
+            state_check.check_weights(run, params, name, "choose another, or export it again")
     last, trained = "start", ()
     for stage in config.stages:
         if stage == "sft":

@@ -56,8 +56,18 @@ def _on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
     return {name: np.asarray(value).item() for name, value in fetched.items()}
 
 
-def check_finite(step: int, stage: str, metrics: Mapping[str, Scalar]) -> None:
+def check_finite(
+    step: int,
+    stage: str,
+    metrics: Mapping[str, Scalar],
+    advice: str = "lower the learning rate or resume from an earlier checkpoint",
+) -> None:
     """Stops a run that has diverged.
+
+    Args:
+        step, stage: of the metrics.
+        metrics: scalars.
+        advice: what else the error says.
 
     Raises:
         FloatingPointError: names the stage, the step and the metrics that are NaN or infinite.
@@ -66,8 +76,7 @@ def check_finite(step: int, stage: str, metrics: Mapping[str, Scalar]) -> None:
     bad = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
     if bad:
         raise FloatingPointError(
-            f"{stage} step {step}: expected finite metrics, got {', '.join(bad)}; lower the "
-            "learning rate or resume from an earlier checkpoint"
+            f"{stage} step {step}: expected finite metrics, got {', '.join(bad)}; {advice}"
         )
 
 

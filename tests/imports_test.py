@@ -24,7 +24,7 @@ LAYERS = (
     ("what the stages share",    ("run", "resume", "attention_check", "decoding", "config_ranges",
                                   "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
-    ("saving and evaluating",    ("milestones",)),
+    ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
     ("loops",                    ("sft", "evaluate", "train", "export")),
     ("entry",                    ("main", "cli", "dry_run", "aot", "sweep", "from_python")),
 )
