@@ -21,7 +21,16 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line, dry_run, evaluate, export, sft, state_check, train
+from care_jax import (
+    command_line,
+    dry_run,
+    evaluate,
+    export,
+    interrupts,
+    sft,
+    state_check,
+    train,
+)
 from care_jax.batch import Example
 from care_jax.config_checks import (
     check_config,
@@ -63,8 +72,10 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
-    xla_flags.set_defaults()
     given = flags.FLAGS
+    if not given.workdir:
+        raise ValueError("--workdir must name a folder, got ''; write --workdir=runs/<name>")
+    xla_flags.set_defaults()
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
     overridden = config_flags.get_override_values(given["config"])
     run_stages(given.config, pathlib.Path(given.workdir), overridden, is_dry=given.dry_run)
@@ -205,6 +216,13 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
         open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
         for part in parts
     ]
+    for number, source in enumerate(opened):
+        if not len(source):
+            part = f"data.{name}" + (f".parts.{number}" if len(opened) > 1 else "")
+            raise ValueError(
+                f"{part} must have rows, got a source {parts[number].source!r} without any; change "
+                "its path, split or num_examples"
+            )
     if stage != "sft" and not has_reward and section.source != "synthetic":
         opened = [with_text_answers(source) for source in opened]
         for source in opened if stage == "rl" else ():
@@ -258,18 +276,25 @@ def _check_responses(source: str, example: Example, think_tag: str) -> None:
 def run_main() -> None:
     """Parses flags and runs; user errors are one line, not a traceback.
 
-    Exits with status 75 if the run was told to stop before it was done.
+    Exits with status 75 if the run was told to stop before it was done, 130 after Ctrl-C.
     """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
     config = define_flags()
+    interrupts.exit_at_the_second()
     try:
         app.run(main, flags_parser=lambda argv: parse_flags(argv, config))
     except distributed.Preempted as place:
         message = f"stopped by SIGTERM {place}; the same command goes on from there"
         distributed.exit_run(message, is_preempted=True)
+    except KeyboardInterrupt:
+        # A process of several must not wait for the others, which get a Ctrl-C of their own.
+        message = interrupts.told(pathlib.Path(flags.FLAGS.workdir))
+        distributed.exit_run(message, status=interrupts.STATUS)
     except (ValueError, FloatingPointError) as error:
         distributed.exit_run(f"error: {error}")
+    except OSError as error:
+        distributed.exit_run(f"error: {command_line.os_error(error)}")
     except Exception:
         distributed.exit_run(traceback.format_exc())
 

@@ -7,6 +7,7 @@ the lines of the steps that it will repeat, so that every step appears once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -362,8 +363,10 @@ class MetricWriter:
     def __enter__(self) -> MetricWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # On a full disk closing fails too, and would hide the first error.
+        with contextlib.suppress(*() if kind is None else (Exception,)):
+            self.close()
 
     def _drop(self, stage: str, start_step: int) -> None:
         """Atomically rewrites the file without the lines that will be written again."""

@@ -26,7 +26,8 @@ LAYERS = (
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
     ("loops",                    ("sft", "evaluate", "train", "export")),
-    ("entry",                    ("main", "cli", "dry_run", "aot", "sweep", "from_python")),
+    ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep",
+                                  "from_python")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {

@@ -6,6 +6,7 @@ them is never restored: its folder is renamed to `<step>.damaged`, and the step 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -393,8 +394,10 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A save that failed too must not hide the first error.
+        with contextlib.suppress(*() if kind is None else (Exception,)):
+            self.close()
 
 
 def _say(line: str) -> None:
