@@ -32,10 +32,15 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence
     return rest
 
 
-def os_error(error: OSError) -> str:
-    """What the system refused and where, in one line."""
+def os_error(error: OSError, workdir: str) -> str:
+    """What the system refused and where, in one line.
+
+    Args:
+        error: names its file if opening it failed, but not if writing did.
+        workdir: of the run.
+    """
     reason = error.strerror or str(error) or type(error).__name__
-    path = f": {error.filename}" if error.filename else ""
+    path = f": {error.filename}" if error.filename else f", at work on the files in {workdir}"
     advice = {
         errno.ENOSPC: "; free space there, and the same command goes on",
         errno.EDQUOT: "; free space there, and the same command goes on",

@@ -7,8 +7,10 @@ import pathlib
 import signal
 import sys
 import threading
+import time
 
 STATUS = 130  # as shells report it
+_SAME = 0.5  # seconds in which a second signal is the first, which a wrapper has passed on
 
 
 def exit_at_the_second() -> None:
@@ -22,16 +24,18 @@ def exit_at_the_second() -> None:
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
 
     def watch() -> None:
-        count = 0
+        first = 0.0
         while number := os.read(seen, 1):
-            count += number[0] == signal.SIGINT
-            if count == 1 and number[0] == signal.SIGINT:
+            if number[0] != signal.SIGINT:
+                continue
+            if not first:
+                first = time.monotonic()
                 print(
                     "stopping; Ctrl-C again ends at once, without waiting for saves",
                     file=sys.stderr,
                     flush=True,
                 )
-            if count > 1:
+            elif time.monotonic() - first > _SAME:
                 os._exit(STATUS)
 
     threading.Thread(target=watch, name="Ctrl-C", daemon=True).start()

@@ -280,6 +280,11 @@ def run_main() -> None:
     """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
+    # What fails in a thread of orbax or TensorStore is raised again where a save is waited for.
+    logging.get_absl_handler().addFilter(
+        lambda record: record.levelname != "ERROR" or "/orbax/" not in record.pathname
+    )
+    sys.unraisablehook = _without_closed_loops
     config = define_flags()
     interrupts.exit_at_the_second()
     try:
@@ -294,9 +299,14 @@ def run_main() -> None:
     except (ValueError, FloatingPointError) as error:
         distributed.exit_run(f"error: {error}")
     except OSError as error:
-        distributed.exit_run(f"error: {command_line.os_error(error)}")
+        distributed.exit_run(f"error: {command_line.os_error(error, flags.FLAGS.workdir)}")
     except Exception:
         distributed.exit_run(traceback.format_exc())
+
+
+def _without_closed_loops(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def parse_flags(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence[str]:

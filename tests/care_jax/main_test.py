@@ -271,6 +271,7 @@ def ended(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(main, "run_stages", stages)
         monkeypatch.setattr(main.distributed, "start", lambda *_: None)
         monkeypatch.setattr(main.interrupts, "exit_at_the_second", lambda: None)
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back behind the test
         arguments = ["main", "--config=configs/tiny.py", f"--workdir={workdir}"]
         monkeypatch.setattr(sys, "argv", arguments)
         monkeypatch.chdir(ROOT)
@@ -298,11 +299,14 @@ def ended(monkeypatch, capsys, tmp_path):
             OSError(errno.ENOSPC, "No space left on device", "/a/b"),
             "No space left on device: /a/b; free space there, and the same command goes on",
         ),
-        (OSError("odd"), "odd"),
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "File too large, at work on the files in WORKDIR",
+        ),
     ],
 )
-def test_what_the_system_refuses_is_one_line(ended, error, line):
-    assert ended(error) == (1, f"error: {line}\n")
+def test_what_the_system_refuses_is_one_line(ended, tmp_path, error, line):
+    assert ended(error) == (1, f"error: {line}\n".replace("WORKDIR", str(tmp_path)))
 
 
 def test_ctrl_c_says_what_is_lost(ended, tmp_path):
@@ -333,6 +337,9 @@ try:
     time.sleep(60)
 except KeyboardInterrupt:
     signal.signal(signal.SIGINT, lambda *_: None)  # deaf
+    os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, passed on by a wrapper
+    time.sleep(1)
+    print("alive", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 """
@@ -341,4 +348,5 @@ except KeyboardInterrupt:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 130 and time.monotonic() - began < 30
+    assert result.stdout == "alive\n"
     assert result.stderr == "stopping; Ctrl-C again ends at once, without waiting for saves\n"

@@ -314,3 +314,14 @@ def test_a_line_that_is_written_is_known_to_a_resumed_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"stage": "rl_eval", "step": 8, "acc"')
     assert not MetricWriter(tmp_path).has_line("rl_eval", 8)
+
+
+def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
+    def refuse(writer):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricWriter, "close", refuse)
+    with pytest.raises(FloatingPointError, match="the first"), MetricWriter(tmp_path):
+        raise FloatingPointError("the first")
+    with pytest.raises(OSError), MetricWriter(tmp_path):
+        pass
