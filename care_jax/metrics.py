@@ -225,9 +225,29 @@ def _markdown(group: ShownGroup) -> str:
     return "\n\n".join(parts)
 
 
-def _whole_lines(path: pathlib.Path) -> list[str]:
-    """The lines of a file; a killed run may leave the last one incomplete, which is left out."""
-    return [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+def read_records(path: pathlib.Path, *, says: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """The lines of a metrics.jsonl, each with its object; [] if there is no such file.
+
+    A killed run may leave the last line incomplete, which is left out. So are damaged lines.
+
+    Args:
+        path: of the file.
+        says: prints a line for each damaged one.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    found = []
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            _ = str.encode(record["stage"]), int(record["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            if says:
+                print_line(f"{path}:{number} is damaged ({error!r}) and was left out")
+            continue
+        found.append((f"{line}\n", record))
+    return found
 
 
 class MetricWriter:
@@ -280,8 +300,8 @@ class MetricWriter:
     def has_line(self, stage: str, step: int) -> bool:
         """Whether the file has the line of a step; the same on all processes."""
         found = False
-        if self._is_writer and self.path.exists():
-            records = map(json.loads, _whole_lines(self.path))
+        if self._is_writer:
+            records = (record for _, record in read_records(self.path))
             found = any((record["stage"], record["step"]) == (stage, step) for record in records)
         return distributed.gather_json(found)[0]
 
@@ -372,11 +392,9 @@ class MetricWriter:
         """Atomically rewrites the file without the lines that will be written again."""
         if self._file is not None:
             self._file.close()
-        lines = _whole_lines(self.path) if self.path.exists() else []
-        records = [json.loads(line) for line in lines]
         kept = [
             line
-            for line, record in zip(lines, records, strict=True)
+            for line, record in read_records(self.path, says=True)
             if record["stage"] != stage or record["step"] < start_step
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)

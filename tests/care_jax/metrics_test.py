@@ -325,3 +325,23 @@ def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
         raise FloatingPointError("the first")
     with pytest.raises(OSError), MetricWriter(tmp_path):
         pass
+
+
+def test_a_damaged_line_is_named_and_left_out(tmp_path, capsys):
+    """In the middle of the file: the others stay, and the run goes on."""
+    with MetricWriter(tmp_path) as writer:
+        for step in range(4):
+            writer.write("rl", step, {"acc": 0.5})
+    path = tmp_path / "metrics.jsonl"
+    damaged = path.read_bytes().splitlines(keepends=True)
+    damaged[1] = b'{"stage": "rl", "st\xff\x00\n'
+    damaged[2] = b"[1, 2]\n"
+    path.write_bytes(b"".join(damaged) + b'{"stage": "rl"')
+    capsys.readouterr()
+    with MetricWriter(tmp_path) as writer:
+        assert writer.has_line("rl", 0) and not writer.has_line("rl", 1)
+        writer.begin("rl", 4)
+        writer.write("rl", 4, {"acc": 0.5})
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is damaged")[0] for line in told] == [f"{path}:2", f"{path}:3"]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 3, 4]
