@@ -44,6 +44,7 @@ from care_jax.data.rows import checked, first_usable, with_text_answers
 from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.devices import compilation_cache, distributed, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
+from care_jax.evaluated import evaluate_once
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.report.writer import Report
@@ -167,8 +168,7 @@ def _run_each(
         elif stage == "rl":
             params = train.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
-            results[last] = evaluator(params, name=last)
-            run.metrics.write(f"evaluate_{last}", 0, results[last])
+            results[last] = evaluate_once(run, evaluator, params, name=last)
         elif stage == "export":
             export.export_stage(run, params, export.find(run, trained))
         Report(run.workdir, max_megabytes=config.report.max_megabytes).write()

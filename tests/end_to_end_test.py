@@ -288,9 +288,12 @@ def test_adapters_of_both_stages_are_one_beside_the_export(tmp_path):
     assert change > 5e-3 and error < 4e-3
 
 
-def test_a_finished_run_trains_no_more(finished, monkeypatch):
+def test_a_finished_run_trains_and_evaluates_no_more(finished, monkeypatch):
+    before = metrics_of(finished[0])
     monkeypatch.setattr(main.train, "roll_out", None)
+    monkeypatch.setattr(main.evaluate, "evaluate", None)
     assert main.run_stages(small_config(), finished[0]) == finished[1]
+    assert metrics_of(finished[0]) == before
 
 
 @pytest.mark.parametrize(

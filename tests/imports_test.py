@@ -25,7 +25,7 @@ LAYERS = (
                                   "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
-    ("loops",                    ("sft", "evaluate", "train", "export")),
+    ("loops",                    ("sft", "evaluate", "evaluated", "train", "export")),
     ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep",
                                   "from_python")),
 )

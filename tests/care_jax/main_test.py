@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 def opened(monkeypatch):
     """How each source was opened."""
     seen = []
+    monkeypatch.setattr(main.evaluate.Evaluator, "stamp", lambda *_: None)
 
     def open_source(name, **options):
         seen.append(options)
