@@ -17,7 +17,7 @@ import os
 import pathlib
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 import jax
@@ -270,6 +270,7 @@ class MetricWriter:
         self._is_writer = jax.process_index() == 0
         self._file: TextIO | None = None
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+        self._refused: OSError | None = None  # the first that a board's thread met
         self._wandb = _import_wandb() if wandb_project and self._is_writer else None
         self._project = wandb_project
         self._online: dict[str, Any] = {}
@@ -282,9 +283,9 @@ class MetricWriter:
         if stage in self._boards:
             raise ValueError(f"stage {stage} has begun already; call begin once per stage")
         self._drop(stage, start_step)
-        self._boards[stage] = tensorboardX.SummaryWriter(
-            str(self.path.parent / "tensorboard" / stage), purge_step=start_step
-        )
+        folder = str(self.path.parent / "tensorboard" / stage)
+        self._boards[stage] = tensorboardX.SummaryWriter(folder, purge_step=start_step)
+        self._keep_refusals(self._boards[stage], folder)
         if self._wandb:
             workdir = self.path.parent.resolve()
             self._online[stage] = self._wandb.init(
@@ -336,6 +337,8 @@ class MetricWriter:
         self._file.flush()
         for name, value in values.items():
             self._boards[stage].add_scalar(name, value, step)
+        if self._refused is not None:
+            raise self._refused
         if stage in self._online:
             self._online[stage].log(values, step=step)
 
@@ -379,6 +382,30 @@ class MetricWriter:
             online.finish()
         if self._file is not None:
             self._file.close()
+        if self._refused is not None:
+            raise self._refused
+
+    def _keep_refusals(self, board: tensorboardX.SummaryWriter, folder: str) -> None:
+        """Keeps what the system refuses the board's thread, for `write` and `close` to raise.
+
+        The thread would end, and the main thread wait for it for ever when its queue is full.
+        """
+
+        def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                try:
+                    return function(*args)
+                except OSError as error:
+                    error.filename = error.filename or folder
+                    self._refused = self._refused or error
+                    return None
+
+            return call
+
+        assert board.file_writer is not None  # until it is closed
+        record = board.file_writer.event_writer._ev_writer
+        for name in ("write_event", "flush", "close"):
+            setattr(record, name, guarded(getattr(record, name)))
 
     def __enter__(self) -> MetricWriter:
         return self

@@ -3,11 +3,13 @@ import itertools
 import json
 import math
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from care_jax import metrics
@@ -345,3 +347,22 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert [line.partition(" is damaged")[0] for line in told] == [f"{path}:2", f"{path}:3"]
     assert [line["step"] for line in lines(tmp_path)] == [0, 3, 4]
+
+
+def test_a_board_that_cannot_be_written_stops_the_run_with_its_folder(tmp_path, monkeypatch):
+    """The board's thread lives on: were it to end, its full queue would stop the run for ever."""
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    writer = MetricWriter(tmp_path)
+    writer.begin("rl")
+    monkeypatch.setattr(EventsWriter, "_write_serialized_event", refuse)
+    with pytest.raises(OSError) as error:
+        for step in range(1000):
+            writer.write("rl", step, {f"metric {i}": 1.0 for i in range(30)})
+            time.sleep(0.01)
+    assert step < 100 and writer._boards["rl"].file_writer.event_writer._worker.is_alive()
+    assert (error.value.errno, error.value.filename) == (28, str(tmp_path / "tensorboard" / "rl"))
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
