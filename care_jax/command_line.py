@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import traceback
 from collections.abc import Sequence
 
 from absl import flags
@@ -25,9 +27,27 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence
         rest = flags.FLAGS(argv)
         if config.value is not None:
             _ = config.value.stages  # raises if the file could not be loaded
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, flags.Error) as error:
+    except Exception as error:  # whatever a configuration file raises
         raise ValueError(" ".join(_message(error).split())) from error
     return rest
+
+
+def os_error(error: OSError, workdir: str) -> str:
+    """What the system refused and where, in one line.
+
+    Args:
+        error: names its file if opening it failed, but not if writing did.
+        workdir: of the run.
+    """
+    reason = error.strerror or str(error) or type(error).__name__
+    path = f": {error.filename}" if error.filename else f", at work on the files in {workdir}"
+    advice = {
+        errno.ENOSPC: "; free space there, and the same command goes on",
+        errno.EDQUOT: "; free space there, and the same command goes on",
+        errno.EACCES: "; make it writable, or name another --workdir",
+        errno.EROFS: "; name another --workdir",
+    }
+    return f"{reason}{path}{advice.get(error.errno or 0, '')}"
 
 
 def _message(error: Exception) -> str:
@@ -38,4 +58,9 @@ def _message(error: Exception) -> str:
     wrapper = error.__context__
     if wrapper is not None and str(wrapper).startswith(_WRAPPED):
         return f"{str(error).partition(_WRAPPED)[0]}{wrapper.__context__}"
-    return str(error)
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
+    if isinstance(error, AttributeError | TypeError | ValueError | OSError | flags.Error):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"

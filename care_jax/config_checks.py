@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -60,14 +61,14 @@ def check_config(
     for name in ("sharding_rules", "decode_sharding_rules"):
         sharding.check_rules(name, config[name])
         distributed.check_mesh(mesh, config[name])
-    for stage in config.stages:
-        _check_choice("stages", stage, STAGES)
+    _check_stages(tuple(config.stages))
     _check_choice("xla_preset", config.xla_preset, xla_flags.PRESETS)
     _check_model(config.model, mesh)
     _check_verifier(config.verifier, overridden, has_function="reward" in given)
     for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
         _check_positive(name, config[name])
     _check_report(config.report)
+    _check_prompts(config.data)
     if "sft" in config.stages:
         _check_sft(config, mesh)
     if "rl" in config.stages:
@@ -135,6 +136,21 @@ def has_test(config: ConfigDict) -> bool:
     return bool(test.path) if test.source == "jsonl" else bool(test.source)
 
 
+def _check_stages(stages: tuple[str, ...]) -> None:
+    if not stages:
+        raise ValueError(
+            f"stages must name at least one of {', '.join(STAGES)}, got (); write ('rl','evaluate')"
+        )
+    for stage in stages:
+        _check_choice("stages", stage, STAGES)
+    for stage in ("sft", "rl"):
+        if stages.count(stage) > 1:
+            raise ValueError(
+                f"stages must name {stage!r} once, got {stages}; set {stage}.num_steps higher, or "
+                "train on from an export in another --workdir"
+            )
+
+
 def _check_data(config: ConfigDict, given: Collection[str]) -> None:
     data = config.data
     _check_positive("data.num_workers", data.num_workers)
@@ -150,6 +166,26 @@ def _check_data(config: ConfigDict, given: Collection[str]) -> None:
                 min_pixels=data.min_pixels,
                 max_pixels=data.max_pixels,
             )
+
+
+def _check_prompts(data: ConfigDict) -> None:
+    if not re.fullmatch(r"\w+", data.think_tag) or data.think_tag == "answer":
+        raise ValueError(
+            "data.think_tag must be one word of letters, digits and _, other than 'answer', got "
+            f"{data.think_tag!r}; set it to 'think', or to 'reasoning' for Qwen3-VL"
+        )
+    is_pairs = bool(data.buckets) and all(
+        isinstance(bucket, tuple | list)
+        and len(bucket) == 2
+        and all(isinstance(size, int) for size in bucket)
+        and bucket[0] > 0 <= bucket[1]
+        for bucket in data.buckets
+    )
+    if not is_pairs:
+        raise ValueError(
+            "data.buckets must be pairs (prompt tokens, image patches) of whole numbers, got "
+            f"{data.buckets!r}; write ((512, 2048), (1024, 4096))"
+        )
 
 
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:

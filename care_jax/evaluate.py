@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import operator
 import os
@@ -46,6 +47,7 @@ from care_jax.policy import decode_shardings
 from care_jax.programs import compile_decoding
 from care_jax.rewards.scores import row_texts, start_scoring
 from care_jax.run import Run, verifier_of
+from care_jax.versions import versions
 from models import backbone
 
 Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
@@ -86,6 +88,27 @@ class Evaluator:
     @functools.cached_property
     def _programs(self) -> EvaluatePrograms:
         return compile_evaluation(self._run)
+
+    def stamp(self, params: backbone.Params) -> dict[str, Any] | None:
+        """What the metrics of these weights depend on; None if a reward function judges."""
+        run = self._run
+        if run.reward is not None or run.config.verifier.reward:
+            return None
+        whole = json.loads(run.config.to_json_best_effort())
+        names = ("evaluate", "verifier", "model", "decode_sharding_rules")
+        rows = [(x.id, x.question, x.answer) for x in self._held_out or () if self._is_read]
+        return {
+            **{name: whole[name] for name in names},
+            "test": whole["data"]["test"],
+            "rows": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
+            "weights_and_prompts": _settings(run, self._programs.checksum(params)),
+            "versions": versions(),
+        }
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the held-out rows are in memory; others are a function of the settings."""
+        return isinstance(self._held_out, list)
 
     def __call__(
         self, params: backbone.Params, *, name: str, step: int | None = None

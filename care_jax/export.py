@@ -19,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from care_jax import state_check
 from care_jax.devices import integrity
 from care_jax.metrics import print_line
 from care_jax.policy import Policy
@@ -152,11 +153,18 @@ def _restored(
         stage: "sft" or "rl".
         step: a saved step; None: the last.
         of: takes the part out of the tree of all.
+
+    Raises:
+        ValueError: the step is damaged, or its parameters are not finite.
     """
     with open_checkpoints(run, stage) as saved:
         step = saved.latest_step if step is None else step
         assert step is not None  # `find` has found the stage
-        return saved.restore_params(of(params_of(run)), step)
+        params = saved.restore_params(of(params_of(run)), step)
+        name = f"checkpoint {step} of {stage}"
+        advice = f"set export.step to another of the saved steps {saved.steps}"
+        state_check.check_weights(run, params, name, advice)
+        return params
 
 
 def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:

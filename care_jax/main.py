@@ -21,7 +21,16 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line, dry_run, evaluate, export, sft, train
+from care_jax import (
+    command_line,
+    dry_run,
+    evaluate,
+    export,
+    interrupts,
+    sft,
+    state_check,
+    train,
+)
 from care_jax.batch import Example
 from care_jax.config_checks import (
     check_config,
@@ -35,6 +44,7 @@ from care_jax.data.rows import checked, first_usable, with_text_answers
 from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.devices import compilation_cache, distributed, mounts, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
+from care_jax.evaluated import evaluate_once
 from care_jax.metrics import MetricWriter, print_line
 from care_jax.policy import Policy, build_policy, initial_params
 from care_jax.report.writer import Report
@@ -68,6 +78,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
     given = flags.FLAGS
+    if not given.workdir:
+        raise ValueError("--workdir must name a folder, got ''; write --workdir=runs/<name>")
     told = xla_flags.set_defaults(given.config.xla_preset)
     workdir = mounts.as_folder(given.workdir)
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
@@ -153,6 +165,9 @@ def _run_each(
             seed=config.seed,
             dtype=jnp.dtype(config.model.param_dtype),
         )
+        if config.model.path:
+            name = f"model.path {config.model.path}"
+            state_check.check_weights(run, params, name, "choose another, or export it again")
     last, trained = "start", ()
     for stage in config.stages:
         if stage == "sft":
@@ -160,8 +175,7 @@ def _run_each(
         elif stage == "rl":
             params = train.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
-            results[last] = evaluator(params, name=last)
-            run.metrics.write(f"evaluate_{last}", 0, results[last])
+            results[last] = evaluate_once(run, evaluator, params, name=last)
         elif stage == "export":
             export.export_stage(run, params, export.find(run, trained))
         Report(run.workdir, max_megabytes=config.report.max_megabytes).write()
@@ -209,6 +223,13 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
         open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
         for part in parts
     ]
+    for number, source in enumerate(opened):
+        if not len(source):
+            part = f"data.{name}" + (f".parts.{number}" if len(opened) > 1 else "")
+            raise ValueError(
+                f"{part} must have rows, got a source {parts[number].source!r} without any; change "
+                "its path, split or num_examples"
+            )
     if stage != "sft" and not has_reward and section.source != "synthetic":
         opened = [with_text_answers(source) for source in opened]
         for source in opened if stage == "rl" else ():
@@ -262,20 +283,37 @@ def _check_responses(source: str, example: Example, think_tag: str) -> None:
 def run_main() -> None:
     """Parses flags and runs; user errors are one line, not a traceback.
 
-    Exits with status 75 if the run was told to stop before it was done.
+    Exits with status 75 if the run was told to stop before it was done, 130 after Ctrl-C.
     """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
+    # What fails in a thread of orbax or TensorStore is raised again where a save is waited for.
+    logging.get_absl_handler().addFilter(
+        lambda record: record.levelname != "ERROR" or "/orbax/" not in record.pathname
+    )
+    sys.unraisablehook = _without_closed_loops
     config = define_flags()
+    interrupts.exit_at_the_second()
     try:
         app.run(main, flags_parser=lambda argv: parse_flags(argv, config))
     except distributed.Preempted as place:
         message = f"stopped by SIGTERM {place}; the same command goes on from there"
         distributed.exit_run(message, is_preempted=True)
+    except KeyboardInterrupt:
+        # A process of several must not wait for the others, which get a Ctrl-C of their own.
+        message = interrupts.told(pathlib.Path(flags.FLAGS.workdir))
+        distributed.exit_run(message, status=interrupts.STATUS)
     except (ValueError, FloatingPointError) as error:
         distributed.exit_run(f"error: {error}")
+    except OSError as error:
+        distributed.exit_run(f"error: {command_line.os_error(error, flags.FLAGS.workdir)}")
     except Exception:
         distributed.exit_run(traceback.format_exc())
+
+
+def _without_closed_loops(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def parse_flags(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence[str]:

@@ -7,6 +7,7 @@ the lines of the steps that it will repeat, so that every step appears once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -16,7 +17,7 @@ import os
 import pathlib
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -56,8 +57,18 @@ def _on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
     return {name: np.asarray(value).item() for name, value in fetched.items()}
 
 
-def check_finite(step: int, stage: str, metrics: Mapping[str, Scalar]) -> None:
+def check_finite(
+    step: int,
+    stage: str,
+    metrics: Mapping[str, Scalar],
+    advice: str = "lower the learning rate or resume from an earlier checkpoint",
+) -> None:
     """Stops a run that has diverged.
+
+    Args:
+        step, stage: of the metrics.
+        metrics: scalars.
+        advice: what else the error says.
 
     Raises:
         FloatingPointError: names the stage, the step and the metrics that are NaN or infinite.
@@ -66,8 +77,7 @@ def check_finite(step: int, stage: str, metrics: Mapping[str, Scalar]) -> None:
     bad = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
     if bad:
         raise FloatingPointError(
-            f"{stage} step {step}: expected finite metrics, got {', '.join(bad)}; lower the "
-            "learning rate or resume from an earlier checkpoint"
+            f"{stage} step {step}: expected finite metrics, got {', '.join(bad)}; {advice}"
         )
 
 
@@ -215,9 +225,29 @@ def _markdown(group: ShownGroup) -> str:
     return "\n\n".join(parts)
 
 
-def _whole_lines(path: pathlib.Path) -> list[str]:
-    """The lines of a file; a killed run may leave the last one incomplete, which is left out."""
-    return [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"]
+def read_records(path: pathlib.Path, *, says: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """The lines of a metrics.jsonl, each with its object; [] if there is no such file.
+
+    A killed run may leave the last line incomplete, which is left out. So are damaged lines.
+
+    Args:
+        path: of the file.
+        says: prints a line for each damaged one.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    found = []
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            _ = str.encode(record["stage"]), int(record["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            if says:
+                print_line(f"{path}:{number} is damaged ({error!r}) and was left out")
+            continue
+        found.append((f"{line}\n", record))
+    return found
 
 
 class MetricWriter:
@@ -239,6 +269,7 @@ class MetricWriter:
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._is_writer = jax.process_index() == 0
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+        self._refused: OSError | None = None  # the first that a board's thread met
         self._wandb = _import_wandb() if wandb_project and self._is_writer else None
         self._project = wandb_project
         self._online: dict[str, Any] = {}
@@ -251,9 +282,9 @@ class MetricWriter:
         if stage in self._boards:
             raise ValueError(f"stage {stage} has begun already; call begin once per stage")
         self._drop(stage, start_step)
-        self._boards[stage] = tensorboardX.SummaryWriter(
-            str(self.path.parent / "tensorboard" / stage), purge_step=start_step
-        )
+        folder = str(self.path.parent / "tensorboard" / stage)
+        self._boards[stage] = tensorboardX.SummaryWriter(folder, purge_step=start_step)
+        self._keep_refusals(self._boards[stage], folder)
         if self._wandb:
             workdir = self.path.parent.resolve()
             self._online[stage] = self._wandb.init(
@@ -269,8 +300,8 @@ class MetricWriter:
     def has_line(self, stage: str, step: int) -> bool:
         """Whether the file has the line of a step; the same on all processes."""
         found = False
-        if self._is_writer and self.path.exists():
-            records = map(json.loads, _whole_lines(self.path))
+        if self._is_writer:
+            records = (record for _, record in read_records(self.path))
             found = any((record["stage"], record["step"]) == (stage, step) for record in records)
         return distributed.gather_json(found)[0]
 
@@ -305,6 +336,8 @@ class MetricWriter:
             file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
         for name, value in values.items():
             self._boards[stage].add_scalar(name, value, step)
+        if self._refused is not None:
+            raise self._refused
         if stage in self._online:
             self._online[stage].log(values, step=step)
 
@@ -346,20 +379,44 @@ class MetricWriter:
             board.close()
         for online in self._online.values():
             online.finish()
+        if self._refused is not None:
+            raise self._refused
+
+    def _keep_refusals(self, board: tensorboardX.SummaryWriter, folder: str) -> None:
+        """Keeps what the system refuses the board's thread, for `write` and `close` to raise.
+
+        The thread would end, and the main thread wait for it for ever when its queue is full.
+        """
+
+        def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                try:
+                    return function(*args)
+                except OSError as error:
+                    error.filename = error.filename or folder
+                    self._refused = self._refused or error
+                    return None
+
+            return call
+
+        assert board.file_writer is not None  # until it is closed
+        record = board.file_writer.event_writer._ev_writer
+        for name in ("write_event", "flush", "close"):
+            setattr(record, name, guarded(getattr(record, name)))
 
     def __enter__(self) -> MetricWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # On a full disk closing fails too, and would hide the first error.
+        with contextlib.suppress(*() if kind is None else (Exception,)):
+            self.close()
 
     def _drop(self, stage: str, start_step: int) -> None:
         """Atomically rewrites the file without the lines that will be written again."""
-        lines = _whole_lines(self.path) if self.path.exists() else []
-        records = [json.loads(line) for line in lines]
         kept = [
             line
-            for line, record in zip(lines, records, strict=True)
+            for line, record in read_records(self.path, says=True)
             if record["stage"] != stage or record["step"] < start_step
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,8 @@ Step k means: after k steps, with the weights of checkpoint k; 0 is before the f
 is a line of metrics.jsonl, of stage "rl_eval" or "sft_eval" at step k. It has draws and clocks of
 its own, so that training goes on as without it.
 
-An evaluation comes before the save of its step, which it decides about. A run that is stopped
+A state is checked before it is evaluated or saved (`state_check`): a broken one ends the stage. An
+evaluation comes before the save of its step, which it decides about. A run that is stopped
 inside an evaluation saves the step first; the resumed run evaluates it and adds the result to the
 checkpoint. A result that is written is not computed again.
 """
@@ -19,6 +20,7 @@ from care_jax.devices import distributed
 from care_jax.devices.checkpoint import Checkpoints
 from care_jax.learning.train_step import TrainState
 from care_jax.run import Run
+from care_jax.state_check import StateCheck
 from models.backbone import Params
 
 # (params, name=stage, step=step) -> metrics, as `evaluate.Evaluator`.
@@ -33,29 +35,41 @@ class Milestones:
         stage: "sft" or "rl".
         checkpoints: of the stage.
         evaluate: gives the metrics of weights; not called if the stage's eval_every is 0.
+        state_check: of the stage.
     """
 
-    def __init__(self, run: Run, stage: str, checkpoints: Checkpoints, evaluate: Evaluate | None):
+    def __init__(
+        self,
+        run: Run,
+        stage: str,
+        checkpoints: Checkpoints,
+        evaluate: Evaluate | None,
+        state_check: StateCheck,
+    ):
         self._run, self._stage, self._checkpoints = run, stage, checkpoints
+        self._state_check = state_check
         self._evaluate = evaluate if run.config[stage].eval_every else None
         self._num_steps = run.config[stage].num_steps
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
 
-    def begin(self, step: int, params: Params) -> None:
-        """Evaluates the weights that the stage starts from, if that is due and was not done yet.
+    def begin(self, step: int, state: TrainState, metadata: Mapping[str, Any]) -> None:
+        """Checks the state that the stage starts from, and evaluates it if due and not done yet.
 
         Args:
             step: 0, or that of the restored checkpoint.
-            params: as in the state.
+            state: before the first step.
+            metadata: of the restored checkpoint.
 
         Raises:
             distributed.Preempted: the run was told to stop.
+            FloatingPointError: the state is broken.
         """
+        self._state_check.begin(step, state, metadata)
         if self._evaluate is None:
             return
         self._run.metrics.begin(f"{self._stage}_eval", step + 1)
         if self._is_evaluated(step) and not self._run.metrics.has_line(f"{self._stage}_eval", step):
-            metrics = self._metrics(step, params)
+            metrics = self._metrics(step, state.params)
             if step == self._checkpoints.latest_step:
                 self._checkpoints.add_metrics(step, metrics)
 
@@ -64,15 +78,18 @@ class Milestones:
         return self._is_evaluated(step) or self._is_saved(step)
 
     def reach(self, step: int, state: TrainState, metadata: Mapping[str, Any]) -> float:
-        """Evaluates and saves the state after `step` steps, if that is due.
+        """Checks, evaluates and saves the state after `step` steps, if that is due.
 
         Returns:
-            the seconds of the evaluation.
+            the seconds of check and evaluation.
 
         Raises:
             distributed.Preempted: the run was told to stop; the state is saved.
+            FloatingPointError: the state is broken.
         """
         began, is_best = time.perf_counter(), False
+        if self.is_due(step):
+            self._state_check.check(step, state)
         if self._is_evaluated(step):
             try:
                 metrics = self._metrics(step, state.params)
@@ -86,16 +103,21 @@ class Milestones:
         return seconds
 
     def save(self, step: int, state: TrainState, metadata: Mapping[str, Any]) -> None:
-        """Saves the state after `step` steps, unless it is saved, with its evaluation if any."""
+        """Saves the state after `step` steps, unless it is saved, with its evaluation if any.
+
+        Raises:
+            FloatingPointError: the state is broken.
+        """
         if step <= (self._checkpoints.latest_step or 0):
             return
+        self._state_check.check(step, state)
         evaluated, metrics = self._evaluated
         self._checkpoints.save(
             step,
             state,
             step,
             self._run.config.seed,
-            metadata,
+            {**metadata, **self._state_check.saved()},
             metrics if evaluated == step else None,
         )
 

@@ -64,6 +64,7 @@ class UpdatePrograms:
         raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages; None if the objective
             has none.
         score: (params, batch) -> log-probabilities at the tokens of the batch's rows.
+        nll: (params, batch) -> mean of -log π over the tokens that are trained on.
         update: (state, batch) -> (state, metrics).
     """
 
@@ -71,6 +72,7 @@ class UpdatePrograms:
     credit: Callable
     raw_advantages: Callable | None
     score: Callable
+    nll: Callable
     update: Callable
 
 
@@ -275,14 +277,42 @@ def compile_update(
             clip_high=objective.clip_high,
             has_sequence_ratio=objective.has_sequence_ratio,
             partition=run.partition,
+            skip_nonfinite=rl.max_skipped > 0,
             **scoring,
         )
 
+    def mean_nll(logp, is_trained):
+        return -jnp.where(is_trained, logp, 0.0).sum() / jnp.maximum(is_trained.sum(), 1)
+
+    def nll(params, batch):
+        return mean_nll_program(score_program(params, batch), batch.is_trained)
+
     decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
+    score_program = jax.jit(run.placed(score), out_shardings=run.train_batch_sharding)
+    mean_nll_program = jax.jit(mean_nll, out_shardings=sharding.replicated(run.mesh))
     return UpdatePrograms(
         to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
         credit=jax.jit(objective.credit),
         raw_advantages=objective.raw_advantages and jax.jit(objective.raw_advantages),
-        score=jax.jit(run.placed(score), out_shardings=run.train_batch_sharding),
+        score=score_program,
+        nll=nll,
         update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
     )
+
+
+def compile_tensor_sums(run: Run) -> Callable:
+    """The jitted tree -> [L, 2], replicated, for `state_check`.
+
+    For each of the L floating tensors: how many values are not finite, and the sum of squares. Of
+    a tensor in host memory a copy is made on the devices, as an update does.
+    """
+
+    def tensor_sums(tree):
+        def sums(x):
+            wide = jax.device_put(x, jax.memory.Space.Device).astype(jnp.float32)
+            return jnp.stack([(~jnp.isfinite(wide)).sum().astype(jnp.float32), (wide**2).sum()])
+
+        leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.stack([sums(x) for x in leaves])
+
+    return jax.jit(tensor_sums, out_shardings=sharding.replicated(run.mesh))

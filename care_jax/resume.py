@@ -30,6 +30,7 @@ PATHS = ("model.path", "model.tokenizer", "data.*.path", "data.*.images")
 FREE = {
     _STEPS: "to any number that is not below the steps done",
     "*.eval_every": "evaluations change no weight",
+    "*.max_skipped": "what becomes of updates that are not finite",
     "*.microbatch_size": "how a batch is divided; the same result up to rounding",
     "*.row_tokens": "likewise",
     "*.row_patches": "likewise",

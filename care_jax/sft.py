@@ -8,6 +8,7 @@ Letters: N examples of a step, n of this process, B rows of S tokens, T response
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,15 +24,17 @@ from care_jax.batch import Example, ImitationBatch
 from care_jax.data.pipeline import Batches
 from care_jax.devices import distributed, sharding
 from care_jax.learning.logprobs import score_rows
-from care_jax.learning.train_step import TrainState, update
+from care_jax.learning.train_step import TrainState, map_microbatches, update
 from care_jax.method import spans
-from care_jax.metrics import Pace, check_finite, format_line, host_usage, print_line, progress
+from care_jax.metrics import Pace, format_line, host_usage, print_line, progress
 from care_jax.milestones import Evaluate, Milestones
 from care_jax.packing.layout import lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.report.writer import Report
 from care_jax.run import Run, make_adamw, open_checkpoints, start_state
+from care_jax.skipped_updates import SkippedUpdates
+from care_jax.state_check import StateCheck
 from models import backbone, lora
 from models.attention_mask import AttentionImpl
 
@@ -58,6 +61,7 @@ def train(
 
     Raises:
         distributed.Preempted: the run was told to stop; the state reached is saved.
+        FloatingPointError: an update or a state is broken; says which checkpoint is good.
     """
     config, sft = run.config, run.config.sft
     learning_rate_at, adamw = make_adamw(run, "sft")
@@ -74,30 +78,57 @@ def train(
         num_workers=config.data.num_workers,
         left_out=run.metrics.counter("sft", "left_out"),
     )
+    nll = compile_nll(run, attention)
+    unread: list[tuple[int, dict[str, jax.Array]]] = []  # metrics of steps, on the devices
+    batch: ImitationBatch | None = None
+
+    def loss(params):
+        """Of the policy on the last step's responses."""
+        if batch is None:
+            return None
+        return nll(params, sharding.put_batch(batch, run.train_batch_sharding))
+
     with open_checkpoints(run, "sft") as checkpoints:
-        start = 0
+        start, metadata = 0, {}
         if checkpoints.latest_step is not None:
             restored = checkpoints.restore(sharding.abstract(state))
-            state, start = restored.state, restored.data_position
+            state, start, metadata = restored.state, restored.data_position, restored.metadata
         run.metrics.begin("sft", start)
-        milestones = Milestones(run, "sft", checkpoints, evaluate)
-        milestones.begin(start, state.params)
+        state_check = StateCheck(run, "sft", checkpoints, loss)
+        skipped = SkippedUpdates(run, "sft", state.params, state_check.advice)
+        milestones = Milestones(run, "sft", checkpoints, evaluate, state_check)
+        milestones.begin(start, state, metadata)
         report = Report(run.workdir, max_megabytes=config.report.max_megabytes)
-        began, first, metrics = time.perf_counter(), start, {}
+
+        def batch_of(step):
+            examples, prompts = batches.batch(step)
+            return packed_batch(run, rows, examples, prompts)[0], examples
+
+        def read() -> dict[str, float]:
+            """The metrics of the last step; all since the last call must be finite."""
+            metrics = {}
+            for step, of_step in unread:
+                own = functools.partial(batch_of, step)
+                metrics = skipped.applied(step, jax.device_get(of_step), own)
+            unread.clear()
+            return metrics
+
+        began, first = time.perf_counter(), start
         pace = Pace(sft.num_steps)
         for step, step_examples, prompts in progress(
             batches.iterate(start, sft.num_steps), "sft", start, sft.num_steps
         ):
             if distributed.is_preempted():
                 if step > (checkpoints.latest_step or 0):
-                    check_finite(step - 1, "sft", metrics)
+                    read()
                     milestones.save(step, state, {})
                 raise distributed.Preempted(f"before sft step {step}")
             batch, plan = packed_batch(run, rows, step_examples, prompts)
             state, metrics = sft_step(state, sharding.put_batch(batch, run.train_batch_sharding))
+            unread.append((step, metrics))
             is_last = step == sft.num_steps - 1
             if step % config.log_every == 0 or is_last:
-                metrics = {name: float(value) for name, value in metrics.items()}
+                metrics = read() | skipped.counted()
                 metrics |= {"train_fill": plan.train_fill, "patch_fill": plan.patch_fill}
                 # Dispatch is asynchronous, so time is measured between reads of the metrics.
                 seconds = (time.perf_counter() - began) / (step + 1 - first)
@@ -108,7 +139,7 @@ def train(
                 left = pace.left(step)
                 print_line(format_line("sft", step, sft.num_steps, metrics, seconds, left))
             if milestones.is_due(step + 1):
-                check_finite(step, "sft", metrics)
+                read()
                 began += milestones.reach(step + 1, state, {})
     return lora.merged(state.params)
 
@@ -154,9 +185,33 @@ def compile_step(
             adamw,
             microbatch_size=config.sft.microbatch_size,
             partition=run.partition,
+            skip_nonfinite=config.sft.max_skipped > 0,
         )
 
     return jax.jit(run.placed(sft_step), donate_argnums=0, out_shardings=(state_shardings, None))
+
+
+def compile_nll(run: Run, attention: AttentionImpl) -> Callable:
+    """The jitted (params, batch) -> mean of -log π over the response tokens, for `state_check`."""
+    model, microbatch_size = run.config.model, run.config.sft.microbatch_size
+
+    def nll(params, batch):
+        def one(batch):
+            return score_rows(
+                params,
+                batch.rows,
+                run.policy.config,
+                dtype=jnp.dtype(model.compute_dtype),
+                chunk=run.chunk_of_row(microbatch_size),
+                remat=model.remat,
+                attention=attention,
+            )[0]
+
+        is_scored = batch.rows.predictor >= 0
+        logp = map_microbatches(one, batch, microbatch_size)
+        return -jnp.where(is_scored, logp, 0.0).sum() / jnp.maximum(is_scored.sum(), 1)
+
+    return jax.jit(run.placed(nll), out_shardings=sharding.replicated(run.mesh))
 
 
 def packed_batch(

@@ -21,7 +21,7 @@ from jaxtyping import Int
 
 from care_jax import dynamic_sampling
 from care_jax.attention_check import decoding_attention, training_attention
-from care_jax.batch import Example
+from care_jax.batch import Example, TrainBatch
 from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
 from care_jax.devices import distributed, sharding
@@ -48,6 +48,8 @@ from care_jax.report.writer import Report
 from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import Groups, PromptTable, gather_prompt_table, roll_out
 from care_jax.run import Run, make_adamw, open_checkpoints, start_state, verifier_of
+from care_jax.skipped_updates import SkippedUpdates
+from care_jax.state_check import StateCheck
 from care_jax.update_batch import (
     copy_reference,
     gather_groups,
@@ -80,6 +82,7 @@ def train(
     Raises:
         distributed.Preempted: the run was told to stop; the state before the unfinished step is
             saved.
+        FloatingPointError: an update or a state is broken; says which checkpoint is good.
     """
     config, rl = run.config, run.config.rl
     updates_per_step = rl.prompts_per_step // rl.prompts_per_update
@@ -103,7 +106,16 @@ def train(
         num_workers=config.data.num_workers,
         left_out=run.metrics.counter("rl", "left_out"),
     )
-    num_decoded = 0
+    num_decoded, metadata = 0, {}
+    update_batches: Sequence[TrainBatch] = ()
+
+    def loss(params):
+        """Of the policy on what the last update was trained on."""
+        if not update_batches:
+            return None
+        return programs.nll(
+            params, sharding.put_batch(update_batches[-1], run.train_batch_sharding)
+        )
 
     with (
         open_checkpoints(run, "rl") as checkpoints,
@@ -113,10 +125,13 @@ def train(
         if checkpoints.latest_step is not None:
             restored = checkpoints.restore(sharding.abstract(state))
             state, start = restored.state, restored.data_position
-            num_decoded = restored.metadata["num_decoded"]
+            metadata = restored.metadata
+            num_decoded = metadata["num_decoded"]
         run.metrics.begin("rl", start)
-        milestones = Milestones(run, "rl", checkpoints, evaluate)
-        milestones.begin(start, state.params)
+        state_check = StateCheck(run, "rl", checkpoints, loss)
+        skipped = SkippedUpdates(run, "rl", state.params, state_check.advice)
+        milestones = Milestones(run, "rl", checkpoints, evaluate, state_check)
+        milestones.begin(start, state, metadata)
         report, rollout_log = open_report(run, start)
         pace = Pace(rl.num_steps)
         tail = 0.0  # seconds for which metrics and report of the step before kept the host busy
@@ -148,10 +163,14 @@ def train(
             update_batches, plans = zip(*planned, strict=True)
             update_batches = with_logprobs(run, programs, update_batches, state.params, reference)
             update_metrics = []
-            for batch in sharding.put_ahead(update_batches, run.train_batch_sharding):
+            placed = sharding.put_ahead(update_batches, run.train_batch_sharding)
+            for index, batch in enumerate(placed):
                 state, metrics = programs.update(state, batch)
                 clock.watch(metrics)
-                update_metrics.append(jax.device_get(metrics))
+                own = update_batches[index], updated_examples(run, drawn.examples, index)
+                metrics = skipped.applied(step, jax.device_get(metrics), lambda own=own: own)
+                if metrics:
+                    update_metrics.append(metrics)
             ended = time.perf_counter()
 
             drew_once = len(draws) == 1
@@ -178,9 +197,9 @@ def train(
                     gathered.advantage,
                     gathered.has_reflection,
                 )
-            metrics |= {
+            metrics |= skipped.counted() | {
                 name: float(np.mean([metrics[name] for metrics in update_metrics]))
-                for name in update_metrics[0]
+                for name in (update_metrics or [{}])[0]
             }
             if verifier.has_reward:
                 judged = [draw.groups.components for draw in draws]
@@ -222,6 +241,12 @@ def train(
             milestones.reach(step + 1, state, {"num_decoded": num_decoded})
         profile_steps(run, rl.num_steps)
     return lora.merged(state.params)
+
+
+def updated_examples(run: Run, examples: Sequence[Example], index: int) -> Sequence[Example]:
+    """This process's examples of an update, of those of the step; see `train_batch`."""
+    num_local = len(examples) * run.config.rl.prompts_per_update // run.config.rl.prompts_per_step
+    return examples[index * num_local : (index + 1) * num_local]
 
 
 def profile_steps(run: Run, step: int) -> None:

@@ -61,6 +61,13 @@ def get_config() -> ConfigDict:
     config.best_metric = "acc"
     # What XLA is told, beside the environment: "auto", see `care_jax.devices.xla_flags`, or "none".
     config.xla_preset = "auto"
+    # A state is checked before it is saved or evaluated. If it is broken, the run ends and the last
+    # good checkpoint stays. Broken: not finite, or worse than the last state by these factors.
+    config.state_check = state_check = ConfigDict()
+    # Maximum loss on the last batch, as a multiple of log(vocabulary) or, if that is larger, of the
+    # last loss; inf: any.
+    state_check.max_loss_factor = 2.0
+    state_check.max_norm_factor = 10.0  # maximum growth of the parameters' norm; inf: any
     # Keep compiled programs in workdir/compilation_cache, so that a restarted run compiles none.
     config.compilation_cache = True
     # (first, last) RL step that jax.profiler traces to workdir/profile; empty: none.
@@ -154,6 +161,8 @@ def get_config() -> ConfigDict:
     sft.schedule = "cosine"  # "constant" or "cosine" (to 0)
     sft.weight_decay = 0.01
     sft.max_grad_norm = 1.0  # the global gradient norm is clipped to this
+    # Updates in a row that are skipped if loss or gradient is not finite; one more ends the run.
+    sft.max_skipped = 0
     sft.answer_weight = 1.0  # loss weight of answer tokens; all other response tokens weigh 1
     # Maximum tokens and image patches of a row, into which examples are packed. An example that
     # exceeds a row is left out.
@@ -182,6 +191,7 @@ def get_config() -> ConfigDict:
     rl.schedule = "constant"  # (open) "constant" or "cosine" (to 0)
     rl.weight_decay = 0.01  # (open)
     rl.max_grad_norm = 1.0  # (open)
+    rl.max_skipped = 0  # updates in a row, see sft.max_skipped
     rl.format_weight = 0.1  # λ of the reward (eq:overall)
     # Log-probabilities under π_old: "sampler", as recorded during sampling; "trainer", recomputed
     # by the trainer. "trainer" costs one forward pass and hides numerical differences between the

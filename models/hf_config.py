@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import sys
 from typing import Any
 
 from models.config import (
@@ -102,6 +103,15 @@ _TEXT_FIELDS = {
     "max_position_embeddings": "max_position_embeddings",
 }
 
+_IMAGE_TOKENS = (
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+)
+_LISTS = ("full_attention_layers", "deepstack_layers")
+_SIZES = ("patch_size", "temporal_patch_size")  # one number, or one for each axis
+
 
 def from_folder(folder: str | pathlib.Path) -> BackboneConfig:
     """Reads a release's config.json, and its generation_config.json if present.
@@ -128,9 +138,9 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
         ValueError: a field is missing, or asks for something that is not implemented.
     """
     model_type = _field(config, "model_type", "config.json")
-    flags_of(model_type)  # refuses other families
+    flags_of(str(model_type))  # refuses other families
     family = _FAMILIES[model_type]
-    text = config.get("text_config") or config
+    text = _object(config, "text_config", "config.json") or config
     eos = _eos_token_ids(text, config, generation or {})
     pad = text.get("pad_token_id", config.get("pad_token_id"))
     if pad is None:
@@ -138,16 +148,21 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
     tie = _is_tied(config, "config.json")
     if family.text_ties:
         tie = tie or _is_tied(text, "text_config")
+    _field(config, "vision_config", "config.json")
+    vision = _vision_from_hf(_object(config, "vision_config", "config.json"), family)
+    decoder = _text_from_hf(text, family, tie=tie)
+    tokens = {name: _field(config, name, "config.json") for name in _IMAGE_TOKENS}
+    tokens["pad_token_id"] = eos[0] if pad is None else pad
+    for name, index in [*tokens.items(), *(("eos_token_id", index) for index in eos)]:
+        # The tokenizer says where image tokens are; see `PromptBuilder`.
+        size = sys.maxsize if name in _IMAGE_TOKENS else decoder.vocab_size
+        if not _is_whole(index) or index >= size:
+            raise ValueError(
+                f"config.json {name} must be a token of the vocabulary of {decoder.vocab_size}, "
+                f"got {index!r}; correct it, or vocab_size"
+            )
     return BackboneConfig(
-        vision=_vision_from_hf(_field(config, "vision_config", "config.json"), family),
-        text=_text_from_hf(text, family, tie=tie),
-        family=model_type,
-        image_token_id=_field(config, "image_token_id", "config.json"),
-        video_token_id=_field(config, "video_token_id", "config.json"),
-        vision_start_token_id=_field(config, "vision_start_token_id", "config.json"),
-        vision_end_token_id=_field(config, "vision_end_token_id", "config.json"),
-        eos_token_ids=eos,
-        pad_token_id=eos[0] if pad is None else pad,
+        vision=vision, text=decoder, family=model_type, eos_token_ids=eos, **tokens
     )
 
 
@@ -185,9 +200,33 @@ def _field(config: dict[str, Any], name: str, where: str) -> Any:
     return config[name]
 
 
+def _object(config: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """The object under a name; {} if there is none."""
+    found = config.get(name)
+    if not isinstance(found, dict | None):
+        raise ValueError(f"{where} {name} must be a JSON object, got {found!r}; correct it")
+    return found or {}
+
+
+def _is_whole(value: Any, least: int = 0) -> bool:
+    return type(value) is int and value >= least
+
+
 def _fields(config: dict[str, Any], names: dict[str, str], where: str) -> dict[str, Any]:
     """The fields under our names, lists converted to tuples."""
     values = {ours: _field(config, theirs, where) for ours, theirs in names.items()}
+    for ours, value in values.items():
+        if ours in _SIZES:
+            continue  # see `_one_size`
+        if ours in _LISTS:
+            kind = "a list of layers, numbered from 0"
+            is_right = isinstance(value, list | tuple) and all(map(_is_whole, value))
+        elif ours == "norm_eps":
+            kind, is_right = "a number above 0", type(value) in (int, float) and value > 0
+        else:
+            kind, is_right = "a whole number above 0", _is_whole(value, 1)
+        if not is_right:
+            raise ValueError(f"{where} {names[ours]} must be {kind}, got {value!r}; correct it")
     return {ours: tuple(v) if isinstance(v, list | tuple) else v for ours, v in values.items()}
 
 
@@ -248,14 +287,17 @@ def _vision_from_hf(config: dict[str, Any], family: _Family) -> VisionConfig:
     fields = _fields(config, _VISION_FIELDS | family.vision_fields, "vision_config")
     for name in ("patch_size", "temporal_patch_size"):
         fields[name] = _one_size(fields[name], name)
-    return VisionConfig(in_channels=config.get("in_channels", config.get("in_chans", 3)), **fields)
+    channels = config.get("in_channels", config.get("in_chans", 3))
+    if not _is_whole(channels, 1):
+        raise ValueError(f"vision_config in_channels must be 3, got {channels!r}; correct it")
+    return VisionConfig(in_channels=channels, **fields)
 
 
 def _check_tower_rope(config: dict[str, Any]) -> None:
     """Refuses a tower with other rotary frequencies, in every field that may set them."""
     fixed = {"rope_theta": VISION_ROPE_THETA, "partial_rotary_factor": 1.0}
     for where in ("rope_parameters", "rope_scaling", ""):
-        rope = (config.get(where) or {}) if where else config
+        rope = _object(config, where, "vision_config") if where else config
         given = {name: value for name, value in rope.items() if value is not None}
         _check_fixed(given, fixed, f"vision_config {where}".strip())
         rope_type = given.get("rope_type", given.get("type", "default")) if where else "default"
@@ -269,7 +311,7 @@ def _check_tower_rope(config: dict[str, Any]) -> None:
 def _one_size(size: int | tuple[int, ...], name: str) -> int:
     """A size that may be given as one number or as a list with one per axis."""
     sizes = size if isinstance(size, tuple) else (size,)
-    if len(set(sizes)) != 1 or type(sizes[0]) is not int:
+    if not all(_is_whole(each, 1) for each in sizes) or len(set(sizes)) != 1:
         raise ValueError(
             f"vision_config {name} must be one number, the same along every axis, got {size!r}, "
             "which is not implemented"
@@ -288,7 +330,8 @@ def _vision_to_hf(vision: VisionConfig, family: _Family) -> dict[str, Any]:
 
 def _text_from_hf(config: dict[str, Any], family: _Family, *, tie: bool) -> TextConfig:
     _check_fixed(config, family.text_fixed, "text_config")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _object(config, "rope_parameters", "text_config")
+    rope = rope or _object(config, "rope_scaling", "text_config")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "mrope"):
         raise ValueError(f"rope type must be 'default' or 'mrope', got {rope_type!r}")
@@ -302,9 +345,16 @@ def _text_from_hf(config: dict[str, Any], family: _Family, *, tie: bool) -> Text
                 "head_dim must be hidden_size / num_attention_heads = "
                 f"{fields['hidden_size']} / {fields['num_heads']}, got {config.get('head_dim')}"
             )
+    theta = rope.get("rope_theta") or _field(config, "rope_theta", "text_config")
+    if type(theta) not in (int, float) or not theta > 0:
+        raise ValueError(f"text_config rope_theta must be a number above 0, got {theta!r}")
+    section = _field(rope, "mrope_section", "rope_scaling")
+    is_three = isinstance(section, list | tuple) and len(section) == 3
+    if not is_three or not all(map(_is_whole, section)):
+        raise ValueError(f"rope_scaling mrope_section must be three whole numbers, got {section!r}")
     return TextConfig(
-        rope_theta=float(rope.get("rope_theta") or _field(config, "rope_theta", "text_config")),
-        mrope_section=tuple(_field(rope, "mrope_section", "rope_scaling")),
+        rope_theta=float(theta),
+        mrope_section=tuple(section),
         tie_embeddings=tie,
         **fields,
         **family.flags,

@@ -113,6 +113,50 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
     assert list((workdir / "tensorboard" / "rl").glob("events*"))
 
 
+def test_a_healthy_run_is_far_from_the_limits_of_its_state_check(finished):
+    """Neither its loss nor the norm of its parameters comes near what stops a run."""
+    workdir, _ = finished
+    files = sorted((workdir / "checkpoints").glob("*/*/progress/metadata"))
+    checked = [json.loads(file.read_text())["metadata"]["state_check"] for file in files]
+    assert len(checked) == 4  # of each stage the last two
+    log_vocabulary = np.log(main.policy_of(small_config()).config.text.vocab_size)
+    assert all(0 < each["loss"] < log_vocabulary for each in checked)
+    norms = [each["norm"] for each in checked]
+    assert max(norms) < 1.1 * min(norms)
+
+
+@pytest.mark.parametrize("stages", [("sft", "evaluate", "export"), ("rl", "evaluate", "export")])
+def test_a_run_whose_last_state_is_broken_ends_without_an_export(tmp_path, stages):
+    """Every step's loss is finite: it is that of the weights before its update."""
+    changes = {f"{stages[0]}.{key}": value for key, value in DIVERGES.items()}
+    with pytest.raises(FloatingPointError, match=rf"after \d steps of {stages[0]} is broken"):
+        main.run_stages(small_config(stages=stages, **changes), tmp_path)
+    records = metrics_of(tmp_path)
+    assert records and all(np.isfinite(record["loss"]) for record in records)
+    assert not list((tmp_path / "checkpoints" / stages[0]).glob("[0-9]*"))
+    assert not (tmp_path / "export").exists()
+
+
+DIVERGES = {"num_steps": 1, "learning_rate": 1.0, "warmup_steps": 0}
+
+
+def test_a_release_whose_weights_are_no_numbers_is_refused(tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        params = initial_params(*args, **kwargs)
+        scale = params["text"]["norm"]["scale"]
+        params["text"]["norm"]["scale"] = scale.at[0].set(jnp.inf)
+        return params
+
+    initial_params = main.initial_params
+    with monkeypatch.context() as patch:
+        patch.setattr(main, "initial_params", broken)
+        main.run_stages(small_config(stages=("export",)), tmp_path / "made")
+    config = small_config(stages=("evaluate",))
+    config.model.path, config.model.backbone = str(tmp_path / "made" / "export"), {}
+    with pytest.raises(ValueError, match=r"made/export has .* text\.norm\.scale \(1 values\);"):
+        main.run_stages(config, tmp_path / "run")
+
+
 def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
     """Killed in its third RL step, after the checkpoint of the second."""
     update = main.train.train_batch
@@ -244,9 +288,12 @@ def test_adapters_of_both_stages_are_one_beside_the_export(tmp_path):
     assert change > 5e-3 and error < 4e-3
 
 
-def test_a_finished_run_trains_no_more(finished, monkeypatch):
+def test_a_finished_run_trains_and_evaluates_no_more(finished, monkeypatch):
+    before = metrics_of(finished[0])
     monkeypatch.setattr(main.train, "roll_out", None)
+    monkeypatch.setattr(main.evaluate, "evaluate", None)
     assert main.run_stages(small_config(), finished[0]) == finished[1]
+    assert metrics_of(finished[0]) == before
 
 
 @pytest.mark.parametrize(

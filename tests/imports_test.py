@@ -24,9 +24,10 @@ LAYERS = (
     ("what the stages share",    ("run", "resume", "attention_check", "decoding", "config_ranges",
                                   "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
-    ("saving and evaluating",    ("milestones",)),
-    ("loops",                    ("sft", "evaluate", "train", "export")),
-    ("entry",                    ("main", "cli", "dry_run", "aot", "sweep", "from_python")),
+    ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
+    ("loops",                    ("sft", "evaluate", "evaluated", "train", "export")),
+    ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep",
+                                  "from_python")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {

@@ -101,7 +101,7 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
     Raises:
         ValueError: the files or columns do not exist.
     """
-    absent = [name for name in ("question", "answer") if not columns[name]]
+    absent = [name for name in ("question", "answer") if not columns.get(name)]
     if absent:
         raise ValueError(f"the source's columns.{absent[0]} must name a column, got ''; set it")
     named = {name: column for name, column in columns.items() if column}

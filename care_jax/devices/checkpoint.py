@@ -6,13 +6,15 @@ them is never restored: its folder is renamed to `<step>.damaged`, and the step 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +27,7 @@ from care_jax.devices import distributed, integrity, mounts
 _DAMAGED = ".damaged"
 # Orbax rewrites these when it commits; they hold timestamps and no part of the state.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+_SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 _QUICK_BYTES = 2**20  # larger files are hashed only before a restore
 
 
@@ -208,16 +211,17 @@ class Checkpoints:
             "fingerprint": self._fingerprint,
             "settings": self._settings,
         }
-        self._manager.wait_until_finished()  # the callback of the last save reads `_saving`
+        self.wait()  # the callback of the last save reads `_saving`
         self._saving = step
         self._values[step] = dict(metrics or {})
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
-            ),
-            metrics=self._values[step],
-        )
+        with self._told_failures():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
+                ),
+                metrics=self._values[step],
+            )
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a saved step that was evaluated only after it had been saved."""
@@ -393,8 +397,25 @@ class Checkpoints:
             )
 
     def wait(self) -> None:
-        """Returns once everything saved so far is on disk."""
-        self._manager.wait_until_finished()
+        """Returns once everything saved so far is on disk.
+
+        Raises:
+            OSError: a step could not be written.
+        """
+        with self._told_failures():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _told_failures(self) -> Iterator[None]:
+        """Turns what TensorStore says of a file it cannot write into an OSError with the path."""
+        try:
+            yield
+        except ValueError as error:
+            if code := _SYSTEM_ERROR.search(str(error)):
+                number = int(code.group(1))
+                path = str(self.folder / str(self._saving))
+                raise OSError(number, os.strerror(number), path) from error
+            raise
 
     def close(self) -> None:
         """Waits for the last save and closes the manager."""
@@ -404,8 +425,10 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A save that failed too must not hide the first error.
+        with contextlib.suppress(*() if kind is None else (Exception,)):
+            self.close()
 
 
 def _say(line: str) -> None:

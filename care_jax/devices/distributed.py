@@ -160,7 +160,7 @@ def is_preempted() -> bool:
     return multihost_utils.reached_preemption_sync_point(next(_sync_points))
 
 
-def exit_run(message: str, *, is_preempted: bool = False) -> NoReturn:
+def exit_run(message: str, *, is_preempted: bool = False, status: int = 1) -> NoReturn:
     """Exits from an unfinished run, with a line on stderr.
 
     A process that fails alone must not wait for the others. They wait for it, until its missing
@@ -168,15 +168,16 @@ def exit_run(message: str, *, is_preempted: bool = False) -> NoReturn:
 
     Args:
         message: the line.
-        is_preempted: exits with status 75, which asks for a restart; else with 1.
+        is_preempted: exits with status 75, which asks for a restart.
+        status: of the exit otherwise.
     """
     print(message, file=sys.stderr, flush=True)
     if is_preempted:
         sys.exit(_EXIT_PREEMPTED)
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
-        os._exit(1)
-    sys.exit(1)
+        os._exit(status)
+    sys.exit(status)
 
 
 def _from_environment(value: int | None, name: str) -> int | None:

@@ -35,6 +35,8 @@ Batch = TypeVar("Batch", TrainBatch, ImitationBatch)
 Partition = Callable[[Params], tuple[Params, Params]]
 # Metric name -> (numerator, denominator), summed over microbatches and divided once.
 Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
+# Metric of an update that may be skipped: which trained tensors' gradients are not finite, [L].
+BROKEN_GRADIENTS = "broken_gradients"
 
 
 @flax.struct.dataclass
@@ -98,6 +100,7 @@ def train_step(
     has_sequence_ratio: bool = False,
     partition: Partition = partition,
     attention: AttentionImpl = XLA,
+    skip_nonfinite: bool = False,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """One reinforcement learning update.
 
@@ -120,6 +123,7 @@ def train_step(
         has_sequence_ratio: ρₜ is the ratio of its response, the geometric mean over tokens (GSPO).
         partition: splits parameters into (trained, frozen).
         attention: implementation of attention over the rows.
+        skip_nonfinite: see `update`.
 
     Returns:
         the new state, and metrics in nats and fractions of tokens.
@@ -172,7 +176,13 @@ def train_step(
         return loss, ratios
 
     return update(
-        state, batch, loss_fn, optimizer, microbatch_size=microbatch_size, partition=partition
+        state,
+        batch,
+        loss_fn,
+        optimizer,
+        microbatch_size=microbatch_size,
+        partition=partition,
+        skip_nonfinite=skip_nonfinite,
     )
 
 
@@ -184,6 +194,7 @@ def update(
     *,
     microbatch_size: int,
     partition: Partition = partition,
+    skip_nonfinite: bool = False,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """Sums `loss_fn`'s gradients over microbatches and applies them once.
 
@@ -195,6 +206,8 @@ def update(
         optimizer: of the trained parameters.
         microbatch_size: rows of one forward and backward; divides B.
         partition: splits parameters into (trained, frozen).
+        skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state as it
+            was, its number of updates included; the metrics then have `BROKEN_GRADIENTS`.
 
     Gradients are summed and applied in float32, whatever dtype the state is stored in.
     """
@@ -219,13 +232,25 @@ def update(
     updates, opt_state = optimizer.update(grads, widen(moments), wide)
     updated = optax.apply_updates(wide, updates), opt_state
     rng = jax.random.fold_in(jax.random.key(0), state.step)
+    before = trained
     trained, opt_state = round_like(updated, (trained, moments), rng)
     metrics = {
         name: numerator / jnp.maximum(denominator, 1e-9)
         for name, (numerator, denominator) in ratios.items()
     }
     metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
-    return TrainState(combine(trained, frozen), opt_state, state.step + 1), metrics
+    done = state.step + 1
+    if skip_nonfinite:
+        # optax.apply_if_finite would change the layout of checkpoints, and applies in the end.
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        (trained, opt_state, done) = jax.tree.map(
+            lambda new, old: jnp.where(is_finite, new, old),
+            (trained, opt_state, done),
+            (before, moments, state.step),
+        )
+        broken = [~jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(grads)]
+        metrics[BROKEN_GRADIENTS] = jnp.stack(broken)
+    return TrainState(combine(trained, frozen), opt_state, done), metrics
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:

@@ -7,10 +7,11 @@ everything logged is shown.
 from __future__ import annotations
 
 import fnmatch
-import json
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from care_jax.metrics import read_records
 
 # (title, unit, name patterns in drawing order).
 CHARTS = (
@@ -61,11 +62,8 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
         a value is None if the step does not have the metric.
     """
     lines: dict[str, list[dict[str, Any]]] = {}
-    text = path.read_text() if path.exists() else ""
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):  # a killed run may leave half a line
-            record = json.loads(line)
-            lines.setdefault(record.pop("stage"), []).append(record)
+    for _, record in read_records(path):
+        lines.setdefault(record.pop("stage"), []).append(record)
     return [_stage(name, lines[name], max_points) for name in sorted(lines, key=_rank(lines))]
 
 

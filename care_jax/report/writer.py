@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import jax
 
-from care_jax.metrics import ShownGroup
+from care_jax.metrics import ShownGroup, print_line
 from care_jax.report import curves, groups, page, pictures
 from care_jax.report.groups import Sampled, Wording
 
@@ -55,7 +55,7 @@ class Report:
         self._steps: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
         self._pictures: dict[str, str] = {}
         if self._is_writer and self.path.exists():
-            self._recall(self.path.read_text(encoding="utf-8"))
+            self._recall(self.path.read_text(encoding="utf-8", errors="replace"))
 
     def begin(self, start_step: int) -> None:
         """Drops the steps that the run will repeat."""
@@ -144,18 +144,23 @@ class Report:
         """Restores the state of an earlier run; ignores a file with another layout version."""
         try:
             data = page.read(text)
-        except ValueError:
+            if data.get("version") != VERSION:
+                return
+            stored = {key: page.to_json(uri) for key, uri in data["pictures"].items()}
+            steps = {
+                int(entry["step"]): [
+                    (page.to_json(group), tuple(group["pictures"])) for group in entry["groups"]
+                ]
+                for entry in data["steps"]
+            }
+            logged = [int(step) for step in data["logged"]]
+            keys = {key for shown in steps.values() for _, keys in shown for key in keys}
+            if lost := keys - stored.keys():
+                raise KeyError(min(lost))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            print_line(f"{self.path} is damaged ({error!r}); it begins anew with the next step")
             return
-        if data.get("version") != VERSION:
-            return
-        self._logged = data["logged"]
-        self._pictures = {key: page.to_json(uri) for key, uri in data["pictures"].items()}
-        self._steps = {
-            entry["step"]: [
-                (page.to_json(group), tuple(group["pictures"])) for group in entry["groups"]
-            ]
-            for entry in data["steps"]
-        }
+        self._logged, self._pictures, self._steps = logged, stored, steps
 
 
 def next_to_go(steps: Sequence[int]) -> int:

@@ -138,7 +138,7 @@ def test_rationale_weights_have_no_effect_under_uniform_weights(key):
 )
 def test_a_report_that_cannot_be_is_refused(changes, message):
     config = common.get_config()
-    config.stages = ()
+    config.stages = ("export",)
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     check_config(config, mesh)
     config.report.update(changes)
@@ -238,7 +238,7 @@ def reward(question, responses, example):
 )
 def test_a_verifier_that_cannot_be_is_refused(changes, message):
     config = common.get_config()
-    config.stages = ()
+    config.stages = ("export",)
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     config.verifier.reward = f"{__name__}:reward"
     config.verifier.weights = (("acc", 0.5), ("short", -0.5))
@@ -252,7 +252,7 @@ def test_a_verifier_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize("key", ["weights", "success", "concurrency"])
 def test_keys_of_a_reward_function_need_one(key):
     config = common.get_config()
-    config.stages = ()
+    config.stages = ("export",)
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     overridden = [f"verifier.{key}"]
     check_config(config, mesh, overridden, given=["reward"])
@@ -264,3 +264,27 @@ def test_keys_of_a_reward_function_need_one(key):
     check_config(config, mesh, overridden)
     with pytest.raises(ValueError, match=r"was given beside verifier\.reward .*; clear one"):
         check_config(config, mesh, given=["reward"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": ()}, r"stages must name at least one of sft, rl, evaluate, export, got \(\)"),
+        ({"stages": ("rl", "sft", "rl")}, r"stages must name 'rl' once, got .*; set rl\.num_steps"),
+        ({"stages": ("sft", "sft")}, "stages must name 'sft' once"),
+        ({"data.think_tag": ""}, "data.think_tag must be one word .*, got ''; set it to 'think'"),
+        ({"data.think_tag": "answer"}, "data.think_tag must be one word .* got 'answer'"),
+        ({"data.think_tag": "<think>"}, "data.think_tag must be one word .* got '<think>'"),
+        ({"data.buckets": (48,)}, r"data.buckets must be pairs .* got \(48,\); write \(\(512"),
+        ({"data.buckets": ()}, r"data.buckets must be pairs .* got \(\)"),
+        ({"data.buckets": ((48, 64, 2),)}, "data.buckets must be pairs"),
+        ({"data.buckets": (("a", 2),)}, "data.buckets must be pairs"),
+        ({"data.buckets": ((0, 64),)}, "data.buckets must be pairs"),
+    ],
+)
+def test_a_run_that_would_train_wrongly_or_fail_late_is_refused(changes, message):
+    check_rl("care")
+    check_rl("care", {"stages": ("evaluate", "sft", "evaluate", "rl", "export", "evaluate")})
+    with pytest.raises(ValueError, match=message) as error:
+        check_rl("care", changes)
+    assert "\n" not in str(error.value)

@@ -1,7 +1,11 @@
 """Stages around scripted ones: what each works on and what it hands on; what flags must be."""
 
+import contextlib
+import errno
 import pathlib
+import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -21,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 def opened(monkeypatch):
     """How each source was opened."""
     seen = []
+    monkeypatch.setattr(main.evaluate.Evaluator, "stamp", lambda *_: None)
 
     def open_source(name, **options):
         seen.append(options)
@@ -157,6 +162,22 @@ def test_what_a_config_file_refuses_is_told_in_its_own_words(parsed, file, messa
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def get_config(:\n", "1: invalid syntax: def get_config(:"),
+        ("\nimport not_there\n", "2: ModuleNotFoundError: No module named 'not_there'"),
+        ("def get_config():\n    return 1 / 0\n", "2: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_config_file_that_raises_is_named_with_its_line(parsed, tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        parsed(f"--config={path}")
+    assert stopped.value.code == f"error: {path}:{message}"
+
+
+@pytest.mark.parametrize(
     ("flag", "message"),
     [
         (
@@ -221,3 +242,112 @@ def test_a_run_in_a_workdir_that_is_in_use_writes_nothing(monkeypatch, tmp_path)
     with workdir_lock.held(tmp_path), pytest.raises(ValueError, match="is in use by process"):
         main.run_stages(config, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [workdir_lock.NAME]
+
+
+@pytest.mark.parametrize("stages", [("rl",), ("sft", "rl")])
+def test_a_source_without_rows_is_told_before_the_cold_start(monkeypatch, tmp_path, stages):
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr(main, "policy_of", None)
+    monkeypatch.setattr(main, "open_source", lambda name, **_: [] if name == "jsonl" else [EXAMPLE])
+    config = tiny.get_config()
+    config.stages = stages
+    parts = common.source("synthetic", num_examples=1), common.source("jsonl", path="empty.jsonl")
+    config.data.train = common.source("mixture", parts=parts)
+    with pytest.raises(ValueError, match=r"data\.train\.parts\.1 must have rows, got a source 'js"):
+        main.run_stages(config, tmp_path)
+
+
+EXAMPLE = Example("e", "made", (), "?", "1", response="1")
+
+
+@pytest.fixture
+def ended(monkeypatch, capsys, tmp_path):
+    """Status and output of the command, where the run itself raises something."""
+
+    def ended(raised, workdir=tmp_path):
+        def stages(*_, **__):
+            raise raised
+
+        monkeypatch.setattr(main, "run_stages", stages)
+        monkeypatch.setattr(main.distributed, "start", lambda *_: None)
+        monkeypatch.setattr(main.interrupts, "exit_at_the_second", lambda: None)
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back behind the test
+        arguments = ["main", "--config=configs/tiny.py", f"--workdir={workdir}"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        monkeypatch.chdir(ROOT)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
+            main.run_main()
+        return stopped.value.code, capsys.readouterr().err
+
+    yield ended
+    for name in ("config", "workdir", "dry_run", "coordinator_address", "num_processes"):
+        with contextlib.suppress(AttributeError):
+            delattr(flags.FLAGS, name)
+    with contextlib.suppress(AttributeError):
+        delattr(flags.FLAGS, "process_id")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a/config.json.partial"),
+            "Permission denied: /a/config.json.partial; make it writable, or name another "
+            "--workdir",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/a/b"),
+            "No space left on device: /a/b; free space there, and the same command goes on",
+        ),
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "File too large, at work on the files in WORKDIR",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(ended, tmp_path, error, line):
+    assert ended(error) == (1, f"error: {line}\n".replace("WORKDIR", str(tmp_path)))
+
+
+def test_ctrl_c_says_what_is_lost(ended, tmp_path):
+    end = "the same command begins anew\n"
+    assert ended(KeyboardInterrupt()) == (130, f"stopped by Ctrl-C; nothing was saved yet, {end}")
+    for name in ("sft/400", "rl/8", "rl/10", "rl/12.orbax-checkpoint-tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    lost = "stopped by Ctrl-C; steps after checkpoint rl 10 are lost; the same command goes on"
+    assert ended(KeyboardInterrupt()) == (130, f"{lost} from there\n")
+
+
+def test_a_workdir_must_be_named(ended, monkeypatch):
+    monkeypatch.setattr(main, "run_stages", None)
+    assert ended(None, workdir="") == (
+        1,
+        "error: --workdir must name a folder, got ''; write --workdir=runs/<name>\n",
+    )
+
+
+def test_the_second_ctrl_c_ends_the_process_at_once():
+    """While the main thread waits, as for a save, and while it is deaf to the first."""
+    script = """
+import os, signal, time
+from care_jax import interrupts
+interrupts.exit_at_the_second()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+except KeyboardInterrupt:
+    signal.signal(signal.SIGINT, lambda *_: None)  # deaf
+    os.kill(os.getpid(), signal.SIGINT)  # the same Ctrl-C, passed on by a wrapper
+    time.sleep(1)
+    print("alive", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+    began = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 130 and time.monotonic() - began < 30
+    assert result.stdout == "alive\n"
+    assert result.stderr == "stopping; Ctrl-C again ends at once, without waiting for saves\n"

@@ -4,11 +4,14 @@ import json
 import math
 import pathlib
 import sys
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from care_jax import metrics
@@ -323,3 +326,63 @@ def test_a_line_that_is_written_is_known_to_a_resumed_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"stage": "rl_eval", "step": 8, "acc"')
     assert not MetricWriter(tmp_path).has_line("rl_eval", 8)
+
+
+def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
+    def refuse(writer):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricWriter, "close", refuse)
+    with pytest.raises(FloatingPointError, match="the first"), MetricWriter(tmp_path):
+        raise FloatingPointError("the first")
+    with pytest.raises(OSError), MetricWriter(tmp_path):
+        pass
+
+
+def test_a_damaged_line_is_named_and_left_out(tmp_path, capsys):
+    """In the middle of the file: the others stay, and the run goes on."""
+    with MetricWriter(tmp_path) as writer:
+        for step in range(4):
+            writer.write("rl", step, {"acc": 0.5})
+    path = tmp_path / "metrics.jsonl"
+    damaged = path.read_bytes().splitlines(keepends=True)
+    damaged[1] = b'{"stage": "rl", "st\xff\x00\n'
+    damaged[2] = b"[1, 2]\n"
+    path.write_bytes(b"".join(damaged) + b'{"stage": "rl"')
+    capsys.readouterr()
+    with MetricWriter(tmp_path) as writer:
+        assert writer.has_line("rl", 0) and not writer.has_line("rl", 1)
+        writer.begin("rl", 4)
+        writer.write("rl", 4, {"acc": 0.5})
+    told = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is damaged")[0] for line in told] == [f"{path}:2", f"{path}:3"]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 3, 4]
+
+
+def test_a_board_that_cannot_be_written_stops_the_run_with_its_folder(tmp_path, monkeypatch):
+    """The board's thread lives on: were it to end, its full queue would stop the run for ever."""
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    writer = MetricWriter(tmp_path)
+    writer.begin("rl")
+    monkeypatch.setattr(EventsWriter, "_write_serialized_event", refuse)
+    found = []
+
+    def write():
+        try:
+            for step in range(1000):
+                writer.write("rl", step, {f"metric {i}": 1.0 for i in range(30)})
+                time.sleep(0.01)
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [(error.errno, error.filename) for error in found] == [
+        (28, str(tmp_path / "tensorboard" / "rl"))
+    ]
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()

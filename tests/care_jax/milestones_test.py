@@ -10,8 +10,10 @@ import pytest
 from scripted import LOOP, STEPS, Script
 
 from care_jax.devices import distributed
+from care_jax.learning.train_step import TrainState
 from care_jax.milestones import Milestones
 from care_jax.run import open_checkpoints
+from care_jax.state_check import StateCheck
 
 EVERY_OTHER = {"rl.eval_every": 2, "checkpoint_every": 100, "keep_checkpoints": 1}
 
@@ -139,9 +141,10 @@ def test_a_step_saved_late_keeps_its_evaluation(run_loop, make_run, tmp_path):
 def test_the_cold_start_has_its_own_steps(make_run):
     run = make_run({"sft.eval_every": 5, "sft.num_steps": 12, "checkpoint_every": 6})
     with open_checkpoints(run, "sft") as saved:
-        milestones = Milestones(run, "sft", saved, evaluate := Evaluate())
-        params = {"text": {"w": jnp.float32(1)}}
-        milestones.begin(0, params)
+        check = StateCheck(run, "sft", saved)
+        milestones = Milestones(run, "sft", saved, evaluate := Evaluate(), check)
+        state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
+        milestones.begin(0, state, {})
         assert [step for step in range(1, 13) if milestones.is_due(step)] == [5, 6, 10, 12]
     assert evaluate.seen == [("sft", 0, 1.0)]
     record = json.loads(run.metrics.path.read_text())

@@ -47,7 +47,7 @@ def credit_of(shape, seed=0):
 
 def scripted_update(**programs):
     """UpdatePrograms of which a test gives some; the others must not be called."""
-    names = ("to_decode_layout", "credit", "raw_advantages", "score", "update")
+    names = ("to_decode_layout", "credit", "raw_advantages", "score", "nll", "update")
     return UpdatePrograms(**{name: programs.get(name) for name in names})
 
 
@@ -67,6 +67,8 @@ def trees_of(batch):
 
 class Script:
     """Stands in for rollout and programs: an update adds 1 to parameters that start at 0 and 10."""
+
+    loss = 1.0  # of every state on the last batch
 
     def __init__(self, responses, dies_at=None):
         self.responses, self.dies_at = responses, dies_at
@@ -108,6 +110,7 @@ class Script:
             to_decode_layout=lambda params: params,
             credit=lambda rollouts, scores: credit_of(rollouts.tokens.shape),
             score=self.score,
+            nll=lambda params, batch: jnp.float32(self.loss),
             update=self.update,
         )
 

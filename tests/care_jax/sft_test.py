@@ -106,7 +106,7 @@ def scripted(monkeypatch):
         assert settings == {"dtype": jnp.float32, "chunk": 38, "remat": "layer"}
         return jnp.where(rows.predictor >= 0, jnp.asarray(logp)[rows.tokens], 0.0), None
 
-    def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition):
+    def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition, skip_nonfinite):
         assert partition(state.params)[0].keys() == {"text"}
         assert microbatch_size == SETTINGS["sft.microbatch_size"]
         parts = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]

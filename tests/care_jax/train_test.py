@@ -55,7 +55,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.M": 5, "care.rule": "mixed", "care.eps": 3e-6}
     changes |= {"care.anchor_rule": "random"}
-    changes |= {"model.remat": "layer", "model.logprob_chunk": 77}
+    changes |= {"model.remat": "layer", "model.logprob_chunk": 77, "rl.max_skipped": 2}
     run = make_run(changes)
     seen = {}
     for module, name in (
@@ -101,6 +101,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     # 77 tokens on a device, which has both rows of a microbatch.
     scoring = {"dtype": jnp.float32, "chunk": 38, "remat": "layer", "attention": attention}
     rest = {"microbatch_size": 2, "has_sequence_ratio": False, "partition": run.partition}
+    rest["skip_nonfinite"] = True
     jax.eval_shape(update.update, 0, 0)
     assert seen["train_step"] == scoring | CLIP | rest
 

@@ -350,3 +350,64 @@ def test_what_is_not_implemented_of_qwen3_vl_is_refused(part, change, message):
     config[part] |= change
     with pytest.raises(ValueError, match=message):
         hf_config.from_hf(config)
+
+
+WRONG = {
+    "a text": "x",
+    "a fraction": 0.5,
+    "a truth": True,
+    "a list": [1, "x"],
+    "an object": {"x": 1},
+    "below 0": -1,
+}
+MAY_BE = {  # what is right for a key, or not read
+    "rms_norm_eps": ("a fraction",),
+    "rope_theta": ("a fraction",),
+    "tie_word_embeddings": ("a truth",),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("name", RELEASES)
+def test_a_field_of_a_wrong_type_is_named_in_one_line(name, kind):
+    """Every field of config.json that is read, in each of its objects."""
+    release, count = RELEASES[name], 0
+    text = "text_config" if "text_config" in release else ""
+    for part in ("", text, "vision_config", "rope_scaling"):
+        fields = release if not part else (release.get(part) or release.get(text, {}).get(part))
+        for key in fields:
+            config = copy.deepcopy(release)
+            place = config if not part else config.get(part) or config[text][part]
+            place[key] = WRONG[kind]
+            try:
+                read = hf_config.from_hf(config)
+            except ValueError as error:
+                assert "\n" not in str(error) and len(str(error)) < 400, key
+                count += 1
+            else:  # not read, or it may be so
+                del place[key]
+                is_unread = True
+                try:
+                    is_unread = hf_config.from_hf(config) == read
+                except ValueError:
+                    is_unread = False
+                assert is_unread or kind in MAY_BE.get(key, ()), (part, key)
+    assert count > 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eos_token_id": 151936}, "eos_token_id must be a token of the vocabulary of 151936, got"),
+        ({"image_token_id": -1}, "image_token_id must be a token of the vocabulary"),
+        (
+            {"pad_token_id": "<pad>"},
+            "pad_token_id must be a token .* got '<pad>'",
+        ),
+        ({"vision_config": 3}, "config.json vision_config must be a JSON object, got 3"),
+        ({"hidden_size": "2048"}, "text_config hidden_size must be a whole number above 0, got '2"),
+    ],
+)
+def test_token_ids_and_sizes_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        hf_config.from_hf(qwen2_5_release() | change)

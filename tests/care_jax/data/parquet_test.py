@@ -53,6 +53,8 @@ def test_column_that_is_not_there_is_named_with_those_that_are(release):
         open_source("parquet", path=str(release), columns=COLUMNS | {"answer": "label"})
     with pytest.raises(ValueError, match=r"columns\.answer must name a column, got ''"):
         open_source("parquet", path=str(release), columns=COLUMNS | {"answer": ""})
+    with pytest.raises(ValueError, match=r"columns\.question must name a column, got ''"):
+        open_source("parquet", path=str(release), columns=dict.fromkeys(COLUMNS, ""))
 
 
 def test_broken_file_and_row_group_are_named(release):

@@ -483,3 +483,31 @@ def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
     assert all(out.endswith("restored 1: [Array(1., dtype=float32)]\n") for out, _ in ends), ends
     lines = [error.count("checkpoint 2 is damaged: state/d/") for _, error in ends]
     assert lines == [1, 0]
+
+
+FULL = (
+    'OUT_OF_RANGE: Error writing "params.w/0.0" in OCDBT database at local file "/a/b": Failed '
+    "to write 238983 bytes to file 28: No space left on device [os_error_code='28']"
+)
+
+
+def test_a_full_disk_is_named_with_the_folder_of_the_step(tmp_path, monkeypatch):
+    saved = checkpoints(tmp_path)
+    saved.save(3, make_state(), 3, 0, {})
+    saved.wait()
+
+    def refuse(*_):
+        raise ValueError(FULL)
+
+    monkeypatch.setattr(saved._manager, "wait_until_finished", refuse)
+    with pytest.raises(OSError) as error:
+        saved.save(4, make_state(), 4, 0, {})
+    assert (error.value.errno, error.value.filename) == (28, str(tmp_path / "3"))
+
+
+def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
+    with pytest.raises(FloatingPointError, match="the first"), checkpoints(tmp_path) as saved:
+        monkeypatch.setattr(saved, "wait", lambda: [][0])
+        raise FloatingPointError("the first")
+    with pytest.raises(IndexError), checkpoints(tmp_path) as saved:
+        monkeypatch.setattr(saved, "wait", lambda: [][0])

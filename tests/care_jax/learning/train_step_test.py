@@ -17,6 +17,7 @@ from updates import SGD, assert_same_update, credited_by, log_probabilities
 from care_jax.devices import sharding
 from care_jax.learning import optimizer
 from care_jax.learning.train_step import (
+    BROKEN_GRADIENTS,
     init_state,
     map_microbatches,
     split_batch,
@@ -106,7 +107,7 @@ def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch):
     assert after["kl_ref"] < before["kl_ref"]
 
 
-def updated(policy, batch, state, adamw, partition=optimizer.partition):
+def updated(policy, batch, state, adamw, partition=optimizer.partition, **settings):
     return jax.jit(
         functools.partial(
             train_step,
@@ -120,6 +121,7 @@ def updated(policy, batch, state, adamw, partition=optimizer.partition):
             dtype=jnp.float32,
             remat="dots",
             partition=partition,
+            **settings,
         )
     )(state, batch)
 
@@ -127,6 +129,23 @@ def updated(policy, batch, state, adamw, partition=optimizer.partition):
 @pytest.fixture(scope="module")
 def adamw():
     return optimizer.make_optimizer(lambda step: 1e-3, weight_decay=0.0, max_grad_norm=1e9)
+
+
+def test_an_update_that_is_not_finite_leaves_the_state_bit_for_bit(policy, params, batch, adamw):
+    """And one that is finite gives the same state with skipping as without, moments included."""
+    state = init_state(params, adamw)
+    after, metrics = updated(policy, batch, state, adamw)
+    same, of_same = updated(policy, batch, state, adamw, skip_nonfinite=True)
+    jax.tree.map(np.testing.assert_array_equal, same, after)
+    assert not of_same.pop(BROKEN_GRADIENTS).any()
+    jax.tree.map(np.testing.assert_array_equal, of_same, metrics)
+
+    broken = batch.replace(old_logp=batch.old_logp * jnp.nan)
+    skipped, of_skipped = updated(policy, broken, same, adamw, skip_nonfinite=True)
+    jax.tree.map(np.testing.assert_array_equal, skipped, same)
+    assert skipped.step == 1 and not np.isfinite(of_skipped["grad_norm"])
+    assert of_skipped[BROKEN_GRADIENTS].all()
+    assert len(of_skipped[BROKEN_GRADIENTS]) == len(jax.tree.leaves(params))
 
 
 def test_frozen_parameters_stay_and_have_no_state(policy, params, batch, adamw, whole):
@@ -229,6 +248,19 @@ def test_update_descends_the_summed_gradient_and_reports_its_norm():
     assert metrics["grad_norm"] == pytest.approx((5**2 + 6**2) ** 0.5)
     assert (metrics["loss"], metrics["mean"]) == (pytest.approx(11), pytest.approx(5.5))
     assert state.step == 1
+
+
+def test_the_tensors_whose_gradient_is_not_finite_are_told():
+    """The root of 0 has none."""
+
+    def loss_fn(params, batch):
+        return (batch.x * (params["a"] + jnp.sqrt(params["b"]) + params["c"])).sum(), {}
+
+    state = init_state({"a": jnp.ones(()), "b": jnp.zeros(()), "c": jnp.ones(())}, SGD)
+    settings = dict(microbatch_size=2, skip_nonfinite=True)
+    after, metrics = update(state, numbers(jnp.ones(4)), loss_fn, SGD, **settings)
+    assert metrics["loss"] == 8 and metrics[BROKEN_GRADIENTS].tolist() == [False, True, False]
+    jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
 def test_microbatches_that_hold_nothing_are_not_computed():

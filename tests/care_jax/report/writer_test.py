@@ -78,11 +78,34 @@ def test_a_stage_that_samples_nothing_keeps_what_is_there(tmp_path, make_report)
     assert steps_of(data) == [0] and [stage["name"] for stage in data["stages"]] == ["evaluate_rl"]
 
 
-@pytest.mark.parametrize("content", ["", "<html>", '{"version": 1}'])
+@pytest.mark.parametrize("content", ["", "<html>", '{"version": 1}', b"\xff\xfe"])
 def test_a_file_that_is_no_report_is_begun_anew(tmp_path, make_report, content):
-    (tmp_path / "report.html").write_text(content)
+    content = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "report.html").write_bytes(content)
     make_report().add(0, make_sampled())
     assert steps_of(data_of(tmp_path)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"version":1', '"version":1,,'),
+        ('"logged":[0]', '"logged":null'),
+        ('"steps":[{"step":0', '"steps":[{"stp":0'),
+        ('"pictures":{"made', '"pictures":{"lost'),
+    ],
+)
+def test_a_damaged_report_is_named_and_begun_anew(tmp_path, make_report, capsys, old, new):
+    make_report().add(0, make_sampled())
+    path = tmp_path / "report.html"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    report = make_report()
+    told = capsys.readouterr().out
+    assert told.startswith(f"{path} is damaged (") and told.count("\n") == 1
+    report.add(1, make_sampled())
+    assert steps_of(data_of(tmp_path)) == [1]
 
 
 def test_a_report_in_another_layout_is_begun_anew(tmp_path, make_report, monkeypatch):

@@ -1,0 +1,62 @@
+"""Ctrl-C: the first ends a run in order, the second at once."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+STATUS = 130  # as shells report it
+_SAME = 0.5  # seconds in which a second signal is the first, which a wrapper has passed on
+
+
+def exit_at_the_second() -> None:
+    """Makes the second SIGINT end the process, whatever the main thread does.
+
+    The first raises KeyboardInterrupt in the main thread, as without this; a compilation or a step
+    on the devices ends first, and saves that have begun are finished.
+    """
+    seen, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        first = 0.0
+        while number := os.read(seen, 1):
+            if number[0] != signal.SIGINT:
+                continue
+            if not first:
+                first = time.monotonic()
+                print(
+                    "stopping; Ctrl-C again ends at once, without waiting for saves",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            elif time.monotonic() - first > _SAME:
+                os._exit(STATUS)
+
+    threading.Thread(target=watch, name="Ctrl-C", daemon=True).start()
+
+
+def told(workdir: pathlib.Path) -> str:
+    """What a run that was stopped has lost."""
+    saved = [
+        f"{stage} {max(steps)}"
+        for stage in ("sft", "rl")
+        if (
+            steps := [
+                int(path.name)
+                for path in (workdir / "checkpoints" / stage).glob("*")
+                if path.name.isdecimal()
+            ]
+        )
+    ]
+    if not saved:
+        return "stopped by Ctrl-C; nothing was saved yet, the same command begins anew"
+    return (
+        f"stopped by Ctrl-C; steps after checkpoint {saved[-1]} are lost; the same command goes on "
+        "from there"
+    )
