@@ -20,6 +20,9 @@ from care_jax.batch import Unusable
 # The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
 # count. A lone quotation mark matches only where a string is never closed.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
+# UTF-16 surrogates, escaped in pairs, are one character; alone they are none and cannot be written.
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recurses
 
 
@@ -102,7 +105,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:
-        Unusable: the text is not a JSON object in UTF-8, or is nested more than 64 deep.
+        Unusable: the text is not a JSON object in UTF-8, is nested more than 64 deep, or holds half
+            a character.
     """
     try:
         row = json.loads(_without_mark(text).decode())
@@ -114,6 +118,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise Unusable("not an object")
     if is_deeper(row, _MAX_DEPTH):
         raise Unusable(f"nested more than {_MAX_DEPTH} deep")
+    if _ESCAPED_SURROGATE.search(text) and _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+        raise Unusable("half a character in the text")
     return row
 
 

@@ -68,6 +68,8 @@ class ParquetRows:
             return {name: column[place].as_py() for name, column in cells.items()}
         except UnicodeDecodeError as error:
             raise Unusable("not UTF-8") from error
+        except (ValueError, ArithmeticError) as error:  # a date or time that Python has not
+            raise Unusable("a cell that Python has no value for") from error
 
     def _group(self, group: int) -> _Cells:
         with self._lock:

@@ -204,11 +204,14 @@ def make_example(
             raise Unusable("a special token in the text")
         if _NOT_TEXT.search(text):
             raise Unusable("half a character in the text")
+    id = _text(id, "id", is_number_allowed=True)
+    if _NOT_TEXT.search(id):
+        raise Unusable("half a character in the text")
     units = _text(units, "units")
     if units not in ("", "matter"):
         raise Unusable('units is neither empty nor "matter"')
     return Example(
-        id=_text(id, "id", is_number_allowed=True),
+        id=id,
         source=source,
         images=tuple(images),
         question=question,

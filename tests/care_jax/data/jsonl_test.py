@@ -95,6 +95,8 @@ def write(tmp_path):
         (GOOD | {"image": "/etc/hostname"}, OUTSIDE),
         (GOOD | {"question": "<|image_pad|>?"}, "a special token in the text"),
         (GOOD | {"question": "\ud800?"}, "half a character in the text"),
+        (GOOD | {"id": "\udc00"}, "half a character in the text"),
+        (GOOD | {"size": [{"\ud800": 1}]}, "half a character in the text"),
     ],
 )
 def test_bad_row_is_left_out_and_counted(write, row, reason):
@@ -183,6 +185,12 @@ def test_rows_from_python_may_name_any_file(write, monkeypatch):
     monkeypatch.chdir(folder / "inner")
     (example,), _ = checked(jsonl.in_memory([GOOD | {"image": "../ok.png"}], "train"), "train")
     assert example.id == "a"
+
+
+def test_half_a_character_from_python_is_left_out():
+    rows = jsonl.in_memory([{"id": "\ud800", "question": "?", "answer": "1"}], "train")
+    with pytest.raises(Unusable, match="half a character"):
+        _ = rows[0]
 
 
 def test_a_number_that_python_cannot_write_is_left_out():
