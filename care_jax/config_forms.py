@@ -6,6 +6,7 @@ what the other checks rely on: `config_checks` and `config_ranges` compare the v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,6 +92,8 @@ def check_forms(config: Mapping[str, Any]) -> None:
     for key, value in scalars(config):
         if isinstance(value, bool) and range_of(key) is not None:
             raise ValueError(f"{key} must be a number, got {value}; set --config.{key}")
+        if isinstance(value, float) and range_of(key) is None and not math.isfinite(value):
+            raise ValueError(f"{key} must be finite, got {value}; set --config.{key}")
         if isinstance(value, int) and abs(value) > _MAX_INT:
             shown = f"a number of {value.bit_length()} bits"
             raise ValueError(f"{key} must lie within ±{_MAX_INT}, got {shown}; set --config.{key}")

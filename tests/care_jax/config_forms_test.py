@@ -40,6 +40,7 @@ def test_every_tuple_has_a_form_and_its_default_has_it():
         ("evaluate.benchmarks", ("mmmu",), "evaluate.benchmarks must have the form"),
         ("evaluate.judge_prices", ("free",), "evaluate.judge_prices must have the form"),
         pytest.param("care.K", 10**400, "within ±2147483647, got a number of 1329", id="huge"),
+        ("model.backbone.text_config.rms_norm_eps", float("inf"), "rms_norm_eps must be finite"),
         ("rl.microbatch_size", False, "rl.microbatch_size must be a number, got False"),
     ],
 )
