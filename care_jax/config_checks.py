@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from care_jax.benchmarks.suite import RELEASES
+from care_jax.config_forms import check_forms
 from care_jax.config_ranges import check_ranges
 from care_jax.data.sources import check_section
 from care_jax.decoding import reflection
@@ -189,8 +190,13 @@ def _check_prompts(data: ConfigDict) -> None:
 
 
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
-    """A copy of a configuration, with the sizes that depend on the mesh filled in."""
+    """A copy of a configuration, with the sizes that depend on the mesh filled in.
+
+    Raises:
+        ValueError: a value has another form than its key needs, or a rule names no mesh axis.
+    """
     config = config.copy_and_resolve_references()
+    check_forms(config)
     sharding.check_rules("sharding_rules", config.sharding_rules)
     num_shards = sharding.num_shards(sharding.batch_sharding(mesh, config.sharding_rules))
     for section in (config.sft, config.rl):

@@ -7,7 +7,6 @@ depends on several keys, or on the devices, is in `config_checks`.
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -98,15 +97,22 @@ def check_ranges(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} must lie in {interval}, got {value}; set --config.{key}")
 
 
-def numbers(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+def numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
     """(dotted key, value) of all numbers, also in the parts of a mixture."""
+    for key, value in scalars(config):
+        if not isinstance(value, bool):
+            yield key, value
+
+
+def scalars(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    """(dotted key, value) of all numbers, and of True and False, which are numbers in Python."""
     for key, value in config.items():
         if isinstance(value, Mapping) or hasattr(value, "items"):
-            yield from numbers(value, f"{prefix}{key}.")
+            yield from scalars(value, f"{prefix}{key}.")
         elif isinstance(value, tuple | list) and value and hasattr(value[0], "items"):
             for number, each in enumerate(value):
-                yield from numbers(each, f"{prefix}{key}.{number}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+                yield from scalars(each, f"{prefix}{key}.{number}.")
+        elif isinstance(value, int | float):
             yield f"{prefix}{key}", value
 
 
@@ -121,4 +127,4 @@ def lies_in(value: float, interval: str) -> bool:
     low, high = (float(bound) for bound in interval[1:-1].split(","))
     is_above = value >= low if interval[0] == "[" else value > low
     is_below = value <= high if interval[-1] == "]" else value < high
-    return is_above and is_below and not math.isnan(value)
+    return is_above and is_below and value == value  # NaN is not

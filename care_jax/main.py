@@ -40,7 +40,13 @@ from care_jax.config_checks import (
     is_evaluated,
 )
 from care_jax.data.mixture import Mixture
-from care_jax.data.rows import checked, first_usable, with_text_answers
+from care_jax.data.rows import (
+    NO_RESPONSE,
+    checked,
+    first_usable,
+    with_responses,
+    with_text_answers,
+)
 from care_jax.data.sources import MIXTURE, open_source, options_of
 from care_jax.devices import compilation_cache, distributed, mounts, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
@@ -230,16 +236,18 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
                 f"{part} must have rows, got a source {parts[number].source!r} without any; change "
                 "its path, split or num_examples"
             )
-    if stage != "sft" and not has_reward and section.source != "synthetic":
+    if stage == "sft":
+        opened = [with_responses(source) for source in opened]
+    elif not has_reward and section.source != "synthetic":
         opened = [with_text_answers(source) for source in opened]
-        for source in opened if stage == "rl" else ():
+    for part, source in zip(parts, opened, strict=True):
+        if stage == "sft":
+            _check_responses(part.source, source, config.data.think_tag)
+        elif stage == "rl":
             first_usable(source)
     examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
-    if stage == "evaluate":
-        if section.source != "synthetic":
-            examples, _ = checked(examples, f"data.{name}")
-    elif stage == "sft":
-        _check_responses(section.source, first_usable(examples), config.data.think_tag)
+    if stage == "evaluate" and section.source != "synthetic":
+        examples, _ = checked(examples, f"data.{name}")
     return examples
 
 
@@ -266,12 +274,17 @@ def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str
     return options
 
 
-def _check_responses(source: str, example: Example, think_tag: str) -> None:
-    if not example.response:
+def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:
+    """Refuses a source without responses, or with responses in another tag than the prompts'."""
+    try:
+        example = first_usable(examples)
+    except ValueError as error:
+        if NO_RESPONSE not in str(error):
+            raise
         raise ValueError(
-            f"data.sft source {source!r} has no responses to imitate; give rows a `response`, or "
-            'leave "sft" out of stages'
-        )
+            f"data.sft source {source!r} has no responses to imitate ({error}); give rows a "
+            '`response`, or leave "sft" out of stages'
+        ) from error
     tag = re.match(r"\s*<(\w+)>", example.response)
     if tag and tag.group(1) != think_tag:
         raise ValueError(

@@ -28,6 +28,9 @@ def source(name: str = "", **options) -> ConfigDict:
     section.split = ""  # split of a release: train, val, test
     section.subset = ""  # part of a release (chartqa: human, augmented), see its reader
     section.images = ""  # folder that image paths are relative to; empty: the release's folder
+    # Image paths of rows may be absolute, or lead out of that folder by "..". False: such rows are
+    # left out, so that no file of data can show the model a file of yours.
+    section.images_outside = False
     # synthetic: number of examples to generate; else: use only the first rows, 0 for all of them.
     section.num_examples = 0
     section.seed = 0  # of the synthetic source

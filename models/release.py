@@ -76,9 +76,8 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
             for name in sorted(entries.keys() - index.keys())
         ]
     if problems:
-        raise ValueError(
-            f"{folder} is no complete release: {'; '.join(problems)}; fetch or export it again"
-        )
+        found = " ".join("; ".join(problems).split())  # names in headers may hold line breaks
+        raise ValueError(f"{folder} is no complete release: {found}; fetch or export it again")
     return entries
 
 
@@ -92,12 +91,20 @@ def _read_index(folder: pathlib.Path) -> dict[str, str]:
         )
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        index = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} must be JSON with a weight_map of names to files, got {error!r}; fetch or "
             "export the release again"
         ) from error
+    for file in index.values():
+        # Untrusted text: a path would lead out of the folder.
+        if not file.isprintable() or "/" in file or file in ("", ".", ".."):
+            raise ValueError(
+                f"{path} must map tensors to files beside it, got {file!r:.100}; fetch or export "
+                "the release again"
+            )
+    return index
 
 
 def _read_header(path: pathlib.Path) -> dict[str, Entry]:

@@ -22,7 +22,7 @@ LAYERS = (
     ("host: data and rows",      ("data", "packing", "report")),
     ("over a backbone",          ("learning", "policy")),
     ("what the stages share",    ("run", "resume", "attention_check", "decoding", "config_ranges",
-                                  "config_checks")),
+                                  "config_forms", "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
     ("loops",                    ("sft", "evaluate", "evaluated", "train", "export")),

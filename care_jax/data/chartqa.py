@@ -16,7 +16,7 @@ from care_jax.batch import Example
 from care_jax.data import hub
 from care_jax.data.json_rows import JsonRows
 from care_jax.data.parquet import ParquetRows, find_files, images_of
-from care_jax.data.rows import Rows, make_example
+from care_jax.data.rows import Rows, image_path, make_example
 
 SPLITS = ("train", "val", "test")
 SUBSETS = ("human", "augmented")
@@ -53,7 +53,7 @@ def _open_folder(folder: pathlib.Path, split: str, subsets: list[str]) -> Rows:
         subset, number = places[index]
         row = tables[subset][number]
         name = row.get("imgname")
-        images = [folder / "png" / name] if isinstance(name, str) and name else []
+        images = [image_path(folder / "png", name)] if isinstance(name, str) and name else []
         return _example(f"{split}-{subset}-{number}", row, images)
 
     return Rows(len(places), example)

@@ -1,11 +1,13 @@
 """Random access to the objects of a JSON file, indexed once and parsed on access.
 
 The file is JSON lines or one array. Only the byte offsets of the rows are held in memory. A row
-that is not valid JSON or UTF-8 does not affect the other rows.
+that is not valid JSON or UTF-8 does not affect the other rows. A UTF-8 byte order mark, which
+Windows programs write, is skipped.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import mmap
 import pathlib
@@ -18,6 +20,10 @@ from care_jax.batch import Unusable
 # The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
 # count. A lone quotation mark matches only where a string is never closed.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
+# UTF-16 surrogates, escaped in pairs, are one character; alone they are none and cannot be written.
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recurses
 
 
 class JsonRows:
@@ -30,7 +36,8 @@ class JsonRows:
         numbers: each row's line number, or its position in the array, from 1.
 
     Raises:
-        ValueError: the file does not exist, or a `.json` file is not one complete array.
+        ValueError: the file does not exist, is in UTF-16 or UTF-32, or is a `.json` file and not
+            one complete array.
     """
 
     def __init__(self, path: str | pathlib.Path):
@@ -42,6 +49,11 @@ class JsonRows:
         with self.path.open("rb") as file:
             is_empty = not file.read(1)
             self._data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        if self._data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # UTF-32's begin so too
+            raise ValueError(
+                f"expected {str(self.path)!r} to be in UTF-8, got the byte order mark of UTF-16 or "
+                "UTF-32; convert it: iconv -f UTF-16 -t UTF-8"
+            )
         self._starts, self._stops, self.numbers = array("Q"), array("Q"), array("Q")
         if self.path.suffix == ".json":
             self._find_elements()
@@ -55,7 +67,7 @@ class JsonRows:
         return parse_object(self._data[self._starts[index] : self._stops[index]])
 
     def _add(self, start: int, stop: int, number: int) -> None:
-        if self._data[start:stop].strip():
+        if _without_mark(self._data[start:stop]):
             self._starts.append(start)
             self._stops.append(stop)
             self.numbers.append(number)
@@ -82,7 +94,7 @@ class JsonRows:
                 start = token.end() if depth == 1 else start
             elif mark in b"]}":
                 depth -= 1
-        if depth or not len(self._data) or self._data[:64].strip()[:1] != b"[":
+        if depth or not len(self._data) or _without_mark(self._data[:64])[:1] != b"[":
             raise ValueError(
                 f"expected {str(self.path)!r} to be one complete JSON array; it may be truncated: "
                 "fetch it again, or name it .jsonl if it has one row per line"
@@ -93,14 +105,32 @@ def parse_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object.
 
     Raises:
-        Unusable: the text is not a JSON object in UTF-8.
+        Unusable: the text is not a JSON object in UTF-8, is nested more than 64 deep, or holds half
+            a character.
     """
     try:
-        row = json.loads(text.decode())
+        row = json.loads(_without_mark(text).decode())
     except UnicodeDecodeError as error:
         raise Unusable("not UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise Unusable("not JSON") from error
     if not isinstance(row, dict):
         raise Unusable("not an object")
+    if is_deeper(row, _MAX_DEPTH):
+        raise Unusable(f"nested more than {_MAX_DEPTH} deep")
+    if _ESCAPED_SURROGATE.search(text) and _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+        raise Unusable("half a character in the text")
     return row
+
+
+def is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects are nested in the value more than `depth` deep."""
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return depth == 0 or any(is_deeper(each, depth - 1) for each in inner)
+
+
+def _without_mark(text: bytes) -> bytes:
+    """The text without a byte order mark and whitespace around it."""
+    return text.strip().removeprefix(codecs.BOM_UTF8).strip()

@@ -4,10 +4,11 @@ One row per line, an object with
 
     question    text, with placeholders `<image>`, or `<image1>`, `<image2>`, ... for the images
     answer      text or number; for a reward function (`verifier.reward`) also a list or an object
-    image       one path, relative to the file; or `images`, a list of paths; or neither
+    image       one path, relative to the folder of images, by default that of the file; or
+                `images`, a list of paths; or neither
     options     the choices of a multiple-choice question (also `choices`); may be empty or absent
     id          text or number; the line number if absent
-    response    the target of the cold start, tags included; may be absent
+    response    the target of the cold start, tags included; may be absent where it is not trained
     rationale   the reasoning in the response; may be absent
     units       "matter" if an answer without its unit is wrong; may be absent
 
@@ -29,7 +30,7 @@ from PIL import Image
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.json_rows import JsonRows
-from care_jax.data.rows import Rows, make_example
+from care_jax.data.rows import Rows, image_path, make_example
 from care_jax.prompts.images import AnyImage
 
 FIELDS = (
@@ -38,17 +39,25 @@ FIELDS = (
 )
 
 
-def open_rows(path: str) -> Rows:
+def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
     """The rows of a file.
+
+    Args:
+        path: the file.
+        images: folder that image paths are relative to; empty for that of the file.
+        images_outside: allows image paths that lead out of that folder.
 
     Raises:
         ValueError: the file does not exist, or a `.json` file is not one complete array.
     """
     table = JsonRows(path)
-    source, folder = table.path.stem, table.path.parent
-    return Rows(
-        len(table), lambda index: _example(table[index], table.numbers[index], source, folder)
-    )
+    folder = pathlib.Path(images) if images else table.path.parent
+
+    def example(index: int) -> Example:
+        row, number = table[index], table.numbers[index]
+        return _example(row, number, table.path.stem, folder, images_outside)
+
+    return Rows(len(table), example)
 
 
 def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
@@ -57,7 +66,7 @@ def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
     Args:
         rows: read when they are asked for if they have a length and an index, else at once. An
             image may also be a PIL image or the bytes of a file; paths are relative to the current
-            folder.
+            folder, and may lead out of it, for the caller's program made the rows.
         name: of the source.
 
     Raises:
@@ -73,19 +82,21 @@ def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
                 f"expected a mapping with question and answer as row {index} of {name}, got a "
                 f"{type(row).__name__}; give dicts, or objects that behave like them"
             )
-        return _example(row, index + 1, name, pathlib.Path())
+        return _example(row, index + 1, name, pathlib.Path(), images_outside=True)
 
     return Rows(len(table), example)
 
 
-def _example(row: Mapping[str, Any], number: int, source: str, folder: pathlib.Path) -> Example:
+def _example(
+    row: Mapping[str, Any], number: int, source: str, folder: pathlib.Path, images_outside: bool
+) -> Example:
     id = row.get("id")
     return make_example(
         id=number if id is None or id == "" else id,
         source=source,
         question=row.get("question"),
         answer=row.get("answer"),
-        images=_images(row, folder),
+        images=_images(row, folder, images_outside),
         choices=row.get("options") or row.get("choices"),
         rationale=row.get("rationale"),
         response=row.get("response"),
@@ -95,7 +106,7 @@ def _example(row: Mapping[str, Any], number: int, source: str, folder: pathlib.P
     )
 
 
-def _images(row: Mapping[str, Any], folder: pathlib.Path) -> list[AnyImage]:
+def _images(row: Mapping[str, Any], folder: pathlib.Path, images_outside: bool) -> list[AnyImage]:
     single, several = row.get("image"), row.get("images")
     if single is not None and several is not None:
         raise Unusable("both image and images")
@@ -103,4 +114,9 @@ def _images(row: Mapping[str, Any], folder: pathlib.Path) -> list[AnyImage]:
     kinds = str | pathlib.Path | bytes | Image.Image  # JSON has the first alone
     if not isinstance(found, list | tuple) or not all(isinstance(x, kinds) and x for x in found):
         raise Unusable("image of a wrong type")
-    return [folder / image if isinstance(image, str) else image for image in found]
+    return [
+        image_path(folder, image, is_outside_allowed=images_outside)
+        if isinstance(image, str)
+        else image
+        for image in found
+    ]

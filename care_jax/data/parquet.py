@@ -14,13 +14,12 @@ import json
 import pathlib
 import re
 import threading
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data import hub
-from care_jax.data.rows import Rows, make_example
+from care_jax.data.rows import AnyFolder, Rows, image_path, make_example
 from care_jax.prompts.images import AnyImage
 
 COLUMNS = ("id", "question", "answer", "images", "choices", "rationale", "response")
@@ -69,6 +68,8 @@ class ParquetRows:
             return {name: column[place].as_py() for name, column in cells.items()}
         except UnicodeDecodeError as error:
             raise Unusable("not UTF-8") from error
+        except (ValueError, ArithmeticError) as error:  # a date or time that Python has not
+            raise Unusable("a cell that Python has no value for") from error
 
     def _group(self, group: int) -> _Cells:
         with self._lock:
@@ -88,7 +89,14 @@ class ParquetRows:
             return self._read[group]
 
 
-def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
+def open_rows(
+    path: str,
+    *,
+    split: str,
+    columns: Mapping[str, str],
+    images: str = "",
+    images_outside: bool = False,
+) -> Rows:
     """Questions from parquet files, given the names of their columns.
 
     Args:
@@ -97,6 +105,8 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
             name; empty for all files.
         columns: maps each of `COLUMNS` to a column of the files, or to "" for none; question and
             answer are required. Several image columns are separated by commas.
+        images: folder that image paths are relative to; empty for the release's.
+        images_outside: allows image paths that lead out of that folder.
 
     Raises:
         ValueError: the files or columns do not exist.
@@ -110,12 +120,13 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
     files, used = find_files(place, split), [*dict.fromkeys(named.values()), *image_columns]
     others = [name for name in _columns_without_bytes(files) if name not in used]
     table = ParquetRows(files, [*used, *others])
-    folder = place.parent if place.is_file() else place
+    release = place.parent if place.is_file() else place
+    folder = pathlib.Path(images) if images else release
 
     def example(index: int) -> Example:
         row = table[index]
         parts = {name: row[column] for name, column in named.items()}
-        images = images_of([row[column] for column in image_columns], folder)
+        cells = [row[column] for column in image_columns]
         answer = parts["answer"]
         if isinstance(answer, list) and all(isinstance(each, str) for each in answer):
             parts["answer"] = ", ".join(answer)
@@ -124,7 +135,7 @@ def open_rows(path: str, *, split: str, columns: Mapping[str, str]) -> Rows:
         return make_example(
             **{"id": index, **parts},
             source=place.stem,
-            images=images,
+            images=images_of(cells, folder, is_outside_allowed=images_outside),
             extra={name: _plain(row[name]) for name in others},
             needs_image=bool(image_columns),
         )
@@ -175,22 +186,24 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
     return found
 
 
-def images_of(cell: Any, folder: pathlib.Path | zipfile.Path) -> list[AnyImage]:
+def images_of(cell: Any, folder: AnyFolder, *, is_outside_allowed: bool = False) -> list[AnyImage]:
     """The images of a cell; paths are relative to the folder, which may be inside an archive.
 
     Raises:
-        Unusable: the cell holds no image or path.
+        Unusable: the cell holds no image or path, or a path that leads out of the folder and
+            must not.
     """
     if cell is None:
         return []
     if isinstance(cell, list):
-        return [image for one in cell for image in images_of(one, folder)]
+        found = (images_of(one, folder, is_outside_allowed=is_outside_allowed) for one in cell)
+        return [image for several in found for image in several]
     if isinstance(cell, dict):
         cell = cell.get("bytes") or cell.get("path")
     if isinstance(cell, bytes):
         return [cell]
     if isinstance(cell, str) and cell:
-        return [folder / cell]
+        return [image_path(folder, cell, is_outside_allowed=is_outside_allowed)]
     raise Unusable("image of a wrong type")
 
 

@@ -167,7 +167,7 @@ class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
         return sys.maxsize
 
     def __getitem__(self, place: int) -> tuple[Example, TokenizedPrompt]:
-        reason = ""
+        reasons: Counter[str] = Counter()
         for turn in range(_MAX_TRIES):
             try:
                 example = self._shuffled[place + turn * self._num_examples]
@@ -177,10 +177,12 @@ class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
                 reason = TOO_LONG
             except Unusable as error:
                 reason = str(error)
+            reasons[reason] += 1
             self._leave_out(reason)
-        advice = "; check the source's path"
+        ((reason, count),) = reasons.most_common(1)
+        advice = "; check the source's rows and path"
         if reason == TOO_LONG:
             advice = f" of {self._builder.buckets}; enlarge data.buckets or lower data.max_pixels"
         raise ValueError(
-            f"{_MAX_TRIES} examples in a row cannot be used, the last: {reason}{advice}"
+            f"{_MAX_TRIES} examples in a row cannot be used, {count} of them: {reason}{advice}"
         )

@@ -6,8 +6,13 @@ A source extracts the parts of a row. `make_example` matches placeholders to ima
 
 from __future__ import annotations
 
+import math
+import os
+import pathlib
 import re
 import string
+import unicodedata
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,10 +27,15 @@ MAX_CHARS = 16_384  # of a question with its choices, and of an answer; longer t
 MAX_RESPONSE_CHARS = 65_536
 PUT_IN_FRONT = "placeholder put in front"
 NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
+NO_TEXT_LEFT = "answer has no text inside its LaTeX or Markdown marks"
+NO_RESPONSE = "no response to imitate"
+OUTSIDE = "image path leaves the folder of the images, see images_outside"
+AnyFolder = pathlib.Path | zipfile.Path
 _LETTERS = string.ascii_uppercase
 _PLACEHOLDER = re.compile(r"<image(\d*)>")
 _SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 _NOT_TEXT = re.compile("[\ud800-\udfff]")
+_MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # first rows of a source that may all be unusable before it is refused
 
 
@@ -60,6 +70,23 @@ def with_text_answers(source: Sequence[Example]) -> Rows:
         example = source[index]
         if not isinstance(example.answer, str):
             raise Unusable(NOT_TEXT)
+        if not notation.clean(example.answer):
+            raise Unusable(NO_TEXT_LEFT)
+        return example
+
+    return Rows(len(source), read)
+
+
+def with_responses(source: Sequence[Example]) -> Rows:
+    """The source, whose examples without a response are `Unusable`.
+
+    The cold start would else learn from them to say nothing.
+    """
+
+    def read(index: int) -> Example:
+        example = source[index]
+        if not example.response:
+            raise Unusable(NO_RESPONSE)
         return example
 
     return Rows(len(source), read)
@@ -102,7 +129,7 @@ def first_usable(source: Sequence[Example]) -> Example:
     """The first usable example, to see which fields a source has.
 
     Raises:
-        ValueError: none of the first 64 rows is usable.
+        ValueError: none of the first 64 rows is usable; the commonest reason stands first.
     """
     reasons = Counter()
     for row in range(min(len(source), _MAX_TRIES)):
@@ -155,6 +182,8 @@ def make_example(
         raise Unusable("no question")
     if not isinstance(answer, list | dict):
         answer = _text(answer, "answer", is_number_allowed=True)
+    elif not _is_finite(answer):
+        raise Unusable("a number in the answer is not finite")
     if answer == "":
         raise Unusable("no answer")
     if needs_image and not images:
@@ -175,11 +204,14 @@ def make_example(
             raise Unusable("a special token in the text")
         if _NOT_TEXT.search(text):
             raise Unusable("half a character in the text")
+    id = _text(id, "id", is_number_allowed=True)
+    if _NOT_TEXT.search(id):
+        raise Unusable("half a character in the text")
     units = _text(units, "units")
     if units not in ("", "matter"):
         raise Unusable('units is neither empty nor "matter"')
     return Example(
-        id=_text(id, "id", is_number_allowed=True),
+        id=id,
         source=source,
         images=tuple(images),
         question=question,
@@ -193,15 +225,58 @@ def make_example(
     )
 
 
+def image_path(
+    folder: AnyFolder, name: str, *, is_outside_allowed: bool = False
+) -> pathlib.Path | zipfile.Path:
+    """The image file that a row names.
+
+    Rows are untrusted, so the path must lie below the folder. Symbolic links in the folder are
+    followed: whoever made the folder made them.
+
+    Args:
+        folder: that relative paths start from.
+        name: as the row has it.
+        is_outside_allowed: permits other absolute paths, and "..".
+
+    Raises:
+        Unusable: the path leads out of the folder.
+    """
+    path = pathlib.PurePosixPath(name)
+    is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
+    if not is_outside_allowed and (".." in path.parts or not is_inside):
+        raise Unusable(OUTSIDE)
+    return folder / name
+
+
 def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
-    """A field stripped of surrounding whitespace; "" if it is absent."""
+    """A field stripped of surrounding whitespace; "" if it is absent or nothing in it is visible.
+
+    Zero-width characters are all that some exports leave in an empty field.
+    """
     if value is None:
         return ""
     if is_number_allowed and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
+        return _number_text(value, name)
     if not isinstance(value, str):
         raise Unusable(f"{name} of a wrong type")
-    return value.strip()
+    is_visible = any(unicodedata.category(c)[0] in "LNPS" for c in value)
+    return value.strip() if is_visible or _NOT_TEXT.search(value) else ""
+
+
+def _number_text(value: float, name: str) -> str:
+    if not _is_finite(value):
+        raise Unusable(f"{name} is not a finite number")
+    try:
+        return str(value)
+    except ValueError as error:  # Python writes no integer of more than 4300 digits
+        raise Unusable("text too long") from error
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether no number in a value is NaN or infinite, which JSON as Python reads it may have."""
+    if isinstance(value, list | dict):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _choices(value: Any) -> tuple[str, ...]:
@@ -212,7 +287,10 @@ def _choices(value: Any) -> tuple[str, ...]:
         raise Unusable("choices of a wrong type")
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")
-    return tuple(str(choice).strip() for choice in value)
+    return tuple(
+        choice.strip() if isinstance(choice, str) else _number_text(choice, "a choice")
+        for choice in value
+    )
 
 
 def _names_a_choice(answer: str, choices: Sequence[str]) -> bool:
@@ -235,6 +313,8 @@ def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage],
         pictures = [f"(picture {number})" for number in numbers[1:]]
         tail = "".join(a + b for a, b in zip(rest, [*pictures, ""], strict=True))
         return f"{head}<image>{tail}", images, False
+    if max(map(len, numbers)) > _MAX_DIGITS:
+        raise Unusable("images and placeholders differ in number")
     wanted = [int(number) for number in numbers if number]
     if len(wanted) != len(numbers) or sorted(wanted) != list(range(1, len(images) + 1)):
         raise Unusable("images and placeholders differ in number")

@@ -17,13 +17,13 @@ from care_jax.data.synthetic import KINDS, SyntheticSource
 
 # name -> (reader, the options it takes besides the path)
 _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
-    "jsonl": (jsonl.open_rows, ()),
-    "parquet": (parquet.open_rows, ("split", "columns")),
+    "jsonl": (jsonl.open_rows, ("images", "images_outside")),
+    "parquet": (parquet.open_rows, ("split", "columns", "images", "images_outside")),
     "arrayrecord": (shards.open_rows, ("subset",)),
     "chartqa": (chartqa.open_rows, ("split", "subset")),
     "geometry3k": (geometry3k.open_rows, ("split", "subset")),
-    "virl39k": (virl39k.open_rows, ("images",)),
-    "vision_r1_cold": (vision_r1.open_rows, ("images", "think_tag")),
+    "virl39k": (virl39k.open_rows, ("images", "images_outside")),
+    "vision_r1_cold": (vision_r1.open_rows, ("images", "images_outside", "think_tag")),
 }
 SOURCES = ("synthetic", *_FILES)
 MIXTURE = "mixture"  # of several sources
@@ -33,6 +33,7 @@ _OPTIONS = (
     "split",
     "subset",
     "images",
+    "images_outside",
     "columns",
     "num_examples",
     "tolerance",
@@ -89,6 +90,7 @@ def open_source(
     split: str = "",
     subset: str = "",
     images: str = "",
+    images_outside: bool = False,
     columns: Mapping[str, str] | None = None,
     num_examples: int = 0,
     tolerance: float = 0.0,
@@ -108,6 +110,7 @@ def open_source(
         path: a file, a folder, or a hub id.
         split, subset: parts of a release; for the synthetic source, split "" is "train".
         images: folder that image paths are relative to; empty for the release's folder.
+        images_outside: allows image paths that lead out of that folder.
         columns: column names for the parquet source.
         num_examples: number of examples to draw; for a release, of its first rows, 0 for all.
         tolerance, min_pixels, max_pixels: set on every example; 0 leaves the field unchanged.
@@ -121,7 +124,8 @@ def open_source(
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {name!r}")
     if num_examples < 0:
         raise ValueError(f"num_examples must not be negative, got {num_examples}")
-    given = {"split": split, "subset": subset, "images": images, "columns": dict(columns or {})}
+    given: dict[str, Any] = {"split": split, "subset": subset, "images": images}
+    given |= {"images_outside": images_outside, "columns": dict(columns or {})}
     if not any(given["columns"].values()):
         given["columns"] = {}
     takes = ("split",) if name == "synthetic" else _FILES[name][1]

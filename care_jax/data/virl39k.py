@@ -15,7 +15,8 @@ from care_jax.batch import Example
 from care_jax.data import hub
 from care_jax.data.json_rows import JsonRows
 from care_jax.data.parquet import ParquetRows, find_files, images_of
-from care_jax.data.rows import Rows, make_example
+from care_jax.data.rows import AnyFolder, Rows, make_example
+from care_jax.prompts.images import AnyImage
 from care_jax.rewards import notation
 
 NAME = "virl39k"
@@ -23,12 +24,13 @@ _COLUMNS = ("question", "answer", "qid", "image")
 _BOX = "\\boxed{"
 
 
-def open_rows(path: str, *, images: str) -> Rows:
+def open_rows(path: str, *, images: str, images_outside: bool = False) -> Rows:
     """The questions.
 
     Args:
         path: the release's folder, its parquet or JSONL file, or its hub id.
         images: folder or archive that image paths are relative to; empty for the release's folder.
+        images_outside: allows image paths that lead out of that folder.
 
     Raises:
         ValueError: the path has no rows, or the archive is broken.
@@ -42,10 +44,16 @@ def open_rows(path: str, *, images: str) -> Rows:
         table = ParquetRows(find_files(file, ""), _COLUMNS)
     release = place.parent if place.is_file() else place
     folder = _image_folder(pathlib.Path(images) if images else release)
-    return Rows(len(table), lambda index: _example(table[index], index, folder))
+
+    def example(index: int) -> Example:
+        row = table[index]
+        found = images_of(row.get("image"), folder, is_outside_allowed=images_outside)
+        return _example(row, index, found)
+
+    return Rows(len(table), example)
 
 
-def _image_folder(place: pathlib.Path) -> pathlib.Path | zipfile.Path:
+def _image_folder(place: pathlib.Path) -> AnyFolder:
     """The root of the image paths: a folder, or `images.zip` as the release ships it."""
     archive = place / "images.zip" if place.is_dir() else place
     if (place / "images").is_dir() or not archive.is_file():
@@ -56,13 +64,13 @@ def _image_folder(place: pathlib.Path) -> pathlib.Path | zipfile.Path:
         raise ValueError(f"{archive} is not a whole archive ({error}); fetch it again") from error
 
 
-def _example(row: dict[str, Any], index: int, folder: pathlib.Path | zipfile.Path) -> Example:
+def _example(row: dict[str, Any], index: int, images: list[AnyImage]) -> Example:
     return make_example(
         id=row.get("qid") if row.get("qid") is not None else index,
         source=NAME,
         question=row.get("question"),
         answer=_unboxed(row.get("answer")),
-        images=images_of(row.get("image"), folder),
+        images=images,
         needs_placeholder=True,
     )
 

@@ -18,6 +18,7 @@ from care_jax.data import hub
 from care_jax.data.json_rows import JsonRows
 from care_jax.data.parquet import images_of
 from care_jax.data.rows import Rows, make_example
+from care_jax.prompts.images import AnyImage
 from care_jax.rewards import notation
 
 NAME = "vision_r1_cold"
@@ -25,13 +26,14 @@ _ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")
 _MAX_ANSWER_CHARS = 300  # longer ones are explanations
 
 
-def open_rows(path: str, *, images: str, think_tag: str) -> Rows:
+def open_rows(path: str, *, images: str, think_tag: str, images_outside: bool = False) -> Rows:
     """The questions with their rationales.
 
     Args:
         path: the release's folder, one of its files, or its hub id.
         images: folder that image paths are relative to; empty for the release's folder.
         think_tag: name of the tag to put around the rationale.
+        images_outside: allows image paths that lead out of that folder.
 
     Raises:
         ValueError: there is no JSON file, or a `.json` file is not one complete array.
@@ -50,21 +52,23 @@ def open_rows(path: str, *, images: str, think_tag: str) -> Rows:
         number = bisect.bisect_right(ends, index)
         row = index - (ends[number - 1] if number else 0)
         id = f"{files[number].stem}-{tables[number].numbers[row]}"
-        return _example(tables[number][row], id, folder, think_tag)
+        fields = tables[number][row]
+        cell = fields.get("image") if fields.get("image") is not None else fields.get("images")
+        found = images_of(cell, folder, is_outside_allowed=images_outside)
+        return _example(fields, id, found, think_tag)
 
     return Rows(ends[-1], example)
 
 
-def _example(row: dict[str, Any], id: str, folder: pathlib.Path, think_tag: str) -> Example:
+def _example(row: dict[str, Any], id: str, images: list[AnyImage], think_tag: str) -> Example:
     question, response = _turns(row)
     rationale, answer = _parts(response)
-    cell = row.get("image") if row.get("image") is not None else row.get("images")
     return make_example(
         id=row.get("id") or id,
         source=NAME,
         question=question,
         answer=answer,
-        images=images_of(cell, folder),
+        images=images,
         rationale=rationale,
         response=f"<{think_tag}>{rationale}</{think_tag}><answer>{answer}</answer>",
         needs_placeholder=True,

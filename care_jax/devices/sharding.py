@@ -274,7 +274,7 @@ def replicate(array: np.ndarray, mesh: Mesh) -> jax.Array:
 
 def num_shards(sharding: NamedSharding) -> int:
     """Number of shards of the leading axis, over all processes."""
-    return math.prod(sharding.mesh.shape[axis] for axis in sharding.spec[0])
+    return math.prod(sharding.mesh.shape[axis] for axis in sharding.spec[0] or ())
 
 
 def num_shards_of(axis: str, rules: Rules, mesh: Mesh) -> int:

@@ -2,6 +2,10 @@
 
 Files are untrusted: sizes are checked before pixels are decoded, only a few formats are opened, and
 anything a decoder raises becomes a reason to leave the row out.
+
+Pixels of 16 bits are scaled to 8 by the range that their format defines. Pixels of 32 bits and
+floats have no such range (depths, heights, measurements), and Pillow would clip them to white or
+black: such images are refused.
 """
 
 from __future__ import annotations
@@ -23,6 +27,12 @@ AnyImage = Image.Image | pathlib.Path | zipfile.Path | bytes
 MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs
+# Modes that have a meaning as colours, by themselves or once scaled.
+_COLOR_MODES = frozenset(
+    ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
+)
+_GRAY_16_MODES = frozenset(("I;16", "I;16B", "I;16L", "I;16N"))
+_NUM_BITS_TAG, _PHOTOMETRIC_TAG = 258, 262  # of TIFF
 _ORIENTATION = 0x0112  # EXIF tag
 _HASH_SIDE = 12  # lowest frequencies per axis that are hashed
 _GRAY_SIDE = 64  # pixels per side of the grey image that is transformed
@@ -42,7 +52,7 @@ class Fingerprint:
 
 
 def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
-    """Decodes an image and applies its EXIF orientation. PIL images are only checked for size.
+    """Decodes an image and applies its EXIF orientation. PIL images are not turned.
 
     Args:
         image: image from a dataset.
@@ -50,20 +60,22 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
             this, which still reads the whole file. 0 decodes at full size.
 
     Raises:
-        Unusable: the file is missing or broken, or the image is too large or too narrow.
+        Unusable: the file is missing or broken, or the image is too large, too narrow, or of pixels
+            that are no colours.
     """
-    if isinstance(image, Image.Image):
-        _check_size(*image.size)
-        return image
     try:
+        if isinstance(image, Image.Image):
+            _check_size(*image.size)
+            image.load()  # an image that PIL has only opened
+            return _as_colors(image)
         with _opened(image) as opened:
             _check_size(*opened.size)
             if at_least:
                 opened.draft("RGB", (at_least, at_least))
             opened.load()
             if opened.getexif().get(_ORIENTATION, 1) != 1:
-                return ImageOps.exif_transpose(opened)
-            return opened
+                return ImageOps.exif_transpose(_as_colors(opened))
+            return _as_colors(opened)
     except Unusable:
         raise
     except Image.DecompressionBombError as error:
@@ -134,6 +146,41 @@ def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
         image = image.read_bytes()
     file = io.BytesIO(image) if isinstance(image, bytes) else image
     return Image.open(file, formats=_FORMATS)
+
+
+def _as_colors(image: Image.Image) -> Image.Image:
+    """The image in a mode of 8 bits or fewer per channel.
+
+    Raises:
+        Unusable: its pixels have no defined range, or are no colours.
+    """
+    if image.mode in _GRAY_16_MODES:
+        return _scaled_to_8_bits(image)
+    if image.mode in ("I", "F"):
+        raise Unusable("image of 32-bit pixels, whose range is unknown; save it with 8 or 16 bits")
+    if image.mode not in _COLOR_MODES:
+        raise Unusable(f"image of mode {image.mode}, expected RGB or grey")
+    return image.convert("RGBA") if image.mode == "RGBa" else image
+
+
+def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
+    """A grey image of 9 to 16 bits as one of 8; a transparent value becomes white.
+
+    PNG and TIFF define black and white as 0 and 2ⁿ - 1, or in TIFF the other way round.
+    """
+    tags = getattr(image, "tag_v2", {})
+    (num_bits,) = tags.get(_NUM_BITS_TAG, (16,))
+    pixels = np.asarray(image).astype(np.uint32)
+    most = 2**num_bits - 1
+    gray = np.minimum((pixels * 255 + most // 2) // most, 255).astype(np.uint8)
+    if tags.get(_PHOTOMETRIC_TAG) == 0:
+        gray = 255 - gray
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        gray[pixels == transparent] = 255
+    scaled = Image.fromarray(gray)
+    scaled.info = {name: value for name, value in image.info.items() if name != "transparency"}
+    return scaled
 
 
 def _check_size(width: int, height: int) -> None:

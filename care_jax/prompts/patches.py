@@ -93,7 +93,7 @@ def to_patches(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
     )
-    image = _to_rgb(image)
+    image = to_rgb(image)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     pixels = np.asarray(image)
@@ -113,7 +113,7 @@ def to_patches(
     return patches.reshape(rows * columns, -1), np.array((1, rows, columns), np.int32)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (255,) * 4), image)

@@ -9,6 +9,7 @@ often than recent ones, and the page says so. Curves are thinned separately.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pathlib
 import time
@@ -97,12 +98,22 @@ class Report:
         assert self._wording is not None  # required by `add`
         example, keys = sampled.examples[index], []
         for order, image in enumerate(example.images):
-            keys.append(f"{example.source}/{example.id}/{order}")
-            if keys[-1] not in self._pictures:
-                uri = pictures.data_uri(image, max_side=self._max_side)
-                self._pictures[keys[-1]] = page.to_json(uri)
+            uri = pictures.data_uri(image, max_side=self._max_side)
+            keys.append(self._keep_picture(f"{example.source}/{example.id}/{order}", uri))
         group = groups.describe(sampled, index, self._wording) | {"pictures": keys}
         return page.to_json(group), tuple(keys)
+
+    def _keep_picture(self, key: str, uri: str) -> str:
+        """Stores a picture; returns its key, which differs from `key` if that has another one.
+
+        Ids of a source may repeat, though they should not. A picture that can no longer be read
+        is shown as it was.
+        """
+        picture = page.to_json(uri)
+        if uri and self._pictures.get(key, picture) != picture:
+            key += f"/{hashlib.sha256(uri.encode()).hexdigest()[:8]}"
+        self._pictures.setdefault(key, picture)
+        return key
 
     def _shown(self, sampled: Sampled, index: int) -> ShownGroup:
         assert self._wording is not None  # required by `add`

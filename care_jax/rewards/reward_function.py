@@ -33,6 +33,8 @@ def load_reward(name: str) -> RewardFunction:
     """
     module, _, function = name.partition(":")
     try:
+        if module.startswith("."):  # importlib raises TypeError
+            raise ImportError("a relative name has no package here")
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(

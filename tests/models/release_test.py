@@ -46,6 +46,14 @@ def test_a_single_file_comes_before_an_index_as_in_transformers(folder):
     assert release.read_headers(folder).keys() == {"b"}
 
 
+@pytest.mark.parametrize("file", ["../b.safetensors", "/etc/hosts", "a\nb", "", ".."])
+def test_an_index_names_files_beside_it_alone(folder, file):
+    write_index(folder, {"a": file})
+    with pytest.raises(ValueError, match="must map tensors to files beside it, got") as refused:
+        release.read_headers(folder)
+    assert "\n" not in str(refused.value)
+
+
 def cut(folder):
     (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-1])
 

@@ -43,6 +43,32 @@ def test_bad_element_costs_itself_alone(tmp_path):
             _ = rows[index]
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_byte_order_mark_costs_no_row(tmp_path, name):
+    text = json.dumps(ROWS) if name.endswith(".json") else "\n".join(map(json.dumps, ROWS))
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    rows = JsonRows(tmp_path / name)
+    assert [rows[i] for i in range(len(rows))] == ROWS
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_file_in_another_encoding_is_refused_with_the_way_out(tmp_path, encoding):
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n', encoding=encoding)
+    with pytest.raises(ValueError, match=r"to be in UTF-8, got .*; convert it: iconv"):
+        JsonRows(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(("depth", "is_kept"), [(63, True), (64, False), (900, False)])
+def test_a_row_is_nested_64_deep_at_most(tmp_path, depth, is_kept):
+    (tmp_path / "rows.jsonl").write_text(f'{{"a": {"[" * depth}{"]" * depth}}}')
+    rows = JsonRows(tmp_path / "rows.jsonl")
+    if is_kept:
+        assert "a" in rows[0]
+    else:
+        with pytest.raises(Unusable, match="nested more than 64 deep"):
+            _ = rows[0]
+
+
 @pytest.mark.parametrize("text", ["", "{}", '[{"a": 1}, {"a"', '[{"a": "never closed}]', "5"])
 def test_array_cut_short_is_refused(tmp_path, text):
     path = tmp_path / "rows.json"

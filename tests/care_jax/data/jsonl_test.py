@@ -6,8 +6,16 @@ import json
 import pytest
 from PIL import Image
 
+from care_jax.batch import Unusable
 from care_jax.data import jsonl
-from care_jax.data.rows import checked, with_text_answers
+from care_jax.data.rows import (
+    NO_RESPONSE,
+    NO_TEXT_LEFT,
+    OUTSIDE,
+    checked,
+    with_responses,
+    with_text_answers,
+)
 
 GOOD = {"id": "a", "question": "How many?", "answer": "3", "image": "ok.png"}
 
@@ -50,7 +58,14 @@ def write(tmp_path):
         (GOOD | {"question": " "}, "no question"),
         (GOOD | {"question": 5}, "question of a wrong type"),
         (GOOD | {"answer": ""}, "no answer"),
+        (GOOD | {"answer": "\u200b\ufeff "}, "no answer"),
+        (GOOD | {"question": "\u2060"}, "no question"),
         (GOOD | {"answer": True}, "answer of a wrong type"),
+        (GOOD | {"answer": float("nan")}, "answer is not a finite number"),
+        (b'{"question": "?", "answer": 1e999}', "answer is not a finite number"),
+        (GOOD | {"answer": [0, float("-inf")]}, "a number in the answer is not finite"),
+        (GOOD | {"answer": {"x": [float("nan")]}}, "a number in the answer is not finite"),
+        (GOOD | {"options": [1, float("nan")], "answer": "A"}, "a choice is not a finite number"),
         (GOOD | {"options": "AB"}, "choices of a wrong type"),
         (GOOD | {"options": [None]}, "choices of a wrong type"),
         (GOOD | {"options": ["x"] * 27}, "more than 26 choices"),
@@ -71,8 +86,17 @@ def write(tmp_path):
             "images and placeholders differ in number",
         ),
         ({"question": "<image>?", "answer": "1"}, "images and placeholders differ in number"),
+        (
+            {"question": f"<image{'1' * 5000}>?", "answer": "1"},
+            "images and placeholders differ in number",
+        ),
+        (GOOD | {"image": "../ok.png"}, OUTSIDE),
+        (GOOD | {"image": "a/../../ok.png"}, OUTSIDE),
+        (GOOD | {"image": "/etc/hostname"}, OUTSIDE),
         (GOOD | {"question": "<|image_pad|>?"}, "a special token in the text"),
         (GOOD | {"question": "\ud800?"}, "half a character in the text"),
+        (GOOD | {"id": "\udc00"}, "half a character in the text"),
+        (GOOD | {"size": [{"\ud800": 1}]}, "half a character in the text"),
     ],
 )
 def test_bad_row_is_left_out_and_counted(write, row, reason):
@@ -123,6 +147,56 @@ def test_without_a_reward_function_answers_must_be_texts(write):
     examples, skipped = checked(rows, "rows")
     assert [example.id for example in examples] == ["a"]
     assert skipped == {"answer is a list or an object, which needs verifier.reward": 1}
+
+
+@pytest.mark.parametrize("answer", ["$$", "\\left.\\right.", "\\boxed{}"])
+def test_the_verifier_needs_an_answer_inside_the_marks(write, answer):
+    """An empty gold answer would equal whatever has no text either."""
+    examples, skipped = checked(
+        with_text_answers(jsonl.open_rows(str(write(GOOD, GOOD | {"answer": answer})))), "rows"
+    )
+    assert len(examples) == 1 and skipped == {NO_TEXT_LEFT: 1}
+
+
+@pytest.mark.parametrize("response", [None, "", " \n", "\u200b"])
+def test_the_cold_start_leaves_rows_without_a_response_out(write, response):
+    """Their target would be the end token alone."""
+    taught = GOOD | {"response": "<think>x</think><answer>3</answer>"}
+    rows = with_responses(jsonl.open_rows(str(write(taught, GOOD | {"response": response}))))
+    examples, skipped = checked(rows, "rows")
+    assert [example.response for example in examples] == [taught["response"]]
+    assert skipped == {NO_RESPONSE: 1}
+
+
+def test_image_paths_stay_below_the_folder_of_images_unless_told_otherwise(write, tmp_path):
+    path = str(write(GOOD | {"image": "../ok.png"}, GOOD | {"image": f"{tmp_path}/ok.png"}))
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    assert checked(jsonl.open_rows(path), "rows")[1] == {OUTSIDE: 1}  # an absolute path below it
+    with pytest.raises(ValueError, match=f"2 x {OUTSIDE}"):
+        checked(jsonl.open_rows(path, images=str(inner)), "rows")
+    rows = jsonl.open_rows(path, images=str(inner), images_outside=True)
+    assert len(checked(rows, "rows")[0]) == 2
+
+
+def test_rows_from_python_may_name_any_file(write, monkeypatch):
+    folder = write().parent
+    (folder / "inner").mkdir()
+    monkeypatch.chdir(folder / "inner")
+    (example,), _ = checked(jsonl.in_memory([GOOD | {"image": "../ok.png"}], "train"), "train")
+    assert example.id == "a"
+
+
+def test_half_a_character_from_python_is_left_out():
+    rows = jsonl.in_memory([{"id": "\ud800", "question": "?", "answer": "1"}], "train")
+    with pytest.raises(Unusable, match="half a character"):
+        _ = rows[0]
+
+
+def test_a_number_that_python_cannot_write_is_left_out():
+    rows = jsonl.in_memory([{"question": "?", "answer": 10**5000}], "train")
+    with pytest.raises(Unusable, match="text too long"):
+        _ = rows[0]
 
 
 def test_rows_from_python_are_those_of_a_file(write, monkeypatch):

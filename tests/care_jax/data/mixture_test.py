@@ -89,7 +89,7 @@ def test_unusable_row_gives_its_place_to_its_own_source_and_is_counted_by_reason
 
 def test_source_of_nothing_but_unusable_rows_is_refused_with_the_reason():
     with pytest.raises(
-        ValueError, match="64 examples in a row cannot be used, the last: no answer"
+        ValueError, match="64 examples in a row cannot be used, 64 of them: no answer"
     ):
         drawn(mixture(bad=range(7)), [0])
 

@@ -85,6 +85,20 @@ def test_text_that_is_not_utf8_costs_its_row_alone(tmp_path):
         _ = source[1]
 
 
+@pytest.mark.parametrize(
+    ("type_", "value"), [(pa.timestamp("ns"), 1), (pa.timestamp("s"), 2**50), (pa.date32(), 2**30)]
+)
+def test_a_date_that_python_has_not_costs_its_row_alone(tmp_path, write_parquet, type_, value):
+    rows = [{"question": "?", "answer": "1", "when": each} for each in (0, value)]
+    types = {"question": pa.string(), "answer": pa.string(), "when": type_}
+    path = str(write_parquet(tmp_path / "a.parquet", rows, types))
+    columns = dict.fromkeys(parquet.COLUMNS, "") | {"question": "question", "answer": "answer"}
+    source = parquet.open_rows(path, split="", columns=columns)
+    assert source[0].answer == "1"
+    with pytest.raises(Unusable, match="a cell that Python has no value for"):
+        _ = source[1]
+
+
 def test_release_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
     import huggingface_hub
 

@@ -88,7 +88,7 @@ def test_prompt_too_long_gives_its_place_to_the_next_pass_and_is_counted():
 
 def test_source_of_nothing_but_too_long_prompts_is_refused():
     with pytest.raises(
-        ValueError, match="in a row cannot be used, the last: prompt fits no bucket"
+        ValueError, match="in a row cannot be used, 64 of them: prompt fits no bucket"
     ):
         make(too_long=range(10)).batch(0)
 
@@ -100,7 +100,7 @@ def test_records_belong_to_their_examples():
 
 def test_error_of_the_background_thread_is_raised_in_the_loop():
     with pytest.raises(
-        ValueError, match="in a row cannot be used, the last: prompt fits no bucket"
+        ValueError, match="in a row cannot be used, 64 of them: prompt fits no bucket"
     ):
         next(make(too_long=range(10)).iterate(0, 3))
 

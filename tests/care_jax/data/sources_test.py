@@ -3,6 +3,7 @@
 import pytest
 
 from care_jax import main
+from care_jax.batch import Unusable
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import first_usable
 from care_jax.data.sources import check_section, open_source
@@ -30,6 +31,7 @@ def rows(tmp_path, write_json, picture):
         ("virl39k", {"split": "test"}, "takes no split"),
         ("chartqa", {"columns": {"answer": "label"}}, "takes no columns"),
         ("synthetic", {"images": "x"}, "takes no images"),
+        ("chartqa", {"images_outside": True}, "takes no images_outside, got True; clear it"),
         (
             "geometry3k",
             {"path": "/", "split": "dev"},
@@ -120,6 +122,22 @@ def test_held_out_rows_are_checked_before_the_stage_starts(rows, caplog):
     config.data.test.path = rows("b.jsonl", {"answer": ""})
     with pytest.raises(ValueError, match=r"no row of data.test can be used: 1 x no answer"):
         main.open_stage(config, "evaluate")
+
+
+def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
+    """Nor are its parts of a mixture, whichever comes first."""
+    config = tiny.get_config()
+    path = rows("a.jsonl", {}, {"response": "<think>x</think><answer>1</answer>"})
+    config.data.sft = common.source("jsonl", path=path)
+    examples = main.open_stage(config, "sft")
+    assert first_usable(examples).id == "2"
+    with pytest.raises(Unusable, match="no response to imitate"):
+        _ = examples[0]
+    parts = (common.source("synthetic", num_examples=4), common.source("jsonl", path=path))
+    parts[1].path = rows("b.jsonl", {})
+    config.data.sft = common.source("mixture", parts=parts)
+    with pytest.raises(ValueError, match=r"source 'jsonl' has no responses to imitate \(none of"):
+        main.open_stage(config, "sft")
 
 
 def test_responses_in_another_tag_are_refused(rows):

@@ -6,11 +6,13 @@ import struct
 import warnings
 import zlib
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from care_jax.batch import Unusable
 from care_jax.prompts.images import encoded, fingerprint, image_size, num_different_bits, open_image
+from care_jax.prompts.patches import to_rgb
 
 
 def png_header(width, height):
@@ -64,6 +66,75 @@ def test_truncated_file_is_refused_at_every_scale(picture, format, at_least):
     assert open_image(data, at_least=at_least).size[0] in (640, 80)
     with pytest.raises(Unusable, match="unreadable or truncated"):
         open_image(data[: len(data) // 2], at_least=at_least)
+
+
+def saved(image, format, **options):
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+RAMP = np.linspace(0, 1, 16 * 16).reshape(16, 16)
+GRAY_16 = Image.fromarray((RAMP * 65535).round().astype(np.uint16))
+BIG_ENDIAN = Image.frombytes("I;16B", (16, 16), (RAMP * 65535).round().astype(">u2").tobytes())
+WHITE_IS_ZERO, BITS = {262: 0}, 258  # tags of TIFF
+
+
+@pytest.mark.parametrize(
+    ("image", "is_inverted"),
+    [
+        (GRAY_16, False),
+        (BIG_ENDIAN, False),
+        (saved(GRAY_16, "PNG"), False),
+        (saved(GRAY_16, "TIFF"), False),
+        (saved(BIG_ENDIAN, "TIFF"), False),
+        (saved(GRAY_16, "TIFF", tiffinfo=WHITE_IS_ZERO), True),
+    ],
+)
+def test_16_bits_of_grey_are_scaled_to_8(image, is_inverted):
+    expected = (255 * (1 - RAMP if is_inverted else RAMP)).round()
+    found = open_image(image)
+    assert found.mode == "L" and np.abs(np.asarray(found) - expected).max() <= 1
+    assert np.asarray(found)[0, 0] == (255 if is_inverted else 0)
+    assert np.asarray(to_rgb(found))[..., 1].tolist() == np.asarray(found).tolist()
+
+
+def test_12_bits_of_grey_are_scaled_by_their_own_range():
+    """A TIFF of 12 bits is opened in the mode of 16."""
+    tiff = saved(Image.new("I;16", (16, 16), 0xFFF0 >> 4), "TIFF")
+    twelve = Image.open(io.BytesIO(tiff))
+    twelve.tag_v2[BITS] = (12,)
+    assert set(np.asarray(open_image(twelve)).ravel()) == {255}
+
+
+def test_the_transparent_value_of_16_bits_is_white():
+    data = saved(Image.new("I;16", (16, 16), 0), "PNG", transparency=0)
+    assert set(np.asarray(to_rgb(open_image(data))).ravel()) == {255}
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        Image.fromarray((RAMP * 1e6).astype(np.int32)),
+        Image.fromarray(RAMP.astype(np.float32)),
+        saved(Image.fromarray((RAMP * 1e6).astype(np.int32)), "TIFF"),
+        saved(Image.fromarray(RAMP.astype(np.float32)), "TIFF"),
+    ],
+)
+def test_pixels_whose_range_is_unknown_are_refused(image):
+    with pytest.raises(Unusable, match="32-bit pixels, whose range is unknown; save it with 8 or"):
+        open_image(image)
+
+
+def test_pixels_that_are_no_colours_are_refused():
+    with pytest.raises(Unusable, match="image of mode LAB, expected RGB or grey"):
+        open_image(saved(Image.new("LAB", (16, 16)), "TIFF"))
+
+
+def test_an_image_that_was_only_opened_is_read_here(picture):
+    data = picture(2, size=(640, 480))
+    with pytest.raises(Unusable, match="unreadable or truncated"):
+        open_image(Image.open(io.BytesIO(data[: len(data) // 2])))
 
 
 def test_photo_is_turned_upright(picture):

@@ -190,3 +190,23 @@ def test_two_images_of_a_prompt_are_both_there(tmp_path, make_report):
     pictures = data_of(tmp_path)["pictures"]
     assert len(set(pictures.values())) == 2
     json.dumps(pictures)
+
+
+def test_questions_of_one_id_keep_their_own_pictures(tmp_path, make_report):
+    report = make_report()
+    for step, color in enumerate(("red", "blue", "red")):
+        report.add(step, make_sampled(images=(Image.new("RGB", (8, 8), color),)))
+    data = data_of(tmp_path)
+    shown = [data["pictures"][entry["groups"][0]["pictures"][0]] for entry in data["steps"]]
+    assert shown[0] == shown[2] != shown[1] and len(data["pictures"]) == 2
+
+
+def test_a_picture_that_has_gone_since_is_shown_as_it_was(tmp_path, make_report):
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8), "red").save(path)
+    report = make_report()
+    report.add(0, make_sampled(images=(path,)))
+    path.unlink()
+    report.add(1, make_sampled(images=(path,)))
+    data = data_of(tmp_path)
+    assert list(data["pictures"]) == ["made/q0/0"] and data["pictures"]["made/q0/0"]

@@ -39,6 +39,7 @@ def test_a_function_is_found_by_its_name(rewards):
         ("some_rewards:absent", "expected verifier.reward as module:function .* correct it or set"),
         ("no_such_module:f", "expected verifier.reward as module:function"),
         ("some_rewards", "expected verifier.reward as module:function"),
+        (".rewards:f", "expected verifier.reward as module:function .*relative name"),
         ("some_rewards:constant", "'some_rewards:constant' is no function but a float"),
         ("some_rewards:one", "takes a single `response`; it must have the form def reward"),
         ("some_rewards:two", "must have the form def reward.*, but: too many positional arguments"),
