@@ -17,7 +17,8 @@ Prints a row for every program of the configuration's stages "sft" and "rl", in 
 and the bytes that one chip receives from others, by collective, as compiled; with several slices
 or nodes, also what of it comes from others of these in a step. The worst step has
 prompts and responses of maximum length. With --mean_response, a step with randomly drawn lengths is
-printed too, see `step_sizes` and `lengths`.
+printed too, see `step_sizes` and `lengths`. With --price, the list price of a chip for an hour, the
+last line says what all steps of "rl" cost at least.
 
 Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Exits with status 1 if the
 run does not fit, 2 if flags, configuration or topology are invalid.
@@ -170,6 +171,17 @@ def _step_line(result: Fit, stage: str) -> str:
     return f"{line} (worst case), {expected} at a mean of {result.mean_response:g} tokens."
 
 
+def price_line(result: Fit, num_steps: int, price: float | None) -> str:
+    """What the steps of "rl" take and cost at least; at the mean length where there is one."""
+    seconds = num_steps * result.step_seconds("rl", is_expected=bool(result.expected))
+    hours = seconds / 3600
+    line = f"{num_steps} steps of 'rl' take at least {hours:.1f} h, {hours * result.mesh.size:.0f} "
+    line += f"chip hours, {'at that mean' if result.expected else 'at worst'}"
+    if price is None:
+        return f"{line}."
+    return f"{line}: {hours * result.mesh.size * price:.0f} at {price:g} for a chip hour."
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{math.ceil(seconds / 6) / 10} min"
 
@@ -183,6 +195,7 @@ def run_main() -> None:
     )
     slices = flags.DEFINE_integer("slices", 1, "Slices of TPUs, each of that topology.")
     mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
+    price = flags.DEFINE_float("price", None, "List price of a chip for an hour.", lower_bound=0)
     flags.mark_flag_as_required("config")
     logging.set_verbosity(logging.INFO)
     logging.use_absl_handler()
@@ -204,6 +217,8 @@ def run_main() -> None:
         except ValueError as error:
             _leave(error)
         print(report(result))
+        if "rl" in config.value.stages:
+            print(price_line(result, config.value.rl.num_steps, price.value))
         sys.exit(0 if result.is_fitting else 1)
 
     app.run(main, flags_parser=parse_flags)

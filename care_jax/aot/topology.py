@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -115,7 +116,7 @@ def _tpus(kind: str, shape: str, num_slices: int) -> topologies.TopologyDescript
     for question, answer in _HOST.items():
         os.environ.setdefault(question, answer)
     sizes = [int(size) for size in re.findall(r"\d+", shape)]
-    options = {"num_slices": num_slices} if num_slices > 1 else {}
+    options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
     if math.prod(sizes) < 4:  # fewer than the four chips of a host
         options["chips_per_host_bounds"] = [*sizes, 1, 1, 1][:3]
     return topologies.get_topology_desc(

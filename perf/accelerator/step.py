@@ -42,7 +42,7 @@ from models.backbone import Params
 from models.config import RELEASES, BackboneConfig
 
 BYTES_OF_FULL_TRAINING = 14  # a parameter: weights, moments, gradient, reference and decode layout
-SHARE_OF_STATE = 0.75  # of the memory; the rest is for caches and activations
+SHARE_OF_STATE = 0.6  # of the memory; the rest is for caches and activations
 LORA_RANK = 64
 
 

@@ -229,6 +229,19 @@ def test_what_comes_from_other_slices_is_a_column_where_there_are_any():
     assert work.seconds(Chip(1, 1, 1, 4e9, 5e8), 1) == 0.5  # the slower network decides
 
 
+def test_all_steps_have_a_price():
+    """200 steps of 36 s at worst and 18 s at the mean, on 2 chips."""
+    decode = program("rl decode", 0, 0, 0, 0, seconds=36.0, expected=(Work(flops=360),))
+    assert aot.price_line(fit_of(decode), 200, None) == (
+        "200 steps of 'rl' take at least 2.0 h, 4 chip hours, at worst."
+    )
+    step = types.SimpleNamespace(num_microbatches=6, updates=(0, 0), train_fill=0.75)
+    result = fit_of(decode, expected=step, mean_response=600.0)
+    assert aot.price_line(result, 200, 1.5) == (
+        "200 steps of 'rl' take at least 1.0 h, 2 chip hours, at that mean: 3 at 1.5 for a chip hour."
+    )
+
+
 def test_a_row_of_the_readme_tells_worst_and_mean():
     """Decoding: 20 tokens in 2 x 10 s at worst, 8 in 4 s at the mean; an update of 5 s or 1."""
     waves = Work(flops=40, tokens=4), Work(flops=40, tokens=4)
