@@ -238,7 +238,8 @@ def test_all_steps_have_a_price():
     step = types.SimpleNamespace(num_microbatches=6, updates=(0, 0), train_fill=0.75)
     result = fit_of(decode, expected=step, mean_response=600.0)
     assert aot.price_line(result, 200, 1.5) == (
-        "200 steps of 'rl' take at least 1.0 h, 2 chip hours, at that mean: 3 at 1.5 for a chip hour."
+        "200 steps of 'rl' take at least 1.0 h, 2 chip hours, at that mean: "
+        "3 at 1.5 for a chip hour."
     )
 
 
