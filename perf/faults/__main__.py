@@ -1,0 +1,72 @@
+"""What goes wrong on purpose, and what comes of it.
+
+    python -m perf.faults --fuzz=10000                         malformed input of every kind
+    python -m perf.faults --fuzz=1000 --kinds=image,answer --seed=7
+    python -m perf.faults --kills=20                           kill -9 at random moments
+    python -m perf.faults --soak=2000                          that many small RL steps
+
+--fuzz draws that many configurations, JSONL and parquet rows, images, safetensors files,
+checkpoints and answers, reads each as a run does (`tests/fuzz.py` has the strategies), and prints
+how often each outcome came. --kills ends short whole runs (`runs.SHORT`: all stages, evaluations
+inside RL) at moments drawn evenly over an unbroken run, starts them again, and compares. --soak
+compares memory, handles and threads of the end with those of step 200. The last two print a table:
+promise, how tried, how often, result. Exits with status 1 if a promise does not hold. Needs the
+test extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import tempfile
+
+from absl import logging
+
+from perf.faults import fuzzing, killing, soaking
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fuzz", type=int, default=0, help="examples of each kind")
+    parser.add_argument("--kinds", default=",".join(fuzzing.KINDS), help="separated by commas")
+    parser.add_argument("--kills", type=int, default=0, help="of all cases together")
+    parser.add_argument("--soak", type=int, default=0, help="RL steps")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    args = parser.parse_args()
+    kinds = args.kinds.split(",")
+    if unknown := sorted(set(kinds) - set(fuzzing.KINDS)):
+        parser.error(f"--kinds must be some of {', '.join(fuzzing.KINDS)}, got {unknown[0]}")
+    numbers = args.fuzz, args.kills, args.soak
+    if min(numbers) < 0 or not any(numbers):
+        parser.error(f"--fuzz, --kills or --soak must be at least 1, got {numbers}")
+    if 0 < args.soak <= soaking.SETTLED:
+        parser.error(f"--soak must be above {soaking.SETTLED}, got {args.soak}")
+    logging.set_verbosity(logging.ERROR)
+    failed = fuzzing.run(kinds, args.fuzz, args.seed) if args.fuzz else []
+    rows = []
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="care_faults_"))
+    for number, case in enumerate(killing.CASES if args.kills else ()):
+        # The first case gets half of the kills.
+        share = args.kills // 4 if number else args.kills - 2 * (args.kills // 4)
+        if not share:
+            continue
+        print(f"{case.promise}:", flush=True)
+        killed, faults = killing.run(case, share, folder / str(number), args.seed + number)
+        failed += faults
+        rows.append((case.promise, "kill -9 at random moments", killed, len(faults)))
+    if args.soak:
+        told, grown = soaking.run(args.soak, folder)
+        failed += grown
+        promise = f"memory, handles and threads stay: {'; '.join(told)}"
+        rows.append((promise, "small RL steps", args.soak, len(grown)))
+    if rows:
+        print("\n| promise | how tried | times | did not hold |\n|---|---|---:|---:|")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |")
+    if failed:
+        sys.exit("failed: " + "\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

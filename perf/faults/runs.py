@@ -1,0 +1,130 @@
+"""Short whole runs in processes of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+# All stages, an evaluation inside RL, more prompts than seats, a save every second step.
+SHORT = {
+    "stages": "('sft','rl','evaluate','export')",
+    "log_every": 1,
+    "checkpoint_every": 2,
+    "data.test.num_examples": 12,
+    "sft.num_steps": 4,
+    "sft.batch_size": 8,
+    "sft.microbatch_size": 0,
+    "sft.warmup_steps": 1,
+    "rl.num_steps": 6,
+    "rl.eval_every": 2,
+    "rl.num_rollouts": 4,
+    "rl.prompts_per_step": 8,
+    "rl.prompts_per_update": 4,
+    "rl.decode_prompts": 4,
+    "rl.microbatch_size": 0,
+    "rl.warmup_steps": 1,
+    "care.beta": 0.02,
+    "evaluate.batch_size": 8,
+}
+_TIMES = re.compile("second|device_idle|host/")
+
+
+class Launched:
+    """The processes of one run.
+
+    Args:
+        workdir: of the run.
+        keys: of the configuration, upon `configs/tiny.py`.
+        cache: folder of compiled programs, shared by all runs.
+        num_processes: one run in so many processes, of two CPU devices each if several.
+        num_devices: virtual CPU devices of a single process.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        keys: Mapping[str, Any],
+        cache: pathlib.Path,
+        num_processes: int = 1,
+        num_devices: int = 1,
+    ):
+        command = [sys.executable, "-m", "care_jax.main", f"--workdir={workdir}"]
+        command += ["--config=configs/tiny.py"]
+        command += [f"--config.{name}={value}" for name, value in keys.items()]
+        who: list[list[str]] = [[]]
+        if num_processes > 1:
+            num_devices = 2
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            shared = [f"--coordinator_address=127.0.0.1:{port}", f"--num_processes={num_processes}"]
+            who = [[*shared, f"--process_id={index}"] for index in range(num_processes)]
+        environment = {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        }
+        self.began = time.monotonic()
+        self.processes = [
+            subprocess.Popen(
+                [*command, *flags],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for flags in who
+        ]
+
+    def kill(self, index: int) -> list[psutil.Process]:
+        """SIGKILL to one process; returns its children, which must end by themselves."""
+        children = psutil.Process(self.processes[index].pid).children(recursive=True)
+        self.processes[index].send_signal(signal.SIGKILL)
+        return children
+
+    def finish(self, timeout: float = 600) -> tuple[list[int], str]:
+        """Exit statuses, and the last lines that the processes said; a hang is killed and told."""
+        told = []
+        for process in self.processes:
+            try:
+                _, error = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                _, error = process.communicate()
+                error += f"\nno end within {timeout:.0f} s"
+            told += error.strip().splitlines()[-1:]
+        return [process.returncode for process in self.processes], "; ".join(told)
+
+
+def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what differs between equal runs.
+
+    Raises:
+        ValueError: a line is torn.
+    """
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {name: value for name, value in json.loads(line).items() if not _TIMES.search(name)}
+        for line in lines
+    ]
+
+
+def exported_sums(workdir: pathlib.Path) -> dict[str, Any]:
+    """SHA-256 of the files of the export."""
+    (manifest,) = workdir.glob("export*/sha256.json")
+    return json.loads(manifest.read_text())

@@ -1,0 +1,46 @@
+"""Many small RL steps: memory, handles and threads must stay as they are."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+from perf.faults.runs import SHORT, Launched
+
+SETTLED = 200  # steps after which nothing may grow
+MOST_GROWTH = {"host/memory_gib": 1.05, "host/open_files": 1.1, "host/threads": 1.1}
+
+
+def run(num_steps: int, folder: pathlib.Path) -> tuple[list[str], list[str]]:
+    """Runs so many RL steps with saving, logging and report on.
+
+    Returns:
+        a line for each quantity, and of these the ones that grew.
+    """
+    changes = {
+        "stages": "('rl',)",
+        "rl.num_steps": num_steps,
+        "rl.eval_every": 0,
+        "rl.prompts_per_step": 4,
+        "rl.prompts_per_update": 4,
+        "rl.max_response_tokens": 24,
+        "care.max_context": 12,
+        "checkpoint_every": 10,
+    }
+    workdir = folder / "soak"
+    statuses, told = Launched(workdir, SHORT | changes, folder / "cache").finish(timeout=6 * 3600)
+    assert statuses == [0], f"the run ended with {statuses}: {told}"
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["stage"] == "rl"]
+    rows, grown = [], []
+    for name, limit in MOST_GROWTH.items():
+        # The median of 50 steps, as memory goes up and down with what is saved.
+        early, late = (
+            sorted(line[name] for line in part)[len(part) // 2]
+            for part in (steps[SETTLED - 50 : SETTLED], steps[-50:])
+        )
+        row = f"{name.removeprefix('host/')} {early:.3g} at step {SETTLED}, {late:.3g} at the end"
+        rows.append(row)
+        if late > limit * early:
+            grown.append(row)
+    return rows, grown

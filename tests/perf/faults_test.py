@@ -1,0 +1,115 @@
+"""The comparison behind a kill: every way in which a restart can be wrong is told."""
+
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from perf.faults import killing, runs, soaking
+
+METRICS = [
+    {"stage": "sft", "step": 1, "loss": 2.5, "seconds": 3.0},
+    {"stage": "rl", "step": 1, "loss": 0.5, "host/memory_gib": 1.0},
+]
+
+
+def write(workdir, lines=METRICS, sums=None):
+    (workdir / "export").mkdir(parents=True, exist_ok=True)
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (workdir / "export" / "sha256.json").write_text(json.dumps(sums or {"weights": "ab"}))
+    return workdir
+
+
+@pytest.fixture
+def restarted(monkeypatch):
+    """Makes every run end with these statuses, and leave what its workdir has already."""
+    started = []
+
+    def restarted(*statuses):
+        class Ended:
+            def __init__(self, *args):
+                started.append(args)
+
+            def finish(self):
+                return list(statuses), "error: something"
+
+        monkeypatch.setattr(killing, "Launched", Ended)
+        return started
+
+    return restarted
+
+
+@pytest.mark.parametrize(
+    ("lines", "sums", "problem"),
+    [
+        (METRICS, None, ""),
+        ([METRICS[0] | {"seconds": 9.0}, METRICS[1] | {"host/memory_gib": 4.0}], None, ""),
+        (METRICS[:1], None, "the lines are of other steps: [('sft', 1)]"),
+        ([*METRICS, METRICS[1]], None, "the lines are of other steps"),
+        ([METRICS[0], METRICS[1] | {"loss": 0.25}], None, "rl 1 differs in loss"),
+        (METRICS, {"weights": "cd"}, "other weights were exported"),
+    ],
+)
+def test_a_restart_must_end_like_the_unbroken_run(tmp_path, restarted, lines, sums, problem):
+    restarted(0)
+    whole = write(tmp_path / "whole")
+    expected = runs.metrics(whole), runs.exported_sums(whole)
+    case = killing.CASES[0]
+    told = killing._restart(case, write(tmp_path / "killed", lines, sums), tmp_path, *expected)
+    assert told.startswith(problem) and bool(told) == bool(problem)
+
+
+def test_on_another_mesh_only_the_lines_and_the_end_count(tmp_path, restarted):
+    started = restarted(0)
+    whole = write(tmp_path / "whole")
+    expected = runs.metrics(whole), runs.exported_sums(whole)
+    (case,) = (case for case in killing.CASES if case.restart_devices)
+    other = write(tmp_path / "killed", [METRICS[0], METRICS[1] | {"loss": 0.25}], {"weights": "cd"})
+    assert killing._restart(case, other, tmp_path, *expected) == ""
+    assert started[0][-1] == 2
+    assert "of other steps" in killing._restart(
+        case, write(other, METRICS[:1]), tmp_path, *expected
+    )
+
+
+def test_a_restart_that_fails_is_told_with_its_last_line(tmp_path, restarted):
+    restarted(0, 1)
+    told = killing._restart(killing.CASES[1], tmp_path, tmp_path, [], {})
+    assert told == "the restart ended with [0, 1]: error: something"
+
+
+def test_a_torn_line_is_an_error(tmp_path):
+    write(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "st')
+    with pytest.raises(ValueError, match="Unterminated"):
+        runs.metrics(tmp_path)
+
+
+def test_children_that_live_on_are_told(monkeypatch):
+    monkeypatch.setattr(killing, "LEAVE", 0.2)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert killing._left([psutil.Process(child.pid)]) == "1 workers lived on for 0.2 s"
+    finally:
+        child.kill()
+        child.wait()
+    assert killing._left([]) == ""
+
+
+@pytest.mark.parametrize(("late", "is_grown"), [(1.02, False), (1.2, True)])
+def test_what_grows_after_step_200_is_told(tmp_path, restarted, monkeypatch, late, is_grown):
+    restarted(0)
+    monkeypatch.setattr(killing.Launched, "finish", lambda self, timeout: ([0], ""))
+    monkeypatch.setattr(soaking, "Launched", killing.Launched)
+    usage = {"host/open_files": 30, "host/threads": 12}
+    lines = [
+        {"stage": "rl", "step": step, "host/memory_gib": 1.0 if step <= 200 else late, **usage}
+        for step in range(1, 401)
+    ]
+    write(tmp_path / "soak", lines)
+    rows, grown = soaking.run(400, tmp_path)
+    assert rows[0] == f"memory_gib 1 at step 200, {late:.3g} at the end" and len(rows) == 3
+    assert grown == (rows[:1] if is_grown else [])
