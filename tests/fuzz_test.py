@@ -58,12 +58,12 @@ def test_a_hang_is_a_failure(monkeypatch):
 
 def test_the_command_prints_a_row_of_each_kind(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT))
-    faults = importlib.import_module("perf.faults")
+    faults = importlib.import_module("perf.faults.__main__")
     monkeypatch.setattr("sys.argv", ["faults", "--fuzz=3", "--kinds=checkpoint,json"])
     faults.main()
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split(" | ")[:2] for row in rows] == [["| checkpoint", "3"], ["| json", "3"]]
-    monkeypatch.setitem(faults.fuzz.KINDS, "json", faults.fuzz.Kind(st.just(1), broken))
+    monkeypatch.setitem(fuzz.KINDS, "json", fuzz.Kind(st.just(1), broken))
     with pytest.raises(SystemExit, match="failed: json"):
         faults.main()
 
