@@ -262,4 +262,5 @@ def _iota(text: str, num_chips: int) -> Int[np.ndarray, " n"]:
     if found is None:
         return np.arange(num_chips)
     ids = np.arange(num_chips).reshape([int(size) for size in found[1].split(",")])
-    return ids.transpose([int(axis) for axis in found[2].split(",")] if found[2] else None).ravel()
+    order = found[2].split(",") if found[2] else range(ids.ndim)
+    return ids.transpose([int(axis) for axis in order]).ravel()

@@ -230,6 +230,8 @@ def test_what_compilers_of_tpus_and_gpus_write_is_read(instruction, kind, expect
         ("%r = f32[8]{0} all-reduce(%a), replica_groups=mesh['a'=2,'b'=4] {'a','b'}", 2 * 32 // 8),
         # Inside a slice.
         ("%r = f32[8]{0} all-reduce(%a), replica_groups=[2,4]<=[8], to_apply=%add", 0),
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups=[4,2]<=[2,2,2]T(0,2,1)", 0),
+        ("%r = f32[8]{0} all-reduce(%a), replica_groups=[2,4]<=[2,4], to_apply=%add", 0),
         ("%r = f32[8]{0} all-reduce(%a), replica_groups={{0,1},{2,3},{4,5},{6,7}}", 0),
         ("%r = f32[8]{0} all-reduce(%a), replica_groups=mesh['a'=2,'b'=4] {'b'}", 0),
         ("%p = f32[8]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}", 0),
