@@ -175,18 +175,6 @@ def _check_prompts(data: ConfigDict) -> None:
             "data.think_tag must be one word of letters, digits and _, other than 'answer', got "
             f"{data.think_tag!r}; set it to 'think', or to 'reasoning' for Qwen3-VL"
         )
-    is_pairs = bool(data.buckets) and all(
-        isinstance(bucket, tuple | list)
-        and len(bucket) == 2
-        and all(isinstance(size, int) for size in bucket)
-        and bucket[0] > 0 <= bucket[1]
-        for bucket in data.buckets
-    )
-    if not is_pairs:
-        raise ValueError(
-            "data.buckets must be pairs (prompt tokens, image patches) of whole numbers, got "
-            f"{data.buckets!r}; write ((512, 2048), (1024, 4096))"
-        )
 
 
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:

@@ -275,11 +275,11 @@ def test_keys_of_a_reward_function_need_one(key):
         ({"data.think_tag": ""}, "data.think_tag must be one word .*, got ''; set it to 'think'"),
         ({"data.think_tag": "answer"}, "data.think_tag must be one word .* got 'answer'"),
         ({"data.think_tag": "<think>"}, "data.think_tag must be one word .* got '<think>'"),
-        ({"data.buckets": (48,)}, r"data.buckets must be pairs .* got \(48,\); write \(\(512"),
-        ({"data.buckets": ()}, r"data.buckets must be pairs .* got \(\)"),
-        ({"data.buckets": ((48, 64, 2),)}, "data.buckets must be pairs"),
-        ({"data.buckets": (("a", 2),)}, "data.buckets must be pairs"),
-        ({"data.buckets": ((0, 64),)}, "data.buckets must be pairs"),
+        ({"data.buckets": (48,)}, r"data.buckets must have .* of \(\(512, .* got \(48,\)"),
+        ({"data.buckets": ()}, r"data.buckets must have the form .* got \(\)"),
+        ({"data.buckets": ((48, 64, 2),)}, "data.buckets must have the form of"),
+        ({"data.buckets": (("a", 2),)}, "data.buckets must have the form of"),
+        ({"data.buckets": ((0, 64),)}, "data.buckets must have the form of"),
     ],
 )
 def test_a_run_that_would_train_wrongly_or_fail_late_is_refused(changes, message):
