@@ -27,7 +27,7 @@ from perf.faults import fuzzing, killing, soaking
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m perf.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--fuzz", type=int, default=0, help="examples of each kind")
     parser.add_argument("--kinds", default=",".join(fuzzing.KINDS), help="separated by commas")
     parser.add_argument("--kills", type=int, default=0, help="of all cases together")
