@@ -472,7 +472,7 @@ def _check_reflection(name: str, section: ConfigDict, overridden: Collection[str
 
 
 def _check_region_weights(name: str, section: ConfigDict, overridden: Collection[str]) -> None:
-    for key in ("gamma_pos", "gamma_neg"):
+    for key in ("gamma_pos", "gamma_neg", "gamma_share"):
         if not 0 <= section[key] <= 1:
             raise ValueError(f"{name}.{key} must lie in [0, 1], got {section[key]}")
         if not section.region_weights and f"{name}.{key}" in overridden:
@@ -480,6 +480,11 @@ def _check_region_weights(name: str, section: ConfigDict, overridden: Collection
                 f"--config.{name}.{key} has no effect without {name}.region_weights; leave it out "
                 f"or set {name}.region_weights to True"
             )
+    if section.gamma_share and f"{name}.gamma_pos" in overridden:
+        raise ValueError(
+            f"--config.{name}.gamma_pos has no effect with {name}.gamma_share "
+            f"{section.gamma_share}; leave one of them out"
+        )
 
 
 def _check_schedule(name: str, section: ConfigDict, num_updates: int) -> None:

@@ -222,6 +222,9 @@ def get_config() -> ConfigDict:
     care.rescue_scale = 1.0  # advantages of a rescued group are multiplied by this
     care.region_weights = True  # False: weight 1 on every sampled token
     care.gamma_pos = 0.005  # weight of a correct rollout's rationale tokens; its answer weighs 1
+    # Above 0, instead of gamma_pos: the rationale's share of a correct rollout's credit, at any
+    # length. gamma_pos 0.005 gives 400 rationale tokens a share of 0.17 beside 10 answer tokens.
+    care.gamma_share = 0.0
     care.gamma_neg = 0.0  # weight of rationale tokens in all other rollouts
     care.eps_w = 1e-6  # ε_w, added to the sum of a rollout's token weights
     care.reflect = True  # reflection-guided resampling (RGR)

@@ -88,6 +88,7 @@ def care_credit(
     region_weights: bool,
     gamma_pos: float,
     gamma_neg: float,
+    gamma_share: float,
     eps_w: float,
 ) -> Credit:
     """CARE: advantages within the subgroup, region weights per token, mean over S* = {A ≠ 0}.
@@ -117,6 +118,7 @@ def care_credit(
             objective.region_weights,
             gamma_pos=gamma_pos,
             gamma_neg=gamma_neg,
+            gamma_share=gamma_share,
             is_uniform=not region_weights,
         )
     )(scores.is_think, scores.is_answer, is_sampled, scores.acc == 1)

@@ -62,7 +62,8 @@ def make_objective(name: str, section: Mapping[str, Any], *, max_tokens: int) ->
 def _care(section, max_tokens):
     credit_keys = (
         *("K", "s", "s_refl", "delta", "equalize", "rescue"),
-        *("rescue_scale", "robust", "region_weights", "gamma_pos", "gamma_neg", "eps_w"),
+        *("rescue_scale", "robust", "region_weights", "gamma_pos", "gamma_neg"),
+        *("gamma_share", "eps_w"),
     )
     chosen = {key: section[key] for key in credit_keys}
     raw = {key: section[key] for key in ("delta", "robust")}

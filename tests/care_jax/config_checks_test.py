@@ -120,7 +120,15 @@ def test_a_reflected_context_that_leaves_no_room_is_refused(policy):
     check_policy(config, policy)
 
 
-@pytest.mark.parametrize("key", ["care.gamma_pos", "care.gamma_neg"])
+def test_a_fixed_weight_beside_a_share_is_refused():
+    check_rl("care", {"care.gamma_share": 0.2}, overridden=["care.gamma_share"])
+    with pytest.raises(ValueError, match=r"gamma_pos has no effect with care\.gamma_share 0\.2"):
+        check_rl(
+            "care", {"care.gamma_share": 0.2, "care.gamma_pos": 0.1}, overridden=["care.gamma_pos"]
+        )
+
+
+@pytest.mark.parametrize("key", ["care.gamma_pos", "care.gamma_neg", "care.gamma_share"])
 def test_rationale_weights_have_no_effect_under_uniform_weights(key):
     check_rl("care", {key: 0.5}, overridden=[key])
     check_rl("care", {"care.region_weights": False}, overridden=["care.region_weights"])

@@ -22,6 +22,7 @@ CARE = dict(
     region_weights=True,
     gamma_pos=0.005,
     gamma_neg=0.0,
+    gamma_share=0.0,
     eps_w=1e-6,
 )
 
@@ -157,6 +158,7 @@ def test_care_credit_of_a_row_is_its_advantage_shared_by_region():
         ({}, 0.005, 0),
         ({"gamma_pos": 0.0}, 0, 0),
         ({"gamma_neg": 0.01}, 0.005, 0.01),
+        ({"gamma_share": 0.2}, 0.125, 0),  # 4 · 0.125 of 2.5
         ({"region_weights": False}, 1, 1),
     ],
 )

@@ -48,6 +48,24 @@ def test_rationale_of_the_other_rows_has_a_weight_of_its_own(is_positive, think)
     np.testing.assert_allclose(w, [think, think, 0, 1, 1])
 
 
+@pytest.mark.parametrize("share", [0.2, 0.9])
+def test_share_fixes_the_rationale_s_part_of_the_credit(share):
+    """Two rationale and two answer tokens; then one of the rationale is forced."""
+    for num_forced in (0, 1):
+        is_response = jnp.arange(5) >= num_forced
+        w = region_weights(IS_THINK, IS_ANSWER, is_response, YES, gamma_share=share)
+        assert float(w[:2].sum() / w.sum()) == pytest.approx(share)
+        np.testing.assert_allclose(w[2:], [0, 1, 1])
+    w = region_weights(IS_THINK, IS_ANSWER, IS_RESPONSE, NO, gamma_neg=0.25, gamma_share=share)
+    np.testing.assert_allclose(w, [0.25, 0.25, 0, 1, 1])
+
+
+def test_share_without_a_rationale_leaves_the_answer_its_weight():
+    is_think = jnp.zeros(5, bool)
+    w = region_weights(is_think, IS_ANSWER, IS_RESPONSE, YES, gamma_share=0.5)
+    np.testing.assert_allclose(w, [0, 0, 0, 1, 1])
+
+
 @pytest.mark.parametrize("is_positive", [YES, NO])
 @pytest.mark.parametrize("is_answer", [IS_ANSWER, jnp.zeros(5, bool)])
 def test_uniform_weight_is_one_on_every_sampled_token(is_positive, is_answer):
