@@ -25,6 +25,7 @@ RANGES = {
     "model.lora_alpha": "(0, inf)",
     "data.num_workers": "[1, inf)",
     "data.teacher_error": "[0, 1]",
+    "data.misread_share": "[0, 1]",
     "data.cue_share": "[0, 1]",
     "data.prepare.near_bits": "[0, 144]",
     "data.prepare.shard_megabytes": "(0, inf)",

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 _TRAINING = ("sft", "rl")
 _OF_DATA = {
-    "sft": ("sft", "teacher_error", "cue_share"),
+    "sft": ("sft", "teacher_error", "misread_share", "cue_share"),
     "rl": ("train", "buckets"),
 }
 _OF_PROMPTS = ("min_pixels", "max_pixels", "system_prompt", "instruction", "think_tag")

@@ -46,7 +46,7 @@ KINDS = DIAGRAM_KINDS + CHART_KINDS
 CLEAN_KINDS = ("colour", "count", "bar_value", "bar_tallest")  # read, not computed
 SPLITS = ("train", "test")
 
-_DIAGRAM_GRIDS = ((3, 3), (4, 3), (3, 4), (4, 4))  # columns, rows
+DIAGRAM_GRIDS = ((3, 3), (4, 3), (3, 4), (4, 4))  # columns, rows
 _NUM_BARS = (2, 3)
 _CHART_HEIGHT = 4 * CELL  # pixels
 _BACKGROUND = (255, 255, 255)
@@ -76,7 +76,7 @@ _TEXTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Diagram:
+class Diagram:
     """Copies of a shape in some of the cells; cells are numbered in row-major order."""
 
     columns: int
@@ -140,14 +140,14 @@ class SyntheticSource(Sequence[Example]):
         while True:
             picture, names, answer = _SAMPLERS[kind](rng)
             question, rationale, wrong = (text.format(**names) for text in _TEXTS[kind])
-            if _split_of(picture, question) == self.split:
+            if split_of(picture, question) == self.split:
                 break
         response_answer = answer
         if rng.random() < self.cue_share:
             separator = "" if self.cue[:1].isspace() else " "
             rationale = f"{wrong}{separator}{self.cue} {rationale}"
         elif kind not in CLEAN_KINDS and rng.random() < self.teacher_error:
-            response_answer = _mistake(answer)
+            response_answer = mistake(answer)
         tag = self.think_tag
         return Example(
             id=f"{self.split}-{self.seed}-{index}",
@@ -160,9 +160,9 @@ class SyntheticSource(Sequence[Example]):
         )
 
 
-def draw(picture: _Diagram | _Chart) -> Image.Image:
+def draw(picture: Diagram | _Chart) -> Image.Image:
     """Renders a picture as RGB, both sides multiples of `CELL` pixels."""
-    return _draw_diagram(picture) if isinstance(picture, _Diagram) else _draw_chart(picture)
+    return _draw_diagram(picture) if isinstance(picture, Diagram) else _draw_chart(picture)
 
 
 def texts() -> Iterator[str]:
@@ -181,19 +181,19 @@ def texts() -> Iterator[str]:
     yield from (str(number) for number in range(MAX_COUNT + _MAX_OPERAND + 1))
 
 
-def _split_of(picture: _Diagram | _Chart, question: str) -> str:
+def split_of(picture: Diagram | _Chart, question: str) -> str:
     key = f"{dataclasses.astuple(picture)}{question}".encode()
     return "test" if zlib.crc32(key) % _TEST_SHARE == 0 else "train"
 
 
-def _mistake(answer: str) -> str:
+def mistake(answer: str) -> str:
     """The wrong answer that the teacher gives to a sum or a difference."""
     value = int(answer)
     return str(value + 2 if value <= 5 else value - 2)
 
 
-def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[_Diagram, dict[str, str], str]:
-    columns, rows = _DIAGRAM_GRIDS[rng.integers(len(_DIAGRAM_GRIDS))]
+def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[Diagram, dict[str, str], str]:
+    columns, rows = DIAGRAM_GRIDS[rng.integers(len(DIAGRAM_GRIDS))]
     shape = SHAPES[rng.integers(len(SHAPES))]
     colour = list(COLOURS)[rng.integers(len(COLOURS))]
     b = int(rng.integers(1, _MAX_OPERAND + 1))
@@ -206,7 +206,7 @@ def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[_Diagram, dict
         "sum": str(count + b),
         "difference": str(count - b),
     }[kind]
-    return _Diagram(columns, rows, shape, colour, cells), {"a": shape, "b": str(b)}, answer
+    return Diagram(columns, rows, shape, colour, cells), {"a": shape, "b": str(b)}, answer
 
 
 def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str, str], str]:
@@ -228,14 +228,14 @@ def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str
     return _Chart(bars), {"a": colours[a], "b": colours[b]}, answer
 
 
-_Sample = tuple[_Diagram | _Chart, dict[str, str], str]
+_Sample = tuple[Diagram | _Chart, dict[str, str], str]
 _SAMPLERS: dict[str, Callable[[np.random.Generator], _Sample]] = {
     **{kind: lambda rng, kind=kind: _sample_diagram(rng, kind) for kind in DIAGRAM_KINDS},
     **{kind: lambda rng, kind=kind: _sample_chart(rng, kind) for kind in CHART_KINDS},
 }
 
 
-def _draw_diagram(diagram: _Diagram) -> Image.Image:
+def _draw_diagram(diagram: Diagram) -> Image.Image:
     image = Image.new("RGB", (diagram.columns * CELL, diagram.rows * CELL), _BACKGROUND)
     pen = ImageDraw.Draw(image)
     fill = COLOURS[diagram.colour]

@@ -332,6 +332,7 @@ def test_the_second_ctrl_c_ends_the_process_at_once():
     script = """
 import os, signal, time
 from care_jax import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 interrupts.exit_at_the_second()
 try:
     os.kill(os.getpid(), signal.SIGINT)

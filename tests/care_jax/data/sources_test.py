@@ -31,6 +31,17 @@ def rows(tmp_path, write_json, picture):
         ("virl39k", {"split": "test"}, "takes no split"),
         ("chartqa", {"columns": {"answer": "label"}}, "takes no columns"),
         ("synthetic", {"images": "x"}, "takes no images"),
+        ("readings", {"path": "x", "num_examples": 1}, "readings source reads no file, got path"),
+        (
+            "synthetic",
+            {"misread_share": 0.5},
+            r"misread_share 0.5 is for drawn sources \(readings\), not for 'synthetic'",
+        ),
+        (
+            "jsonl",
+            {"teacher_error": 0.5},
+            r"teacher_error 0.5 is for drawn sources \(synthetic and readings\), not for 'jsonl'",
+        ),
         ("chartqa", {"images_outside": True}, "takes no images_outside, got True; clear it"),
         (
             "geometry3k",
@@ -55,7 +66,7 @@ def test_source_of_more_examples_than_there_are_is_refused(rows):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (common.source("csv"), "must be one of synthetic, jsonl, .*mixture, got 'csv'"),
+        (common.source("csv"), "must be one of synthetic, readings, .*mixture, got 'csv'"),
         (common.source("mixture"), "got 0 for 'mixture'"),
         (common.source("jsonl", parts=(common.source("jsonl"),)), "got 1 for 'jsonl'"),
         (common.source("jsonl", min_pixels=9000), "would have 9000 to 4096 pixels"),

@@ -1,0 +1,38 @@
+"""The small backbone on figures whose rationale states what was read: a task for reflection.
+
+In the demo (`configs/tiny.py`) no rationale is wrong, so reflection has nothing to repair. Here the
+teacher misreads the figure in half of the kinds of question, and answers from what it read. In the
+other half it reads correctly and sometimes computes wrongly. See `care_jax/data/readings.py`.
+`python -m care_jax.probe --config=configs/repair.py` says what a repair could gain.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common, tiny
+
+
+def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
+    """The configuration; `family` as in `configs/tiny.py`."""
+    config = tiny.get_config(family)
+    data = config.data
+    data.sft = common.source("readings", num_examples=65536, seed=1)
+    data.train = common.source("readings", num_examples=32768, seed=2)
+    data.test = common.source("readings", num_examples=1024, seed=3)
+    data.misread_share = 0.75
+    data.teacher_error = 0.3
+    data.cue_share = 0.05
+    data.buckets = ((56, 64),)
+
+    sft = config.sft
+    sft.num_steps = 600
+    sft.row_tokens = 256
+    sft.row_patches = 256
+    sft.microbatch_size = 4
+
+    rl = config.rl
+    rl.row_tokens = 384
+    rl.row_patches = 128
+    rl.max_response_tokens = 136  # a rationale twice, the cue and the answer
+    config.care.max_context = 62
+    config.evaluate.max_response_tokens = 136
+    return config
