@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "aot": ("care_jax.aot", ()),
     "prepare": ("care_jax.data.prepare", ()),
     "sweep": ("care_jax.sweep", ()),
+    "probe": ("care_jax.probe", ()),
 }
 _FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags
 _PACKAGE = pathlib.Path(__file__).parent

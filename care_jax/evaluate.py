@@ -43,8 +43,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.method import diagnostics
 from care_jax.metrics import pass_rates, print_line, progress, wilson_interval
-from care_jax.policy import decode_shardings
-from care_jax.programs import compile_decoding
+from care_jax.programs import compile_decoding, compile_to_decode_layout
 from care_jax.rewards.scores import row_texts, start_scoring
 from care_jax.run import Run, verifier_of
 from care_jax.versions import versions
@@ -325,12 +324,7 @@ def evaluate_benchmarks(
 
 def compile_evaluation(run: Run) -> EvaluatePrograms:
     """The jitted functions of evaluation, each compiled once per shape that occurs."""
-    config, policy = run.config, run.policy
-    settings = config.evaluate
-    dtype = jnp.dtype(config.model.compute_dtype)
-
-    def to_decode_layout(params):
-        return backbone.to_decode_layout(params, policy.config, dtype)
+    settings = run.config.evaluate
 
     def checksum(params):
         leaves = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
@@ -351,9 +345,8 @@ def compile_evaluation(run: Run) -> EvaluatePrograms:
         top_p=settings.top_p,
         attention=decoding_attention(run, sizes),
     )
-    layout = decode_shardings(policy, run.mesh, config.decode_sharding_rules)
     return EvaluatePrograms(
-        to_decode_layout=jax.jit(to_decode_layout, out_shardings=layout),
+        to_decode_layout=compile_to_decode_layout(run),
         checksum=jax.jit(checksum, out_shardings=sharding.replicated(run.mesh)),
         queue=DecodeQueue(run, decoding, sizes, DeviceClock()),
     )

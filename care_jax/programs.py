@@ -160,6 +160,17 @@ def compile_decoding(
     )
 
 
+def compile_to_decode_layout(run: Run) -> Callable[[backbone.Params], backbone.Params]:
+    """The jitted params -> params in the decode layout."""
+    policy, dtype = run.policy, jnp.dtype(run.config.model.compute_dtype)
+    layout = decode_shardings(policy, run.mesh, run.config.decode_sharding_rules)
+
+    def to_decode_layout(params):
+        return backbone.to_decode_layout(params, policy.config, dtype)
+
+    return jax.jit(to_decode_layout, out_shardings=layout)
+
+
 def context_tokens(run: Run) -> int:
     """Maximum number of forced tokens of a reflected row.
 
@@ -256,9 +267,6 @@ def compile_update(
         attention=attention,
     )
 
-    def to_decode_layout(params):
-        return backbone.to_decode_layout(params, config, dtype)
-
     def score(params, batch):
         def one(batch):
             return score_rows(params, batch.rows, config, **scoring)[0]
@@ -287,11 +295,10 @@ def compile_update(
     def nll(params, batch):
         return mean_nll_program(score_program(params, batch), batch.is_trained)
 
-    decode_layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
     score_program = jax.jit(run.placed(score), out_shardings=run.train_batch_sharding)
     mean_nll_program = jax.jit(mean_nll, out_shardings=sharding.replicated(run.mesh))
     return UpdatePrograms(
-        to_decode_layout=jax.jit(to_decode_layout, out_shardings=decode_layout),
+        to_decode_layout=compile_to_decode_layout(run),
         credit=jax.jit(objective.credit),
         raw_advantages=objective.raw_advantages and jax.jit(objective.raw_advantages),
         score=score_program,

@@ -91,7 +91,7 @@ class Groups:
 
 
 @flax.struct.dataclass
-class _Verified:
+class Verified:
     """Rows of B prompts with the verifier's results, as numpy arrays."""
 
     rollouts: Rollouts
@@ -138,7 +138,7 @@ def roll_out(
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
     places = np.asarray(table.local, np.int32)
     requests = [Request(*pair) for pair in zip(places.tolist(), prompts, strict=True)]
-    first = _verify(run, programs.decode(params, decode_rng, requests), examples, verifier)
+    first = verify(run, programs.decode(params, decode_rng, requests), examples, verifier)
     assert first is not None  # every process has prompts
     subgroup = programs.select(first.rollouts, first.scores, select_rng, places)
     subgroup = jax.device_get(subgroup)
@@ -149,13 +149,17 @@ def roll_out(
     if run.objective.has_reflection:
         has_reflection = subgroup.has_update & ~subgroup.is_rescue
         repaired = np.flatnonzero(has_reflection)
-        contexts = _contexts(run, first.texts[repaired, subgroup.hard_negative[repaired]])
+        contexts = contexts_of(
+            run,
+            first.texts[repaired, subgroup.hard_negative[repaired]],
+            run.config.care.reflect_mode,
+        )
         requests = [
             dataclasses.replace(requests[i], context=context)
             for i, context in zip(repaired, contexts, strict=True)
         ]
         repairs = programs.reflect(params, reflect_rng, requests)
-        second = _verify(run, repairs, [examples[i] for i in repaired.tolist()], verifier)
+        second = verify(run, repairs, [examples[i] for i in repaired.tolist()], verifier)
         if second is not None:
             is_judged = second.is_judged[:, 0]
             has_reflection[repaired[~is_judged]] = False
@@ -172,13 +176,20 @@ def roll_out(
     )
 
 
-def _verify(
+def verify(
     run: Run,
     decoded: Iterator[tuple[list[int], Rollouts]],
     examples: Sequence[Example],
     verifier: Verifier,
-) -> _Verified | None:
-    """Verifies rollouts as they finish; returns them in the order of `examples`, None if none."""
+) -> Verified | None:
+    """Verifies rollouts as they finish; returns them in the order of `examples`, None if none.
+
+    Args:
+        run: the run.
+        decoded: (indices of examples, their rollouts) as they finish.
+        examples: the questions.
+        verifier: compares answers.
+    """
     policy, started, order = run.policy, [], []
     for indices, rollouts in decoded:
         finish = start_scoring(
@@ -198,19 +209,27 @@ def _verify(
     for rollouts, finish in started:
         scores, texts, reasons, components = finish()
         texts = np.array(texts, object)
-        parts.append(_Verified(rollouts, scores, texts, reasons, components))
+        parts.append(Verified(rollouts, scores, texts, reasons, components))
     return jax.tree.map(lambda *rows: np.concatenate(rows)[np.argsort(order)], *parts)
 
 
-def _contexts(run: Run, failures: Shaped[np.ndarray, " n"]) -> list[Int[np.ndarray, " c"]]:
-    """The forced tokens with which the repair of each failed response starts."""
+def contexts_of(
+    run: Run, failures: Shaped[np.ndarray, " n"], mode: str
+) -> list[Int[np.ndarray, " c"]]:
+    """The forced tokens with which the repair of each failed response starts.
+
+    Args:
+        run: the run.
+        failures: texts of the responses.
+        mode: one of `reflection.MODES`.
+    """
     care, policy = run.config.care, run.policy
-    if care.reflect_mode == "resample":
+    if mode == "resample":
         return [np.zeros(0, np.int32) for _ in failures]
     return [
         reflection.context_tokens(
             reflection.rationale_of(failure, policy.think_tag),
-            reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
+            reflection.cue_text(care.cue, mode, seed=run.config.seed),
             functools.partial(policy.tokenizer.encode, add_special_tokens=False),
             think_tag=policy.think_tag,
             max_context=care.max_context,
@@ -220,8 +239,8 @@ def _contexts(run: Run, failures: Shaped[np.ndarray, " n"]) -> list[Int[np.ndarr
 
 
 def _with_reflected(
-    run: Run, first: _Verified, second: _Verified | None, repaired: Int[np.ndarray, " n"]
-) -> _Verified:
+    run: Run, first: Verified, second: Verified | None, repaired: Int[np.ndarray, " n"]
+) -> Verified:
     """Appends the reflected row to every prompt; an empty row if nothing was repaired."""
     last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), first)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id

@@ -35,4 +35,6 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     rl.max_response_tokens = 136  # a rationale twice, the cue and the answer
     config.care.max_context = 62
     config.evaluate.max_response_tokens = 136
+    # Sampled as in training, as the paper does: the cold start's most likely readings are right.
+    config.evaluate.temperature = 1.0
     return config

@@ -26,7 +26,7 @@ LAYERS = (
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
     ("loops",                    ("sft", "evaluate", "evaluated", "train", "export")),
-    ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep",
+    ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep", "probe",
                                   "from_python")),
 )
 # What each top-level folder may import of ours.

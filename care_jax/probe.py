@@ -1,0 +1,329 @@
+"""What a repair can gain: `python -m care_jax.probe --config=configs/repair.py --workdir=DIR`.
+
+Reflection can help where a failure's rationale is wrong and a right one leads to the right answer.
+The probe takes a checkpoint, samples a group for each question, keeps the groups with both
+outcomes, and answers their questions once more in each of these ways:
+
+- resample: a fresh rollout.
+- cue, no_cue, shuffled: behind the rationale of the nearest failure, see `decoding.reflection`.
+- forced_right: the answer alone, behind the data's own rationale.
+
+It prints and writes success rates with 95% intervals, by source too. A task is one for reflection
+if forced_right exceeds resample by `GAIN` and the nearest failure's rationale is wrong in `WRONG`
+of the groups.
+
+A rationale counts as wrong if the numbers in it are not those of the data's rationale, in whatever
+order; where that has no numbers, if its words are others. A wrong operation on the right numbers is
+therefore missed.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from jaxtyping import Float, Int
+from ml_collections import ConfigDict, config_flags
+
+from care_jax import command_line
+from care_jax.attention_check import decoding_attention
+from care_jax.batch import Example
+from care_jax.config_checks import check_config, check_policy, fill_in
+from care_jax.data.pipeline import Batches
+from care_jax.decoding import reflection
+from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.devices import mounts, xla_flags
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices.sharding import make_mesh
+from care_jax.main import open_stage, policy_of
+from care_jax.metrics import wilson_interval
+from care_jax.policy import initial_params
+from care_jax.programs import (
+    compile_decoding,
+    compile_rollout,
+    compile_to_decode_layout,
+    rollout_sizes,
+)
+from care_jax.rollout import contexts_of, verify
+from care_jax.run import Run, checkpoint_folder, open_checkpoints, params_of, verifier_of
+from models import backbone, lora
+
+GAIN = 0.3
+WRONG = 0.7
+_DRAWS = 2**31 - 2  # folded into the run's key; training folds in steps, evaluation one more
+_NO_CONTEXT = np.zeros(0, np.int32)
+WAYS = ("first", *reflection.MODES, "forced_right")
+
+
+class Rate(NamedTuple):
+    """Successes among questions: a row of the table and of the CSV.
+
+    Attributes:
+        source: of the questions; "all" for all of them.
+        measure: one of `WAYS`, or "negative_is_wrong" for the share of nearest failures whose
+            rationale is wrong.
+        successes: may be a fraction: of "first", the mean over a group counts.
+        total: questions.
+    """
+
+    source: str
+    measure: str
+    successes: float
+    total: int
+
+    @property
+    def rate(self) -> float:
+        return self.successes / self.total
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """What came of the N questions whose group had both outcomes.
+
+    Attributes:
+        num_questions: that were asked; N of them are in the arrays.
+        sources: name of the source of each question.
+        values: by measure, see `Rate`, each question's value in [0, 1]; NaN where the data has no
+            rationale for "forced_right" and "negative_is_wrong".
+    """
+
+    num_questions: int
+    sources: list[str]
+    values: dict[str, Float[np.ndarray, " N"]]
+
+    def rates(self) -> list[Rate]:
+        """The rates over all questions, then those by source."""
+        sources, found = np.array(self.sources), []
+        for source in ("all", *sorted(set(self.sources))):
+            for measure, values in self.values.items():
+                chosen = ~np.isnan(values) & ((sources == source) | (source == "all"))
+                if chosen.any():
+                    total = int(chosen.sum())
+                    found.append(Rate(source, measure, float(values[chosen].sum()), total))
+        return found
+
+
+def probe(
+    run: Run, params: backbone.Params, examples: Sequence[Example], num_questions: int
+) -> Outcomes:
+    """Asks the first questions of a source's shuffled stream, and repairs failures in every way.
+
+    Args:
+        run: of one process.
+        params: in the training layout.
+        examples: the source.
+        num_questions: how many; a multiple of the shards of the decode batch.
+
+    Raises:
+        ValueError: no group has both outcomes.
+    """
+    policy = run.policy
+    asked, prompts = Batches(
+        examples,
+        policy.prompts,
+        batch_size=num_questions,
+        seed=run.config.seed,
+        num_workers=run.config.data.num_workers,
+    ).batch(0)
+    requests = [Request(place, prompt) for place, prompt in enumerate(prompts)]
+    rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
+    clock = DeviceClock()
+    attention = decoding_attention(run, rollout_sizes(run)[0])
+    programs = compile_rollout(run, clock, attention)
+    decode_params = compile_to_decode_layout(run)(params)
+    with verifier_of(run) as verifier:
+        places = np.arange(num_questions, dtype=np.int32)
+        tried = verify(run, programs.decode(decode_params, rng, requests), asked, verifier)
+        assert tried is not None
+        subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, rng, places))
+        kept = np.flatnonzero(subgroup.has_update & ~subgroup.is_rescue)
+        if not len(kept):
+            raise ValueError(
+                f"expected groups with both outcomes, got none among {num_questions} questions, "
+                f"{tried.scores.acc.mean():.1%} of whose answers are right; raise --questions, or "
+                "probe another checkpoint"
+            )
+        failures = tried.texts[kept, subgroup.hard_negative[kept]]
+        asked, requests = [asked[i] for i in kept], [requests[i] for i in kept]
+        values = {"first": tried.scores.acc[kept].mean(1)}
+        forced = {mode: contexts_of(run, failures, mode) for mode in reflection.MODES}
+        right = [_right_context(run, example) for example in asked]
+        # An answer must fit behind it.
+        has_right = np.array(
+            [0 < len(context) < run.config.rl.max_response_tokens for context in right]
+        )
+        if has_right.any():
+            forced["forced_right"] = [
+                context if fits else _NO_CONTEXT
+                for context, fits in zip(right, has_right, strict=True)
+            ]
+        longest = max(len(context) for contexts in forced.values() for context in contexts)
+        sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
+        decoding = compile_decoding(
+            run,
+            temperature=run.config.rl.temperature,
+            top_p=run.config.rl.top_p,
+            attention=attention,
+        )
+        queue = DecodeQueue(run, decoding, sizes, clock)
+        for number, (way, contexts) in enumerate(forced.items(), start=1):
+            again = [
+                dataclasses.replace(request, context=context)
+                for request, context in zip(requests, contexts, strict=True)
+            ]
+            decoded = queue.decode(decode_params, jax.random.fold_in(rng, number), again)
+            repaired = verify(run, decoded, asked, verifier)
+            assert repaired is not None
+            values[way] = repaired.scores.acc[:, 0]
+    if has_right.any():
+        values["forced_right"] = np.where(has_right, values["forced_right"], np.nan)
+    has_rationale = np.array([bool(example.rationale) for example in asked])
+    if has_rationale.any():
+        rationales = [reflection.rationale_of(text, policy.think_tag) for text in failures]
+        is_wrong = [
+            is_other(rationale, example.rationale)
+            for rationale, example in zip(rationales, asked, strict=True)
+        ]
+        values["negative_is_wrong"] = np.where(has_rationale, is_wrong, np.nan)
+    return Outcomes(num_questions, [example.source for example in asked], values)
+
+
+def is_other(rationale: str, right: str) -> bool:
+    """Whether a rationale's numbers differ from the right one's; its words, where that has none."""
+    numbers = re.compile(r"\d+(?:\.\d+)?")
+    if numbers.search(right):
+        return sorted(numbers.findall(rationale)) != sorted(numbers.findall(right))
+    return rationale.lower().split() != right.lower().split()
+
+
+def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
+    """The data's rationale; the model closes the span, as its token may hold the next "<" too."""
+    if not example.rationale:
+        return _NO_CONTEXT
+    tag = run.policy.think_tag
+    text = f"<{tag}>{example.rationale}</{tag}"
+    return np.array(run.policy.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def checkpoint_of(run: Run, stage: str) -> tuple[backbone.Params, str]:
+    """The weights of a stage's last checkpoint and their name, or those that the run starts from.
+
+    Args:
+        run: the run.
+        stage: "sft", "rl", "start"; "" for the last of them that there is.
+
+    Raises:
+        ValueError: there is no such checkpoint, or none that is whole.
+    """
+    stages = [stage] if stage else ["rl", "sft", "start"]
+    for name in stages:
+        folder = checkpoint_folder(run, name)
+        if name == "start":
+            dtype = jnp.dtype(run.config.model.param_dtype)
+            rules, seed = run.config.sharding_rules, run.config.seed
+            params = initial_params(run.policy, run.mesh, rules, seed=seed, dtype=dtype)
+            return params, run.config.model.path or "random weights"
+        if any(path.name.isdecimal() for path in folder.glob("*")):
+            with open_checkpoints(run, name) as saved:
+                step = saved.latest_whole_step()
+                assert step is not None
+                return lora.merged(saved.restore_params(params_of(run), step)), f"{name} {step}"
+    raise ValueError(
+        f"expected a checkpoint in {folder}, found none; train first, or name another --workdir "
+        "or --stage"
+    )
+
+
+def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
+    """The table of all questions, and whether the task is one for reflection."""
+    of_all = {rate.measure: rate for rate in rates if rate.source == "all"}
+    lines = [
+        f"{name}: {len(outcomes.sources)} of {outcomes.num_questions} groups have both outcomes",
+        f"{'answered':<18}{'right':>8}   95% interval",
+    ]
+    for rate in of_all.values():
+        low, high = wilson_interval(rate.successes, rate.total)
+        lines.append(f"{rate.measure:<18}{rate.rate:>8.1%}   {low:.1%} to {high:.1%}")
+    if "forced_right" not in of_all:
+        return [*lines, "the data has no rationales: nothing is known of what a repair can gain"]
+    gain = of_all["forced_right"].rate - of_all["resample"].rate
+    wrong = of_all["negative_is_wrong"].rate
+    is_task = gain >= GAIN and wrong >= WRONG
+    return [
+        *lines,
+        f"forced_right exceeds resample by {gain:.2f} (a task for reflection: {GAIN} or more), and "
+        f"{wrong:.0%} of the nearest failures have a wrong rationale ({WRONG:.0%} or more): "
+        + ("a task for reflection" if is_task else "not a task for reflection"),
+    ]
+
+
+def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
+    """Writes every rate with its 95% Wilson interval."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["checkpoint", "source", "measure", "rate", "low", "high", "questions"])
+        for rate in rates:
+            interval = wilson_interval(rate.successes, rate.total)
+            figures = [f"{value:.4f}" for value in (rate.rate, *interval)]
+            rows.writerow([name, rate.source, rate.measure, *figures, rate.total])
+
+
+def run_main() -> None:
+    """Parses flags and probes; user errors are one line, not a traceback."""
+    config = config_flags.DEFINE_config_file("config", "configs/repair.py", "Configuration.")
+    workdir = flags.DEFINE_string("workdir", "runs/repair", "Folder of the run.")
+    stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], "Whose last checkpoint.")
+    questions = flags.DEFINE_integer("questions", 512, "Of the training data.", lower_bound=1)
+    out = flags.DEFINE_string("out", "", "CSV to write; empty: WORKDIR/probe_<stage>.csv.")
+
+    def probe_and_write(argv: Sequence[str]) -> None:
+        if len(argv) > 1:
+            raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
+        xla_flags.set_defaults(config.value.xla_preset)
+        run, examples = open_run(config.value, mounts.as_folder(workdir.value))
+        params, name = checkpoint_of(run, stage.value)
+        outcomes = probe(run, params, examples, questions.value)
+        rates = outcomes.rates()
+        print("\n".join(summary(outcomes, rates, name)))
+        path = pathlib.Path(out.value or run.workdir / f"probe_{name.split()[0]}.csv")
+        write_csv(path, rates, name)
+        print(f"wrote {path}")
+
+    logging.set_verbosity(logging.WARNING)
+    try:
+        app.run(probe_and_write, flags_parser=lambda argv: command_line.parse(argv, config))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {command_line.os_error(error, workdir.value)}")
+
+
+def open_run(config: ConfigDict, workdir: pathlib.Path) -> tuple[Run, Sequence[Example]]:
+    """The run of a configuration in its workdir, and its training data.
+
+    Raises:
+        ValueError: bad configuration, or the data cannot be opened.
+    """
+    mesh = make_mesh(**config.mesh)
+    config = fill_in(config, mesh)
+    check_config(config, mesh)
+    policy = policy_of(config)
+    reflecting = config.copy_and_resolve_references()
+    reflecting.stages, reflecting.rl.objective = ("rl",), "care"  # whatever trains the policy
+    check_policy(reflecting, policy)
+    no_metrics: Any = None
+    return Run(config, policy, mesh, workdir, no_metrics), open_stage(config, "rl")
+
+
+if __name__ == "__main__":
+    run_main()

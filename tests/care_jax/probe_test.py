@@ -1,0 +1,211 @@
+"""The probe: which questions are asked again and behind what, and the figures it says of them."""
+
+import csv
+import dataclasses
+import hashlib
+
+import jax
+import numpy as np
+import pytest
+from rollout_script import CUE, LENGTHS, Script, said
+
+from care_jax import probe
+from care_jax.programs import rollout_sizes
+from models import backbone
+
+ACCS = ((1, 0, 0), (1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0))
+MIXED = (0, 3, 4, 5)  # questions with both outcomes
+CUED = (0, 4)  # those that a cue repairs
+
+
+@pytest.fixture
+def probed(make_run, questions, policy, monkeypatch):
+    """Probes scripted programs; returns the outcomes, and by way what each question was given."""
+
+    def probed(rationale="So {} and 2.", failure=None):
+        examples = [
+            dataclasses.replace(
+                example, source=f"kind_{i % 2}", rationale=rationale.format(example.answer)
+            )
+            for i, example in enumerate(questions(LENGTHS))
+        ]
+        script = Script(policy, examples, ACCS, CUED)
+        script.failure = failure or (lambda i, g: said(f"So {i + g} and 2.", 99))
+        forced, sizes_seen = [], []
+
+        class Queue:
+            def __init__(self, run, programs, sizes, clock):
+                sizes_seen.append(sizes)
+
+            def decode(self, params, rng, requests):
+                given = {}
+                for number, request in enumerate(requests):
+                    i = script.index_of[len(request.prompt.tokens)]
+                    given[i] = policy.tokenizer.decode(request.context)
+                    is_cued = given[i].endswith(CUE)
+                    is_right = i in CUED if is_cued else "</think" in given[i]
+                    ending = "><answer>" if "</think" in given[i] else " So</think><answer>"
+                    row = script.response(f"{ending}{i if is_right else 98}</answer>")
+                    row = np.append(request.context, row)
+                    yield [number], script.rollouts([[row]], [[len(request.context)]])
+                forced.append(given)
+
+        monkeypatch.setattr(probe, "compile_rollout", lambda *_: script.programs())
+        monkeypatch.setattr(probe, "DecodeQueue", Queue)
+        run = make_run({"care.cue": CUE, "rl.max_response_tokens": 48})
+        params = backbone.init(policy.config, jax.random.key(0))
+        outcomes = probe.probe(run, params, examples, len(examples))
+        ways = [way for way in probe.WAYS[1:] if way in outcomes.values]
+        return outcomes, dict(zip(ways, forced, strict=True)), sizes_seen[0], rollout_sizes(run)[1]
+
+    return probed
+
+
+def test_questions_with_both_outcomes_are_asked_again_behind_each_context(probed):
+    outcomes, forced, _, _ = probed()
+    assert outcomes.num_questions == 6 and len(outcomes.sources) == 4
+    wrong = {i: f"<think>So {i + 2} and 2." for i in MIXED}  # of the last failure
+    assert forced["resample"] == dict.fromkeys(MIXED, "")
+    assert forced["no_cue"] == wrong
+    assert forced["cue"] == {i: text + CUE for i, text in wrong.items()}
+    assert forced["shuffled"] == {i: f"{text} Wait. " for i, text in wrong.items()}
+    assert forced["forced_right"] == {i: f"<think>So {i} and 2.</think" for i in MIXED}
+
+
+def test_rates_count_right_answers_and_wrong_rationales(probed):
+    """Question 4's last rollout is its nearest failure by script; 2 of the 4 are repaired."""
+    outcomes, *_ = probed()
+    rates = {(rate.source, rate.measure): rate for rate in outcomes.rates()}
+    assert rates["all", "first"].rate == pytest.approx((1 + 2 + 1 + 1) / 3 / 4)
+    assert {name: rates["all", name].rate for name in probe.WAYS[1:]} == {
+        "cue": 0.5,
+        "no_cue": 0.0,
+        "shuffled": 0.0,
+        "resample": 0.0,
+        "forced_right": 1.0,
+    }
+    assert rates["all", "negative_is_wrong"].rate == 1.0
+    assert [rates[f"kind_{k}", "cue"][2:] for k in (0, 1)] == [(2.0, 2), (0.0, 2)]
+
+
+def test_right_rationales_of_failures_are_not_counted_as_wrong(probed):
+    outcomes, *_ = probed(failure=lambda i, g: said(f"First 2, then {i}.", 99))
+    assert outcomes.values["negative_is_wrong"].tolist() == [0.0] * 4
+
+
+def test_decoding_has_room_for_the_longest_context(probed):
+    _, forced, sizes, shipped = probed(rationale="So {} and 2." + " and" * 12)
+    assert sizes == dataclasses.replace(shipped, context_tokens=sizes.context_tokens)
+    assert sizes.context_tokens > 12 and len(forced["forced_right"]) == 4
+
+
+def test_data_without_rationales_has_no_forced_rationale(probed):
+    outcomes, forced, _, _ = probed(rationale="")
+    assert "forced_right" not in forced and "negative_is_wrong" not in outcomes.values
+    assert "no rationales" in probe.summary(outcomes, outcomes.rates(), "sft 3")[-1]
+
+
+def test_a_rationale_that_leaves_no_room_for_an_answer_is_not_forced(probed):
+    outcomes, forced, _, _ = probed(rationale="So {} and 2." + " 1" * 60)
+    assert "forced_right" not in forced
+    assert outcomes.values["negative_is_wrong"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("rationale", "right", "is_other"),
+    [
+        ("There are 4. Add 2.", "Add 2 to what I see: 4.", False),
+        ("There are 5. Add 2.", "There are 4. Add 2.", True),
+        ("There are 4. Add 2, so 4.", "There are 4. Add 2.", True),
+        ("It is 1.5", "It is 1.5", False),
+        ("Count the  Circles.", "Count the circles.", False),
+        ("Look at the circles.", "Count the circles.", True),
+    ],
+)
+def test_rationales_differ_by_their_numbers_or_without_any_by_their_words(
+    rationale, right, is_other
+):
+    assert probe.is_other(rationale, right) == is_other
+
+
+def outcomes_of(**values):
+    arrays = {name: np.array(value, float) for name, value in values.items()}
+    return probe.Outcomes(9, ["a", "a", "b", "b"], arrays)
+
+
+@pytest.mark.parametrize(
+    ("forced_right", "wrong", "verdict"),
+    [
+        ([1, 1, 1, 0], [1, 1, 1, 0], ": a task for reflection"),
+        ([1, 1, 1, 0], [1, 1, 0, 0], "not a task for reflection"),
+        ([1, 1, 0, 0], [1, 1, 1, 1], "not a task for reflection"),
+    ],
+)
+def test_verdict_needs_both_the_gain_and_wrong_rationales(forced_right, wrong, verdict):
+    outcomes = outcomes_of(
+        resample=[0, 1, 0, 0], forced_right=forced_right, negative_is_wrong=wrong
+    )
+    *lines, last = probe.summary(outcomes, outcomes.rates(), "sft 3")
+    assert lines[0] == "sft 3: 4 of 9 groups have both outcomes"
+    assert last.endswith(verdict)
+
+
+def test_csv_has_every_rate_with_its_interval(tmp_path):
+    outcomes = outcomes_of(resample=[0, 1, 0, np.nan], forced_right=[1, 1, 1, 1])
+    probe.write_csv(tmp_path / "new" / "probe.csv", outcomes.rates(), "rl 7")
+    with (tmp_path / "new" / "probe.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["source"], row["measure"], row["rate"], row["questions"]) for row in rows]
+    assert found == [
+        ("all", "resample", "0.3333", "3"),
+        ("all", "forced_right", "1.0000", "4"),
+        ("a", "resample", "0.5000", "2"),
+        ("a", "forced_right", "1.0000", "2"),
+        ("b", "resample", "0.0000", "1"),
+        ("b", "forced_right", "1.0000", "2"),
+    ]
+    # z = 1.96: (1 + z²/2·4 ...) of 4 of 4 gives 4 / (4 + z²)
+    assert rows[1]["low"] == "0.5101" and rows[1]["high"] == "1.0000"
+    assert {row["checkpoint"] for row in rows} == {"rl 7"}
+
+
+def test_groups_without_both_outcomes_are_refused(probed, monkeypatch):
+    monkeypatch.setattr("probe_test.ACCS", ((1, 1, 1),) * 6)
+    with pytest.raises(ValueError, match=r"none among 6 questions, 100.0% of whose answers"):
+        probed()
+
+
+def coin(question, responses, example):
+    """Judges by the text alone, so that a group of random responses has both outcomes."""
+    return [{"acc": hashlib.md5(text.encode()).digest()[0] % 2} for text in responses]
+
+
+def test_real_programs_decode_every_way(make_run, questions, policy):
+    """With random weights: contexts are kept, rows are at most T long, draws differ by way."""
+    run = make_run(
+        {
+            "rl.num_rollouts": 6,
+            "rl.decode_prompts": 4,
+            "rl.max_response_tokens": 24,
+            "care.max_context": 6,
+            "care.cue": CUE,
+        }
+    )
+    run = dataclasses.replace(run, reward=coin)
+    examples = [
+        dataclasses.replace(example, rationale=f"So {example.answer}.")
+        for example in questions(LENGTHS)
+    ]
+    params = backbone.init(policy.config, jax.random.key(0))
+    outcomes = probe.probe(run, params, examples, len(examples))
+    assert set(outcomes.values) == {*probe.WAYS, "negative_is_wrong"}
+    assert len(outcomes.sources) >= 4
+    for way in probe.WAYS[1:]:
+        assert set(outcomes.values[way].tolist()) <= {0.0, 1.0}
+    again = probe.probe(run, params, examples, len(examples))
+    assert all((again.values[way] == outcomes.values[way]).all() for way in probe.WAYS)
+
+
+def test_a_checkpoint_that_is_not_there_is_named(make_run):
+    with pytest.raises(ValueError, match=r"expected a checkpoint in .*checkpoints/rl, found none"):
+        probe.checkpoint_of(make_run({}), "rl")
