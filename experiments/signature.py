@@ -1,21 +1,28 @@
 """The √K' signature: A_raw of an anchor is α·√K' and that of its negatives -α/√K'.
 
-Reflection is off, as a reflected row changes S; see `signature/*` in the metrics. With the
-format in the reward, the negatives' rewards differ and α falls below 1; with acc alone it is 1.
+Reflection is off, as a reflected row changes S. With acc alone as the reward all negatives are
+equal and α is 1. With the format in the reward (`acc_fmt`) or partial credit for wrong numbers
+(`graded`) the negatives' rewards differ and α falls below 1. Right answers alone are successes in
+all arms. The sample is every contrasted group in rollouts.jsonl, see `care_jax.sweep.signature`.
 """
 
 from ml_collections import ConfigDict
 
 from configs.arms import with_arm
 
+_REWARDS = {
+    "acc": {"rl.format_weight": 0.0},
+    "acc_fmt": {"rl.format_weight": 0.1},
+    "graded": {
+        "rl.format_weight": 0.0,
+        "verifier.reward": "care_jax.rewards.partial_credit:relative_error",
+        "verifier.success": 1.0,
+    },
+}
 ARMS = {
-    f"k_{number}_{name}": {
-        "care.K": number,
-        "care.reflect": False,
-        "rl.format_weight": weight,
-    }
+    f"k_{number}_{name}": {"care.K": number, "care.reflect": False, **keys}
     for number in (2, 4, 6)
-    for name, weight in (("acc", 0.0), ("acc_fmt", 0.1))
+    for name, keys in _REWARDS.items()
 }
 REFERENCE = "k_4_acc"
 COLUMNS = (
