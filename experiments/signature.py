@@ -26,15 +26,21 @@ ARMS = {
 }
 REFERENCE = "k_4_acc"
 COLUMNS = (
-    "anchor_slope",
-    "anchor_r2",
-    "negative_slope",
-    "negative_r2",
-    "alpha",
-    "alpha_slope",
-    "alpha_r",
+    "groups",
+    "anchor_sample_slope",
+    "anchor_sample_r2",
+    "negative_sample_slope",
+    "negative_sample_r2",
+    "alpha_text",
+    "alpha_text_slope",
+    "alpha_text_r2",
+    "alpha_text_error",
+    "alpha_appendix",
+    "alpha_appendix_slope",
+    "alpha_appendix_r2",
+    "alpha_appendix_error",
 )
-PANELS = ("anchor", "negative", "alpha")
+PANELS = ("anchor_buckets", "negative_buckets", "alpha_buckets")
 
 
 def get_config(arm: str = REFERENCE) -> ConfigDict:
