@@ -24,7 +24,7 @@ ARMS = {
     for number in (2, 4, 6)
     for name, keys in _REWARDS.items()
 }
-REFERENCE = "k_4_acc"
+REFERENCE = "k_4_graded"
 COLUMNS = (
     "groups",
     "anchor_sample_slope",

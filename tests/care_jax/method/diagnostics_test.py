@@ -110,11 +110,16 @@ def test_the_formula_of_the_text_is_an_identity_and_that_of_the_appendix_is_not(
 
 
 def test_a_raw_of_anchor_and_negatives_are_means_over_contrasted_groups():
-    """Three negatives and a reflected failure: √4 and -1/√4. One negative alone: 1 and -1."""
+    """Rewards 1 and 0.1, 0.1, 0 and of a reflected failure 0: mean .24, σ² = 0.1464.
+
+    Two successes, a failure at 0.1 and no reflection: 1 and -1.
+    """
     acc = [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
-    metrics = care_metrics(acc, np.ones((4, 5)), [True, False, False, False])
-    assert metrics["a_raw/anchor"] == pytest.approx((2 + 1) / 2, rel=1e-4)
-    assert metrics["a_raw/negative"] == pytest.approx((-0.5 - 1) / 2, rel=1e-4)
+    fmt = [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]]
+    metrics = care_metrics(acc, fmt, [True, False, False, False])
+    sigma = 0.1464**0.5
+    assert metrics["a_raw/anchor"] == pytest.approx((0.76 / sigma + 1) / 2, rel=1e-4)
+    assert metrics["a_raw/negative"] == pytest.approx((-0.19 / sigma - 1) / 2, rel=1e-4)
 
 
 def test_signature_leaves_out_reflected_and_rescued_groups():

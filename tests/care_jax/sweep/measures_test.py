@@ -123,7 +123,7 @@ def test_accuracy_of_the_rollouts_over_the_run_and_at_a_step(make_outcome):
 
 
 def test_the_kl_to_the_reference_needs_one(make_outcome):
-    outcome = make_outcome(kl_old=[0.1, 0.3] * 50, kl_ref=[9.0] * 90 + [0.5] * 10)
+    outcome = make_outcome(kl_old=[0.1] * 50 + [0.3] * 50, kl_ref=[9.0] * 90 + [0.5] * 10)
     assert value("kl_old", outcome) == pytest.approx(0.2)
     assert value("kl_ref", outcome) == pytest.approx(0.5)
     with pytest.raises(NotLogged, match=r"set gspo\.beta above 0"):
@@ -204,6 +204,7 @@ def test_arms_are_compared_at_the_tokens_that_all_of_the_seed_have_reached(unequ
     one, two, other_seed = unequal
     assert [each.shared_tokens for each in unequal] == [400, 400, 150]
     assert value("shared_tokens", other_seed) == pytest.approx(150e-6)
+    assert value("rollout_equal_tokens", other_seed) == pytest.approx(50)
     # The last 40 tokens lie in the fourth step of `one`, in the second of `two`.
     assert value("rollout_equal_tokens", one) == pytest.approx(40)
     assert value("rollout_equal_tokens", two) == pytest.approx(40)
