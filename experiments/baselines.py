@@ -13,6 +13,16 @@ ARMS = {
     name: {"rl.objective": name} for name in ("care", "grpo", "dapo", "gspo", "dr_grpo", "rloo")
 }
 REFERENCE = "care"
+COLUMNS = (
+    "acc",
+    "gain",
+    "lead",
+    "benchmarks",
+    "response_tokens",
+    "decoded_tokens",
+    "rollout_equal_tokens",
+    "rollout_equal_tokens:lead",
+)
 
 
 def get_config(arm: str = REFERENCE) -> ConfigDict:

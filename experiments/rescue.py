@@ -10,7 +10,7 @@ ARMS = {
     "weak": {"care.rescue_scale": 0.1},
 }
 REFERENCE = "off"
-COLUMNS = ("acc", "gain", "lead", "triggers", "acc_at_50", "kl_per_trigger")
+COLUMNS = ("acc", "gain", "lead", "triggers", "acc_at_50", "rescue_gain@50", "kl_per_trigger")
 PANELS = ("accuracy", "acc_at_50", "kl_per_trigger", "by_tokens")
 
 

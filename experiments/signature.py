@@ -1,33 +1,46 @@
 """The √K' signature: A_raw of an anchor is α·√K' and that of its negatives -α/√K'.
 
-Reflection is off, as a reflected row changes S; see `signature/*` in the metrics. With the
-format in the reward, the negatives' rewards differ and α falls below 1; with acc alone it is 1.
+Reflection is off, as a reflected row changes S. With acc alone as the reward all negatives are
+equal and α is 1. With the format in the reward (`acc_fmt`) or partial credit for wrong numbers
+(`graded`) the negatives' rewards differ and α falls below 1. Right answers alone are successes in
+all arms. The sample is every contrasted group in rollouts.jsonl, see `care_jax.sweep.signature`.
 """
 
 from ml_collections import ConfigDict
 
 from configs.arms import with_arm
 
-ARMS = {
-    f"k_{number}_{name}": {
-        "care.K": number,
-        "care.reflect": False,
-        "rl.format_weight": weight,
-    }
-    for number in (2, 4, 6)
-    for name, weight in (("acc", 0.0), ("acc_fmt", 0.1))
+_REWARDS = {
+    "acc": {"rl.format_weight": 0.0},
+    "acc_fmt": {"rl.format_weight": 0.1},
+    "graded": {
+        "rl.format_weight": 0.0,
+        "verifier.reward": "care_jax.rewards.partial_credit:relative_error",
+        "verifier.success": 1.0,
+    },
 }
-REFERENCE = "k_4_acc"
+ARMS = {
+    f"k_{number}_{name}": {"care.K": number, "care.reflect": False, **keys}
+    for number in (2, 4, 6)
+    for name, keys in _REWARDS.items()
+}
+REFERENCE = "k_4_graded"
 COLUMNS = (
-    "anchor_slope",
-    "anchor_r2",
-    "negative_slope",
-    "negative_r2",
-    "alpha",
-    "alpha_slope",
-    "alpha_r",
+    "groups",
+    "anchor_sample_slope",
+    "anchor_sample_r2",
+    "negative_sample_slope",
+    "negative_sample_r2",
+    "alpha_text",
+    "alpha_text_slope",
+    "alpha_text_r2",
+    "alpha_text_error",
+    "alpha_appendix",
+    "alpha_appendix_slope",
+    "alpha_appendix_r2",
+    "alpha_appendix_error",
 )
-PANELS = ("anchor", "negative", "alpha")
+PANELS = ("anchor_buckets", "negative_buckets", "alpha_buckets")
 
 
 def get_config(arm: str = REFERENCE) -> ConfigDict:

@@ -107,6 +107,25 @@ def dapo_metrics(
     }
 
 
+def predicted_alphas(num_negatives: int, variance: float, gap: float) -> tuple[float, float]:
+    """α̂ of A_raw = α·√K' at an anchor, by the formula of the paper's text and by its appendix's.
+
+    text      α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)
+    appendix  α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2),       Δ = r⁺ - mean(r⁻)
+
+    With the population's variance and σ, and ε = 0, the text's is an identity: μ_S and σ_S² of one
+    anchor and K' negatives are mean(r⁻) + Δ/(K'+1) and K'/(K'+1)·(Var(r⁻) + Δ²/(K'+1)). The
+    appendix's is above it wherever Var(r⁻) > 0. Under `care.robust` neither holds.
+
+    Args:
+        num_negatives: K', at least 1.
+        variance: Var(r⁻), the population's.
+        gap: Δ, above 0.
+    """
+    spread = variance / gap**2
+    return (1 + (num_negatives + 1) * spread) ** -0.5, (1 + num_negatives * spread) ** -0.5
+
+
 def subgroup_metrics(
     scores: Scores,
     subgroup: Subgroup,
@@ -119,12 +138,13 @@ def subgroup_metrics(
     `reflect_success` is the mean acc of the reflected rows. `reflect_first_try` is the mean acc of
     the G rollouts of the same groups: the expected acc of resampling.
 
+    `a_raw/anchor` and `a_raw/negative` are means over groups with a successful anchor, of A_raw
+    before any scaling: of the anchor, and of the negatives in S, a reflected failure among them.
+
     The √K' signature: for binary rewards A_raw is √K' at the anchor and -1/√K' at its K'
-    negatives. If the negatives' rewards differ (format), the anchor's A_raw falls to α·√K' with
-
-        α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2),  Δ = r⁺ - mean(r⁻)
-
-    `signature/*` reports this over the groups with a successful anchor and no reflected row in S.
+    negatives. If the negatives' rewards differ (format, partial credit), the anchor's A_raw falls
+    to α·√K', see `predicted_alphas`. `signature/*` reports this over the groups with a successful
+    anchor and no reflected row in S.
     """
     num_prompts = len(has_reflection)
     has_update = (advantage != 0).any(1)
@@ -147,6 +167,13 @@ def subgroup_metrics(
     if len(negatives) > 1 and len(positives) > 1 and positives.var() > 0:
         metrics["variance_ratio"] = negatives.var() / positives.var()
 
+    is_contrasted = subgroup.has_update & ~subgroup.is_rescue & (num_negatives > 0)
+    if is_contrasted.any():
+        value, is_negative = raw.value[is_contrasted], raw.is_negative[is_contrasted]
+        anchor = np.take_along_axis(value, subgroup.anchor[is_contrasted, None], 1)
+        metrics["a_raw/anchor"] = anchor.mean()
+        metrics["a_raw/negative"] = np.mean((value * is_negative).sum(1) / is_negative.sum(1))
+
     signature = defaultdict(list)
     plain = subgroup.has_update & ~subgroup.is_rescue & ~raw.is_reflected.any(1)
     for group in np.flatnonzero(plain):
@@ -155,9 +182,10 @@ def subgroup_metrics(
         gap = reward[anchor] - reward[negative].mean()
         if gap <= 0:
             continue
-        alpha = (1 + (count + 1) * reward[negative].var() / gap**2) ** -0.5
+        text, appendix = predicted_alphas(count, float(reward[negative].var()), float(gap))
         signature["ratio"].append(value[anchor] / np.sqrt(count))
-        signature["alpha"].append(alpha)
+        signature["alpha"].append(text)
+        signature["alpha_appendix"].append(appendix)
         signature[f"anchor_{count}"].append(value[anchor])
         signature[f"negative_{count}"].append(value[negative].mean())
     metrics |= {f"signature/{name}": np.mean(values) for name, values in signature.items()}

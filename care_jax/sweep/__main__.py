@@ -3,8 +3,10 @@
 Each arm and seed is one run, in `workdir/<experiment>/<arm>/seed_<i>`; arms share the cold start of
 their seed. Finished runs are skipped: the same command resumes an interrupted sweep, and a larger
 --seeds adds runs. Afterwards `workdir/<experiment>/` has `table.md` (mean ± 95% interval over the
-seeds), `table.csv` (each seed), `figure.png` and `figure.csv`. Flags such as
---config.rl.num_steps=50 are passed to every run.
+seeds), `table.csv` (each seed), `figure.png` and `figure.csv`. --arms runs some of the arms;
+--columns and --panels choose other measures than the experiment does, also of runs that are done:
+--columns=acc,held_out_area,acc:lead.
+Flags such as --config.rl.num_steps=50 are passed to every run.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 try:
     import matplotlib  # noqa: F401
@@ -23,6 +26,7 @@ from care_jax.devices import mounts
 from care_jax.sweep.experiment import Experiment, load_experiment
 from care_jax.sweep.figures import write_figure
 from care_jax.sweep.measures import columns_of
+from care_jax.sweep.outcome import with_shared_tokens
 from care_jax.sweep.tables import write_table
 from care_jax.sweep.trials import Trial, plan, read_outcome, run_all
 
@@ -33,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs missing trials, writes table and figure of the finished ones; 1 if a run failed."""
     args, overrides = _parse(argv)
     workdir = mounts.as_folder(args.workdir)
-    experiment = load_experiment(args.experiment)
+    experiment = load_experiment(
+        args.experiment, arms=args.arms, columns=args.columns, panels=args.panels
+    )
     trials = plan(experiment, workdir, base=args.base, seeds=range(args.seeds), overrides=overrides)
     missing = sum(not trial.is_done for trial in trials)
     print(
@@ -45,8 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     done = [trial for trial in trials if trial.is_done]
+    chosen = [
+        f"--{name}={','.join(getattr(args, name))}"
+        for name in ("arms", "columns", "panels")
+        if getattr(args, name)
+    ]
     if done:
-        print(write_results(experiment, done, workdir, args.base, overrides), flush=True)
+        flags = [*chosen, *overrides]
+        print(write_results(experiment, done, workdir, args.base, flags), flush=True)
     return 1 if failures else 0
 
 
@@ -55,12 +67,16 @@ def write_results(
     trials: Sequence[Trial],
     workdir: pathlib.Path,
     base: str,
-    overrides: Sequence[str],
+    flags: Sequence[str],
 ) -> str:
-    """Writes table and figure of finished trials to `workdir/<experiment>`; returns the table."""
+    """Writes table and figure of finished trials to `workdir/<experiment>`; returns the table.
+
+    Args:
+        flags: the command's other flags, for the note below the table.
+    """
     folder = workdir / experiment.name
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes = [read_outcome(trial) for trial in trials]
+    outcomes = with_shared_tokens([read_outcome(trial) for trial in trials])
     arms = {arm: [outcome for outcome in outcomes if outcome.arm == arm] for arm in experiment.arms}
     arms = {arm: of_arm for arm, of_arm in arms.items() if of_arm}
     commits = dict.fromkeys(commit for trial in trials for commit in trial.record["commits"])
@@ -73,7 +89,7 @@ def write_results(
         "Mean ± 95% interval (Student's t over the seeds); leads are differences under the same "
         "seed.",
         "",
-        f"`{' '.join([command, *overrides])}` at commit {', '.join(filter(None, commits)) or '?'}.",
+        f"`{' '.join([command, *flags])}` at commit {', '.join(filter(None, commits)) or '?'}.",
     )
     columns = columns_of(experiment.columns, outcomes)
     write_figure(folder, arms, experiment.reference, experiment.panels, experiment.title)
@@ -98,7 +114,15 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--base", default="tiny", help="file of configs/ the arms stand on")
     add("--processes", type=int, default=1, help="runs at a time")
     add("--workdir", type=pathlib.Path, default="runs/sweep", help="of runs, tables and figures")
-    args, overrides = parser.parse_known_args(argv)
+    names: dict[str, Any] = {
+        "type": lambda text: tuple(text.split(",")),
+        "default": argparse.SUPPRESS,
+    }
+    add("--arms", **names, help="some of the arms, separated by commas, the reference among them")
+    add("--columns", **names, help="measures of the table, in place of the experiment's COLUMNS")
+    add("--panels", **names, help="panels of the figure, likewise; a measure is one too")
+    unchosen = argparse.Namespace(arms=(), columns=(), panels=())
+    args, overrides = parser.parse_known_args(argv, unchosen)
     for name in ("seeds", "processes"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")

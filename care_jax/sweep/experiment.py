@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from care_jax.sweep.figures import PANELS
-from care_jax.sweep.measures import BENCHMARKS, MEASURES
+from care_jax.sweep.figures import names_of_panels, panel_named
+from care_jax.sweep.measures import BENCHMARKS, measure_named, names_of_measures
 
 _COLUMNS = ("acc", "gain", "lead", BENCHMARKS, "response_tokens", "decoded_tokens")
 _PANELS = ("accuracy", "by_tokens")
@@ -26,8 +26,8 @@ class Experiment:
         title: first line of its docstring.
         arms: ARMS, arm name to changed configuration keys, in the order of the table.
         reference: REFERENCE, the arm that others are compared with, seed by seed.
-        columns: COLUMNS of the table, names of `measures.MEASURES`.
-        panels: PANELS of the figure, names of `figures.PANELS`.
+        columns: COLUMNS of the table, names of measures, see `measures`.
+        panels: PANELS of the figure, names of `figures.PANELS` or of measures.
         get_config: "arm@base" to its configuration, see `configs/arms.py`.
     """
 
@@ -44,11 +44,23 @@ class Experiment:
         return self.path.stem
 
 
-def load_experiment(path: pathlib.Path) -> Experiment:
+def load_experiment(
+    path: pathlib.Path,
+    *,
+    arms: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    panels: Sequence[str] = (),
+) -> Experiment:
     """Reads an experiment's file.
 
+    Args:
+        path: of the file.
+        arms: of the file's; empty: all of them.
+        columns, panels: in place of those that the file declares.
+
     Raises:
-        ValueError: the file is missing, lacks a declaration, or uses an unknown name in one.
+        ValueError: the file is missing, lacks a declaration, there is an unknown name in one, or
+            the reference is not among the arms.
     """
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(
@@ -65,23 +77,40 @@ def load_experiment(path: pathlib.Path) -> Experiment:
             f"{path} must have a docstring, ARMS, REFERENCE and get_config; it lacks "
             f"{', '.join(missing) or 'a docstring'}"
         )
+    _check_names("--arms", path, arms, module.ARMS.__getitem__, module.ARMS)
     experiment = Experiment(
         path=path,
         title=module.__doc__.splitlines()[0],
-        arms=module.ARMS,
+        arms={arm: keys for arm, keys in module.ARMS.items() if arm in (arms or module.ARMS)},
         reference=module.REFERENCE,
-        columns=getattr(module, "COLUMNS", _COLUMNS),
-        panels=getattr(module, "PANELS", _PANELS),
+        columns=tuple(columns) or getattr(module, "COLUMNS", _COLUMNS),
+        panels=tuple(panels) or getattr(module, "PANELS", _PANELS),
         get_config=module.get_config,
     )
-    for what, names, known in (
-        ("REFERENCE", (experiment.reference,), experiment.arms),
-        ("COLUMNS", experiment.columns, (*MEASURES, BENCHMARKS)),
-        ("PANELS", experiment.panels, PANELS),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(
-                    f"{what} of {path} must be among {', '.join(known)}, got {name!r}; change it"
-                )
+    _check_names("REFERENCE", path, (experiment.reference,), module.ARMS.__getitem__, module.ARMS)
+    if experiment.reference not in experiment.arms:
+        raise ValueError(
+            f"--arms of {path} must have the reference, {experiment.reference}, among them, got "
+            f"{', '.join(experiment.arms)}; add it"
+        )
+    measures = [*names_of_measures(), BENCHMARKS]
+    own = tuple(name for name in experiment.columns if name != BENCHMARKS)
+    _check_names("COLUMNS", path, own, measure_named, measures)
+    _check_names("PANELS", path, experiment.panels, panel_named, names_of_panels())
     return experiment
+
+
+def _check_names(
+    what: str,
+    path: pathlib.Path,
+    names: Sequence[str],
+    find: Callable[[str], Any],
+    known: Iterable[str],
+) -> None:
+    for name in names:
+        try:
+            find(name)
+        except KeyError:
+            raise ValueError(
+                f"{what} of {path} must be among {', '.join(known)}, got {name!r}; change it"
+            ) from None

@@ -1,25 +1,43 @@
-"""An experiment's table, as markdown and as CSV: a row per arm, mean ± 95% interval over seeds."""
+"""An experiment's table, as markdown and as CSV: a row per arm, mean ± 95% interval over seeds.
+
+A cell is "–" where a measure is undefined, and "not logged" where a run lacks the rows it needs;
+below the table stands which key to set.
+"""
 
 from __future__ import annotations
 
 import csv
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from care_jax.sweep.measures import Measure, Outcome, mean_interval
+from care_jax.sweep.measures import Measure, mean_interval
+from care_jax.sweep.outcome import NotLogged, Outcome
+
+NOT_LOGGED = "not logged"
 
 
 def values_of(
     measure: Measure, outcomes: Sequence[Outcome], references: Mapping[int, Outcome]
 ) -> list[float]:
-    """A measure for each seed of one arm, without the seeds for which it is undefined.
+    """A measure for each seed of one arm, without the seeds for which it has no value.
 
     Args:
         references: outcome of the reference arm by seed.
     """
-    values = [measure.of(outcome, references.get(outcome.seed)) for outcome in outcomes]
-    return [value for value in values if value is not None and math.isfinite(value)]
+    found = [value_of(measure, outcome, references) for outcome in outcomes]
+    return [value for value in found if isinstance(value, float)]
+
+
+def value_of(
+    measure: Measure, outcome: Outcome, references: Mapping[int, Outcome]
+) -> float | NotLogged | None:
+    """A measure of one run, None if it is undefined, or what it lacks."""
+    try:
+        value = measure.of(outcome, references.get(outcome.seed))
+    except NotLogged as lacking:
+        return lacking
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def write_table(
@@ -36,40 +54,74 @@ def write_table(
         folder: for both.
         arms: outcomes by arm, rows in this order.
         reference: the arm that leads are measured against.
-        columns: by name; a column without any value is left out.
+        columns: by name; a column that is undefined in every cell is left out.
         title, notes: above and below the markdown's table.
 
     Returns:
         the markdown.
     """
     references = {outcome.seed: outcome for outcome in arms.get(reference, ())}
-    values = {
-        (arm, name): values_of(measure, outcomes, references)
+    cells = {
+        (arm, name): [value_of(measure, outcome, references) for outcome in outcomes]
         for arm, outcomes in arms.items()
         for name, measure in columns.items()
     }
-    shown = {name: each for name, each in columns.items() if any(values[arm, name] for arm in arms)}
+    shown = {
+        name: measure
+        for name, measure in columns.items()
+        if any(value is not None for arm in arms for value in cells[arm, name])
+    }
     heads = ["arm", "seeds"] + [each.label.format(reference=reference) for each in shown.values()]
     lines = [heads, ["---"] * len(heads)]
     for arm, outcomes in arms.items():
-        cells = [_cell(values[arm, name], measure.format) for name, measure in shown.items()]
-        lines.append([arm, str(len(outcomes)), *cells])
+        row = [_cell(cells[arm, name], measure.format) for name, measure in shown.items()]
+        lines.append([arm, str(len(outcomes)), *row])
     rows = [f"| {' | '.join(line)} |" for line in lines]
-    markdown = "\n".join([f"# {title}", "", *rows, "", *notes, ""])
+    advice = _advice(arms, cells, shown)
+    markdown = "\n".join([f"# {title}", "", *rows, "", *advice, *notes, ""])
     (folder / "table.md").write_text(markdown)
 
     with (folder / "table.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", *shown])
         for arm, outcomes in arms.items():
-            for outcome in outcomes:
-                of_seed = [values_of(measure, [outcome], references) for measure in shown.values()]
-                writer.writerow([arm, outcome.seed, *(each[0] if each else "" for each in of_seed)])
+            for index, outcome in enumerate(outcomes):
+                of_seed = [_plain(cells[arm, name][index]) for name in shown]
+                writer.writerow([arm, outcome.seed, *of_seed])
     return markdown
 
 
-def _cell(values: Sequence[float], spec: str) -> str:
+def _advice(
+    arms: Iterable[str],
+    cells: Mapping[tuple[str, str], Sequence[float | NotLogged | None]],
+    names: Iterable[str],
+) -> list[str]:
+    """A line for each measure and each key that was not set, with the arms; then an empty one."""
+    lacking: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        for arm in arms:
+            for message in dict.fromkeys(
+                str(value) for value in cells[arm, name] if isinstance(value, NotLogged)
+            ):
+                lacking.setdefault((name, message), []).append(arm)
+    lines = [
+        f"{NOT_LOGGED}: {name} of {', '.join(found)}; {message}."
+        for (name, message), found in lacking.items()
+    ]
+    return [line for each in lines for line in (each, "")]
+
+
+def _cell(found: Sequence[float | NotLogged | None], spec: str) -> str:
+    values = [value for value in found if isinstance(value, float)]
+    num_lacking = sum(isinstance(value, NotLogged) for value in found)
     if not values:
-        return "–"
+        return NOT_LOGGED if num_lacking else "–"
     mean, half = mean_interval(values)
-    return f"{mean:{spec}}" if math.isnan(half) else f"{mean:{spec}} ± {half:{spec}}"
+    text = f"{mean:{spec}}" if math.isnan(half) else f"{mean:{spec}} ± {half:{spec}}"
+    return f"{text} ({num_lacking} {NOT_LOGGED})" if num_lacking else text
+
+
+def _plain(value: float | NotLogged | None) -> float | str:
+    if isinstance(value, NotLogged):
+        return NOT_LOGGED
+    return "" if value is None else value

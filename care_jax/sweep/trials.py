@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from care_jax.sweep.experiment import Experiment
-from care_jax.sweep.measures import Outcome
+from care_jax.sweep.outcome import Outcome
 
 # Configuration sections that the cold start and its evaluation depend on.
 _OF_COLD_START = (
@@ -239,10 +239,13 @@ def read_outcome(trial: Trial) -> Outcome:
     return Outcome(
         arm=trial.arm,
         seed=trial.seed,
-        config=trial.settings["config"],
+        # Not that of the settings, in which the overrides are not applied.
+        config=json.loads((trial.workdir / "config.json").read_text()),
         start=start[firsts[-1]][-1] if firsts else {},
         final=stages[final[-1]][-1] if final else {},
         steps=stages.get("rl", []),
+        evaluations=stages.get("rl_eval", []),
+        workdir=trial.workdir,
     )
 
 

@@ -89,6 +89,37 @@ def test_alpha_predicts_the_ratio_where_negatives_differ_in_format():
     metrics = care_metrics([[1, 0, 0, 0, 0]], [[1, 1, 0, 0, 0]], [False])
     assert metrics["signature/alpha"] < 0.999
     assert metrics["signature/ratio"] == pytest.approx(metrics["signature/alpha"], rel=1e-4)
+    assert metrics["signature/alpha"] < metrics["signature/alpha_appendix"] < 1
+
+
+def test_the_two_formulas_of_alpha_by_hand():
+    """K' = 3, Var(r⁻) = 0.06, Δ = 0.6: 1 + 4/6 and 1 + 3/6."""
+    text, appendix = diagnostics.predicted_alphas(3, 0.06, 0.6)
+    assert text == pytest.approx((5 / 3) ** -0.5)
+    assert appendix == pytest.approx(1.5**-0.5)
+    assert diagnostics.predicted_alphas(3, 0.0, 0.6) == (1.0, 1.0)
+
+
+def test_the_formula_of_the_text_is_an_identity_and_that_of_the_appendix_is_not():
+    """Rewards 1, 0.6, 0.3, 0: mean 0.3 and variance 0.06 of the negatives, Δ = 0.7."""
+    rewards = np.array([1, 0.6, 0.3, 0])
+    a_raw = (rewards - rewards.mean()) / rewards.std()
+    text, appendix = diagnostics.predicted_alphas(3, 0.06, 0.7)
+    assert a_raw[0] / 3**0.5 == pytest.approx(text)
+    assert appendix > text + 0.02
+
+
+def test_a_raw_of_anchor_and_negatives_are_means_over_contrasted_groups():
+    """Rewards 1 and 0.1, 0.1, 0 and of a reflected failure 0: mean .24, σ² = 0.1464.
+
+    Two successes, a failure at 0.1 and no reflection: 1 and -1.
+    """
+    acc = [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]
+    fmt = [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]]
+    metrics = care_metrics(acc, fmt, [True, False, False, False])
+    sigma = 0.1464**0.5
+    assert metrics["a_raw/anchor"] == pytest.approx((0.76 / sigma + 1) / 2, rel=1e-4)
+    assert metrics["a_raw/negative"] == pytest.approx((-0.19 / sigma - 1) / 2, rel=1e-4)
 
 
 def test_signature_leaves_out_reflected_and_rescued_groups():

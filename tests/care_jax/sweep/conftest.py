@@ -1,13 +1,14 @@
 """Outcomes and runs without a model."""
 
 import json
+import math
 import pathlib
 import subprocess
 
 import pytest
 
 from care_jax.sweep import trials
-from care_jax.sweep.measures import Outcome
+from care_jax.sweep.outcome import Outcome
 
 EXPERIMENT = '''"""What one key does.
 
@@ -78,6 +79,8 @@ def runs(monkeypatch):
             ]
             acc = 0.7 if "one" in str(workdir) else 0.75
             records.append({"stage": "evaluate_rl", "step": 0, "acc": acc + seed / 100})
+        config = {"rl": {"prompts_per_step": 64, "objective": "care"}, "care": {"K": 4}}
+        workdir.joinpath("config.json").write_text(json.dumps(config))
         workdir.joinpath("metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
         return subprocess.CompletedProcess(command, 0)
 
@@ -87,9 +90,24 @@ def runs(monkeypatch):
 
 @pytest.fixture
 def make_outcome():
-    """An outcome of CARE over a number of steps; metrics are lists, or one value for all steps."""
+    """An outcome over a number of steps; metrics are lists, or one value for all steps.
 
-    def make(arm="one", seed=0, *, start=None, final=None, num_steps=100, **metrics):
+    `held_out` maps the steps done to the held-out accuracy.
+    """
+
+    def make(
+        arm="one",
+        seed=0,
+        *,
+        start=None,
+        final=None,
+        num_steps=100,
+        held_out=None,
+        objective="care",
+        workdir=None,
+        shared_tokens=math.nan,
+        **metrics,
+    ):
         steps = [
             {
                 name: value[step] if isinstance(value, list) else value
@@ -98,7 +116,18 @@ def make_outcome():
             }
             for step in range(num_steps)
         ]
-        config = {"rl": {"prompts_per_step": 64}, "care": {"K": 4}}
-        return Outcome(arm, seed, config, start or {}, final or {}, steps)
+        config = {"rl": {"prompts_per_step": 64, "objective": objective}, "care": {"K": 4}}
+        evaluations = [{"step": step, "acc": acc} for step, acc in (held_out or {}).items()]
+        return Outcome(
+            arm,
+            seed,
+            config,
+            start or {},
+            final or {},
+            steps,
+            evaluations,
+            shared_tokens,
+            workdir,
+        )
 
     return make

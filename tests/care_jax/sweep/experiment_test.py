@@ -1,10 +1,12 @@
 """What an experiment's file must declare."""
 
 import pathlib
+import re
 
 import pytest
 
 from care_jax.sweep.experiment import load_experiment
+from care_jax.sweep.measures import BENCHMARKS, MEASURES, MEASURES_AT
 
 FOLDER = pathlib.Path(__file__).resolve().parents[3] / "experiments"
 
@@ -35,3 +37,10 @@ def test_a_file_that_is_none_is_told(tmp_path):
     for name in ("nothing.py", "text.txt"):
         with pytest.raises(ValueError, match=f"must be a file such as .*, got .*{name}"):
             load_experiment(tmp_path / name)
+
+
+def test_the_documentation_names_every_measure_and_no_other():
+    text = (FOLDER.parent / "docs" / "experiments.md").read_text()
+    rows = text.partition("| measure |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert named == {*MEASURES, BENCHMARKS, *(f"{name}@N" for name in MEASURES_AT)}

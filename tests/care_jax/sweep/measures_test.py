@@ -2,14 +2,14 @@
 
 import math
 
-import numpy as np
 import pytest
 
-from care_jax.sweep.measures import MEASURES, columns_of, fit, mean_interval, signature_points
+from care_jax.sweep.measures import columns_of, mean_interval, measure_named
+from care_jax.sweep.outcome import NotLogged, with_shared_tokens
 
 
 def value(name, outcome, reference=None):
-    return MEASURES[name].of(outcome, reference)
+    return measure_named(name).of(outcome, reference)
 
 
 def test_the_interval_is_students_t_over_the_seeds():
@@ -75,6 +75,8 @@ def test_the_rescue_is_measured_against_the_run_without_it(make_outcome):
     assert value("acc_at_50", ours, theirs) == pytest.approx(10)  # steps 40 to 49
     assert value("kl_per_trigger", ours, theirs) == pytest.approx(1000 * 50 * 0.02 / 1600)
     assert value("acc_at_50", theirs, theirs) is None
+    with pytest.raises(NotLogged, match=r"set rl\.num_steps to at least 50"):
+        value("acc_at_50", make_outcome("two", num_steps=49, acc=0.5), theirs)
     assert value("kl_per_trigger", theirs, theirs) is None
 
 
@@ -91,46 +93,160 @@ def test_no_kl_is_compared_with_an_arm_that_keeps_no_reference_policy(make_outco
     assert value("kl_per_trigger", ours, theirs) is None
 
 
-@pytest.fixture
-def signed(make_outcome):
-    """Three steps of a run whose groups have one or four negatives, α = 1, 0.9, 0.8."""
-    alpha = [1.0, 0.9, 0.8]
-    return make_outcome(
-        num_steps=3,
-        **{
-            "signature/alpha": alpha,
-            "signature/ratio": alpha,
-            "signature/anchor_1": [1.0, 0.9, None],
-            "signature/anchor_4": [2.0, 1.8, 1.6],
-            "signature/negative_1": [-1.0, -0.9, None],
-            "signature/negative_4": [-0.5, -0.45, -0.4],
-        },
+def test_held_out_accuracy_during_the_run(make_outcome):
+    """Trapezoids of width 2 and 6: (.2 + .4)·1 + (.4 + .5)·3 over 8 is 41.25%."""
+    outcome = make_outcome(num_steps=8, held_out={0: 0.2, 2: 0.4, 8: 0.5})
+    assert value("held_out_area", outcome) == pytest.approx(41.25)
+    assert value("held_out@2", outcome) == pytest.approx(40)
+    assert value("held_out_best", make_outcome(held_out={0: 0.2, 2: 0.6, 4: 0.5})) == 60
+    assert value("held_out_area", make_outcome(held_out={0: 0.2})) == 20
+
+
+def test_held_out_accuracy_that_was_not_measured_names_the_key(make_outcome):
+    for name in ("held_out_area", "held_out_best", "held_out@2", "rescue_gain_held_out@2"):
+        with pytest.raises(NotLogged, match=r"set rl\.eval_every above 0"):
+            value(name, make_outcome(rescue_rate=0.5))
+    with pytest.raises(
+        NotLogged, match=r"rl\.eval_every to a divisor of 3 and rl\.num_steps to at"
+    ):
+        value("held_out@3", make_outcome(held_out={0: 0.2, 2: 0.4}))
+
+
+def test_accuracy_of_the_rollouts_over_the_run_and_at_a_step(make_outcome):
+    """Trapezoids 0.05, 0.25, 0.45 over 3 steps: 25%. The mean up to step 2 is 5%."""
+    outcome = make_outcome(num_steps=4, acc=[0.0, 0.1, 0.4, 0.5])
+    assert value("rollout_area", outcome) == pytest.approx(25)
+    assert value("rollout_acc@2", outcome) == pytest.approx(5)
+    assert value("rollout_acc@12", make_outcome(acc=[0.9] * 2 + [0.2] * 98)) == pytest.approx(20)
+    with pytest.raises(NotLogged, match=r"set rl\.num_steps to at least 5"):
+        value("rollout_acc@5", outcome)
+
+
+def test_the_kl_to_the_reference_needs_one(make_outcome):
+    outcome = make_outcome(kl_old=[0.1] * 50 + [0.3] * 50, kl_ref=[9.0] * 90 + [0.5] * 10)
+    assert value("kl_old", outcome) == pytest.approx(0.2)
+    assert value("kl_ref", outcome) == pytest.approx(0.5)
+    with pytest.raises(NotLogged, match=r"set gspo\.beta above 0"):
+        value("kl_ref", make_outcome(objective="gspo", kl_old=0.1))
+
+
+def test_a_raw_reward_and_think_length_are_averaged_over_the_last_tenth(make_outcome):
+    series = [9.0] * 90 + [1.0, 2.0] * 5
+    names = {
+        "reward": "reward",
+        "think_tokens": "think_tokens",
+        "a_raw_anchor": "a_raw/anchor",
+        "a_raw_negative": "a_raw/negative",
+        "variance_ratio": "variance_ratio",
+    }
+    for name, metric in names.items():
+        assert value(name, make_outcome(**{metric: series})) == 1.5, name
+        assert value(name, make_outcome()) is None
+
+
+def test_a_change_is_the_last_tenth_minus_the_first(make_outcome):
+    """First tenth 0.01 and undefined steps, last tenth 0.03 and 0.05."""
+    series = [None, 0.01] * 5 + [0.5] * 80 + [0.03, 0.05] * 5
+    assert value("clip_rate_change", make_outcome(clip_rate=series)) == pytest.approx(3)
+    outcome = make_outcome(clip_rate_negative_answer=series)
+    assert value("clip_rate_negative_answer_change", outcome) == pytest.approx(3)
+    assert value("variance_ratio_change", make_outcome(variance_ratio=series)) == pytest.approx(
+        0.03
     )
+    lone = [None] * 10 + [0.5] * 90
+    assert value("variance_ratio_change", make_outcome(variance_ratio=lone)) is None
 
 
-def test_points_of_the_signature(signed):
-    x, y = signature_points(signed, "anchor")
-    np.testing.assert_allclose(x, [1, 1, 2, 2, 2])
-    np.testing.assert_allclose(y, [1, 0.9, 2, 1.8, 1.6])
-    x, y = signature_points(signed, "negative")
-    np.testing.assert_allclose(x, [1, 1, 0.5, 0.5, 0.5])
-    np.testing.assert_allclose(y, [-1, -0.9, -0.5, -0.45, -0.4])
-    x, y = signature_points(signed, "alpha")
-    np.testing.assert_allclose(x, y)
+def test_the_gain_after_a_rescue_is_weighted_by_rescued_groups(make_outcome):
+    """Over two steps: +0.2 after step 0 with one part of rescues, +0.4 after step 1 with three.
+
+    Steps 3 and 4 have no two steps after them.
+    """
+    acc, rates = [0.1, 0.1, 0.3, 0.5, 0.9], [0.1, 0.3, 0.0, 0.9, 0.9]
+    outcome = make_outcome(num_steps=5, acc=acc, rescue_rate=rates)
+    assert value("rescue_gain@2", outcome) == pytest.approx(100 * (0.2 + 3 * 0.4) / 4)
+    # Held-out accuracy rises by 0.1 a step up to step 2, then by 0.2.
+    outcome = make_outcome(
+        num_steps=4, rescue_rate=[0.2, 0.6, 0, 0.9], held_out={0: 0, 2: 0.2, 4: 0.6}
+    )
+    assert value("rescue_gain_held_out@2", outcome) == pytest.approx(
+        100 * (0.2 * 0.2 + 0.6 * 0.3) / 0.8
+    )
+    assert value("rescue_gain@2", make_outcome(acc=0.5, rescue_rate=0.0)) is None
+    assert value("rescue_gain@2", make_outcome(acc=0.5, objective="grpo")) is None
+    with pytest.raises(NotLogged, match=r"set rl\.num_steps above 50"):
+        value("rescue_gain@50", make_outcome(num_steps=50, acc=0.5, rescue_rate=0.5))
 
 
-def test_least_squares_of_the_signature(signed):
-    # x - 1.6 = -.6, -.6, .4, .4, .4 and y's: Sxy = .4·5.4 - .6·1.9 = 1.02; Sxx = 1.2.
-    assert value("anchor_slope", signed) == pytest.approx(1.02 / 1.2)
-    y = np.array([1, 0.9, 2, 1.8, 1.6])
-    r2 = 1.02**2 / 1.2 / ((y - y.mean()) ** 2).sum()
-    assert value("anchor_r2", signed) == pytest.approx(r2)
-    assert value("alpha_slope", signed) == pytest.approx(1)
-    assert value("alpha_r", signed) == pytest.approx(1)
-    assert value("negative_slope", signed) == pytest.approx(-1)  # 0.5·Sxy/0.25·Sxx, Sxy = -0.3
-    assert value("alpha", signed) == 0.8
+@pytest.fixture
+def unequal(make_outcome):
+    """One arm decodes 100 tokens a step, the other 200; each has two evaluations or three."""
+    one = make_outcome(
+        "one",
+        num_steps=4,
+        acc=[0.1, 0.2, 0.3, 0.4],
+        decoded_tokens=[100, 200, 300, 400],
+        held_out={0: 0.1, 4: 0.5},
+    )
+    two = make_outcome(
+        "two",
+        num_steps=4,
+        acc=[0.2, 0.4, 0.6, 0.8],
+        decoded_tokens=[200, 400, 600, 800],
+        held_out={0: 0.1, 1: 0.3, 4: 0.9},
+    )
+    other_seed = make_outcome("one", 1, num_steps=1, acc=0.5, decoded_tokens=150)
+    return with_shared_tokens([one, two, other_seed])
 
 
-def test_no_line_goes_through_points_of_one_abscissa():
-    assert fit(np.ones(5), np.arange(5.0)) is None
-    assert fit(np.arange(2.0), np.arange(2.0)) is None
+def test_arms_are_compared_at_the_tokens_that_all_of_the_seed_have_reached(unequal):
+    """At 400 tokens, `one` is at its end, and `two` at half of its run."""
+    one, two, other_seed = unequal
+    assert [each.shared_tokens for each in unequal] == [400, 400, 150]
+    assert value("shared_tokens", other_seed) == pytest.approx(150e-6)
+    assert value("rollout_equal_tokens", other_seed) == pytest.approx(50)
+    # The last 40 tokens lie in the fourth step of `one`, in the second of `two`.
+    assert value("rollout_equal_tokens", one) == pytest.approx(40)
+    assert value("rollout_equal_tokens", two) == pytest.approx(40)
+    # `two`: 0.3 at 200 tokens and 0.9 at 800, so 0.5 at 400.
+    assert value("held_out_equal_tokens", one) == pytest.approx(50)
+    assert value("held_out_equal_tokens", two) == pytest.approx(50)
+    assert value("held_out_equal_tokens:lead", two, one) == pytest.approx(0)
+
+
+def test_a_window_of_tokens_takes_its_part_of_every_step(make_outcome):
+    """Of 1000 tokens the last 100: 40 of a step at 0.2, 60 of one at 0.7."""
+    outcome = make_outcome(
+        num_steps=3, acc=[0.9, 0.2, 0.7], decoded_tokens=[500, 940, 2000], shared_tokens=1000.0
+    )
+    assert value("rollout_equal_tokens", outcome) == pytest.approx(40 * 0.2 + 60 * 0.7)
+
+
+def test_equal_tokens_need_evaluations_on_both_sides_and_tokens(make_outcome):
+    args = dict(num_steps=4, decoded_tokens=[100, 200, 300, 400], shared_tokens=400.0)
+    with pytest.raises(NotLogged, match=r"evaluate\.at_start and an rl\.eval_every that divides"):
+        value("held_out_equal_tokens", make_outcome(held_out={0: 0.1, 2: 0.4}, **args))
+    assert value("rollout_equal_tokens", make_outcome(acc=0.5, decoded_tokens=100)) is None
+
+
+def test_a_lead_is_the_difference_under_the_same_seed(make_outcome):
+    ours, theirs = (
+        make_outcome(arm, held_out={0: 0.1, 2: acc}) for arm, acc in (("two", 0.6), ("one", 0.4))
+    )
+    assert value("held_out@2:lead", ours, theirs) == pytest.approx(20)
+    assert value("held_out_best:lead", theirs, theirs) is None
+    assert value("held_out_best:lead", ours, None) is None
+    assert (
+        measure_named("held_out@2:lead").label == "held-out acc at step 2, %: lead over {reference}"
+    )
+    with pytest.raises(NotLogged, match=r"rl\.eval_every"):
+        value("held_out@2:lead", ours, make_outcome("one"))
+
+
+@pytest.mark.parametrize(
+    "name", ["fun", "held_out", "held_out@", "held_out@0", "held_out@-1", "held_out@x", "acc@3",
+             "acc:gain", "acc:", "fun:lead", "@3"],
+)  # fmt: skip
+def test_a_name_that_stands_for_nothing_is_refused(name):
+    with pytest.raises(KeyError):
+        measure_named(name)

@@ -170,3 +170,19 @@ def test_no_more_runs_than_processes_at_a_time(sweep, monkeypatch):
     monkeypatch.setattr(trials, "run_trial", counted)
     sweep(4, num_processes=2)
     assert most[0] <= 2
+
+
+def test_an_outcome_has_the_configuration_that_ran_and_the_evaluations_during_rl(sweep, runs):
+    """Of config.json: the settings of the trial do not have the overrides applied."""
+    planned, _ = sweep(1, overrides=("--config.care.K=7",))
+    workdir = planned[0].workdir
+    (workdir / "config.json").write_text(json.dumps({"care": {"K": 7}}))
+    with (workdir / "metrics.jsonl").open("a") as file:
+        for step in (0, 2):
+            file.write(json.dumps({"stage": "rl_eval", "step": step, "acc": step / 10}) + "\n")
+    outcome = trials.read_outcome(planned[0])
+    assert outcome.config["care"]["K"] == 7
+    assert planned[0].settings["config"]["care"]["K"] == 4
+    assert outcome.evaluations == [{"step": 0, "acc": 0.0}, {"step": 2, "acc": 0.2}]
+    assert [step["decoded_tokens"] for step in outcome.steps] == [1000, 2000, 3000, 4000]
+    assert outcome.workdir == workdir

@@ -1,0 +1,64 @@
+"""A reward function that ships with the program: partial credit by the distance of a number.
+
+Use it as `verifier.reward = "care_jax.rewards.partial_credit:relative_error"`, with
+`verifier.success = 1.0`: the right answers alone are successes then, as under the built-in
+verifier, while failures differ in reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from care_jax.batch import Example
+from care_jax.rewards import answers, notation
+from care_jax.rewards.quantities import read_number
+from care_jax.rewards.reward_function import Components
+from care_jax.rewards.verifier import parse_text
+
+MAX_PARTIAL = 0.9  # credit of a wrong answer at distance 0, so that none reaches a right one's 1
+
+
+def relative_error(question: str, responses: Sequence[str], example: Example) -> list[Components]:
+    """acc = 1 for an answer equivalent to the gold answer g; else, where both are numbers,
+
+        acc = 0.9 · max(0, 1 - |a - g| / |g|),   |a| in place of |a| / |g| where g = 0
+
+    0 for any other answer: other words, another unit, a percent sign on one side alone, no
+    well-formed answer span.
+
+    Args:
+        question: not read.
+        responses: texts with their tags.
+        example: its answer must be text.
+    """
+    return [{"acc": _credit(_answer_of(text), example)} for text in responses]
+
+
+def _answer_of(text: str) -> str:
+    """The content of the one well-formed answer span; "" without one.
+
+    A function is not told `data.think_tag`; of the two that are in use the text has one.
+    """
+    think_tag = "reasoning" if "<reasoning>" in text else "think"
+    return parse_text(text, think_tag=think_tag).answer
+
+
+def _credit(answer: str, example: Example) -> float:
+    if not answer:
+        return 0.0
+    is_right = answers.is_equivalent(
+        answer,
+        example.answer,
+        choices=example.choices,
+        tolerance=example.tolerance,
+        units_matter=example.units == "matter",
+    )
+    if is_right:
+        return 1.0
+    number, gold = (read_number(notation.clean(text)) for text in (answer, example.answer))
+    if number is None or gold is None:
+        return 0.0
+    if (number.unit, number.is_percent) != (gold.unit, gold.is_percent):
+        return 0.0
+    distance = abs(number.value - gold.value) / (abs(gold.value) or 1)
+    return MAX_PARTIAL * float(max(0, 1 - distance))

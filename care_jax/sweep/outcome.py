@@ -1,0 +1,74 @@
+"""What a finished trial left behind, as measures and panels read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class NotLogged(Exception):
+    """A run lacks the rows that a measure needs; the message says which key to set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Configuration and metrics of a finished trial.
+
+    Attributes:
+        arm, seed: of the trial.
+        config: of the run, as JSON.
+        start: metrics of the last evaluation before RL (of the cold start, if any); {} without.
+        final: metrics of the last evaluation.
+        steps: metrics of each RL step.
+        evaluations: metrics of the evaluations during RL; their `step` counts the steps done.
+        shared_tokens: decoded tokens that every arm has reached under this seed; NaN if not known,
+            see `with_shared_tokens`.
+        workdir: of the run; None without files.
+    """
+
+    arm: str
+    seed: int
+    config: dict[str, Any]
+    start: dict[str, float]
+    final: dict[str, float]
+    steps: list[dict[str, float]]
+    evaluations: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    shared_tokens: float = math.nan
+    workdir: pathlib.Path | None = None
+
+    def series(self, name: str) -> np.ndarray:
+        """A metric at every step; NaN if it was not logged."""
+        return np.array([step.get(name, math.nan) for step in self.steps], float)
+
+    def kl_ref(self) -> np.ndarray:
+        """KL to the reference policy at every step, nats.
+
+        Raises:
+            NotLogged: the run kept no reference policy.
+        """
+        values = self.series("kl_ref")
+        if not np.isfinite(values).any():
+            raise NotLogged(f"set {self.config['rl']['objective']}.beta above 0")
+        return values
+
+    @property
+    def num_triggers(self) -> np.ndarray:
+        """Cumulative number of rescued groups, including each step."""
+        return np.cumsum(self.series("rescue_rate")) * self.config["rl"]["prompts_per_step"]
+
+
+def with_shared_tokens(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes, each with the decoded tokens that all outcomes of its seed have reached."""
+    reached: dict[int, float] = {}
+    for outcome in outcomes:
+        last = outcome.series("decoded_tokens")[-1] if outcome.steps else math.nan
+        reached[outcome.seed] = np.minimum(reached.get(outcome.seed, math.inf), last)
+    return [
+        dataclasses.replace(outcome, shared_tokens=float(reached[outcome.seed]))
+        for outcome in outcomes
+    ]
