@@ -47,7 +47,7 @@ from care_jax.data.rows import (
     with_responses,
     with_text_answers,
 )
-from care_jax.data.sources import MIXTURE, open_source, options_of
+from care_jax.data.sources import DRAWN, MIXTURE, open_source, options_of
 from care_jax.devices import compilation_cache, distributed, mounts, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.evaluated import evaluate_once
@@ -238,7 +238,7 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
             )
     if stage == "sft":
         opened = [with_responses(source) for source in opened]
-    elif not has_reward and section.source != "synthetic":
+    elif not has_reward and section.source not in DRAWN:
         opened = [with_text_answers(source) for source in opened]
     for part, source in zip(parts, opened, strict=True):
         if stage == "sft":
@@ -246,7 +246,7 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
         elif stage == "rl":
             first_usable(source)
     examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
-    if stage == "evaluate" and section.source != "synthetic":
+    if stage == "evaluate" and section.source not in DRAWN:
         examples, _ = checked(examples, f"data.{name}")
     return examples
 
@@ -262,7 +262,7 @@ def _given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> S
 
 def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str, Any]:
     options: dict[str, Any] = {"think_tag": config.data.think_tag}
-    if part.source == "synthetic":
+    if part.source in DRAWN:
         if not part.split:
             options["split"] = "test" if stage == "evaluate" else "train"
         if stage == "sft":

@@ -13,7 +13,8 @@ from care_jax.batch import Example
 from care_jax.data import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
 from care_jax.data.mixture import check_weights
 from care_jax.data.rows import Rows
-from care_jax.data.synthetic import KINDS, SyntheticSource
+from care_jax.data.synthetic import SyntheticSource
+from care_jax.data.word_problems import WordProblems
 
 # name -> (reader, the options it takes besides the path)
 _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
@@ -25,7 +26,12 @@ _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
     "virl39k": (virl39k.open_rows, ("images", "images_outside")),
     "vision_r1_cold": (vision_r1.open_rows, ("images", "images_outside", "think_tag")),
 }
-SOURCES = ("synthetic", *_FILES)
+# Drawn on demand, from no file.
+DRAWN: dict[str, Callable[..., Sequence[Example]]] = {
+    "synthetic": SyntheticSource,
+    "word_problems": WordProblems,
+}
+SOURCES = (*DRAWN, *_FILES)
 MIXTURE = "mixture"  # of several sources
 # Configuration keys of a source that are passed to `open_source` unchanged.
 _OPTIONS = (
@@ -97,7 +103,7 @@ def open_source(
     min_pixels: int = 0,
     max_pixels: int = 0,
     seed: int = 0,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = (),
     teacher_error: float = 0.0,
     cue_share: float = 0.0,
     cue: str = "",
@@ -106,15 +112,16 @@ def open_source(
     """A random-access sequence of examples; reading a row of a file may raise `Unusable`.
 
     Args:
-        name: "synthetic" (drawn on demand), or the format of the files at `path`.
+        name: one of `DRAWN`, or the format of the files at `path`.
         path: a file, a folder, or a hub id.
-        split, subset: parts of a release; for the synthetic source, split "" is "train".
+        split, subset: parts of a release; for a drawn source, split "" is "train".
         images: folder that image paths are relative to; empty for the release's folder.
         images_outside: allows image paths that lead out of that folder.
         columns: column names for the parquet source.
         num_examples: number of examples to draw; for a release, of its first rows, 0 for all.
         tolerance, min_pixels, max_pixels: set on every example; 0 leaves the field unchanged.
-        seed, kinds, teacher_error, cue_share, cue: see `SyntheticSource`.
+        seed, kinds, teacher_error, cue_share, cue: of a drawn source, see `SyntheticSource` and
+            `WordProblems`, which has no teacher_error; kinds (): all.
         think_tag: name of the tag in responses that the source composes.
 
     Raises:
@@ -128,29 +135,32 @@ def open_source(
     given |= {"images_outside": images_outside, "columns": dict(columns or {})}
     if not any(given["columns"].values()):
         given["columns"] = {}
-    takes = ("split",) if name == "synthetic" else _FILES[name][1]
+    is_drawn = name in DRAWN
+    takes = ("split",) if is_drawn else _FILES[name][1]
     for option, value in given.items():
         if value and option not in takes:
             raise ValueError(f"source {name!r} takes no {option}, got {value!r}; clear it")
-    if name == "synthetic":
-        if path:
-            raise ValueError(f"the synthetic source reads no file, got path {path!r}; clear it")
-        source: Sequence[Example] = SyntheticSource(
+    if is_drawn and path:
+        raise ValueError(f"the {name} source reads no file, got path {path!r}; clear it")
+    if (teacher_error and name != "synthetic") or (cue_share and not is_drawn):
+        raise ValueError(
+            f"teacher_error {teacher_error} applies to the synthetic source only, and cue_share "
+            f"{cue_share} to drawn sources ({', '.join(DRAWN)}); set them to 0 for a {name} source"
+        )
+    if is_drawn:
+        options: dict[str, Any] = {"kinds": tuple(kinds)} if kinds else {}
+        if name == "synthetic":
+            options["teacher_error"] = teacher_error
+        source = DRAWN[name](
             num_examples,
             seed=seed,
             split=split or "train",
-            kinds=tuple(kinds),
-            teacher_error=teacher_error,
             cue_share=cue_share,
             cue=cue,
             think_tag=think_tag,
+            **options,
         )
     else:
-        if teacher_error or cue_share:
-            raise ValueError(
-                f"teacher_error {teacher_error} and cue_share {cue_share} apply to the synthetic "
-                f"source only; set both to 0 for a {name} source"
-            )
         source = _open_files(name, path, num_examples, given | {"think_tag": think_tag})
     changes = {"tolerance": tolerance, "min_pixels": min_pixels, "max_pixels": max_pixels}
     changes = {field: value for field, value in changes.items() if value}

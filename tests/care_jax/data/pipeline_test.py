@@ -117,14 +117,16 @@ def test_leaving_the_loop_ends_the_background_thread():
 
 
 def test_unknown_source_names_the_choices():
-    with pytest.raises(ValueError, match=r"source must be one of synthetic, jsonl, .*, got 'csv'"):
+    with pytest.raises(
+        ValueError, match=r"source must be one of synthetic, word_problems, jsonl, .*, got 'csv'"
+    ):
         open_source("csv")
 
 
 def test_source_refuses_what_it_does_not_take():
     with pytest.raises(ValueError, match="reads no file"):
         open_source("synthetic", path="rows.jsonl", num_examples=3)
-    with pytest.raises(ValueError, match="apply to the synthetic source only"):
+    with pytest.raises(ValueError, match="applies to the synthetic source only"):
         open_source("jsonl", path="rows.jsonl", teacher_error=0.5)
 
 

@@ -55,7 +55,10 @@ def test_source_of_more_examples_than_there_are_is_refused(rows):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (common.source("csv"), "must be one of synthetic, jsonl, .*mixture, got 'csv'"),
+        (
+            common.source("csv"),
+            "must be one of synthetic, word_problems, jsonl, .*mixture, got 'csv'",
+        ),
         (common.source("mixture"), "got 0 for 'mixture'"),
         (common.source("jsonl", parts=(common.source("jsonl"),)), "got 1 for 'jsonl'"),
         (common.source("jsonl", min_pixels=9000), "would have 9000 to 4096 pixels"),
