@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "aot": ("care_jax.aot", ()),
     "prepare": ("care_jax.data.prepare", ()),
     "sweep": ("care_jax.sweep", ()),
+    "smollm": ("care_jax.smollm", ()),
 }
 _FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags
 _PACKAGE = pathlib.Path(__file__).parent
