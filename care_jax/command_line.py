@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 _WRAPPED = "Error whilst parsing config file"
 
 
-def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence[str]:
+def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = None) -> Sequence[str]:
     """Parses all defined flags, and loads the file that `config` names, if any.
 
     Returns:
@@ -25,7 +25,7 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence
     """
     try:
         rest = flags.FLAGS(argv)
-        if config.value is not None:
+        if config is not None and config.value is not None:
             _ = config.value.stages  # raises if the file could not be loaded
     except Exception as error:  # whatever a configuration file raises
         raise ValueError(" ".join(_message(error).split())) from error

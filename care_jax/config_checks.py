@@ -208,6 +208,12 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
             f"model.offload {tuple(model.offload)} needs devices that can keep arrays in host "
             f"memory, which {mesh.local_devices[0].device_kind} cannot; set it to ()"
         )
+    if model.freeze_decoder and (model.freeze_vision or model.lora_rank):
+        raise ValueError(
+            "model.freeze_decoder leaves nothing to train with model.freeze_vision "
+            f"{model.freeze_vision} and model.lora_rank {model.lora_rank}, whose adapters are the "
+            "decoder's; set freeze_decoder to False, or the others to False and 0"
+        )
     if model.lora_rank < 0:
         raise ValueError(f"model.lora_rank must be 0 or more, got {model.lora_rank}")
     if model.lora_rank and not model.lora_alpha > 0:

@@ -316,8 +316,14 @@ def utilisation(
         seconds: wall time of the updates.
     """
     model = run.config.model
-    trained = dict(freeze_vision=model.freeze_vision, has_adapters=bool(model.lora_rank))
-    flops = model_flops(run.policy.config, table.sizes, num_tokens, **trained)
+    flops = model_flops(
+        run.policy.config,
+        table.sizes,
+        num_tokens,
+        freeze_vision=model.freeze_vision,
+        freeze_decoder=model.freeze_decoder,
+        has_adapters=bool(model.lora_rank),
+    )
     rate = flops / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
     return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})

@@ -21,17 +21,18 @@ def source(name: str = "", **options) -> ConfigDict:
         options: keys to set; an unknown key is an error.
     """
     section = ConfigDict()
-    # Drawn on demand: synthetic, readings. Of files: jsonl, parquet, arrayrecord, chartqa,
-    # geometry3k, virl39k, vision_r1_cold. Or "mixture", the sources in `parts`.
+    # Drawn: synthetic (charts and diagrams), readings (diagrams; rationales state what is read),
+    # word_problems (text alone). Read: jsonl, parquet, arrayrecord, chartqa, geometry3k, virl39k,
+    # vision_r1_cold. Or "mixture", the sources in `parts`.
     section.source = name
-    section.path = ""  # file, folder or hub id; empty for drawn ones and mixture
+    section.path = ""  # file, folder or hub id; empty for drawn sources and mixture
     section.split = ""  # split of a release: train, val, test
     section.subset = ""  # part of a release (chartqa: human, augmented), see its reader
     section.images = ""  # folder that image paths are relative to; empty: the release's folder
     # Image paths of rows may be absolute, or lead out of that folder by "..". False: such rows are
     # left out, so that no file of data can show the model a file of yours.
     section.images_outside = False
-    # Drawn: number of examples to generate; else: use only the first rows, 0 for all of them.
+    # Drawn sources: number of examples; else: use only the first rows, 0 for all of them.
     section.num_examples = 0
     section.seed = 0  # of a drawn source
     section.weight = 0.0  # share in a mixture; 0 in all of its parts: proportional to their sizes
@@ -89,6 +90,8 @@ def get_config() -> ConfigDict:
     # parameters (fsdp), else 1024.
     model.logprob_chunk = 0
     model.freeze_vision = False  # (open) False: the vision tower is trained
+    # True: the text decoder is not, so that the tower and its merger learn to be read by it.
+    model.freeze_decoder = False
     # The next keys trade speed or precision for memory.
     # What the backward pass rematerialises: "none"; "dots", everything except the outputs of weight
     # matmuls and attention; "layer", each layer from its input.
@@ -137,7 +140,8 @@ def get_config() -> ConfigDict:
     data.min_pixels = 262144  # (open) minimum height x width that images are resized to
     data.max_pixels = 1003520  # (open) maximum, for the mixture; 4194304 for geometry alone
     # (prompt tokens, image patches) per prompt. A batch is padded to the smallest bucket that holds
-    # all of its prompts. Prompts that fit no bucket are left out and counted.
+    # all of its prompts. Prompts that fit no bucket are left out and counted. ((512, 0),) is for
+    # text alone.
     data.buckets = ((512, 2048), (1024, 4096), (2048, 6144))
     data.system_prompt = "You are a helpful assistant."
     # Appended to every question to state the format; {tag} is replaced by data.think_tag.

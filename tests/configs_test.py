@@ -9,7 +9,17 @@ from care_jax.config_checks import check_config, fill_in
 from care_jax.devices.sharding import make_mesh
 from configs import common
 
-NAMES = ("mixture", "qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b", "tiny", "real_images")
+NAMES = (
+    "mixture",
+    "qwen25vl_3b",
+    "qwen25vl_7b",
+    "qwen3vl_4b",
+    "qwen3vl_8b",
+    "real_images",
+    "smollm_charts",
+    "smollm_words",
+    "tiny",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -156,7 +156,9 @@ def train_batch(run: Run, size: int) -> TrainBatch:
     )
 
 
-def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> ImagePatches:
+def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> ImagePatches | None:
+    if not num_patches:
+        return None
     vision = run.policy.config.vision
     patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
     images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)

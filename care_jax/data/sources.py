@@ -16,6 +16,7 @@ from care_jax.data.mixture import check_weights
 from care_jax.data.readings import ReadingsSource
 from care_jax.data.rows import Rows
 from care_jax.data.synthetic import SyntheticSource
+from care_jax.data.word_problems import WordProblems
 
 # name -> (reader, the options it takes besides the path)
 _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
@@ -31,6 +32,7 @@ _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
 DRAWN: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
     "synthetic": (SyntheticSource, ("teacher_error", "cue_share")),
     "readings": (ReadingsSource, ("misread_share", "teacher_error", "cue_share")),
+    "word_problems": (WordProblems, ("cue_share",)),
 }
 SOURCES = (*DRAWN, *_FILES)
 MIXTURE = "mixture"  # of several sources
@@ -114,7 +116,7 @@ def open_source(
     """A random-access sequence of examples; reading a row of a file may raise `Unusable`.
 
     Args:
-        name: of a source that is drawn on demand, or the format of the files at `path`.
+        name: one of `DRAWN`, or the format of the files at `path`.
         path: a file, a folder, or a hub id.
         split, subset: parts of a release; for a drawn source, split "" is "train".
         images: folder that image paths are relative to; empty for the release's folder.
@@ -122,8 +124,7 @@ def open_source(
         columns: column names for the parquet source.
         num_examples: number of examples to draw; for a release, of its first rows, 0 for all.
         tolerance, min_pixels, max_pixels: set on every example; 0 leaves the field unchanged.
-        seed, kinds, teacher_error, cue_share, cue: see `SyntheticSource`; no kinds: all of them.
-        misread_share: see `ReadingsSource`.
+        seed, kinds, teacher_error, misread_share, cue_share, cue: of a drawn source; no kinds: all.
         think_tag: name of the tag in responses that the source composes.
 
     Raises:

@@ -219,19 +219,20 @@ def train_flops(
     *,
     remat: str,
     freeze_vision: bool = False,
+    freeze_decoder: bool = False,
     has_adapters: bool = False,
 ) -> float:
     """FLOPs of forward and backward, rematerialisation included.
 
     A backward pass costs two forwards: gradients of the inputs and of the weights. Adapters omit
-    the weight gradients and the whole backward of the vision tower; without adapters the weights of
-    the logits are trained. remat="dots" recomputes no matmul with weights, "layer" all of them; the
-    logits are always recomputed.
+    the weight gradients and the whole backward of the vision tower, a frozen decoder its weight
+    gradients; else the weights of the logits are trained. remat="dots" recomputes no matmul with
+    weights, "layer" all of them; the logits are always recomputed.
     """
     tower, layers, logits = forward_flops(config, packed)
     is_recomputed = remat == "layer"
     num_tower = 1 if freeze_vision or has_adapters else 3 + is_recomputed
-    num_text = 2 if has_adapters else 3
+    num_text = 2 if has_adapters or freeze_decoder else 3
     return num_tower * tower + (num_text + is_recomputed) * layers + (num_text + 1) * logits
 
 
@@ -241,17 +242,19 @@ def model_flops(
     num_row_tokens: Int[np.ndarray, "N R"],
     *,
     freeze_vision: bool = False,
+    freeze_decoder: bool = False,
     has_adapters: bool = False,
 ) -> float:
     """Model FLOPs of one update over N prompts: three forwards of real tokens, without remat.
 
-    What is frozen has no gradient: adapters leave two forwards of the decoder and one of the tower.
+    What is frozen has no gradient: adapters leave two forwards of the decoder and one of the tower,
+    a frozen decoder two of its own.
 
     Args:
         config: of the backbone.
         prompt_sizes: tokens and patches of each prompt.
         num_row_tokens: tokens of each response; a prompt with none counts nothing.
-        freeze_vision, has_adapters: what is trained.
+        freeze_vision, freeze_decoder, has_adapters: what is trained.
     """
     is_trained = num_row_tokens.any(-1)
     (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]
@@ -259,7 +262,8 @@ def model_flops(
     num_tokens, num_scored = int(prompts.sum() + rows.sum()), int(rows.sum())
     towers = sum(tower_flops(config.vision, config.family, int(n)) for n in patches)
     decoder = decoder_flops(config.text, num_tokens, num_pairs, num_scored)
-    return (1 if freeze_vision or has_adapters else 3) * towers + (3 - has_adapters) * decoder
+    num_text = 2 if has_adapters or freeze_decoder else 3
+    return (1 if freeze_vision or has_adapters else 3) * towers + num_text * decoder
 
 
 def train_work(
@@ -270,6 +274,7 @@ def train_work(
     num_microbatches: int,
     remat: str,
     freeze_vision: bool = False,
+    freeze_decoder: bool = False,
     has_adapters: bool = False,
 ) -> Work:
     """An update: each microbatch all-gathers weights every pass and reduce-scatters gradients."""
@@ -277,10 +282,16 @@ def train_work(
     gathered = num_weights * layout.itemsize / layout.product_parts
     num_passes = 2 + (remat != "none")
     # Weights, two Adam moments and the gradient in float32, each read and written.
-    state = 0 if has_adapters else 32 * num_weights / layout.weight_parts / layout.product_parts
+    is_trained = not (has_adapters or freeze_decoder)
+    state = is_trained * 32 * num_weights / layout.weight_parts / layout.product_parts
     return Work(
         flops=train_flops(
-            config, packed, remat=remat, freeze_vision=freeze_vision, has_adapters=has_adapters
+            config,
+            packed,
+            remat=remat,
+            freeze_vision=freeze_vision,
+            freeze_decoder=freeze_decoder,
+            has_adapters=has_adapters,
         ),
         hbm_bytes=num_microbatches * num_passes * gathered + state,
         ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),

@@ -78,17 +78,21 @@ def make_optimizer(
     )
 
 
-def partition(params: Params, *, freeze_vision: bool = False) -> tuple[Params, Params]:
+def partition(
+    params: Params, *, freeze_vision: bool = False, freeze_decoder: bool = False
+) -> tuple[Params, Params]:
     """(trained, frozen) parameters; frozen ones have no gradient, optimizer state or part in norms.
 
     With adapters (`models.lora`) only these are trained. Without, everything is, except the vision
-    tower if `freeze_vision`.
+    tower with its merger if `freeze_vision`, and the text decoder if `freeze_decoder`.
     """
     flat = flatten_dict(params)
     has_adapters = any(map(lora.is_adapter, flat))
 
     def is_trained(path):
-        return lora.is_adapter(path) if has_adapters else not freeze_vision or path[0] != "vision"
+        if has_adapters:
+            return lora.is_adapter(path)
+        return not (freeze_vision if path[0] == "vision" else freeze_decoder)
 
     parts = {True: {}, False: {}}
     for path, array in flat.items():

@@ -127,7 +127,8 @@ class PromptBuilder:
         tokenizer: must have a chat template that accepts content items.
         config: the backbone; gives patch sizes, channel statistics and token ids.
         min_pixels, max_pixels: images are resized into this range of height x width.
-        buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks.
+        buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks, 0
+            for text alone.
         system_prompt: text of the system turn; if empty, the template may insert its default.
         instruction: appended to every question on a new line; empty for none.
         think_tag: name of the rationale's tag; replaces `{tag}` in the two texts above.
@@ -158,7 +159,7 @@ class PromptBuilder:
                 f"{max_pixels}; change data.min_pixels or data.max_pixels"
             )
         block = config.vision.merge_size**2
-        if not buckets or any(p < 1 or n < block or n % block for p, n in buckets):
+        if not buckets or any(p < 1 or n < 0 or n % block for p, n in buckets):
             raise ValueError(
                 f"buckets must be pairs of (tokens, patches) with patches in multiples of {block}, "
                 f"got {tuple(buckets)}; change data.buckets"

@@ -218,7 +218,11 @@ class Step:
         for _ in range(2):
             self.state, _ = timed(self.state, batch)
         model = self._run.config.model
-        trained = dict(freeze_vision=model.freeze_vision, has_adapters=bool(model.lora_rank))
+        trained = dict(
+            freeze_vision=model.freeze_vision,
+            freeze_decoder=model.freeze_decoder,
+            has_adapters=bool(model.lora_rank),
+        )
         flops = roofline.model_flops(self._run.policy.config, sizes, responses, **trained)
         row = _row("update", timed, [Work(flops=flops)] * 2, [int(responses.sum())] * 2)
         return [row | {"fill": plan.real_tokens / plan.computed_tokens}]

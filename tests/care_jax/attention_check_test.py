@@ -43,6 +43,11 @@ def test_a_kernel_that_agrees_is_used_and_said_so(run_on_a_tpu, capsys):
 SIZES = Sizes(2, 2, 4, 40, 0, 1, 2)
 
 
+def test_a_row_of_text_alone_is_compared_without_images(run_on_a_tpu, capsys):
+    assert training_attention(run_on_a_tpu, 256, 0).name == "tpu"
+    assert "by 0.0e+00 on rows of 0 patches, so it is used" in capsys.readouterr().out
+
+
 def test_prefill_is_compared_at_the_largest_bucket(run_on_a_tpu, capsys):
     assert decoding_attention(run_on_a_tpu, SIZES).prefill.name == "tpu"
     tokens, patches = max(run_on_a_tpu.policy.prompts.buckets)

@@ -283,6 +283,14 @@ def test_keys_of_a_reward_function_need_one(key):
         ({"data.think_tag": ""}, "data.think_tag must be one word .*, got ''; set it to 'think'"),
         ({"data.think_tag": "answer"}, "data.think_tag must be one word .* got 'answer'"),
         ({"data.think_tag": "<think>"}, "data.think_tag must be one word .* got '<think>'"),
+        (
+            {"model.freeze_decoder": True, "model.freeze_vision": True},
+            "model.freeze_decoder leaves nothing to train with model.freeze_vision True",
+        ),
+        (
+            {"model.freeze_decoder": True, "model.lora_rank": 4},
+            "and model.lora_rank 4, whose adapters are the decoder's; set freeze_decoder to False",
+        ),
         ({"data.buckets": (48,)}, r"data.buckets must have .* of \(\(512, .* got \(48,\)"),
         ({"data.buckets": ()}, r"data.buckets must have the form .* got \(\)"),
         ({"data.buckets": ((48, 64, 2),)}, "data.buckets must have the form of"),

@@ -42,6 +42,7 @@ def start(run, params):
         {},
         {"lora_rank": 2},
         {"freeze_vision": True, "moments_dtype": "bfloat16"},
+        {"freeze_decoder": True},
         {"offload": ("optimizer",)},
     ],
 )
@@ -73,6 +74,9 @@ def test_a_frozen_tower_is_not_trained(run, params):
     run.config.model.freeze_vision = True
     trained, frozen = run.partition(params)
     assert list(trained) == ["text"] and list(frozen) == ["vision"]
+    run.config.model.update(freeze_vision=False, freeze_decoder=True)
+    trained, frozen = run.partition(params)
+    assert list(trained) == ["vision"] and list(frozen) == ["text"]
     assert jax.tree.structure(optimizer.combine(trained, frozen)) == jax.tree.structure(params)
 
 

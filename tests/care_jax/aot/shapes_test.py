@@ -38,6 +38,16 @@ def test_prompts_are_those_of_the_largest_bucket(run, examples):
     jax.tree.map(assert_same, shapes.prompts(run, len(tokenized)), expected)
 
 
+def test_prompts_of_text_alone_have_no_images(run, questions):
+    run.config.data.buckets = ((48, 0),)
+    run.config.sft.row_patches = 0
+    tokenized = [run.policy.prompts.tokenize(example) for example in questions((3, 5))]
+    batch = run.policy.prompts.batch(tokenized)
+    expected = sharding.put_batch(batch, run.decode_batch_sharding)
+    jax.tree.map(assert_same, shapes.prompts(run, 2), expected)
+    assert expected.images is None and shapes.imitation_batch(run, 4).rows.images is None
+
+
 def test_batches_are_those_that_packing_makes(run, image_prompts):
     """Of full rows, one on each device."""
     lengths = np.full((4, 2), 150)

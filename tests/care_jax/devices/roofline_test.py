@@ -88,6 +88,7 @@ def test_training_is_three_forwards_and_what_is_recomputed():
         ({"remat": "dots"}, 3 * tower + 3 * layers + 4 * logits),
         ({"remat": "layer"}, 4 * tower + 4 * layers + 4 * logits),
         ({"remat": "layer", "freeze_vision": True}, tower + 4 * layers + 4 * logits),
+        ({"remat": "layer", "freeze_decoder": True}, 4 * tower + 3 * layers + 3 * logits),
         ({"remat": "none", "has_adapters": True}, tower + 2 * layers + 3 * logits),
     ):
         assert roofline.train_flops(SMALL, PACKED, **settings) == expected, settings
@@ -99,7 +100,10 @@ def test_an_update_is_worth_three_forwards_of_what_is_not_padding():
     pairs = (6 + 2 * 3 + 3 + 3 + 1) + (3 + 4 * 2 + 10)
     decoder = roofline.decoder_flops(TEXT, 12, pairs, 7)
     worth = roofline.model_flops(SMALL, sizes, lengths)
-    assert worth == 3 * (decoder + roofline.tower_flops(TOWER, "qwen2_5_vl", 8))
+    tower = roofline.tower_flops(TOWER, "qwen2_5_vl", 8)
+    assert worth == 3 * (decoder + tower)
+    frozen = roofline.model_flops(SMALL, sizes, lengths, freeze_decoder=True)
+    assert frozen == 2 * decoder + 3 * tower
 
 
 def test_decoding_reads_weights_and_cache_in_every_step():

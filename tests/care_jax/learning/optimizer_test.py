@@ -82,6 +82,13 @@ def test_the_tower_is_frozen_on_request():
     jax.tree.map(np.testing.assert_array_equal, optimizer.combine(trained, frozen), params())
 
 
+def test_the_decoder_is_frozen_on_request():
+    trained, frozen = optimizer.partition(params(), freeze_decoder=True)
+    assert trained.keys() == {"vision"} and frozen.keys() == {"text"}
+    trained, frozen = optimizer.partition(params(), freeze_vision=True, freeze_decoder=True)
+    assert not trained and frozen.keys() == {"vision", "text"}
+
+
 def test_adapters_alone_are_trained():
     tree = params()
     tree["text"] |= {"lora_a": jnp.ones(2), "lora_b": jnp.ones(3), "lora_scale": jnp.ones(())}

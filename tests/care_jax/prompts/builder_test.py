@@ -175,6 +175,14 @@ def test_patches_come_in_the_type_that_is_computed_with(tokenizer, builder):
     np.testing.assert_array_equal(ours, wide.astype(jnp.bfloat16))
 
 
+def test_buckets_of_text_alone_hold_no_image(tokenizer):
+    settings = dict(min_pixels=256, max_pixels=16384, buckets=((64, 0), (96, 0)))
+    builder = PromptBuilder(tokenizer, CONFIG, system_prompt="Answer.", **settings)
+    text = builder.tokenize(example("1 + 1?"))
+    assert builder.fits(text) and builder.batch([text]).images is None
+    assert not builder.fits(builder.tokenize(example("<image>How many?", (32, 32))))
+
+
 def test_batch_without_any_image_has_none(builder):
     assert builder.batch([builder.tokenize(example("1 + 1?"))]).images is None
 
@@ -246,6 +254,7 @@ def test_image_files_give_the_prompt_of_their_pixels(builder, tmp_path):
         ({"min_pixels": 99999}, "min_pixels must be positive and at most max_pixels"),
         ({"buckets": ()}, "buckets must be pairs"),
         ({"buckets": ((48, 66),)}, "patches in multiples of 4"),
+        ({"buckets": ((48, -4),)}, "patches in multiples of 4"),
         ({"buckets": ((48, 128), (64, 64))}, "must have most patches too"),
         ({"image_token_id": 5}, r"has <\|image_pad\|> at 5 and the tokenizer at 998"),
         ({"vocab_size": 999}, "the tokenizer has 1000 tokens"),

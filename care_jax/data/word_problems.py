@@ -1,0 +1,320 @@
+"""Word problems drawn on demand: text alone, with rationales that write the steps out.
+
+An example is a pure function of (seed, split, index), as in `care_jax.data.synthetic`. The kinds
+are sums, differences, products, change, comparisons, the calendar and units. A rationale has two or
+three steps. The last names an operation whose result is the answer, so that an answer is computed
+and not copied; the steps before it state their results.
+
+The splits never share the numbers of a problem, whatever its wording: `crc32(kind and numbers) % 8`
+assigns them to a split. Every other round of the test split asks about larger numbers than the
+training split has; the source of these examples ends in "_far", as in "word_problems/total_far".
+
+In the rows that demonstrate the repair cue, the rationale is one with a slip in one of its steps,
+the cue, and the right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from care_jax.batch import Example
+
+SPLITS = ("train", "test")
+FAR = "_far"  # end of the source of an example with numbers outside those of the training split
+NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+# (large unit, small unit, small units in a large one)
+UNITS = (
+    ("hours", "minutes", 60),
+    ("minutes", "seconds", 60),
+    ("metres", "centimetres", 100),
+    ("weeks", "days", 7),
+    ("feet", "inches", 12),
+)
+_NOTES = (20, 50, 100, 200)  # what is paid with
+_TEST_SHARE = 8  # one in this many keys belongs to the test split
+
+# kind -> wordings; `x` and `y` are names, `things` what is counted.
+_QUESTIONS = {
+    "total": (
+        "{x} has {a} {things} and gets {b} more. How many {things} does {x} have now?",
+        "There are {a} {things} in one box and {b} in another. How many are there in all?",
+        "{x} found {a} {things} and {y} found {b}. How many did they find together?",
+    ),
+    "left": (
+        "{x} had {a} {things} and gave {b} of them to {y}. How many are left?",
+        "A shop has {a} {things} and sells {b}. How many {things} remain?",
+        "{x} has {a} {things}, {y} has {b}. How many more does {x} have?",
+    ),
+    "groups": (
+        "There are {n} boxes with {a} {things} in each. How many {things} are there?",
+        "{x} buys {n} bags of {a} {things}. How many {things} is that?",
+        "{n} children have {a} {things} each. How many {things} do they have together?",
+    ),
+    "change": (
+        "{x} buys {n} tickets for {a} dollars each and pays with {p} dollars. How many dollars "
+        "does {x} get back?",
+        "One ticket costs {a} dollars. {x} has {p} dollars and buys {n}. How many dollars remain?",
+        "From {p} dollars {x} pays for {n} tickets at {a} dollars each. How much is the change?",
+    ),
+    "compare": (
+        "{x} has {n} packs of {a} {things}, {y} has {m} packs of {b}. Who has more {things}?",
+        "{x} fills {n} bags with {a} {things} each, {y} fills {m} with {b} each. Who uses more?",
+    ),
+    "calendar": (
+        "Today is {day}. What day of the week is it in {d} days?",
+        "A parcel was sent on a {day} and arrives {d} days later. On what day does it arrive?",
+        "{x} leaves on a {day} for {d} days. On what day of the week is {x} back?",
+    ),
+    "units": (
+        "How many {small} are {n} {large} and {b} {small}?",
+        "Write {n} {large} and {b} {small} in {small}.",
+    ),
+}
+KINDS = tuple(_QUESTIONS)
+
+# Writes a step, as in "40 + 70 = 110.", and gives its result, which is not `value` if it slips.
+Step = Callable[[str, int], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """A problem before it is put into words.
+
+    Attributes:
+        numbers: what determines the calculation; the splits share none.
+        fields: of the wordings.
+        solve: calls its argument for every step but the last; gives the last and the answer.
+    """
+
+    numbers: tuple[int, ...]
+    fields: dict[str, Any]
+    solve: Callable[[Step], tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class WordProblems(Sequence[Example]):
+    """A random-access sequence of drawn word problems.
+
+    Attributes:
+        num_examples: length of the sequence.
+        seed: different seeds draw different examples of the same split.
+        split: "train" or "test"; the two share no problem, whatever the seeds.
+        kinds: kinds of problem, asked in turn; a subset of `KINDS`.
+        cue_share: probability in [0, 1] that the rationale is a wrong one, the cue, a right one.
+        cue: the repair cue.
+        think_tag: name of the tag around the rationale.
+    """
+
+    num_examples: int
+    seed: int = 0
+    split: str = "train"
+    kinds: tuple[str, ...] = KINDS
+    cue_share: float = 0.0
+    cue: str = " Wait, that is wrong."
+    think_tag: str = "think"
+
+    def __post_init__(self):
+        if self.num_examples < 1:
+            raise ValueError(f"num_examples must be at least 1, got {self.num_examples}")
+        if self.split not in SPLITS:
+            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {self.split!r}")
+        if not self.kinds or not set(self.kinds) <= set(KINDS):
+            raise ValueError(f"kinds must be taken from {', '.join(KINDS)}, got {self.kinds}")
+        if not 0.0 <= self.cue_share <= 1.0:
+            raise ValueError(f"cue_share must lie in [0, 1], got {self.cue_share}")
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < self.num_examples:
+            raise IndexError(f"index {index} is outside 0..{self.num_examples - 1}")
+        turn, place = divmod(index, len(self.kinds))
+        kind, is_far = self.kinds[place], self.split == "test" and turn % 2 == 1
+        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+        while True:
+            problem = _SAMPLERS[kind](rng, is_far)
+            if is_far or _split_of(kind, problem.numbers) == self.split:
+                break
+        x, y = _draw_names(rng)
+        fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
+        wordings = _QUESTIONS[kind]
+        question = wordings[rng.integers(len(wordings))].format(**fields)
+        rationale, answer, results = worked(problem)
+        if rng.random() < self.cue_share:
+            wrong, _, _ = worked(problem, _draw_slip(rng, results))
+            separator = "" if self.cue[:1].isspace() else " "
+            after = "" if self.cue[-1:].isspace() else " "
+            rationale = f"{wrong}{separator}{self.cue}{after}{rationale}"
+        tag = self.think_tag
+        return Example(
+            id=f"{self.split}-{self.seed}-{index}",
+            source=f"word_problems/{kind}{FAR if is_far else ''}",
+            images=(),
+            question=question,
+            answer=answer,
+            rationale=rationale,
+            response=f"<{tag}>{rationale}</{tag}><answer>{answer}</answer>",
+        )
+
+
+def worked(
+    problem: _Problem, slip: tuple[int, int] | None = None
+) -> tuple[str, str, tuple[int, ...]]:
+    """The rationale, the answer and the results of the steps but the last.
+
+    Args:
+        problem: what is solved.
+        slip: (step, what is added to its result); later steps go on from the wrong result.
+    """
+    written: list[str] = []
+    results: list[int] = []
+
+    def step(text: str, value: int) -> int:
+        if slip is not None and slip[0] == len(written):
+            value += slip[1]
+        written.append(f"{text} = {value}.")
+        results.append(value)
+        return value
+
+    last, answer = problem.solve(step)
+    return " ".join([*written, last]), answer, tuple(results)
+
+
+def _draw_slip(rng: np.random.Generator, results: tuple[int, ...]) -> tuple[int, int]:
+    """A step and its error: one, or from 20 on also ten, too many or too few."""
+    step = int(rng.integers(len(results)))
+    sizes = (1, 10) if results[step] >= 20 else (1,)
+    size = sizes[rng.integers(len(sizes))]
+    return step, size if rng.random() < 0.5 or results[step] <= 1 else -size
+
+
+def _split_of(kind: str, numbers: tuple[int, ...]) -> str:
+    return "test" if zlib.crc32(f"{kind}{numbers}".encode()) % _TEST_SHARE == 0 else "train"
+
+
+def _draw(rng: np.random.Generator, low: int, high: int, *, is_round: bool = True) -> int:
+    """A number in [low, high]; without `is_round` no multiple of ten, which lies inside."""
+    while True:
+        number = int(rng.integers(low, high + 1))
+        if is_round or number % 10:
+            return number
+
+
+def _draw_names(rng: np.random.Generator) -> tuple[str, str]:
+    first, second = rng.permutation(len(NAMES))[:2]
+    return NAMES[first], NAMES[second]
+
+
+def _total(rng: np.random.Generator, is_far: bool) -> _Problem:
+    a = _draw(rng, *((71, 99) if is_far else (11, 69)), is_round=False)
+    b = _draw(rng, *((11, 99) if is_far else (11, 69)), is_round=False)
+    if rng.random() < 0.5:
+        a, b = b, a
+
+    def solve(step: Step) -> tuple[str, str]:
+        tens = step(f"Tens: {a - a % 10} + {b - b % 10}", a - a % 10 + b - b % 10)
+        ones = step(f"Ones: {a % 10} + {b % 10}", a % 10 + b % 10)
+        return f"Then {tens} + {ones}.", str(tens + ones)
+
+    return _Problem((min(a, b), max(a, b)), {"a": a, "b": b}, solve)
+
+
+def _left(rng: np.random.Generator, is_far: bool) -> _Problem:
+    a = _draw(rng, *((71, 99) if is_far else (31, 69)))
+    b = _draw(rng, 11, a - 5, is_round=False)
+
+    def solve(step: Step) -> tuple[str, str]:
+        tens = b - b % 10
+        rest = step(f"{b} is {tens} and {b % 10}. {a} - {tens}", a - tens)
+        return f"Then {rest} - {b % 10}.", str(rest - b % 10)
+
+    return _Problem((a, b), {"a": a, "b": b}, solve)
+
+
+def _groups(rng: np.random.Generator, is_far: bool) -> _Problem:
+    n = _draw(rng, 2, 6)
+    a = _draw(rng, *((41, 69) if is_far else (12, 39)), is_round=False)
+
+    def solve(step: Step) -> tuple[str, str]:
+        tens = step(f"Tens: {n} x {a - a % 10}", n * (a - a % 10))
+        ones = step(f"Ones: {n} x {a % 10}", n * (a % 10))
+        return f"Then {tens} + {ones}.", str(tens + ones)
+
+    return _Problem((n, a), {"n": n, "a": a}, solve)
+
+
+def _change(rng: np.random.Generator, is_far: bool) -> _Problem:
+    n = _draw(rng, 2, 5)
+    a = _draw(rng, *((21, 35) if is_far else (3, 19)))
+    enough = [note for note in _NOTES if note > n * a]
+    p = enough[rng.integers(min(len(enough), 2))]
+
+    def solve(step: Step) -> tuple[str, str]:
+        cost = step(f"Cost: {n} x {a}", n * a)
+        return f"Then {p} - {cost}.", str(p - cost)
+
+    return _Problem((n, a, p), {"n": n, "a": a, "p": p}, solve)
+
+
+def _compare(rng: np.random.Generator, is_far: bool) -> _Problem:
+    while True:
+        n, m = _draw(rng, 2, 6), _draw(rng, 2, 6)
+        a, b = (_draw(rng, *((13, 19) if is_far else (3, 12))) for _ in range(2))
+        if n * a != m * b:
+            break
+    x, y = _draw_names(rng)
+
+    def solve(step: Step) -> tuple[str, str]:
+        first = step(f"{x}: {n} x {a}", n * a)
+        second = step(f"{y}: {m} x {b}", m * b)
+        return f"Compare {first} and {second}.", x if first > second else y
+
+    numbers = (*min((n, a), (m, b)), *max((n, a), (m, b)))
+    return _Problem(numbers, {"x": x, "y": y, "n": n, "a": a, "m": m, "b": b}, solve)
+
+
+def _calendar(rng: np.random.Generator, is_far: bool) -> _Problem:
+    today = int(rng.integers(7))
+    while True:
+        d = _draw(rng, *((31, 60) if is_far else (8, 30)))
+        if d % 7:
+            break
+
+    def solve(step: Step) -> tuple[str, str]:
+        days = step(f"{d // 7} weeks: {d // 7} x 7", d - d % 7)
+        rest = step(f"{d} - {days}", d - days)
+        return f"Go {rest} days on from {DAYS[today]}.", DAYS[(today + rest) % 7]
+
+    return _Problem((today, d), {"day": DAYS[today], "d": d}, solve)
+
+
+def _units(rng: np.random.Generator, is_far: bool) -> _Problem:
+    unit = int(rng.integers(len(UNITS)))
+    large, small, size = UNITS[unit]
+    n = _draw(rng, *((6, 9) if is_far else (2, 5)))
+    b = _draw(rng, 2, size - 1)
+
+    def solve(step: Step) -> tuple[str, str]:
+        whole = step(f"{n} {large}: {n} x {size}", n * size)
+        return f"Then {whole} + {b}.", str(whole + b)
+
+    return _Problem((unit, n, b), {"large": large, "small": small, "n": n, "b": b}, solve)
+
+
+_SAMPLERS: dict[str, Callable[[np.random.Generator, bool], _Problem]] = {
+    "total": _total,
+    "left": _left,
+    "groups": _groups,
+    "change": _change,
+    "compare": _compare,
+    "calendar": _calendar,
+    "units": _units,
+}

