@@ -3,7 +3,7 @@
     python -m care_jax.sweep --experiment=experiments/repair.py --base=repair --seeds=10
 
 1. The learning rate of each arm is the one of 2.5e-4, 5e-4 and 1e-3 with the highest accuracy at
-   the end, over seeds 100 to 102, which are not used again.
+   the end, over seeds 100 to 102 (`--first_seed=100 --seeds=3`), which are not used again.
 2. Then seeds 0 to 9: held-out accuracy on 8192 questions, sampled at temperature 1 as in training.
 3. Arms are compared at equal decoded tokens: each seed's accuracy during RL, interpolated at the
    number of tokens that all arms of that seed have decoded.

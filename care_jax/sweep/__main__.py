@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     experiment = load_experiment(
         args.experiment, arms=args.arms, columns=args.columns, panels=args.panels
     )
-    trials = plan(experiment, workdir, base=args.base, seeds=range(args.seeds), overrides=overrides)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    trials = plan(experiment, workdir, base=args.base, seeds=seeds, overrides=overrides)
     missing = sum(not trial.is_done for trial in trials)
     print(
         f"{experiment.name}: {len(experiment.arms)} arms x {args.seeds} seeds on {args.base}, "
@@ -81,9 +82,10 @@ def write_results(
     arms = {arm: of_arm for arm, of_arm in arms.items() if of_arm}
     commits = dict.fromkeys(commit for trial in trials for commit in trial.record["commits"])
     seeds = sorted({trial.seed for trial in trials})
+    first = f" --first_seed={seeds[0]}" if seeds[0] else ""
     command = (
         f"python -m care_jax.sweep --experiment={experiment.path} --base={base} "
-        f"--seeds={max(seeds) + 1}"
+        f"--seeds={seeds[-1] - seeds[0] + 1}{first}"
     )
     notes = (
         "Mean ± 95% interval (Student's t over the seeds); leads are differences under the same "
@@ -110,7 +112,8 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--experiment", type=pathlib.Path, required=True, default=argparse.SUPPRESS, help="a file")
-    add("--seeds", type=int, default=5, help="how many, from 0 on")
+    add("--seeds", type=int, default=5, help="how many, from --first_seed on")
+    add("--first_seed", type=int, default=0, help="seeds apart from others, to choose settings on")
     add("--base", default="tiny", help="file of configs/ the arms stand on")
     add("--processes", type=int, default=1, help="runs at a time")
     add("--workdir", type=pathlib.Path, default="runs/sweep", help="of runs, tables and figures")
@@ -126,6 +129,8 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     for name in ("seeds", "processes"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.first_seed < 0:
+        parser.error(f"--first_seed must be at least 0, got {args.first_seed}")
     for flag in overrides:
         key, equals, _ = flag.partition("=")
         if not key.startswith("--config.") or not equals:

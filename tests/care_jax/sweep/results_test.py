@@ -47,6 +47,14 @@ def test_the_table_has_means_intervals_and_leads(command, tmp_path, capsys):
     assert rows[0]["lead"] == ""
 
 
+def test_seeds_can_be_kept_apart(command, tmp_path, capsys):
+    assert command("--seeds=2", "--first_seed=100") == 0
+    table = (tmp_path / "runs/some_key/table.md").read_text()
+    assert "--seeds=2 --first_seed=100` at commit" in table
+    rows = csv.DictReader((tmp_path / "runs/some_key/table.csv").open())
+    assert {row["seed"] for row in rows} == {"100", "101"}
+
+
 def test_the_figure_is_a_picture_and_its_points_a_file(command, tmp_path):
     command("--seeds=2")
     folder = tmp_path / "runs/some_key"
@@ -246,6 +254,7 @@ def test_a_failed_run_ends_the_command_with_status_1_and_the_rest_is_tabulated(
     ("flag", "message"),
     [
         ("--seeds=0", "--seeds must be at least 1, got 0"),
+        ("--first_seed=-1", "--first_seed must be at least 0, got -1"),
         ("--processes=0", "--processes must be at least 1, got 0"),
         ("--nothing=1", "expected flags of this command or --config.key=value, got '--nothing=1'"),
         ("--config.seed=3", "--config.seed is set by the sweep for each of its runs; leave it out"),
