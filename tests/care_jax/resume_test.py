@@ -76,6 +76,9 @@ def test_what_changes_no_weight_or_is_listed_may_change(stage, changes):
         ("rl", {"stages": ("rl",)}, "stages (those before 'rl' that train) was ['sft'], is []"),
         ("sft", {"sft.batch_size": 32}, "sft.batch_size was 64, is 32"),
         ("sft", {"care.cue": "Again."}, "care.cue was ' Wait, that is wrong.', is 'Again.'"),
+        ("sft", {"data.teacher_error": 0.5}, "data.teacher_error was 0.75, is 0.5"),
+        ("sft", {"data.misread_share": 0.5}, "data.misread_share was 0.0, is 0.5"),
+        ("sft", {"data.cue_share": 0.0}, "data.cue_share was 0.1, is 0.0"),
         ("sft", {"data.think_tag": "reasoning"}, "data.think_tag was 'think', is 'reasoning'"),
     ],
 )

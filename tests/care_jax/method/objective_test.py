@@ -60,6 +60,12 @@ def test_share_fixes_the_rationale_s_part_of_the_credit(share):
     np.testing.assert_allclose(w, [0.25, 0.25, 0, 1, 1])
 
 
+def test_a_token_of_both_spans_counts_to_the_answer_s_share():
+    is_think, is_answer = jnp.array([1, 1, 1, 0, 0], bool), jnp.array([0, 0, 1, 1, 1], bool)
+    w = region_weights(is_think, is_answer, IS_RESPONSE, YES, gamma_share=0.4)
+    np.testing.assert_allclose(w, [1, 1, 1, 1, 1], rtol=1e-6)  # 2 of 5
+
+
 def test_share_without_a_rationale_leaves_the_answer_its_weight():
     is_think = jnp.zeros(5, bool)
     w = region_weights(is_think, IS_ANSWER, IS_RESPONSE, YES, gamma_share=0.5)
