@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -79,17 +80,21 @@ class Launched:
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
         }
         self.began = time.monotonic()
+        self._errors = [tempfile.TemporaryFile("w+") for _ in who]  # noqa: SIM115, closed by finish
         self.processes = [
             subprocess.Popen(
                 [*command, *flags],
                 cwd=ROOT,
                 env=environment,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=errors,
             )
-            for flags in who
+            for flags, errors in zip(who, self._errors, strict=True)
         ]
+
+    @property
+    def is_running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
 
     def kill(self, index: int) -> list[psutil.Process]:
         """SIGKILL to one process; returns its children, which must end by themselves."""
@@ -100,14 +105,17 @@ class Launched:
     def finish(self, timeout: float = 600) -> tuple[list[int], str]:
         """Exit statuses, and the last lines that the processes said; a hang is killed and told."""
         told = []
-        for process in self.processes:
+        for process, errors in zip(self.processes, self._errors, strict=True):
+            late = ""
             try:
-                _, error = process.communicate(timeout=timeout)
+                process.wait(timeout)
             except subprocess.TimeoutExpired:
                 process.kill()
-                _, error = process.communicate()
-                error += f"\nno end within {timeout:.0f} s"
-            told += error.strip().splitlines()[-1:]
+                process.wait()
+                late = f"\nno end within {timeout:.0f} s"
+            with errors:
+                errors.seek(0)
+                told += (errors.read() + late).strip().splitlines()[-1:]
         return [process.returncode for process in self.processes], "; ".join(told)
 
 

@@ -29,6 +29,8 @@ def restarted(monkeypatch):
 
     def restarted(*statuses):
         class Ended:
+            is_running = False
+
             def __init__(self, *args):
                 started.append(args)
 
@@ -99,10 +101,23 @@ def test_children_that_live_on_are_told(monkeypatch):
     assert killing._left([]) == ""
 
 
-@pytest.mark.parametrize(("late", "is_grown"), [(1.02, False), (1.2, True)])
-def test_what_grows_after_step_200_is_told(tmp_path, restarted, monkeypatch, late, is_grown):
+@pytest.mark.parametrize(
+    ("late", "compiled", "grown_rows"),
+    [(1.02, False, []), (1.2, False, [0]), (1.02, True, [3]), (1.2, True, [0, 3])],
+)
+def test_what_grows_and_what_is_compiled_late_is_told(
+    tmp_path, restarted, monkeypatch, late, compiled, grown_rows
+):
     restarted(0)
-    monkeypatch.setattr(killing.Launched, "finish", lambda self, timeout: ([0], ""))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "jit_update-1-cache").write_text("")
+
+    def finish(self, timeout):
+        if compiled:
+            (tmp_path / "cache" / "jit_update-2-cache").write_text("")
+        return [0], ""
+
+    monkeypatch.setattr(killing.Launched, "finish", finish)
     monkeypatch.setattr(soaking, "Launched", killing.Launched)
     usage = {"host/open_files": 30, "host/threads": 12}
     lines = [
@@ -111,5 +126,20 @@ def test_what_grows_after_step_200_is_told(tmp_path, restarted, monkeypatch, lat
     ]
     write(tmp_path / "soak", lines)
     rows, grown = soaking.run(400, tmp_path)
-    assert rows[0] == f"memory_gib 1 at step 200, {late:.3g} at the end" and len(rows) == 3
-    assert grown == (rows[:1] if is_grown else [])
+    assert rows[0] == f"memory_gib 1 at step 200, {late:.3g} at the end" and len(rows) == 4
+    assert rows[3] == f"1 programs compiled in the first half, {int(compiled)} in the second"
+    assert grown == [rows[index] for index in grown_rows]
+
+
+def test_what_a_run_says_last_is_told_also_after_much_else(tmp_path, monkeypatch):
+    """More than a pipe holds."""
+    script = "import sys; sys.stderr.write('x' * 200_000 + '\\nerror: at last\\n'); sys.exit(3)"
+    real = subprocess.Popen
+
+    def scripted(command, *, stderr, **_):
+        return real([sys.executable, "-c", script], stderr=stderr)
+
+    monkeypatch.setattr(runs.subprocess, "Popen", scripted)
+    launched = runs.Launched(tmp_path / "run", {}, tmp_path / "cache")
+    assert launched.finish(timeout=60) == ([3], "error: at last")
+    assert not launched.is_running
