@@ -30,8 +30,9 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     sft.microbatch_size = 4
 
     rl = config.rl
-    rl.row_tokens = 384
+    rl.row_tokens = 768  # a prompt, eight rollouts of about 57 tokens, and a repair
     rl.row_patches = 128
+    rl.microbatch_size = 2
     rl.max_response_tokens = 136  # a rationale twice, the cue and the answer
     config.care.max_context = 62
     config.evaluate.max_response_tokens = 136
