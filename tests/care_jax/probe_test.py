@@ -94,9 +94,10 @@ def test_right_rationales_of_failures_are_not_counted_as_wrong(probed):
 
 
 def test_decoding_has_room_for_the_longest_context(probed):
-    _, forced, sizes, shipped = probed(rationale="So {} and 2." + " and" * 12)
+    _, forced, sizes, shipped = probed(rationale="So {} and 2." + " and" * 20)
     assert sizes == dataclasses.replace(shipped, context_tokens=sizes.context_tokens)
-    assert sizes.context_tokens > 12 and len(forced["forced_right"]) == 4
+    assert shipped.context_tokens < 20 < sizes.context_tokens < 48
+    assert len(forced["forced_right"]) == 4
 
 
 def test_data_without_rationales_has_no_forced_rationale(probed):
