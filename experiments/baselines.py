@@ -23,6 +23,7 @@ COLUMNS = (
     "rollout_equal_tokens",
     "rollout_equal_tokens:lead",
 )
+PANELS = ("accuracy", "by_tokens", "reward_by_step")
 
 
 def get_config(arm: str = REFERENCE) -> ConfigDict:
