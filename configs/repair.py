@@ -18,13 +18,13 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     data.sft = common.source("readings", num_examples=65536, seed=1)
     data.train = common.source("readings", num_examples=32768, seed=2)
     data.test = common.source("readings", num_examples=1024, seed=3)
-    data.misread_share = 0.75
-    data.teacher_error = 0.3
+    data.misread_share = 0.8
+    data.teacher_error = 0.2
     data.cue_share = 0.05
     data.buckets = ((56, 64),)
 
     sft = config.sft
-    sft.num_steps = 600
+    sft.num_steps = 1600
     sft.row_tokens = 256
     sft.row_patches = 256
     sft.microbatch_size = 4
