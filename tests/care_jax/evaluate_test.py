@@ -85,8 +85,7 @@ def asked(policy, examples, monkeypatch):
 
     monkeypatch.setattr(evaluate, "compile_decoding", compile_decoding)
     monkeypatch.setattr(evaluate, "DecodeQueue", Queue)
-    monkeypatch.setattr(evaluate.backbone, "to_decode_layout", lambda params, *_: params)
-    monkeypatch.setattr(evaluate, "decode_shardings", lambda *_: None)
+    monkeypatch.setattr(evaluate, "compile_to_decode_layout", lambda _: lambda params: params)
     return texts, calls
 
 
