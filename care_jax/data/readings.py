@@ -28,12 +28,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from care_jax.batch import Example
+from care_jax.data import drawn
+from care_jax.data.drawn import SPLITS
 from care_jax.data.synthetic import (
     COLOURS,
     DIAGRAM_GRIDS,
     MAX_COUNT,
     SHAPES,
-    SPLITS,
     Diagram,
     draw,
     mistake,
@@ -110,20 +111,19 @@ class ReadingsSource(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        if self.num_examples < 1:
-            raise ValueError(f"num_examples must be at least 1, got {self.num_examples}")
-        if self.split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {self.split!r}")
-        for name in ("misread_share", "teacher_error", "cue_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        drawn.check(
+            self.num_examples,
+            self.split,
+            misread_share=self.misread_share,
+            teacher_error=self.teacher_error,
+            cue_share=self.cue_share,
+        )
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self.num_examples:
-            raise IndexError(f"index {index} is outside 0..{self.num_examples - 1}")
+        drawn.check_index(index, self.num_examples)
         kind = KINDS[index % len(KINDS)]
         rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         while True:
@@ -138,8 +138,8 @@ class ReadingsSource(Sequence[Example]):
         if rng.random() < self.cue_share:
             is_right = rng.random() < _RIGHT_PREFIX
             first = count if is_right else _misreading(rng, kind, count, b)
-            separator = "" if self.cue[:1].isspace() else " "
-            stated = f"{_rationale(rng, kind, diagram, b, first)}{separator}{self.cue} {right}"
+            wrong = _rationale(rng, kind, diagram, b, first)
+            stated = drawn.repair(wrong, self.cue, right)
         elif kind in MISREAD and rng.random() < self.misread_share:
             reading = _misreading(rng, kind, count, b)
             stated = _rationale(rng, kind, diagram, b, reading)

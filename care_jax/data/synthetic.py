@@ -26,6 +26,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from care_jax.batch import Example
+from care_jax.data import drawn
+from care_jax.data.drawn import SPLITS
 
 CELL = 16  # pixels
 UNIT = 12  # pixels per unit of a bar
@@ -44,7 +46,6 @@ DIAGRAM_KINDS = ("colour", "count", "sum", "difference")
 CHART_KINDS = ("bar_value", "bar_tallest", "bar_sum", "bar_difference")
 KINDS = DIAGRAM_KINDS + CHART_KINDS
 CLEAN_KINDS = ("colour", "count", "bar_value", "bar_tallest")  # read, not computed
-SPLITS = ("train", "test")
 
 DIAGRAM_GRIDS = ((3, 3), (4, 3), (3, 4), (4, 4))  # columns, rows
 _NUM_BARS = (2, 3)
@@ -119,22 +120,20 @@ class SyntheticSource(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        if self.num_examples < 1:
-            raise ValueError(f"num_examples must be at least 1, got {self.num_examples}")
-        if self.split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {self.split!r}")
-        if not self.kinds or not set(self.kinds) <= set(KINDS):
-            raise ValueError(f"kinds must be taken from {', '.join(KINDS)}, got {self.kinds}")
-        for name in ("teacher_error", "cue_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        drawn.check(
+            self.num_examples,
+            self.split,
+            kinds=self.kinds,
+            known=KINDS,
+            teacher_error=self.teacher_error,
+            cue_share=self.cue_share,
+        )
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self.num_examples:
-            raise IndexError(f"index {index} is outside 0..{self.num_examples - 1}")
+        drawn.check_index(index, self.num_examples)
         kind = self.kinds[index % len(self.kinds)]
         rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         while True:
@@ -144,8 +143,7 @@ class SyntheticSource(Sequence[Example]):
                 break
         response_answer = answer
         if rng.random() < self.cue_share:
-            separator = "" if self.cue[:1].isspace() else " "
-            rationale = f"{wrong}{separator}{self.cue} {rationale}"
+            rationale = drawn.repair(wrong, self.cue, rationale)
         elif kind not in CLEAN_KINDS and rng.random() < self.teacher_error:
             response_answer = mistake(answer)
         tag = self.think_tag

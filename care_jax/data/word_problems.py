@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from care_jax.batch import Example
+from care_jax.data import drawn
+from care_jax.data.drawn import SPLITS
 
-SPLITS = ("train", "test")
 FAR = "_far"  # end of the source of an example with numbers outside those of the training split
 NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps")
@@ -121,21 +122,15 @@ class WordProblems(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        if self.num_examples < 1:
-            raise ValueError(f"num_examples must be at least 1, got {self.num_examples}")
-        if self.split not in SPLITS:
-            raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {self.split!r}")
-        if not self.kinds or not set(self.kinds) <= set(KINDS):
-            raise ValueError(f"kinds must be taken from {', '.join(KINDS)}, got {self.kinds}")
-        if not 0.0 <= self.cue_share <= 1.0:
-            raise ValueError(f"cue_share must lie in [0, 1], got {self.cue_share}")
+        drawn.check(
+            self.num_examples, self.split, kinds=self.kinds, known=KINDS, cue_share=self.cue_share
+        )
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self.num_examples:
-            raise IndexError(f"index {index} is outside 0..{self.num_examples - 1}")
+        drawn.check_index(index, self.num_examples)
         turn, place = divmod(index, len(self.kinds))
         kind, is_far = self.kinds[place], self.split == "test" and turn % 2 == 1
         rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
@@ -150,9 +145,7 @@ class WordProblems(Sequence[Example]):
         rationale, answer, results = worked(problem)
         if rng.random() < self.cue_share:
             wrong, _, _ = worked(problem, _draw_slip(rng, results))
-            separator = "" if self.cue[:1].isspace() else " "
-            after = "" if self.cue[-1:].isspace() else " "
-            rationale = f"{wrong}{separator}{self.cue}{after}{rationale}"
+            rationale = drawn.repair(wrong, self.cue, rationale)
         tag = self.think_tag
         return Example(
             id=f"{self.split}-{self.seed}-{index}",

@@ -1,0 +1,51 @@
+"""What the sources that are drawn on demand share: splits, checks, and how a repair is written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+SPLITS = ("train", "test")
+
+
+def check(
+    num_examples: int,
+    split: str,
+    *,
+    kinds: Collection[str] = (),
+    known: Collection[str] = (),
+    **shares: float,
+) -> None:
+    """Refuses the settings of a source that cannot be drawn.
+
+    Args:
+        num_examples: length of the source.
+        split: one of `SPLITS`.
+        kinds: of question that it is to ask.
+        known: those that it can ask; empty if it has no choice.
+        shares: probabilities by name.
+
+    Raises:
+        ValueError: naming the setting and its value.
+    """
+    if num_examples < 1:
+        raise ValueError(f"num_examples must be at least 1, got {num_examples}")
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    if known and (not kinds or not set(kinds) <= set(known)):
+        raise ValueError(f"kinds must be taken from {', '.join(known)}, got {kinds}")
+    for name, share in shares.items():
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name} must lie in [0, 1], got {share}")
+
+
+def check_index(index: int, num_examples: int) -> None:
+    """Raises IndexError if there is no such example, which also ends a loop over a source."""
+    if not 0 <= index < num_examples:
+        raise IndexError(f"index {index} is outside 0..{num_examples - 1}")
+
+
+def repair(wrong: str, cue: str, right: str) -> str:
+    """A rationale, the cue and the right rationale, with a space between any two."""
+    before = "" if cue[:1].isspace() else " "
+    after = "" if cue[-1:].isspace() else " "
+    return f"{wrong}{before}{cue}{after}{right}"
