@@ -19,7 +19,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     data.train = common.source("readings", num_examples=32768, seed=2)
     data.test = common.source("readings", num_examples=1024, seed=3)
     data.misread_share = 0.8
-    data.teacher_error = 0.2
+    data.teacher_error = 0.1
     data.cue_share = 0.05
     data.buckets = ((56, 64),)
 

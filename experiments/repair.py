@@ -1,9 +1,11 @@
 """Does CARE lead on a task made for reflection? The rule was written before the runs.
 
-    python -m care_jax.sweep --experiment=experiments/repair.py --base=repair --seeds=10
+    python -m care_jax.sweep --experiment=experiments/repair.py --base=repair --seeds=10 \\
+        --config.data.test.num_examples=8192 --config.rl.eval_every=25
 
-1. The learning rate of each arm is the one of 2.5e-4, 5e-4 and 1e-3 with the highest accuracy at
-   the end, over seeds 100 to 102 (`--first_seed=100 --seeds=3`), which are not used again.
+1. The learning rate is the one of 2.5e-4, 5e-4 and 1e-3 with the highest accuracy after RL, over
+   seeds 100 to 102, which are not used again. It is chosen for `care` and for `grpo`, by
+   `experiments/repair_rates.py`; `grpo_extra_row` takes that of `grpo`, the others that of `care`.
 2. Then seeds 0 to 9: held-out accuracy on 8192 questions, sampled at temperature 1 as in training.
 3. Arms are compared at equal decoded tokens: each seed's accuracy during RL, interpolated at the
    number of tokens that all arms of that seed have decoded.

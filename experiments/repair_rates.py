@@ -1,0 +1,21 @@
+"""Learning rates for the arms of `experiments/repair.py`, on seeds of their own.
+
+    python -m care_jax.sweep --experiment=experiments/repair_rates.py --base=repair \\
+        --first_seed=100 --seeds=3 --config.data.test.num_examples=2048
+"""
+
+from ml_collections import ConfigDict
+
+from configs.arms import with_arm
+
+ARMS = {
+    f"{objective}_{rate:g}": {"rl.objective": objective, "rl.learning_rate": rate}
+    for objective in ("care", "grpo")
+    for rate in (2.5e-4, 5e-4, 1e-3)
+}
+REFERENCE = "care_0.0005"
+
+
+def get_config(arm: str = REFERENCE) -> ConfigDict:
+    """An arm, see `configs/arms.py`."""
+    return with_arm(ARMS, arm)
