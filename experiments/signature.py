@@ -20,8 +20,13 @@ _REWARDS = {
     },
 }
 ARMS = {
-    f"k_{number}_{name}": {"care.K": number, "care.reflect": False, **keys}
-    for number in (2, 4, 6)
+    f"k_{number}_{name}": {
+        "care.K": number,
+        "care.M": max(number, 6),
+        "care.reflect": False,
+        **keys,
+    }
+    for number in (2, 4, 6, 7)
     for name, keys in _REWARDS.items()
 }
 REFERENCE = "k_4_graded"
