@@ -33,6 +33,18 @@ ARMS = {
     "share_50": {"care.gamma_share": 0.5},
 }
 REFERENCE = "care"
+COLUMNS = (
+    "acc",
+    "gain",
+    "held_out_equal_tokens",
+    "held_out_equal_tokens:lead",
+    "lead",
+    "reflect_success",
+    "reflect_first_try",
+    "think_tokens",
+    "decoded_tokens",
+)
+PANELS = ("held_out_by_tokens", "held_out_equal_tokens:lead")
 
 
 def get_config(arm: str = REFERENCE) -> ConfigDict:

@@ -1,0 +1,120 @@
+"""Rollouts as a page of Markdown: `python -m care_jax.report.gallery --workdir=runs/words`.
+
+For papers, documents and issues, where `report.html` cannot be shown. Prompts are taken from
+`rollouts.jsonl`, from each outcome in turn, with every response in the order of its role: anchor,
+hard negatives by distance, reflected, unused. Images are not in that file and so not on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from care_jax.report.groups import choose
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page; 1 if there is nothing to show."""
+    args = _parse(argv)
+    paths = [args.workdir / name for name in ("rollouts.1.jsonl", "rollouts.jsonl")]
+    groups = [
+        group for group in read_groups(paths) if args.first_step <= group["step"] <= args.last_step
+    ]
+    if not groups:
+        print(
+            f"error: {args.workdir} has no rollouts of these steps in rollouts.jsonl; name the "
+            "workdir of a run whose report.rollouts_megabytes is above 0",
+            file=sys.stderr,
+        )
+        return 1
+    chosen = choose([group["outcome"] for group in groups], args.groups)
+    page = "\n".join(line for index in chosen for line in lines_of(groups[index]))
+    if args.out is None:
+        print(page)
+    else:
+        args.out.write_text(page + "\n", encoding="utf-8")
+        print(f"wrote {args.out}, {len(chosen)} of {len(groups)} prompts")
+    return 0
+
+
+def read_groups(paths: Iterable[pathlib.Path]) -> Iterator[dict[str, Any]]:
+    """The prompts of a run, see `rollout_log`; a last line that was cut off is left out."""
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def lines_of(group: Mapping[str, Any]) -> Iterator[str]:
+    """A prompt and its responses as Markdown."""
+    yield f"### Step {group['step']}, {group['outcome']}: {_text(group['source'])}"
+    yield ""
+    yield f"> {_text(group['question'])}"
+    for choice in group["choices"]:
+        yield f"> - {_text(choice)}"
+    yield ""
+    repair = group["repair"]
+    change = ""
+    if repair is not None:
+        before, after = (_text(repair[name]) or "none" for name in ("before", "after"))
+        change = f" The repair of response {repair['of']} changed its answer {before} to {after}."
+    yield f"Right answer: {_text(group['gold'])}.{change}"
+    yield ""
+    yield "| | role | distance to the anchor | A_raw | A | verdict | response |"
+    yield "|---|---|---|---|---|---|---|"
+    for response in group["responses"]:
+        cells = (
+            response["number"],
+            response["role"],
+            _number(response["distance"]),
+            _number(response["raw"]),
+            _number(response["advantage"]),
+            ", ".join([response["verdict"], *response["notes"]]),
+            _with_cue(response["text"], repair["cue"] if repair else "", response["role"]),
+        )
+        yield f"| {' | '.join(map(str, cells))} |"
+    yield ""
+
+
+def _with_cue(text: str, cue: str, role: str) -> str:
+    """The text of a response, the cue of a reflected one in bold."""
+    before, found, after = text.partition(cue) if cue and role == "reflected" else (text, "", "")
+    return f"{_text(before)} **{_text(found)}** {_text(after)}" if found else _text(text)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _text(value: Any) -> str:
+    """What a model or dataset wrote, on one line and without any meaning in Markdown or HTML."""
+    line = " ".join(str(value).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", line)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m care_jax.report.gallery", description=str(__doc__).splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--workdir", type=pathlib.Path, required=True, help="of a run with RL")
+    add("--groups", type=int, default=8, help="prompts on the page")
+    add("--first_step", type=int, default=0, help="of RL")
+    add("--last_step", type=int, default=sys.maxsize, help="of RL")
+    add("--out", type=pathlib.Path, help="the page's file; else it is printed")
+    args = parser.parse_args(argv)
+    if args.groups < 1:
+        parser.error(f"--groups must be at least 1, got {args.groups}")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

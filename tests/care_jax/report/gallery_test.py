@@ -1,0 +1,79 @@
+"""A page of rollouts: which prompts, in which order, and that what was written stays text."""
+
+import json
+
+import pytest
+from sampled_group import CUE, WORDING, make_sampled
+
+from care_jax.report import gallery
+from care_jax.report.rollout_log import RolloutLog
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    log = RolloutLog(tmp_path, max_megabytes=64, wording=WORDING)
+    for step in range(3):
+        log.add(step, make_sampled(name=f"q{step}"))
+    log.add(3, make_sampled(name="q3", repair=None))
+    return tmp_path
+
+
+def page(workdir, *flags):
+    out = workdir / "page.md"
+    assert gallery.main([f"--workdir={workdir}", f"--out={out}", *flags]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def rows_of(text):
+    """The cells of the responses, without the heads of the tables."""
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [row for row in rows if row[1] != "role"]
+
+
+def test_outcomes_take_turns_and_steps_can_be_named(workdir):
+    heads = [line for line in page(workdir, "--groups=2").splitlines() if line.startswith("###")]
+    assert [head.split(":")[0] for head in heads] == [
+        "### Step 0, repaired",
+        "### Step 3, contrasted",
+    ]
+    one = page(workdir, "--first_step=1", "--last_step=2", "--groups=9")
+    assert [line[:10] for line in one.splitlines() if line.startswith("###")] == [
+        "### Step 1",
+        "### Step 2",
+    ]
+
+
+def test_responses_stand_by_role_with_the_cue_in_bold(workdir):
+    text = page(workdir, "--groups=1")
+    rows = rows_of(text)
+    assert [row[1] for row in rows] == [
+        *("anchor", "hard negative", "hard negative", "reflected", "unused")
+    ]
+    assert f"**{CUE.strip()}**" in rows[3][-1]
+    assert not any("**" in row[-1] for row in rows if row[1] != "reflected")
+    group = json.loads((workdir / "rollouts.jsonl").read_text().splitlines()[0])
+    assert [float(row[4]) for row in rows] == pytest.approx(
+        [response["advantage"] for response in group["responses"]], rel=1e-2
+    )
+    assert f"response {group['repair']['of']} changed its answer" in text
+
+
+def test_what_a_model_wrote_has_no_meaning_on_the_page(workdir):
+    text = page(workdir, "--groups=1")
+    assert "<" not in text and "&lt;img src=x" in text
+    group = json.loads((workdir / "rollouts.jsonl").read_text().splitlines()[0])
+    group["responses"][0]["text"] = "a | b\n# c `d` [e](f) ![g] & <h>"
+    (workdir / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
+    assert rows_of(page(workdir))[0][-1] == (
+        r"a \| b \# c \`d\` \[e\]\(f\) \!\[g\] &amp; &lt;h&gt; |"
+    )
+
+
+def test_half_a_line_is_left_out_and_an_empty_choice_is_an_error(workdir, capsys):
+    with (workdir / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 4, "outc')
+    assert page(workdir).count("###") == 4
+    assert gallery.main([f"--workdir={workdir}", "--first_step=9"]) == 1
+    assert "report.rollouts_megabytes" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gallery.main([f"--workdir={workdir}", "--groups=0"])
