@@ -55,6 +55,10 @@ def test_responses_stand_by_role_with_the_cue_in_bold(workdir):
     assert [float(row[4]) for row in rows] == pytest.approx(
         [response["advantage"] for response in group["responses"]], rel=1e-2
     )
+    assert [float(row[3]) for row in rows] == pytest.approx(
+        [response["raw"] for response in group["responses"]], rel=1e-2
+    )
+    assert [line for line in text.splitlines() if line.startswith("> - ")] == ["> - 1", "> - 2"]
     assert f"response {group['repair']['of']} changed its answer" in text
 
 
@@ -62,11 +66,18 @@ def test_what_a_model_wrote_has_no_meaning_on_the_page(workdir):
     text = page(workdir, "--groups=1")
     assert "<" not in text and "&lt;img src=x" in text
     group = json.loads((workdir / "rollouts.jsonl").read_text().splitlines()[0])
-    group["responses"][0]["text"] = "a | b\n# c `d` [e](f) ![g] & <h>"
+    group["responses"][0]["text"] = "a | b\n# c `d` [e](f) ![g] & <h> \\*i*" + CUE
     (workdir / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
     assert rows_of(page(workdir))[0][-1] == (
-        r"a \| b \# c \`d\` \[e\]\(f\) \!\[g\] &amp; &lt;h&gt; |"
+        r"a \| b \# c \`d\` \[e\]\(f\) \!\[g\] &amp; &lt;h&gt; \\\*i\* Wait, that is wrong. |"
     )
+
+
+def test_the_older_file_comes_first(workdir):
+    (workdir / "rollouts.jsonl").rename(workdir / "rollouts.1.jsonl")
+    RolloutLog(workdir, max_megabytes=64, wording=WORDING).add(9, make_sampled())
+    heads = [line[:10] for line in page(workdir).splitlines() if line.startswith("###")]
+    assert heads[0] == "### Step 0" and "### Step 9" in heads
 
 
 def test_half_a_line_is_left_out_and_an_empty_choice_is_an_error(workdir, capsys):
