@@ -33,6 +33,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     rl.row_tokens = 768  # a prompt, eight rollouts of about 57 tokens, and a repair
     rl.row_patches = 128
     rl.microbatch_size = 2
+    rl.learning_rate = 2.5e-4  # of CARE; experiments/repair_rates.py
     rl.max_response_tokens = 136  # a rationale twice, the cue and the answer
     config.care.max_context = 62
     config.evaluate.max_response_tokens = 136

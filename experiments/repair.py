@@ -12,6 +12,9 @@
 4. CARE leads an arm if the 95% interval (Student's t over the seeds) of the paired differences lies
    above 0, and is behind if it lies below. Otherwise nothing is said of which is better.
 
+Of the rates, 2.5e-4 was chosen for `care`, the lowest there was (82.6, 77.2 and 48.9%), and 1e-3
+for `grpo` (98.4, 98.8 and 98.8%).
+
 `grpo_extra_row` draws as many rollouts for every prompt as CARE has rows at most. `resample` is
 CARE with a fresh rollout for the repair. The shares are of a correct rollout's credit that its
 rationale gets. With the paper's γ⁺ it is 0.026 at 43 rationale and 8 answer tokens, those of
@@ -22,10 +25,11 @@ from ml_collections import ConfigDict
 
 from configs.arms import with_arm
 
+_GRPO = {"rl.objective": "grpo", "rl.learning_rate": 1e-3}
 ARMS = {
     "care": {},
-    "grpo": {"rl.objective": "grpo"},
-    "grpo_extra_row": {"rl.objective": "grpo", "rl.num_rollouts": 9},
+    "grpo": _GRPO,
+    "grpo_extra_row": _GRPO | {"rl.num_rollouts": 9},
     "resample": {"care.reflect_mode": "resample"},
     "anchor": {"care.reflect": False},
     "uniform": {"care.region_weights": False},
