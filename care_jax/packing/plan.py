@@ -235,7 +235,10 @@ def _pack_all(
             fitting = [packing for packing in packings if packing is not None]
             if len(fitting) < len(packings):
                 break
-            found = length, fitting, num_microbatches
+            # Narrower rows may happen to be filled better, and then fewer are enough.
+            count = max(-(-len(packing) // num_rows) for packing in fitting)
+            if found is None or count <= found[2]:
+                found = length, fitting, count
         if found:
             return found
         failed.append((num_microbatches, length))
