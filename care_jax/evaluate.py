@@ -456,8 +456,10 @@ def _benchmark_samples(
     path = folder / f"samples_{benchmark.name}.jsonl"
     stamp = folder / f"settings_{benchmark.name}.json"
     is_same = stamp.exists() and json.loads(stamp.read_text()) == settings
-    lines = path.read_text().splitlines(keepends=True) if is_same and path.exists() else []
-    lines = [line for line in lines if line.endswith("\n")]  # a killed run leaves half a line
+    # Not `splitlines`, for which U+2028 in a response ends a line too. The last part is empty, or
+    # what a killed run left of a line.
+    whole = path.read_text().split("\n")[:-1] if is_same and path.exists() else []
+    lines = [f"{line}\n" for line in whole]
     samples = [json.loads(line) for line in lines]
     done = {sample["doc_id"] for sample in samples}
     distributed.gather_json(len(done))  # a barrier: all processes have read the file

@@ -151,7 +151,7 @@ def _files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
 
 def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
     rows = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

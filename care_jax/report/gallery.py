@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from care_jax.report import rollout_log
 from care_jax.report.groups import choose
 
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_groups(paths: Iterable[pathlib.Path]) -> Iterator[dict[str, Any]]:
     """The prompts of a run, see `rollout_log`; a last line that was cut off is left out."""
     for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        for line in rollout_log.read_lines(path) if path.exists() else ():
             try:
                 yield json.loads(line)
             except ValueError:

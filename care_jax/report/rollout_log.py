@@ -40,8 +40,7 @@ class RolloutLog:
         """Drops the steps that the run will repeat, and a line that a kill cut off."""
         for path in (self.former, self.path):
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _is_before(line, start_step)]
+                kept = [line for line in read_lines(path) if _is_before(line, start_step)]
                 temporary = path.with_suffix(".tmp")
                 temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
                 os.replace(temporary, path)
@@ -63,6 +62,11 @@ class RolloutLog:
             response["text"] = "".join(text for _, text in response.pop("segments"))
             response["components"] = dict(response["components"])
         return group
+
+
+def read_lines(path: pathlib.Path) -> list[str]:
+    """The lines of a file; not `splitlines`, for which U+2028 in a response ends a line too."""
+    return path.read_text(encoding="utf-8").split("\n")
 
 
 def _is_before(line: str, step: int) -> bool:

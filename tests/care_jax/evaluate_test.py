@@ -248,7 +248,7 @@ def benchmarked(run, params=PARAMS):
 
 def samples_of(run):
     path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 def test_a_benchmark_is_scored_by_its_own_rules(benchmark_run, asked):
@@ -275,12 +275,14 @@ def test_an_evaluation_goes_on_behind_the_samples_it_has(benchmark_run, asked):
     path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
     whole = path.read_text()
     first, second, *_ = whole.splitlines(keepends=True)
-    path.write_text(first.replace('"acc": 1.0', '"acc": 0.0') + second + '{"doc_id": 2, "ac')
+    first = first.replace('"acc": 1.0', '"acc": 0.0').replace('"input": "', '"input": "\u2028')
+    assert "\u2028" in first
+    path.write_text(first + second + '{"doc_id": 2, "ac')
     again = benchmarked(run)
     # What was kept is believed, so the changed verdict shows; the rest is asked again.
     assert again["mean/acc"] == pytest.approx(metrics["mean/acc"] - 1 / 5)
     assert [sample["doc_id"] for sample in samples_of(run)] == list(range(5))
-    assert path.read_text().splitlines()[1:] == whole.splitlines()[1:]
+    assert path.read_text().split("\n")[1:] == whole.split("\n")[1:]
 
 
 @pytest.mark.parametrize(

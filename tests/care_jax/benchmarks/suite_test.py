@@ -184,9 +184,10 @@ def test_rows_of_several_files_and_groups_keep_their_images(tmp_path):
 
 
 def test_an_image_may_lie_beside_the_file(tmp_path):
-    row = ROWS["mathvision"] | {"image": "images/1.png"}
+    row = ROWS["mathvision"] | {"image": "images/1.png", "note": "one\u2028line"}
     del row["decoded_image"]
-    (tmp_path / "testmini.jsonl").write_text(json.dumps(row) + "\n\n")
+    text = json.dumps(row, ensure_ascii=False) + "\n\n"
+    (tmp_path / "testmini.jsonl").write_text(text, encoding="utf-8")
     (tmp_path / "images").mkdir()
     Image.new("RGBA", (40, 30), (0, 0, 255, 9)).save(tmp_path / "images" / "1.png")
     (example,) = Benchmark("mathvision_testmini", tmp_path)

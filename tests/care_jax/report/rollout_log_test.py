@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sampled_group import CONTEXT, CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
 
+from care_jax.report import gallery
 from care_jax.report.rollout_log import RolloutLog
 
 ROW = [{"acc": 1.0, "brief": 0.25}, {"acc": 0.0}, {}, {"acc": 1.0}, {"acc": 1.0}]
@@ -48,6 +49,17 @@ def test_a_resumed_run_repeats_no_step_and_drops_half_a_line(log, tmp_path):
     again.begin(2)
     again.add(2, make_sampled())
     assert [line["step"] for line in lines(log.path)] == [0, 1, 2]
+
+
+def test_a_response_with_line_separators_of_unicode_survives_a_resume(log, tmp_path):
+    strange = "<think>one\u2028two\u0085three</think><answer>2</answer>"
+    log.add(0, make_sampled(texts=(strange, WRONG, HOSTILE, RIGHT)))
+    again = RolloutLog(tmp_path, max_megabytes=64, wording=WORDING)
+    again.begin(1)
+    (line,) = log.path.read_text(encoding="utf-8").split("\n")[:-1]
+    assert strange in [response["text"] for response in json.loads(line)["responses"]]
+    (group,) = gallery.read_groups([log.path])
+    assert group["id"] == "q0"
 
 
 def test_it_stays_within_its_size_and_keeps_the_last_steps(tmp_path):
