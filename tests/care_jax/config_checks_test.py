@@ -19,9 +19,6 @@ MMMU = (("mmmu", "releases/MMMU"),)
         ({"benchmarks": MMMU + MMMU}, "names a benchmark twice: mmmu, mmmu"),
         ({"benchmarks": MMMU, "judge_url": "http://x"}, "needs evaluate.judge_model"),
         ({"judge_url": "http://x", "judge_model": "m"}, "needs .* and evaluate.benchmarks"),
-        ({"judge_timeout": 0.0}, "judge_timeout must be positive"),
-        ({"judge_retries": -1}, "judge_retries not negative"),
-        ({"max_response_tokens": 0}, "evaluate.max_response_tokens must be at least 1"),
     ],
 )
 def test_an_evaluation_that_cannot_run_is_refused(changes, message):
@@ -77,15 +74,7 @@ def test_objective_by_its_name_alone_has_the_published_settings(objective):
     ("objective", "changes", "message"),
     [
         ("ppo", {}, "rl.objective must be one of care, grpo, dapo, gspo, dr_grpo, rloo, got 'ppo'"),
-        ("gspo", {"gspo.clip_low": 1.2}, r"gspo.clip_low must lie in \(0, 1\], .* got 1.2"),
-        ("rloo", {"rloo.clip_high": 0.0}, "rloo.clip_high be positive"),
-        ("grpo", {"grpo.beta": -0.1}, "grpo.beta not negative"),
-        ("grpo", {"grpo.ddof": 2}, "grpo.ddof must be 0 .population. or 1"),
-        ("dapo", {"dapo.max_tries": 0}, "dapo.max_tries must be at least 1"),
         ("care", {"care.anchor_rule": "longest"}, "care.anchor_rule must be one of shortest, rand"),
-        ("care", {"care.gamma_pos": 1.5}, r"care.gamma_pos must lie in \[0, 1\], got 1.5"),
-        ("care", {"care.gamma_neg": -0.1}, r"care.gamma_neg must lie in \[0, 1\], got -0.1"),
-        ("dapo", {"dapo.overlong_share": 1.0}, r"dapo.overlong_share must lie in \[0, 1\), got 1"),
     ],
 )
 def test_objective_that_cannot_run_is_refused(objective, changes, message):
@@ -136,24 +125,6 @@ def test_rationale_weights_have_no_effect_under_uniform_weights(key):
         check_rl("care", {key: 0.5, "care.region_weights": False}, overridden=[key])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"groups_per_step": -1}, "groups_per_step must be 0 or more, got -1"),
-        ({"max_megabytes": 0.5}, "max_megabytes must be at least 1, got 0.5; .*groups_per_step"),
-        ({"image_side": 0}, "report.image_side must be at least 1"),
-    ],
-)
-def test_a_report_that_cannot_be_is_refused(changes, message):
-    config = common.get_config()
-    config.stages = ("export",)
-    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    check_config(config, mesh)
-    config.report.update(changes)
-    with pytest.raises(ValueError, match=message):
-        check_config(config, mesh)
-
-
 @pytest.mark.parametrize("steps", [(3,), (5, 3), (-1, 2), (0, 100), (1.5, 2)])
 def test_steps_that_cannot_be_traced_are_refused(steps):
     check_rl("grpo", {"profile_steps": (3, 99), "rl.num_steps": 100})
@@ -166,10 +137,6 @@ def test_steps_that_cannot_be_traced_are_refused(steps):
     [
         ({"num_samples": 4}, "num_samples 4 needs evaluate.temperature above 0, .* or num_samples"),
         ({"top_p": 0.9}, "top_p 0.9 has no effect at evaluate.temperature 0; set .* to 1"),
-        ({"temperature": -1.0}, r"temperature must be 0 or more .* got -1\.0 and 1\.0"),
-        ({"temperature": 1.0, "top_p": 0.0}, r"top_p lie in \(0, 1\], got 1\.0 and 0\.0"),
-        ({"num_samples": 0}, "evaluate.num_samples must be at least 1, got 0"),
-        ({"decode_rows": 0}, "evaluate.decode_rows must be at least 1, got 0"),
     ],
 )
 def test_sampling_that_means_nothing_is_refused(changes, message):
@@ -189,8 +156,6 @@ def test_sampling_that_means_nothing_is_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rl.eval_every": -1}, r"rl.eval_every must be 0 \(never\) or more, got -1"),
-        ({"keep_best": -1}, r"keep_best must be 0 \(none\) or more, got -1"),
         ({"rl.eval_every": 0}, "keep_best 1 needs evaluations inside a stage; set rl.eval_every"),
         ({"best_metric": "eval/acc"}, "best_metric must be one of acc, .*, fmt, got 'eval/acc'"),
         ({"best_metric": "pass@2"}, "best_metric must be one of acc, .* got 'pass@2'"),
@@ -230,11 +195,6 @@ def reward(question, responses, example):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_workers": 0}, "verifier.num_workers must be at least 1, got 0"),
-        ({"timeout": 0.0}, "verifier.timeout must be positive, got 0.0 seconds"),
-        ({"concurrency": 0}, "verifier.concurrency must be at least 1"),
-        ({"success": 0.0}, r"verifier.success must lie in \(0, 1\], got 0.0"),
-        ({"success": 1.5}, r"verifier.success must lie in \(0, 1\], got 1.5"),
         ({"weights": ()}, r"verifier.weights must be pairs .* got \(\); write \(\('acc', 0.8\)"),
         ({"weights": ("acc", 1.0)}, "must be pairs of a component and its weight"),
         ({"weights": (("acc", "1"),)}, "must be pairs of a component and its weight"),

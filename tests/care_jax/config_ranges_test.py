@@ -32,9 +32,28 @@ def test_every_number_has_a_range_that_its_default_lies_in():
         ("verifier.timeout", float("nan")),
         ("data.num_workers", 0),
         ("data.teacher_error", 1.5),
+        ("gspo.clip_low", 1.2),
+        ("gspo.clip_low", 0.0),
+        ("rloo.clip_high", 0.0),
+        ("grpo.beta", -0.1),
         ("grpo.ddof", 2),
+        ("dapo.max_tries", 0),
+        ("dapo.overlong_share", 1.0),
+        ("care.gamma_share", 1.0),
+        ("care.max_context", 0),
+        ("evaluate.num_samples", 0),
+        ("evaluate.decode_rows", 0),
+        ("evaluate.judge_retries", -1),
+        ("verifier.success", 0.0),
+        ("report.max_megabytes", 0.5),
+        ("model.lora_rank", -1),
         ("seed", -1),
+        ("keep_best", -1),
+        ("log_every", 0),
+        ("sft.num_steps", 0),
         ("rl.num_steps", 0),
+        ("rl.eval_every", -1),
+        ("rl.num_rollouts", 1),
     ],
 )
 def test_a_value_outside_stops_the_run_before_anything_is_done(key, value):
@@ -53,6 +72,12 @@ def test_bounds_belong_to_a_range_or_not():
     assert lies_in(0, "[0, 1)") and not lies_in(1, "[0, 1)")
     assert lies_in(1, "(0, 1]") and not lies_in(0, "(0, 1]")
     assert not lies_in(float("inf"), "[0, inf)") and not lies_in(float("nan"), "[-1, inf)")
+
+
+def test_a_gradient_may_go_unclipped():
+    config = tiny.get_config()
+    config.rl.max_grad_norm = float("inf")
+    check_ranges(config)
 
 
 def test_the_parts_of_a_mixture_are_looked_at():
