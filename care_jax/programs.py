@@ -22,8 +22,15 @@ from care_jax.attention_check import DecodingAttention
 from care_jax.batch import Rollouts
 from care_jax.decoding import reflection, sampler
 from care_jax.decoding.queue import DecodePrograms, DecodeQueue
-from care_jax.decoding.sampler import Seats
 from care_jax.decoding.schedule import NUM_STEPS, Sizes
+from care_jax.decoding.seats import (
+    Seats,
+    empty_seats,
+    keep_seats,
+    pad_left,
+    resize_ring,
+    seat_axes,
+)
 from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.logprobs import score_rows
@@ -108,11 +115,11 @@ def compile_decoding(
 
     def laid_out(seats: Seats) -> Seats:
         """Gives the seats the same shardings after every program."""
-        places = sharding.param_shardings(sampler.seat_axes(seats), seats, rules, mesh)
+        places = sharding.param_shardings(seat_axes(seats), seats, rules, mesh)
         return jax.lax.with_sharding_constraint(seats, places)
 
     def empty(sizes, num_prompt_tokens, num_slots):
-        seats = sampler.empty(
+        seats = empty_seats(
             config,
             sizes=sizes,
             num_prompt_tokens=num_prompt_tokens,
@@ -154,9 +161,9 @@ def compile_decoding(
         admit=jax.jit(run.placed_to_decode(admit), donate_argnums=1),
         share=jax.jit(share, donate_argnums=0),
         advance=jax.jit(run.placed_to_decode(advance), donate_argnums=1),
-        resize=jax.jit(sampler.resize_ring, static_argnums=(2, 3)),
-        pad=jax.jit(sampler.pad_left, static_argnums=(1, 2)),
-        keep=jax.jit(functools.partial(sampler.keep, num_shards=num_shards)),
+        resize=jax.jit(resize_ring, static_argnums=(2, 3)),
+        pad=jax.jit(pad_left, static_argnums=(1, 2)),
+        keep=jax.jit(functools.partial(keep_seats, num_shards=num_shards)),
     )
 
 

@@ -20,9 +20,8 @@ from ml_collections import ConfigDict
 
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
 from care_jax.data.tokenizer import open_tokenizer
-from care_jax.decoding import sampler
-from care_jax.decoding.sampler import Seats
 from care_jax.decoding.schedule import Sizes
+from care_jax.decoding.seats import Seats, empty_seats, seat_axes
 from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.policy import Policy
@@ -75,10 +74,10 @@ def seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Sea
     shape = dict(num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
     dtype = jnp.dtype(run.config.model.compute_dtype)
     empty = jax.eval_shape(
-        functools.partial(sampler.empty, run.policy.config, sizes=sizes, dtype=dtype, **shape)
+        functools.partial(empty_seats, run.policy.config, sizes=sizes, dtype=dtype, **shape)
     )
     rules = run.config.decode_sharding_rules
-    places = sharding.param_shardings(sampler.seat_axes(empty), empty, rules, run.mesh)
+    places = sharding.param_shardings(seat_axes(empty), empty, rules, run.mesh)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), empty, places
     )

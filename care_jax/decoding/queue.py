@@ -25,8 +25,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
-from care_jax.decoding.sampler import Progress, Sampled, Seats
+from care_jax.decoding.sampler import Progress, Sampled
 from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
+from care_jax.decoding.seats import Seats
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt

@@ -3,12 +3,7 @@
 Each of B prompts occupies a seat: one entry of the batch axis, with R rows in flight, each decoding
 one rollout. A row whose response ends starts its prompt's next rollout in the same step. A prompt
 whose rollouts are all done leaves its seat to another prompt between two calls of `advance`. The
-host's side is `queue`.
-
-The KV cache of a prompt (image tokens included) is stored once and read by its R rows in one
-matmul. The KV cache of a row is a ring: at global step t every row writes slot t mod S, so no
-scatter is needed. For a row with n earlier tokens in its cache, slot j is valid if
-(t - j) mod S <= n. Keys are rotated before they are written: a slot index is not a position.
+state is in `seats`, the host's side is `queue`.
 
 Every draw is a function of prompt, rollout and token index alone, so samples do not depend on the
 schedule.
@@ -31,67 +26,12 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import log_probability, sample_token
-from care_jax.decoding.schedule import Sizes
+from care_jax.decoding.seats import Prefix, Seats, pad_left, take_in_shard
 from models import backbone
 from models.attention_mask import XLA, AttentionImpl
 from models.config import BackboneConfig
-from models.decoder import PREFIX_AXES, SUFFIX_AXES, KeyValues
+from models.decoder import KeyValues
 from models.layers import constrain
-
-
-@flax.struct.dataclass
-class Prefix:
-    """What decoding needs from the prefill of B prompts.
-
-    Attributes:
-        cache: KV cache of the prompt tokens.
-        is_valid: false at the prompt's left padding.
-        last_hidden: the hidden state that predicts the first response token.
-        next_position: the position of the first response token.
-    """
-
-    cache: KeyValues
-    is_valid: Bool[Array, "B P"]
-    last_hidden: Float[Array, "B D"]
-    next_position: Int[Array, " B"]
-
-
-@flax.struct.dataclass
-class Seats:
-    """The decoding state: prompts on seats, and their rows.
-
-    Attributes:
-        prefix: of the prompts.
-        rngs: a key per prompt.
-        budget: most tokens that each rollout may sample.
-        first: the first token of every rollout, sampled when the prompt took its seat.
-        next_rollout: the rollout that the next free row takes, if it is below `end_rollout`.
-        end_rollout: end of the seat's range of rollouts; the rest of a prompt's rollouts may be on
-            other seats.
-        rationale: per rollout, the sum of the hidden states of its rationale; 0 until it ends.
-        rollout: the rollout that a row decodes; G if the row is idle.
-        token: the row's last token, which the next step reads.
-        num_read: tokens of the rollout in the row's cache.
-        tag_state: state of the automaton that detects the closing think tag.
-        running: sum of the hidden states of the current rationale so far.
-        cache: KV cache of the rows.
-        clock: steps so far, t.
-    """
-
-    prefix: Prefix
-    rngs: Key[Array, " B"]
-    budget: Int[Array, "B G"]
-    first: Int[Array, "B G"]
-    next_rollout: Int[Array, " B"]
-    end_rollout: Int[Array, " B"]
-    rationale: Float[Array, "B G D"]
-    rollout: Int[Array, "B R"]
-    token: Int[Array, "B R"]
-    num_read: Int[Array, "B R"]
-    tag_state: UInt8[Array, "B R"]
-    running: Float[Array, "B R D"]
-    cache: KeyValues
-    clock: Int[Array, ""]
 
 
 @flax.struct.dataclass
@@ -159,55 +99,6 @@ def prefill(
     return Prefix(cache, prompts.is_valid, hidden[:, -1], prompts.next_position)
 
 
-def empty(
-    config: BackboneConfig,
-    *,
-    sizes: Sizes,
-    num_prompt_tokens: int,
-    num_slots: int,
-    dtype: DTypeLike,
-) -> Seats:
-    """Seats without prompts."""
-    text, B, R, G = config.text, sizes.num_seats, sizes.num_rows, sizes.num_rollouts
-    kv = (B, text.num_kv_heads)
-    prefix = KeyValues(
-        [jnp.zeros((*kv, text.head_dim, num_prompt_tokens), dtype)] * text.num_layers,
-        [jnp.zeros((*kv, num_prompt_tokens, text.head_dim), dtype)] * text.num_layers,
-    )
-    return Seats(
-        prefix=Prefix(
-            cache=prefix,
-            is_valid=jnp.zeros((B, num_prompt_tokens), bool),
-            last_hidden=jnp.zeros((B, text.hidden_size), dtype),
-            next_position=jnp.zeros(B, jnp.int32),
-        ),
-        rngs=jax.vmap(jax.random.key)(jnp.zeros(B, jnp.uint32)),
-        budget=jnp.zeros((B, G), jnp.int32),
-        first=jnp.zeros((B, G), jnp.int32),
-        next_rollout=jnp.zeros(B, jnp.int32),
-        end_rollout=jnp.zeros(B, jnp.int32),
-        rationale=jnp.zeros((B, G, text.hidden_size)),
-        rollout=jnp.full((B, R), G, jnp.int32),
-        token=jnp.zeros((B, R), jnp.int32),
-        num_read=jnp.zeros((B, R), jnp.int32),
-        tag_state=jnp.zeros((B, R), jnp.uint8),
-        running=jnp.zeros((B, R, text.hidden_size)),
-        cache=backbone.init_cache(config, B, R, num_slots, dtype),
-        clock=jnp.int32(0),
-    )
-
-
-def seat_axes(seats: Seats) -> Seats:
-    """The tree of `seats` with a tuple of logical axis names at every leaf."""
-    axes = jax.tree.map(lambda x: ("batch",) + (None,) * (x.ndim - 1) if x.ndim else (), seats)
-    prefix_cache = jax.tree.map(lambda _: PREFIX_AXES, seats.prefix.cache)
-    return dataclasses.replace(
-        axes,
-        cache=jax.tree.map(lambda _: SUFFIX_AXES, seats.cache),
-        prefix=dataclasses.replace(axes.prefix, cache=prefix_cache),
-    )
-
-
 def admit(
     params: backbone.Params,
     seats: Seats,
@@ -256,7 +147,7 @@ def admit(
         ),
         is_valid=pad_left(prefix.is_valid, 1, num_tokens),
     )
-    take = functools.partial(_take_in_shard, chosen=chosen, num_shards=num_shards)
+    take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)
     is_new = chosen >= 0
     first = take(token, seats.first)
     begin, end = jnp.zeros_like(chosen), jnp.full_like(chosen, num_rollouts)
@@ -288,7 +179,7 @@ def share(
     num_shards: int,
 ) -> Seats:
     """Gives free seats some rollouts of prompts on other seats; see `schedule.Shares`."""
-    take = functools.partial(_take_in_shard, chosen=source, num_shards=num_shards)
+    take = functools.partial(take_in_shard, chosen=source, num_shards=num_shards)
     seats = dataclasses.replace(
         seats,
         prefix=jax.tree.map(take, seats.prefix, seats.prefix),
@@ -421,51 +312,6 @@ def advance(
         log,
         Progress(is_free(seats), seats.next_rollout, seats.num_read.max(), seats.clock),
     )
-
-
-def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_slots: int) -> Array:
-    """Halves or doubles the slots of an array of the rows' cache.
-
-    Doubling stores every token twice. One of the two copies appears S steps older than the token
-    is, and no row has read that many tokens. Halving keeps the newer of slots j and
-    j + num_slots; no row may have read more than num_slots tokens.
-
-    Args:
-        x: the array.
-        clock: of the seats.
-        axis: of its slots.
-        num_slots: of the result.
-    """
-    old = x.shape[axis]
-    if num_slots == 2 * old:
-        return jnp.concatenate([x, x], axis)
-    if old != 2 * num_slots:
-        raise ValueError(
-            f"a ring of {old} slots can be resized to {2 * old} or {old / 2}, got {num_slots}"
-        )
-    is_later = (clock - 1 - jnp.arange(num_slots)) % old < num_slots
-    first, second = jnp.split(x, 2, axis)
-    return jnp.where(jnp.expand_dims(is_later, range(1, x.ndim - axis)), first, second)
-
-
-def pad_left(x: Array, axis: int, size: int) -> Array:
-    """Pads an array of a prefix on the left to `size` tokens."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (size - x.shape[axis], 0)
-    return jnp.pad(x, widths)
-
-
-def keep(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
-    """Selects seats of each shard from an array of the seats; see `schedule.Scheduler.halve`."""
-    shards = x.reshape(num_shards, -1, *x.shape[1:])
-    found = jax.vmap(lambda x, i: x[i])(shards, kept.reshape(num_shards, -1))
-    return found.reshape(-1, *x.shape[1:])
-
-
-def _take_in_shard(new: Array, old: Array, chosen: Int[Array, " B"], num_shards: int) -> Array:
-    """Row b is row chosen[b] of b's shard of `new`, or row b of `old` if chosen[b] is negative."""
-    found = keep(new, jnp.maximum(chosen, 0), num_shards)
-    return jnp.where(jnp.expand_dims(chosen >= 0, range(1, old.ndim)), found, old)
 
 
 def _begin(seats: Seats, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> Seats:

@@ -11,6 +11,7 @@ from queued import make_answer
 from care_jax.decoding import sampler
 from care_jax.decoding.queue import Request
 from care_jax.decoding.schedule import Sizes
+from care_jax.decoding.seats import empty_seats
 from care_jax.learning import logprobs
 from care_jax.packing.layout import lay_out, take_back
 from models import backbone
@@ -247,7 +248,7 @@ def test_a_seat_that_takes_over_rollouts_stops_where_the_other_seat_would_have(p
     """Seat 2 takes over the last rollout of seat 0's, which end at 5; all of a prompt end at 9."""
     sizes = Sizes(4, 2, 9, 16, context_tokens=0, num_shards=1, period=8)
     shape = dict(num_prompt_tokens=4, num_slots=8, dtype=jnp.float32)
-    seats = sampler.empty(policy.config, sizes=sizes, **shape).replace(
+    seats = empty_seats(policy.config, sizes=sizes, **shape).replace(
         first=jnp.arange(36).reshape(4, 9),
         next_rollout=jnp.array([2, 2, 9, 9]),
         end_rollout=jnp.array([5, 9, 9, 9]),
