@@ -6,16 +6,12 @@ of a benchmark are written during decoding, in the format of lmms-eval. A resume
 questions that are already in the file.
 
 With `evaluate.num_samples` above 1 a question's accuracy is the mean over its samples, and pass@k
-is estimated from them. The draws are a function of the seed, the question's index and the sample
-alone: two evaluations of a run draw alike and differ by the weights.
-
-Letters: B questions, G samples of each.
+is estimated from them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -23,51 +19,32 @@ import operator
 import os
 import pathlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from care_jax.attention_check import decoding_attention
-from care_jax.batch import Example, Rollouts
+from care_jax.answering import (
+    AnsweringPrograms,
+    Decode,
+    compile_answering,
+    decode_batches,
+    make_decoder,
+)
+from care_jax.batch import Example
 from care_jax.benchmarks import lmms_samples, scoreboard
 from care_jax.benchmarks.judge import Judge
 from care_jax.benchmarks.lmms_samples import Sample
 from care_jax.benchmarks.suite import Benchmark
-from care_jax.decoding.queue import DecodeQueue, Request
-from care_jax.decoding.schedule import Sizes
-from care_jax.devices import distributed, sharding
-from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices import distributed
 from care_jax.method import diagnostics
-from care_jax.metrics import pass_rates, print_line, progress, wilson_interval
-from care_jax.programs import compile_decoding, compile_to_decode_layout
-from care_jax.rewards.scores import row_texts, start_scoring
+from care_jax.metrics import pass_rates, print_line, wilson_interval
+from care_jax.rewards.scores import start_scoring
 from care_jax.run import Run, verifier_of
 from care_jax.versions import versions
 from models import backbone
-
-Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
-
-_NUM_BATCHES = 4  # batches of evaluate.batch_size that are decoded and written together
-_DRAWS = 2**31 - 1  # folded into the run's key; the keys of training fold in the step
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluatePrograms:
-    """The compiled functions of a run's evaluations, see `compile_evaluation`.
-
-    Attributes:
-        to_decode_layout: params -> params in the decode layout.
-        checksum: params -> a number that tells weights apart.
-        queue: decodes with the sizes and the sampling of the section `evaluate`.
-    """
-
-    to_decode_layout: Callable
-    checksum: Callable
-    queue: DecodeQueue
 
 
 class Evaluator:
@@ -85,8 +62,8 @@ class Evaluator:
         self._run, self._held_out, self._benchmarks = run, held_out, benchmarks
 
     @functools.cached_property
-    def _programs(self) -> EvaluatePrograms:
-        return compile_evaluation(self._run)
+    def _programs(self) -> AnsweringPrograms:
+        return compile_answering(self._run)
 
     def stamp(self, params: backbone.Params) -> dict[str, Any] | None:
         """What the metrics of these weights depend on; None if a reward function judges."""
@@ -138,7 +115,7 @@ def evaluate(
     *,
     name: str,
     step: int | None = None,
-    programs: EvaluatePrograms | None = None,
+    programs: AnsweringPrograms | None = None,
 ) -> dict[str, float]:
     """Answers every example and scores the responses.
 
@@ -168,8 +145,8 @@ def evaluate(
         verifier_of(run) as verifier,
         open(path if jax.process_index() == 0 else os.devnull, "w") as samples,
     ):
-        decode = make_decoder(run, params, programs or compile_evaluation(run))
-        for batch in _decode_batches(run, decode, examples, (), label):
+        decode = make_decoder(run, params, programs or compile_answering(run))
+        for batch in decode_batches(run, decode, examples, (), label):
             scored = start_scoring(
                 batch.rollouts,
                 batch.examples,
@@ -260,7 +237,7 @@ def evaluate_benchmarks(
     *,
     name: str,
     step: int | None = None,
-    programs: EvaluatePrograms | None = None,
+    programs: AnsweringPrograms | None = None,
 ) -> dict[str, float]:
     """Answers benchmarks and scores each by its published rules.
 
@@ -294,7 +271,7 @@ def evaluate_benchmarks(
         )
     folder = _path(run.workdir / f"benchmarks_{name}", step)
     folder.mkdir(exist_ok=True)
-    programs = programs or compile_evaluation(run)
+    programs = programs or compile_answering(run)
     decode = make_decoder(run, params, programs)
     settings = _settings(run, programs.checksum(params))
     results: dict[str, Any] = {"benchmarks": {}}
@@ -320,108 +297,6 @@ def evaluate_benchmarks(
         for key, value in figures.items()
         if key in ("acc", "acc_low", "acc_high") or key.startswith("pass@")
     }
-
-
-def compile_evaluation(run: Run) -> EvaluatePrograms:
-    """The jitted functions of evaluation, each compiled once per shape that occurs."""
-    settings = run.config.evaluate
-
-    def checksum(params):
-        leaves = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
-        return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
-
-    sizes = Sizes(
-        num_seats=settings.batch_size,
-        num_rows=min(settings.decode_rows, settings.num_samples),
-        num_rollouts=settings.num_samples,
-        max_tokens=settings.max_response_tokens,
-        context_tokens=0,
-        num_shards=sharding.num_shards(run.decode_batch_sharding),
-        period=settings.batch_size,
-    )
-    decoding = compile_decoding(
-        run,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        attention=decoding_attention(run, sizes),
-    )
-    return EvaluatePrograms(
-        to_decode_layout=compile_to_decode_layout(run),
-        checksum=jax.jit(checksum, out_shardings=sharding.replicated(run.mesh)),
-        queue=DecodeQueue(run, decoding, sizes, DeviceClock()),
-    )
-
-
-def make_decoder(run: Run, params: backbone.Params, programs: EvaluatePrograms) -> Decode:
-    """The decoder with the weights in the decode layout.
-
-    Returns:
-        A function from this process's requests to (indices of some requests, G rollouts of each)
-        pairs, in order of completion. A request's place determines its draws.
-    """
-    decode_params = programs.to_decode_layout(params)
-    rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
-    return lambda requests: programs.queue.decode(decode_params, rng, requests)
-
-
-class _Batch(NamedTuple):
-    """This process's share of a batch; `dropped` are the places of prompts that fit no bucket."""
-
-    places: list[int]
-    examples: list[Example]
-    rollouts: Rollouts
-    texts: list[list[str]]
-    dropped: list[int]
-
-
-def _decode_batches(
-    run: Run, decode: Decode, examples: Sequence[Example], done: Collection[int], label: str
-) -> Iterator[_Batch]:
-    """Decodes the examples whose index is not in `done`, `_NUM_BATCHES` batches at a time."""
-    policy, size = run.policy, run.config.evaluate.batch_size
-    starts = np.arange(0, _NUM_BATCHES * size, size)
-    local_rows = (starts[:, None] + sharding.local_rows(size, run.decode_batch_sharding)).ravel()
-    # A question's batch depends on its index alone, and so does its place, from which it draws.
-    num_rows = _NUM_BATCHES * size
-    todo = (place for place in range(len(examples)) if place not in done)
-    firsts = sorted({place - place % num_rows for place in todo})
-    for first in progress(firsts, f"evaluate {label}", 0, len(firsts)):
-        local = [
-            place
-            for place in (first + local_rows).tolist()
-            if place < len(examples) and place not in done
-        ]
-        prompts = {place: policy.prompts.tokenize(examples[place]) for place in local}
-        kept = [place for place, prompt in prompts.items() if policy.prompts.fits(prompt)]
-        try:
-            parts = list(decode([Request(place, prompts[place]) for place in kept]))
-        except distributed.Preempted:
-            raise distributed.Preempted(f"in the evaluation {label}") from None
-        indices = [index for part, _ in parts for index in part]
-        rollouts = [rollouts for _, rollouts in parts] or [_no_rollouts(run)]
-        order = np.argsort(indices).astype(int)
-        rollouts = jax.tree.map(lambda *rows: np.concatenate(rows)[order], *rollouts)  # noqa: B023
-        texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
-        yield _Batch(
-            places=kept,
-            examples=[examples[place] for place in kept],
-            rollouts=rollouts,
-            texts=texts,
-            dropped=[place for place in local if place not in kept],
-        )
-
-
-def _no_rollouts(run: Run) -> Rollouts:
-    """The empty rollouts of a process without requests."""
-    shape = 0, run.config.evaluate.num_samples, run.config.evaluate.max_response_tokens
-    return Rollouts(
-        tokens=np.zeros(shape, np.int32),
-        is_valid=np.zeros(shape, bool),
-        is_forced=np.zeros(shape, bool),
-        logp=np.zeros(shape, np.float32),
-        embedding=np.zeros((*shape[:2], run.policy.config.text.hidden_size), np.float32),
-        is_complete=np.zeros(shape[:2], bool),
-    )
 
 
 def _gathered(samples: list[Sample], key: str) -> list[Sample]:
@@ -469,7 +344,7 @@ def _benchmark_samples(
         stamp.write_text(json.dumps(settings, indent=2) + "\n")
         file = path.open("a")
     with file as out:
-        for batch in _decode_batches(run, decode, benchmark, done, benchmark.name):
+        for batch in decode_batches(run, decode, benchmark, done, benchmark.name):
             fresh = lmms_samples.scored(
                 benchmark,
                 batch.places,

@@ -25,7 +25,7 @@ LAYERS = (
                                   "config_forms", "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
     ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
-    ("loops",                    ("sft", "evaluate", "evaluated", "train", "export")),
+    ("loops",                    ("answering", "sft", "evaluate", "evaluated", "train", "export")),
     ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep", "probe",
                                   "from_python", "smollm")),
 )
@@ -37,7 +37,7 @@ FOLDERS = {
     "care_jax":    ("care_jax", "models"),
 }
 # fmt: on
-JIT_FILES = ("programs", "sft", "evaluate", "attention_check")
+JIT_FILES = ("programs", "sft", "answering", "attention_check")
 RANK = {name: rank for rank, (_, names) in enumerate(LAYERS) for name in names}
 
 

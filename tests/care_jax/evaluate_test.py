@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax import evaluate
+from care_jax import answering, evaluate
 from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import mathvision
 from care_jax.benchmarks.rows import Question
@@ -83,9 +83,9 @@ def asked(policy, examples, monkeypatch):
                     ),
                 )
 
-    monkeypatch.setattr(evaluate, "compile_decoding", compile_decoding)
-    monkeypatch.setattr(evaluate, "DecodeQueue", Queue)
-    monkeypatch.setattr(evaluate, "compile_to_decode_layout", lambda _: lambda params: params)
+    monkeypatch.setattr(answering, "compile_decoding", compile_decoding)
+    monkeypatch.setattr(answering, "DecodeQueue", Queue)
+    monkeypatch.setattr(answering, "compile_to_decode_layout", lambda _: lambda params: params)
     return texts, calls
 
 
@@ -385,7 +385,7 @@ def test_draws_depend_on_question_and_sample_alone(make_run, params, questions):
     for size, rows in ((1, 1), (4, 3)):
         changes = {"evaluate.batch_size": size, "evaluate.decode_rows": rows}
         run = make_run(REAL | changes, f"{size}")
-        programs = evaluate.compile_evaluation(run)
+        programs = answering.compile_answering(run)
         for step in (0, 1):
             evaluate.evaluate(run, params, held_out, name="rl", step=step, programs=programs)
             lines = (run.workdir / "samples_rl" / f"step_{step}.jsonl").read_text().splitlines()

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from care_jax import evaluate, export
+from care_jax import answering, export
 from care_jax.batch import Example
 from care_jax.benchmarks import response
 from care_jax.decoding.queue import Request
@@ -88,7 +88,7 @@ def greedy(folder, example, tmp_path):
     params = initial_params(policy, mesh, config.sharding_rules, seed=0)
     with MetricWriter(tmp_path) as metrics:
         run = Run(config, policy, mesh, tmp_path, metrics)
-        decode = evaluate.make_decoder(run, params, evaluate.compile_evaluation(run))
+        decode = answering.make_decoder(run, params, answering.compile_answering(run))
         prompt = policy.prompts.tokenize(example)
         ((_, rollouts),) = decode([Request(0, prompt)])
     return prompt.tokens, rollouts.tokens[0, 0][rollouts.is_valid[0, 0]]
