@@ -38,6 +38,8 @@ class Example:
         choices: options of a multiple-choice question, in order (A, B, ...); empty otherwise.
         rationale: the teacher's reasoning for the cold start; empty if there is none.
         response: what the cold start imitates, tags included; empty if there is none.
+        context: what stands before `response` in the assistant's turn; the cold start conditions on
+            it and does not learn it.
         tolerance: relative error allowed between numbers; 0: that of the verifier.
         units: "matter" if an answer without a unit differs from one with a unit; else empty.
         min_pixels, max_pixels: range of height x width to which its images are resized; 0: that of
@@ -54,6 +56,7 @@ class Example:
     choices: tuple[str, ...] = ()
     rationale: str = ""
     response: str = ""
+    context: str = ""
     tolerance: float = 0.0
     units: str = ""
     min_pixels: int = 0

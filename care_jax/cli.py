@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prepare": ("care_jax.data.prepare", ()),
     "sweep": ("care_jax.sweep", ()),
     "probe": ("care_jax.probe", ()),
+    "repairs": ("care_jax.repairs", ()),
     "smollm": ("care_jax.smollm", ()),
 }
 _FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags

@@ -108,6 +108,8 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
         lengths = f"{size[0]} tokens, {size[1]} patches"
         if stage == "sft":
             lengths += f", response {len(builder.response_tokens(example.response))} tokens"
+            if example.context:
+                lengths += f" behind a context of {len(builder.context_tokens(example.context))}"
         question = " ".join(example.question.split())
         yield f"{example.source} {example.id}: {lengths}"
         yield f"  question {question[:100]!r}, answer {example.answer!r}"

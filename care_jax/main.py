@@ -282,7 +282,7 @@ def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -
             f"data.sft source {source!r} has no responses to imitate ({error}); give rows a "
             '`response`, or leave "sft" out of stages'
         ) from error
-    tag = re.match(r"\s*<(\w+)>", example.response)
+    tag = re.match(r"\s*<(\w+)>", example.context + example.response)
     if tag and tag.group(1) != think_tag:
         raise ValueError(
             f"data.sft has responses in <{tag.group(1)}>, but data.think_tag is {think_tag!r}; "

@@ -23,39 +23,30 @@ import csv
 import dataclasses
 import pathlib
 import re
-import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from jaxtyping import Float, Int
-from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line
 from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example
-from care_jax.config_checks import check_config, check_policy, fill_in
-from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
-from care_jax.decoding.queue import DecodeQueue, Request
-from care_jax.devices import mounts, xla_flags
+from care_jax.decoding.queue import DecodeQueue
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.devices.sharding import make_mesh
-from care_jax.main import open_stage, policy_of
 from care_jax.metrics import wilson_interval
-from care_jax.policy import initial_params
 from care_jax.programs import (
     compile_decoding,
     compile_rollout,
     compile_to_decode_layout,
     rollout_sizes,
 )
+from care_jax.reopened import Reopened, run_command, sample_groups
 from care_jax.rollout import contexts_of, verify
-from care_jax.run import Run, checkpoint_folder, open_checkpoints, params_of, verifier_of
-from models import backbone, lora
+from care_jax.run import Run, verifier_of
+from models import backbone
 
 GAIN = 0.3
 WRONG = 0.7
@@ -127,34 +118,16 @@ def probe(
         ValueError: no group has both outcomes.
     """
     policy = run.policy
-    asked, prompts = Batches(
-        examples,
-        policy.prompts,
-        batch_size=num_questions,
-        seed=run.config.seed,
-        num_workers=run.config.data.num_workers,
-    ).batch(0)
-    requests = [Request(place, prompt) for place, prompt in enumerate(prompts)]
     rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
     clock = DeviceClock()
     attention = decoding_attention(run, rollout_sizes(run)[0])
     programs = compile_rollout(run, clock, attention)
     decode_params = compile_to_decode_layout(run)(params)
     with verifier_of(run) as verifier:
-        places = np.arange(num_questions, dtype=np.int32)
-        tried = verify(run, programs.decode(decode_params, rng, requests), asked, verifier)
-        assert tried is not None
-        subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, rng, places))
-        kept = np.flatnonzero(subgroup.has_update & ~subgroup.is_rescue)
-        if not len(kept):
-            raise ValueError(
-                f"expected groups with both outcomes, got none among {num_questions} questions, "
-                f"{tried.scores.acc.mean():.1%} of whose answers are right; raise --questions, or "
-                "probe another checkpoint"
-            )
-        failures = tried.texts[kept, subgroup.hard_negative[kept]]
-        asked, requests = [asked[i] for i in kept], [requests[i] for i in kept]
-        values = {"first": tried.scores.acc[kept].mean(1)}
+        tried = sample_groups(run, programs, decode_params, rng, examples, num_questions, verifier)
+        asked, requests = tried.asked, tried.requests
+        failures = tried.texts[np.arange(len(asked)), tried.subgroup.hard_negative]
+        values = {"first": tried.accs.mean(1)}
         forced = {mode: contexts_of(run, failures, mode) for mode in reflection.MODES}
         right = [_right_context(run, example) for example in asked]
         # An answer must fit behind it.
@@ -214,35 +187,6 @@ def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
     return np.array(run.policy.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
-def checkpoint_of(run: Run, stage: str) -> tuple[backbone.Params, str]:
-    """The weights of a stage's last checkpoint and their name, or those that the run starts from.
-
-    Args:
-        run: the run.
-        stage: "sft", "rl", "start"; "" for the last of them that there is.
-
-    Raises:
-        ValueError: there is no such checkpoint, or none that is whole.
-    """
-    stages = [stage] if stage else ["rl", "sft", "start"]
-    for name in stages:
-        folder = checkpoint_folder(run, name)
-        if name == "start":
-            dtype = jnp.dtype(run.config.model.param_dtype)
-            rules, seed = run.config.sharding_rules, run.config.seed
-            params = initial_params(run.policy, run.mesh, rules, seed=seed, dtype=dtype)
-            return params, run.config.model.path or "random weights"
-        if any(path.name.isdecimal() for path in folder.glob("*")):
-            with open_checkpoints(run, name) as saved:
-                step = saved.latest_whole_step()
-                assert step is not None
-                return lora.merged(saved.restore_params(params_of(run), step)), f"{name} {step}"
-    raise ValueError(
-        f"expected a checkpoint in {folder}, found none; train first, or name another --workdir "
-        "or --stage"
-    )
-
-
 def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
     """The table of all questions, and whether the task is one for reflection."""
     of_all = {rate.measure: rate for rate in rates if rate.source == "all"}
@@ -280,49 +224,18 @@ def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
 
 def run_main() -> None:
     """Parses flags and probes; user errors are one line, not a traceback."""
-    config = config_flags.DEFINE_config_file("config", "configs/repair.py", "Configuration.")
-    workdir = flags.DEFINE_string("workdir", "runs/repair", "Folder of the run.")
-    stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], "Whose last checkpoint.")
-    questions = flags.DEFINE_integer("questions", 512, "Of the training data.", lower_bound=1)
     out = flags.DEFINE_string("out", "", "CSV to write; empty: WORKDIR/probe_<stage>.csv.")
 
-    def probe_and_write(argv: Sequence[str]) -> None:
-        if len(argv) > 1:
-            raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
-        xla_flags.set_defaults(config.value.xla_preset)
-        run, examples = open_run(config.value, mounts.as_folder(workdir.value))
-        params, name = checkpoint_of(run, stage.value)
-        outcomes = probe(run, params, examples, questions.value)
+    def probe_and_write(opened: Reopened) -> None:
+        run, name = opened.run, opened.name
+        outcomes = probe(run, opened.params, opened.examples, opened.num_questions)
         rates = outcomes.rates()
         print("\n".join(summary(outcomes, rates, name)))
         path = pathlib.Path(out.value or run.workdir / f"probe_{name.split()[0]}.csv")
         write_csv(path, rates, name)
         print(f"wrote {path}")
 
-    logging.set_verbosity(logging.WARNING)
-    try:
-        app.run(probe_and_write, flags_parser=lambda argv: command_line.parse(argv, config))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: {command_line.os_error(error, workdir.value)}")
-
-
-def open_run(config: ConfigDict, workdir: pathlib.Path) -> tuple[Run, Sequence[Example]]:
-    """The run of a configuration in its workdir, and its training data.
-
-    Raises:
-        ValueError: bad configuration, or the data cannot be opened.
-    """
-    mesh = make_mesh(**config.mesh)
-    config = fill_in(config, mesh)
-    check_config(config, mesh)
-    policy = policy_of(config)
-    reflecting = config.copy_and_resolve_references()
-    reflecting.stages, reflecting.rl.objective = ("rl",), "care"  # whatever trains the policy
-    check_policy(reflecting, policy)
-    no_metrics: Any = None
-    return Run(config, policy, mesh, workdir, no_metrics), open_stage(config, "rl")
+    run_command(probe_and_write)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from care_jax.metrics import Pace, format_line, host_usage, print_line, progress
 from care_jax.milestones import Evaluate, Milestones
 from care_jax.packing.layout import lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
-from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
+from care_jax.prompts.builder import TokenizedPrompt, continued, prompt_sizes
 from care_jax.report.writer import Report
 from care_jax.run import Run, make_adamw, open_checkpoints, start_state
 from care_jax.skipped_updates import SkippedUpdates
@@ -230,6 +230,8 @@ def packed_batch(
         examples, prompts: of this process.
     """
     sft, policy = run.config.sft, run.policy
+    contexts = [policy.prompts.context_tokens(example.context) for example in examples]
+    prompts = [continued(*pair) for pair in zip(prompts, contexts, strict=True)]
     row = {"row_tokens": sft.row_tokens, "row_patches": sft.row_patches, "section": "sft"}
     responses = [policy.prompts.response_tokens(example.response) for example in examples]
     lengths = np.array([len(response) for response in responses], np.int32)
@@ -250,20 +252,23 @@ def packed_batch(
     )
     tokens = np.full((len(examples), 1, lengths.max(initial=1)), policy.config.pad_token_id)
     weight = np.zeros(tokens.shape, np.float32)
-    for index, response in enumerate(responses):
+    for index, (context, response) in enumerate(zip(contexts, responses, strict=True)):
         tokens[index, 0, : len(response)] = response
-        weight[index, 0, : len(response)] = response_weight(run, response)
+        weight[index, 0, : len(response)] = response_weight(run, context, response)
     rows = lay_out(prompts, tokens.astype(np.int32), plan, policy.config)
     return ImitationBatch(rows, place(weight, plan)), plan
 
 
-def response_weight(run: Run, response: Int[np.ndarray, " T"]) -> Float[np.ndarray, " T"]:
-    """Loss weight of each token: `sft.answer_weight` in the answer span, 1 elsewhere."""
+def response_weight(
+    run: Run, context: Int[np.ndarray, " c"], response: Int[np.ndarray, " T"]
+) -> Float[np.ndarray, " T"]:
+    """Loss weight of each response token: `sft.answer_weight` in the answer span, 1 elsewhere."""
     policy = run.policy
     span = spans.parse(
-        response,
+        np.concatenate([context, response]),
         policy.token_bytes,
         eos_token_ids=policy.config.eos_token_ids,
         think_tag=policy.think_tag,
     )
-    return np.where(span.is_answer, run.config.sft.answer_weight, 1.0).astype(np.float32)
+    weight = np.where(span.is_answer, run.config.sft.answer_weight, 1.0).astype(np.float32)
+    return weight[len(context) :]

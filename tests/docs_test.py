@@ -19,7 +19,9 @@ from care_jax.rewards.verifier import Verifier, parse_text
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
 # Modules that take the keys of a configuration.
-CONFIGURED = ("care_jax.main", "care_jax.aot", "care_jax.data.prepare", "care_jax.sweep")
+CONFIGURED = tuple(
+    f"care_jax.{name}" for name in ("main", "aot", "data.prepare", "sweep", "probe", "repairs")
+)
 
 
 def commands_of(text):
@@ -47,6 +49,8 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
     assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
     source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
     text = source.read_text()
+    if "run_command(" in text:
+        text += (ROOT / "care_jax" / "reopened.py").read_text()
     if module not in CONFIGURED:
         for word in arguments:
             if word.startswith("--"):

@@ -27,7 +27,7 @@ LAYERS = (
     ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
     ("loops",                    ("answering", "sft", "evaluate", "evaluated", "train", "export")),
     ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep", "probe",
-                                  "from_python", "smollm")),
+                                  "repairs", "reopened", "from_python", "smollm")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {

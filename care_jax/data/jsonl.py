@@ -9,6 +9,8 @@ One row per line, an object with
     options     the choices of a multiple-choice question (also `choices`); may be empty or absent
     id          text or number; the line number if absent
     response    the target of the cold start, tags included; may be absent where it is not trained
+    context     what stands before the target in the answer and is not trained, such as a wrong
+                rationale and the cue (`care_jax.repairs` makes such rows); may be absent
     rationale   the reasoning in the response; may be absent
     units       "matter" if an answer without its unit is wrong; may be absent
 
@@ -35,7 +37,7 @@ from care_jax.prompts.images import AnyImage
 
 FIELDS = (
     *("id", "question", "answer", "image", "images", "options", "choices"),
-    *("rationale", "response", "units"),
+    *("rationale", "response", "context", "units"),
 )
 
 
@@ -100,6 +102,7 @@ def _example(
         choices=row.get("options") or row.get("choices"),
         rationale=row.get("rationale"),
         response=row.get("response"),
+        context=row.get("context"),
         units=row.get("units"),
         extra={name: value for name, value in row.items() if name not in FIELDS},
         needs_image=False,

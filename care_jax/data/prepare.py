@@ -246,7 +246,7 @@ def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
         if not prompts.holds(num_tokens, num_patches):
             raise Unusable(TOO_LONG)
         if example.response:
-            num_tokens += len(prompts.response_tokens(example.response))
+            num_tokens += len(prompts.response_tokens(example.context + example.response))
             if num_tokens > config.sft.row_tokens:
                 raise Unusable(RESPONSE_TOO_LONG)
         return content

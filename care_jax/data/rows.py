@@ -33,7 +33,7 @@ OUTSIDE = "image path leaves the folder of the images, see images_outside"
 AnyFolder = pathlib.Path | zipfile.Path
 _LETTERS = string.ascii_uppercase
 _PLACEHOLDER = re.compile(r"<image(\d*)>")
-_SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
+SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 _NOT_TEXT = re.compile("[\ud800-\udfff]")
 _MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # first rows of a source that may all be unusable before it is refused
@@ -151,6 +151,7 @@ def make_example(
     choices: Any = (),
     rationale: Any = "",
     response: Any = "",
+    context: Any = "",
     units: Any = "",
     extra: Mapping[str, Any] | None = None,
     needs_image: bool = True,
@@ -168,7 +169,7 @@ def make_example(
             function also a list or a dict in JSON types.
         images: in order.
         choices: a list of texts or numbers, or None.
-        rationale, response: texts, or None.
+        rationale, response, context: texts, or None.
         units: "matter", "" or None.
         extra: the other columns of the row, in JSON types.
         needs_image: refuses rows without an image.
@@ -192,15 +193,18 @@ def make_example(
     gold = answer_text(answer)
     if choices and not _names_a_choice(gold, choices):
         raise Unusable("answer not among the choices")
-    rationale, response = _text(rationale, "rationale"), _text(response, "response")
+    rationale = _text(rationale, "rationale")
+    given, target = _text(context, "context"), _text(response, "response")
+    if given and target:
+        given, target = context.lstrip(), response.rstrip()  # with the space between them
     lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=False)]
     question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
     if len(question) > MAX_CHARS or len(gold) > MAX_CHARS:
         raise Unusable("text too long")
-    if max(len(rationale), len(response)) > MAX_RESPONSE_CHARS:
+    if max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
         raise Unusable("text too long")
-    for text in (question, gold, rationale, response):
-        if _SPECIAL_TOKEN.search(text):
+    for text in (question, gold, rationale, given, target):
+        if SPECIAL_TOKEN.search(text):
             raise Unusable("a special token in the text")
         if _NOT_TEXT.search(text):
             raise Unusable("half a character in the text")
@@ -218,7 +222,8 @@ def make_example(
         answer=answer,
         choices=choices,
         rationale=rationale,
-        response=response,
+        response=target,
+        context=given,
         units=units,
         repair=PUT_IN_FRONT if is_repaired and needs_placeholder else "",
         extra=extra or {},

@@ -146,8 +146,9 @@ def to_record(example: Example) -> bytes:
     files = [encoded(image) for image in example.images]
     header = dataclasses.asdict(dataclasses.replace(example, images=()))
     header["images"] = [len(file) for file in files]
-    if not header["extra"]:
-        del header["extra"]
+    for name in ("context", "extra"):  # later fields: records without them stay as they were
+        if not header[name]:
+            del header[name]
     text = json.dumps(header, ensure_ascii=False, sort_keys=True).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *files])
 

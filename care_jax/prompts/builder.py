@@ -59,6 +59,11 @@ class TokenizedPrompt:
     patches: Float[np.ndarray, "n C"]
 
 
+def continued(prompt: TokenizedPrompt, context: Int[np.ndarray, " c"]) -> TokenizedPrompt:
+    """The prompt with the beginning of a response behind it, all of it text."""
+    return dataclasses.replace(prompt, tokens=np.concatenate([prompt.tokens, context]))
+
+
 def prompt_sizes(prompts: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
     """Number of tokens and patches of each prompt."""
     sizes = [(len(prompt.tokens), len(prompt.patches)) for prompt in prompts]
@@ -316,6 +321,10 @@ class PromptBuilder:
                 num_patches,
             )
         return Prompts(tokens, is_valid, positions, next_position, slots, images)
+
+    def context_tokens(self, text: str) -> Int[np.ndarray, " c"]:
+        """Tokens of the beginning of a response, without an end-of-sequence token."""
+        return self._encode(text)
 
     def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
         """Tokens of a response, tags included, with the first end-of-sequence token."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rollout_script import CUE, LENGTHS, Script, said
 
-from care_jax import probe
+from care_jax import probe, reopened
 from care_jax.programs import rollout_sizes
 from models import backbone
 
@@ -209,4 +209,4 @@ def test_real_programs_decode_every_way(make_run, questions, policy):
 
 def test_a_checkpoint_that_is_not_there_is_named(make_run):
     with pytest.raises(ValueError, match=r"expected a checkpoint in .*checkpoints/rl, found none"):
-        probe.checkpoint_of(make_run({}), "rl")
+        reopened.checkpoint_of(make_run({}), "rl")

@@ -93,7 +93,7 @@ def test_a_taught_response_ends_with_the_first_end_which_weighs_as_its_answer(po
     config.sft.answer_weight = 6.0
     run = types.SimpleNamespace(policy=policy, config=config)
     tokens = policy.prompts.response_tokens(text)
-    weight = sft.response_weight(run, tokens)
+    weight = sft.response_weight(run, tokens[:0], tokens)
     assert text_of(policy, tokens[:-1]) == text
     assert tokens[-1] == 151645 and weight[-1] == 6.0
     places = np.cumsum([len(policy.token_bytes[token]) for token in tokens[:-1]])

@@ -78,6 +78,29 @@ def test_answer_tokens_weigh_more_and_examples_too_long_are_left_out(
     np.testing.assert_array_equal(found[RESPONSES[2]], 1)
 
 
+def test_a_context_is_read_and_not_learnt(make_run, policy, batch_of):
+    """Behind half a rationale the answer still weighs more, and positions go on."""
+    context, response = "<think>a b. Wait.", " c</think><answer>4</answer>"
+    example = Example("e", "made", (), "?", "4", response=response, context=context)
+    whole = Example("e", "made", (), "?", "4", response=context + response)
+    run = make_run(SETTINGS)
+    batch, same = batch_of(run, [example]), batch_of(run, [whole])
+    ((text, weight),) = responses_of(batch, policy)
+    assert text == response and len(weight) == len(policy.prompts.response_tokens(response))
+    (row,) = np.flatnonzero(batch.weight.any(1))
+    first = np.flatnonzero(batch.rows.predictor[row] >= 0)[0]
+    num_prompt = len(policy.prompts.tokenize(example).tokens)
+    before = policy.tokenizer.decode(batch.rows.tokens[row][num_prompt:first])
+    assert before == context
+    is_read = batch.rows.predictor[row] >= 0
+    for name in ("tokens", "positions", "predictor"):
+        ours, theirs = (getattr(each.rows, name)[row] for each in (batch, same))
+        np.testing.assert_array_equal(ours[is_read], theirs[is_read])
+    np.testing.assert_array_equal(batch.weight[row][is_read], same.weight[row][is_read])
+    assert set(weight.tolist()) == {1.0, 3.0}
+    assert not batch.weight[row][~is_read].any()
+
+
 def test_examples_share_rows_that_come_in_whole_microbatches(make_run, examples, batch_of):
     """Three examples of up to 40 tokens in two rows."""
     rows = batch_of(make_run(SETTINGS), examples).rows

@@ -96,6 +96,8 @@ def write(tmp_path):
         (GOOD | {"question": "<|image_pad|>?"}, "a special token in the text"),
         (GOOD | {"question": "\ud800?"}, "half a character in the text"),
         (GOOD | {"id": "\udc00"}, "half a character in the text"),
+        (GOOD | {"context": "<think><|image_pad|>"}, "a special token in the text"),
+        (GOOD | {"context": ["No."]}, "context of a wrong type"),
         (GOOD | {"size": [{"\ud800": 1}]}, "half a character in the text"),
     ],
 )
@@ -129,6 +131,14 @@ def test_row_becomes_an_example(write):
     assert example.rationale == "Count."
     assert example.units == "matter"
     assert example.extra == {}
+
+
+def test_the_space_between_context_and_response_is_kept(write):
+    given = {"context": " <think>5. Wait,\n", "response": " 4</think><answer>4</answer>\n"}
+    (example, bare), _ = load(write(GOOD | given, GOOD | {"id": "b", "response": " 4 "}))
+    assert example.context == "<think>5. Wait,\n"
+    assert example.response == " 4</think><answer>4</answer>"
+    assert (bare.context, bare.response) == ("", "4")
 
 
 BOX = GOOD | {"id": "box", "answer": [0.5, 0, 4, 4], "size": [8, 8], "unit": None}

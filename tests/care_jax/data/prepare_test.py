@@ -64,6 +64,13 @@ def config(tmp_path, chartqa_parquet, write_parquet, write_json, picture):
             "image": "other.png",
             "response": "<think>" + "Look at it. " * 80 + "</think><answer>4</answer>",
         },
+        {
+            "question": "Which one?",
+            "answer": "4",
+            "image": "other.png",
+            "context": "<think>" + "Look at it. " * 40,
+            "response": "Look at it. " * 40 + "</think><answer>4</answer>",
+        },
     ]
     write_json(tmp_path / "mine.jsonl", rows)
     write_parquet(
@@ -106,7 +113,7 @@ def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
     assert list(manifest["sources"]) == ["chartqa-human", "mine"]
     assert (charts["rows"], charts["kept"]) == (3, 2)
     assert charts["left_out"] == {"question of benchmark bench": 1}
-    assert (mine["rows"], mine["kept"]) == (11, 3)
+    assert (mine["rows"], mine["kept"]) == (12, 3)
     assert mine["left_out"] == {
         "duplicate of chartqa-human": 1,
         "duplicate of chartqa-human with another answer": 1,
@@ -114,7 +121,7 @@ def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
         "picture of benchmark bench": 1,
         "image unreadable or truncated": 1,
         "prompt fits no bucket": 1,
-        "response too long": 1,
+        "response too long": 2,
         "no answer": 1,
     }
     assert manifest["benchmarks"]["bench"] == {
@@ -126,7 +133,7 @@ def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
     assert manifest["num_examples"] == 5
     lines = (tmp_path / "out" / "left_out.jsonl").read_text().splitlines()
     listed = [json.loads(line) for line in lines]
-    assert len(listed) == 9
+    assert len(listed) == 10
     assert listed[0] == {
         "source": "chartqa-human",
         "row": 1,

@@ -157,10 +157,13 @@ def test_responses_in_another_tag_are_refused(rows):
     config.data.sft = common.source("jsonl", path=rows("a.jsonl", {"response": response}))
     assert first_usable(main.open_stage(config, "sft")).response == response
     config.data.think_tag = "reasoning"
-    with pytest.raises(
-        ValueError, match=r"responses in <think>, but data.think_tag is 'reasoning'"
-    ):
-        main.open_stage(config, "sft")
+    half = {"context": "<think>x. Wait, ", "response": "y</think><answer>1</answer>"}
+    for row in ({"response": response}, half):
+        config.data.sft.path = rows("a.jsonl", row)
+        with pytest.raises(
+            ValueError, match=r"responses in <think>, but data.think_tag is 'reasoning'"
+        ):
+            main.open_stage(config, "sft")
     config.data.sft.path = rows("b.jsonl", {"answer": ""}, {})
     with pytest.raises(ValueError, match="has no responses to imitate"):
         main.open_stage(config, "sft")
