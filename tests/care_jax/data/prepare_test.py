@@ -68,8 +68,8 @@ def config(tmp_path, chartqa_parquet, write_parquet, write_json, picture):
             "question": "Which one?",
             "answer": "4",
             "image": "other.png",
-            "context": "<think>" + "Look at it. " * 40,
-            "response": "Look at it. " * 40 + "</think><answer>4</answer>",
+            "context": "<think>" + "Look at it. " * 14,
+            "response": "Look at it. " * 4 + "</think><answer>4</answer>",
         },
     ]
     write_json(tmp_path / "mine.jsonl", rows)
