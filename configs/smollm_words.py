@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     data.train = common.source("word_problems", num_examples=8192, seed=2)
     data.test = common.source("word_problems", num_examples=196, seed=3)  # 14 of each source
     data.num_workers = 1
-    data.cue_share = 0.15
+    data.cue_share = 0.3
     data.min_pixels = 256
     data.max_pixels = 4096
     data.buckets = ((64, 0),)  # no images
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     data.instruction = ""
 
     sft = config.sft
-    sft.num_steps = 24
+    sft.num_steps = 48
     sft.batch_size = 16
     sft.microbatch_size = 1
     sft.learning_rate = 2e-4
@@ -63,6 +63,9 @@ def get_config() -> ConfigDict:
     rl.warmup_steps = 2
     config.care.max_context = 64
     config.care.cue = " Wait, that is wrong."
+    # Sampled as in training: what RL makes more likely is seen at once, greedily much later.
+    config.evaluate.temperature = 1.0
+    config.evaluate.num_samples = config.evaluate.decode_rows = 4
     config.evaluate.batch_size = 28
     config.evaluate.max_response_tokens = 128
     return config

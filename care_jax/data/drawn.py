@@ -44,8 +44,8 @@ def check_index(index: int, num_examples: int) -> None:
         raise IndexError(f"index {index} is outside 0..{num_examples - 1}")
 
 
-def repair(wrong: str, cue: str, right: str) -> str:
-    """A rationale, the cue and the right rationale, with a space between any two."""
+def repair(wrong: str, cue: str, right: str) -> tuple[str, str]:
+    """A rationale with the cue, and the right rationale; a space is between any two."""
     before = "" if cue[:1].isspace() else " "
     after = "" if cue[-1:].isspace() else " "
-    return f"{wrong}{before}{cue}{after}{right}"
+    return f"{wrong}{before}{cue}", f"{after}{right}"

@@ -139,7 +139,7 @@ class ReadingsSource(Sequence[Example]):
             is_right = rng.random() < _RIGHT_PREFIX
             first = count if is_right else _misreading(rng, kind, count, b)
             wrong = _rationale(rng, kind, diagram, b, first)
-            stated = drawn.repair(wrong, self.cue, right)
+            stated = "".join(drawn.repair(wrong, self.cue, right))
         elif kind in MISREAD and rng.random() < self.misread_share:
             reading = _misreading(rng, kind, count, b)
             stated = _rationale(rng, kind, diagram, b, reading)

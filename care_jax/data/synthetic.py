@@ -143,7 +143,7 @@ class SyntheticSource(Sequence[Example]):
                 break
         response_answer = answer
         if rng.random() < self.cue_share:
-            rationale = drawn.repair(wrong, self.cue, rationale)
+            rationale = "".join(drawn.repair(wrong, self.cue, rationale))
         elif kind not in CLEAN_KINDS and rng.random() < self.teacher_error:
             response_answer = mistake(answer)
         tag = self.think_tag

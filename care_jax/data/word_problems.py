@@ -9,8 +9,8 @@ The splits never share the numbers of a problem, whatever its wording: `crc32(ki
 assigns them to a split. Every other round of the test split asks about larger numbers than the
 training split has; the source of these examples ends in "_far", as in "word_problems/total_far".
 
-In the rows that demonstrate the repair cue, the rationale is one with a slip in one of its steps,
-the cue, and the right one.
+In the rows that demonstrate the repair cue, a rationale with a slip in one of its steps and the cue
+are the context, which is not learnt, and the right rationale is the response.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class WordProblems(Sequence[Example]):
         seed: different seeds draw different examples of the same split.
         split: "train" or "test"; the two share no problem, whatever the seeds.
         kinds: kinds of problem, asked in turn; a subset of `KINDS`.
-        cue_share: probability in [0, 1] that the rationale is a wrong one, the cue, a right one.
+        cue_share: probability in [0, 1] that the response repairs a wrong rationale.
         cue: the repair cue.
         think_tag: name of the tag around the rationale.
     """
@@ -143,10 +143,11 @@ class WordProblems(Sequence[Example]):
         wordings = _QUESTIONS[kind]
         question = wordings[rng.integers(len(wordings))].format(**fields)
         rationale, answer, results = worked(problem)
+        tag = self.think_tag
+        context, taught = "", f"<{tag}>{rationale}"
         if rng.random() < self.cue_share:
             wrong, _, _ = worked(problem, _draw_slip(rng, results))
-            rationale = drawn.repair(wrong, self.cue, rationale)
-        tag = self.think_tag
+            context, taught = drawn.repair(f"<{tag}>{wrong}", self.cue, rationale)
         return Example(
             id=f"{self.split}-{self.seed}-{index}",
             source=f"word_problems/{kind}{FAR if is_far else ''}",
@@ -154,7 +155,8 @@ class WordProblems(Sequence[Example]):
             question=question,
             answer=answer,
             rationale=rationale,
-            response=f"<{tag}>{rationale}</{tag}><answer>{answer}</answer>",
+            response=f"{taught}</{tag}><answer>{answer}</answer>",
+            context=context,
         )
 
 

@@ -14,4 +14,4 @@ from care_jax.data import drawn
     ],
 )
 def test_a_repair_has_one_space_or_the_cue_s_own_between_its_parts(cue, written):
-    assert drawn.repair("It is 3.", cue, "It is 4.") == written
+    assert "".join(drawn.repair("It is 3.", cue, "It is 4.")) == written

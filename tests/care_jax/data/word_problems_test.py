@@ -134,15 +134,17 @@ def operand(example):
 
 def test_a_row_with_the_cue_slips_in_one_step_and_is_then_right():
     source = WordProblems(2000, cue_share=0.25, cue=CUE)
-    with_cue = [example for example in source if CUE in example.rationale]
+    with_cue = [example for example in source if example.context]
     assert 0.2 < len(with_cue) / len(source) < 0.3
     for example in with_cue:
-        wrong, right = example.rationale.split(CUE)
-        assert sum(stated != true for stated, true in steps_of(wrong)) == 1
-        assert all(stated == true for stated, true in steps_of(right))
-        assert example.answer == RESPONSE.fullmatch(example.response)[2] == expected_answer(example)
+        opening, wrong, end = re.fullmatch(r"(<think>)(.+)( Wait, .+)", example.context).groups()
+        assert end == CUE and sum(stated != true for stated, true in steps_of(wrong)) == 1
+        right, answer = RESPONSE.fullmatch(opening + example.response.removeprefix(" ")).groups()
+        assert right == example.rationale and all(s == true for s, true in steps_of(right))
+        assert example.answer == answer == expected_answer(example)
     clean = WordProblems(2000)
-    assert [e.question for e in clean] == [e.question for e in source]
+    for one, other in zip(clean, source, strict=True):
+        assert (one.question, one.rationale, one.context) == (other.question, other.rationale, "")
 
 
 def test_every_wording_occurs():
