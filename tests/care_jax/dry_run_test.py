@@ -79,6 +79,22 @@ def _with(changes):
     return config
 
 
+def test_a_context_is_counted_apart_from_the_response_that_is_learnt(said, tmp_path):
+    row = {"question": "How many?", "answer": "3", "response": " 3.</think><answer>3</answer>"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps(x) + "\n" for x in (row | {"context": "<think>2. No."}, row))
+    )
+    changes = {"data.sft.source": "jsonl", "data.sft.path": str(path), "stages": ("sft",)}
+    output = said(**changes | {"data.sft.num_examples": 0, "data.cue_share": 0.0})
+    builder = main.policy_of(tiny.get_config()).prompts
+    response, context = (
+        len(builder.response_tokens(row["response"])),
+        len(builder.context_tokens("<think>2. No.")),
+    )
+    assert output.count(f"response {response} tokens behind a context of {context}\n") == 1
+
+
 def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, tmp_path):
     for step in ("9", "10", "12.tmp"):
         (tmp_path / "run" / "checkpoints" / "rl" / step).mkdir(parents=True)
