@@ -156,16 +156,21 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
 
 def run_main() -> None:
     """Parses flags and writes the folder; user errors are one line, not a traceback."""
-    out = flags.DEFINE_string("out", None, "Folder to write.")
+    out = flags.DEFINE_string("out", None, "Folder to write.", required=True)
     right_share = flags.DEFINE_float(
         "right_share",
         RIGHT_SHARE,
-        "Share of the rows whose first rationale is of a right response.",
+        "Share of rows whose first rationale is of a right response.",
+        lower_bound=0.0,
+        upper_bound=1.0,
+    )
+    flags.register_validator(  # before weights are loaded and anything is sampled
+        "out",
+        lambda path: path is None or not pathlib.Path(path).exists(),
+        "it exists; remove it, or name another folder",
     )
 
     def act(opened: Reopened) -> None:
-        if not out.value:
-            raise ValueError("expected --out=FOLDER, got none; name a folder to write")
         folder = pathlib.Path(out.value)
         manifest = write_repairs(opened, folder, right_share=right_share.value)
         groups = manifest["groups"]

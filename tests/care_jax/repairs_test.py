@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -13,6 +17,7 @@ from care_jax.data.sources import open_source
 from care_jax.run import verifier_of
 from models import backbone
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 ACCS = ((1, 0, 0), (1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0))
 MIXED = (0, 3, 4, 5)  # questions with both outcomes
 
@@ -148,3 +153,29 @@ def test_groups_without_a_right_rationale_are_refused(opened, tmp_path):
     with pytest.raises(ValueError, match=r"expected right rationales in <think>, got none in \d"):
         repairs.write_repairs(opened._replace(examples=examples), tmp_path / "out", right_share=0.0)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((), "flag --out"),
+        (("--out={here}",), "flag --out={here}: it exists; remove it, or name another folder"),
+        (("--out={here}/new", "--right_share=1.5"), "--right_share=1.5"),
+        (
+            ("--out={here}/new", "--stage=sft"),
+            "expected a checkpoint in {here}/run/checkpoints/sft",
+        ),
+    ],
+)
+def test_a_wrong_flag_is_told_in_one_line(given, message, tmp_path):
+    flags = [each.format(here=tmp_path) for each in given]
+    ended = subprocess.run(
+        [sys.executable, "-m", "care_jax.repairs", f"--workdir={tmp_path}/run", *flags],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    assert ended.returncode == 1 and not (tmp_path / "new").exists()
+    told = ended.stderr.strip().splitlines()[-1]
+    assert told.startswith("error: ") and message.format(here=tmp_path) in told
