@@ -23,7 +23,15 @@ from care_jax.data.mixture import Mixture
 from care_jax.devices.roofline import GIB
 from care_jax.policy import decode_shardings
 from care_jax.programs import rollout_sizes
-from care_jax.run import Run, abstract_state, checkpoint_folder, make_adamw, params_of
+from care_jax.resume import TRAINING
+from care_jax.run import (
+    Run,
+    abstract_state,
+    checkpoint_folder,
+    has_checkpoint,
+    make_adamw,
+    params_of,
+)
 from models import backbone
 
 NUM_ROWS = 2  # shown of each source
@@ -185,7 +193,7 @@ def _files(run: Run, sources: Mapping[str, Sequence[Example]]) -> Iterator[str]:
             + (f"goes on from step {saved[-1]}" if saved else "none yet")
         )
     if "evaluate" in config.stages:
-        names = itertools.accumulate(config.stages, _last_trained, initial="start")
+        names = itertools.accumulate(config.stages, _last_trained, initial=_evaluated_first(run))
         after = {
             name for name, stage in zip(names, config.stages, strict=False) if stage == "evaluate"
         }
@@ -194,8 +202,16 @@ def _files(run: Run, sources: Mapping[str, Sequence[Example]]) -> Iterator[str]:
         yield "export/, a Hugging Face release"
 
 
+def _evaluated_first(run: Run) -> str:
+    """What an evaluation before any training is of, see `run_weights.find`."""
+    if any(stage in TRAINING for stage in run.config.stages):
+        return "start"
+    saved = [stage for stage in TRAINING if has_checkpoint(run, stage)]
+    return f"{saved[-1]} (export.step {run.config.export.step!r})" if saved else "start"
+
+
 def _last_trained(last: str, stage: str) -> str:
-    return stage if stage in ("sft", "rl") else last
+    return stage if stage in TRAINING else last
 
 
 def _decode_params(run: Run) -> backbone.Params:

@@ -1,7 +1,7 @@
 """Writes a trained policy as a Hugging Face folder: weights, config, tokenizer and processor.
 
-`export.step` chooses the checkpoint. With LoRA the adapters become a folder of their own too, for
-peft and vLLM.
+`export.step` chooses the checkpoint, see `run_weights.find`. With LoRA the adapters become a folder
+of their own too, for peft and vLLM.
 
 `generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
 response, and there are no sampling settings. Those of a release, such as a repetition penalty, are
@@ -13,18 +13,16 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from care_jax import state_check
 from care_jax.devices import integrity
 from care_jax.metrics import print_line
 from care_jax.policy import Policy
 from care_jax.prompts.builder import processor_template
-from care_jax.run import Run, checkpoint_folder, open_checkpoints, params_of
+from care_jax.run import Run
+from care_jax.run_weights import Source, restore
 from models import backbone, lora, peft_folder
 
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder
@@ -45,72 +43,14 @@ _PROCESSOR_FILES = (
 )
 
 
-class Source(NamedTuple):
-    """What is exported.
-
-    Attributes:
-        stages: the training stages that led to it, with a checkpoint each.
-        step: of the last of them; None: the weights that the run started from.
-        in_memory: the run has just trained these weights, or starts from them.
-    """
-
-    stages: tuple[str, ...]
-    step: int | None
-    in_memory: bool
-
-
-def find(run: Run, trained: tuple[str, ...]) -> Source:
-    """What `export.step` means.
+def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
+    """Exports weights to `workdir/export`, and their adapters to `workdir/adapter`.
 
     Args:
         run: the run.
-        trained: the training stages of this run before the export; if there are none, those that
-            have checkpoints in its workdir.
-
-    Raises:
-        ValueError: there is no such checkpoint; the message names those that there are.
+        params: of the source, in the training layout.
+        source: from `run_weights.find`.
     """
-    wanted = run.config.export.step
-    stages = trained or tuple(stage for stage in ("sft", "rl") if _has_checkpoint(run, stage))
-    if wanted == "last" and (not stages or (trained and not run.config.model.lora_rank)):
-        return Source(stages, None, in_memory=True)
-    if not stages:
-        raise ValueError(
-            f"export.step {wanted!r} needs a checkpoint, and {run.workdir} has none; train first, "
-            "name the --workdir of a run, or set export.step to 'last' to export the weights that "
-            "the run starts from"
-        )
-    with open_checkpoints(run, stages[-1]) as saved:
-        # A damaged step is set aside, and the one before, or the next best, is taken.
-        while wanted == "best" and saved.best_step and not saved.is_whole(saved.best_step):
-            pass
-        last = saved.latest_whole_step() if wanted == "last" else None
-        steps, best = [*saved.steps], saved.best_step
-    step = {"last": last, "best": best}.get(wanted, wanted)
-    if step is None or int(step) not in steps:
-        known = f"the best by {run.config.best_metric!r}: {best or 'none was evaluated'}"
-        raise ValueError(
-            f"export.step {wanted!r} is no saved step of {stages[-1]}; saved are {steps}, {known}; "
-            "name one of these, or train with eval_every and keep_best"
-        )
-    return Source(stages, int(step), in_memory=bool(trained) and wanted == "last")
-
-
-def _has_checkpoint(run: Run, stage: str) -> bool:
-    return any(path.name.isdecimal() for path in checkpoint_folder(run, stage).glob("*"))
-
-
-def export_stage(run: Run, params: backbone.Params | None, source: Source) -> None:
-    """Exports what `find` found to `workdir/export`, and its adapters to `workdir/adapter`.
-
-    Args:
-        run: the run.
-        params: in the training layout; None if the source is not in memory.
-        source: from `find`.
-    """
-    if not source.in_memory:
-        params = lora.merged(_restored(run, source.stages[-1], source.step))
-    assert params is not None
     folder = export(run, params, run.workdir / "export")
     of_step = "" if source.in_memory else f" step {source.step} of {source.stages[-1]}"
     print_line(f"exported{of_step} to {folder}")
@@ -127,7 +67,7 @@ def export_adapters(run: Run, source: Source) -> pathlib.Path:
     model, folder = run.config.model, run.workdir / "adapter"
     steps = (*(None for _ in source.stages[:-1]), source.step)
     adapters = [
-        _restored(run, stage, step, of=lora.only)
+        restore(run, stage, step, of=lora.only)
         for stage, step in zip(source.stages, steps, strict=True)
     ]
     peft_folder.export(
@@ -138,33 +78,6 @@ def export_adapters(run: Run, source: Source) -> pathlib.Path:
         base=model.path,
     )
     return folder
-
-
-def _restored(
-    run: Run,
-    stage: str,
-    step: int | None,
-    of: Callable[[backbone.Params], backbone.Params] = lambda params: params,
-) -> backbone.Params:
-    """The parameters of a checkpoint of a stage, or a part of them.
-
-    Args:
-        run: the run.
-        stage: "sft" or "rl".
-        step: a saved step; None: the last.
-        of: takes the part out of the tree of all.
-
-    Raises:
-        ValueError: the step is damaged, or its parameters are not finite.
-    """
-    with open_checkpoints(run, stage) as saved:
-        step = saved.latest_step if step is None else step
-        assert step is not None  # `find` has found the stage
-        params = saved.restore_params(of(params_of(run)), step)
-        name = f"checkpoint {step} of {stage}"
-        advice = f"set export.step to another of the saved steps {saved.steps}"
-        state_check.check_weights(run, params, name, advice)
-        return params
 
 
 def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:

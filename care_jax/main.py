@@ -27,8 +27,8 @@ from care_jax import (
     evaluate,
     export,
     interrupts,
+    run_weights,
     sft,
-    state_check,
     train,
 )
 from care_jax.batch import Example
@@ -52,8 +52,9 @@ from care_jax.devices import compilation_cache, distributed, mounts, workdir_loc
 from care_jax.devices.sharding import make_mesh
 from care_jax.evaluated import evaluate_once
 from care_jax.metrics import MetricWriter, print_line
-from care_jax.policy import Policy, build_policy, initial_params
+from care_jax.policy import Policy, build_policy
 from care_jax.report.writer import Report
+from care_jax.resume import TRAINING
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import Run, check_workdir
 from care_jax.versions import versions
@@ -122,7 +123,7 @@ def run_stages(
     given = dict(examples or {})
     check_config(config, mesh, overridden, [*given, *(["reward"] if reward else [])])
     has_reward = bool(reward or config.verifier.reward)
-    opened = [stage for stage in ("sft", "rl") if stage in config.stages]
+    opened = [stage for stage in TRAINING if stage in config.stages]
     if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
         opened.append("evaluate")
     sources = {
@@ -160,21 +161,14 @@ def _run_each(
     config = run.config
     results = {}
     evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
+    trains = any(stage in TRAINING for stage in config.stages)
     # A step that is not there is told before weights are loaded.
-    is_restored = config.stages[:1] == ("export",) and not export.find(run, ()).in_memory
-    params: Any = None
-    if not is_restored or len(config.stages) > 1:
-        params = initial_params(
-            run.policy,
-            run.mesh,
-            config.sharding_rules,
-            seed=config.seed,
-            dtype=jnp.dtype(config.model.param_dtype),
-        )
-        if config.model.path:
-            name = f"model.path {config.model.path}"
-            state_check.check_weights(run, params, name, "choose another, or export it again")
-    last, trained = "start", ()
+    found = None if trains else run_weights.find(run, ())
+    if found is None or found.in_memory:
+        params, last = run_weights.start(run), "start"
+    else:
+        params, last = run_weights.load(run, found), found.name
+    trained: tuple[str, ...] = ()
     for stage in config.stages:
         if stage == "sft":
             params = sft.train(run, params, sources[stage], evaluator)
@@ -183,9 +177,12 @@ def _run_each(
         elif stage == "evaluate":
             results[last] = evaluate_once(run, evaluator, params, name=last)
         elif stage == "export":
-            export.export_stage(run, params, export.find(run, trained))
+            source = found or run_weights.find(run, trained)
+            is_held = found or source.in_memory
+            held = params if is_held else run_weights.load(run, source)
+            export.export_stage(run, held, source)
         Report(run.workdir, max_megabytes=config.report.max_megabytes).write()
-        if stage in ("sft", "rl"):
+        if stage in TRAINING:
             last, trained = stage, (*trained, stage)
     return results
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 from jaxtyping import Float, PRNGKeyArray, Shaped
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import command_line
+from care_jax import command_line, run_weights
 from care_jax.batch import Example
 from care_jax.config_checks import check_config, check_policy, fill_in
 from care_jax.data.pipeline import Batches
@@ -23,11 +22,10 @@ from care_jax.devices import mounts, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.main import open_stage, policy_of
 from care_jax.method.select import Subgroup
-from care_jax.policy import initial_params
 from care_jax.programs import RolloutPrograms
 from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import verify
-from care_jax.run import Run, checkpoint_folder, open_checkpoints, params_of
+from care_jax.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints
 from models import backbone, lora
 
 
@@ -104,20 +102,15 @@ def checkpoint_of(run: Run, stage: str) -> tuple[backbone.Params, str]:
     """
     stages = [stage] if stage else ["rl", "sft", "start"]
     for name in stages:
-        folder = checkpoint_folder(run, name)
         if name == "start":
-            dtype = jnp.dtype(run.config.model.param_dtype)
-            rules, seed = run.config.sharding_rules, run.config.seed
-            params = initial_params(run.policy, run.mesh, rules, seed=seed, dtype=dtype)
-            return params, run.config.model.path or "random weights"
-        if any(path.name.isdecimal() for path in folder.glob("*")):
+            return run_weights.start(run), run.config.model.path or "random weights"
+        if has_checkpoint(run, name):
             with open_checkpoints(run, name) as saved:
                 step = saved.latest_whole_step()
-                assert step is not None
-                return lora.merged(saved.restore_params(params_of(run), step)), f"{name} {step}"
+            return lora.merged(run_weights.restore(run, name, step)), f"{name} {step}"
     raise ValueError(
-        f"expected a checkpoint in {folder}, found none; train first, or name another --workdir "
-        "or --stage"
+        f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
+        "name another --workdir or --stage"
     )
 
 

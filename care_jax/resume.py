@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-_TRAINING = ("sft", "rl")
+TRAINING = ("sft", "rl")  # the stages that train
 _OF_DATA = {
     "sft": ("sft", "teacher_error", "misread_share", "cue_share"),
     "rl": ("train", "buckets"),
@@ -59,7 +59,7 @@ def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
         found["verifier"] = {key: whole["verifier"][key] for key in _OF_VERIFIER}
     if stage in config.stages:
         before = config.stages[: list(config.stages).index(stage)]
-        found["stages"] = [name for name in before if name in _TRAINING]
+        found["stages"] = [name for name in before if name in TRAINING]
     return dict(_flat(found))
 
 

@@ -144,11 +144,23 @@ def check_workdir(run: Run) -> None:
     """Opens the checkpoints that the workdir has, of whatever stage, and closes them.
 
     Raises:
-        ValueError: see `open_checkpoints`.
+        ValueError: see `open_checkpoints`; or RL would not start from the cold start that is here.
     """
-    for stage in ("sft", "rl"):
+    stages = run.config.stages
+    if "rl" in stages and "sft" not in stages and has_checkpoint(run, "sft"):
+        raise ValueError(
+            f"{checkpoint_folder(run, 'sft')} has a cold start, from which RL would not start, as "
+            f'stages {tuple(stages)} lacks "sft"; add it (what is done of it is not repeated), or '
+            "choose another --workdir to start from the weights of model.path"
+        )
+    for stage in resume.TRAINING:
         if any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):
             open_checkpoints(run, stage).close()
+
+
+def has_checkpoint(run: Run, stage: str) -> bool:
+    """Whether the workdir has checkpoints of a stage, "sft" or "rl", that are not set aside."""
+    return any(path.name.isdecimal() for path in checkpoint_folder(run, stage).glob("*"))
 
 
 def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:

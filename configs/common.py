@@ -310,7 +310,7 @@ def get_config() -> ConfigDict:
     evaluate.judge_prices = (0.0, 0.0)  # per million (prompt, completion) tokens, to count cost
 
     # Which checkpoint of the last training stage is exported: "last", "best" by best_metric, or the
-    # number of a saved step.
+    # number of a saved step. It is also the one that a run without training evaluates.
     config.export = export = ConfigDict()
     export.step = "last"
 

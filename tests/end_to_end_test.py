@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from care_jax import main
+from care_jax import main, run_weights
 from care_jax.data.sources import open_source
 from care_jax.devices.sharding import make_mesh
 from care_jax.report import page
@@ -147,9 +147,9 @@ def test_a_release_whose_weights_are_no_numbers_is_refused(tmp_path, monkeypatch
         params["text"]["norm"]["scale"] = scale.at[0].set(jnp.inf)
         return params
 
-    initial_params = main.initial_params
+    initial_params = run_weights.initial_params
     with monkeypatch.context() as patch:
-        patch.setattr(main, "initial_params", broken)
+        patch.setattr(run_weights, "initial_params", broken)
         main.run_stages(small_config(stages=("export",)), tmp_path / "made")
     config = small_config(stages=("evaluate",))
     config.model.path, config.model.backbone = str(tmp_path / "made" / "export"), {}
@@ -232,11 +232,31 @@ def test_any_saved_step_of_a_finished_run_is_exported(evaluated, monkeypatch, st
     workdir, _ = evaluated
     accs = {r["step"]: r["acc"] for r in metrics_of(workdir) if r["stage"] == "rl_eval"}
     saved = saved or max((2, 4), key=lambda step: (accs[step], step))
-    monkeypatch.setattr(main, "initial_params", None)  # no weights are loaded but the checkpoint's
+    monkeypatch.setattr(run_weights, "start", None)  # none are loaded but the checkpoint's
     main.run_stages(small_config(stages=("export",), **{"export.step": step}), workdir)
     state = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / "rl" / str(saved) / "state")
     table = np.asarray(state["params"]["text"]["embed"]["table"]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(exported(workdir)["model.embed_tokens.weight"], table)
+
+
+@pytest.mark.parametrize(("step", "name"), [("last", "rl"), ("2", "rl_step_2")])
+def test_any_saved_step_of_a_finished_run_is_evaluated(evaluated, monkeypatch, step, name):
+    """As it was during training; the last one is not evaluated again."""
+    workdir, expected = evaluated
+    during = {r["step"]: r["acc"] for r in metrics_of(workdir) if r["stage"] == "rl_eval"}
+    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr(run_weights, "start", None)
+    config = small_config(stages=("evaluate",), **{"export.step": step})
+    results = main.run_stages(config, workdir)
+    assert results == (expected if step == "last" else {name: results[name]})
+    assert results[name]["acc"] == during[4 if step == "last" else int(step)]
+    assert (workdir / f"samples_{name}.jsonl").exists()
+
+
+def test_rl_without_the_cold_start_of_its_workdir_is_refused(finished):
+    with pytest.raises(ValueError, match=r"sft has a cold start, from which RL would not start,"):
+        main.run_stages(small_config(stages=("rl",)), finished[0])
 
 
 def test_a_step_that_is_not_saved_is_refused_by_those_that_are(evaluated, tmp_path):

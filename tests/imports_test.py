@@ -24,7 +24,7 @@ LAYERS = (
     ("what the stages share",    ("run", "resume", "attention_check", "decoding", "config_ranges",
                                   "config_forms", "config_checks")),
     ("a step of RL",             ("programs", "rollout", "dynamic_sampling", "update_batch")),
-    ("saving and evaluating",    ("state_check", "skipped_updates", "milestones")),
+    ("saving and evaluating",    ("state_check", "run_weights", "skipped_updates", "milestones")),
     ("loops",                    ("answering", "sft", "evaluate", "evaluated", "train", "export")),
     ("entry",                    ("main", "interrupts", "cli", "dry_run", "aot", "sweep", "probe",
                                   "repairs", "reopened", "from_python", "smollm")),

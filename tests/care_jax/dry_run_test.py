@@ -102,6 +102,16 @@ def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, tmp_path):
     assert "run exists" in output and "kept; goes on from step 10\n" in output
 
 
+@pytest.mark.parametrize(
+    ("stages", "name"),
+    [(("evaluate",), "rl (export.step 'last')"), (("evaluate", "sft"), "start")],
+)
+def test_an_evaluation_without_training_is_of_the_checkpoint(said, tmp_path, stages, name):
+    for stage in ("sft", "rl"):
+        (tmp_path / "run" / "checkpoints" / stage / "4").mkdir(parents=True)
+    assert f"samples of the evaluations after {name}\n" in said(stages=stages)
+
+
 def test_the_update_of_a_small_model_is_compiled(said, monkeypatch):
     monkeypatch.setattr(dry_run, "_CHEAP", 1e9)
     output = said(stages=("sft",))

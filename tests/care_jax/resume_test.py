@@ -129,7 +129,7 @@ def test_another_objective_in_a_finished_workdir_changes_nothing_there(
     config.update_from_flattened_dict({"stages": ("export",), "seed": 3})
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
-    monkeypatch.setattr(main, "initial_params", None)
+    monkeypatch.setattr(main.run_weights, "start", None)
     (workdir / "config.json").write_text("as it was")
     message = r"other settings: .*rl\.objective was 'grpo', is 'care'"
     with pytest.raises(ValueError, match=message):

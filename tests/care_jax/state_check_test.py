@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scripted import LOOP, Script
 
-from care_jax import export, programs, state_check
+from care_jax import programs, run_weights, state_check
 from care_jax.config_checks import check_config, fill_in
 from care_jax.devices import distributed, sharding
 from care_jax.devices.sharding import make_mesh
@@ -190,7 +190,7 @@ def test_weights_of_a_file_must_be_numbers(make_run, params):
         state_check.check_weights(run, broken, "model.path x", "change it")
 
 
-def test_a_broken_checkpoint_is_not_exported(make_run, params):
+def test_a_broken_checkpoint_is_neither_exported_nor_evaluated(make_run, params):
     """As an earlier version saved it."""
     run = make_run({})
     where = sharding.of(abstract_params(run.policy, run.mesh, run.config.sharding_rules))
@@ -199,5 +199,4 @@ def test_a_broken_checkpoint_is_not_exported(make_run, params):
     with open_checkpoints(run, "sft") as saved:
         saved.save(1, state, 1, 0, {})
     with pytest.raises(ValueError, match=r"^checkpoint 1 of sft has .*; set export\.step to ano"):
-        export.export_stage(run, None, export.find(run, ()))
-    assert not (run.workdir / "export").exists()
+        run_weights.load(run, run_weights.find(run, ()))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scripted import LOOP, STEPS, B, R, T, credit_of
 
-from care_jax import export, programs, sft, train
+from care_jax import programs, run_weights, sft, train
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import checkpoint, roofline, sharding
 from care_jax.learning import optimizer
@@ -277,7 +277,7 @@ def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(
     path = next((steps / "4" / "state" / "d").iterdir())
     data = path.read_bytes()
     path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    found = export.find(make_run(LOOP | changes, "damaged"), ())
+    found = run_weights.find(make_run(LOOP | changes, "damaged"), ())
     assert (found.stages, found.step) == (("rl",), 2)
     script, params, metrics = run_loop("damaged", changes=changes, evaluate=evaluate)
     assert script.seen["rng"] == unbroken[0].seen["rng"][2:]
