@@ -234,6 +234,10 @@ def test_any_saved_step_of_a_finished_run_is_exported(evaluated, monkeypatch, st
     saved = saved or max((2, 4), key=lambda step: (accs[step], step))
     monkeypatch.setattr(run_weights, "start", None)  # none are loaded but the checkpoint's
     main.run_stages(small_config(stages=("export",), **{"export.step": step}), workdir)
+    assert_exports_step(workdir, saved)
+
+
+def assert_exports_step(workdir, saved):
     state = ocp.PyTreeCheckpointer().restore(workdir / "checkpoints" / "rl" / str(saved) / "state")
     table = np.asarray(state["params"]["text"]["embed"]["table"]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(exported(workdir)["model.embed_tokens.weight"], table)
@@ -247,10 +251,12 @@ def test_any_saved_step_of_a_finished_run_is_evaluated(evaluated, monkeypatch, s
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
     monkeypatch.setattr(run_weights, "start", None)
-    config = small_config(stages=("evaluate",), **{"export.step": step})
+    config = small_config(stages=("evaluate", "export"), **{"export.step": step})
     results = main.run_stages(config, workdir)
     assert results == (expected if step == "last" else {name: results[name]})
-    assert results[name]["acc"] == during[4 if step == "last" else int(step)]
+    saved = 4 if step == "last" else int(step)
+    assert results[name]["acc"] == during[saved]
+    assert_exports_step(workdir, saved)  # the same weights
     assert (workdir / f"samples_{name}.jsonl").exists()
 
 
