@@ -2,12 +2,14 @@
 
 For papers, documents and issues, where `report.html` cannot be shown. Prompts are taken from
 `rollouts.jsonl`, from each outcome in turn, with every response in the order of its role: anchor,
-hard negatives by distance, reflected, unused. Images are not in that file and so not on the page.
+hard negatives by distance, reflected, unused; equal neighbours share a row. Images are not in that
+file and so not on the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pathlib
 import re
@@ -65,23 +67,29 @@ def lines_of(group: Mapping[str, Any]) -> Iterator[str]:
     change = ""
     if repair is not None:
         before, after = (_text(repair[name]) or "none" for name in ("before", "after"))
-        change = f" The repair of response {repair['of']} changed its answer {before} to {after}."
+        did = f"left its answer {before}" if after == before else f"changed {before} to {after}"
+        change = f" The repair of response {repair['of']} {did}."
     yield f"Right answer: {_text(group['gold'])}.{change}"
     yield ""
     yield "| | role | distance to the anchor | A_raw | A | verdict | response |"
     yield "|---|---|---|---|---|---|---|"
-    for response in group["responses"]:
-        cells = (
-            response["number"],
-            response["role"],
-            _number(response["distance"]),
-            _number(response["raw"]),
-            _number(response["advantage"]),
-            ", ".join([response["verdict"], *response["notes"]]),
-            _with_cue(response["text"], repair["cue"] if repair else "", response["role"]),
-        )
-        yield f"| {' | '.join(map(str, cells))} |"
+    cue = repair["cue"] if repair else ""
+    for cells, equal in itertools.groupby(group["responses"], lambda r: _cells(r, cue)):
+        numbers = ", ".join(str(response["number"]) for response in equal)
+        yield f"| {' | '.join([numbers, *cells])} |"
     yield ""
+
+
+def _cells(response: Mapping[str, Any], cue: str) -> tuple[str, ...]:
+    """What stands in the row of a response, but for its number."""
+    return (
+        response["role"],
+        _number(response["distance"]),
+        _number(response["raw"]),
+        _number(response["advantage"]),
+        ", ".join([response["verdict"], *response["notes"]]),
+        _with_cue(response["text"], cue, response["role"]),
+    )
 
 
 def _with_cue(text: str, cue: str, role: str) -> str:

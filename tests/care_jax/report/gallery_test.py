@@ -59,7 +59,23 @@ def test_responses_stand_by_role_with_the_cue_in_bold(workdir):
         [response["raw"] for response in group["responses"]], rel=1e-2
     )
     assert [line for line in text.splitlines() if line.startswith("> - ")] == ["> - 1", "> - 2"]
-    assert f"response {group['repair']['of']} changed its answer" in text
+    before, after = group["repair"]["before"], group["repair"]["after"]
+    assert f"response {group['repair']['of']} changed {before} to {after}." in text
+    group["repair"]["after"] = before
+    (workdir / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
+    assert f"response {group['repair']['of']} left its answer {before}." in page(workdir)
+
+
+def test_equal_neighbours_share_a_row_and_no_others(workdir):
+    group = json.loads((workdir / "rollouts.jsonl").read_text().splitlines()[0])
+    one = group["responses"][1]
+    changes = [{}, {"role": "unused"}, {"text": "No."}, {"advantage": 0.5}, {"verdict": "?"}, {}]
+    group["responses"] = [one | change | {"number": 9 - i} for i, change in enumerate(changes)]
+    group["responses"].append(group["responses"][-1] | {"number": 3})
+    (workdir / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
+    assert [row[0] for row in rows_of(page(workdir))] == [
+        *("| 9", "| 8", "| 7", "| 6", "| 5", "| 4, 3")
+    ]
 
 
 def test_what_a_model_wrote_has_no_meaning_on_the_page(workdir):
