@@ -75,7 +75,7 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
         mean_response: mean tokens of a response before clipping to rl.max_response_tokens.
     """
     rl = run.config.rl
-    prompts, responses = _draw(
+    prompts, responses = draw(
         run, rl.prompts_per_step, shapes.num_rows(run), mean_response, rl.max_response_tokens
     )
     updates = tuple(
@@ -106,16 +106,24 @@ def largest_imitation(run: Run) -> tuple[int, Packed]:
 def expected_imitation(run: Run, mean_response: float) -> tuple[int, Packed]:
     """As `largest_imitation`, with drawn lengths; a response is clipped to fit its row."""
     sft = run.config.sft
-    prompts, responses = _draw(run, sft.batch_size, 1, mean_response, sft.row_tokens)
+    prompts, responses = draw(run, sft.batch_size, 1, mean_response, sft.row_tokens)
     room = np.maximum(sft.row_tokens - prompts[:, :1], 1)
     plan, packed = plan_update(run, "sft", prompts, np.minimum(responses, room))
     return plan.num_microbatches, packed
 
 
-def _draw(
+def draw(
     run: Run, num_prompts: int, num_rows: int, mean: float, cap: int
 ) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
-    """Tokens and patches of prompts, and tokens of the responses to them."""
+    """Tokens and patches of prompts, and tokens of the responses to them, the same each time.
+
+    Args:
+        run: the run.
+        num_prompts: N.
+        num_rows: R, responses to a prompt.
+        mean: tokens of a response on average, before it is clipped.
+        cap: the most tokens of a response.
+    """
     data, vision = run.config.data, run.policy.config.vision
     rng = np.random.default_rng(_SEED)
     prompts = lengths.draw_prompts(

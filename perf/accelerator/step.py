@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int
 from ml_collections import ConfigDict
 
-from care_jax.aot import lengths, shapes, step_sizes, workload
+from care_jax.aot import shapes, step_sizes, workload
 from care_jax.batch import TrainBatch
 from care_jax.config_checks import check_config, fill_in
 from care_jax.decoding.queue import DecodeQueue, Request
@@ -288,18 +288,7 @@ def draw(
     if mean is None:
         sizes = np.tile(shapes.largest_bucket(run), (num_prompts, 1))
         return sizes, np.full((num_prompts, num_rows), cap)
-    rng, data = np.random.default_rng(0), run.config.data
-    vision = run.policy.config.vision
-    sizes = lengths.draw_prompts(
-        num_prompts,
-        data.buckets,
-        rng,
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-        patch_size=vision.patch_size,
-        merge_size=vision.merge_size,
-    )
-    return sizes, lengths.draw_responses((num_prompts, num_rows), mean, cap, rng)
+    return step_sizes.draw(run, num_prompts, num_rows, mean, cap)
 
 
 def prompts_of(config: BackboneConfig, sizes: Int[np.ndarray, "N 2"]) -> list[TokenizedPrompt]:

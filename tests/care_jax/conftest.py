@@ -1,5 +1,6 @@
 """A small random policy, prompts and runs for the tests of everything that needs a backbone."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from rollout_script import CUE, LENGTHS, coin
 from scripted import LOOP, B, Script, credit_of, groups_of
 
 from care_jax import train
@@ -18,6 +20,7 @@ from care_jax.devices.sharding import make_mesh
 from care_jax.main import policy_of
 from care_jax.metrics import MetricWriter
 from care_jax.prompts.builder import load_tokenizer, prompt_sizes
+from care_jax.reopened import Reopened
 from care_jax.rollout import PromptTable
 from care_jax.run import Run
 from configs import tiny
@@ -193,6 +196,27 @@ def questions():
         ]
 
     return make
+
+
+@pytest.fixture
+def opened(make_run, questions, policy):
+    """A run with random weights, for commands that sample groups; a coin judges the answers."""
+    run = make_run(
+        {
+            "rl.num_rollouts": 6,
+            "rl.decode_prompts": 4,
+            "rl.max_response_tokens": 24,
+            "care.max_context": 6,
+            "care.cue": CUE,
+        }
+    )
+    run = dataclasses.replace(run, reward=coin)
+    examples = [
+        dataclasses.replace(example, rationale=f"So {example.answer}.")
+        for example in questions(LENGTHS)
+    ]
+    params = backbone.init(policy.config, jax.random.key(0))
+    return Reopened(run, params, "sft 7", examples, len(examples))
 
 
 @pytest.fixture

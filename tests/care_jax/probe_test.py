@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import hashlib
 
 import jax
 import numpy as np
@@ -176,28 +175,9 @@ def test_groups_without_both_outcomes_are_refused(probed, monkeypatch):
         probed()
 
 
-def coin(question, responses, example):
-    """Judges by the text alone, so that a group of random responses has both outcomes."""
-    return [{"acc": hashlib.md5(text.encode()).digest()[0] % 2} for text in responses]
-
-
-def test_real_programs_decode_every_way(make_run, questions, policy):
+def test_real_programs_decode_every_way(opened):
     """With random weights: contexts are kept, rows are at most T long, draws differ by way."""
-    run = make_run(
-        {
-            "rl.num_rollouts": 6,
-            "rl.decode_prompts": 4,
-            "rl.max_response_tokens": 24,
-            "care.max_context": 6,
-            "care.cue": CUE,
-        }
-    )
-    run = dataclasses.replace(run, reward=coin)
-    examples = [
-        dataclasses.replace(example, rationale=f"So {example.answer}.")
-        for example in questions(LENGTHS)
-    ]
-    params = backbone.init(policy.config, jax.random.key(0))
+    run, params, _, examples, _ = opened
     outcomes = probe.probe(run, params, examples, len(examples))
     assert set(outcomes.values) == {*probe.WAYS, "negative_is_wrong"}
     assert len(outcomes.sources) >= 4

@@ -15,7 +15,6 @@ from rollout_script import CUE, LENGTHS, Script, said
 from care_jax import reopened, repairs
 from care_jax.data.sources import open_source
 from care_jax.run import verifier_of
-from models import backbone
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ACCS = ((1, 0, 0), (1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0))
@@ -93,32 +92,6 @@ def test_texts_with_special_tokens_and_anchors_without_a_rationale_make_no_row(t
     third = [example.answer for example in groups.asked].index("3")
     groups.texts[third, groups.subgroup.anchor[third]] = "<answer>3</answer>"
     assert sorted(rows_of(run, groups)) == [0, 4, 5]
-
-
-@pytest.fixture
-def opened(make_run, questions, policy, picture):
-    """A run whose random weights answer, judged by a coin; its questions have pictures."""
-    run = make_run(
-        {
-            "rl.num_rollouts": 6,
-            "rl.decode_prompts": 4,
-            "rl.max_response_tokens": 24,
-            "care.max_context": 6,
-            "care.cue": CUE,
-        }
-    )
-    run = dataclasses.replace(run, reward=coin)
-    examples = [
-        dataclasses.replace(example, rationale=f"So {example.answer}.")
-        for example in questions(LENGTHS)
-    ]
-    params = backbone.init(policy.config, jax.random.key(0))
-    return reopened.Reopened(run, params, "sft 7", examples, len(examples))
-
-
-def coin(question, responses, example):
-    """Judges by the text alone, so that a group of random responses has both outcomes."""
-    return [{"acc": sum(text.encode()) % 2} for text in responses]
 
 
 def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, policy):

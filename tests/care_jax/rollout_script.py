@@ -5,6 +5,7 @@ otherwise; the scripted selector takes the last failure for the hard negative.
 """
 
 import functools
+import hashlib
 from collections import defaultdict
 
 import jax
@@ -21,6 +22,11 @@ CUE = " Wait."
 
 def said(rationale, answer):
     return f"<think>{rationale}</think><answer>{answer}</answer>"
+
+
+def coin(question, responses, example):
+    """Judges by the text alone, so that a group of random responses has both outcomes."""
+    return [{"acc": hashlib.md5(text.encode()).digest()[0] % 2} for text in responses]
 
 
 class Script:
