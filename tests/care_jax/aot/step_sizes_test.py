@@ -32,7 +32,7 @@ def drawn(run, monkeypatch):
     """(prompts, responses) in place of drawn ones: response r of prompt n has n % 20 + r + 1."""
     prompts = np.stack([np.arange(64) + 20, np.full(64, 32)], 1)
     responses = np.arange(64)[:, None] % 20 + np.arange(9) + 1
-    monkeypatch.setattr(step_sizes, "_draw", lambda *_: (prompts, responses))
+    monkeypatch.setattr(step_sizes, "draw", lambda *_: (prompts, responses))
     return prompts, responses
 
 
