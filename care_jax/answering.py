@@ -20,7 +20,7 @@ from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example, Rollouts
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
-from care_jax.devices import distributed, sharding
+from care_jax.devices import distributed, loaded_programs, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.metrics import progress
 from care_jax.programs import compile_decoding, compile_to_decode_layout
@@ -132,6 +132,7 @@ def decode_batches(
     todo = (place for place in range(len(examples)) if place not in done)
     firsts = sorted({place - place % num_rows for place in todo})
     for first in progress(firsts, f"evaluate {label}", 0, len(firsts)):
+        loaded_programs.drop_if_many()
         local = [
             place
             for place in (first + local_rows).tolist()

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from care_jax.attention_check import training_attention
 from care_jax.batch import Example, ImitationBatch
 from care_jax.data.pipeline import Batches
-from care_jax.devices import distributed, sharding
+from care_jax.devices import distributed, loaded_programs, sharding
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.train_step import TrainState, map_microbatches, update
 from care_jax.method import spans
@@ -123,6 +123,7 @@ def train(
                     read()
                     milestones.save(step, state, {})
                 raise distributed.Preempted(f"before sft step {step}")
+            loaded_programs.drop_if_many()
             batch, plan = packed_batch(run, rows, step_examples, prompts)
             state, metrics = sft_step(state, sharding.put_batch(batch, run.train_batch_sharding))
             unread.append((step, metrics))

@@ -24,7 +24,7 @@ from care_jax.attention_check import decoding_attention, training_attention
 from care_jax.batch import Example, TrainBatch
 from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
-from care_jax.devices import distributed, sharding
+from care_jax.devices import distributed, loaded_programs, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.roofline import PEAK_FLOPS, model_flops
 from care_jax.dynamic_sampling import Draw
@@ -137,6 +137,7 @@ def train(
         tail = 0.0  # seconds for which metrics and report of the step before kept the host busy
         for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
             step, *_ = first
+            loaded_programs.drop_if_many()
             began, counted = time.perf_counter(), dict(verifier.counts)
             busy = clock.busy_seconds()
             profile_steps(run, step)

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from care_jax import main, run_weights
 from care_jax.data.sources import open_source
+from care_jax.devices import loaded_programs
 from care_jax.devices.sharding import make_mesh
 from care_jax.report import page
 from care_jax.rewards.verifier import Verdict, Verifier
@@ -180,6 +181,27 @@ def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
     )
     assert unbroken == resumed
     jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings are counted on Linux")
+def test_programs_dropped_at_every_step_change_nothing(finished, tmp_path, monkeypatch):
+    """As when a process has all the memory mappings that it may have."""
+    (tmp_path / "limit").write_text("1")
+    monkeypatch.setattr(loaded_programs, "_MOST_MAPPINGS", tmp_path / "limit")
+    monkeypatch.setitem(loaded_programs._counts, "kept", 0)
+    dropped, drop = Counter(), loaded_programs.drop_if_many
+
+    def counted():
+        caller = sys._getframe(1).f_globals["__name__"]
+        dropped[caller] += drop()
+
+    monkeypatch.setattr(loaded_programs, "drop_if_many", counted)
+    assert main.run_stages(small_config(), tmp_path) == finished[1]
+    records = (without_times(metrics_of(workdir)) for workdir in (finished[0], tmp_path))
+    assert next(records) == next(records)
+    jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
+    assert dropped["care_jax.train"] == 4
+    assert dropped["care_jax.sft"] and dropped["care_jax.answering"]
 
 
 @pytest.fixture(scope="module")

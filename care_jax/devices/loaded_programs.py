@@ -1,0 +1,64 @@
+"""Compiled programs dropped before a process has more memory mappings than Linux allows it.
+
+XLA loads each kernel of a CPU program as three mappings: an update of a small backbone takes a
+thousand or more, and is compiled for every shape of rows that occurs. Above `vm.max_map_count`,
+65,530 by default, "LLVM compilation error: Cannot allocate memory" and a segmentation fault end the
+process, however much memory is free. Programs for TPUs and GPUs are not mapped like this.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections import Counter
+
+import jax
+from absl import logging
+
+_LOADED = "/jax/core/compile/backend_compile_duration"  # a program compiled, or read from the cache
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_MOST_MAPPINGS = pathlib.Path("/proc/sys/vm/max_map_count")
+_SHARE = 0.6  # the rest is for what is loaded until the next call
+# loaded: programs since the mappings were counted; kept: mappings that dropping programs left.
+_counts: Counter[str] = Counter()
+
+
+def drop_if_many() -> bool:
+    """Drops all compiled programs if this process has most of the mappings that it may have.
+
+    To be called before every step and batch of an evaluation. A program that is needed again comes
+    from the compilation cache, or is compiled where there is none, and computes the same.
+
+    Returns:
+        whether they were dropped; never on devices other than CPUs, or without Linux.
+    """
+    if not _counts:
+        _counts.update(loaded=1, kept=0)
+        jax.monitoring.register_event_duration_secs_listener(_count)
+    # Counting takes 0.5 ms per thousand mappings, so it is left out where nothing was loaded.
+    if not _counts["loaded"] or jax.default_backend() != "cpu" or not _MOST_MAPPINGS.exists():
+        return False
+    _counts["loaded"] = 0
+    mappings, most = num_mappings(), int(_MOST_MAPPINGS.read_text())
+    if mappings - _counts["kept"] < _SHARE * (most - _counts["kept"]):
+        return False
+    jax.clear_caches()
+    _counts["kept"] = num_mappings()
+    logging.warning(
+        "dropped the compiled programs, which had most of the %d memory mappings of a process "
+        "(%d before, %d now); those needed again are loaded or compiled again. A larger limit, "
+        "sysctl vm.max_map_count=1048576, keeps them",
+        most,
+        mappings,
+        _counts["kept"],
+    )
+    return True
+
+
+def num_mappings() -> int:
+    """The memory mappings of this process."""
+    with _MAPPINGS.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def _count(event: str, duration_secs: float, **_: str | int) -> None:
+    _counts["loaded"] += event == _LOADED
