@@ -1,9 +1,10 @@
 """Compiled programs dropped before a process has more memory mappings than Linux allows it.
 
-XLA loads each kernel of a CPU program as three mappings: an update of a small backbone takes a
-thousand or more, and is compiled for every shape of rows that occurs. Above `vm.max_map_count`,
-65,530 by default, "LLVM compilation error: Cannot allocate memory" and a segmentation fault end the
-process, however much memory is free. Programs for TPUs and GPUs are not mapped like this.
+XLA loads the kernels of a CPU program one by one, as three mappings each, and an update is compiled
+for every shape of rows that occurs: 40 steps of `configs/repair.py` take 58,000 mappings. Above
+`vm.max_map_count`, 65,530 by default, "LLVM compilation error: Cannot allocate memory" and a
+segmentation fault end the process, however much memory is free. Programs for other devices are not
+dropped.
 """
 
 from __future__ import annotations
