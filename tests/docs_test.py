@@ -15,6 +15,7 @@ from care_jax import from_python
 from care_jax.batch import Example
 from care_jax.data import jsonl
 from care_jax.rewards.verifier import Verifier, parse_text
+from care_jax.sweep.experiment import load_experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
@@ -65,6 +66,14 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
     monkeypatch.setattr(sys, "argv", ["program", f"--config={base}", *keys])  # read there
     values(sys.argv)
     assert holder.value.stages
+    if module == "care_jax.sweep":
+        given = dict(
+            word[2:].split("=", 1) for word in arguments if not word.startswith("--config")
+        )
+        names = {
+            key: given[key].split(",") for key in ("arms", "columns", "panels") if key in given
+        }
+        load_experiment(ROOT / given["experiment"], **names)
     for word in arguments:
         if word.startswith("--") and not word.startswith("--config"):
             name = word[2:].split("=")[0]

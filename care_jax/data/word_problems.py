@@ -10,7 +10,8 @@ assigns them to a split. Every other round of the test split asks about larger n
 training split has; the source of these examples ends in "_far", as in "word_problems/total_far".
 
 In the rows that demonstrate the repair cue, a rationale with a slip in one of its steps and the cue
-are the context, which is not learnt, and the right rationale is the response.
+are the context, which is not learnt, and the right rationale is the response. The slip leads to
+another answer; a problem without such a one, as most comparisons are, shows no repair.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class WordProblems(Sequence[Example]):
         seed: different seeds draw different examples of the same split.
         split: "train" or "test"; the two share no problem, whatever the seeds.
         kinds: kinds of problem, asked in turn; a subset of `KINDS`.
-        cue_share: probability in [0, 1] that the response repairs a wrong rationale.
+        cue_share: probability in [0, 1] that the response repairs a wrong rationale, where a slip
+            makes it wrong.
         cue: the repair cue.
         think_tag: name of the tag around the rationale.
     """
@@ -142,12 +144,12 @@ class WordProblems(Sequence[Example]):
         fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
         wordings = _QUESTIONS[kind]
         question = wordings[rng.integers(len(wordings))].format(**fields)
-        rationale, answer, results = worked(problem)
+        rationale, answer, _ = worked(problem)
         tag = self.think_tag
         context, taught = "", f"<{tag}>{rationale}"
-        if rng.random() < self.cue_share:
-            wrong, _, _ = worked(problem, _draw_slip(rng, results))
-            context, taught = drawn.repair(f"<{tag}>{wrong}", self.cue, rationale)
+        if rng.random() < self.cue_share and (wrong := _wrong_rationales(problem)):
+            slip = wrong[rng.integers(len(wrong))]
+            context, taught = drawn.repair(f"<{tag}>{slip}", self.cue, rationale)
         return Example(
             id=f"{self.split}-{self.seed}-{index}",
             source=f"word_problems/{kind}{FAR if is_far else ''}",
@@ -183,12 +185,24 @@ def worked(
     return " ".join([*written, last]), answer, tuple(results)
 
 
-def _draw_slip(rng: np.random.Generator, results: tuple[int, ...]) -> tuple[int, int]:
-    """A step and its error: one, or from 20 on also ten, too many or too few."""
-    step = int(rng.integers(len(results)))
-    sizes = (1, 10) if results[step] >= 20 else (1,)
-    size = sizes[rng.integers(len(sizes))]
-    return step, size if rng.random() < 0.5 or results[step] <= 1 else -size
+def _wrong_rationales(problem: _Problem) -> list[str]:
+    """The rationales with one slip, of one or from 20 on also of ten, that miss the answer.
+
+    Those that go below zero are left out: nobody would write them.
+    """
+    _, answer, results = worked(problem)
+    slips = [
+        (step, sign * size)
+        for step, result in enumerate(results)
+        for size in (1, 10)[: 1 + (result >= 20)]
+        for sign in (1, -1)
+    ]
+    found = [worked(problem, slip) for slip in slips]
+    return [
+        text
+        for text, other, reached in found
+        if other != answer and min(reached) >= 0 and not other.startswith("-")
+    ]
 
 
 def _split_of(kind: str, numbers: tuple[int, ...]) -> str:

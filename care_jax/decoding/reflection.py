@@ -32,9 +32,12 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
 
     Args:
         cue: the repair cue.
-        mode: "cue": the cue; "no_cue", "resample": empty; "shuffled": the cue's words in random
-            order, about as many tokens that ask for nothing.
+        mode: "cue": the cue; "no_cue", "resample": empty; "shuffled": the cue's words in another
+            order, about as many tokens that ask for nothing, between the same spaces.
         seed: of the shuffle.
+
+    Raises:
+        ValueError: there is no such mode, or no other order of the cue's words.
     """
     if mode == "cue":
         return cue
@@ -42,7 +45,16 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
         return ""
     if mode == "shuffled":
         words = cue.split()
-        return " " + " ".join(np.random.default_rng(seed).permutation(words)) + " "
+        if len(set(words)) < 2:
+            raise ValueError(
+                f"care.cue must have two different words to be shuffled, got {cue!r}; write a "
+                "longer one"
+            )
+        rng, order = np.random.default_rng(seed), words
+        while order == words:
+            order = list(rng.permutation(words))
+        before, behind = cue[: cue.index(words[0])], cue[len(cue.rstrip()) :]
+        return before + " ".join(order) + behind
     raise ValueError(f"care.reflect_mode must be one of {', '.join(MODES)}, got {mode!r}")
 
 

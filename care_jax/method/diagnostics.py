@@ -136,7 +136,9 @@ def subgroup_metrics(
     """CARE's diagnostics.
 
     `reflect_success` is the mean acc of the reflected rows. `reflect_first_try` is the mean acc of
-    the G rollouts of the same groups: the expected acc of resampling.
+    the G rollouts of the same groups, all of which have both outcomes. That draws it towards one
+    half: fresh rollouts for the same questions do better where most succeed, and worse where few
+    do. What resampling would give is measured by `care.reflect_mode = "resample"`.
 
     `a_raw/anchor` and `a_raw/negative` are means over groups with a successful anchor, of A_raw
     before any scaling: of the anchor, and of the negatives in S, a reflected failure among them.

@@ -87,9 +87,13 @@ def write_results(
         f"python -m care_jax.sweep --experiment={experiment.path} --base={base} "
         f"--seeds={seeds[-1] - seeds[0] + 1}{first}"
     )
+    leads = (
+        "leads are differences under the same seed."
+        if experiment.reference in arms
+        else f"without runs of {experiment.reference} there are no leads."
+    )
     notes = (
-        "Mean ± 95% interval (Student's t over the seeds); leads are differences under the same "
-        "seed.",
+        f"Mean ± 95% interval (Student's t over the seeds); {leads}",
         "",
         f"`{' '.join([command, *flags])}` at commit {', '.join(filter(None, commits)) or '?'}.",
     )
@@ -121,7 +125,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "type": lambda text: tuple(text.split(",")),
         "default": argparse.SUPPRESS,
     }
-    add("--arms", **names, help="some of the arms, separated by commas, the reference among them")
+    add("--arms", **names, help="some of the arms, separated by commas")
     add("--columns", **names, help="measures of the table, in place of the experiment's COLUMNS")
     add("--panels", **names, help="panels of the figure, likewise; a measure is one too")
     unchosen = argparse.Namespace(arms=(), columns=(), panels=())
@@ -131,12 +135,16 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.first_seed < 0:
         parser.error(f"--first_seed must be at least 0, got {args.first_seed}")
+    given = set()
     for flag in overrides:
         key, equals, _ = flag.partition("=")
         if not key.startswith("--config.") or not equals:
             parser.error(f"expected flags of this command or --config.key=value, got {flag!r}")
         if key in _SET_BY_SWEEP:
             parser.error(f"{key} is set by the sweep for each of its runs; leave it out")
+        if key in given:
+            parser.error(f"{key} is given twice; leave one of them out")
+        given.add(key)
     return args, overrides
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from care_jax.sweep.figures import names_of_panels, panel_named
-from care_jax.sweep.measures import BENCHMARKS, measure_named, names_of_measures
+from care_jax.sweep.measures import BENCHMARK_COLUMNS, BENCHMARKS, measure_named, names_of_measures
 
 _COLUMNS = ("acc", "gain", "lead", BENCHMARKS, "response_tokens", "decoded_tokens")
 _PANELS = ("accuracy", "by_tokens")
@@ -59,8 +59,8 @@ def load_experiment(
         columns, panels: in place of those that the file declares.
 
     Raises:
-        ValueError: the file is missing, lacks a declaration, there is an unknown name in one, or
-            the reference is not among the arms.
+        ValueError: the file is missing, lacks a declaration, or there is an unknown name in one or
+            among the arguments.
     """
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(
@@ -88,15 +88,12 @@ def load_experiment(
         get_config=module.get_config,
     )
     _check_names("REFERENCE", path, (experiment.reference,), module.ARMS.__getitem__, module.ARMS)
-    if experiment.reference not in experiment.arms:
-        raise ValueError(
-            f"--arms of {path} must have the reference, {experiment.reference}, among them, got "
-            f"{', '.join(experiment.arms)}; add it"
-        )
     measures = [*names_of_measures(), BENCHMARKS]
-    own = tuple(name for name in experiment.columns if name != BENCHMARKS)
-    _check_names("COLUMNS", path, own, measure_named, measures)
-    _check_names("PANELS", path, experiment.panels, panel_named, names_of_panels())
+    own = tuple(name for name in experiment.columns if name not in BENCHMARK_COLUMNS)
+    _check_names("--columns" if columns else "COLUMNS", path, own, measure_named, measures)
+    panel_names = names_of_panels()
+    what = "--panels" if panels else "PANELS"
+    _check_names(what, path, experiment.panels, panel_named, panel_names)
     return experiment
 
 

@@ -112,7 +112,7 @@ def _measured(name: str) -> Panel:
 def _curve(
     curve_of: Callable[[Outcome], curves.Curve], x_label: str, y_label: str, *, num_bins: int
 ) -> Panel:
-    """A curve of every arm, mean and 95% interval over the seeds.
+    """A curve of every arm, mean and 95% interval over the seeds; the points have each seed's too.
 
     Args:
         curve_of: (x, y) of a run; y may be NaN where it is undefined.
@@ -123,16 +123,19 @@ def _curve(
     def draw(axes: Axes, arms: Arms, reference: str) -> list[Point]:
         points, lacking = [], {}
         for arm, outcomes, color in _colored(arms):
-            found = []
+            found: dict[int, curves.Curve] = {}
             for outcome in outcomes:
                 try:
-                    found.append(_binned(*curve_of(outcome), num_bins))
+                    found[outcome.seed] = _binned(*curve_of(outcome), num_bins)
                 except NotLogged as message:
                     lacking[arm] = message
-            shortest = min((len(x) for x, _ in found), default=0)
+            shortest = min((len(x) for x, _ in found.values()), default=0)
             rows = [
-                (np.mean([x[index] for x, _ in found]), *_interval([y[index] for _, y in found]))
-                for index in range(shortest)
+                (
+                    np.mean([x[i] for x, _ in found.values()]),
+                    *_interval(y[i] for _, y in found.values()),
+                )
+                for i in range(shortest)
             ]
             rows = [row for row in rows if math.isfinite(row[1])]
             if not rows:
@@ -140,6 +143,12 @@ def _curve(
             x, mean, half = np.array(rows).T
             axes.plot(x, mean, color=color, label=arm, linewidth=1.4)
             axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.12, linewidth=0)
+            points += [
+                _point(arm, seed, *values)
+                for seed, curve in found.items()
+                for values in zip(*curve, strict=True)
+                if math.isfinite(values[1])
+            ]
             points += [
                 _point(arm, None, *values)
                 for values in zip(x, mean, mean - half, mean + half, strict=True)

@@ -121,9 +121,11 @@ def _kl_per_trigger(outcome: Outcome, reference: Outcome | None) -> float | None
     The KL is to the reference policy, averaged over the end of the run, if one is kept. Otherwise
     it is the KL to the sampling policy, summed over the steps.
     """
-    if reference is None or reference.arm == outcome.arm or not outcome.num_triggers[-1] > 0:
+    if reference is None or reference.arm == outcome.arm or not outcome.steps:
         return None
-    if np.isfinite(outcome.series("kl_ref")).all() and outcome.steps:
+    if not outcome.num_triggers[-1] > 0:
+        return None
+    if np.isfinite(outcome.series("kl_ref")).all():
         ours, theirs = (_tail("kl_ref")(each, None) for each in (outcome, reference))
     else:
         ours, theirs = (float(each.series("kl_old").sum()) for each in (outcome, reference))
@@ -342,7 +344,9 @@ MEASURES["acc_at_50"] = dataclasses.replace(
     lead_of(MEASURES_AT["rollout_acc"](50)), label="ΔAcc@50, points"
 )
 
-BENCHMARKS = "benchmarks"  # expands to one column per evaluated benchmark and their mean
+# They expand to one column per evaluated benchmark and their mean, or the leads of these.
+BENCHMARKS = "benchmarks"
+BENCHMARK_COLUMNS = (BENCHMARKS, f"{BENCHMARKS}:lead")
 
 
 def measure_named(name: str) -> Measure:
@@ -370,14 +374,17 @@ def names_of_measures() -> list[str]:
 
 
 def columns_of(names: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, Measure]:
-    """The measures by name; BENCHMARKS expands to one per evaluated benchmark and their mean."""
+    """The measures by name, those of BENCHMARK_COLUMNS expanded."""
     columns = {}
     for name in names:
-        if name == BENCHMARKS:
+        if name in BENCHMARK_COLUMNS:
             found = dict.fromkeys(
                 key for outcome in outcomes for key in outcome.final if key.endswith("/acc")
             )
-            columns |= {key: Measure(f"{key[:-4]}, %", _percent(key)) for key in found}
+            of = {key: Measure(f"{key[:-4]}, %", _percent(key)) for key in found}
+            if name != BENCHMARKS:
+                of = {f"{key}:lead": lead_of(measure) for key, measure in of.items()}
+            columns |= of
         else:
             columns[name] = measure_named(name)
     return columns

@@ -17,22 +17,16 @@ from care_jax.sweep.outcome import NotLogged, Outcome
 NOT_LOGGED = "not logged"
 
 
-def values_of(
-    measure: Measure, outcomes: Sequence[Outcome], references: Mapping[int, Outcome]
-) -> list[float]:
-    """A measure for each seed of one arm, without the seeds for which it has no value.
-
-    Args:
-        references: outcome of the reference arm by seed.
-    """
-    found = [value_of(measure, outcome, references) for outcome in outcomes]
-    return [value for value in found if isinstance(value, float)]
-
-
 def value_of(
     measure: Measure, outcome: Outcome, references: Mapping[int, Outcome]
 ) -> float | NotLogged | None:
-    """A measure of one run, None if it is undefined, or what it lacks."""
+    """A measure of one run, None if it is undefined, or what it lacks.
+
+    Args:
+        measure: what is measured.
+        outcome: of the run.
+        references: outcome of the reference arm by seed; empty without it.
+    """
     try:
         value = measure.of(outcome, references.get(outcome.seed))
     except NotLogged as lacking:

@@ -21,7 +21,7 @@ CUED = (0, 4)  # those that a cue repairs
 def probed(make_run, questions, policy, monkeypatch):
     """Probes scripted programs; returns the outcomes, and by way what each question was given."""
 
-    def probed(rationale="So {} and 2.", failure=None):
+    def probed(rationale="So {} and 2.", failure=None, reward=None):
         examples = [
             dataclasses.replace(
                 example, source=f"kind_{i % 2}", rationale=rationale.format(example.answer)
@@ -52,6 +52,7 @@ def probed(make_run, questions, policy, monkeypatch):
         monkeypatch.setattr(probe, "compile_rollout", lambda *_: script.programs())
         monkeypatch.setattr(probe, "DecodeQueue", Queue)
         run = make_run({"care.cue": CUE, "rl.max_response_tokens": 48})
+        run = dataclasses.replace(run, reward=reward)
         params = backbone.init(policy.config, jax.random.key(0))
         outcomes = probe.probe(run, params, examples, len(examples))
         ways = [way for way in probe.WAYS[1:] if way in outcomes.values]
@@ -67,7 +68,7 @@ def test_questions_with_both_outcomes_are_asked_again_behind_each_context(probed
     assert forced["resample"] == dict.fromkeys(MIXED, "")
     assert forced["no_cue"] == wrong
     assert forced["cue"] == {i: text + CUE for i, text in wrong.items()}
-    assert forced["shuffled"] == {i: f"{text} Wait. " for i, text in wrong.items()}
+    assert forced["shuffled"] == {i: f"{text} no. Wait," for i, text in wrong.items()}
     assert forced["forced_right"] == {i: f"<think>So {i} and 2.</think" for i in MIXED}
 
 
@@ -85,6 +86,21 @@ def test_rates_count_right_answers_and_wrong_rationales(probed):
     }
     assert rates["all", "negative_is_wrong"].rate == 1.0
     assert [rates[f"kind_{k}", "cue"][2:] for k in (0, 1)] == [(2.0, 2), (0.0, 2)]
+
+
+def test_answers_that_a_reward_function_fails_on_are_not_counted(probed):
+    """Of the second tries it judges none for question 0."""
+
+    def reward(question, responses, example):
+        if len(responses) == 1 and example.answer == "0":
+            raise OSError("no judge")
+        return [{"acc": f"<answer>{example.answer}<" in text} for text in responses]
+
+    outcomes, *_ = probed(reward=reward)
+    of_all = {rate.measure: rate for rate in outcomes.rates() if rate.source == "all"}
+    assert of_all["first"].total == 4
+    assert of_all["cue"] == ("all", "cue", 1.0, 3)  # question 4, among 3, 4 and 5
+    assert of_all["forced_right"] == ("all", "forced_right", 3.0, 3)
 
 
 def test_right_rationales_of_failures_are_not_counted_as_wrong(probed):
@@ -109,6 +125,8 @@ def test_a_rationale_that_leaves_no_room_for_an_answer_is_not_forced(probed):
     outcomes, forced, _, _ = probed(rationale="So {} and 2." + " 1" * 60)
     assert "forced_right" not in forced
     assert outcomes.values["negative_is_wrong"].tolist() == [1.0] * 4
+    told = probe.summary(outcomes, outcomes.rates(), "sft 3")[-1]
+    assert "no room for an answer; raise rl.max_response_tokens" in told
 
 
 @pytest.mark.parametrize(
@@ -167,6 +185,15 @@ def test_csv_has_every_rate_with_its_interval(tmp_path):
     # z = 1.96: (1 + z²/2·4 ...) of 4 of 4 gives 4 / (4 + z²)
     assert rows[1]["low"] == "0.5101" and rows[1]["high"] == "1.0000"
     assert {row["checkpoint"] for row in rows} == {"rl 7"}
+
+
+def test_first_tries_have_a_rate_and_no_interval(tmp_path):
+    """Eight rollouts of a question are not eight questions."""
+    outcomes = outcomes_of(first=[0.25, 0.5, 0.5, 0.75])
+    lines = probe.summary(outcomes, outcomes.rates(), "rl 7")
+    assert lines[2] == "first                50.0%"
+    probe.write_csv(tmp_path / "probe.csv", outcomes.rates(), "rl 7")
+    assert "\nrl 7,all,first,0.5000,,,4\n" in (tmp_path / "probe.csv").read_text()
 
 
 def test_groups_without_both_outcomes_are_refused(probed, monkeypatch):

@@ -17,7 +17,7 @@ from care_jax.programs import RolloutPrograms
 
 T = 48
 LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order
-CUE = " Wait."
+CUE = " Wait, no."
 
 
 def said(rationale, answer):

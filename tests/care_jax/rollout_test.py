@@ -84,7 +84,7 @@ def test_no_row_is_reflected_where_the_objective_has_none(roll, changes):
     assert not groups.has_reflection.any() and "reflect" not in script.calls
 
 
-@pytest.mark.parametrize(("mode", "cue"), [("no_cue", ""), ("shuffled", " Wait. ")])
+@pytest.mark.parametrize(("mode", "cue"), [("no_cue", ""), ("shuffled", " no. Wait,")])
 def test_mode_changes_the_words_behind_the_rationale(roll, mode, cue):
     _, script, _ = roll({"care.reflect_mode": mode})
     assert script.forced[0] == f"<think>row 2 of 0{cue}"

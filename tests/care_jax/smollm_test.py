@@ -1,5 +1,6 @@
 """A GGUF file becomes a release that computes what transformers computes from the same weights."""
 
+import importlib.util
 import json
 import pathlib
 import subprocess
@@ -257,7 +258,7 @@ def test_a_wrong_argument_is_told_in_one_line(flags, message, tmp_path):
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """The packaged file, and the release written from it."""
-    if not smollm.is_packaged():
+    if importlib.util.find_spec(smollm.PACKAGE) is None:
         pytest.skip(f"needs the model: {smollm.INSTALL}")
     folder = tmp_path_factory.mktemp("smollm")
     smollm.write_release(smollm.packaged_gguf(), folder)

@@ -62,17 +62,27 @@ def test_modes_are_the_cue_nothing_and_its_words_shuffled():
     assert reflection.cue_text(CUE, "cue", seed=0) == CUE
     assert reflection.cue_text(CUE, "no_cue", seed=0) == ""
     assert reflection.cue_text(CUE, "resample", seed=0) == ""
-    shuffled = reflection.cue_text(CUE, "shuffled", seed=0)
-    assert sorted(shuffled.split()) == sorted(CUE.split()) and shuffled.split() != CUE.split()
-    assert (
-        shuffled
-        == reflection.cue_text(CUE, "shuffled", seed=0)
-        != reflection.cue_text(CUE, "shuffled", seed=1)
-    )
     with pytest.raises(
         ValueError, match=r"care\.reflect_mode must be one of cue, no_cue, .* got 'hint'"
     ):
         reflection.cue_text(CUE, "hint", seed=0)
+
+
+@pytest.mark.parametrize("cue", [CUE, " Wait, that is wrong.", "\nNo, no.\n"])
+def test_no_seed_shuffles_a_cue_into_itself_or_moves_its_spaces(cue):
+    words = cue.split()
+    for seed in range(50):
+        shuffled = reflection.cue_text(cue, "shuffled", seed=seed)
+        assert sorted(shuffled.split()) == sorted(words) and shuffled.split() != words
+        edges = [text.partition(text.strip())[::2] for text in (cue, shuffled)]
+        assert edges[0] == edges[1]
+        assert shuffled == reflection.cue_text(cue, "shuffled", seed=seed)
+
+
+def test_a_cue_of_one_word_is_not_shuffled():
+    for cue in (" Wait.", " No No"):
+        with pytest.raises(ValueError, match=r"care\.cue must have two different words .* got '"):
+            reflection.cue_text(cue, "shuffled", seed=0)
 
 
 def test_rows_without_context_keep_what_was_sampled():

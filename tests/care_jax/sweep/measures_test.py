@@ -42,6 +42,13 @@ def test_without_held_out_questions_the_benchmarks_mean_is_compared(make_outcome
         "mean, %",
     ]
     assert columns["mathvista/acc"].of(outcome, None) == 50
+    leads = columns_of(("benchmarks:lead",), [outcome])
+    assert [each.label for each in leads.values()] == [
+        "mathvista, %: lead over {reference}",
+        "mean, %: lead over {reference}",
+    ]
+    other = make_outcome("other", final={"mathvista/acc": 0.6})
+    assert leads["mathvista/acc:lead"].of(other, outcome) == pytest.approx(10)
 
 
 def test_a_fluctuating_metric_is_averaged_over_the_last_tenth(make_outcome):
@@ -78,6 +85,7 @@ def test_the_rescue_is_measured_against_the_run_without_it(make_outcome):
     with pytest.raises(NotLogged, match=r"set rl\.num_steps to at least 50"):
         value("acc_at_50", make_outcome("two", num_steps=49, acc=0.5), theirs)
     assert value("kl_per_trigger", theirs, theirs) is None
+    assert value("kl_per_trigger", make_outcome("two", num_steps=0), theirs) is None
 
 
 def test_where_a_reference_policy_is_kept_its_kl_at_the_end_is_taken(make_outcome):

@@ -65,7 +65,8 @@ def test_the_figure_is_a_picture_and_its_points_a_file(command, tmp_path):
     assert [row["seed"] for row in final] == ["0", "1", ""]
     assert [float(row["x"]) for row in final] == pytest.approx([75, 76, 75.5])
     curve = [row for row in rows if row["panel"] == "by_tokens" and row["arm"] == "one"]
-    assert [float(row["x"]) for row in curve] == pytest.approx([0.001, 0.002, 0.003, 0.004])
+    assert [row["seed"] for row in curve] == ["0"] * 4 + ["1"] * 4 + [""] * 4  # last, the mean
+    assert [float(row["x"]) for row in curve] == pytest.approx([0.001, 0.002, 0.003, 0.004] * 3)
     assert {float(row["y"]) for row in curve} == {50.0}
 
 
@@ -112,9 +113,11 @@ def test_a_metric_over_the_steps_is_a_mean_with_its_interval(make_outcome):
     arms = {"one": [make_outcome("one", seed, num_steps=2, reward=[0.2 + seed / 5, 1.0])
                     for seed in range(2)]}  # fmt: skip
     points, _ = points_of("reward_by_step", arms)
-    assert [(each["x"], each["seed"]) for each in points] == [(0, None), (1, None)]
-    assert [each["y"] for each in points] == pytest.approx([0.3, 1.0])
-    assert points[0]["high"] - points[0]["y"] == pytest.approx(1.27062, rel=1e-5)
+    found = [(each["seed"], each["x"]) for each in points]
+    assert found == [(seed, x) for seed in (0, 1, None) for x in (0, 1)]
+    assert [each["y"] for each in points] == pytest.approx([0.2, 1.0, 0.4, 1.0, 0.3, 1.0])
+    assert points[0]["high"] is None
+    assert points[4]["high"] - points[4]["y"] == pytest.approx(1.27062, rel=1e-5)
 
 
 def test_a_bin_is_the_mean_of_the_steps_at_which_the_metric_is_defined(make_outcome):
@@ -123,8 +126,10 @@ def test_a_bin_is_the_mean_of_the_steps_at_which_the_metric_is_defined(make_outc
     points, _ = points_of(
         "variance_ratio_by_step", {"one": [make_outcome("one", num_steps=50, variance_ratio=ratio)]}
     )
-    assert [(each["x"], each["y"]) for each in points[:2]] == [(0.5, 1.0), (4.5, 4.0)]
-    assert len(points) == 24
+    of_seed, of_mean = ([each for each in points if each["seed"] is seed] for seed in (0, None))
+    for drawn in (of_seed, of_mean):
+        assert [(each["x"], each["y"]) for each in drawn[:2]] == [(0.5, 1.0), (4.5, 4.0)]
+        assert len(drawn) == 24
 
 
 def test_held_out_accuracy_over_steps_and_over_tokens(make_outcome):
@@ -132,9 +137,9 @@ def test_held_out_accuracy_over_steps_and_over_tokens(make_outcome):
         num_steps=4, held_out={0: 0.1, 2: 0.4}, decoded_tokens=[1e6, 3e6, 4e6, 9e6]
     )
     points, _ = points_of("held_out_by_step", {"one": [outcome]})
-    assert [(each["x"], each["y"]) for each in points] == [(0, 10), (2, 40)]
+    assert [(each["x"], each["y"]) for each in points] == [(0, 10), (2, 40)] * 2
     points, _ = points_of("held_out_by_tokens", {"one": [outcome]})
-    assert [(each["x"], each["y"]) for each in points] == [(0, 10), (3, 40)]
+    assert [(each["x"], each["y"]) for each in points] == [(0, 10), (3, 40)] * 2
 
 
 @pytest.mark.parametrize(
@@ -259,11 +264,12 @@ def test_a_failed_run_ends_the_command_with_status_1_and_the_rest_is_tabulated(
         ("--nothing=1", "expected flags of this command or --config.key=value, got '--nothing=1'"),
         ("--config.seed=3", "--config.seed is set by the sweep for each of its runs; leave it out"),
         ("--config.stages=()", "--config.stages is set by the sweep"),
+        ("--config.rl.num_steps=9", "--config.rl.num_steps is given twice; leave one of them out"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(command, flag, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        command(flag)
+        command(flag, "--config.rl.num_steps=8")
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -275,18 +281,24 @@ def test_some_of_the_arms_can_be_run(command, runs, tmp_path, capsys):
     began = len(runs)
     command("--seeds=1", "--arms=one")
     assert len(runs) == began
-    for arms, message in (
-        ("two", "--arms of .* must have the reference, one, among them, got two; add it"),
-        ("one,four", "--arms of .* must be among one, two, same, got 'four'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            command(f"--arms={arms}")
+    with pytest.raises(ValueError, match=r"--arms of .* must be among one, two, same, got 'four'"):
+        command("--arms=one,four")
+
+
+def test_without_the_reference_there_are_no_leads(command, tmp_path):
+    command("--seeds=1", "--columns=acc,lead", "--panels=acc,acc:lead")
+    table = tmp_path / "runs/some_key/table.md"
+    assert "lead over one" in table.read_text() and "under the same seed" in table.read_text()
+    command("--seeds=1", "--columns=acc,lead", "--panels=acc,acc:lead", "--arms=two,same")
+    text = table.read_text()
+    assert "lead over" not in text and "without runs of one there are no leads." in text
+    assert "| two | 1 | 75.0 |" in text
 
 
 def test_a_measure_or_panel_that_is_not_there_is_refused(command):
     for flag, message in (
-        ("--columns=acc,fun", "COLUMNS of .* acc, .*held_out@<number>.*, got 'fun'"),
-        ("--panels=acc@2", "PANELS of .* accuracy, .*, got 'acc@2'"),
+        ("--columns=acc,fun", "--columns of .* acc, .*held_out@<number>.*, got 'fun'"),
+        ("--panels=acc@2", "--panels of .* accuracy, .*, got 'acc@2'"),
     ):
         with pytest.raises(ValueError, match=message):
             command(flag)
