@@ -10,7 +10,7 @@
 3. Arms are compared at equal decoded tokens: each seed's accuracy during RL, interpolated at the
    number of tokens that all arms of that seed have decoded.
 4. CARE leads an arm if the 95% interval (Student's t over the seeds) of the paired differences lies
-   above 0, and is behind if it lies below. Otherwise nothing is said of which is better.
+   above 0, and is behind if it lies below. Otherwise it is undecided which is better.
 
 Of the rates, 2.5e-4 was chosen for `care`, the lowest there was (82.6, 77.2 and 48.9%), and 1e-3
 for `grpo` (98.4, 98.8 and 98.8%).
