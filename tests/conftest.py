@@ -19,7 +19,7 @@ import jax
 import jaxtyping
 import pytest
 
-from care_jax.devices import xla_flags
+from care_jax.devices import loaded_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # configs and experiments are folders, not installed packages
@@ -55,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     kind = hashlib.sha256("".join(sorted(kinds)).encode()).hexdigest()[:8]
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{kind}")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_mappings() -> None:
+    """One process that runs the whole suite would load more programs than Linux lets it map."""
+    loaded_programs.drop_if_many()
 
 
 @pytest.fixture(scope="session")
