@@ -153,14 +153,19 @@ def test_a_row_with_the_cue_slips_in_one_step_and_is_then_right():
     for example in with_cue:
         opening, wrong, end = re.fullmatch(r"(<think>)(.+)( Wait, .+)", example.context).groups()
         assert end == CUE and sum(stated != true for stated, true in steps_of(wrong)) == 1
-        reached = concluded(wrong)  # fails at a number below zero
-        assert reached != example.answer and not reached.startswith("-"), wrong
         right, answer = RESPONSE.fullmatch(opening + example.response.removeprefix(" ")).groups()
         assert right == example.rationale and all(s == true for s, true in steps_of(right))
         assert example.answer == answer == expected_answer(example)
     clean = WordProblems(2000)
     for one, other in zip(clean, source, strict=True):
         assert (one.question, one.rationale, one.context) == (other.question, other.rationale, "")
+
+
+def test_a_slip_leads_to_another_answer_and_not_below_zero():
+    for example in WordProblems(3500, cue_share=1.0, cue=CUE):
+        if wrong := example.context.removeprefix("<think>").removesuffix(CUE):
+            reached = concluded(wrong)  # which reads no number below zero
+            assert reached != example.answer and not reached.startswith("-"), wrong
 
 
 def test_every_wording_occurs():
