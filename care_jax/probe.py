@@ -7,6 +7,7 @@ outcomes, and answers their questions once more in each of these ways:
 - resample: a fresh rollout.
 - cue, no_cue, shuffled: behind the rationale of the nearest failure, see `decoding.reflection`.
 - forced_right: the answer alone, behind the data's own rationale.
+- other_words: as cue, with those of `--other_words` in its place, if they are given.
 
 It prints and writes success rates with 95% intervals, by source too. A task is one for reflection
 if forced_right exceeds resample by `GAIN` and the nearest failure's rationale is wrong in `WRONG`
@@ -52,7 +53,7 @@ GAIN = 0.3
 WRONG = 0.7
 _DRAWS = 2**31 - 2  # folded into the run's key; training folds in steps, evaluation one more
 _NO_CONTEXT = np.zeros(0, np.int32)
-WAYS = ("first", *reflection.MODES, "forced_right")
+WAYS = ("first", *reflection.MODES, "forced_right", "other_words")
 
 
 class Rate(NamedTuple):
@@ -110,7 +111,12 @@ class Outcomes:
 
 
 def probe(
-    run: Run, params: backbone.Params, examples: Sequence[Example], num_questions: int
+    run: Run,
+    params: backbone.Params,
+    examples: Sequence[Example],
+    num_questions: int,
+    *,
+    other_words: str = "",
 ) -> Outcomes:
     """Asks the first questions of a source's shuffled stream, and repairs failures in every way.
 
@@ -119,6 +125,7 @@ def probe(
         params: in the training layout.
         examples: the source.
         num_questions: how many; a multiple of the shards of the decode batch.
+        other_words: text in the place of the cue; empty: not tried.
 
     Raises:
         ValueError: no group has both outcomes, or the cue cannot be shuffled.
@@ -146,6 +153,11 @@ def probe(
                 context if fits else _NO_CONTEXT
                 for context, fits in zip(right, has_right, strict=True)
             ]
+        if other_words:
+            said = config.copy_and_resolve_references()
+            said.care.cue = other_words
+            said_run = dataclasses.replace(run, config=said)
+            forced["other_words"] = contexts_of(said_run, failures, "cue")
         longest = max(len(context) for contexts in forced.values() for context in contexts)
         sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
         decoding = compile_decoding(
@@ -238,10 +250,13 @@ def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
 def run_main() -> None:
     """Parses flags and probes; user errors are one line, not a traceback."""
     out = flags.DEFINE_string("out", "", "CSV to write; empty: WORKDIR/probe_<stage>.csv.")
+    other = flags.DEFINE_string("other_words", "", "Text to try in the place of the cue.")
 
     def probe_and_write(opened: Reopened) -> None:
         run, name = opened.run, opened.name
-        outcomes = probe(run, opened.params, opened.examples, opened.num_questions)
+        outcomes = probe(
+            run, opened.params, opened.examples, opened.num_questions, other_words=other.value
+        )
         rates = outcomes.rates()
         print("\n".join(summary(outcomes, rates, name)))
         path = pathlib.Path(out.value or run.workdir / f"probe_{name.split()[0]}.csv")

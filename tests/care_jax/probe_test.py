@@ -21,7 +21,7 @@ CUED = (0, 4)  # those that a cue repairs
 def probed(make_run, questions, policy, monkeypatch):
     """Probes scripted programs; returns the outcomes, and by way what each question was given."""
 
-    def probed(rationale="So {} and 2.", failure=None, reward=None):
+    def probed(rationale="So {} and 2.", failure=None, reward=None, other_words=""):
         examples = [
             dataclasses.replace(
                 example, source=f"kind_{i % 2}", rationale=rationale.format(example.answer)
@@ -54,7 +54,7 @@ def probed(make_run, questions, policy, monkeypatch):
         run = make_run({"care.cue": CUE, "rl.max_response_tokens": 48})
         run = dataclasses.replace(run, reward=reward)
         params = backbone.init(policy.config, jax.random.key(0))
-        outcomes = probe.probe(run, params, examples, len(examples))
+        outcomes = probe.probe(run, params, examples, len(examples), other_words=other_words)
         ways = [way for way in probe.WAYS[1:] if way in outcomes.values]
         return outcomes, dict(zip(ways, forced, strict=True)), sizes_seen[0], rollout_sizes(run)[1]
 
@@ -72,9 +72,15 @@ def test_questions_with_both_outcomes_are_asked_again_behind_each_context(probed
     assert forced["forced_right"] == {i: f"<think>So {i} and 2.</think" for i in MIXED}
 
 
+def test_other_words_can_stand_in_the_place_of_the_cue(probed):
+    _, forced, _, _ = probed(other_words=" So it is.")
+    assert forced["other_words"] == {i: f"<think>So {i + 2} and 2. So it is." for i in MIXED}
+    assert forced["cue"] == {i: f"<think>So {i + 2} and 2.{CUE}" for i in MIXED}
+
+
 def test_rates_count_right_answers_and_wrong_rationales(probed):
     """Question 4's last rollout is its nearest failure by script; 2 of the 4 are repaired."""
-    outcomes, *_ = probed()
+    outcomes, *_ = probed(other_words=" So it is.")
     rates = {(rate.source, rate.measure): rate for rate in outcomes.rates()}
     assert rates["all", "first"].rate == pytest.approx((1 + 2 + 1 + 1) / 3 / 4)
     assert {name: rates["all", name].rate for name in probe.WAYS[1:]} == {
@@ -83,6 +89,7 @@ def test_rates_count_right_answers_and_wrong_rationales(probed):
         "shuffled": 0.0,
         "resample": 0.0,
         "forced_right": 1.0,
+        "other_words": 0.0,
     }
     assert rates["all", "negative_is_wrong"].rate == 1.0
     assert [rates[f"kind_{k}", "cue"][2:] for k in (0, 1)] == [(2.0, 2), (0.0, 2)]
@@ -205,13 +212,13 @@ def test_groups_without_both_outcomes_are_refused(probed, monkeypatch):
 def test_real_programs_decode_every_way(opened):
     """With random weights: contexts are kept, rows are at most T long, draws differ by way."""
     run, params, _, examples, _ = opened
-    outcomes = probe.probe(run, params, examples, len(examples))
+    outcomes = probe.probe(run, params, examples, len(examples), other_words=" So.")
     assert set(outcomes.values) == {*probe.WAYS, "negative_is_wrong"}
     assert len(outcomes.sources) >= 4
     for way in probe.WAYS[1:]:
         assert set(outcomes.values[way].tolist()) <= {0.0, 1.0}
-    again = probe.probe(run, params, examples, len(examples))
-    assert all((again.values[way] == outcomes.values[way]).all() for way in probe.WAYS)
+    again = probe.probe(run, params, examples, len(examples))  # the other draws stay as they are
+    assert all((again.values[way] == outcomes.values[way]).all() for way in probe.WAYS[:-1])
 
 
 def test_a_checkpoint_that_is_not_there_is_named(make_run):
