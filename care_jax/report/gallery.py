@@ -99,7 +99,8 @@ def _with_cue(text: str, cue: str, role: str) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    """The digits that the log has; fewer would round twice."""
+    return "" if value is None else f"{value:g}"
 
 
 def _text(value: Any) -> str:

@@ -78,6 +78,14 @@ def test_equal_neighbours_share_a_row_and_no_others(workdir):
     ]
 
 
+def test_numbers_are_those_of_the_log(workdir):
+    """√1.5 = 1.2247 is logged as 1.225, which rounded again to three digits would be 1.23."""
+    group = json.loads((workdir / "rollouts.jsonl").read_text().splitlines()[0])
+    group["responses"][0] |= {"distance": None, "raw": 1.225, "advantage": -0.0705}
+    (workdir / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
+    assert rows_of(page(workdir))[0][2:5] == ["", "1.225", "-0.0705"]
+
+
 def test_what_a_model_wrote_has_no_meaning_on_the_page(workdir):
     text = page(workdir, "--groups=1")
     assert "<" not in text and "&lt;img src=x" in text
