@@ -10,18 +10,19 @@ outcomes, and answers their questions once more in each of these ways:
 - other_words: as cue, with those of `--other_words` in its place, if they are given.
 
 It prints and writes success rates with 95% intervals, by source too. A task is one for reflection
-if forced_right exceeds resample by `GAIN` and the nearest failure's rationale is wrong in `WRONG`
-of the groups.
+if forced_right exceeds resample by `GAIN` over the same questions, and the nearest failure's
+rationale is wrong in `WRONG` of the groups for which the data has a rationale.
 
 A rationale counts as wrong if the numbers in it are not those of the data's rationale, in whatever
-order; where that has no numbers, if its words are others. A wrong operation on the right numbers is
-therefore missed.
+order and notation; where that has no numbers, if its words are others. A wrong operation on the
+right numbers is therefore missed.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from jaxtyping import Float, Int
 from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example
 from care_jax.decoding import reflection
-from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.metrics import wilson_interval
 from care_jax.programs import (
@@ -44,15 +45,15 @@ from care_jax.programs import (
     compile_to_decode_layout,
     rollout_sizes,
 )
-from care_jax.reopened import Reopened, run_command, sample_groups
+from care_jax.reopened import Reopened, check_cue, run_command, sample_groups
 from care_jax.rollout import contexts_of, verify
 from care_jax.run import Run, verifier_of
 from models import backbone
 
 GAIN = 0.3
 WRONG = 0.7
+ALL = "all"  # in the place of a source: every question
 _DRAWS = 2**31 - 2  # folded into the run's key; training folds in steps, evaluation one more
-_NO_CONTEXT = np.zeros(0, np.int32)
 WAYS = ("first", *reflection.MODES, "forced_right", "other_words")
 
 
@@ -60,7 +61,7 @@ class Rate(NamedTuple):
     """Successes among questions: a row of the table and of the CSV.
 
     Attributes:
-        source: of the questions; "all" for all of them.
+        source: of the questions; `ALL` for all of them.
         measure: one of `WAYS`, or "negative_is_wrong" for the share of nearest failures whose
             rationale is wrong.
         successes: may be a fraction: of "first", the mean over a group counts.
@@ -101,9 +102,9 @@ class Outcomes:
     def rates(self) -> list[Rate]:
         """The rates over all questions, then those by source."""
         sources, found = np.array(self.sources), []
-        for source in ("all", *sorted(set(self.sources))):
+        for source in (ALL, *sorted(set(self.sources) - {ALL})):
             for measure, values in self.values.items():
-                chosen = ~np.isnan(values) & ((sources == source) | (source == "all"))
+                chosen = ~np.isnan(values) & ((sources == source) | (source == ALL))
                 if chosen.any():
                     total = int(chosen.sum())
                     found.append(Rate(source, measure, float(values[chosen].sum()), total))
@@ -124,14 +125,17 @@ def probe(
         run: of one process.
         params: in the training layout.
         examples: the source.
-        num_questions: how many; a multiple of the shards of the decode batch.
+        num_questions: how many.
         other_words: text in the place of the cue; empty: not tried.
 
     Raises:
-        ValueError: no group has both outcomes, or the cue cannot be shuffled.
+        ValueError: no group has both outcomes, the cue cannot be shuffled, or `other_words` leave
+            no tokens to decode.
     """
     policy, config = run.policy, run.config
     reflection.cue_text(config.care.cue, "shuffled", seed=config.seed)  # before anything is decoded
+    if other_words:
+        check_cue(config, policy, other_words)
     rng = jax.random.fold_in(jax.random.key(config.seed), _DRAWS)
     clock = DeviceClock()
     attention = decoding_attention(run, rollout_sizes(run)[0])
@@ -144,15 +148,9 @@ def probe(
         values = {"first": tried.accs.mean(1)}
         forced = {mode: contexts_of(run, failures, mode) for mode in reflection.MODES}
         right = [_right_context(run, example) for example in asked]
-        # An answer must fit behind it.
-        has_right = np.array(
-            [0 < len(context) < config.rl.max_response_tokens for context in right]
-        )
+        has_right = np.array([len(context) > 0 for context in right])
         if has_right.any():
-            forced["forced_right"] = [
-                context if fits else _NO_CONTEXT
-                for context, fits in zip(right, has_right, strict=True)
-            ]
+            forced["forced_right"] = right
         if other_words:
             said = config.copy_and_resolve_references()
             said.care.cue = other_words
@@ -192,24 +190,36 @@ def probe(
 
 def is_other(rationale: str, right: str) -> bool:
     """Whether a rationale's numbers differ from the right one's; its words, where that has none."""
-    numbers = re.compile(r"\d+(?:\.\d+)?")
-    if numbers.search(right):
-        return sorted(numbers.findall(rationale)) != sorted(numbers.findall(right))
+    if numbers := _numbers(right):
+        return _numbers(rationale) != numbers
     return rationale.lower().split() != right.lower().split()
 
 
+def _numbers(text: str) -> list[float]:
+    """Its numbers by size; a minus is a sign unless a digit is before it, a comma may group."""
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    return sorted(map(float, re.findall(r"(?<!\d)-?\d+(?:\.\d+)?", text)))
+
+
 def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
-    """The data's rationale; the model closes the span, as its token may hold the next "<" too."""
+    """The data's rationale; empty without one, or if the answer would not fit behind it.
+
+    The model closes the span, as the token that does may hold the next "<" too.
+    """
     if not example.rationale:
-        return _NO_CONTEXT
+        return NO_CONTEXT
+    encode = functools.partial(run.policy.tokenizer.encode, add_special_tokens=False)
     tag = run.policy.think_tag
-    text = f"<{tag}>{example.rationale}</{tag}"
-    return np.array(run.policy.tokenizer.encode(text, add_special_tokens=False), np.int32)
+    context = f"<{tag}>{reflection.rationale_of(example.rationale, tag)}</{tag}"
+    whole = f"{context}><answer>{example.answer}</answer>"
+    has_room = len(encode(whole)) < run.config.rl.max_response_tokens  # with the end of the turn
+    return np.array(encode(context), np.int32) if has_room else NO_CONTEXT
 
 
 def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
     """The table of all questions, and whether the task is one for reflection."""
-    of_all = {rate.measure: rate for rate in rates if rate.source == "all"}
+    values = outcomes.values
+    of_all = {rate.measure: rate for rate in rates if rate.source == ALL}
     lines = [
         f"{name}: {len(outcomes.sources)} of {outcomes.num_questions} groups have both outcomes",
         f"{'answered':<18}{'right':>8}   95% interval",
@@ -217,19 +227,24 @@ def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
     for rate in of_all.values():
         interval = " to ".join(f"{bound:.1%}" for bound in rate.interval)
         lines.append(f"{rate.measure:<18}{rate.rate:>8.1%}   {interval}".rstrip())
-    if "forced_right" not in of_all:
+    why = ""
+    if "negative_is_wrong" not in values:
         why = "the data has no rationales"
-        if "negative_is_wrong" in of_all:
-            why = "behind every rationale of the data there is no room for an answer; raise "
-            why += "rl.max_response_tokens"
+    elif "forced_right" not in values:
+        why = "behind every rationale of the data there is no room for the answer; raise "
+        why += "rl.max_response_tokens"
+    elif np.isnan(gains := values["forced_right"] - values["resample"]).all():
+        why = "the reward function judged no question under both forced_right and resample"
+    if why:
         return [*lines, f"{why}: nothing is known of what a repair can gain"]
-    gain = of_all["forced_right"].rate - of_all["resample"].rate
+    gain, num_gains = round(float(np.nanmean(gains)), 9), int((~np.isnan(gains)).sum())
     wrong = of_all["negative_is_wrong"].rate
     is_task = gain >= GAIN and wrong >= WRONG
     return [
         *lines,
-        f"forced_right exceeds resample by {gain:.2f} (a task for reflection: {GAIN} or more), and "
-        f"{wrong:.0%} of the nearest failures have a wrong rationale ({WRONG:.0%} or more): "
+        f"over {num_gains} questions forced_right exceeds resample by {gain:.2f} (a task for "
+        f"reflection: {GAIN} or more), and {wrong:.0%} of the nearest failures have a wrong "
+        f"rationale ({WRONG:.0%} or more): "
         + ("a task for reflection" if is_task else "not a task for reflection"),
     ]
 
@@ -259,7 +274,7 @@ def run_main() -> None:
         )
         rates = outcomes.rates()
         print("\n".join(summary(outcomes, rates, name)))
-        path = pathlib.Path(out.value or run.workdir / f"probe_{name.split()[0]}.csv")
+        path = pathlib.Path(out.value or run.workdir / f"probe_{opened.stage}.csv")
         write_csv(path, rates, name)
         print(f"wrote {path}")
 

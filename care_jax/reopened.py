@@ -18,10 +18,11 @@ from care_jax.batch import Example
 from care_jax.config_checks import check_config, check_policy, fill_in
 from care_jax.data.pipeline import Batches
 from care_jax.decoding.queue import Request
-from care_jax.devices import mounts, xla_flags
+from care_jax.devices import mounts, workdir_lock, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.main import open_stage, policy_of
 from care_jax.method.select import Subgroup
+from care_jax.policy import Policy
 from care_jax.programs import RolloutPrograms
 from care_jax.rewards.verifier import Verifier
 from care_jax.rollout import verify
@@ -35,6 +36,7 @@ class Reopened(NamedTuple):
     Attributes:
         run: of one process.
         params: of the checkpoint, in the training layout.
+        stage: that the checkpoint is of: "sft", "rl", or "start" for the weights before both.
         name: of the checkpoint: "sft 1600", or where the run started from.
         examples: the training data of RL.
         num_questions: how many of them to ask.
@@ -42,6 +44,7 @@ class Reopened(NamedTuple):
 
     run: Run
     params: backbone.Params
+    stage: str
     name: str
     examples: Sequence[Example]
     num_questions: int
@@ -61,7 +64,7 @@ def run_command(act: Callable[[Reopened], None]) -> None:
         if len(argv) > 1:
             raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
         xla_flags.set_defaults(config.value.xla_preset)
-        run, examples = open_run(config.value, mounts.as_folder(workdir.value))
+        run, examples = open_run(config.value, mounts.as_folder(workdir.value), questions.value)
         act(Reopened(run, *checkpoint_of(run, stage.value), examples, questions.value))
 
     logging.set_verbosity(logging.WARNING)
@@ -73,41 +76,80 @@ def run_command(act: Callable[[Reopened], None]) -> None:
         sys.exit(f"error: {command_line.os_error(error, workdir.value)}")
 
 
-def open_run(config: ConfigDict, workdir: pathlib.Path) -> tuple[Run, Sequence[Example]]:
+def open_run(
+    config: ConfigDict, workdir: pathlib.Path, num_questions: int
+) -> tuple[Run, Sequence[Example]]:
     """The run of a configuration in its workdir, and its training data.
 
+    Args:
+        config: the run's, whatever its stages and objective.
+        workdir: its folder.
+        num_questions: how many different ones the data must have.
+
     Raises:
-        ValueError: bad configuration, or the data cannot be opened.
+        ValueError: bad configuration, or the data cannot be opened or has too few questions.
     """
     mesh = make_mesh(**config.mesh)
     config = fill_in(config, mesh)
     check_config(config, mesh)
+    check_config(_reflecting(config), mesh)
     policy = policy_of(config)
-    reflecting = config.copy_and_resolve_references()
-    reflecting.stages, reflecting.rl.objective = ("rl",), "care"  # whatever trains the policy
-    check_policy(reflecting, policy)
+    check_cue(config, policy)
+    examples = open_stage(config, "rl", bool(config.verifier.reward))
+    if num_questions > len(examples):
+        raise ValueError(
+            f"--questions must be at most {len(examples)}, which is what data.train has, got "
+            f"{num_questions}"
+        )
     no_metrics: Any = None
-    return Run(config, policy, mesh, workdir, no_metrics), open_stage(config, "rl")
+    return Run(config, policy, mesh, workdir, no_metrics), examples
 
 
-def checkpoint_of(run: Run, stage: str) -> tuple[backbone.Params, str]:
-    """The weights of a stage's last checkpoint and their name, or those that the run starts from.
+def check_cue(config: ConfigDict, policy: Policy, cue: str | None = None) -> None:
+    """Refuses a cue, by default the run's, that leaves no tokens to decode behind a rationale.
+
+    Raises:
+        ValueError: naming the key to change.
+    """
+    reflecting = _reflecting(config)
+    if cue is not None:
+        reflecting.care.cue = cue
+    check_policy(reflecting, policy)
+
+
+def _reflecting(config: ConfigDict) -> ConfigDict:
+    """The configuration with RL by CARE and its reflection, whatever trains the policy."""
+    config = config.copy_and_resolve_references()
+    config.stages, config.rl.objective = ("rl",), "care"
+    config.care.reflect, config.care.reflect_mode = True, "cue"
+    return config
+
+
+def checkpoint_of(run: Run, stage: str) -> tuple[backbone.Params, str, str]:
+    """The weights of a stage's last checkpoint, or those that the run starts from.
+
+    To open checkpoints removes what a save that was cut short has left, and so would break one that
+    is under way. The workdir is therefore locked meanwhile.
 
     Args:
         run: the run.
         stage: "sft", "rl", "start"; "" for the last of them that there is.
 
+    Returns:
+        the weights, the stage, and the name, see `Reopened`.
+
     Raises:
-        ValueError: there is no such checkpoint, or none that is whole.
+        ValueError: there is no such checkpoint, none that is whole, or the run is training.
     """
     stages = [stage] if stage else ["rl", "sft", "start"]
     for name in stages:
         if name == "start":
-            return run_weights.start(run), run.config.model.path or "random weights"
+            return run_weights.start(run), name, run.config.model.path or "random weights"
         if has_checkpoint(run, name):
-            with open_checkpoints(run, name) as saved:
-                step = saved.latest_whole_step()
-            return lora.merged(run_weights.restore(run, name, step)), f"{name} {step}"
+            with workdir_lock.held(run.workdir):
+                with open_checkpoints(run, name) as saved:
+                    step = saved.latest_whole_step()
+                return lora.merged(run_weights.restore(run, name, step)), name, f"{name} {step}"
     raise ValueError(
         f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
         "name another --workdir or --stage"
@@ -151,7 +193,7 @@ def sample_groups(
         params: in the decode layout.
         rng: of the draws.
         examples: the source.
-        num_questions: how many; a multiple of the shards of the decode batch.
+        num_questions: how many.
         verifier: compares answers.
 
     Raises:

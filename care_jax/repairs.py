@@ -32,6 +32,7 @@ from absl import flags
 from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example
 from care_jax.data import shards
+from care_jax.data.drawn import spaced
 from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
 from care_jax.devices.device_clock import DeviceClock
@@ -59,29 +60,31 @@ def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Ite
     for number, example in enumerate(tried.asked):
         texts, accs = tried.texts[number], tried.accs[number]
         anchor = int(tried.subgroup.anchor[number])
-        ending = _right_ending(example, texts[anchor], tag)
-        others = [
-            int(i)
-            for i in np.flatnonzero(accs >= 1)
-            if i != anchor or example.rationale  # the row ends in the anchor where data has none
-        ]
+        own = _own_ending(example, tag)
+        ending = own or _ending_of(texts[anchor], tag)
+        others = [int(i) for i in np.flatnonzero(accs >= 1) if own or i != anchor]
         first = int(tried.subgroup.hard_negative[number])
         if rng.random() < right_share and others:
             first = int(rng.choice(others))
         context = _context(run, texts[first])
         if ending is None or SPECIAL_TOKEN.search(context + ending):
             continue
-        gap = "" if context[-1:].isspace() or ending[:1].isspace() else " "
         yield dataclasses.replace(
-            example, id=f"{example.id}-repair", context=context, response=gap + ending
+            example, id=f"{example.id}-repair", context=context, response=spaced(context, ending)
         )
 
 
-def _right_ending(example: Example, anchor: str, tag: str) -> str | None:
-    """A right rationale, its closing tag and the answer; None if the anchor opens no rationale."""
-    if example.rationale and isinstance(example.answer, str):
-        return f"{example.rationale}</{tag}><answer>{example.answer}</answer>"
-    _, opening, ending = anchor.partition(f"<{tag}>")
+def _own_ending(example: Example, tag: str) -> str | None:
+    """The data's rationale, the closing tag and the answer; None if these are not texts of it."""
+    if not example.rationale or not isinstance(example.answer, str):
+        return None
+    rationale = reflection.rationale_of(example.rationale, tag)
+    return f"{rationale}</{tag}><answer>{example.answer}</answer>"
+
+
+def _ending_of(response: str, tag: str) -> str | None:
+    """What is behind the opening tag of a response; None if its rationale is not marked as one."""
+    _, opening, ending = response.partition(f"<{tag}>")
     return ending if opening and f"</{tag}>" in ending else None
 
 

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Int, PRNGKeyArray, Shaped
 
 from care_jax.batch import Example, Rollouts, Scores
 from care_jax.decoding import reflection
-from care_jax.decoding.queue import Request
+from care_jax.decoding.queue import NO_CONTEXT, Request
 from care_jax.devices import distributed
 from care_jax.method.select import Subgroup
 from care_jax.programs import RolloutPrograms
@@ -225,7 +225,7 @@ def contexts_of(
     """
     care, policy = run.config.care, run.policy
     if mode == "resample":
-        return [np.zeros(0, np.int32) for _ in failures]
+        return [NO_CONTEXT for _ in failures]
     return [
         reflection.context_tokens(
             reflection.rationale_of(failure, policy.think_tag),

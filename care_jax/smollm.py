@@ -235,6 +235,12 @@ def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
         )
     num_heads, width = file["llama.attention.head_count"], file["llama.embedding_length"]
     head_dim = width // num_heads
+    for key, plain in (("dimension_count", head_dim), ("scaling.type", "none")):
+        if (found := file.fields.get(f"llama.rope.{key}", plain)) != plain:
+            raise ValueError(
+                f"{file.path} must have plain rotary embeddings, 'llama.rope.{key}' {plain!r}, got "
+                f"{found!r}; pass the GGUF file of a SmolLM2"
+            )
     spatial = head_dim // 2 * 3 // 8  # as in the releases: a quarter for time
     text = TextConfig(
         num_layers=file["llama.block_count"],

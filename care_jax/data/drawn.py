@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection
 
 SPLITS = ("train", "test")
+_TEST_SHARE = 8  # one in this many keys belongs to the test split
 
 
 def check(
@@ -44,8 +46,16 @@ def check_index(index: int, num_examples: int) -> None:
         raise IndexError(f"index {index} is outside 0..{num_examples - 1}")
 
 
+def split_of(key: str) -> str:
+    """The split to which an example belongs that a key determines."""
+    return "test" if zlib.crc32(key.encode()) % _TEST_SHARE == 0 else "train"
+
+
 def repair(wrong: str, cue: str, right: str) -> tuple[str, str]:
-    """A rationale with the cue, and the right rationale; a space is between any two."""
-    before = "" if cue[:1].isspace() else " "
-    after = "" if cue[-1:].isspace() else " "
-    return f"{wrong}{before}{cue}", f"{after}{right}"
+    """A rationale with the cue, joined as in RL, and the right rationale behind a space."""
+    return f"{wrong}{cue}", spaced(cue, right)
+
+
+def spaced(before: str, text: str) -> str:
+    """A text with a space in front, unless what is before it ends in one or it starts with one."""
+    return text if before[-1:].isspace() or text[:1].isspace() else f" {text}"

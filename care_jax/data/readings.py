@@ -3,8 +3,8 @@
 The pictures are the diagrams of `synthetic`. A rationale counts the shapes, states the number that
 was read, and names the operation; only the answer has the result:
 
-    <think>I look at the picture and count the circles one by one. There are 4. The question asks
-    for 2 more, so it must be the sum of both numbers.</think><answer>6</answer>
+    <think>I look at the picture and count the circles one by one. There are 4. The question is
+    about 2 more, so the answer must be the sum of both numbers.</think><answer>6</answer>
 
 Wording and order vary. The teacher of the cold start makes two mistakes, each for half of the
 kinds of question, and neither where the other could be:
@@ -92,10 +92,11 @@ class ReadingsSource(Sequence[Example]):
         num_examples: length of the sequence.
         seed: different seeds draw different examples of the same split.
         split: "train" or "test".
-        misread_share: probability in [0, 1] that the response of a `MISREAD` kind states a wrong
-            reading. `Example.rationale` and `Example.answer` are always right.
-        teacher_error: probability in [0, 1] that the response of a `MISCOMPUTED` kind ends in a
-            wrong result.
+        misread_share: probability in [0, 1] that the response of a `MISREAD` kind, in a row that is
+            no repair, states a wrong reading. `Example.rationale` and `Example.answer` are always
+            right.
+        teacher_error: probability in [0, 1] that the response of a `MISCOMPUTED` kind, in a row
+            that is no repair, ends in a wrong result.
         cue_share: probability in [0, 1] that a response is a repair, with the right answer.
         cue: the repair cue.
         think_tag: name of the tag around the rationale.

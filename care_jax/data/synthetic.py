@@ -19,7 +19,6 @@ that demonstrate the repair cue: they end in the true answer.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -52,7 +51,6 @@ _NUM_BARS = (2, 3)
 _CHART_HEIGHT = 4 * CELL  # pixels
 _BACKGROUND = (255, 255, 255)
 _INK = (40, 40, 40)
-_TEST_SHARE = 8  # one in this many content keys belongs to the test split
 
 # kind -> (question, rationale, a rationale with the wrong operation). `a` is the shape or bar asked
 # about, `b` the other bar or the number. Rationales do not state the result; only the answer does.
@@ -180,8 +178,7 @@ def texts() -> Iterator[str]:
 
 
 def split_of(picture: Diagram | _Chart, question: str) -> str:
-    key = f"{dataclasses.astuple(picture)}{question}".encode()
-    return "test" if zlib.crc32(key) % _TEST_SHARE == 0 else "train"
+    return drawn.split_of(f"{dataclasses.astuple(picture)}{question}")
 
 
 def mistake(answer: str) -> str:

@@ -17,7 +17,6 @@ another answer; a problem without such a one, as most comparisons are, shows no 
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +39,6 @@ UNITS = (
     ("feet", "inches", 12),
 )
 _NOTES = (20, 50, 100, 200)  # what is paid with
-_TEST_SHARE = 8  # one in this many keys belongs to the test split
 
 # kind -> wordings; `x` and `y` are names, `things` what is counted.
 _QUESTIONS = {
@@ -138,7 +136,7 @@ class WordProblems(Sequence[Example]):
         rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         while True:
             problem = _SAMPLERS[kind](rng, is_far)
-            if is_far or _split_of(kind, problem.numbers) == self.split:
+            if is_far or drawn.split_of(f"{kind}{problem.numbers}") == self.split:
                 break
         x, y = _draw_names(rng)
         fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
@@ -165,7 +163,7 @@ class WordProblems(Sequence[Example]):
 def worked(
     problem: _Problem, slip: tuple[int, int] | None = None
 ) -> tuple[str, str, tuple[int, ...]]:
-    """The rationale, the answer and the results of the steps but the last.
+    """The rationale, the answer and the results of the steps but the last; a tie has no answer.
 
     Args:
         problem: what is solved.
@@ -186,7 +184,7 @@ def worked(
 
 
 def _wrong_rationales(problem: _Problem) -> list[str]:
-    """The rationales with one slip, of one or from 20 on also of ten, that miss the answer.
+    """The rationales with one slip, of one or from 20 on also of ten, that reach another answer.
 
     Those that go below zero are left out: nobody would write them.
     """
@@ -201,12 +199,8 @@ def _wrong_rationales(problem: _Problem) -> list[str]:
     return [
         text
         for text, other, reached in found
-        if other != answer and min(reached) >= 0 and not other.startswith("-")
+        if other not in ("", answer) and min(reached) >= 0 and not other.startswith("-")
     ]
-
-
-def _split_of(kind: str, numbers: tuple[int, ...]) -> str:
-    return "test" if zlib.crc32(f"{kind}{numbers}".encode()) % _TEST_SHARE == 0 else "train"
 
 
 def _draw(rng: np.random.Generator, low: int, high: int, *, is_round: bool = True) -> int:
@@ -284,7 +278,8 @@ def _compare(rng: np.random.Generator, is_far: bool) -> _Problem:
     def solve(step: Step) -> tuple[str, str]:
         first = step(f"{x}: {n} x {a}", n * a)
         second = step(f"{y}: {m} x {b}", m * b)
-        return f"Compare {first} and {second}.", x if first > second else y
+        more = "" if first == second else x if first > second else y
+        return f"Compare {first} and {second}.", more
 
     numbers = (*min((n, a), (m, b)), *max((n, a), (m, b)))
     return _Problem(numbers, {"x": x, "y": y, "n": n, "a": a, "m": m, "b": b}, solve)

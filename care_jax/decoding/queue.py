@@ -35,7 +35,7 @@ from care_jax.run import Run
 from models import backbone
 from models.config import BackboneConfig
 
-_NO_CONTEXT = np.zeros(0, np.int32)
+NO_CONTEXT = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Request:
 
     place: int
     prompt: TokenizedPrompt
-    context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: _NO_CONTEXT)
+    context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: NO_CONTEXT)
     limits: Int[np.ndarray, " G"] | None = None
 
 

@@ -216,7 +216,7 @@ def opened(make_run, questions, policy):
         for example in questions(LENGTHS)
     ]
     params = backbone.init(policy.config, jax.random.key(0))
-    return Reopened(run, params, "sft 7", examples, len(examples))
+    return Reopened(run, params, "sft", "sft 7", examples, len(examples))
 
 
 @pytest.fixture

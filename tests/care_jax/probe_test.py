@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rollout_script import CUE, LENGTHS, Script, said
 
-from care_jax import probe, reopened
+from care_jax import probe
 from care_jax.programs import rollout_sizes
 from models import backbone
 
@@ -133,7 +133,26 @@ def test_a_rationale_that_leaves_no_room_for_an_answer_is_not_forced(probed):
     assert "forced_right" not in forced
     assert outcomes.values["negative_is_wrong"].tolist() == [1.0] * 4
     told = probe.summary(outcomes, outcomes.rates(), "sft 3")[-1]
-    assert "no room for an answer; raise rl.max_response_tokens" in told
+    assert "no room for the answer; raise rl.max_response_tokens" in told
+
+
+def test_room_is_for_the_whole_answer(probed, policy):
+    """Of 48 tokens `room` remain behind the context; the answer and the end of the turn need 6."""
+    needs = len(policy.tokenizer.encode("><answer>3</answer>")) + 1
+    for room, is_forced in ((needs, True), (needs - 1, False)):
+        context = policy.tokenizer.encode("<think>So 3 and 2.</think")
+        _, forced, _, _ = probed(rationale="So {} and 2." + " no" * (48 - room - len(context)))
+        assert ("forced_right" in forced) == is_forced
+
+
+def test_tags_in_the_datas_rationale_are_taken_off(probed):
+    _, forced, _, _ = probed(rationale="<think>So {}.</think> Done.")
+    assert forced["forced_right"] == {i: f"<think>So {i}.</think" for i in MIXED}
+
+
+def test_words_that_leave_no_room_are_refused_before_anything_is_decoded(probed):
+    with pytest.raises(ValueError, match=r"and a cue of \d+ tokens leave no token"):
+        probed(other_words=" no" * 40)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +164,10 @@ def test_a_rationale_that_leaves_no_room_for_an_answer_is_not_forced(probed):
         ("It is 1.5", "It is 1.5", False),
         ("Count the  Circles.", "Count the circles.", False),
         ("Look at the circles.", "Count the circles.", True),
+        ("It costs 1,000 dollars.", "It costs 1000.0 dollars.", False),
+        ("One of 1,2 and 3", "One of 12 and 3", True),
+        ("So x = -4", "So x = 4", True),
+        ("7-3 and 9 - 2", "9, 7, 3, 2", False),
     ],
 )
 def test_rationales_differ_by_their_numbers_or_without_any_by_their_words(
@@ -173,6 +196,33 @@ def test_verdict_needs_both_the_gain_and_wrong_rationales(forced_right, wrong, v
     *lines, last = probe.summary(outcomes, outcomes.rates(), "sft 3")
     assert lines[0] == "sft 3: 4 of 9 groups have both outcomes"
     assert last.endswith(verdict)
+
+
+def told_of(**values):
+    outcomes = outcomes_of(**values)
+    return probe.summary(outcomes, outcomes.rates(), "sft 3")[-1]
+
+
+def test_the_gain_is_over_questions_with_both_answers():
+    """Where the data has no rationale a fresh rollout's answer says nothing of the gain."""
+    nan = np.nan
+    some = {"forced_right": [1, 0.7, nan, nan], "negative_is_wrong": [1, 1, nan, nan]}
+    told = told_of(resample=[0.7, 0.4, 1, 1], **some)  # 0.7 - 0.4 is less than 0.3 in floats
+    assert told.startswith("over 2 questions forced_right exceeds resample by 0.30 (")
+    assert told.endswith("): a task for reflection")
+    assert told_of(resample=[1, 0.4, 0, 0], **some).endswith("not a task for reflection")
+
+
+@pytest.mark.parametrize("failed", ["resample", "forced_right"])
+def test_a_judge_that_failed_is_said_to_have(failed):
+    values = {"resample": [0, 1, 0, 0], "forced_right": [1] * 4, "negative_is_wrong": [1] * 4}
+    told = told_of(**values | {failed: [np.nan] * 4})
+    assert told.startswith("the reward function judged no question under both")
+
+
+def test_a_source_named_as_the_total_is_not_counted_twice():
+    outcomes = dataclasses.replace(outcomes_of(resample=[0, 1, 0, 0]), sources=["all"] * 4)
+    assert outcomes.rates() == [probe.Rate("all", "resample", 1.0, 4)]
 
 
 def test_csv_has_every_rate_with_its_interval(tmp_path):
@@ -211,7 +261,7 @@ def test_groups_without_both_outcomes_are_refused(probed, monkeypatch):
 
 def test_real_programs_decode_every_way(opened):
     """With random weights: contexts are kept, rows are at most T long, draws differ by way."""
-    run, params, _, examples, _ = opened
+    run, params, examples = opened.run, opened.params, opened.examples
     outcomes = probe.probe(run, params, examples, len(examples), other_words=" So.")
     assert set(outcomes.values) == {*probe.WAYS, "negative_is_wrong"}
     assert len(outcomes.sources) >= 4
@@ -219,8 +269,3 @@ def test_real_programs_decode_every_way(opened):
         assert set(outcomes.values[way].tolist()) <= {0.0, 1.0}
     again = probe.probe(run, params, examples, len(examples))  # the other draws stay as they are
     assert all((again.values[way] == outcomes.values[way]).all() for way in probe.WAYS[:-1])
-
-
-def test_a_checkpoint_that_is_not_there_is_named(make_run):
-    with pytest.raises(ValueError, match=r"expected a checkpoint in .*checkpoints/rl, found none"):
-        reopened.checkpoint_of(make_run({}), "rl")

@@ -64,6 +64,28 @@ def test_the_datas_own_rationale_is_taken_where_there_is_one(tried):
         assert row.response == f" I see {i}</think><answer>{i}</answer>"
 
 
+def test_tags_in_the_datas_rationale_are_taken_off(tried):
+    run, groups = tried(rationale="I see")
+    groups.asked[:] = [
+        dataclasses.replace(example, rationale=f"<think>{example.rationale}</think> Done.")
+        for example in groups.asked
+    ]
+    for i, row in rows_of(run, groups).items():
+        assert row.response == f" I see {i}</think><answer>{i}</answer>"
+
+
+def test_an_answer_that_is_no_text_has_the_anchors_ending_and_another_beginning(tried):
+    run, groups = tried(rationale="I see")
+    third = [example.answer for example in groups.asked].index("3")
+    groups.asked[:] = [dataclasses.replace(groups.asked[third], answer=[3])] * 4
+    for name in ("anchor", "hard_negative"):
+        getattr(groups.subgroup, name)[:] = getattr(groups.subgroup, name)[third]
+    groups.texts[:], groups.accs[:] = groups.texts[third], groups.accs[third]
+    for row in repairs.repair_rows(run, groups, right_share=1.0, seed=0):
+        assert row.context == f"<think>row 1 of 3{CUE}"
+        assert row.response == " row 0 of 3</think><answer>3</answer>"
+
+
 def test_some_rows_begin_with_a_right_rationale_that_is_not_their_own(tried):
     """Without rationales in the data only question 3 has a second right response."""
     rows = rows_of(*tried(), right_share=1.0)

@@ -74,7 +74,9 @@ def permuted(kernel, num_heads):
     return kernel.swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path, model, *, left_out=(), more=(), pre="smollm", architecture="llama"):
+def write_gguf(
+    path, model, *, left_out=(), more=(), pre="smollm", architecture="llama", rotary=None
+):
     """A GGUF file of a Llama and a tokenizer of single bytes and one merge."""
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *smollm.RENAMED, *symbols(), "in"]
     writer = gguf.GGUFWriter(path, architecture)
@@ -89,6 +91,9 @@ def write_gguf(path, model, *, left_out=(), more=(), pre="smollm", architecture=
         writer.add_uint32(f"llama.{key}", SHAPE[value])
     writer.add_float32("llama.rope.freq_base", SHAPE["rope_theta"])
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", SHAPE["rms_norm_eps"])
+    if rotary:
+        writer.add_string("llama.rope.scaling.type", rotary)
+    writer.add_rope_dimension_count(SHAPE["hidden_size"] // SHAPE["num_attention_heads"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -229,6 +234,7 @@ def test_a_run_on_word_problems_trains_evaluates_and_exports(small, tmp_path, mo
         ({"pre": "llama-bpe"}, r"tokenizer \('gpt2', 'smollm'\), got \('gpt2', 'llama-bpe'\)"),
         ({"left_out": ("model.norm.weight",)}, r"more or fewer: \['output_norm.weight'\]"),
         ({"more": [("rope_freqs.weight", torch.ones(8))]}, r"fewer: \['rope_freqs.weight'\]"),
+        ({"rotary": "linear"}, r"'llama.rope.scaling.type' 'none', got 'linear'"),
     ],
 )
 def test_a_file_of_another_model_is_refused_by_name(change, message, tmp_path):

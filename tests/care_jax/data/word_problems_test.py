@@ -139,7 +139,8 @@ def concluded(rationale):
         return str(OPERATIONS[found[2]](int(found[1]), int(found[3])))
     if found := re.fullmatch(r"Compare (\d+) and (\d+)", last):
         first, second = re.findall(r"([A-Z][a-z]+): ", rationale)
-        return first if int(found[1]) > int(found[2]) else second
+        difference = int(found[1]) - int(found[2])
+        return first if difference > 0 else second if difference else ""
     rest, day = re.fullmatch(r"Go (\d+) days on from (\w+)", last).groups()
     return DAYS[(DAYS.index(day) + int(rest)) % 7]
 
@@ -165,7 +166,7 @@ def test_a_slip_leads_to_another_answer_and_not_below_zero():
     for example in WordProblems(3500, cue_share=1.0, cue=CUE):
         if wrong := example.context.removeprefix("<think>").removesuffix(CUE):
             reached = concluded(wrong)  # which reads no number below zero
-            assert reached != example.answer and not reached.startswith("-"), wrong
+            assert reached not in ("", example.answer) and not reached.startswith("-"), wrong
 
 
 def test_every_wording_occurs():
