@@ -5,7 +5,8 @@ The probe takes a checkpoint, samples a group for each question, keeps the group
 outcomes, and answers their questions once more in each of these ways:
 
 - resample: a fresh rollout.
-- cue, no_cue, shuffled: behind the rationale of the nearest failure, see `decoding.reflection`.
+- cue, no_cue, shuffled: behind the rationale of the nearest failure, see `decoding.reflection`. A
+  cue of one word has no other order, and is not shuffled.
 - forced_right: the answer alone, behind the data's own rationale.
 - other_words: as cue, with those of `--other_words` in its place, if they are given.
 
@@ -14,8 +15,8 @@ if forced_right exceeds resample by `GAIN` over the same questions, and the near
 rationale is wrong in `WRONG` of the groups for which the data has a rationale.
 
 A rationale counts as wrong if the numbers in it are not those of the data's rationale, in whatever
-order and notation; where that has no numbers, if its words are others. A wrong operation on the
-right numbers is therefore missed.
+order; where that has no numbers, if its words are others. A wrong operation on the right numbers is
+therefore missed. 1,000 is 1000 and .5 is 0.5, but 1/2 is not.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from care_jax.attention_check import decoding_attention
 from care_jax.batch import Example
 from care_jax.decoding import reflection
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
+from care_jax.devices import mounts
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.metrics import wilson_interval
 from care_jax.programs import (
@@ -88,11 +90,12 @@ class Outcomes:
     """What came of the N questions whose group had both outcomes.
 
     Attributes:
-        num_questions: that were asked; N of them are in the arrays.
+        num_questions: different ones that were asked; N of them are in the arrays.
         sources: name of the source of each question.
-        values: by measure, see `Rate`, each question's value in [0, 1]; NaN where the data has no
-            rationale for "forced_right" and "negative_is_wrong", and where a reward function failed
-            to judge the answer.
+        values: by measure, see `Rate`, each question's value in [0, 1]. NaN of "forced_right" and
+            "negative_is_wrong" where the data has no rationale, of the former also where behind it
+            is no room for the answer, and of every second answer that a reward function failed to
+            judge.
     """
 
     num_questions: int
@@ -129,24 +132,25 @@ def probe(
         other_words: text in the place of the cue; empty: not tried.
 
     Raises:
-        ValueError: no group has both outcomes, the cue cannot be shuffled, or `other_words` leave
-            no tokens to decode.
+        ValueError: no group has both outcomes, or `other_words` leave no tokens to decode.
     """
     policy, config = run.policy, run.config
-    reflection.cue_text(config.care.cue, "shuffled", seed=config.seed)  # before anything is decoded
     if other_words:
         check_cue(config, policy, other_words)
     rng = jax.random.fold_in(jax.random.key(config.seed), _DRAWS)
+    first_rng, again_rng = jax.random.split(rng)
     clock = DeviceClock()
     attention = decoding_attention(run, rollout_sizes(run)[0])
     programs = compile_rollout(run, clock, attention)
     decode_params = compile_to_decode_layout(run)(params)
     with verifier_of(run) as verifier:
-        tried = sample_groups(run, programs, decode_params, rng, examples, num_questions, verifier)
+        tried = sample_groups(
+            run, programs, decode_params, first_rng, examples, num_questions, verifier
+        )
         asked, requests = tried.asked, tried.requests
         failures = tried.texts[np.arange(len(asked)), tried.subgroup.hard_negative]
         values = {"first": tried.accs.mean(1)}
-        forced = {mode: contexts_of(run, failures, mode) for mode in reflection.MODES}
+        forced = {mode: contexts_of(run, failures, mode) for mode in _modes(config.care.cue)}
         right = [_right_context(run, example) for example in asked]
         has_right = np.array([len(context) > 0 for context in right])
         if has_right.any():
@@ -165,12 +169,13 @@ def probe(
             attention=attention,
         )
         queue = DecodeQueue(run, decoding, sizes, clock)
-        for number, (way, contexts) in enumerate(forced.items(), start=1):
+        for way, contexts in forced.items():
             again = [
                 dataclasses.replace(request, context=context)
                 for request, context in zip(requests, contexts, strict=True)
             ]
-            decoded = queue.decode(decode_params, jax.random.fold_in(rng, number), again)
+            way_rng = jax.random.fold_in(again_rng, WAYS.index(way))
+            decoded = queue.decode(decode_params, way_rng, again)
             repaired = verify(run, decoded, asked, verifier)
             assert repaired is not None
             is_judged = repaired.is_judged[:, 0]
@@ -181,11 +186,17 @@ def probe(
     if has_rationale.any():
         rationales = [reflection.rationale_of(text, policy.think_tag) for text in failures]
         is_wrong = [
-            is_other(rationale, example.rationale)
+            is_other(rationale, reflection.rationale_of(example.rationale, policy.think_tag))
             for rationale, example in zip(rationales, asked, strict=True)
         ]
         values["negative_is_wrong"] = np.where(has_rationale, is_wrong, np.nan)
-    return Outcomes(num_questions, [example.source for example in asked], values)
+    return Outcomes(tried.num_asked, [example.source for example in asked], values)
+
+
+def _modes(cue: str) -> list[str]:
+    """How a failure's rationale is continued; a cue of one word cannot be shuffled."""
+    can_shuffle = len(set(cue.split())) > 1
+    return [mode for mode in reflection.MODES if mode != "shuffled" or can_shuffle]
 
 
 def is_other(rationale: str, right: str) -> bool:
@@ -196,9 +207,11 @@ def is_other(rationale: str, right: str) -> bool:
 
 
 def _numbers(text: str) -> list[float]:
-    """Its numbers by size; a minus is a sign unless a digit is before it, a comma may group."""
+    """Its numbers by size. A comma may group digits; a minus behind a number is no sign."""
+    text = text.replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
-    return sorted(map(float, re.findall(r"(?<!\d)-?\d+(?:\.\d+)?", text)))
+    text = re.sub(r"(?<=[\d)])\s*-|(?<=[^\W\d])-", " ", text)
+    return sorted(map(float, re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)", text)))
 
 
 def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
@@ -274,7 +287,9 @@ def run_main() -> None:
         )
         rates = outcomes.rates()
         print("\n".join(summary(outcomes, rates, name)))
-        path = pathlib.Path(out.value or run.workdir / f"probe_{opened.stage}.csv")
+        path = run.workdir / f"probe_{opened.stage}.csv"
+        if out.value:
+            path = mounts.as_folder(out.value, flag="--out")
         write_csv(path, rates, name)
         print(f"wrote {path}")
 

@@ -122,6 +122,7 @@ def _reflecting(config: ConfigDict) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.stages, config.rl.objective = ("rl",), "care"
     config.care.reflect, config.care.reflect_mode = True, "cue"
+    config.keep_best = 0  # needs evaluations, of which those of the stage here may be none
     return config
 
 
@@ -160,7 +161,7 @@ class Tried(NamedTuple):
     """Groups with both outcomes: N questions, G rollouts of each.
 
     Attributes:
-        num_asked: questions, of which N had both.
+        num_asked: different questions, of which N had both.
         asked: the questions.
         requests: for decoding them again.
         texts: of the rollouts.
@@ -185,7 +186,10 @@ def sample_groups(
     num_questions: int,
     verifier: Verifier,
 ) -> Tried:
-    """Asks the first questions of a source's shuffled stream.
+    """Asks the first questions of a source's shuffled stream, each once.
+
+    A small part of a mixture gives its questions repeatedly. Groups with an answer that a reward
+    function failed to judge are left out.
 
     Args:
         run: of one process.
@@ -193,12 +197,13 @@ def sample_groups(
         params: in the decode layout.
         rng: of the draws.
         examples: the source.
-        num_questions: how many.
+        num_questions: how many to draw.
         verifier: compares answers.
 
     Raises:
         ValueError: no group has both outcomes.
     """
+    decode_rng, select_rng = jax.random.split(rng)
     asked, prompts = Batches(
         examples,
         run.policy.prompts,
@@ -206,20 +211,30 @@ def sample_groups(
         seed=run.config.seed,
         num_workers=run.config.data.num_workers,
     ).batch(0)
+    drawn = {(example.source, example.id): i for i, example in reversed([*enumerate(asked)])}
+    first = sorted(drawn.values())  # of each question
+    asked, prompts = [asked[i] for i in first], [prompts[i] for i in first]
     requests = [Request(place, prompt) for place, prompt in enumerate(prompts)]
-    places = np.arange(num_questions, dtype=np.int32)
-    tried = verify(run, programs.decode(params, rng, requests), asked, verifier)
+    places = np.arange(len(asked), dtype=np.int32)
+    tried = verify(run, programs.decode(params, decode_rng, requests), asked, verifier)
     assert tried is not None
-    subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, rng, places))
-    kept = np.flatnonzero(subgroup.has_update & ~subgroup.is_rescue)
+    subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, select_rng, places))
+    is_judged = tried.is_judged.all(1)
+    for number, what in (
+        (num_questions - len(asked), "drawn questions, which were drawn before"),
+        (int((~is_judged).sum()), "groups, in which the reward function judged not every answer"),
+    ):
+        if number:
+            logging.warning("leaving out %d %s", number, what)
+    kept = np.flatnonzero(subgroup.has_update & ~subgroup.is_rescue & is_judged)
     if not len(kept):
         raise ValueError(
-            f"expected groups with both outcomes, got none among {num_questions} questions, "
+            f"expected groups with both outcomes, got none among {len(asked)} questions, "
             f"{tried.scores.acc.mean():.1%} of whose answers are right; raise --questions, or "
             "name another checkpoint"
         )
     return Tried(
-        num_asked=num_questions,
+        num_asked=len(asked),
         asked=[asked[i] for i in kept],
         requests=[requests[i] for i in kept],
         texts=tried.texts[kept],

@@ -21,13 +21,17 @@ CUED = (0, 4)  # those that a cue repairs
 def probed(make_run, questions, policy, monkeypatch):
     """Probes scripted programs; returns the outcomes, and by way what each question was given."""
 
-    def probed(rationale="So {} and 2.", failure=None, reward=None, other_words=""):
+    def probed(
+        rationale="So {} and 2.", failure=None, reward=None, other_words="", cue=CUE, ids=()
+    ):
         examples = [
             dataclasses.replace(
                 example, source=f"kind_{i % 2}", rationale=rationale.format(example.answer)
             )
             for i, example in enumerate(questions(LENGTHS))
         ]
+        for i, name in enumerate(ids):
+            examples[i] = dataclasses.replace(examples[i], id=name)
         script = Script(policy, examples, ACCS, CUED)
         script.failure = failure or (lambda i, g: said(f"So {i + g} and 2.", 99))
         forced, sizes_seen = [], []
@@ -41,7 +45,7 @@ def probed(make_run, questions, policy, monkeypatch):
                 for number, request in enumerate(requests):
                     i = script.index_of[len(request.prompt.tokens)]
                     given[i] = policy.tokenizer.decode(request.context)
-                    is_cued = given[i].endswith(CUE)
+                    is_cued = given[i].endswith(cue)
                     is_right = i in CUED if is_cued else "</think" in given[i]
                     ending = "><answer>" if "</think" in given[i] else " So</think><answer>"
                     row = script.response(f"{ending}{i if is_right else 98}</answer>")
@@ -51,7 +55,7 @@ def probed(make_run, questions, policy, monkeypatch):
 
         monkeypatch.setattr(probe, "compile_rollout", lambda *_: script.programs())
         monkeypatch.setattr(probe, "DecodeQueue", Queue)
-        run = make_run({"care.cue": CUE, "rl.max_response_tokens": 48})
+        run = make_run({"care.cue": cue, "rl.max_response_tokens": 48})
         run = dataclasses.replace(run, reward=reward)
         params = backbone.init(policy.config, jax.random.key(0))
         outcomes = probe.probe(run, params, examples, len(examples), other_words=other_words)
@@ -146,8 +150,33 @@ def test_room_is_for_the_whole_answer(probed, policy):
 
 
 def test_tags_in_the_datas_rationale_are_taken_off(probed):
-    _, forced, _, _ = probed(rationale="<think>So {}.</think> Done.")
+    rationale = "<think>So {0}.</think><answer>{0}</answer>"
+    outcomes, forced, _, _ = probed(rationale, failure=lambda i, g: said(f"So {i}.", 99))
     assert forced["forced_right"] == {i: f"<think>So {i}.</think" for i in MIXED}
+    assert outcomes.values["negative_is_wrong"].tolist() == [0.0] * 4
+
+
+def test_a_cue_of_one_word_is_not_shuffled(probed):
+    outcomes, forced, _, _ = probed(cue=" Wait,")
+    assert "shuffled" not in outcomes.values and "shuffled" not in forced
+    assert forced["cue"] == {i: f"<think>So {i + 2} and 2. Wait," for i in MIXED}
+
+
+def test_groups_whose_first_tries_were_not_all_judged_are_left_out(probed):
+    def reward(question, responses, example):
+        accs = [{"acc": f"<answer>{example.answer}<" in text} for text in responses]
+        return [None, *accs[1:]] if example.answer == "3" else accs
+
+    outcomes, forced, _, _ = probed(reward=reward)
+    assert outcomes.num_questions == 6 and len(outcomes.sources) == 3
+    assert sorted(forced["cue"]) == [0, 4, 5]
+
+
+def test_a_question_that_is_drawn_again_is_asked_once(probed):
+    """Questions 0 and 4 have one source and id, 3 and 5 another."""
+    outcomes, forced, _, _ = probed(ids=("q0", "q1", "q2", "q3", "q0", "q3"))
+    assert outcomes.num_questions == 4 and len(forced["cue"]) == 2
+    assert len({0, 4} & set(forced["cue"])) == len({3, 5} & set(forced["cue"])) == 1
 
 
 def test_words_that_leave_no_room_are_refused_before_anything_is_decoded(probed):
@@ -167,6 +196,10 @@ def test_words_that_leave_no_room_are_refused_before_anything_is_decoded(probed)
         ("It costs 1,000 dollars.", "It costs 1000.0 dollars.", False),
         ("One of 1,2 and 3", "One of 12 and 3", True),
         ("So x = -4", "So x = 4", True),
+        ("So x = \N{MINUS SIGN}4", "So x = -4", False),
+        ("One half is .5", "0.5 is one half", False),
+        ("10 -3 and (2) -1", "10, 3, 2, 1", False),
+        ("At step-3", "At step 3", False),
         ("7-3 and 9 - 2", "9, 7, 3, 2", False),
     ],
 )

@@ -76,6 +76,7 @@ def test_questions_are_not_asked_twice(opened):
         {"care.reflect_mode": "resample"},
         {"rl.objective": "grpo"},
         {"stages": ("sft",)},
+        {"stages": ("sft",), "sft.eval_every": 10, "keep_best": 1},
     ],
 )
 def test_what_a_second_decode_needs_is_checked_whatever_the_run_trains(opened, changes):
