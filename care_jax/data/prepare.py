@@ -32,6 +32,7 @@ from care_jax.data.dedup import Content, DuplicateIndex, content_of
 from care_jax.data.pipeline import TOO_LONG
 from care_jax.data.sources import check_section, open_source, options_of
 from care_jax.data.tokenizer import open_tokenizer
+from care_jax.devices import mounts
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 
 LEFT_OUT = "left_out.jsonl"
@@ -303,7 +304,8 @@ def run_main() -> None:
     def main(argv: Sequence[str]) -> None:
         if len(argv) > 1 or config.value is None or not out.value:
             raise ValueError("expected --config=FILE --out=FOLDER and --config.<key>=<value> alone")
-        print("\n".join(summary(prepare(config.value, pathlib.Path(out.value)))))
+        folder = mounts.as_folder(out.value, flag="--out")
+        print("\n".join(summary(prepare(config.value, folder))))
 
     try:
         app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))

@@ -36,28 +36,30 @@ class _Mount(NamedTuple):
     kind: str
 
 
-def as_folder(workdir: str | os.PathLike[str], table: pathlib.Path = _TABLE) -> pathlib.Path:
+def as_folder(
+    workdir: str | os.PathLike[str], table: pathlib.Path = _TABLE, *, flag: str = "--workdir"
+) -> pathlib.Path:
     """The folder that a user named; of gs://bucket/folder, a folder of a mount made here.
 
     pathlib alone would make a local folder `gs:` of it. The mount outlives this process, and the
     next one finds it.
 
     Args:
-        workdir: a folder or an address.
+        workdir: a folder, which may begin with ~, or an address.
         table: of the mounts, in the format of /proc/self/mounts.
+        flag: that named it, for messages.
 
     Raises:
         ValueError: another address, or the bucket cannot be mounted.
     """
     found = _URL.fullmatch(os.fspath(workdir))
     if not found:
-        return pathlib.Path(workdir)
+        return pathlib.Path(workdir).expanduser()
     scheme, bucket, rest = found.groups()
     if scheme != "gs" or not _BUCKET.fullmatch(bucket):
         raise ValueError(
-            "expected a folder or gs://bucket/folder as --workdir, got "
-            f"{scheme}://{bucket}/{rest}; mount the bucket on every host and set --workdir to a "
-            "folder of the mount"
+            f"expected a folder or gs://bucket/folder as {flag}, got {scheme}://{bucket}/{rest}; "
+            f"mount the bucket on every host and set {flag} to a folder of the mount"
         )
     caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     point = caches / "care_jax" / "buckets" / bucket
@@ -68,8 +70,8 @@ def as_folder(workdir: str | os.PathLike[str], table: pathlib.Path = _TABLE) -> 
         place = pathlib.Path(elsewhere[-1] if elsewhere else f"/mnt/{bucket}")
         command = "" if elsewhere else f" ({' '.join(_GCSFUSE)} {bucket} {place})"
         raise ValueError(
-            f"--workdir={scheme}://{bucket}/{rest} cannot be mounted at {point}: {error}; mount "
-            f"the bucket on every host{command} and set --workdir={place / rest}"
+            f"{flag}={scheme}://{bucket}/{rest} cannot be mounted at {point}: {error}; mount "
+            f"the bucket on every host{command} and set {flag}={place / rest}"
         ) from error
     return point / rest
 

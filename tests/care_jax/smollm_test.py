@@ -247,7 +247,8 @@ def test_a_file_of_another_model_is_refused_by_name(change, message, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gguf=a.gguf"], "--out to be set"),
+        (["--gguf=a.gguf"], "expected --out=FOLDER, got none; name the folder to write"),
+        (["--out=x", "a.gguf"], "got 'a.gguf'; leave it out"),
         (["--out=x", "--gguf=absent.gguf"], "--gguf must name a file, got 'absent.gguf'"),
         (["--out=x", f"--gguf={__file__}"], "must be a whole GGUF file"),
         (["--out=x", "--into=y"], "into"),

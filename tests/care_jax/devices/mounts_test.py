@@ -101,10 +101,21 @@ def test_a_bucket_is_mounted_once_and_its_folder_taken(home, capfd, address):
     assert capfd.readouterr().err == f"gs://my-bucket is mounted at {point}\n"
 
 
-def refusal(address, table):
+def test_a_folder_may_be_one_of_the_home(home):
+    """bash leaves ~ alone behind `--workdir=`."""
+    assert as_folder("~/runs", home / "mounts") == home / "runs"
+    assert as_folder("a/~/runs", home / "mounts") == pathlib.Path("a/~/runs")
+
+
+def refusal(address, table, **options):
     with pytest.raises(ValueError) as refused:
-        as_folder(address, table)
+        as_folder(address, table, **options)
     return str(refused.value)
+
+
+def test_the_flag_that_named_it_is_told(home):
+    told = refusal("s3://my-bucket/a", home / "mounts", flag="--out")
+    assert "as --out, got s3://my-bucket/a; mount" in told and "set --out to a folder" in told
 
 
 def test_without_gcsfuse_the_line_says_how_to_mount_it_or_where_it_is(home, tmp_path):
