@@ -13,8 +13,8 @@ def check(
     num_examples: int,
     split: str,
     *,
-    kinds: Collection[str] = (),
-    known: Collection[str] = (),
+    kinds: Collection[str],
+    known: Collection[str],
     **shares: float,
 ) -> None:
     """Refuses the settings of a source that cannot be drawn.
@@ -23,7 +23,7 @@ def check(
         num_examples: length of the source.
         split: one of `SPLITS`.
         kinds: of question that it is to ask.
-        known: those that it can ask; empty if it has no choice.
+        known: those that it can ask.
         shares: probabilities by name.
 
     Raises:
@@ -33,7 +33,7 @@ def check(
         raise ValueError(f"num_examples must be at least 1, got {num_examples}")
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    if known and (not kinds or not set(kinds) <= set(known)):
+    if not kinds or not set(kinds) <= set(known):
         raise ValueError(f"kinds must be taken from {', '.join(known)}, got {kinds}")
     for name, share in shares.items():
         if not 0.0 <= share <= 1.0:

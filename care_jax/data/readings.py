@@ -43,7 +43,7 @@ from care_jax.data.synthetic import (
 
 MISREAD = ("sum", "missing")
 MISCOMPUTED = ("difference", "twice")
-KINDS = ("sum", "difference", "missing", "twice")  # asked in turn
+KINDS = ("sum", "difference", "missing", "twice")
 
 _RIGHT_PREFIX = 0.15  # share of the repairs whose first rationale is right
 # kind -> question. `a` is the shape, `b` the number.
@@ -92,6 +92,7 @@ class ReadingsSource(Sequence[Example]):
         num_examples: length of the sequence.
         seed: different seeds draw different examples of the same split.
         split: "train" or "test".
+        kinds: kinds of question, asked in turn; a subset of `KINDS`.
         misread_share: probability in [0, 1] that the response of a `MISREAD` kind, in a row that is
             no repair, states a wrong reading. `Example.rationale` and `Example.answer` are always
             right.
@@ -105,6 +106,7 @@ class ReadingsSource(Sequence[Example]):
     num_examples: int
     seed: int = 0
     split: str = "train"
+    kinds: tuple[str, ...] = KINDS
     misread_share: float = 0.0
     teacher_error: float = 0.0
     cue_share: float = 0.0
@@ -115,6 +117,8 @@ class ReadingsSource(Sequence[Example]):
         drawn.check(
             self.num_examples,
             self.split,
+            kinds=self.kinds,
+            known=KINDS,
             misread_share=self.misread_share,
             teacher_error=self.teacher_error,
             cue_share=self.cue_share,
@@ -125,7 +129,7 @@ class ReadingsSource(Sequence[Example]):
 
     def __getitem__(self, index: int) -> Example:
         drawn.check_index(index, self.num_examples)
-        kind = KINDS[index % len(KINDS)]
+        kind = self.kinds[index % len(self.kinds)]
         rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         while True:
             diagram, b = _sample(rng, kind)

@@ -1,13 +1,15 @@
 """Word problems drawn on demand: text alone, with rationales that write the steps out.
 
-An example is a pure function of (seed, split, index), as in `care_jax.data.synthetic`. The kinds
-are sums, differences, products, change, comparisons, the calendar and units. A rationale has two or
-three steps. The last names an operation whose result is the answer, so that an answer is computed
-and not copied; the steps before it state their results.
+An example is a pure function of (seed, split, kinds, index), as in `care_jax.data.synthetic`. The
+kinds are sums, differences, products, change, comparisons, the calendar and units. A rationale has
+two or three steps. The last names an operation whose result is the answer, so that an answer is
+computed and not copied; the steps before it state their results.
 
-The splits never share the numbers of a problem, whatever its wording: `crc32(kind and numbers) % 8`
-assigns them to a split. Every other round of the test split asks about larger numbers than the
-training split has; the source of these examples ends in "_far", as in "word_problems/total_far".
+The splits never share the calculation of a problem, whatever its wording:
+`crc32(kind and numbers) % 8` assigns it to a split. Every other round of the test split asks about
+larger numbers than the training split has; the source of these examples ends in "_far", as in
+"word_problems/total_far". The test split asks for no calculation twice while there is another of
+the kind: some kinds have only 14 to 17 with numbers in the range of training.
 
 In the rows that demonstrate the repair cue, a rationale with a slip in one of its steps and the cue
 are the context, which is not learnt, and the right rationale is the response. The slip leads to
@@ -17,6 +19,7 @@ another answer; a problem without such a one, as most comparisons are, shows no 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +42,7 @@ UNITS = (
     ("feet", "inches", 12),
 )
 _NOTES = (20, 50, 100, 200)  # what is paid with
+_FRUITLESS = 1000  # draws in a row without a new calculation: all are taken to have been drawn
 
 # kind -> wordings; `x` and `y` are names, `things` what is counted.
 _QUESTIONS = {
@@ -70,7 +74,7 @@ _QUESTIONS = {
     "calendar": (
         "Today is {day}. What day of the week is it in {d} days?",
         "A parcel was sent on a {day} and arrives {d} days later. On what day does it arrive?",
-        "{x} leaves on a {day} for {d} days. On what day of the week is {x} back?",
+        "{x} leaves on a {day} and is back {d} days later. What day of the week is that?",
     ),
     "units": (
         "How many {small} are {n} {large} and {b} {small}?",
@@ -88,7 +92,7 @@ class _Problem:
     """A problem before it is put into words.
 
     Attributes:
-        numbers: what determines the calculation; the splits share none.
+        numbers: what determines the calculation, within a kind.
         fields: of the wordings.
         solve: calls its argument for every step but the last; gives the last and the answer.
     """
@@ -105,7 +109,7 @@ class WordProblems(Sequence[Example]):
     Attributes:
         num_examples: length of the sequence.
         seed: different seeds draw different examples of the same split.
-        split: "train" or "test"; the two share no problem, whatever the seeds.
+        split: "train" or "test"; the two share no calculation, whatever the seeds.
         kinds: kinds of problem, asked in turn; a subset of `KINDS`.
         cue_share: probability in [0, 1] that the response repairs a wrong rationale, where a slip
             makes it wrong.
@@ -131,13 +135,9 @@ class WordProblems(Sequence[Example]):
 
     def __getitem__(self, index: int) -> Example:
         drawn.check_index(index, self.num_examples)
-        turn, place = divmod(index, len(self.kinds))
-        kind, is_far = self.kinds[place], self.split == "test" and turn % 2 == 1
-        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
-        while True:
-            problem = _SAMPLERS[kind](rng, is_far)
-            if is_far or drawn.split_of(f"{kind}{problem.numbers}") == self.split:
-                break
+        kind, is_far = self._kind_of(index)
+        rng = self._rng(index)
+        problem = self._distinct[index] if self.split == "test" else self._problem(rng, index)
         x, y = _draw_names(rng)
         fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
         wordings = _QUESTIONS[kind]
@@ -158,6 +158,43 @@ class WordProblems(Sequence[Example]):
             response=f"{taught}</{tag}><answer>{answer}</answer>",
             context=context,
         )
+
+    def _kind_of(self, index: int) -> tuple[str, bool]:
+        """(kind, whether its numbers are larger than those of the training split)."""
+        turn, place = divmod(index, len(self.kinds))
+        return self.kinds[place], self.split == "test" and turn % 2 == 1
+
+    def _rng(self, index: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+
+    def _problem(self, rng: np.random.Generator, index: int) -> _Problem:
+        kind, is_far = self._kind_of(index)
+        while True:
+            problem = _SAMPLERS[kind](rng, is_far)
+            if is_far or drawn.split_of(f"{kind}{problem.numbers}") == self.split:
+                return problem
+
+    @functools.cached_property
+    def _distinct(self) -> list[_Problem]:
+        """Every problem in turn, none twice before the others of its kind and range were drawn."""
+        problems: list[_Problem] = []
+        asked: dict[tuple[str, bool], set[tuple[int, ...]]] = {}
+        num_all: dict[tuple[str, bool], int] = {}  # of those of which there are no others
+        for index in range(self.num_examples):
+            rng, kind = self._rng(index), self._kind_of(index)
+            seen = asked.setdefault(kind, set())
+            if len(seen) == num_all.get(kind):
+                seen.clear()
+            for _ in range(_FRUITLESS):
+                problem = self._problem(rng, index)
+                if problem.numbers not in seen:
+                    break
+            else:
+                num_all[kind] = len(seen)
+                seen.clear()
+            seen.add(problem.numbers)
+            problems.append(problem)
+        return problems
 
 
 def worked(
@@ -310,7 +347,8 @@ def _units(rng: np.random.Generator, is_far: bool) -> _Problem:
         whole = step(f"{n} {large}: {n} x {size}", n * size)
         return f"Then {whole} + {b}.", str(whole + b)
 
-    return _Problem((unit, n, b), {"large": large, "small": small, "n": n, "b": b}, solve)
+    # Hours in minutes and minutes in seconds are one calculation.
+    return _Problem((size, n, b), {"large": large, "small": small, "n": n, "b": b}, solve)
 
 
 _SAMPLERS: dict[str, Callable[[np.random.Generator, bool], _Problem]] = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from care_jax.data.readings import KINDS, MISCOMPUTED, MISREAD, ReadingsSource
+from care_jax.data.sources import open_source
 from care_jax.data.synthetic import CELL
 
 RESPONSE = re.compile(r"<think>(.+)</think><answer>(.+)</answer>")
@@ -109,6 +110,12 @@ def test_splits_share_no_question_about_a_picture():
     assert not seen["train"] & seen["test"]
 
 
+def test_it_is_a_source_by_name_and_asks_for_the_kinds_named():
+    source = open_source("readings", num_examples=4, kinds=("twice", "sum"))
+    kinds = [example.source for example in source]
+    assert kinds == ["readings/twice", "readings/sum"] * 2
+
+
 def test_wordings_and_orders_vary():
     source = ReadingsSource(400)
     forms = {re.sub(r"\d|circle|square|triangle", "", source[i].rationale) for i in range(400)}
@@ -119,6 +126,7 @@ def test_wordings_and_orders_vary():
     ("options", "message"),
     [
         ({"num_examples": 0}, "num_examples must be at least 1, got 0"),
+        ({"kinds": ("count",)}, "kinds must be taken from sum, difference, missing, twice, got"),
         ({"split": "dev"}, "split must be one of train, test, got 'dev'"),
         ({"misread_share": 1.5}, r"misread_share must lie in \[0, 1\], got 1.5"),
     ],

@@ -1,12 +1,21 @@
 """Word problems: right answers, true steps, one slip before a cue, splits that share no numbers."""
 
+import collections
 import operator
 import re
 
 import pytest
 
 from care_jax.data.sources import open_source
-from care_jax.data.word_problems import DAYS, FAR, KINDS, NAMES, UNITS, WordProblems
+from care_jax.data.word_problems import (
+    _QUESTIONS,
+    DAYS,
+    FAR,
+    KINDS,
+    NAMES,
+    UNITS,
+    WordProblems,
+)
 from care_jax.rewards.verifier import Verifier, parse_text
 
 RESPONSE = re.compile(r"<think>(.+)</think><answer>(.+)</answer>")
@@ -91,11 +100,16 @@ def test_an_example_depends_on_seed_split_and_index_alone():
     assert sum(first[i].question != other[i].question for i in range(50)) > 45
 
 
+def calculation(example):
+    """The rationale without names and units, which does not depend on the wording."""
+    words = (*NAMES, *(name for large, small, _ in UNITS for name in (large, small)))
+    return re.sub("|".join(words), "", example.rationale)
+
+
 def test_splits_share_no_calculation_whatever_the_seeds():
     def calculations(split):
-        """The rationales without names, which do not depend on the wording."""
         return {
-            re.sub("|".join(NAMES), "", example.rationale)
+            calculation(example)
             for seed in range(3)
             for example in WordProblems(3500, seed=seed, split=split)
         }
@@ -103,6 +117,19 @@ def test_splits_share_no_calculation_whatever_the_seeds():
     train, test = calculations("train"), calculations("test")
     assert len(train) > 3000 and len(test) > 1000
     assert not train & test
+
+
+def test_the_test_split_asks_for_a_calculation_again_only_when_all_were_asked_for():
+    """A kind has at least 14 of each range, and 196 questions have 14 rounds."""
+    of_kind = collections.defaultdict(list)
+    for example in WordProblems(14 * 2 * 7 * 6, split="test", seed=3):
+        of_kind[example.source].append(calculation(example))
+    for source, asked in of_kind.items():
+        assert len(set(asked[:14])) == 14, source
+        times = collections.Counter(asked).values()
+        assert max(times) - min(times) <= 1, source
+    change, total = (len(set(of_kind[f"word_problems/{kind}"])) for kind in ("change", "total"))
+    assert change < 20 and total == 84  # the one pool is exhausted, the other is not
 
 
 def test_every_other_round_of_the_test_split_has_numbers_that_training_has_not():
@@ -170,11 +197,10 @@ def test_a_slip_leads_to_another_answer_and_not_below_zero():
 
 
 def test_every_wording_occurs():
-    starts = {
-        (kind_of(example), re.sub(r"\d+|[A-Z][a-z]+ ", "", example.question)[:12])
-        for example in WordProblems(1400)
-    }
-    assert len(starts) >= 3 * len(KINDS) - 2
+    questions = [example.question for example in WordProblems(700)]
+    for wording in (wording for wordings in _QUESTIONS.values() for wording in wordings):
+        form = re.compile(re.sub(r"\\{\w+\\}", r"\\w+", re.escape(wording)))
+        assert any(map(form.fullmatch, questions)), wording
 
 
 def test_it_is_a_source_by_name():
