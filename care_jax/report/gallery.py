@@ -22,8 +22,19 @@ from care_jax.report.groups import choose
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page; 1 if there is nothing to show."""
+    """Writes the page; 1 if there is nothing to show or a file cannot be read or written."""
     args = _parse(argv)
+    try:
+        return _write(args)
+    except OSError as error:
+        print(
+            f"error: {error.strerror}: {error.filename}; name another --workdir or --out",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _write(args: argparse.Namespace) -> int:
     paths = [args.workdir / name for name in ("rollouts.1.jsonl", "rollouts.jsonl")]
     groups = [
         group for group in read_groups(paths) if args.first_step <= group["step"] <= args.last_step
@@ -40,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is None:
         print(page)
     else:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(page + "\n", encoding="utf-8")
         print(f"wrote {args.out}, {len(chosen)} of {len(groups)} prompts")
     return 0
@@ -73,14 +85,13 @@ def lines_of(group: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "| | role | distance to the anchor | A_raw | A | verdict | response |"
     yield "|---|---|---|---|---|---|---|"
-    cue = repair["cue"] if repair else ""
-    for cells, equal in itertools.groupby(group["responses"], lambda r: _cells(r, cue)):
+    for cells, equal in itertools.groupby(group["responses"], lambda r: _cells(r, group)):
         numbers = ", ".join(str(response["number"]) for response in equal)
         yield f"| {' | '.join([numbers, *cells])} |"
     yield ""
 
 
-def _cells(response: Mapping[str, Any], cue: str) -> tuple[str, ...]:
+def _cells(response: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[str, ...]:
     """What stands in the row of a response, but for its number."""
     return (
         response["role"],
@@ -88,14 +99,27 @@ def _cells(response: Mapping[str, Any], cue: str) -> tuple[str, ...]:
         _number(response["raw"]),
         _number(response["advantage"]),
         ", ".join([response["verdict"], *response["notes"]]),
-        _with_cue(response["text"], cue, response["role"]),
+        _with_cue(response, group),
     )
 
 
-def _with_cue(text: str, cue: str, role: str) -> str:
-    """The text of a response, the cue of a reflected one in bold."""
-    before, found, after = text.partition(cue) if cue and role == "reflected" else (text, "", "")
-    return f"{_text(before)} **{_text(found)}** {_text(after)}" if found else _text(text)
+def _with_cue(response: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """The text of a response, the forced cue of a reflected one in bold."""
+    text, given = response["text"], _given(response, group)
+    cue = group["repair"]["cue"] if given else ""
+    if not cue or not given.endswith(cue):
+        return _text(text)
+    return f"{_text(given.removesuffix(cue))} **{_text(cue)}** {_text(text[len(given) :])}"
+
+
+def _given(response: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """The forced start of a response, context and cue; empty if there is none, or not known.
+
+    Logs of older runs do not say how long it is.
+    """
+    if response["role"] != "reflected":
+        return ""
+    return response["text"][: group["repair"].get("num_given", 0)]
 
 
 def _number(value: float | None) -> str:
@@ -104,10 +128,17 @@ def _number(value: float | None) -> str:
 
 
 def _text(value: Any) -> str:
-    """What a model or dataset wrote, on one line and without any meaning in Markdown or HTML."""
+    """What a model or dataset wrote, on one line, without any meaning in Markdown or HTML.
+
+    GitHub makes links and mentions of rendered text, where an escaped @ is an @ again. A zero-width
+    space, &#8203;, keeps it from mentions, e-mail addresses, URLs and numbers of issues.
+    """
     line = " ".join(str(value).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", line)
+    line = re.sub(r"([\\`*_{}\[\]()#+!|~$])", r"\\\1", line)
+    # At the start: items of lists, rules, the line below a heading.
+    line = re.sub(r"^(\d+(?=\.( |$))|(?=[-=]))", r"\1\\", line)
+    return re.sub(r"@|:(?=//)|www(?=\.)|#(?=\d)", r"\g<0>&#8203;", line)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

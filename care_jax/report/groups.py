@@ -289,13 +289,16 @@ def _repair(
     if sampled.raw is None or not sampled.has_reflection[index]:
         return None
     failed = responses[int(sampled.subgroup.hard_negative[index])]
+    given = [text for kind, text in responses[-1]["segments"] if kind in ("context", "cue")]
     return {
         "of": failed["number"],
         "cue": wording.cue,
         "before": failed["answer"],
         "after": responses[-1]["answer"],
         # `care.reflect_credit = "prompt_only"` removes the context from the row.
-        "has_context": any(kind in ("context", "cue") for kind, _ in responses[-1]["segments"]),
+        "has_context": bool(given),
+        # Characters of context and cue, with which the text begins.
+        "num_given": len("".join(given)),
     }
 
 

@@ -65,8 +65,11 @@ class RolloutLog:
 
 
 def read_lines(path: pathlib.Path) -> list[str]:
-    """The lines of a file; not `splitlines`, for which U+2028 in a response ends a line too."""
-    return path.read_text(encoding="utf-8").split("\n")
+    """The lines of a file; not `splitlines`, for which U+2028 in a response ends a line too.
+
+    A kill may have cut the last line inside a character.
+    """
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")
 
 
 def _is_before(line: str, step: int) -> bool:

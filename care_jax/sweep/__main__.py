@@ -58,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, name)
     ]
     if done:
-        flags = [*chosen, *overrides]
-        print(write_results(experiment, done, workdir, args.base, flags), flush=True)
+        write_results(experiment, done, workdir, args.base, [*chosen, *overrides])
     return 1 if failures else 0
 
 
@@ -69,8 +68,8 @@ def write_results(
     workdir: pathlib.Path,
     base: str,
     flags: Sequence[str],
-) -> str:
-    """Writes table and figure of finished trials to `workdir/<experiment>`; returns the table.
+) -> None:
+    """Writes table and figure of finished trials to `workdir/<experiment>`; prints the table.
 
     Args:
         flags: the command's other flags, for the note below the table.
@@ -98,8 +97,9 @@ def write_results(
         f"`{' '.join([command, *flags])}` at commit {', '.join(filter(None, commits)) or '?'}.",
     )
     columns = columns_of(experiment.columns, outcomes)
-    write_figure(folder, arms, experiment.reference, experiment.panels, experiment.title)
-    return write_table(folder, arms, experiment.reference, columns, experiment.title, notes)
+    reference, title = experiment.reference, experiment.title
+    print(write_table(folder, arms, reference, columns, title, notes), flush=True)
+    write_figure(folder, arms, reference, experiment.panels, title)
 
 
 def _print_done(trial: Trial) -> None:

@@ -95,7 +95,6 @@ def _measured(name: str) -> Panel:
                 continue
             values = list(of_seed.values())
             mean, half = mean_interval(values)
-            half = 0.0 if math.isnan(half) else half
             axes.plot(values, [row] * len(values), "o", color=color, alpha=0.35, markersize=4)
             axes.errorbar([mean], [row], xerr=[half], fmt="D", color=color, capsize=3, markersize=5)
             points += [_point(arm, seed, value, row) for seed, value in of_seed.items()]
@@ -149,10 +148,7 @@ def _curve(
                 for values in zip(*curve, strict=True)
                 if math.isfinite(values[1])
             ]
-            points += [
-                _point(arm, None, *values)
-                for values in zip(x, mean, mean - half, mean + half, strict=True)
-            ]
+            points += _means(arm, x, mean, half)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         if points:
@@ -176,24 +172,24 @@ def _binned(x: np.ndarray, y: np.ndarray, num_bins: int) -> curves.Curve:
 
 
 def _interval(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and half-width of the interval over the seeds that have a value; 0 for one seed."""
+    """Mean and half-width of the 95% interval over the finite values; NaN where undefined."""
     values = [value for value in values if math.isfinite(value)]
-    mean, half = mean_interval(values) if values else (math.nan, math.nan)
-    return mean, 0.0 if math.isnan(half) else half
+    return mean_interval(values) if values else (math.nan, math.nan)
 
 
 def _by_step(metric: str, y_label: str, *, scale: float = 1.0) -> Panel:
     """A metric against the steps done before its rollouts."""
 
     def curve_of(outcome: Outcome) -> curves.Curve:
-        values = outcome.kl_ref() if metric == "kl_ref" else outcome.series(metric)
-        return np.arange(len(values), dtype=float), scale * values
+        steps, _ = curves.rollouts(outcome)  # raises NotLogged for a run without RL
+        return steps, scale * (outcome.kl_ref() if metric == "kl_ref" else outcome.series(metric))
 
     return _curve(curve_of, "steps", y_label, num_bins=_BINS)
 
 
 def _rollouts_by_tokens(outcome: Outcome) -> curves.Curve:
-    return outcome.series("decoded_tokens") / 1e6, 100 * outcome.series("acc")
+    _, acc = curves.rollouts(outcome)
+    return outcome.series("decoded_tokens") / 1e6, 100 * acc
 
 
 def _held_out_by_step(outcome: Outcome) -> curves.Curve:
@@ -257,17 +253,12 @@ def _buckets(name: str, sign: int, x_label: str, y_label: str) -> Panel:
                 continue
             counts = np.concatenate([sample.num_negatives for sample in samples])
             values = np.concatenate([getattr(sample, name) for sample in samples])
-            drawn = [
-                _point(arm, None, float(count) ** (sign / 2), mean, mean - half, mean + half)
-                for count in np.unique(counts)
-                for mean, half in [_interval(values[counts == count])]
-            ]
-            x, y, low = ([each[key] for each in drawn] for key in ("x", "y", "low"))
-            half = np.array(y) - np.array(low)
+            x, mean, half = _by_count(counts, values)
+            x = x ** (sign / 2)
             axes.errorbar(
-                x, y, yerr=half, fmt="o-", color=color, capsize=3, markersize=3, label=arm
+                x, mean, yerr=half, fmt="o-", color=color, capsize=3, markersize=3, label=arm
             )
-            points += drawn
+            points += _means(arm, x, mean, half)
         if points:
             ends = np.array([min(each["x"] for each in points), max(each["x"] for each in points)])
             axes.plot(ends, sign * ends, "--", color="#666666", linewidth=1, label="α = 1")
@@ -296,15 +287,9 @@ def _alpha_buckets(axes: Axes, arms: Arms, reference: str) -> list[Point]:
         for what, marker in (("ratio", "o"), *zip(FORMULAS, ("_", "x"), strict=True)):
             values = np.concatenate([getattr(sample, what) for sample in samples])
             name = f"{arm} {'measured' if what == 'ratio' else what}"
-            drawn = [
-                _point(name, None, int(count), mean, mean - half, mean + half)
-                for count in np.unique(counts)
-                for mean, half in [_interval(values[counts == count])]
-            ]
-            x, y, low = ([each[key] for each in drawn] for key in ("x", "y", "low"))
-            half = np.array(y) - np.array(low)
-            axes.errorbar(x, y, yerr=half, fmt=marker, color=color, capsize=3, label=name)
-            points += drawn
+            x, mean, half = _by_count(counts, values)
+            axes.errorbar(x, mean, yerr=half, fmt=marker, color=color, capsize=3, label=name)
+            points += _means(name, x.astype(int), mean, half)
     axes.set_xlabel("K′")
     axes.set_ylabel("A_raw of the anchor / √K′")
     if points:
@@ -313,7 +298,21 @@ def _alpha_buckets(axes: Axes, arms: Arms, reference: str) -> list[Point]:
     return points
 
 
-def _point(arm, seed, x, y, low=None, high=None) -> Point:
+def _by_count(counts: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """(K', mean, half-width of its interval) of the groups' values, for each K'."""
+    rows = [(count, *_interval(values[counts == count])) for count in np.unique(counts)]
+    return tuple(np.array(rows, float).reshape(-1, 3).T)
+
+
+def _means(arm: str, x: np.ndarray, mean: np.ndarray, half: np.ndarray) -> list[Point]:
+    return [
+        _point(arm, None, *values) for values in zip(x, mean, mean - half, mean + half, strict=True)
+    ]
+
+
+def _point(arm, seed, x, y, low=math.nan, high=math.nan) -> Point:
+    """A plotted point; its bounds are None, an empty cell, if it has no interval."""
+    low, high = (None if math.isnan(bound) else bound for bound in (low, high))
     return {"arm": arm, "seed": seed, "x": x, "y": y, "low": low, "high": high}
 
 

@@ -1,11 +1,12 @@
-"""What a finished trial left behind, as measures and panels read it."""
+"""What a finished trial left behind, as measures and panels read it: metrics, and rollouts."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,41 @@ class Outcome:
         return np.cumsum(self.series("rescue_rate")) * self.config["rl"]["prompts_per_step"]
 
 
+def logged_groups(workdir: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Every group of a run as in `rollouts.jsonl`, of all processes.
+
+    Raises:
+        NotLogged: the run kept no rollouts, or has dropped those of its first steps.
+    """
+    processes = set()
+    for path in sorted(workdir.glob("rollouts*.jsonl")):  # the former file of a process first
+        process = path.name.partition(".")[0]
+        with path.open(encoding="utf-8") as lines:
+            for group in map(json.loads, lines):
+                if process not in processes and group["step"] > 0:
+                    raise NotLogged(
+                        "set report.rollouts_megabytes higher: the rollouts before step "
+                        f"{group['step']} are dropped"
+                    )
+                processes.add(process)
+                yield group
+    if not processes:
+        raise NotLogged("set report.rollouts_megabytes above 0")
+
+
 def with_shared_tokens(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes, each with the decoded tokens that all outcomes of its seed have reached."""
+    """The outcomes, each with the decoded tokens that all outcomes of its seed have reached.
+
+    Those without RL, which decode nothing, do not count, and have NaN.
+    """
     reached: dict[int, float] = {}
     for outcome in outcomes:
-        last = outcome.series("decoded_tokens")[-1] if outcome.steps else math.nan
-        reached[outcome.seed] = np.minimum(reached.get(outcome.seed, math.inf), last)
+        if outcome.steps:
+            last = outcome.series("decoded_tokens")[-1]
+            reached[outcome.seed] = np.minimum(reached.get(outcome.seed, math.inf), last)
     return [
         dataclasses.replace(outcome, shared_tokens=float(reached[outcome.seed]))
+        if outcome.steps
+        else outcome
         for outcome in outcomes
     ]

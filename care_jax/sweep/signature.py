@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ import scipy.stats
 from jaxtyping import Float, Int
 
 from care_jax.method.diagnostics import predicted_alphas
-from care_jax.sweep.outcome import NotLogged, Outcome
+from care_jax.sweep.outcome import Outcome, logged_groups
 
 FORMULAS = ("text", "appendix")  # of the paper: with K'+1, and with K'
 
@@ -62,24 +61,8 @@ def sample_of(outcome: Outcome) -> Sample:
 
 @functools.cache  # measures and panels of one run ask for it in turn
 def _read(workdir: pathlib.Path) -> Sample:
-    first: dict[str, int] = {}  # step of each process's oldest line
-    found = []
-    for path in sorted(workdir.glob("rollouts*.jsonl")):
-        process = path.name.partition(".")[0]
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                group = json.loads(line)
-                first[process] = min(first.get(process, group["step"]), group["step"])
-                values = _values(group["responses"])
-                if values is not None:
-                    found.append(values)
-    if not first:
-        raise NotLogged("set report.rollouts_megabytes above 0")
-    if dropped := max(first.values()):
-        raise NotLogged(
-            f"set report.rollouts_megabytes higher: the rollouts before step {dropped} are dropped"
-        )
-    return _sample(found)
+    found = (_values(group["responses"]) for group in logged_groups(workdir))
+    return _sample([values for values in found if values is not None])
 
 
 def _values(responses: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | None:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from sampled_group import CUE, WORDING, make_sampled
+from sampled_group import CUE, HOSTILE, RIGHT, WORDING, make_sampled
 
 from care_jax.report import gallery
 from care_jax.report.rollout_log import RolloutLog
@@ -66,6 +66,36 @@ def test_responses_stand_by_role_with_the_cue_in_bold(workdir):
     assert f"response {group['repair']['of']} left its answer {before}." in page(workdir)
 
 
+FAILURE = "<think>So 3. Wait, that is wrong. So 4.</think><answer>4</answer>"
+REPAIR = " So 5. Wait, that is wrong. So 2.</think><answer>2</answer>"
+ENDING = r"So 5. Wait, that is wrong. So 2.&lt;/think&gt;&lt;answer&gt;2&lt;/answer&gt; |"
+
+
+def reflected(workdir, *, given, is_old=False):
+    """The text of the reflected response in place of FAILURE; an old log lacks `num_given`."""
+    (workdir / "rollouts.jsonl").unlink()
+    log = RolloutLog(workdir, max_megabytes=64, wording=WORDING)
+    log.add(0, make_sampled((RIGHT, FAILURE, HOSTILE, RIGHT), given=given, repair=REPAIR))
+    if is_old:
+        group = json.loads(log.path.read_text())
+        del group["repair"]["num_given"]
+        log.path.write_text(json.dumps(group) + "\n")
+    (text,) = (row[-1] for row in rows_of(page(workdir)) if row[1] == "reflected")
+    return text
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_of_several_cues_the_forced_one_is_bold_if_its_place_is_logged(workdir, is_old):
+    text = reflected(workdir, given=f"<think>So 3. Wait, that is wrong. So{CUE}", is_old=is_old)
+    cue = CUE.strip() if is_old else f"**{CUE.strip()}**"
+    assert text == f"&lt;think&gt;So 3. Wait, that is wrong. So {cue} {ENDING}"
+
+
+def test_what_the_model_wrote_itself_is_no_forced_cue(workdir):
+    """Under `care.reflect_credit = "prompt_only"` the context is not in the text."""
+    assert reflected(workdir, given="") == ENDING
+
+
 def test_equal_neighbours_share_a_row_and_no_others(workdir):
     group = json.loads((workdir / "rollouts.jsonl").read_text().splitlines()[0])
     one = group["responses"][1]
@@ -95,6 +125,44 @@ def test_what_a_model_wrote_has_no_meaning_on_the_page(workdir):
     assert rows_of(page(workdir))[0][-1] == (
         r"a \| b \# c \`d\` \[e\]\(f\) \!\[g\] &amp; &lt;h&gt; \\\*i\* Wait, that is wrong. |"
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("1. Find x", r"1\. Find x"),
+        ("12) Find x", r"12\) Find x"),
+        ("- a - b", r"\- a - b"),
+        ("+ a", r"\+ a"),
+        ("= a", r"\= a"),
+        ("---", r"\---"),
+        ("7.", r"7\."),
+        ("1.5. Then 2.", "1.5. Then 2."),
+        ("https://a.b/c and ftp://d", "https:&#8203;//a.b/c and ftp:&#8203;//d"),
+        ("www.a.b, i@a.b", "www&#8203;.a.b, i@&#8203;a.b"),
+        ("@user, #12", r"@&#8203;user, \#&#8203;12"),
+    ],
+)
+def test_no_text_is_a_list_a_link_or_a_mention(workdir, written, shown):
+    group = json.loads((workdir / "rollouts.jsonl").read_text().splitlines()[0])
+    group |= {"question": written, "choices": [written]}
+    group["responses"][0]["text"] = written
+    (workdir / "rollouts.jsonl").write_text(json.dumps(group) + "\n")
+    text = page(workdir)
+    assert f"> {shown}\n> - {shown}\n" in text
+    assert rows_of(text)[0][-1] == f"{shown} |"
+
+
+def test_a_folder_that_is_missing_is_created_and_one_that_cannot_be_is_an_error(workdir, capsys):
+    out = workdir / "new" / "folder" / "page.md"
+    assert gallery.main([f"--workdir={workdir}", f"--out={out}"]) == 0
+    assert out.read_text().startswith("### Step 0")
+    capsys.readouterr()
+    for path in (out.parent, out / "page.md"):
+        assert gallery.main([f"--workdir={workdir}", f"--out={path}"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and line.endswith("; name another --workdir or --out")
+        assert str(out.parent) in line
 
 
 def test_the_older_file_comes_first(workdir):

@@ -76,7 +76,8 @@ def test_components_of_a_reward_function_stand_with_their_response():
 def test_what_the_reflection_changed_is_told_apart_from_what_it_was_given():
     group = groups.describe(make_sampled(), 0, WORDING)
     assert group["repair"] == {
-        "of": 2, "cue": CUE, "before": "3", "after": "2", "has_context": True
+        "of": 2, "cue": CUE, "before": "3", "after": "2", "has_context": True,
+        "num_given": len(CONTEXT + CUE),
     }  # fmt: skip
     assert group["responses"][3]["segments"] == [
         ["context", CONTEXT],
@@ -164,6 +165,11 @@ def test_a_context_that_is_not_in_the_row_leaves_the_rest_of_the_rationale():
         "", REPAIR, think_tag="think", has_think=True, has_answer=True, cue=CUE
     )  # fmt: skip
     assert found == [["think", " so two</think>"], ["answer", "<answer>2</answer>"]]
+
+
+def test_nothing_is_given_where_the_context_is_not_in_the_row():
+    repair = groups.describe(make_sampled(given="", repair=REPAIR + CUE), 0, WORDING)["repair"]
+    assert (repair["has_context"], repair["num_given"]) == (False, 0)
 
 
 def test_groups_are_taken_from_each_outcome_in_turn():

@@ -43,8 +43,8 @@ def test_every_response_stands_there_with_what_it_was_given(log):
 def test_a_resumed_run_repeats_no_step_and_drops_half_a_line(log, tmp_path):
     for step in range(4):
         log.add(step, make_sampled())
-    with log.path.open("a") as file:
-        file.write('{"step": 1, "id": "cut o')
+    with log.path.open("ab") as file:
+        file.write('{"step": 1, "id": "cut insidé'.encode()[:-1])
     again = RolloutLog(tmp_path, max_megabytes=64, wording=WORDING)
     again.begin(2)
     again.add(2, make_sampled())

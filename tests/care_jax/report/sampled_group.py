@@ -24,6 +24,7 @@ def make_sampled(
     texts=(RIGHT, WRONG, HOSTILE, RIGHT + " "),
     acc=(1, 0, 0, 1),
     repair=REPAIR,
+    given=CONTEXT + CUE,
     is_rescue=False,
     has_roles=True,
     name="q0",
@@ -35,12 +36,13 @@ def make_sampled(
 ):
     """A step of one group: 4 rollouts and, where it is repaired, a reflected row.
 
-    Rollout 1 is the anchor, 2 the hard negative that is repaired, 3 another one, 4 unused.
+    Rollout 1 is the anchor, 2 the hard negative that is repaired, 3 another one, 4 unused. The
+    reflected row is the forced `given` and the sampled `repair`.
     """
     rows = [("", text) for text in texts]
     acc = list(acc)
     if repair is not None:
-        rows, acc = [*rows, (CONTEXT + CUE, repair)], [*acc, 1]
+        rows, acc = [*rows, (given, repair)], [*acc, 1]
     num_rows, longest = len(rows), max(len((a + b).encode()) for a, b in rows) + 1
     tokens = np.zeros((1, num_rows, longest), np.int32)
     is_valid, is_forced = np.zeros((2, 1, num_rows, longest), bool)

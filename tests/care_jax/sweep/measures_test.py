@@ -207,6 +207,13 @@ def unequal(make_outcome):
     return with_shared_tokens([one, two, other_seed])
 
 
+def test_an_arm_without_rl_takes_no_part_in_the_tokens_of_its_seed(unequal, make_outcome):
+    one, two, _ = unequal
+    rows = with_shared_tokens([one, make_outcome("base", num_steps=0), two])
+    assert [rows[0].shared_tokens, rows[2].shared_tokens] == [400, 400]
+    assert math.isnan(rows[1].shared_tokens)
+
+
 def test_arms_are_compared_at_the_tokens_that_all_of_the_seed_have_reached(unequal):
     """At 400 tokens, `one` is at its end, and `two` at half of its run."""
     one, two, other_seed = unequal

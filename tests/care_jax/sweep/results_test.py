@@ -74,7 +74,8 @@ def role(raw, name):
     return {"role": name, "reward": float(raw > 0), "raw": raw}
 
 
-def test_every_panel_draws_what_there_is(make_outcome, tmp_path):
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_every_panel_draws_what_there_is(make_outcome, tmp_path, num_seeds):
     alpha = list(np.linspace(0.8, 1, 100))
     metrics = {
         "acc": 0.5,
@@ -94,12 +95,17 @@ def test_every_panel_draws_what_there_is(make_outcome, tmp_path):
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollouts) + "\n")
     metrics |= {"held_out": {0: 0.1, 100: 0.5}, "final": {"acc": 0.5}, "workdir": tmp_path}
     arms = {
-        arm: [make_outcome(arm, seed, **metrics) for seed in range(2)] for arm in ("one", "two")
+        arm: [make_outcome(arm, seed, **metrics) for seed in range(num_seeds)]
+        for arm in ("one", "two")
     }
     write_figure(tmp_path, arms, "one", tuple(PANELS), "All of them")
     rows = list(csv.DictReader((tmp_path / "figure.csv").open()))
     assert {row["panel"] for row in rows} == set(PANELS)
-    assert len([row for row in rows if row["panel"] == "alpha"]) == 2 * 2 * 100
+    assert len([row for row in rows if row["panel"] == "alpha"]) == 2 * num_seeds * 100
+    # One seed has no interval, nor has the one group of its rollouts.
+    has_interval = {bool(row["low"] and row["high"]) for row in rows if not row["seed"]}
+    assert has_interval == {num_seeds > 1}
+    assert not any(row["low"] or row["high"] for row in rows if row["seed"])
 
 
 def points_of(name, arms, reference="one"):
@@ -140,6 +146,41 @@ def test_held_out_accuracy_over_steps_and_over_tokens(make_outcome):
     assert [(each["x"], each["y"]) for each in points] == [(0, 10), (2, 40)] * 2
     points, _ = points_of("held_out_by_tokens", {"one": [outcome]})
     assert [(each["x"], each["y"]) for each in points] == [(0, 10), (3, 40)] * 2
+
+
+@pytest.mark.parametrize("panel", ["by_tokens", *(x for x in PANELS if x.endswith("_by_step"))])
+def test_a_curve_says_that_an_arm_was_not_trained_and_draws_the_others(make_outcome, panel):
+    metrics = ("acc", "reward", "kl_old", "kl_ref", "clip_rate", "variance_ratio", "think_tokens")
+    metrics += ("a_raw/anchor", "a_raw/negative", "decoded_tokens")
+    one = make_outcome("one", num_steps=2, held_out={0: 0.1}, **dict.fromkeys(metrics, 0.5))
+    points, text = points_of(panel, {"one": [one], "two": [make_outcome("two", num_steps=0)]})
+    key = "set rl.eval_every above 0" if panel.startswith("held_out") else 'put "rl" into stages'
+    assert f"two not logged: {key}" in text
+    assert points and {each["arm"] for each in points} == {"one"}
+
+
+def test_an_arm_without_rl_has_its_row_and_the_figure_says_so(write_experiment, runs, tmp_path):
+    untrained = """config = with_arm(ARMS, arm)
+    if arm.startswith("two"):
+        config.stages = ("evaluate_start",)
+    return config"""
+    path = write_experiment(**{"return with_arm(ARMS, arm)": untrained})
+    assert main([f"--experiment={path}", f"--workdir={tmp_path / 'runs'}", "--seeds=2"]) == 0
+    folder = tmp_path / "runs/some_key"
+    assert "| two | 2 | 50.5 ± 6.4 |" in (folder / "table.md").read_text()
+    rows = list(csv.DictReader((folder / "figure.csv").open()))
+    assert {row["arm"] for row in rows if row["panel"] == "accuracy"} == {"one", "two", "same"}
+    assert {row["arm"] for row in rows if row["panel"] == "by_tokens"} == {"one", "same"}
+
+
+def test_the_table_does_not_wait_for_the_figure(command, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError("no font")
+
+    monkeypatch.setattr("care_jax.sweep.__main__.write_figure", fail)
+    with pytest.raises(OSError, match="no font"):
+        command("--seeds=1")
+    assert (tmp_path / "runs/some_key/table.md").read_text() in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -184,6 +225,7 @@ def test_buckets_are_means_over_the_groups_of_all_seeds(make_outcome, tmp_path):
     assert [each["x"] for each in points] == pytest.approx([1, math.sqrt(2)])
     assert [each["y"] for each in points] == pytest.approx([0.9, 1.4])
     assert points[0]["high"] == pytest.approx(0.9 + 1.27062, rel=1e-5)
+    assert points[1]["low"] is points[1]["high"] is None
     points, _ = points_of("negative_buckets", {"one": outcomes})
     assert [each["x"] for each in points] == pytest.approx([1, math.sqrt(0.5)])
     assert [each["y"] for each in points] == pytest.approx([-0.9, -0.7])
