@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -17,18 +18,24 @@ def count(tmp_path):
     def count(script, files, *arguments):
         for name, rows in files.items():
             path = tmp_path / "sweep" / name
-            path.parent.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         command = [sys.executable, SCRIPTS / script, tmp_path / "sweep" / "made", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(done.stderr)
         return done.stdout.splitlines()
 
     return count
 
 
 def test_outcomes_are_shares_of_the_groups_of_a_run(count):
-    groups = [{"outcome": name} for name in ("repaired", "all correct", "all correct", "mixed")]
-    head, row = count("outcomes.py", {"made/care/seed_3/rollouts.jsonl": groups})
+    """Also of those in the older file, into which a long run moves what it has."""
+    names = ("repaired", "all correct", "all correct", "mixed")
+    groups = [{"outcome": name, "step": step} for step, name in enumerate(names)]
+    files = {"rollouts.1.jsonl": groups[:2], "rollouts.jsonl": groups[2:]}
+    files = {f"made/care/seed_3/{name}": rows for name, rows in files.items()}
+    head, row = count("outcomes.py", files)
     found = dict(zip(head.split(","), row.split(","), strict=True))
     assert (found["arm"], found["seed"], found["groups"]) == ("care", "3", "4")
     shares = {name: share for name, share in found.items() if "." in share and float(share)}
@@ -51,9 +58,9 @@ def test_readings_are_compared_with_what_the_figure_has(count):
     group = {"source": "readings/sum", "question": "With 2 more?", "gold": "6"}
     missing = {"source": "readings/missing", "question": "How many to 6?", "gold": "2"}
     groups = [
-        group | {"step": 94, "responses": responses},
+        group | {"step": 0, "responses": responses},
         group | {"step": 95, "responses": responses},
-        missing | {"step": 99, "responses": [said("There are 4.", 0.0)]},
+        missing | {"step": 99, "responses": [said("There are 4. To have 6 of them", 0.0)]},
         {
             "source": "readings/twice",
             "question": "Twice?",
@@ -93,3 +100,61 @@ def test_samples_are_counted_by_kind_and_compared_over_the_same_questions(count,
     assert head == "arm,over,seed,measure,difference,low,high,questions"
     assert right == "care,cold_start,1,right,0.3333,0.0067,0.6600,3"
     assert any_right.startswith("care,cold_start,1,any_right,0.3333,")
+
+
+def test_samples_of_two_cold_starts_of_a_seed_or_of_other_questions_are_refused(count, tmp_path):
+    row = {"id": "q", "source": "a", "acc": 1.0}  # of a single sample, which has no `accs`
+    files = {f"cold_start/{name}/seed_1/samples_sft.jsonl": [row] for name in ("1aa", "9ff")}
+    files |= {"made/care/seed_1/samples_rl.jsonl": [row]}
+    with pytest.raises(ValueError, match="expected one cold start of seed 1, got another in"):
+        count("samples.py", files, tmp_path)
+    (tmp_path / "sweep" / "cold_start" / "9ff" / "seed_1" / "samples_sft.jsonl").unlink()
+    files = {"made/care/seed_1/samples_rl.jsonl": [row | {"source": "b"}]}
+    with pytest.raises(ValueError, match="the same questions of cold_start and care, got others"):
+        count("samples.py", files, tmp_path)
+
+
+def curve(arm, seed, *accs):
+    return [f"held_out_by_tokens,{arm},{seed},{x}.0,{y},," for x, y in enumerate(accs)]
+
+
+def compare(tmp_path, files, *arguments):
+    for name, rows in files.items():
+        text = "\n".join(["panel,arm,seed,x,y,low,high", *rows])
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, SCRIPTS / "pairs.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+
+def test_arms_of_two_figures_are_compared_at_the_tokens_that_both_have_decoded(tmp_path):
+    """Seed 0: 70 at 1 token, against 60. Seed 1: 90 at 2 tokens, against 70."""
+    files = {
+        "a.csv": [*curve("one", 0, 50, 70, 99), *curve("two", 0, 50, 60), "acc,two,0,9.0,1,,"],
+        "b.csv": [*curve("one", 1, 40, 50, 90, 95), *curve("one", "", 45, 60)],
+        "c.csv": curve("two", 1, 40.05, 60, 70),
+    }
+    done = compare(tmp_path, files, "a.csv:one,b.csv:one", "a.csv:two,c.csv:two")
+    assert done.stdout.splitlines() == [
+        "seed,tokens,one,other,difference",
+        "0,1.000,70.00,60.00,10.00",
+        "1,2.000,90.00,70.00,20.00",
+        "one leads by 15.0 ± 63.5, on 2 of 2 seeds",  # 12.706 · 7.071 / √2
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("a.csv:one", "a.csv:none", "expected an arm of the panel held_out_by_tokens of a.csv"),
+        ("a.csv:one", "b.csv:two", "expected one cold start of seed 0, got accuracies of"),
+        ("a.csv:one", "b.csv:three", r"expected seeds in common, got \[0\] and \[1\]"),
+        ("a.csv:one,a.csv:one", "b.csv:two", r"expected every seed once, got \[0\] again"),
+    ],
+)
+def test_curves_that_cannot_be_paired_are_refused(tmp_path, first, second, message):
+    files = {
+        "a.csv": curve("one", 0, 50, 60),
+        "b.csv": [*curve("two", 0, 50.2, 60), *curve("three", 1, 50, 60)],
+    }
+    done = compare(tmp_path, files, first, second)
+    assert done.returncode == 1 and re.search(message, done.stderr)

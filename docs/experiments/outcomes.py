@@ -1,12 +1,14 @@
 """What came of the groups of every run: `python docs/experiments/outcomes.py runs/sweep/repair`.
 
-Prints the share of each outcome in `rollouts.jsonl` as CSV, by arm and seed.
+Prints the share of each outcome in `rollouts.jsonl` as CSV, by arm and seed. A run that an arm
+shares with another experiment is in that one's folder.
 """
 
 import collections
-import json
 import pathlib
 import sys
+
+from care_jax.sweep.outcome import logged_groups
 
 OUTCOMES = (
     "repaired",
@@ -22,13 +24,14 @@ OUTCOMES = (
 
 def main(folder: pathlib.Path) -> None:
     print("arm", "seed", "groups", *OUTCOMES, sep=",")
-    for path in sorted(folder.glob("*/seed_*/rollouts.jsonl")):
-        with path.open() as file:
-            counts = collections.Counter(json.loads(line)["outcome"] for line in file)
-        arm, seed = path.parts[-3], path.parts[-2].removeprefix("seed_")
+    for workdir in sorted(folder.glob("*/seed_*")):
+        counts = collections.Counter(group["outcome"] for group in logged_groups(workdir))
+        arm, seed = workdir.parts[-2], workdir.name.removeprefix("seed_")
         shares = [f"{counts[outcome] / counts.total():.4f}" for outcome in OUTCOMES]
         print(arm, seed, counts.total(), *shares, sep=",")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     main(pathlib.Path(sys.argv[1]))

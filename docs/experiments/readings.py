@@ -2,16 +2,19 @@
 
 Over the rollouts of the last five of 100 steps, of the kinds whose figure the teacher misreads, by
 arm and seed, as CSV: the share that states a reading, the share of these that states the right one,
-and of the answers behind a right and a wrong reading the share that is right.
+and of the answers behind a right and a wrong reading the share that is right. A run that an arm
+shares with another experiment is in that one's folder.
 """
 
-import json
 import pathlib
 import re
 import sys
 
+from care_jax.sweep.outcome import logged_groups
+
 FIRST_STEP = 95
-READING = re.compile(r"(?:There are|is|have|there are) (\d+)")
+# The wordings of care_jax/data/readings.py. "To have 6 of them" states the question's number.
+READING = re.compile(r"(?:There are|there are|number of \w+ is|I have) (\d+)")
 
 
 def true_count(group: dict) -> int | None:
@@ -29,9 +32,9 @@ def share(values: list[float]) -> str:
 def main(folder: pathlib.Path) -> None:
     names = "states_reading", "reading_right", "right_behind_right_reading"
     print("arm", "seed", *names, "right_behind_wrong_reading", sep=",")
-    for path in sorted(folder.glob("*/seed_*/rollouts.jsonl")):
+    for workdir in sorted(folder.glob("*/seed_*")):
         accs = {"right": [], "wrong": [], "none": []}  # by the reading that is stated last
-        for group in map(json.loads, path.open()):
+        for group in logged_groups(workdir):
             if group["step"] < FIRST_STEP or (count := true_count(group)) is None:
                 continue
             for response in group["responses"]:
@@ -44,9 +47,10 @@ def main(folder: pathlib.Path) -> None:
         is_stated = [1.0] * (right + wrong) + [0.0] * none
         is_right = [1.0] * right + [0.0] * wrong
         figures = is_stated, is_right, accs["right"], accs["wrong"]
-        seed = path.parts[-2].removeprefix("seed_")
-        print(path.parts[-3], seed, *map(share, figures), sep=",")
+        print(workdir.parts[-2], workdir.name.removeprefix("seed_"), *map(share, figures), sep=",")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     main(pathlib.Path(sys.argv[1]))

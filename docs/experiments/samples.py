@@ -1,10 +1,11 @@
 """Sampled answers of a sweep's evaluations, by kind of question and in pairs.
 
-    python docs/experiments/samples.py runs/sweep/components docs/experiments/words
+    python docs/experiments/samples.py runs/words_sweep/components docs/experiments/words
 
-Writes `by_kind.csv`: for each arm and seed, and the cold start before it, the share of sampled
-answers that is right and of questions with a right answer. And `paired.csv`: differences between
-two arms of a seed over the same questions, with 95% intervals of the mean over the questions.
+The folder of the sweep has the cold starts too, one for each seed. Writes `by_kind.csv`: for each
+arm and seed, and the cold start before it, the share of sampled answers that is right and of
+questions with a right answer. And `paired.csv`: differences between two arms of a seed over the
+same questions, with 95% intervals of the mean over the questions.
 """
 
 import csv
@@ -14,13 +15,21 @@ import math
 import pathlib
 import sys
 
-Answers = dict[str, tuple[str, float, float]]  # by question: source, share right, any right
+Question = tuple[str, str]  # source and id
+Answers = dict[Question, tuple[str, float, float]]  # source, share right, any right
 
 
 def answers_of(path: pathlib.Path) -> Answers:
     with path.open() as file:
         rows = [json.loads(line) for line in file]
-    return {row["id"]: (row["source"], row["acc"], float(max(row["accs"]) >= 1)) for row in rows}
+    return {
+        (row["source"], row["id"]): (
+            row["source"],
+            row["acc"],
+            float(max(row.get("accs", [row["acc"]])) >= 1),
+        )
+        for row in rows
+    }
 
 
 def evaluations(folder: pathlib.Path) -> dict[tuple[str, str], Answers]:
@@ -29,7 +38,10 @@ def evaluations(folder: pathlib.Path) -> dict[tuple[str, str], Answers]:
     for stage, pattern in (("sft", "../cold_start/*/seed_*"), ("rl", "*/seed_*")):
         for path in sorted(folder.glob(f"{pattern}/samples_{stage}.jsonl")):
             arm = "cold_start" if stage == "sft" else path.parts[-3]
-            found[arm, path.parts[-2].removeprefix("seed_")] = answers_of(path)
+            run = arm, path.parts[-2].removeprefix("seed_")
+            if run in found:
+                sys.exit(f"expected one cold start of seed {run[1]}, got another in {path.parent}")
+            found[run] = answers_of(path)
     return found
 
 
@@ -58,6 +70,8 @@ def main(folder: pathlib.Path, out: pathlib.Path) -> None:
     for other, one in itertools.combinations(found, 2):
         if one[1] != other[1]:
             continue
+        if found[one].keys() != found[other].keys():
+            sys.exit(f"expected the same questions of {other[0]} and {one[0]}, got others")
         ids = sorted(found[one])
         for place, measure in ((1, "right"), (2, "any_right")):
             gaps = [found[one][id_][place] - found[other][id_][place] for id_ in ids]
@@ -70,4 +84,6 @@ def main(folder: pathlib.Path, out: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(*map(pathlib.Path, sys.argv[1:]))
