@@ -126,7 +126,8 @@ def train_step(
         skip_nonfinite: see `update`.
 
     Returns:
-        the new state, and metrics in nats and fractions of tokens.
+        the new state, and metrics in nats and fractions of tokens. `rationale_share` is the part
+        of the positive credit, Σᵢ wᵢ Σₜ max(aₜ, 0), that falls on tokens outside the answer.
     """
     total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
     num_trained = jnp.maximum(batch.is_trained.sum(), 1)
@@ -164,12 +165,14 @@ def train_step(
         is_clipped = clips(*moved)
         has_credit = batch.token_advantage != 0
         is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
+        credit = jnp.maximum(batch.row_weight * batch.token_advantage, 0.0)
         ratios = {
             "policy_loss": (-terms.sum(), batch.prompt_weight.sum()),
             "entropy": _mean(entropy, batch.is_trained),
             "kl_old": _mean(k3(logp, batch.old_logp), batch.is_trained),
             "clip_rate": _mean(is_clipped, has_credit),
             "clip_rate_negative_answer": _mean(is_clipped, is_negative_answer),
+            "rationale_share": (jnp.where(batch.is_answer, 0.0, credit).sum(), credit.sum()),
         }
         if beta:
             ratios["kl_ref"] = _mean(kl, batch.is_trained)

@@ -28,6 +28,7 @@ CHARTS = (
     ("KL", "nats", ("kl_ref", "kl_old")),
     ("Entropy", "nats", ("entropy",)),
     ("Clip rate", "share of tokens", ("clip_rate", "clip_rate_*")),
+    ("The rationale's credit", "share of the positive", ("rationale_share",)),
     ("Lengths", "tokens", ("response_tokens", "think_tokens", "answer_tokens")),
     ("Truncated", "share of responses", ("truncated_rate",)),
     ("Loss", "", ("loss", "nll")),

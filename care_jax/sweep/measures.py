@@ -267,6 +267,10 @@ MEASURES = {
     "variance_ratio_change": Measure(
         "Δ Var(A⁻)/Var(A⁺), last tenth - first", _change("variance_ratio"), ".3f"
     ),
+    "rationale_share": Measure(
+        "positive credit outside the answer, last tenth, %",
+        _of_curve(lambda outcome: _tail("rationale_share")(outcome, None)),
+    ),
     "a_raw_anchor": Measure("A_raw of anchors, last tenth", _tail("a_raw/anchor"), ".3f"),
     "a_raw_negative": Measure("A_raw of negatives, last tenth", _tail("a_raw/negative"), ".3f"),
     # Reflection and rescue.

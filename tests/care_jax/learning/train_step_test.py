@@ -36,6 +36,7 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
         **{name: np.asarray(value, np.float64) for name, value in update_of.fields.items()}
     )
     logp, total, sums = logp.astype(np.float64), 0.0, defaultdict(list)
+    credits = {True: 0.0, False: 0.0}  # by whether a token is of the answer
     for prompt, row, token in np.argwhere(b.is_trained):
         at = prompt, row, token
         ratio, a = np.exp(logp[at] - b.old_logp[at]), b.token_advantage[at]
@@ -44,6 +45,8 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
             d = other[at] - logp[at]
             sums[name].append(np.exp(d) - d - 1)
         sums["entropy"].append(entropy[at])
+        credit = b.row_weight[prompt, row] * max(a, 0)
+        credits[bool(b.is_answer[at])] += credit
         if a:
             is_clipped = ratio > 1.28 if a > 0 else ratio < 0.8
             sums["clip_rate"].append(is_clipped)
@@ -52,9 +55,11 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
     state, metrics = whole
     expected = {name: np.mean(values) for name, values in sums.items()} | {"policy_loss": total / 3}
     expected["loss"] = expected["policy_loss"] + 0.1 * expected["kl_ref"]
+    expected["rationale_share"] = credits[False] / (credits[False] + credits[True])
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
     assert metrics.keys() == expected.keys() | {"grad_norm"}
+    assert 0 < expected["rationale_share"] < 1
     assert 0 < expected["clip_rate_negative_answer"] != expected["clip_rate"] < 1
     assert state.step == 1
 

@@ -207,6 +207,11 @@ def unequal(make_outcome):
     return with_shared_tokens([one, two, other_seed])
 
 
+def test_the_rationales_share_is_that_of_the_last_steps_in_percent(make_outcome):
+    outcome = make_outcome(num_steps=20, rationale_share=[0.9] * 18 + [0.2, 0.4])
+    assert value("rationale_share", outcome) == pytest.approx(30)
+
+
 def test_an_arm_without_rl_takes_no_part_in_the_tokens_of_its_seed(unequal, make_outcome):
     one, two, _ = unequal
     rows = with_shared_tokens([one, make_outcome("base", num_steps=0), two])
