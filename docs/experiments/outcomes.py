@@ -8,7 +8,7 @@ import collections
 import pathlib
 import sys
 
-from care_jax.sweep.outcome import logged_groups
+from care_jax.sweep.outcome import NotLogged, logged_groups
 
 OUTCOMES = (
     "repaired",
@@ -34,4 +34,7 @@ def main(folder: pathlib.Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    main(pathlib.Path(sys.argv[1]))
+    try:
+        main(pathlib.Path(sys.argv[1]))
+    except NotLogged as error:  # a run has no rollouts, as one that has just begun
+        sys.exit(f"error: {error}")

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-from care_jax.sweep.outcome import logged_groups
+from care_jax.sweep.outcome import NotLogged, logged_groups
 
 FIRST_STEP = 95
 # The wordings of care_jax/data/readings.py. "To have 6 of them" states the question's number.
@@ -53,4 +53,7 @@ def main(folder: pathlib.Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    main(pathlib.Path(sys.argv[1]))
+    try:
+        main(pathlib.Path(sys.argv[1]))
+    except NotLogged as error:  # a run has no rollouts, as one that has just begun
+        sys.exit(f"error: {error}")
