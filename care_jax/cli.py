@@ -18,11 +18,11 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "evaluate": ("care_jax.main", ("--config.stages=('evaluate',)",)),
     "export": ("care_jax.main", ("--config.stages=('export',)",)),
     "aot": ("care_jax.aot", ()),
-    "prepare": ("care_jax.data.prepare", ()),
-    "sweep": ("care_jax.sweep", ()),
-    "probe": ("care_jax.probe", ()),
-    "repairs": ("care_jax.repairs", ()),
-    "smollm": ("care_jax.smollm", ()),
+    "prepare": ("care_jax.commands.prepare", ()),
+    "sweep": ("experiments.sweep", ()),
+    "probe": ("care_jax.commands.probe", ()),
+    "repairs": ("care_jax.commands.repairs", ()),
+    "smollm": ("care_jax.commands.smollm", ()),
 }
 _FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags
 _PACKAGE = pathlib.Path(__file__).parent

@@ -15,11 +15,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from care_jax import main
-from care_jax.config_checks import has_test
-from care_jax.data import jsonl
-from care_jax.devices import mounts, xla_flags
+from care_jax.config.checks import has_test
+from care_jax.data.readers import jsonl
+from care_jax.devices import xla_flags
 from care_jax.rewards.reward_function import RewardFunction, check_reward
 from care_jax.rewards.reward_pool import packed
+from care_jax.run import mounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def train_on(
 
     Args:
         config: complete, such as `configs.tiny.get_config()`; it is not changed.
-        train: rows of the RL stage with the fields of `care_jax.data.jsonl`; images may be PIL
+        train: rows of the RL stage with the fields of `data.readers.jsonl`; images may be PIL
             images or the bytes of files.
         test: held-out rows of the evaluations; None: `config.data.test`, and if that is not set
             there are no evaluations.

@@ -10,54 +10,37 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from care_jax import (
-    command_line,
-    dry_run,
-    evaluate,
-    export,
-    interrupts,
-    run_weights,
-    sft,
-    train,
-)
+from care_jax.aot import dry_run
 from care_jax.batch import Example
-from care_jax.config_checks import (
+from care_jax.config import command_line
+from care_jax.config.checks import (
     check_config,
-    check_policy,
     fill_in,
     has_benchmarks_only,
     is_evaluated,
 )
-from care_jax.data.mixture import Mixture
-from care_jax.data.rows import (
-    NO_RESPONSE,
-    checked,
-    first_usable,
-    with_responses,
-    with_text_answers,
-)
-from care_jax.data.sources import DRAWN, MIXTURE, open_source, options_of
-from care_jax.devices import compilation_cache, distributed, mounts, workdir_lock, xla_flags
+from care_jax.config.resume import TRAINING
+from care_jax.data.stages import given_stage, open_stage
+from care_jax.devices import compilation_cache, distributed, xla_flags
 from care_jax.devices.sharding import make_mesh
-from care_jax.evaluated import evaluate_once
-from care_jax.metrics import MetricWriter, print_line
-from care_jax.policy import Policy, build_policy
+from care_jax.report.metrics import MetricWriter, print_line
 from care_jax.report.writer import Report
-from care_jax.resume import TRAINING
 from care_jax.rewards.reward_function import RewardFunction
-from care_jax.run import Run, check_workdir
-from care_jax.versions import versions
+from care_jax.run import interrupts, lock, mounts, weights
+from care_jax.run.policy import check_policy, policy_of
+from care_jax.run.run import Run, check_workdir
+from care_jax.run.versions import versions
+from care_jax.stages import evaluate, export, rl, sft
+from care_jax.stages.evaluated import evaluate_once
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
@@ -110,7 +93,7 @@ def run_stages(
     Args:
         config: complete, see `configs/common.py`.
         workdir: created if it does not exist.
-        overridden: keys set on the command line, see `config_checks.check_config`.
+        overridden: keys set on the command line, see `config.checks.check_config`.
         is_dry: only print what the run would do, see `dry_run`.
         examples: of the stages "rl" and "evaluate", in place of the sources of `config.data`.
         reward: a reward function, in place of `verifier.reward`.
@@ -127,7 +110,7 @@ def run_stages(
     if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
         opened.append("evaluate")
     sources = {
-        stage: _given_stage(given[stage], stage, has_reward)
+        stage: given_stage(given[stage], stage, has_reward)
         if stage in given
         else open_stage(config, stage, has_reward)
         for stage in opened
@@ -140,7 +123,7 @@ def run_stages(
         print_line(dry_run.describe(Run(config, policy, mesh, workdir, no_metrics), sources))
         return {}
     workdir.mkdir(parents=True, exist_ok=True)
-    with workdir_lock.held(workdir):
+    with lock.held(workdir):
         check_workdir(Run(config, policy, mesh, workdir, no_metrics))
         if config.compilation_cache:
             compilation_cache.keep_programs(workdir)
@@ -163,23 +146,23 @@ def _run_each(
     evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
     trains = any(stage in TRAINING for stage in config.stages)
     # A step that is not there is told before weights are loaded.
-    found = None if trains else run_weights.find(run, ())
+    found = None if trains else weights.find(run, ())
     if found is None or found.in_memory:
-        params, last = run_weights.start(run), "start"
+        params, last = weights.start(run), "start"
     else:
-        params, last = run_weights.load(run, found), found.name
+        params, last = weights.load(run, found), found.name
     trained: tuple[str, ...] = ()
     for stage in config.stages:
         if stage == "sft":
             params = sft.train(run, params, sources[stage], evaluator)
         elif stage == "rl":
-            params = train.train(run, params, sources[stage], evaluator)
+            params = rl.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
             results[last] = evaluate_once(run, evaluator, params, name=last)
         elif stage == "export":
-            source = found or run_weights.find(run, trained)
+            source = found or weights.find(run, trained)
             is_held = found or source.in_memory
-            held = params if is_held else run_weights.load(run, source)
+            held = params if is_held else weights.load(run, source)
             export.export_stage(run, held, source)
         Report(run.workdir, max_megabytes=config.report.max_megabytes).write()
         if stage in TRAINING:
@@ -193,98 +176,6 @@ def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     partial = workdir / "config.json.partial"
     partial.write_text(json.dumps(fields, indent=2) + "\n")
     os.replace(partial, workdir / "config.json")
-
-
-def policy_of(config: ConfigDict) -> Policy:
-    """The policy of a configuration, without its weights."""
-    return build_policy(
-        path=config.model.path,
-        backbone_fields=config.model.backbone.to_dict(),
-        tokenizer_path=config.model.tokenizer,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        buckets=config.data.buckets,
-        system_prompt=config.data.system_prompt,
-        instruction=config.data.instruction,
-        think_tag=config.data.think_tag,
-        patch_dtype=jnp.dtype(config.model.compute_dtype),
-    )
-
-
-def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
-    """The examples of a stage; unusable held-out examples of files are found and left out here.
-
-    Args:
-        config: of the run.
-        stage: "sft", "rl" or "evaluate".
-        has_reward: a reward function judges, so answers need not be texts.
-    """
-    name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
-    section = config.data[name]
-    parts = section.parts if section.source == MIXTURE else (section,)
-    opened = [
-        open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
-        for part in parts
-    ]
-    for number, source in enumerate(opened):
-        if not len(source):
-            part = f"data.{name}" + (f".parts.{number}" if len(opened) > 1 else "")
-            raise ValueError(
-                f"{part} must have rows, got a source {parts[number].source!r} without any; change "
-                "its path, split or num_examples"
-            )
-    if stage == "sft":
-        opened = [with_responses(source) for source in opened]
-    elif not has_reward and section.source not in DRAWN:
-        opened = [with_text_answers(source) for source in opened]
-    for part, source in zip(parts, opened, strict=True):
-        if stage == "sft":
-            _check_responses(part.source, source, config.data.think_tag)
-        elif stage == "rl":
-            first_usable(source)
-    examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
-    if stage == "evaluate" and section.source not in DRAWN:
-        examples, _ = checked(examples, f"data.{name}")
-    return examples
-
-
-def _given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Sequence[Example]:
-    """`open_stage` for examples that were given from Python."""
-    examples = examples if has_reward else with_text_answers(examples)
-    if stage == "rl":
-        first_usable(examples)
-        return examples
-    return checked(examples, "test")[0]
-
-
-def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"think_tag": config.data.think_tag}
-    if part.source in DRAWN:
-        if not part.split:
-            options["split"] = "test" if stage == "evaluate" else "train"
-        if stage == "sft":
-            options |= {option: config.data[option] for option in DRAWN[part.source][1]}
-            options["cue"] = config.care.cue
-    return options
-
-
-def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:
-    """Refuses a source without responses, or with responses in another tag than the prompts'."""
-    try:
-        example = first_usable(examples)
-    except ValueError as error:
-        if NO_RESPONSE not in str(error):
-            raise
-        raise ValueError(
-            f"data.sft source {source!r} has no responses to imitate ({error}); give rows a "
-            '`response`, or leave "sft" out of stages'
-        ) from error
-    tag = re.match(r"\s*<(\w+)>", example.context + example.response)
-    if tag and tag.group(1) != think_tag:
-        raise ValueError(
-            f"data.sft has responses in <{tag.group(1)}>, but data.think_tag is {think_tag!r}; "
-            "change it, or prepare the data again with it"
-        )
 
 
 def run_main() -> None:

@@ -151,7 +151,7 @@ def get_config() -> ConfigDict:
     )
     data.think_tag = "think"  # tag of the rationale; "reasoning" for Qwen3-VL
 
-    # What `python -m care_jax.data.prepare` writes.
+    # What `python -m care_jax.commands.prepare` writes.
     data.prepare = prepare = ConfigDict()
     prepare.sources = ()  # in order; of two equal examples the first is kept
     prepare.benchmarks = ()  # sources whose questions must not be trained on

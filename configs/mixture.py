@@ -1,7 +1,7 @@
 """The paper's data, from the releases' hub ids; a path may be set to a folder of the same format.
 
-    python -m care_jax.data.prepare --config=configs/mixture.py --out=data/train
-    python -m care_jax.data.prepare --config=configs/mixture.py:cold_start --out=data/sft
+    python -m care_jax.commands.prepare --config=configs/mixture.py --out=data/train
+    python -m care_jax.commands.prepare --config=configs/mixture.py:cold_start --out=data/sft
 
 and then, to train on the output,
 

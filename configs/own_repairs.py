@@ -1,8 +1,8 @@
 """`configs/repair.py`, where the cue is taught by repairs of the model's own failures.
 
     python -m care_jax.main --config=configs/own_repairs.py:first --workdir=runs/first
-    python -m care_jax.repairs --config=configs/own_repairs.py:first --workdir=runs/first \\
-        --stage=sft --questions=4096 --out=data/repairs
+    python -m care_jax.commands.repairs --config=configs/own_repairs.py:first \\
+        --workdir=runs/first --stage=sft --questions=4096 --out=data/repairs
     python -m care_jax.main --config=configs/own_repairs.py --workdir=runs/second
 
 In `configs/repair.py` the wrong rationales of the rows that show a repair are drawn like the

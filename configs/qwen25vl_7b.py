@@ -1,7 +1,7 @@
 """Qwen2.5-VL-7B-Instruct: CARE on a file of verifiable questions with images.
 
 Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
-`data.test`; `care_jax/data/jsonl.py` describes a row.
+`data.test`; `care_jax/data/readers/jsonl.py` describes a row.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """Qwen3-VL-8B-Instruct: CARE on a file of verifiable questions with images.
 
 Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
-`data.test`; `care_jax/data/jsonl.py` describes a row. The rationale is in <reasoning> tags.
+`data.test`; `care_jax/data/readers/jsonl.py` describes a row. The rationale is in <reasoning> tags.
 """
 
 from ml_collections import ConfigDict

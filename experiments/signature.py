@@ -3,7 +3,7 @@
 Reflection is off, as a reflected row changes S. With acc alone as the reward all negatives are
 equal and α is 1. With the format in the reward (`acc_fmt`) or partial credit for wrong numbers
 (`graded`) the negatives' rewards differ and α falls below 1. Right answers alone are successes in
-all arms. The sample is every contrasted group in rollouts.jsonl, see `care_jax.sweep.signature`.
+all arms. The sample is every contrasted group in rollouts.jsonl, see `experiments.sweep.signature`.
 """
 
 from ml_collections import ConfigDict

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models import decoder, hf_config, lora, rope, transfer, vision_qwen2_5, vision_qwen3
-from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask
+from models import decoder, lora, rope, vision_qwen2_5, vision_qwen3
+from models.attention.mask import XLA, AttentionImpl, BlockMask, block_mask
 from models.config import BackboneConfig
 from models.layers import Params
 from models.positions import ImagePatches
+from models.release import config_json, transfer
 from models.vision import ImageFeatures
 
 _NEVER = -1e30  # logit of a token with probability 0; finite, so that 0·logp is 0
@@ -184,7 +185,7 @@ def load(
             truncated, or tensors are missing, unused or of the wrong shape.
     """
     if config is None:
-        config = hf_config.from_folder(folder)
+        config = config_json.from_folder(folder)
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return transfer.load(folder, config, shapes, dtype, shardings), config
 

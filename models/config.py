@@ -1,7 +1,7 @@
 """Backbone configs, frozen and hashable, and the releases of two families: Qwen2.5-VL, Qwen3-VL.
 
 Only fields specific to a family have defaults: the class defaults of transformers fit none of the
-releases. `hf_config` reads and writes a config as a Hugging Face `config.json`.
+releases. `release.config_json` reads and writes a config as a Hugging Face `config.json`.
 """
 
 from __future__ import annotations

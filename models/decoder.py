@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import attend
-from models.attention_cached import attend_cached, cache_mask
-from models.attention_mask import XLA, AttentionImpl, BlockMask, block_mask, causal_reach
+from models.attention.cached import attend_cached, cache_mask
+from models.attention.mask import XLA, AttentionImpl, BlockMask, block_mask, causal_reach
+from models.attention.packed import attend
 from models.config import BackboneConfig, TextConfig
 from models.layers import (
     MLP,
@@ -368,7 +368,7 @@ def extend(
         suffix: KV cache of the rows.
         is_visible: which suffix slots each new token attends to, including the token's slot.
         config: of the backbone.
-        attention: the implementation, see `attention_cached`.
+        attention: the implementation, see `cached`.
 
     Returns:
         Hidden states after the final norm, and the suffix cache with the new tokens in it.

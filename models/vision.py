@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention import attend
-from models.attention_mask import BlockMask
+from models.attention.mask import BlockMask
+from models.attention.packed import attend
 from models.config import VisionConfig
 from models.layers import Linear, Params, constrain, linear
 from models.rope import rotate

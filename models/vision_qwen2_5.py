@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention_mask import AttentionImpl, BlockMask, block_mask, segment_spans
+from models.attention.mask import AttentionImpl, BlockMask, block_mask, segment_spans
 from models.config import VisionConfig
 from models.layers import (
     MLP,

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import attend
-from models.attention_mask import XLA, AttentionImpl, block_mask, segment_spans
+from models.attention.mask import XLA, AttentionImpl, block_mask, segment_spans
+from models.attention.packed import attend
 
 PROMPT, NUM_RESPONSES, LONGEST, ROW = 256, 8, 448, 4096
 IMAGES = (1024, 256, 576, 400, 784)

@@ -2,15 +2,15 @@
 
 import dataclasses
 
-from models import hf_config
 from models.config import BackboneConfig
+from models.release import config_json
 
 IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
 
 
 def medium_config() -> BackboneConfig:
     """107M parameters: 12 decoder layers of width 768; 6 vision layers of 256, 2 full attention."""
-    return hf_config.from_hf(
+    return config_json.from_hf(
         {
             "model_type": "qwen2_5_vl",
             "tie_word_embeddings": True,

@@ -26,8 +26,9 @@ import numpy as np
 
 from care_jax.devices import sharding
 from configs import common
-from models import backbone, hf_config, release, weights
+from models import backbone
 from models.config import QWEN2_5_VL_3B, BackboneConfig
+from models.release import config_json, tensor_files, weights
 
 SHARD_BYTES = 4_000_000_000
 GB = 1e9
@@ -60,10 +61,10 @@ def make_release(folder: pathlib.Path, config: BackboneConfig) -> dict[str, int]
     weight_map = {}
     for i, shapes in enumerate(files):
         name = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
-        release.write_file(folder / name, shapes, dtype, blocks(shapes))
+        tensor_files.write_file(folder / name, shapes, dtype, blocks(shapes))
         weight_map |= dict.fromkeys(shapes, name)
-    release.write_index(folder, weight_map, sum(sizes.values()))
-    (folder / "config.json").write_text(json.dumps(hf_config.to_hf(config)))
+    tensor_files.write_index(folder, weight_map, sum(sizes.values()))
+    (folder / "config.json").write_text(json.dumps(config_json.to_hf(config)))
     return sizes
 
 
@@ -124,10 +125,10 @@ def load_and_export(folder: pathlib.Path, target: pathlib.Path, num_devices: int
 
 def differing(folder: pathlib.Path, target: pathlib.Path) -> list[str]:
     """Names of tensors that are in only one release or not bitwise equal in both."""
-    ours, theirs = release.read_headers(folder), release.read_headers(target)
+    ours, theirs = tensor_files.read_headers(folder), tensor_files.read_headers(target)
     wrong = sorted(ours.keys() ^ theirs.keys())
     for name in ours.keys() & theirs.keys():
-        with release.open_tensor(ours[name]) as a, release.open_tensor(theirs[name]) as b:
+        with tensor_files.open_tensor(ours[name]) as a, tensor_files.open_tensor(theirs[name]) as b:
             if not np.array_equal(a[:].view(np.uint16), b[:].view(np.uint16)):
                 wrong.append(name)
     return wrong

@@ -21,13 +21,13 @@ import numpy as np
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.data import shards
 from care_jax.data.pipeline import Batches
+from care_jax.data.readers import shards
 from care_jax.data.sources import open_source
 from care_jax.data.tokenizer import open_tokenizer
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from configs import common
-from models import hf_config
+from models.release import config_json
 from perf.backbones import medium_config
 
 CHIPS, PEAK, UTILISATION = 8, 197e12, 0.4  # one TPU v5e host, bfloat16
@@ -48,7 +48,7 @@ def main() -> None:
     tokenizer = open_tokenizer("")
     prompts = PromptBuilder(
         tokenizer,
-        backbone_config(None, hf_config.to_hf(medium_config()), tokenizer),
+        backbone_config(None, config_json.to_hf(medium_config()), tokenizer),
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
         buckets=((4096, 8192),),

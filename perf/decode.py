@@ -30,13 +30,14 @@ from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes, WaitingPrompt, simulate
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.main import policy_of
-from care_jax.programs import compile_decoding
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.run import Run
+from care_jax.rl.programs import compile_decoding
+from care_jax.run.policy import policy_of
+from care_jax.run.run import Run
 from configs import tiny
-from models import backbone, hf_config
+from models import backbone
 from models.config import BackboneConfig
+from models.release import config_json
 from perf.backbones import IMAGE_SIDE, medium_config
 
 NUM_TEXT = 25  # text tokens of a prompt
@@ -46,7 +47,7 @@ MEAN, SIGMA, CAP = 128, 0.8, 512  # of log-normal response lengths
 def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
     """A run of the medium backbone; only its decoding is used."""
     config = tiny.get_config()
-    config.model.backbone = hf_config.to_hf(medium_config())
+    config.model.backbone = config_json.to_hf(medium_config())
     config.model.compute_dtype = dtype
     config.data.buckets = ((num_tokens, num_patches),)
     return Run(config, policy_of(config), sharding.make_mesh(1, 1, 1), pathlib.Path(), None)

@@ -18,7 +18,7 @@ import sys
 import jax
 
 from care_jax.aot.compile import Fit, fit
-from care_jax.devices.roofline import GIB
+from care_jax.devices.flops import GIB
 
 CASES = (
     ("qwen25vl_3b", "v5e:4x4"),

@@ -38,23 +38,24 @@ import transformers
 import trl
 from PIL import Image
 
-from care_jax import dynamic_sampling, train
 from care_jax.batch import Example
-from care_jax.config_checks import fill_in
+from care_jax.config.checks import fill_in
 from care_jax.data.pipeline import Batches
 from care_jax.decoding.queue import DecodeQueue
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.export import save_processor
-from care_jax.main import policy_of
-from care_jax.metrics import MetricWriter
-from care_jax.policy import initial_params
-from care_jax.programs import compile_decoding, compile_rollout, compile_update, rollout_sizes
+from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
-from care_jax.run import Run, make_adamw, start_state
-from care_jax.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
+from care_jax.rl import dynamic_sampling
+from care_jax.rl.programs import compile_decoding, compile_rollout, compile_update, rollout_sizes
+from care_jax.rl.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
+from care_jax.run.policy import initial_params, policy_of
+from care_jax.run.run import Run, make_adamw, start_state
+from care_jax.stages import rl
+from care_jax.stages.export import save_processor
 from configs import tiny
-from models import backbone, hf_config
+from models import backbone
+from models.release import config_json
 from perf.backbones import IMAGE_SIDE, medium_config
 from perf.decode import AtLengths
 
@@ -77,7 +78,7 @@ def _hash(text: str) -> float:
 def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
     """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
-    config.model.backbone = {} if folder else hf_config.to_hf(medium_config())
+    config.model.backbone = {} if folder else config_json.to_hf(medium_config())
     config.model.path = folder
     config.data.buckets = ((PROMPT_TOKENS, (IMAGE_SIDE // 14) ** 2),)
     config.data.max_pixels = IMAGE_SIDE**2
@@ -179,11 +180,11 @@ class Ours:
         params = update.to_decode_layout(self.state.params)
         local = np.arange(NUM_PROMPTS)
         drawn = dynamic_sampling.fill(
-            train.draw_groups(run, self.rollout, params, self.batches, first, local, self.verifier)
+            rl.draw_groups(run, self.rollout, params, self.batches, first, local, self.verifier)
         )
         del params
         rolled_out = time.perf_counter()
-        credited, raw = train.assign_credit(run, update, drawn.groups)
+        credited, raw = rl.assign_credit(run, update, drawn.groups)
         num_tokens = gather_groups(drawn.table, drawn.groups, credited, raw).num_tokens
         assert num_tokens.sum() == self.num_trained
         batch, _ = train_batch(

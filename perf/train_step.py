@@ -37,7 +37,7 @@ import numpy as np
 
 from care_jax.aot import lengths
 from care_jax.batch import TreeRows
-from care_jax.devices import roofline, xla_flags
+from care_jax.devices import flops, xla_flags
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.train_step import microbatch_at, num_microbatches, split_batch
 from care_jax.packing.layout import lay_out, place
@@ -171,7 +171,7 @@ def main() -> None:
     if "torch" in wanted:
         sides["torch"] = torch_side(config, params, prompts, tokens, num_tokens, advantage)
 
-    worth = roofline.model_flops(config, prompt_sizes(prompts), num_tokens)
+    worth = flops.model_flops(config, prompt_sizes(prompts), num_tokens)
     seconds, rates = {name: [] for name in sides}, [product_rate(config)]
     for repeat in range(args.repeats):
         for name, side in sides.items():

@@ -5,7 +5,7 @@ import importlib
 import jax
 import pytest
 
-from care_jax.config_checks import check_config, fill_in
+from care_jax.config.checks import check_config, fill_in
 from care_jax.devices.sharding import make_mesh
 from configs import common
 

@@ -21,7 +21,8 @@ import yaml
 from deploy_schemas import KUEUE, SKYPILOT
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
-from care_jax.devices import distributed, mounts
+from care_jax.devices import distributed
+from care_jax.run import mounts
 from configs import common
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -13,9 +13,9 @@ from ml_collections import config_flags
 import care_jax
 from care_jax import from_python
 from care_jax.batch import Example
-from care_jax.data import jsonl
+from care_jax.data.readers import jsonl
 from care_jax.rewards.verifier import Verifier, parse_text
-from care_jax.sweep.experiment import load_experiment
+from experiments.sweep.experiment import load_experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
@@ -66,7 +66,7 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
     monkeypatch.setattr(sys, "argv", ["program", f"--config={base}", *keys])  # read there
     values(sys.argv)
     assert holder.value.stages
-    if module == "care_jax.sweep":
+    if module == "experiments.sweep":
         given = dict(
             word[2:].split("=", 1) for word in arguments if not word.startswith("--config")
         )

@@ -16,12 +16,14 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from care_jax import main, run_weights
+from care_jax import main
 from care_jax.data.sources import open_source
 from care_jax.devices import loaded_programs
 from care_jax.devices.sharding import make_mesh
 from care_jax.report import page
 from care_jax.rewards.verifier import Verdict, Verifier
+from care_jax.run import weights
+from care_jax.run.policy import policy_of
 from configs import common, real_images, tiny
 from models.config import FAMILIES
 
@@ -121,7 +123,7 @@ def test_a_healthy_run_is_far_from_the_limits_of_its_state_check(finished):
     files = sorted((workdir / "checkpoints").glob("*/*/progress/metadata"))
     checked = [json.loads(file.read_text())["metadata"]["state_check"] for file in files]
     assert len(checked) == 4  # of each stage the last two
-    log_vocabulary = np.log(main.policy_of(small_config()).config.text.vocab_size)
+    log_vocabulary = np.log(policy_of(small_config()).config.text.vocab_size)
     assert all(0 < each["loss"] < log_vocabulary for each in checked)
     norms = [each["norm"] for each in checked]
     assert max(norms) < 1.1 * min(norms)
@@ -149,9 +151,9 @@ def test_a_release_whose_weights_are_no_numbers_is_refused(tmp_path, monkeypatch
         params["text"]["norm"]["scale"] = scale.at[0].set(jnp.inf)
         return params
 
-    initial_params = run_weights.initial_params
+    initial_params = weights.initial_params
     with monkeypatch.context() as patch:
-        patch.setattr(run_weights, "initial_params", broken)
+        patch.setattr(weights, "initial_params", broken)
         main.run_stages(small_config(stages=("export",)), tmp_path / "made")
     config = small_config(stages=("evaluate",))
     config.model.path, config.model.backbone = str(tmp_path / "made" / "export"), {}
@@ -161,7 +163,7 @@ def test_a_release_whose_weights_are_no_numbers_is_refused(tmp_path, monkeypatch
 
 def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
     """Killed in its third RL step, after the checkpoint of the second."""
-    update = main.train.train_batch
+    update = main.rl.train_batch
     seen = Counter()
 
     def killed(*args):
@@ -170,10 +172,10 @@ def test_a_resumed_run_continues_bit_for_bit(finished, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return update(*args)
 
-    monkeypatch.setattr(main.train, "train_batch", killed)
+    monkeypatch.setattr(main.rl, "train_batch", killed)
     with pytest.raises(KeyboardInterrupt):
         main.run_stages(small_config(), tmp_path)
-    monkeypatch.setattr(main.train, "train_batch", update)
+    monkeypatch.setattr(main.rl, "train_batch", update)
     assert main.run_stages(small_config(), tmp_path) == finished[1]
 
     unbroken, resumed = (
@@ -201,8 +203,8 @@ def test_programs_dropped_at_every_step_change_nothing(finished, tmp_path, monke
     records = (without_times(metrics_of(workdir)) for workdir in (finished[0], tmp_path))
     assert next(records) == next(records)
     jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
-    assert dropped["care_jax.train"] == 4
-    assert dropped["care_jax.sft"] and dropped["care_jax.answering"]
+    assert dropped["care_jax.stages.rl"] == 4
+    assert dropped["care_jax.stages.sft"] and dropped["care_jax.stages.answering"]
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +257,7 @@ def test_any_saved_step_of_a_finished_run_is_exported(evaluated, monkeypatch, st
     workdir, _ = evaluated
     accs = {r["step"]: r["acc"] for r in metrics_of(workdir) if r["stage"] == "rl_eval"}
     saved = saved or max((2, 4), key=lambda step: (accs[step], step))
-    monkeypatch.setattr(run_weights, "start", None)  # none are loaded but the checkpoint's
+    monkeypatch.setattr(weights, "start", None)  # none are loaded but the checkpoint's
     main.run_stages(small_config(stages=("export",), **{"export.step": step}), workdir)
     assert_exports_step(workdir, saved)
 
@@ -273,7 +275,7 @@ def test_any_saved_step_of_a_finished_run_is_evaluated(evaluated, monkeypatch, s
     during = {r["step"]: r["acc"] for r in metrics_of(workdir) if r["stage"] == "rl_eval"}
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
-    monkeypatch.setattr(run_weights, "start", None)
+    monkeypatch.setattr(weights, "start", None)
     config = small_config(stages=("evaluate", "export"), **{"export.step": step})
     results = main.run_stages(config, workdir)
     assert results == (expected if step == "last" else {name: results[name]})
@@ -339,7 +341,7 @@ def test_adapters_of_both_stages_are_one_beside_the_export(tmp_path):
 
 def test_a_finished_run_trains_and_evaluates_no_more(finished, monkeypatch):
     before = metrics_of(finished[0])
-    monkeypatch.setattr(main.train, "roll_out", None)
+    monkeypatch.setattr(main.rl, "roll_out", None)
     monkeypatch.setattr(main.evaluate, "evaluate", None)
     assert main.run_stages(small_config(), finished[0]) == finished[1]
     assert metrics_of(finished[0]) == before
@@ -409,7 +411,7 @@ def test_an_exported_policy_is_a_release_that_runs_and_exports_the_same(tmp_path
 
 def test_nan_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
     """The first update of the second step goes wrong."""
-    make, seen = main.train.train_batch, Counter()
+    make, seen = main.rl.train_batch, Counter()
 
     def broken(*args):
         batch, plan = make(*args)
@@ -418,7 +420,7 @@ def test_nan_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
             batch = batch.replace(old_logp=batch.old_logp * np.nan)
         return batch, plan
 
-    monkeypatch.setattr(main.train, "train_batch", broken)
+    monkeypatch.setattr(main.rl, "train_batch", broken)
     with pytest.raises(FloatingPointError, match=r"rl step 1: expected finite metrics, got .*=nan"):
         main.run_stages(small_config(stages=("rl",)), tmp_path)
     assert [record["step"] for record in metrics_of(tmp_path)] == [0]
@@ -444,13 +446,13 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     config.care.beta = 0.0
     programs = {}
     for name in ("compile_rollout", "compile_update"):
-        compile_decoding = getattr(main.train, name)
+        compile_decoding = getattr(main.rl, name)
 
         def kept(*args, name=name, compile_decoding=compile_decoding):
             programs[name] = compile_decoding(*args)
             return programs[name]
 
-        monkeypatch.setattr(main.train, name, kept)
+        monkeypatch.setattr(main.rl, name, kept)
     main.run_stages(config, tmp_path)
     rl = metrics_of(tmp_path)
     assert len(rl) * config.rl.prompts_per_step == 304
@@ -573,7 +575,7 @@ def test_a_sweep_runs_its_arms_from_their_cold_start_and_tabulates_them(tmp_path
         **{"data.test.num_examples": 8, "evaluate.batch_size": 8},
     }
     flags = [f"--config.{key}={value}" for key, value in sizes.items()]
-    command = [sys.executable, "-m", "care_jax.sweep", f"--experiment={experiment}", "--seeds=1"]
+    command = [sys.executable, "-m", "experiments.sweep", f"--experiment={experiment}", "--seeds=1"]
     result = subprocess.run(
         [*command, f"--workdir={tmp_path}", *flags],
         cwd=ROOT,

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from care_jax.config_checks import check_config, fill_in
+from care_jax.config.checks import check_config, fill_in
 from care_jax.devices.sharding import make_mesh
 from configs.arms import with_arm
 

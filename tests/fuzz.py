@@ -41,19 +41,19 @@ from PIL import Image
 from safetensors.numpy import save
 
 from care_jax.batch import Example, Unusable
-from care_jax.config_checks import check_config, fill_in
-from care_jax.config_ranges import numbers
-from care_jax.data import jsonl, parquet, shards
+from care_jax.config.checks import check_config, fill_in
+from care_jax.config.keys import numbers
+from care_jax.data.readers import jsonl, parquet, shards
 from care_jax.data.rows import with_text_answers
 from care_jax.data.tokenizer import open_tokenizer
-from care_jax.devices import integrity
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from care_jax.prompts.images import fingerprint, open_image
 from care_jax.report.pictures import data_uri
 from care_jax.rewards.verifier import Verifier
+from care_jax.run import integrity
 from configs import tiny
-from models import release
+from models.release import tensor_files
 
 ACCEPTED, REFUSED, SKIPPED = "accepted", "refused", "skipped"
 OUTCOMES = (ACCEPTED, REFUSED, SKIPPED)
@@ -488,14 +488,14 @@ def _headers() -> st.SearchStrategy[bytes]:
 
 def read_release(drawn: tuple[bytes, bytes | None], folder: pathlib.Path) -> Counter[str]:
     data, index = drawn
-    name = release.SINGLE if index is None else "part.safetensors"
+    name = tensor_files.SINGLE if index is None else "part.safetensors"
     (folder / name).write_bytes(data)
     if index is not None:
-        (folder / release.INDEX).write_bytes(index)
+        (folder / tensor_files.INDEX).write_bytes(index)
 
     def read() -> None:
-        for entry in release.read_headers(folder).values():
-            with release.open_tensor(entry) as tensor:
+        for entry in tensor_files.read_headers(folder).values():
+            with tensor_files.open_tensor(entry) as tensor:
                 assert tuple(tensor.get_shape()) == entry.shape
 
     return Counter([outcome_of(read, names=(str(folder),))])

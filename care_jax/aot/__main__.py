@@ -36,11 +36,11 @@ import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from care_jax import command_line
 from care_jax.aot.collectives import COLLECTIVES
 from care_jax.aot.compile import Fit, Program, fit
 from care_jax.aot.topology import GPUS
-from care_jax.devices.roofline import GIB
+from care_jax.config import command_line
+from care_jax.devices.flops import GIB
 from care_jax.devices.sharding import MESH_AXES
 
 _COLUMNS = (

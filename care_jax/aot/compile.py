@@ -23,20 +23,21 @@ from absl import logging
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from care_jax import sft
-from care_jax.aot import collectives, shapes, step_sizes, workload
+from care_jax.aot import collectives, roofline, shapes, step_sizes, workload
 from care_jax.aot.collectives import Received
+from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
-from care_jax.config_checks import check_config, fill_in
+from care_jax.config.checks import check_config, fill_in
 from care_jax.decoding.queue import DecodePrograms
 from care_jax.decoding.schedule import Schedule, Sizes
-from care_jax.devices import roofline, sharding
-from care_jax.devices.roofline import Chip, Work
+from care_jax.devices import sharding
+from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.programs import compile_decoding, compile_update, rollout_sizes
-from care_jax.run import Run, abstract_state, make_adamw
+from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.run.run import Run, abstract_state, make_adamw
+from care_jax.stages import sft
 from models import lora
 from models.backbone import Params
 

@@ -24,12 +24,12 @@ from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.seats import Seats, empty_seats, seat_axes
 from care_jax.devices import sharding
 from care_jax.method import spans
-from care_jax.policy import Policy
 from care_jax.prompts.builder import backbone_config
-from care_jax.run import Run
-from models import hf_config
+from care_jax.run.policy import Policy
+from care_jax.run.run import Run
 from models.config import RELEASES
 from models.positions import ImagePatches, pack_images
+from models.release import config_json
 
 
 def policy(config: ConfigDict) -> Policy:
@@ -43,7 +43,7 @@ def policy(config: ConfigDict) -> Policy:
     if not model.path:
         backbone = backbone_config(None, model.backbone.to_dict(), open_tokenizer(model.tokenizer))
     elif file.is_file():
-        backbone = hf_config.from_folder(file.parent)
+        backbone = config_json.from_folder(file.parent)
     elif model.path in RELEASES:
         backbone = RELEASES[model.path]
     else:

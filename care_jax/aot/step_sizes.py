@@ -15,11 +15,11 @@ from jaxtyping import Int
 
 from care_jax.aot import lengths, shapes
 from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
-from care_jax.devices import roofline, sharding
-from care_jax.devices.roofline import Packed
+from care_jax.devices import flops, sharding
+from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
-from care_jax.programs import rollout_sizes
-from care_jax.run import Run
+from care_jax.rl.programs import rollout_sizes
+from care_jax.run.run import Run
 
 _SEED = 0  # of the drawn lengths, so that two means or two topologies get the same prompts
 
@@ -93,7 +93,7 @@ def largest_imitation(run: Run) -> tuple[int, Packed]:
     sft = run.config.sft
     num_rows = max(sft.batch_size, sft.microbatch_size)
     no_responses = np.zeros((1, 0), int)
-    pairs = int(roofline.tree_pairs(np.array([sft.row_tokens]), no_responses)[0])
+    pairs = int(flops.tree_pairs(np.array([sft.row_tokens]), no_responses)[0])
     return num_rows // sft.microbatch_size, Packed(
         tokens=num_rows * sft.row_tokens,
         patches=num_rows * sft.row_patches,
@@ -158,7 +158,7 @@ def plan_update(
     return plan, Packed(
         tokens=plan.computed_tokens,
         patches=plan.computed_patches,
-        pairs=int(roofline.tree_pairs(prompts[:, 0], responses).sum()),
+        pairs=int(flops.tree_pairs(prompts[:, 0], responses).sum()),
         patch_pairs=int((prompts[:, 1].astype(np.int64) ** 2).sum()),
         scored=int(responses.sum()),
     )

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from care_jax.devices.roofline import CHIPS, Chip
+from care_jax.devices.flops import CHIPS, Chip
 
 # What libtpu would otherwise query over the network, on a host without TPUs.
 _HOST = {

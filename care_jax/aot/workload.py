@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from care_jax.aot import roofline
+from care_jax.aot.roofline import Layout, Rows, Work
 from care_jax.decoding.schedule import Call, Sizes
-from care_jax.devices import roofline, sharding
-from care_jax.devices.roofline import Layout, Packed, Rows, Work
-from care_jax.run import Run
-from models.attention_cached import slots_per_block
-from models.attention_mask import AttentionImpl
+from care_jax.devices import sharding
+from care_jax.devices.flops import Packed
+from care_jax.run.run import Run
+from models.attention.cached import slots_per_block
+from models.attention.mask import AttentionImpl
 
 
 def layout(run: Run, is_decoding: bool = False) -> Layout:

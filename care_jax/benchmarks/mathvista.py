@@ -20,7 +20,7 @@ from typing import Any
 
 from care_jax.benchmarks import response
 from care_jax.benchmarks.rows import Question, gold_of, read_options
-from care_jax.rewards import notation, quantities
+from care_jax.rewards.equivalence import notation, quantities
 
 _MAX_EXTRACTION = 200  # characters of an extracted answer; a longer text is a response
 _BRACKETED = re.compile(r"\(([a-zA-Z])\)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from care_jax.rewards import notation
+from care_jax.rewards.equivalence import notation
 
 _CLOSED = re.compile(r"</(?:think|thinking|reasoning)>")
 _OPENED = re.compile(r"<(?:think|thinking|reasoning)>")

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from care_jax.benchmarks.suite import RELEASES, Benchmark
-from care_jax.metrics import pass_rates, wilson_interval
+from care_jax.report.metrics import pass_rates, wilson_interval
 
 Sample = Mapping[str, Any]
 

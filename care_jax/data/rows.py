@@ -21,7 +21,7 @@ from absl import logging
 
 from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
-from care_jax.rewards import notation
+from care_jax.rewards.equivalence import notation
 
 MAX_CHARS = 16_384  # of a question with its choices, and of an answer; longer texts are neither
 MAX_RESPONSE_CHARS = 65_536

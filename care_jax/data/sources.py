@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from care_jax.batch import Example
-from care_jax.data import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
+from care_jax.data.drawn.readings import ReadingsSource
+from care_jax.data.drawn.synthetic import SyntheticSource
+from care_jax.data.drawn.word_problems import WordProblems
 from care_jax.data.mixture import check_weights
-from care_jax.data.readings import ReadingsSource
+from care_jax.data.readers import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
 from care_jax.data.rows import Rows
-from care_jax.data.synthetic import SyntheticSource
-from care_jax.data.word_problems import WordProblems
 
 # name -> (reader, the options it takes besides the path)
 _FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {

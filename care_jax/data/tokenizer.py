@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from care_jax.data import synthetic
+from care_jax.data.drawn import synthetic
 from care_jax.prompts.builder import load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 

@@ -31,7 +31,7 @@ from care_jax.decoding.seats import Seats
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.run import Run
+from care_jax.run.run import Run
 from models import backbone
 from models.config import BackboneConfig
 

@@ -28,7 +28,7 @@ from care_jax.batch import Prompts
 from care_jax.decoding.sampling import log_probability, sample_token
 from care_jax.decoding.seats import Prefix, Seats, pad_left, take_in_shard
 from models import backbone
-from models.attention_mask import XLA, AttentionImpl
+from models.attention.mask import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import constrain
@@ -221,7 +221,7 @@ def advance(
         temperature, top_p, vocab_shards: see `sample_token`.
         dtype: of activations and cache.
         stops: whether EOS ends a rollout; false for measuring speed at given lengths.
-        attention: the implementation, see `attention_cached`.
+        attention: the implementation, see `cached`.
     """
     num_rollouts, num_slots = seats.first.shape[1], seats.cache.keys[0].shape[-1]
     slots = jnp.arange(num_slots)

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from models import layers
-from models.attention_mask import AttentionImpl
+from models.attention.mask import AttentionImpl
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 

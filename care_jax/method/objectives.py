@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from care_jax.method import credit
 from care_jax.method.advantages import RawAdvantages
 from care_jax.method.credit import Credit
@@ -115,3 +117,9 @@ _MAKERS = {
     "rloo": _rloo,
 }
 OBJECTIVES = tuple(_MAKERS)
+
+
+def objective_of(config: ConfigDict) -> Objective:
+    """The objective of a configuration."""
+    name = config.rl.objective
+    return make_objective(name, config[name], max_tokens=config.rl.max_response_tokens)

@@ -25,9 +25,9 @@ from care_jax.batch import Example, Prompts
 from care_jax.prompts.images import AnyImage, image_size, open_image
 from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
-from models import hf_config
 from models.config import BackboneConfig
 from models.positions import image_slots, pack_images, prompt_positions
+from models.release import config_json
 
 IMAGE_PLACEHOLDER = "<image>"
 _IMAGE_TOKEN = "<|image_pad|>"
@@ -119,10 +119,10 @@ def backbone_config(
 ) -> BackboneConfig:
     """The backbone config of a release folder; without one, `fields` plus the tokenizer's ids."""
     if folder:
-        return hf_config.from_folder(folder)
+        return config_json.from_folder(folder)
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
     text = {"vocab_size": len(tokenizer), **fields["text_config"]}
-    return hf_config.from_hf({**fields, **ids, "text_config": text})
+    return config_json.from_hf({**fields, **ids, "text_config": text})
 
 
 class PromptBuilder:

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from care_jax.metrics import read_records
+from care_jax.report.metrics import read_records
 
 # (title, unit, name patterns in drawing order).
 CHARTS = (

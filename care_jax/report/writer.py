@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import jax
 
-from care_jax.metrics import ShownGroup, print_line
 from care_jax.report import curves, groups, page, pictures
 from care_jax.report.groups import Sampled, Wording
+from care_jax.report.metrics import ShownGroup, print_line
 
 VERSION = 1  # of the data layout; a file with another version is not read
 _MAX_POINTS = 600  # per curve, more than a screen resolves

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from care_jax.rewards import formulas, matrices, notation, quantities, relations
+from care_jax.rewards.equivalence import formulas, matrices, notation, quantities, relations
 from care_jax.rewards.symbolic import Question, SymbolicPool
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from care_jax.batch import Example
-from care_jax.rewards import answers, notation
-from care_jax.rewards.quantities import read_number
+from care_jax.rewards import answers
+from care_jax.rewards.equivalence import notation
+from care_jax.rewards.equivalence.quantities import read_number
 from care_jax.rewards.reward_function import Components
 from care_jax.rewards.verifier import parse_text
 

@@ -21,7 +21,8 @@ from absl import logging
 
 from care_jax.batch import Example
 from care_jax.method import spans
-from care_jax.rewards import answers, notation
+from care_jax.rewards import answers
+from care_jax.rewards.equivalence import notation
 from care_jax.rewards.reward_function import (
     Components,
     RewardFunction,

@@ -8,7 +8,7 @@ import collections
 import pathlib
 import sys
 
-from care_jax.sweep.outcome import NotLogged, logged_groups
+from experiments.sweep.outcome import NotLogged, logged_groups
 
 OUTCOMES = (
     "repaired",

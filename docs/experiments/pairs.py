@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from care_jax.sweep.measures import mean_interval
+from experiments.sweep.measures import mean_interval
 
 TOLERANCE = 0.1  # points: a cold start that is trained again on another machine differs by rounding
 Curves = dict[int, list[tuple[float, float]]]  # by seed: (decoded tokens, M; accuracy, %)

@@ -10,10 +10,10 @@ import pathlib
 import re
 import sys
 
-from care_jax.sweep.outcome import NotLogged, logged_groups
+from experiments.sweep.outcome import NotLogged, logged_groups
 
 FIRST_STEP = 95
-# The wordings of care_jax/data/readings.py. "To have 6 of them" states the question's number.
+# The wordings of care_jax/data/drawn/readings.py. "To have 6 of them" states the question's number.
 READING = re.compile(r"(?:There are|there are|number of \w+ is|I have) (\d+)")
 
 

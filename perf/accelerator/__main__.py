@@ -40,8 +40,8 @@ import jax
 
 from care_jax.aot.topology import GPUS
 from care_jax.devices import xla_flags
-from care_jax.devices.roofline import GIB, PEAK_FLOPS
-from care_jax.versions import versions
+from care_jax.devices.flops import GIB, PEAK_FLOPS
+from care_jax.run.versions import versions
 from perf.accelerator import kernels, rates, step
 
 BACKBONES = ("qwen25vl_3b", "qwen25vl_7b")

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax import attention_check
 from care_jax.devices import sharding
-from care_jax.programs import rollout_sizes
-from care_jax.run import Run
-from models.attention import attend, block_mask
-from models.attention_mask import AttentionImpl
+from care_jax.rl.programs import rollout_sizes
+from care_jax.run import attention_check
+from care_jax.run.run import Run
+from models.attention.mask import AttentionImpl
+from models.attention.packed import attend, block_mask
 from perf.accelerator.rates import best_seconds
 
 DENSE_TOKENS = 2048  # of a row, whose dense logits fit on a device
@@ -79,7 +79,7 @@ def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[floa
     Args:
         run: the run.
         impl: the kernel.
-        first, last: of one row, as in `models.attention.block_mask`.
+        first, last: of one row, as in `models.attention.packed.block_mask`.
         heads: kv heads, query heads per kv head, head dim.
     """
     q, k, v, g = _arrays(run, last, heads)

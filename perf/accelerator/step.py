@@ -22,24 +22,25 @@ import numpy as np
 from jaxtyping import Int
 from ml_collections import ConfigDict
 
-from care_jax.aot import shapes, step_sizes, workload
+from care_jax.aot import roofline, shapes, step_sizes, workload
+from care_jax.aot.roofline import Work
 from care_jax.batch import TrainBatch
-from care_jax.config_checks import check_config, fill_in
+from care_jax.config.checks import check_config, fill_in
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
-from care_jax.devices import roofline, sharding
+from care_jax.devices import flops, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.devices.roofline import Work
-from care_jax.main import policy_of
 from care_jax.packing.layout import at_rows, lay_out, place
 from care_jax.packing.plan import RowPlan
-from care_jax.programs import compile_decoding, compile_update, rollout_sizes
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
-from care_jax.run import Run, make_adamw, params_of, start_state
-from care_jax.update_batch import copy_reference
-from models import hf_config, lora
+from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.rl.update_batch import copy_reference
+from care_jax.run.policy import policy_of
+from care_jax.run.run import Run, make_adamw, params_of, start_state
+from models import lora
 from models.backbone import Params
 from models.config import RELEASES, BackboneConfig
+from models.release import config_json
 
 BYTES_OF_FULL_TRAINING = 14  # a parameter: weights, moments, gradient, reference and decode layout
 SHARE_OF_STATE = 0.6  # of the memory; the rest is for caches and activations
@@ -59,7 +60,7 @@ def configuration(name: str, num_bytes: float, *, is_quick: bool) -> ConfigDict:
     config = importlib.import_module(f"configs.{name}").get_config()
     backbone = RELEASES[config.model.path]
     config.stages = ("rl",)
-    config.model.path, config.model.backbone = "", hf_config.to_hf(backbone)
+    config.model.path, config.model.backbone = "", config_json.to_hf(backbone)
     config.model.param_dtype = config.model.moments_dtype = "bfloat16"
     weights = roofline.decoder_weights(backbone.text)
     if BYTES_OF_FULL_TRAINING * weights > SHARE_OF_STATE * num_bytes:
@@ -208,8 +209,8 @@ class Step:
         timed = Timed(self._programs.score, self._compilations)
         for _ in range(2):
             timed(params, batch)
-        flops = roofline.model_flops(self._run.policy.config, sizes, responses) / 3
-        return [_row("score", timed, [Work(flops=flops)] * 2, [int(responses.sum())] * 2)]
+        num_flops = flops.model_flops(self._run.policy.config, sizes, responses) / 3
+        return [_row("score", timed, [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)]
 
     def update(self, mean: float | None) -> list[dict[str, Any]]:
         """An update of all its prompts."""
@@ -223,8 +224,8 @@ class Step:
             freeze_decoder=model.freeze_decoder,
             has_adapters=bool(model.lora_rank),
         )
-        flops = roofline.model_flops(self._run.policy.config, sizes, responses, **trained)
-        row = _row("update", timed, [Work(flops=flops)] * 2, [int(responses.sum())] * 2)
+        num_flops = flops.model_flops(self._run.policy.config, sizes, responses, **trained)
+        row = _row("update", timed, [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)
         return [row | {"fill": plan.real_tokens / plan.computed_tokens}]
 
     def _batch(self, mean: float | None):

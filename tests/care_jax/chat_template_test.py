@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.data import synthetic
+from care_jax.data.drawn import synthetic
 from care_jax.data.rows import make_example
-from care_jax.main import policy_of
 from care_jax.prompts.builder import PromptBuilder, load_tokenizer
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from care_jax.run.policy import policy_of
 from configs import common, mixture, qwen3vl_8b, qwen25vl_7b
-from models import hf_config
+from models.release import config_json
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,7 +58,7 @@ def example_of(question, sizes):
 
 def builder_of(folder, **settings):
     settings = {"buckets": ((8192, 32768),)} | LIMITS | settings
-    return PromptBuilder(load_tokenizer(str(folder)), hf_config.from_folder(folder), **settings)
+    return PromptBuilder(load_tokenizer(str(folder)), config_json.from_folder(folder), **settings)
 
 
 def conversation(content, system_prompt, instruction):
@@ -116,7 +116,7 @@ def test_without_a_system_prompt_there_is_no_system_turn_of_ours(real_release):
     """Qwen2.5-VL's template puts its own, Qwen3-VL's none."""
     text = builder_of(real_release, system_prompt="").chat(example_of("Why?", ()))
     own = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-    has_own = hf_config.from_folder(real_release).family == "qwen2_5_vl"
+    has_own = config_json.from_folder(real_release).family == "qwen2_5_vl"
     rest = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert text == own * has_own + rest
 

@@ -13,18 +13,19 @@ from PIL import Image
 from rollout_script import CUE, LENGTHS, coin
 from scripted import LOOP, B, Script, credit_of, groups_of
 
-from care_jax import train
 from care_jax.batch import Example, Rollouts
+from care_jax.commands.reopened import Reopened
 from care_jax.data.sources import open_source
 from care_jax.devices.sharding import make_mesh
-from care_jax.main import policy_of
-from care_jax.metrics import MetricWriter
 from care_jax.prompts.builder import load_tokenizer, prompt_sizes
-from care_jax.reopened import Reopened
-from care_jax.rollout import PromptTable
-from care_jax.run import Run
+from care_jax.report.metrics import MetricWriter
+from care_jax.rl.rollout import PromptTable
+from care_jax.run.policy import policy_of
+from care_jax.run.run import Run
+from care_jax.stages import rl
 from configs import tiny
-from models import backbone, hf_config
+from models import backbone
+from models.release import config_json
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +70,7 @@ def small_release(real_release, tmp_path_factory):
     layers = {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0]}
     vision |= {name: layers[name] for name in layers.keys() & vision.keys()}
     (folder / "config.json").write_text(json.dumps(fields))
-    config = hf_config.from_folder(folder)
+    config = config_json.from_folder(folder)
     weights = tmp_path_factory.mktemp("weights")
     backbone.export(weights, backbone.init(config, jax.random.key(0)), config, jnp.float32)
     shutil.move(weights / "model.safetensors", folder)
@@ -238,7 +239,7 @@ def whole_batch(tokenized):
         credited = credit_of(groups.rollouts.tokens.shape)
         table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
         num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
-        return train.train_batch(run, table, tokenized, groups, credited, num_tokens, 0)
+        return rl.train_batch(run, table, tokenized, groups, credited, num_tokens, 0)
 
     return whole_batch
 
@@ -250,11 +251,11 @@ def run_loop(make_run, questions, responses, monkeypatch):
     def run_loop(folder="run", dies_at=None, make_script=Script, changes=(), evaluate=None):
         script = make_script(responses, dies_at)
         run = make_run(LOOP | dict(changes), folder)
-        monkeypatch.setattr(train, "roll_out", script.roll_out)
-        monkeypatch.setattr(train, "compile_rollout", lambda *_: None)
-        monkeypatch.setattr(train, "compile_update", lambda *_: script.programs())
+        monkeypatch.setattr(rl, "roll_out", script.roll_out)
+        monkeypatch.setattr(rl, "compile_rollout", lambda *_: None)
+        monkeypatch.setattr(rl, "compile_update", lambda *_: script.programs())
         params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}
-        params = train.train(run, params, questions(range(30)), evaluate)
+        params = rl.train(run, params, questions(range(30)), evaluate)
         records = map(json.loads, run.metrics.path.read_text().splitlines())
         return script, params, list(records)
 

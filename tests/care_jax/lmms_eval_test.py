@@ -14,15 +14,14 @@ import pytest
 import yaml
 from PIL import Image
 
-from care_jax import answering, export
 from care_jax.batch import Example
 from care_jax.benchmarks import response
 from care_jax.decoding.queue import Request
 from care_jax.devices import sharding
-from care_jax.main import policy_of
-from care_jax.metrics import MetricWriter
-from care_jax.policy import initial_params
-from care_jax.run import Run
+from care_jax.report.metrics import MetricWriter
+from care_jax.run.policy import initial_params, policy_of
+from care_jax.run.run import Run
+from care_jax.stages import answering, export
 from configs import common, qwen3vl_8b, tiny
 from models import backbone
 

@@ -14,8 +14,8 @@ from absl.testing import flagsaver
 
 from care_jax import main
 from care_jax.batch import Example
-from care_jax.devices import workdir_lock
 from care_jax.devices.sharding import make_mesh
+from care_jax.run import lock
 from configs import common, tiny
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -50,9 +50,9 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
 
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
-    monkeypatch.setattr(main.run_weights, "start", lambda *_, **__: [])
+    monkeypatch.setattr(main.weights, "start", lambda *_, **__: [])
     monkeypatch.setattr(main.sft, "train", trained("sft"))
-    monkeypatch.setattr(main.train, "train", trained("rl"))
+    monkeypatch.setattr(main.rl, "train", trained("rl"))
     monkeypatch.setattr(main.evaluate, "evaluate", evaluate)
     monkeypatch.setattr(main.export, "export", lambda run, params, folder: seen.append(params))
     config = tiny.get_config()
@@ -99,7 +99,7 @@ def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
 ):
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
-    monkeypatch.setattr(main.run_weights, "start", lambda *_, **__: "weights")
+    monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
     monkeypatch.setattr(main.evaluate, "evaluate", lambda *_, name, **__: {"acc": 0.5})
     monkeypatch.setattr(
         main.evaluate,
@@ -206,8 +206,8 @@ def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch
 
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
-    monkeypatch.setattr(main.run_weights, "start", lambda *_, **__: "weights")
-    monkeypatch.setattr(main.train, "train", train)
+    monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
+    monkeypatch.setattr(main.rl, "train", train)
     monkeypatch.setattr(
         main.evaluate,
         "evaluate",
@@ -236,12 +236,12 @@ def test_a_benchmark_whose_files_are_missing_is_told_before_training(monkeypatch
 def test_a_run_in_a_workdir_that_is_in_use_writes_nothing(monkeypatch, tmp_path):
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
-    monkeypatch.setattr(main.run_weights, "start", None)
+    monkeypatch.setattr(main.weights, "start", None)
     config = tiny.get_config()
     config.stages = ("export",)
-    with workdir_lock.held(tmp_path), pytest.raises(ValueError, match="is in use by process"):
+    with lock.held(tmp_path), pytest.raises(ValueError, match="is in use by process"):
         main.run_stages(config, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [workdir_lock.NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
 
 
 @pytest.mark.parametrize("stages", [("rl",), ("sft", "rl")])

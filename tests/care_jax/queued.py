@@ -11,8 +11,8 @@ from care_jax.decoding.queue import DecodeQueue
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.sharding import make_mesh, num_shards
-from care_jax.programs import compile_decoding
-from care_jax.run import Run
+from care_jax.rl.programs import compile_decoding
+from care_jax.run.run import Run
 from configs import tiny
 from models import backbone
 

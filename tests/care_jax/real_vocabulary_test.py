@@ -6,10 +6,10 @@ import types
 import numpy as np
 import pytest
 
-from care_jax import sft
 from care_jax.decoding import reflection
-from care_jax.main import policy_of
 from care_jax.method import spans
+from care_jax.run.policy import policy_of
+from care_jax.stages import sft
 from configs import common, qwen3vl_4b, qwen3vl_8b, qwen25vl_3b, qwen25vl_7b
 
 RATIONALES = (

@@ -8,9 +8,9 @@ import numpy as np
 
 from care_jax.batch import Scores
 from care_jax.method.credit import Credit
-from care_jax.programs import UpdatePrograms
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rollout import Groups
+from care_jax.rl.programs import UpdatePrograms
+from care_jax.rl.rollout import Groups
 
 STEPS, B, R, T = 4, 4, 3, 9
 

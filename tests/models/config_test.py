@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from models import hf_config
 from models.config import (
     QWEN2_5_VL_3B,
     QWEN2_5_VL_7B,
     QWEN3_VL_4B,
     QWEN3_VL_8B,
 )
+from models.release import config_json
 
 PRESETS = {
     "qwen2.5-vl-3b": QWEN2_5_VL_3B,
@@ -138,7 +138,7 @@ RELEASES = {"qwen2.5-vl-3b": qwen2_5_release(), "qwen3-vl-4b": qwen3_release()}
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_release_is_the_preset(name):
-    assert hf_config.from_hf(RELEASES[name]) == PRESETS[name]
+    assert config_json.from_hf(RELEASES[name]) == PRESETS[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -173,16 +173,16 @@ def opened_by_transformers(fields: dict):
 @pytest.mark.parametrize("name", PRESETS)
 def test_config_survives_its_own_file_and_transformers(name):
     config = PRESETS[name]
-    assert hf_config.from_hf(hf_config.to_hf(config)) == config
-    opened = opened_by_transformers(hf_config.to_hf(config))
+    assert config_json.from_hf(config_json.to_hf(config)) == config
+    opened = opened_by_transformers(config_json.to_hf(config))
     assert opened.text_config.rope_parameters["rope_theta"] == config.text.rope_theta
-    assert hf_config.from_hf(opened.to_dict()) == config
+    assert config_json.from_hf(opened.to_dict()) == config
 
 
 @pytest.mark.parametrize("name", RELEASES)
 def test_transformers_reads_the_release_as_we_do(name):
     opened = opened_by_transformers(RELEASES[name])
-    assert hf_config.from_hf(opened.to_dict()) == PRESETS[name]
+    assert config_json.from_hf(opened.to_dict()) == PRESETS[name]
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,9 @@ def test_the_generation_config_adds_its_end_of_sequence_ids(tmp_path, name, own,
         generation = {"eos_token_id": further, "repetition_penalty": 1.05, "temperature": 0.1}
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     expected = dataclasses.replace(PRESETS[name], eos_token_ids=ids)
-    assert hf_config.from_folder(tmp_path) == expected
-    assert hf_config.from_hf(hf_config.to_hf(expected)) == expected
-    written = hf_config.to_hf(expected)["text_config"]["eos_token_id"]
+    assert config_json.from_folder(tmp_path) == expected
+    assert config_json.from_hf(config_json.to_hf(expected)) == expected
+    written = config_json.to_hf(expected)["text_config"]["eos_token_id"]
     assert written == (ids[0] if len(ids) == 1 else list(ids))
 
 
@@ -217,7 +217,7 @@ def test_the_real_files_are_the_presets_with_both_ends(releases):
         (releases["qwen2_5_vl"], QWEN2_5_VL_3B),
         (releases["qwen3_vl"], QWEN3_VL_4B),
     ):
-        config = hf_config.from_folder(folder)
+        config = config_json.from_folder(folder)
         generation = transformers.GenerationConfig.from_pretrained(folder)
         assert config.eos_token_ids == tuple(generation.eos_token_id) == (151645, 151643)
         text = dataclasses.replace(
@@ -230,7 +230,7 @@ def test_a_generation_config_that_is_no_json_is_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(qwen2_5_release()))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
     with pytest.raises(ValueError, match=r"generation_config\.json must be a JSON file") as error:
-        hf_config.from_folder(tmp_path)
+        config_json.from_folder(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -240,7 +240,7 @@ def test_embeddings_are_tied_where_transformers_ties_them(config, outside, in_te
     """In Qwen2.5-VL either place ties them; in Qwen3-VL text_config's is not looked at."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    fields = hf_config.to_hf(config)
+    fields = config_json.to_hf(config)
     for part, tie in ((fields, outside), (fields["text_config"], in_text)):
         del part["tie_word_embeddings"]
         if tie is not None:
@@ -248,7 +248,7 @@ def test_embeddings_are_tied_where_transformers_ties_them(config, outside, in_te
     model_class = getattr(transformers, fields["architectures"][0])
     model = model_class(model_class.config_class(**copy.deepcopy(fields)))
     is_tied = model.lm_head.weight is model.get_input_embeddings().weight
-    assert hf_config.from_hf(fields).text.tie_embeddings == is_tied
+    assert config_json.from_hf(fields).text.tie_embeddings == is_tied
 
 
 TOWER_ROPE = [
@@ -269,7 +269,7 @@ def test_a_towers_own_settings_are_read(name, rope):
         "rope_parameters": rope,
         "rope_theta": 10000,
     }
-    assert hf_config.from_hf(config) == PRESETS[name]
+    assert config_json.from_hf(config) == PRESETS[name]
 
 
 @pytest.mark.parametrize("name", RELEASES)
@@ -289,7 +289,7 @@ def test_a_tower_that_is_not_implemented_is_refused(name, change, message):
     config = copy.deepcopy(RELEASES[name])
     config["vision_config"] |= change
     with pytest.raises(ValueError, match=message):
-        hf_config.from_hf(config)
+        config_json.from_hf(config)
 
 
 def test_config_is_hashable():
@@ -319,7 +319,7 @@ def test_what_is_not_implemented_is_refused(change, message):
     if "hidden_size" in change:
         config["num_attention_heads"] = 32
     with pytest.raises(ValueError, match=message):
-        hf_config.from_hf(config)
+        config_json.from_hf(config)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_what_is_not_implemented_of_qwen3_vl_is_refused(part, change, message):
     config = qwen3_release()
     config[part] |= change
     with pytest.raises(ValueError, match=message):
-        hf_config.from_hf(config)
+        config_json.from_hf(config)
 
 
 WRONG = {
@@ -380,7 +380,7 @@ def test_a_field_of_a_wrong_type_is_named_in_one_line(name, kind):
             place = config if not part else config.get(part) or config[text][part]
             place[key] = WRONG[kind]
             try:
-                read = hf_config.from_hf(config)
+                read = config_json.from_hf(config)
             except ValueError as error:
                 assert "\n" not in str(error) and len(str(error)) < 400, key
                 count += 1
@@ -388,7 +388,7 @@ def test_a_field_of_a_wrong_type_is_named_in_one_line(name, kind):
                 del place[key]
                 is_unread = True
                 try:
-                    is_unread = hf_config.from_hf(config) == read
+                    is_unread = config_json.from_hf(config) == read
                 except ValueError:
                     is_unread = False
                 assert is_unread or kind in MAY_BE.get(key, ()), (part, key)
@@ -410,4 +410,4 @@ def test_a_field_of_a_wrong_type_is_named_in_one_line(name, kind):
 )
 def test_token_ids_and_sizes_are_named(change, message):
     with pytest.raises(ValueError, match=message):
-        hf_config.from_hf(qwen2_5_release() | change)
+        config_json.from_hf(qwen2_5_release() | change)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import backbone, hf_config
-from models.attention_mask import causal_reach
+from models import backbone
+from models.attention.mask import causal_reach
+from models.release import config_json
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -35,7 +36,7 @@ def pair(request, config, tied_config, make_params, tmp_path_factory):
     params = make_params(config)
     folder = tmp_path_factory.mktemp(request.param)
     backbone.export(folder, params, config, dtype=jnp.float32)
-    architecture = getattr(transformers, hf_config.to_hf(config)["architectures"][0])
+    architecture = getattr(transformers, config_json.to_hf(config)["architectures"][0])
     model, report = architecture.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     return params, config, model.eval()

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models import backbone, layers
-from models.attention_mask import AttentionImpl
+from models.attention.mask import AttentionImpl
 from models.positions import pack_images
 
 SIZES = [(10, 6), (4, 4), (2, 6)]

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from care_jax.devices import roofline, sharding
+from care_jax.devices import flops, sharding
 from configs import tiny
-from models.attention_mask import AttentionImpl
+from models.attention.mask import AttentionImpl
 from perf.accelerator import __main__ as accelerator
 from perf.accelerator import kernels, rates, step
 
@@ -205,10 +205,10 @@ def test_random_parameters_have_the_shapes_and_shardings_of_the_run(run):
 def test_what_is_frozen_costs_no_gradient(run):
     sizes, rows = np.array([[60, 16]]), np.array([[10, 5]])
     config = run.policy.config
-    whole = roofline.model_flops(config, sizes, rows)
-    tower = roofline.tower_flops(config.vision, config.family, 16)
-    assert roofline.model_flops(config, sizes, rows, freeze_vision=True) == whole - 2 * tower
-    adapted = roofline.model_flops(config, sizes, rows, has_adapters=True)
+    whole = flops.model_flops(config, sizes, rows)
+    tower = flops.tower_flops(config.vision, config.family, 16)
+    assert flops.model_flops(config, sizes, rows, freeze_vision=True) == whole - 2 * tower
+    adapted = flops.model_flops(config, sizes, rows, has_adapters=True)
     assert adapted == pytest.approx(tower + (whole - 3 * tower) * 2 / 3)
 
 

@@ -18,7 +18,8 @@ import pytest
 from care_jax.aot import __main__ as aot
 from care_jax.aot.collectives import Received
 from care_jax.aot.compile import Fit, Program
-from care_jax.devices.roofline import GIB, Chip, Work
+from care_jax.aot.roofline import Work
+from care_jax.devices.flops import GIB, Chip
 from perf import fit as table
 
 LIBTPU = pathlib.Path(sys.prefix, "libtpu")

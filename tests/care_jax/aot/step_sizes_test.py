@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from care_jax.aot import step_sizes
-from care_jax.config_checks import fill_in
-from care_jax.devices import roofline, sharding
+from care_jax.config.checks import fill_in
+from care_jax.devices import flops, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.packing.plan import TreeSizes, plan_rows
-from care_jax.programs import context_tokens
-from care_jax.run import Run
+from care_jax.rl.programs import context_tokens
+from care_jax.run.run import Run
 from configs import tiny
 
 MEAN = 12
@@ -84,7 +84,7 @@ def test_updates_are_planned_as_a_run_plans_them(run, drawn):
             expected.computed_tokens,
             expected.computed_patches,
         )
-        pairs = roofline.tree_pairs(prompts[part, 0], responses[part]).sum()
+        pairs = flops.tree_pairs(prompts[part, 0], responses[part]).sum()
         assert packed.pairs == pairs and packed.patch_pairs == 32 * 32 * 32
         assert packed.scored == responses[part].sum()
     real = sum((prompts.sum(0)[0], responses.sum()))

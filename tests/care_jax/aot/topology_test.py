@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from care_jax.aot.topology import GPUS, find_topology
-from care_jax.devices.roofline import CHIPS, GIB, PEAK_FLOPS
+from care_jax.devices.flops import CHIPS, GIB, PEAK_FLOPS
 
 CUDA = pathlib.Path(sys.prefix, "cuda")
 needs_cuda = pytest.mark.skipif(not CUDA.is_dir(), reason=f"needs the CUDA compiler in {CUDA}")

@@ -2,11 +2,11 @@
 
 import pytest
 
-from care_jax import main
 from care_jax.batch import Unusable
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import first_usable
 from care_jax.data.sources import check_section, open_source
+from care_jax.data.stages import open_stage
 from configs import common, tiny
 
 PIXELS = {"min_pixels": 256, "max_pixels": 4096}
@@ -104,7 +104,7 @@ def test_stage_draws_from_its_mixture(rows):
             common.source("synthetic", num_examples=5, weight=3.0),
         ),
     )
-    examples = main.open_stage(config, "rl")
+    examples = open_stage(config, "rl")
     assert isinstance(examples, Mixture) and examples.weights == [1.0, 3.0]
     assert examples[0].max_pixels == 1024 and examples[2].max_pixels == 0
     assert examples[2].id.startswith("train-")
@@ -127,12 +127,12 @@ def test_held_out_rows_are_checked_before_the_stage_starts(rows, caplog):
     path = rows("a.jsonl", {"image": "gone.png"}, {}, {"answer": ""})
     config.data.test = common.source("jsonl", path=path)
     with caplog.at_level("WARNING"):
-        examples = main.open_stage(config, "evaluate")
+        examples = open_stage(config, "evaluate")
     assert [example.id for example in examples] == ["2"]
     assert "data.test: left out 1 rows: image missing (first is row 1)" in caplog.text
     config.data.test.path = rows("b.jsonl", {"answer": ""})
     with pytest.raises(ValueError, match=r"no row of data.test can be used: 1 x no answer"):
-        main.open_stage(config, "evaluate")
+        open_stage(config, "evaluate")
 
 
 def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
@@ -140,7 +140,7 @@ def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
     config = tiny.get_config()
     path = rows("a.jsonl", {}, {"response": "<think>x</think><answer>1</answer>"})
     config.data.sft = common.source("jsonl", path=path)
-    examples = main.open_stage(config, "sft")
+    examples = open_stage(config, "sft")
     assert first_usable(examples).id == "2"
     with pytest.raises(Unusable, match="no response to imitate"):
         _ = examples[0]
@@ -148,14 +148,14 @@ def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
     parts[1].path = rows("b.jsonl", {})
     config.data.sft = common.source("mixture", parts=parts)
     with pytest.raises(ValueError, match=r"source 'jsonl' has no responses to imitate \(none of"):
-        main.open_stage(config, "sft")
+        open_stage(config, "sft")
 
 
 def test_responses_in_another_tag_are_refused(rows):
     config = tiny.get_config()
     response = "<think>x</think><answer>1</answer>"
     config.data.sft = common.source("jsonl", path=rows("a.jsonl", {"response": response}))
-    assert first_usable(main.open_stage(config, "sft")).response == response
+    assert first_usable(open_stage(config, "sft")).response == response
     config.data.think_tag = "reasoning"
     half = {"context": "<think>x. Wait, ", "response": "y</think><answer>1</answer>"}
     for row in ({"response": response}, half):
@@ -163,7 +163,7 @@ def test_responses_in_another_tag_are_refused(rows):
         with pytest.raises(
             ValueError, match=r"responses in <think>, but data.think_tag is 'reasoning'"
         ):
-            main.open_stage(config, "sft")
+            open_stage(config, "sft")
     config.data.sft.path = rows("b.jsonl", {"answer": ""}, {})
     with pytest.raises(ValueError, match="has no responses to imitate"):
-        main.open_stage(config, "sft")
+        open_stage(config, "sft")

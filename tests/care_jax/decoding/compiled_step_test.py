@@ -59,9 +59,9 @@ def main(topology: str) -> None:
     from care_jax.aot.topology import find_topology
     from care_jax.decoding.schedule import Sizes
     from care_jax.devices.sharding import make_mesh
-    from care_jax.policy import decode_shardings
-    from care_jax.programs import compile_decoding
-    from care_jax.run import Run
+    from care_jax.rl.programs import compile_decoding
+    from care_jax.run.policy import decode_shardings
+    from care_jax.run.run import Run
     from configs import qwen25vl_3b
     from models import backbone
     from models.config import RELEASES

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from care_jax.devices import xla_flags
-from care_jax.devices.roofline import CHIPS, GIB
+from care_jax.devices.flops import CHIPS, GIB
 
 FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 

@@ -10,11 +10,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from care_jax.batch import Example
-from care_jax.data import synthetic
-from care_jax.data.synthetic import SyntheticSource
+from care_jax.data.drawn import synthetic
+from care_jax.data.drawn.synthetic import SyntheticSource
 from care_jax.prompts.builder import PromptBuilder, load_tokenizer, prompt_sizes
 from care_jax.prompts.tokenizer import build_tokenizer
-from models import hf_config
+from models.release import config_json
 
 FIELDS = {
     "model_type": "qwen2_5_vl",
@@ -50,7 +50,7 @@ FIELDS = {
         "fullatt_block_indexes": [0],
     },
 }
-CONFIG = hf_config.from_hf(FIELDS)
+CONFIG = config_json.from_hf(FIELDS)
 QWEN3_FIELDS = {
     **FIELDS,
     "model_type": "qwen3_vl",
@@ -266,18 +266,18 @@ def test_settings_that_cannot_work_are_refused(tokenizer, change, message):
     fields["text_config"] = FIELDS["text_config"] | {"vocab_size": vocab_size}
     settings = {"min_pixels": 256, "max_pixels": 16384, "buckets": BUCKETS} | change
     with pytest.raises(ValueError, match=message):
-        PromptBuilder(tokenizer, hf_config.from_hf(fields), **settings)
+        PromptBuilder(tokenizer, config_json.from_hf(fields), **settings)
 
 
 @pytest.mark.parametrize("fields", [FIELDS, QWEN3_FIELDS], ids=lambda fields: fields["model_type"])
 def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(
     tokenizer, tmp_path, fields
 ):
-    config = hf_config.from_hf(fields)
+    config = config_json.from_hf(fields)
     builder = PromptBuilder(
         tokenizer, config, min_pixels=256, max_pixels=16384, buckets=((96, 256),)
     )
-    (tmp_path / "config.json").write_text(json.dumps(hf_config.to_hf(config)))
+    (tmp_path / "config.json").write_text(json.dumps(config_json.to_hf(config)))
     builder.save_processor(tmp_path)
     drawn = SyntheticSource(1)[0]
 

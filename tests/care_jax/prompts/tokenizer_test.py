@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from care_jax.data import synthetic
-from care_jax.data.synthetic import SyntheticSource
+from care_jax.data.drawn import synthetic
+from care_jax.data.drawn.synthetic import SyntheticSource
 from care_jax.prompts.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
 TOKENIZER = build_tokenizer(synthetic.texts())

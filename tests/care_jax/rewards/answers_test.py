@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from care_jax.rewards import answers
 from care_jax.rewards.answers import is_equal, is_equivalent
-from care_jax.rewards.notation import clean
+from care_jax.rewards.equivalence.notation import clean
 from care_jax.rewards.symbolic import Question, SymbolicPool
 from care_jax.rewards.verifier import extract_answer
 

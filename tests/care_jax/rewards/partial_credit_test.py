@@ -3,7 +3,7 @@
 import pytest
 
 from care_jax.batch import Example
-from care_jax.data.synthetic import SyntheticSource
+from care_jax.data.drawn.synthetic import SyntheticSource
 from care_jax.rewards.partial_credit import relative_error
 from care_jax.rewards.verifier import Verifier, parse_text
 

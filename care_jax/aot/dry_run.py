@@ -1,0 +1,235 @@
+"""What a run would do, told in seconds: `python -m care_jax.main --dry_run --config=...`.
+
+The configuration, the devices, the first rows of every source as they are tokenised, parameters and
+memory, and the files that would be written. No weight is read, nothing is trained or written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from care_jax.aot import shapes
+from care_jax.aot.compile import Program, update_program
+from care_jax.batch import Example, Unusable
+from care_jax.config.resume import TRAINING
+from care_jax.data.mixture import Mixture
+from care_jax.devices.flops import GIB
+from care_jax.rl.programs import rollout_sizes
+from care_jax.run.policy import decode_shardings
+from care_jax.run.run import (
+    Run,
+    abstract_state,
+    checkpoint_folder,
+    has_checkpoint,
+    make_adamw,
+    params_of,
+)
+from models import backbone
+
+NUM_ROWS = 2  # shown of each source
+_MOST_TRIED = 64  # rows that are tokenised for them
+_CHEAP = 50e6  # parameters up to which the update is compiled: seconds on a CPU
+
+
+def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
+    """The description, in plain text.
+
+    Args:
+        run: the run; its metrics may be None.
+        sources: the examples of each stage, "evaluate" for the held-out questions.
+
+    Raises:
+        ValueError: a source has no usable row among its first.
+    """
+    sections = {
+        "Configuration": _configuration(run.config),
+        "Devices": _devices(run),
+        "Model": _model(run),
+        **{
+            f"Data of {stage!r}": _data(run, stage, examples) for stage, examples in sources.items()
+        },
+        "Memory of a device": _memory(run),
+        "Files": _files(run, sources),
+    }
+    return "\n".join(
+        line
+        for title, lines in sections.items()
+        for line in (f"## {title}", *(f"  {line}" for line in lines), "")
+    )
+
+
+def _configuration(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _configuration(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key} = {value!r}"
+
+
+def _devices(run: Run) -> Iterator[str]:
+    device = run.mesh.devices.flat[0]
+    axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
+    yield f"{run.mesh.size} of kind {device.device_kind!r} ({device.platform}): {axes}"
+    yield f"{jax.process_count()} processes"
+
+
+def _model(run: Run) -> Iterator[str]:
+    policy, model = run.policy, run.config.model
+    where = policy.folder if policy.folder is not None else "random weights"
+    yield f"{policy.config.family}, {where}"
+    params = params_of(run)
+    trained, _ = run.partition(params)
+    total, of_them = (_num_parameters(tree) for tree in (params, trained))
+    yield f"{total:,} parameters, {of_them:,} trained; master weights {model.param_dtype}"
+
+
+def _data(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
+    parts = examples.sources if isinstance(examples, Mixture) else [examples]
+    sizes = " + ".join(f"{len(part):,}" for part in parts)
+    yield f"{sizes} rows" + (f" in {len(parts)} sources" if len(parts) > 1 else "")
+    for part in parts:
+        yield from _rows(run, stage, part)
+
+
+def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
+    """The first usable rows, and why those before them are not."""
+    left_out, num_shown, builder = Counter(), 0, run.policy.prompts
+    for index in range(min(len(examples), _MOST_TRIED)):
+        try:
+            example = examples[index]
+            prompt = builder.tokenize(example)
+        except Unusable as reason:
+            left_out[str(reason)] += 1
+            continue
+        size = len(prompt.tokens), len(prompt.patches)
+        if stage != "sft" and not builder.fits(prompt):
+            left_out["prompt fits no bucket"] += 1
+            continue
+        lengths = f"{size[0]} tokens, {size[1]} patches"
+        if stage == "sft":
+            lengths += f", response {len(builder.response_tokens(example.response))} tokens"
+            if example.context:
+                lengths += f" behind a context of {len(builder.context_tokens(example.context))}"
+        question = " ".join(example.question.split())
+        yield f"{example.source} {example.id}: {lengths}"
+        yield f"  question {question[:100]!r}, answer {example.answer!r}"
+        num_shown += 1
+        if num_shown == NUM_ROWS:
+            break
+    for reason, count in left_out.items():
+        yield f"left out before them: {count} ({reason})"
+    if not num_shown:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items())
+        raise ValueError(
+            f"the data of stage {stage!r} must have a usable row among its first {_MOST_TRIED}, "
+            f"got none ({reasons or 'it is empty'}); change its path, columns or data.buckets"
+        )
+
+
+def _memory(run: Run) -> Iterator[str]:
+    """GiB of what lies on a device throughout a stage, and of the update where it is compiled."""
+    stages = [stage for stage in ("sft", "rl") if stage in run.config.stages]
+    if not stages:
+        yield f"{_gib(shapes.num_bytes(params_of(run)))} weights"
+        return
+    _, adamw = make_adamw(run, stages[-1])
+    state = abstract_state(run, adamw)
+    params = shapes.num_bytes(state.params)
+    yield f"{_gib(params)} weights"
+    yield f"{_gib(shapes.num_bytes(state) - params)} optimizer state"
+    if "rl" in stages:
+        if run.has_reference_copy and "reference" not in run.config.model.offload:
+            yield f"{_gib(params)} reference policy"
+        yield f"{_gib(shapes.num_bytes(_decode_params(run)))} weights for decoding"
+        most = max(
+            shapes.num_bytes(shapes.seats(run, sizes, num_tokens, sizes.max_tokens))
+            for sizes in rollout_sizes(run)
+            for num_tokens in [shapes.largest_bucket(run)[0] + sizes.context_tokens]
+        )
+        yield f"{_gib(most)} KV caches and seats of rl.decode_prompts prompts of the largest bucket"
+    stats = run.mesh.devices.flat[0].memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        yield f"{_gib(limit)} there are"
+    if _num_parameters(params_of(run)) <= _CHEAP:
+        began = time.perf_counter()
+        program = update_program(run, stages[-1])
+        seconds = time.perf_counter() - began
+        yield f"{_gib(_own_bytes(program))} largest {program.name}, compiled in {seconds:.0f} s"
+    else:
+        yield (
+            "python -m care_jax.aot with the same --config and --topology=<chips> compiles all "
+            "programs and says what is left"
+        )
+
+
+def _own_bytes(program: Program) -> int:
+    return program.arguments + program.outputs + program.temporaries
+
+
+def _files(run: Run, sources: Mapping[str, Sequence[Example]]) -> Iterator[str]:
+    config, workdir = run.config, run.workdir
+    yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
+    yield "config.json, metrics.jsonl, tensorboard/, report.html, rollouts.jsonl" + (
+        ", compilation_cache/" if config.compilation_cache else ""
+    )
+    for stage in ("sft", "rl"):
+        if stage not in config.stages:
+            continue
+        _, adamw = make_adamw(run, stage)
+        folder = checkpoint_folder(run, stage)
+        saved = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(run, adamw)))
+        yield (
+            f"checkpoints/{stage}/: every {config.checkpoint_every} of {config[stage].num_steps} "
+            f"steps, {_gib(size).strip()} each, the last {config.keep_checkpoints} kept; "
+            + (f"goes on from step {saved[-1]}" if saved else "none yet")
+        )
+    if "evaluate" in config.stages:
+        names = itertools.accumulate(config.stages, _last_trained, initial=_evaluated_first(run))
+        after = {
+            name for name, stage in zip(names, config.stages, strict=False) if stage == "evaluate"
+        }
+        yield "samples of the evaluations after " + ", ".join(sorted(after))
+    if "export" in config.stages:
+        yield "export/, a Hugging Face release"
+
+
+def _evaluated_first(run: Run) -> str:
+    """What an evaluation before any training is of, see `run.weights.find`."""
+    if any(stage in TRAINING for stage in run.config.stages):
+        return "start"
+    saved = [stage for stage in TRAINING if has_checkpoint(run, stage)]
+    return f"{saved[-1]} (export.step {run.config.export.step!r})" if saved else "start"
+
+
+def _last_trained(last: str, stage: str) -> str:
+    return stage if stage in TRAINING else last
+
+
+def _decode_params(run: Run) -> backbone.Params:
+    """The weights in the decode layout, as abstract arrays."""
+    config, dtype = run.policy.config, jnp.dtype(run.config.model.compute_dtype)
+    layout = jax.eval_shape(
+        lambda key: backbone.to_decode_layout(backbone.init(config, key), config, dtype),
+        jax.random.key(0),
+    )
+    places = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), layout, places
+    )
+
+
+def _num_parameters(params: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:8.3f} GiB"

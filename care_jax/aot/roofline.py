@@ -1,0 +1,194 @@
+"""Roofline of a program: its FLOPs and bytes, and the least time that the peaks of a chip allow.
+
+FLOPs are those of `devices.flops`. The bytes of activations are left out.
+
+Letters: P prompt tokens, N image patches, R rows per prompt, T response tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from care_jax.devices.flops import (
+    Chip,
+    Packed,
+    causal_pairs,
+    decoder_flops,
+    forward_flops,
+    tower_flops,
+    train_flops,
+)
+from models.config import BackboneConfig, TextConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a program computes and moves.
+
+    Attributes:
+        flops: of all chips together.
+        hbm_bytes: bytes that one chip reads and writes.
+        ici_bytes: bytes that one chip receives; estimated until its program is compiled.
+        dcn_bytes: those of them that come from other slices or nodes; 0 until it is compiled.
+        tokens: tokens sampled or trained on; 0 if the program does neither.
+        num_passes: iterations of the loop of unknown length: microbatches or decode steps.
+    """
+
+    flops: float = 0
+    hbm_bytes: float = 0
+    ici_bytes: float = 0
+    dcn_bytes: float = 0
+    tokens: int = 0
+    num_passes: int = 0
+
+    def bounds(self, chip: Chip, num_chips: int) -> dict[str, float]:
+        """Seconds of compute, memory traffic and both networks, each at its peak rate."""
+        return {
+            "compute": self.flops / (num_chips * chip.flops),
+            "memory": self.hbm_bytes / chip.hbm_bandwidth,
+            "network": self.ici_bytes / chip.ici_bandwidth,
+            "slices": self.dcn_bytes / chip.dcn_bandwidth,
+        }
+
+    def seconds(self, chip: Chip, num_chips: int) -> float:
+        """The least time: the longest of them."""
+        return max(self.bounds(chip, num_chips).values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is decoded: prompts of P tokens and N patches, each with R rows of T cache slots."""
+
+    prompts: int
+    prompt_tokens: int
+    patches: int
+    rows: int
+    row_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a program is sharded.
+
+    Attributes:
+        batch_parts: shards of a batch.
+        weight_parts: FSDP shards of the weights, which are all-gathered where they are used.
+        product_parts: tensor-parallel shards of every matmul.
+        itemsize: bytes of a weight or activation in the compute dtype.
+    """
+
+    batch_parts: int
+    weight_parts: int
+    product_parts: int
+    itemsize: int
+
+
+def train_work(
+    config: BackboneConfig,
+    packed: Packed,
+    layout: Layout,
+    *,
+    num_microbatches: int,
+    remat: str,
+    freeze_vision: bool = False,
+    freeze_decoder: bool = False,
+    has_adapters: bool = False,
+) -> Work:
+    """An update: each microbatch all-gathers weights every pass and reduce-scatters gradients."""
+    num_weights = decoder_weights(config.text)
+    gathered = num_weights * layout.itemsize / layout.product_parts
+    num_passes = 2 + (remat != "none")
+    # Weights, two Adam moments and the gradient in float32, each read and written.
+    is_trained = not (has_adapters or freeze_decoder)
+    state = is_trained * 32 * num_weights / layout.weight_parts / layout.product_parts
+    return Work(
+        flops=train_flops(
+            config,
+            packed,
+            remat=remat,
+            freeze_vision=freeze_vision,
+            freeze_decoder=freeze_decoder,
+            has_adapters=has_adapters,
+        ),
+        hbm_bytes=num_microbatches * num_passes * gathered + state,
+        ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),
+        tokens=packed.scored,
+        num_passes=num_microbatches,
+    )
+
+
+def score_work(
+    config: BackboneConfig, packed: Packed, layout: Layout, *, num_microbatches: int
+) -> Work:
+    """The log-probabilities of all responses: one forward."""
+    gathered = decoder_weights(config.text) * layout.itemsize / layout.product_parts
+    return Work(
+        flops=sum(forward_flops(config, packed)),
+        hbm_bytes=num_microbatches * gathered,
+        ici_bytes=num_microbatches * gathered * (1 - 1 / layout.weight_parts),
+        tokens=packed.scored,
+        num_passes=num_microbatches,
+    )
+
+
+def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
+    """Prefill: a forward of each prompt and its images."""
+    tower = rows.prompts * tower_flops(config.vision, config.family, rows.patches)
+    num_tokens = rows.prompts * rows.prompt_tokens
+    num_pairs = rows.prompts * causal_pairs(rows.prompt_tokens)
+    return Work(
+        flops=tower + decoder_flops(config.text, num_tokens, num_pairs, 0),
+        hbm_bytes=decoder_weights(config.text) * layout.itemsize / layout.product_parts,
+    )
+
+
+def decode_work(
+    config: BackboneConfig,
+    rows: Rows,
+    layout: Layout,
+    *,
+    num_steps: int,
+    num_tokens: int,
+    num_read: tuple[int, int] | None = None,
+) -> Work:
+    """Decode steps of all rows, including idle ones.
+
+    Every step reads the weights, and the KV cache as far as attention needs it.
+
+    Args:
+        config: of the backbone.
+        rows: with the cache slots allocated for each.
+        layout: of the program.
+        num_steps: decode steps.
+        num_tokens: tokens sampled by all rows.
+        num_read: slots read of the prompts and of the rows, summed over the steps; None if
+            attention reads all that are allocated.
+    """
+    text = config.text
+    num_rows = rows.prompts * rows.rows
+    if num_read is None:
+        num_read = (
+            num_steps * rows.prompts * rows.prompt_tokens,
+            num_steps * num_rows * rows.row_tokens,
+        )
+    of_prompts, of_rows = num_read
+    cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (of_prompts + of_rows)
+    cache *= layout.itemsize
+    cache /= layout.batch_parts * math.gcd(text.num_kv_heads, layout.product_parts)
+    weights = decoder_weights(text) * layout.itemsize / layout.product_parts
+    num_computed, num_pairs = num_rows * num_steps, rows.rows * of_prompts + of_rows
+    return Work(
+        flops=decoder_flops(text, num_computed, num_pairs, num_computed),
+        hbm_bytes=num_steps * weights + cache,
+        tokens=num_tokens,
+        num_passes=num_steps,
+    )
+
+
+def decoder_weights(text: TextConfig) -> int:
+    """Number of weights in the matmuls of the decoder layers and the unembedding."""
+    D, H = text.hidden_size, text.head_dim
+    heads = 2 * text.num_heads + 2 * text.num_kv_heads
+    layer = D * H * heads + 3 * D * text.intermediate_size
+    return text.num_layers * layer + D * text.vocab_size

@@ -1,0 +1,1 @@
+"""Programs beside training; each runs alone and none is imported."""

@@ -1,0 +1,137 @@
+"""Detects duplicate examples across corpora, and examples that leak from evaluation benchmarks.
+
+An exact duplicate has the same text and the same pictures. A near duplicate has the same text up to
+case, spaces and punctuation, similar pictures, and the same answer. The answer is compared because
+short questions ("Find x.") are asked of many diagrams that differ only in one label.
+
+Against a benchmark, answers are ignored, and sharing a picture is enough, whatever the question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import unicodedata
+
+from care_jax.batch import Example, answer_text
+from care_jax.prompts.images import Fingerprint, fingerprint, num_different_bits
+from care_jax.rewards.equivalence import notation, quantities
+
+_PLACEHOLDER = re.compile(r"<image>")
+_KEPT = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """Digests of what an example asks, a few dozen bytes.
+
+    Attributes:
+        exact: digest of the question (whitespace collapsed) and the pictures' pixels.
+        text: digest of the question without choices, case, spaces and punctuation.
+        answer: digest of the normalised answer, a letter resolved to its choice.
+        digests: digest of each picture's pixels.
+        hashes: perceptual hash of each picture, in order.
+    """
+
+    exact: bytes
+    text: bytes
+    answer: bytes
+    digests: tuple[bytes, ...]
+    hashes: tuple[int, ...]
+
+
+def content_of(example: Example) -> Content:
+    """Decodes the pictures of an example and computes its digests.
+
+    Raises:
+        Unusable: a picture cannot be decoded.
+    """
+    fingerprints: list[Fingerprint] = [fingerprint(image) for image in example.images]
+    digests = tuple(one.digest for one in fingerprints)
+    question = example.question
+    if example.choices:
+        question = "\n".join(question.split("\n")[: -len(example.choices)]) or question
+    return Content(
+        exact=_digest(" ".join(example.question.split()).encode(), *digests),
+        text=_digest(normalized_text(question).encode()),
+        answer=_digest(_answer_key(example).encode()),
+        digests=digests,
+        hashes=tuple(one.hash for one in fingerprints),
+    )
+
+
+def normalized_text(text: str) -> str:
+    """The text without case, spaces, punctuation and placeholders; keeps numbers and operators."""
+    text = unicodedata.normalize("NFKC", _PLACEHOLDER.sub(" ", text)).casefold()
+    return "".join(_KEPT.findall(text))
+
+
+class DuplicateIndex:
+    """An index of the examples kept so far and of the benchmarks' questions.
+
+    Args:
+        near_bits: two pictures are similar if at most this many of their 144 hash bits differ.
+    """
+
+    def __init__(self, near_bits: int):
+        self._near_bits = near_bits
+        self._exact: dict[bytes, tuple[str, bytes]] = {}
+        self._near: dict[bytes, list[tuple[str, Content]]] = {}
+        self._benchmark: dict[bytes, list[tuple[str, Content]]] = {}
+        self._benchmark_pictures: dict[bytes, str] = {}
+
+    def add_benchmark(self, name: str, content: Content) -> None:
+        """Adds a benchmark question, which must not be trained on."""
+        self._benchmark.setdefault(content.text, []).append((name, content))
+        for digest in content.digests:
+            self._benchmark_pictures.setdefault(digest, name)
+
+    def in_benchmark(self, content: Content) -> tuple[str, str]:
+        """(reason, name) of the benchmark that has the question or a picture; empty if none."""
+        for name, other in self._benchmark.get(content.text, ()):
+            if self._has_similar_pictures(content, other):
+                return f"question of benchmark {name}", name
+        for digest in content.digests:
+            if name := self._benchmark_pictures.get(digest):
+                return f"picture of benchmark {name}", name
+        return "", ""
+
+    def duplicate(self, content: Content) -> str:
+        """The reason an example is dropped as a duplicate of a kept one; empty if it is not."""
+        if content.exact in self._exact:
+            name, answer = self._exact[content.exact]
+            conflict = "" if answer == content.answer else " with another answer"
+            return f"duplicate of {name}{conflict}"
+        for name, other in self._near.get(content.text, ()):
+            if content.answer == other.answer and self._has_similar_pictures(content, other):
+                return f"near duplicate of {name}"
+        return ""
+
+    def add(self, name: str, content: Content) -> None:
+        """Adds an example that is kept."""
+        self._exact[content.exact] = name, content.answer
+        self._near.setdefault(content.text, []).append((name, content))
+
+    def _has_similar_pictures(self, one: Content, other: Content) -> bool:
+        return len(one.hashes) == len(other.hashes) and all(
+            num_different_bits(a, b) <= self._near_bits
+            for a, b in zip(one.hashes, other.hashes, strict=True)
+        )
+
+
+def _answer_key(example: Example) -> str:
+    answer = notation.clean(answer_text(example.answer))
+    choices = [notation.clean(choice) for choice in example.choices]
+    keys = [notation.key(choice) for choice in choices]
+    if choices and notation.key(answer) not in keys:
+        letter = notation.choice_letter(answer, len(choices))
+        answer = choices[ord(letter) - ord("A")] if letter else answer
+    number = quantities.read_number(answer)
+    if number is None:
+        return notation.key(answer)
+    return f"{number.value}{'%' * number.is_percent} {number.unit}"
+
+
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.blake2b(b"\0".join(parts), digest_size=16).digest()

@@ -1,0 +1,317 @@
+"""Cleans sources into one folder: `python -m care_jax.commands.prepare --config=FILE --out=FOLDER`.
+
+Reads `data.prepare.sources` in order, row by row. Drops rows that are unusable, that duplicate an
+earlier row, that match a benchmark of `data.prepare.benchmarks`, or that do not fit `data.buckets`
+or, with their response, `sft.row_tokens`. Writes the rest to ArrayRecord shards, with a manifest
+(counts by source and reason, sizes, checksums) and a list of every dropped row.
+
+The same configuration and files give the same bytes. The folder is written under a temporary name
+and renamed at the end, so it is complete if it exists. Only one run at a time may write it. Memory
+holds a few dozen images and about a kilobyte per kept row.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TextIO
+
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from care_jax.batch import Example, Unusable
+from care_jax.commands.dedup import Content, DuplicateIndex, content_of
+from care_jax.config import command_line
+from care_jax.data.pipeline import TOO_LONG
+from care_jax.data.readers import hub, shards
+from care_jax.data.sources import check_section, open_source, options_of
+from care_jax.data.tokenizer import open_tokenizer
+from care_jax.prompts.builder import PromptBuilder, backbone_config
+from care_jax.run import mounts
+
+LEFT_OUT = "left_out.jsonl"
+RESPONSE_TOO_LONG = "response too long"
+_DECISIVE = (
+    "prepare",
+    "min_pixels",
+    "max_pixels",
+    "buckets",
+    "system_prompt",
+    "instruction",
+    "think_tag",
+)
+_AHEAD = 4  # rows per worker inspected in advance
+
+
+def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
+    """Writes the folder and returns its manifest.
+
+    Args:
+        config: the whole configuration, see `configs/common.py`.
+        out: the folder to create; left alone if it was prepared with the same configuration.
+
+    Raises:
+        ValueError: the configuration is invalid, no example is left, or `out` exists and was not
+            prepared with this configuration.
+    """
+    data = config.data
+    _check(config)
+    sources, benchmarks = (
+        {name_of(section): _open(section, data.think_tag) for section in sections}
+        for sections in (data.prepare.sources, data.prepare.benchmarks)
+    )
+    # Only the settings that determine the bytes, so not those of training or `num_workers`.
+    whole = json.loads(data.to_json_best_effort())
+    expected = {key: whole[key] for key in _DECISIVE} | {
+        "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
+        "row_tokens": config.sft.row_tokens,
+    }
+    if out.exists():
+        manifest = shards.read_manifest(out)
+        if manifest["config"] != expected:
+            raise ValueError(
+                f"{str(out)!r} was prepared with another configuration; remove it, or choose "
+                "another --out"
+            )
+        return manifest
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+    partial.mkdir(parents=True)
+    inspect = _make_inspect(config)
+    index = DuplicateIndex(data.prepare.near_bits)
+    manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
+    with (
+        ThreadPoolExecutor(data.num_workers, "prepare") as workers,
+        (partial / LEFT_OUT).open("w", encoding="utf-8") as left_out,
+    ):
+        inspector = _ParallelInspector(workers, ahead=_AHEAD * data.num_workers)
+        for name, examples in benchmarks.items():
+            manifest["benchmarks"][name] = _index_benchmark(name, examples, index, inspector)
+        for name, examples in sources.items():
+            writer = shards.ShardWriter(
+                partial, name, shard_bytes=data.prepare.shard_megabytes * 2**20
+            )
+            report = _clean(name, examples, inspect, index, inspector, writer, left_out)
+            manifest["sources"][name] = report
+            manifest["num_examples"] += report["kept"]
+            for benchmark, count in report.pop("in_benchmarks").items():
+                manifest["benchmarks"][benchmark]["removed"][name] = count
+    if not manifest["num_examples"]:
+        reasons = {name: report["left_out"] for name, report in manifest["sources"].items()}
+        raise ValueError(f"no example is left: {reasons}; check the sources' paths")
+    manifest["left_out_sha256"] = shards.sha256(partial / LEFT_OUT)
+    shards.write_manifest(partial, manifest)
+    partial.rename(out)
+    return shards.read_manifest(out)
+
+
+def summary(manifest: Mapping[str, Any]) -> list[str]:
+    """The manifest's counts as lines of text, by source and benchmark."""
+    lines = []
+    for name, report in manifest["sources"].items():
+        num_bytes = sum(shard["num_bytes"] for shard in report["shards"])
+        lines.append(
+            f"{name}: {report['kept']} of {report['rows']} rows kept, {len(report['shards'])} "
+            f"shards of {num_bytes / 2**20:.1f} MiB"
+        )
+        lines += [f"  left out {count}: {reason}" for reason, count in report["left_out"].items()]
+        lines += [f"  repaired {count}: {reason}" for reason, count in report["repaired"].items()]
+    for name, report in manifest["benchmarks"].items():
+        lines.append(
+            f"benchmark {name}: {report['usable']} of {report['rows']} questions read, "
+            f"{sum(report['removed'].values())} matches removed"
+        )
+    return [*lines, f"{manifest['num_examples']} examples in all"]
+
+
+def _clean(
+    name: str,
+    examples: Sequence[Example],
+    inspect: Callable[[Example], Content],
+    index: DuplicateIndex,
+    inspector: _ParallelInspector,
+    writer: shards.ShardWriter,
+    left_out: TextIO,
+) -> dict[str, Any]:
+    """Writes the rows of a source that are kept, and counts the others by reason."""
+    reasons, repaired, in_benchmarks = Counter(), Counter(), Counter()
+    num_kept = 0
+    for row, example, content in inspector.in_order(examples, inspect):
+        benchmark = ""
+        if isinstance(content, Unusable):
+            reason = str(content)
+        else:
+            reason, benchmark = index.in_benchmark(content)
+            reason = reason or index.duplicate(content)
+        if reason:
+            reasons[reason] += 1
+            in_benchmarks.update([benchmark] if benchmark else [])
+            id = example.id if example else ""
+            line = {"source": name, "row": row, "id": id, "reason": reason}
+            left_out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            continue
+        assert example is not None and not isinstance(content, Unusable)  # else there is a reason
+        index.add(name, content)
+        writer.write(example)
+        num_kept += 1
+        repaired.update([example.repair] if example.repair else [])
+    writer.close()
+    return {
+        "rows": len(examples),
+        "kept": num_kept,
+        "left_out": dict(sorted(reasons.items())),
+        "repaired": dict(sorted(repaired.items())),
+        "in_benchmarks": dict(in_benchmarks),
+        "shards": writer.shards,
+    }
+
+
+def _index_benchmark(
+    name: str, examples: Sequence[Example], index: DuplicateIndex, inspector: _ParallelInspector
+) -> dict[str, Any]:
+    reasons = Counter()
+    for _, _, content in inspector.in_order(examples, content_of):
+        if isinstance(content, Unusable):
+            reasons[str(content)] += 1
+        else:
+            index.add_benchmark(name, content)
+    return {
+        "rows": len(examples),
+        "usable": len(examples) - sum(reasons.values()),
+        "left_out": dict(sorted(reasons.items())),
+        "removed": {},
+    }
+
+
+class _ParallelInspector:
+    """Inspects examples in parallel, a few ahead, and yields the results in order."""
+
+    def __init__(self, workers: ThreadPoolExecutor, *, ahead: int):
+        self._workers, self._ahead = workers, ahead
+
+    def in_order(
+        self, examples: Sequence[Example], inspect: Callable[[Example], Content]
+    ) -> Iterator[tuple[int, Example | None, Content | Unusable]]:
+        """Yields (row, example, its content or the reason it is unusable) for every row."""
+        waiting: collections.deque[tuple[int, Example | None, Future]] = collections.deque()
+        for row in range(len(examples)):
+            try:
+                example = examples[row]
+                waiting.append((row, example, self._workers.submit(inspect, example)))
+            except Unusable as reason:
+                refused = Future()
+                refused.set_exception(reason)
+                waiting.append((row, None, refused))
+            if len(waiting) > self._ahead:
+                yield _result(*waiting.popleft())
+        while waiting:
+            yield _result(*waiting.popleft())
+
+
+def _result(
+    row: int, example: Example | None, pending: Future
+) -> tuple[int, Example | None, Content | Unusable]:
+    try:
+        return row, example, pending.result()
+    except Unusable as reason:
+        return row, example, reason
+
+
+def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
+    """The check of every row: its pictures decode, and its prompt and response fit."""
+    data, model = config.data, config.model
+    folder = None
+    if model.path:
+        folder = hub.find(model.path, ["*.json", "*.txt", "*.jinja"], kind="model")
+    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
+    prompts = PromptBuilder(
+        tokenizer,
+        backbone_config(folder, model.backbone.to_dict(), tokenizer),
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+        buckets=data.buckets,
+        system_prompt=data.system_prompt,
+        instruction=data.instruction,
+        think_tag=data.think_tag,
+    )
+
+    def inspect(example: Example) -> Content:
+        content = content_of(example)
+        num_tokens, num_patches = prompts.measure(example)
+        if not prompts.holds(num_tokens, num_patches):
+            raise Unusable(TOO_LONG)
+        if example.response:
+            num_tokens += len(prompts.response_tokens(example.context + example.response))
+            if num_tokens > config.sft.row_tokens:
+                raise Unusable(RESPONSE_TOO_LONG)
+        return content
+
+    return inspect
+
+
+def _open(section: ConfigDict, think_tag: str) -> Sequence[Example]:
+    return open_source(section.source, **options_of(section), think_tag=think_tag)
+
+
+def name_of(section: ConfigDict) -> str:
+    """The name of a source in a prepared folder: chartqa-human, or its file's or folder's name."""
+    is_any = section.source in ("jsonl", "parquet", "arrayrecord")
+    name = pathlib.Path(section.path).stem if is_any else section.source
+    split = "" if section.split == "train" else section.split
+    return "-".join(filter(None, [name, section.subset, split]))
+
+
+def _check(config: ConfigDict) -> None:
+    data = config.data
+    if not data.prepare.sources:
+        raise ValueError("expected at least one source in data.prepare.sources, got none; add one")
+    sections = [*data.prepare.sources, *data.prepare.benchmarks]
+    for section in sections:
+        check_section(
+            "data.prepare", section, min_pixels=data.min_pixels, max_pixels=data.max_pixels
+        )
+        if section.parts:
+            raise ValueError("data.prepare.sources must be no mixtures; list their parts instead")
+    names = Counter(name_of(section) for section in sections)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(
+                f"data.prepare's sources must have different names, got {count} called {name!r}; "
+                "rename their files or folders"
+            )
+    for key, least in (("near_bits", 0), ("shard_megabytes", 1)):
+        if data.prepare[key] < least:
+            raise ValueError(f"data.prepare.{key} must be {least} or more, got {data.prepare[key]}")
+    if bool(config.model.path) == bool(config.model.backbone):
+        raise ValueError(
+            "prompts are measured with a tokenizer: expected either model.path or model.backbone, "
+            f"got {'both' if config.model.path else 'neither'}; set exactly one"
+        )
+
+
+def run_main() -> None:
+    """Parses flags and prepares; user errors print one line, not a traceback."""
+    # Not on import: another command, or a caller's program, may have flags of these names.
+    config = config_flags.DEFINE_config_file("config", None, "Configuration with data.prepare.")
+    out = flags.DEFINE_string("out", None, "Folder to write.")
+
+    def main(argv: Sequence[str]) -> None:
+        if len(argv) > 1 or config.value is None or not out.value:
+            raise ValueError("expected --config=FILE --out=FOLDER and --config.<key>=<value> alone")
+        folder = mounts.as_folder(out.value, flag="--out")
+        print("\n".join(summary(prepare(config.value, folder))))
+
+    try:
+        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run_main()

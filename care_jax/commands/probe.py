@@ -1,0 +1,300 @@
+"""What a repair can gain: `python -m care_jax.commands.probe --workdir=DIR`.
+
+Reflection can help where a failure's rationale is wrong and a right one leads to the right answer.
+The probe takes a checkpoint, samples a group for each question, keeps the groups with both
+outcomes, and answers their questions once more in each of these ways:
+
+- resample: a fresh rollout.
+- cue, no_cue, shuffled: behind the rationale of the nearest failure, see `decoding.reflection`. A
+  cue of one word has no other order, and is not shuffled.
+- forced_right: the answer alone, behind the data's own rationale.
+- other_words: as cue, with those of `--other_words` in its place, if they are given.
+
+It prints and writes success rates with 95% intervals, by source too. A task is one for reflection
+if forced_right exceeds resample by `GAIN` over the same questions, and the nearest failure's
+rationale is wrong in `WRONG` of the groups for which the data has a rationale.
+
+A rationale counts as wrong if the numbers in it are not those of the data's rationale, in whatever
+order; where that has no numbers, if its words are others. A wrong operation on the right numbers is
+therefore missed. 1,000 is 1000 and .5 is 0.5, but 1/2 is not.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from absl import flags
+from jaxtyping import Float, Int
+
+from care_jax.batch import Example
+from care_jax.commands.reopened import Reopened, check_cue, run_command, sample_groups
+from care_jax.decoding import reflection
+from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.report.metrics import wilson_interval
+from care_jax.rl.programs import (
+    compile_decoding,
+    compile_rollout,
+    compile_to_decode_layout,
+    rollout_sizes,
+)
+from care_jax.rl.rollout import contexts_of, verify
+from care_jax.run import mounts
+from care_jax.run.attention_check import decoding_attention
+from care_jax.run.run import Run, verifier_of
+from models import backbone
+
+GAIN = 0.3
+WRONG = 0.7
+ALL = "all"  # in the place of a source: every question
+_DRAWS = 2**31 - 2  # folded into the run's key; training folds in steps, evaluation one more
+WAYS = ("first", *reflection.MODES, "forced_right", "other_words")
+
+
+class Rate(NamedTuple):
+    """Successes among questions: a row of the table and of the CSV.
+
+    Attributes:
+        source: of the questions; `ALL` for all of them.
+        measure: one of `WAYS`, or "negative_is_wrong" for the share of nearest failures whose
+            rationale is wrong.
+        successes: may be a fraction: of "first", the mean over a group counts.
+        total: questions.
+    """
+
+    source: str
+    measure: str
+    successes: float
+    total: int
+
+    @property
+    def rate(self) -> float:
+        return self.successes / self.total
+
+    @property
+    def interval(self) -> tuple[float, ...]:
+        """Wilson's 95% interval; () of "first", whose rollouts of a question are not independent"""
+        return () if self.measure == "first" else wilson_interval(self.successes, self.total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """What came of the N questions whose group had both outcomes.
+
+    Attributes:
+        num_questions: different ones that were asked; N of them are in the arrays.
+        sources: name of the source of each question.
+        values: by measure, see `Rate`, each question's value in [0, 1]. NaN of "forced_right" and
+            "negative_is_wrong" where the data has no rationale, of the former also where behind it
+            is no room for the answer, and of every second answer that a reward function failed to
+            judge.
+    """
+
+    num_questions: int
+    sources: list[str]
+    values: dict[str, Float[np.ndarray, " N"]]
+
+    def rates(self) -> list[Rate]:
+        """The rates over all questions, then those by source."""
+        sources, found = np.array(self.sources), []
+        for source in (ALL, *sorted(set(self.sources) - {ALL})):
+            for measure, values in self.values.items():
+                chosen = ~np.isnan(values) & ((sources == source) | (source == ALL))
+                if chosen.any():
+                    total = int(chosen.sum())
+                    found.append(Rate(source, measure, float(values[chosen].sum()), total))
+        return found
+
+
+def probe(
+    run: Run,
+    params: backbone.Params,
+    examples: Sequence[Example],
+    num_questions: int,
+    *,
+    other_words: str = "",
+) -> Outcomes:
+    """Asks the first questions of a source's shuffled stream, and repairs failures in every way.
+
+    Args:
+        run: of one process.
+        params: in the training layout.
+        examples: the source.
+        num_questions: how many.
+        other_words: text in the place of the cue; empty: not tried.
+
+    Raises:
+        ValueError: no group has both outcomes, or `other_words` leave no tokens to decode.
+    """
+    policy, config = run.policy, run.config
+    if other_words:
+        check_cue(config, policy, other_words)
+    rng = jax.random.fold_in(jax.random.key(config.seed), _DRAWS)
+    first_rng, again_rng = jax.random.split(rng)
+    clock = DeviceClock()
+    attention = decoding_attention(run, rollout_sizes(run)[0])
+    programs = compile_rollout(run, clock, attention)
+    decode_params = compile_to_decode_layout(run)(params)
+    with verifier_of(run) as verifier:
+        tried = sample_groups(
+            run, programs, decode_params, first_rng, examples, num_questions, verifier
+        )
+        asked, requests = tried.asked, tried.requests
+        failures = tried.texts[np.arange(len(asked)), tried.subgroup.hard_negative]
+        values = {"first": tried.accs.mean(1)}
+        forced = {mode: contexts_of(run, failures, mode) for mode in _modes(config.care.cue)}
+        right = [_right_context(run, example) for example in asked]
+        has_right = np.array([len(context) > 0 for context in right])
+        if has_right.any():
+            forced["forced_right"] = right
+        if other_words:
+            said = config.copy_and_resolve_references()
+            said.care.cue = other_words
+            said_run = dataclasses.replace(run, config=said)
+            forced["other_words"] = contexts_of(said_run, failures, "cue")
+        longest = max(len(context) for contexts in forced.values() for context in contexts)
+        sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
+        decoding = compile_decoding(
+            run,
+            temperature=config.rl.temperature,
+            top_p=config.rl.top_p,
+            attention=attention,
+        )
+        queue = DecodeQueue(run, decoding, sizes, clock)
+        for way, contexts in forced.items():
+            again = [
+                dataclasses.replace(request, context=context)
+                for request, context in zip(requests, contexts, strict=True)
+            ]
+            way_rng = jax.random.fold_in(again_rng, WAYS.index(way))
+            decoded = queue.decode(decode_params, way_rng, again)
+            repaired = verify(run, decoded, asked, verifier)
+            assert repaired is not None
+            is_judged = repaired.is_judged[:, 0]
+            values[way] = np.where(is_judged, repaired.scores.acc[:, 0], np.nan)
+    if has_right.any():
+        values["forced_right"] = np.where(has_right, values["forced_right"], np.nan)
+    has_rationale = np.array([bool(example.rationale) for example in asked])
+    if has_rationale.any():
+        rationales = [reflection.rationale_of(text, policy.think_tag) for text in failures]
+        is_wrong = [
+            is_other(rationale, reflection.rationale_of(example.rationale, policy.think_tag))
+            for rationale, example in zip(rationales, asked, strict=True)
+        ]
+        values["negative_is_wrong"] = np.where(has_rationale, is_wrong, np.nan)
+    return Outcomes(tried.num_asked, [example.source for example in asked], values)
+
+
+def _modes(cue: str) -> list[str]:
+    """How a failure's rationale is continued; a cue of one word cannot be shuffled."""
+    can_shuffle = len(set(cue.split())) > 1
+    return [mode for mode in reflection.MODES if mode != "shuffled" or can_shuffle]
+
+
+def is_other(rationale: str, right: str) -> bool:
+    """Whether a rationale's numbers differ from the right one's; its words, where that has none."""
+    if numbers := _numbers(right):
+        return _numbers(rationale) != numbers
+    return rationale.lower().split() != right.lower().split()
+
+
+def _numbers(text: str) -> list[float]:
+    """Its numbers by size. A comma may group digits; a minus behind a number is no sign."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"(?<=[\d)])\s*-|(?<=[^\W\d])-", " ", text)
+    return sorted(map(float, re.findall(r"-?(?:\d+(?:\.\d+)?|\.\d+)", text)))
+
+
+def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
+    """The data's rationale; empty without one, or if the answer would not fit behind it.
+
+    The model closes the span, as the token that does may hold the next "<" too.
+    """
+    if not example.rationale:
+        return NO_CONTEXT
+    encode = functools.partial(run.policy.tokenizer.encode, add_special_tokens=False)
+    tag = run.policy.think_tag
+    context = f"<{tag}>{reflection.rationale_of(example.rationale, tag)}</{tag}"
+    whole = f"{context}><answer>{example.answer}</answer>"
+    has_room = len(encode(whole)) < run.config.rl.max_response_tokens  # with the end of the turn
+    return np.array(encode(context), np.int32) if has_room else NO_CONTEXT
+
+
+def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
+    """The table of all questions, and whether the task is one for reflection."""
+    values = outcomes.values
+    of_all = {rate.measure: rate for rate in rates if rate.source == ALL}
+    lines = [
+        f"{name}: {len(outcomes.sources)} of {outcomes.num_questions} groups have both outcomes",
+        f"{'answered':<18}{'right':>8}   95% interval",
+    ]
+    for rate in of_all.values():
+        interval = " to ".join(f"{bound:.1%}" for bound in rate.interval)
+        lines.append(f"{rate.measure:<18}{rate.rate:>8.1%}   {interval}".rstrip())
+    why = ""
+    if "negative_is_wrong" not in values:
+        why = "the data has no rationales"
+    elif "forced_right" not in values:
+        why = "behind every rationale of the data there is no room for the answer; raise "
+        why += "rl.max_response_tokens"
+    elif np.isnan(gains := values["forced_right"] - values["resample"]).all():
+        why = "the reward function judged no question under both forced_right and resample"
+    if why:
+        return [*lines, f"{why}: nothing is known of what a repair can gain"]
+    gain, num_gains = round(float(np.nanmean(gains)), 9), int((~np.isnan(gains)).sum())
+    wrong = of_all["negative_is_wrong"].rate
+    is_task = gain >= GAIN and wrong >= WRONG
+    return [
+        *lines,
+        f"over {num_gains} questions forced_right exceeds resample by {gain:.2f} (a task for "
+        f"reflection: {GAIN} or more), and {wrong:.0%} of the nearest failures have a wrong "
+        f"rationale ({WRONG:.0%} or more): "
+        + ("a task for reflection" if is_task else "not a task for reflection"),
+    ]
+
+
+def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
+    """Writes every rate with its interval, where it has one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["checkpoint", "source", "measure", "rate", "low", "high", "questions"])
+        for rate in rates:
+            interval = [f"{bound:.4f}" for bound in rate.interval] or ["", ""]
+            rows.writerow(
+                [name, rate.source, rate.measure, f"{rate.rate:.4f}", *interval, rate.total]
+            )
+
+
+def run_main() -> None:
+    """Parses flags and probes; user errors are one line, not a traceback."""
+    out = flags.DEFINE_string("out", "", "CSV to write; empty: WORKDIR/probe_<stage>.csv.")
+    other = flags.DEFINE_string("other_words", "", "Text to try in the place of the cue.")
+
+    def probe_and_write(opened: Reopened) -> None:
+        run, name = opened.run, opened.name
+        outcomes = probe(
+            run, opened.params, opened.examples, opened.num_questions, other_words=other.value
+        )
+        rates = outcomes.rates()
+        print("\n".join(summary(outcomes, rates, name)))
+        path = run.workdir / f"probe_{opened.stage}.csv"
+        if out.value:
+            path = mounts.as_folder(out.value, flag="--out")
+        write_csv(path, rates, name)
+        print(f"wrote {path}")
+
+    run_command(probe_and_write)
+
+
+if __name__ == "__main__":
+    run_main()

@@ -1,0 +1,244 @@
+"""A run opened again by another command: its weights, and groups that are sampled from them."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from jaxtyping import Float, PRNGKeyArray, Shaped
+from ml_collections import ConfigDict, config_flags
+
+from care_jax.batch import Example
+from care_jax.config import command_line
+from care_jax.config.checks import check_config, fill_in
+from care_jax.data.pipeline import Batches
+from care_jax.data.stages import open_stage
+from care_jax.decoding.queue import Request
+from care_jax.devices import xla_flags
+from care_jax.devices.sharding import make_mesh
+from care_jax.method.select import Subgroup
+from care_jax.rewards.verifier import Verifier
+from care_jax.rl.programs import RolloutPrograms
+from care_jax.rl.rollout import verify
+from care_jax.run import lock, mounts, weights
+from care_jax.run.policy import Policy, check_policy, policy_of
+from care_jax.run.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints
+from models import backbone, lora
+
+
+class Reopened(NamedTuple):
+    """What a command is given.
+
+    Attributes:
+        run: of one process.
+        params: of the checkpoint, in the training layout.
+        stage: that the checkpoint is of: "sft", "rl", or "start" for the weights before both.
+        name: of the checkpoint: "sft 1600", or where the run started from.
+        examples: the training data of RL.
+        num_questions: how many of them to ask.
+    """
+
+    run: Run
+    params: backbone.Params
+    stage: str
+    name: str
+    examples: Sequence[Example]
+    num_questions: int
+
+
+def run_command(act: Callable[[Reopened], None]) -> None:
+    """Parses the flags that these commands share and acts; user errors are one line.
+
+    A command defines its own flags before.
+    """
+    config = config_flags.DEFINE_config_file("config", "configs/repair.py", "Configuration.")
+    workdir = flags.DEFINE_string("workdir", "runs/repair", "Folder of the run.")
+    stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], "Whose last checkpoint.")
+    questions = flags.DEFINE_integer("questions", 512, "Of the training data.", lower_bound=1)
+
+    def main(argv: Sequence[str]) -> None:
+        if len(argv) > 1:
+            raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
+        xla_flags.set_defaults(config.value.xla_preset)
+        run, examples = open_run(config.value, mounts.as_folder(workdir.value), questions.value)
+        act(Reopened(run, *checkpoint_of(run, stage.value), examples, questions.value))
+
+    logging.set_verbosity(logging.WARNING)
+    try:
+        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {command_line.os_error(error, workdir.value)}")
+
+
+def open_run(
+    config: ConfigDict, workdir: pathlib.Path, num_questions: int
+) -> tuple[Run, Sequence[Example]]:
+    """The run of a configuration in its workdir, and its training data.
+
+    Args:
+        config: the run's, whatever its stages and objective.
+        workdir: its folder.
+        num_questions: how many different ones the data must have.
+
+    Raises:
+        ValueError: bad configuration, or the data cannot be opened or has too few questions.
+    """
+    mesh = make_mesh(**config.mesh)
+    config = fill_in(config, mesh)
+    check_config(config, mesh)
+    check_config(_reflecting(config), mesh)
+    policy = policy_of(config)
+    check_cue(config, policy)
+    examples = open_stage(config, "rl", bool(config.verifier.reward))
+    if num_questions > len(examples):
+        raise ValueError(
+            f"--questions must be at most {len(examples)}, which is what data.train has, got "
+            f"{num_questions}"
+        )
+    no_metrics: Any = None
+    return Run(config, policy, mesh, workdir, no_metrics), examples
+
+
+def check_cue(config: ConfigDict, policy: Policy, cue: str | None = None) -> None:
+    """Refuses a cue, by default the run's, that leaves no tokens to decode behind a rationale.
+
+    Raises:
+        ValueError: naming the key to change.
+    """
+    reflecting = _reflecting(config)
+    if cue is not None:
+        reflecting.care.cue = cue
+    check_policy(reflecting, policy)
+
+
+def _reflecting(config: ConfigDict) -> ConfigDict:
+    """The configuration with RL by CARE and its reflection, whatever trains the policy."""
+    config = config.copy_and_resolve_references()
+    config.stages, config.rl.objective = ("rl",), "care"
+    config.care.reflect, config.care.reflect_mode = True, "cue"
+    config.keep_best = 0  # needs evaluations, of which those of the stage here may be none
+    return config
+
+
+def checkpoint_of(run: Run, stage: str) -> tuple[backbone.Params, str, str]:
+    """The weights of a stage's last checkpoint, or those that the run starts from.
+
+    To open checkpoints removes what a save that was cut short has left, and so would break one that
+    is under way. The workdir is therefore locked meanwhile.
+
+    Args:
+        run: the run.
+        stage: "sft", "rl", "start"; "" for the last of them that there is.
+
+    Returns:
+        the weights, the stage, and the name, see `Reopened`.
+
+    Raises:
+        ValueError: there is no such checkpoint, none that is whole, or the run is training.
+    """
+    stages = [stage] if stage else ["rl", "sft", "start"]
+    for name in stages:
+        if name == "start":
+            return weights.start(run), name, run.config.model.path or "random weights"
+        if has_checkpoint(run, name):
+            with lock.held(run.workdir):
+                with open_checkpoints(run, name) as saved:
+                    step = saved.latest_whole_step()
+                return lora.merged(weights.restore(run, name, step)), name, f"{name} {step}"
+    raise ValueError(
+        f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
+        "name another --workdir or --stage"
+    )
+
+
+class Tried(NamedTuple):
+    """Groups with both outcomes: N questions, G rollouts of each.
+
+    Attributes:
+        num_asked: different questions, of which N had both.
+        asked: the questions.
+        requests: for decoding them again.
+        texts: of the rollouts.
+        accs: their correctness in [0, 1].
+        subgroup: anchor and negatives.
+    """
+
+    num_asked: int
+    asked: list[Example]
+    requests: list[Request]
+    texts: Shaped[np.ndarray, "N G"]
+    accs: Float[np.ndarray, "N G"]
+    subgroup: Subgroup
+
+
+def sample_groups(
+    run: Run,
+    programs: RolloutPrograms,
+    params: backbone.Params,
+    rng: PRNGKeyArray,
+    examples: Sequence[Example],
+    num_questions: int,
+    verifier: Verifier,
+) -> Tried:
+    """Asks the first questions of a source's shuffled stream, each once.
+
+    A small part of a mixture gives its questions repeatedly. Groups with an answer that a reward
+    function failed to judge are left out.
+
+    Args:
+        run: of one process.
+        programs: compiled for the run.
+        params: in the decode layout.
+        rng: of the draws.
+        examples: the source.
+        num_questions: how many to draw.
+        verifier: compares answers.
+
+    Raises:
+        ValueError: no group has both outcomes.
+    """
+    decode_rng, select_rng = jax.random.split(rng)
+    asked, prompts = Batches(
+        examples,
+        run.policy.prompts,
+        batch_size=num_questions,
+        seed=run.config.seed,
+        num_workers=run.config.data.num_workers,
+    ).batch(0)
+    drawn = {(example.source, example.id): i for i, example in reversed([*enumerate(asked)])}
+    first = sorted(drawn.values())  # of each question
+    asked, prompts = [asked[i] for i in first], [prompts[i] for i in first]
+    requests = [Request(place, prompt) for place, prompt in enumerate(prompts)]
+    places = np.arange(len(asked), dtype=np.int32)
+    tried = verify(run, programs.decode(params, decode_rng, requests), asked, verifier)
+    assert tried is not None
+    subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, select_rng, places))
+    is_judged = tried.is_judged.all(1)
+    for number, what in (
+        (num_questions - len(asked), "drawn questions, which were drawn before"),
+        (int((~is_judged).sum()), "groups, in which the reward function judged not every answer"),
+    ):
+        if number:
+            logging.warning("leaving out %d %s", number, what)
+    kept = np.flatnonzero(subgroup.has_update & ~subgroup.is_rescue & is_judged)
+    if not len(kept):
+        raise ValueError(
+            f"expected groups with both outcomes, got none among {len(asked)} questions, "
+            f"{tried.scores.acc.mean():.1%} of whose answers are right; raise --questions, or "
+            "name another checkpoint"
+        )
+    return Tried(
+        num_asked=len(asked),
+        asked=[asked[i] for i in kept],
+        requests=[requests[i] for i in kept],
+        texts=tried.texts[kept],
+        accs=tried.scores.acc[kept],
+        subgroup=jax.tree.map(lambda x: x[kept], subgroup),
+    )

@@ -1,0 +1,190 @@
+"""Rows that teach the cue, from a model's own failures.
+
+    python -m care_jax.commands.repairs --config=configs/repair.py --workdir=DIR --out=FOLDER
+
+Reflection needs a policy that knows what to do behind the cue (`commands.probe` tells). This
+command takes a checkpoint, samples a group for each question, and makes a row of each group with
+both outcomes:
+
+- `context`, which the cold start conditions on and does not train: the rationale of the failure
+  that RL would repair, and the cue. In some rows (`--right_share`) it is the rationale of a right
+  response instead: who is asked to look again need not have been wrong.
+- `response`, which it trains: a right rationale and the answer. The rationale is the data's own;
+  where the data has none, the anchor's.
+
+The folder is one that `commands.prepare` could have written. A further cold start reads it as
+a part of `data.sft`, see docs/data.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from care_jax.batch import Example
+from care_jax.commands.reopened import Reopened, Tried, run_command, sample_groups
+from care_jax.data.drawn.noise import spaced
+from care_jax.data.readers import shards
+from care_jax.data.rows import SPECIAL_TOKEN
+from care_jax.decoding import reflection
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.rl.programs import compile_rollout, compile_to_decode_layout, rollout_sizes
+from care_jax.run import mounts
+from care_jax.run.attention_check import decoding_attention
+from care_jax.run.run import Run, verifier_of
+
+RIGHT_SHARE = 0.15
+_SOURCE = "repairs"  # in the folder
+_SHARD_BYTES = 256 * 2**20
+_DRAWS = 2**31 - 3  # folded into the run's key, see `probe`
+
+
+def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Iterator[Example]:
+    """A row per group, if its right rationale is marked as one and no text has a special token.
+
+    Args:
+        run: whose cue and tokenizer are taken.
+        tried: the groups.
+        right_share: probability in [0, 1] that the first rationale is of a right response, if the
+            group has one besides that which the row ends in.
+        seed: of the draws.
+    """
+    tag, rng = run.policy.think_tag, np.random.default_rng(seed)
+    for number, example in enumerate(tried.asked):
+        texts, accs = tried.texts[number], tried.accs[number]
+        anchor = int(tried.subgroup.anchor[number])
+        own = _own_ending(example, tag)
+        ending = own or _ending_of(texts[anchor], tag)
+        others = [int(i) for i in np.flatnonzero(accs >= 1) if own or i != anchor]
+        first = int(tried.subgroup.hard_negative[number])
+        if rng.random() < right_share and others:
+            first = int(rng.choice(others))
+        context = _context(run, texts[first])
+        if ending is None or SPECIAL_TOKEN.search(context + ending):
+            continue
+        yield dataclasses.replace(
+            example, id=f"{example.id}-repair", context=context, response=spaced(context, ending)
+        )
+
+
+def _own_ending(example: Example, tag: str) -> str | None:
+    """The data's rationale, the closing tag and the answer; None if these are not texts of it."""
+    if not example.rationale or not isinstance(example.answer, str):
+        return None
+    rationale = reflection.rationale_of(example.rationale, tag)
+    return f"{rationale}</{tag}><answer>{example.answer}</answer>"
+
+
+def _ending_of(response: str, tag: str) -> str | None:
+    """What is behind the opening tag of a response; None if its rationale is not marked as one."""
+    _, opening, ending = response.partition(f"<{tag}>")
+    return ending if opening and f"</{tag}>" in ending else None
+
+
+def _context(run: Run, response: str) -> str:
+    """The opening tag, the rationale of a response, cut as in RL, and the cue."""
+    care, policy = run.config.care, run.policy
+    text = f"<{policy.think_tag}>{reflection.rationale_of(response, policy.think_tag)}"
+    tokens = policy.tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) > care.max_context:
+        # A character of several tokens may be cut in two.
+        text = policy.tokenizer.decode(tokens[: care.max_context]).rstrip("\ufffd")
+    return text + care.cue
+
+
+def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) -> dict[str, Any]:
+    """Samples, writes the folder, and returns its manifest.
+
+    Args:
+        opened: the run and the number of questions to ask.
+        out: the folder to create; it is complete if it exists.
+        right_share: see `repair_rows`.
+
+    Raises:
+        ValueError: `out` exists, `right_share` lies outside [0, 1], or no row could be made.
+    """
+    run, seed = opened.run, opened.run.config.seed
+    if out.exists():
+        raise ValueError(f"{out} exists; remove it, or name another --out")
+    if not 0 <= right_share <= 1:
+        raise ValueError(f"--right_share must lie in [0, 1], got {right_share}")
+    programs = compile_rollout(run, DeviceClock(), decoding_attention(run, rollout_sizes(run)[0]))
+    with verifier_of(run) as verifier:
+        tried = sample_groups(
+            run,
+            programs,
+            compile_to_decode_layout(run)(opened.params),
+            jax.random.fold_in(jax.random.key(seed), _DRAWS),
+            opened.examples,
+            opened.num_questions,
+            verifier,
+        )
+    rows = list(repair_rows(run, tried, right_share=right_share, seed=seed))
+    if not rows:
+        raise ValueError(
+            f"expected right rationales in <{run.policy.think_tag}>, got none in "
+            f"{len(tried.asked)} groups with both outcomes; give the data a `rationale`"
+        )
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a command that was killed
+    partial.mkdir(parents=True)
+    writer = shards.ShardWriter(partial, _SOURCE, shard_bytes=_SHARD_BYTES)
+    for row in rows:
+        writer.write(row)
+    writer.close()
+    manifest = {
+        "config": {
+            "checkpoint": opened.name,
+            "questions": opened.num_questions,
+            "right_share": right_share,
+            "cue": run.config.care.cue,
+            "seed": seed,
+        },
+        "num_examples": len(rows),
+        "groups": {"asked": tried.num_asked, "both_outcomes": len(tried.asked)},
+        "rows_by_source": dict(sorted(Counter(row.source for row in rows).items())),
+        "sources": {_SOURCE: {"kept": len(rows), "shards": writer.shards}},
+    }
+    shards.write_manifest(partial, manifest)
+    partial.rename(out)
+    return manifest
+
+
+def run_main() -> None:
+    """Parses flags and writes the folder; user errors are one line, not a traceback."""
+    out = flags.DEFINE_string("out", None, "Folder to write.", required=True)
+    right_share = flags.DEFINE_float(
+        "right_share",
+        RIGHT_SHARE,
+        "Share of rows whose first rationale is of a right response.",
+        lower_bound=0.0,
+        upper_bound=1.0,
+    )
+    flags.register_validator(  # before weights are loaded and anything is sampled
+        "out",
+        lambda path: path is None or not pathlib.Path(path).expanduser().exists(),
+        "it exists; remove it, or name another folder",
+    )
+
+    def act(opened: Reopened) -> None:
+        folder = mounts.as_folder(out.value, flag="--out")
+        manifest = write_repairs(opened, folder, right_share=right_share.value)
+        groups = manifest["groups"]
+        print(
+            f"{opened.name}: {groups['both_outcomes']} of {groups['asked']} groups have both "
+            f"outcomes; wrote {manifest['num_examples']} rows to {folder}"
+        )
+
+    run_command(act)
+
+
+if __name__ == "__main__":
+    run_main()

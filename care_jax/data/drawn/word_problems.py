@@ -1,0 +1,362 @@
+"""Word problems drawn on demand: text alone, with rationales that write the steps out.
+
+An example is a pure function of (seed, split, kinds, index), as in `data.drawn.synthetic`. The
+kinds are sums, differences, products, change, comparisons, the calendar and units. A rationale has
+two or three steps. The last names an operation whose result is the answer, so that an answer is
+computed and not copied; the steps before it state their results.
+
+The splits never share the calculation of a problem, whatever its wording:
+`crc32(kind and numbers) % 8` assigns it to a split. Every other round of the test split asks about
+larger numbers than the training split has; the source of these examples ends in "_far", as in
+"word_problems/total_far". The test split asks for no calculation twice while there is another of
+the kind: some kinds have only 14 to 17 with numbers in the range of training.
+
+In the rows that demonstrate the repair cue, a rationale with a slip in one of its steps and the cue
+are the context, which is not learnt, and the right rationale is the response. The slip leads to
+another answer; a problem without such a one, as most comparisons are, shows no repair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from care_jax.batch import Example
+from care_jax.data.drawn import noise
+from care_jax.data.drawn.noise import SPLITS
+
+FAR = "_far"  # end of the source of an example with numbers outside those of the training split
+NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+# (large unit, small unit, small units in a large one)
+UNITS = (
+    ("hours", "minutes", 60),
+    ("minutes", "seconds", 60),
+    ("metres", "centimetres", 100),
+    ("weeks", "days", 7),
+    ("feet", "inches", 12),
+)
+_NOTES = (20, 50, 100, 200)  # what is paid with
+_FRUITLESS = 1000  # draws in a row without a new calculation: all are taken to have been drawn
+
+# kind -> wordings; `x` and `y` are names, `things` what is counted.
+_QUESTIONS = {
+    "total": (
+        "{x} has {a} {things} and gets {b} more. How many {things} does {x} have now?",
+        "There are {a} {things} in one box and {b} in another. How many are there in all?",
+        "{x} found {a} {things} and {y} found {b}. How many did they find together?",
+    ),
+    "left": (
+        "{x} had {a} {things} and gave {b} of them to {y}. How many are left?",
+        "A shop has {a} {things} and sells {b}. How many {things} remain?",
+        "{x} has {a} {things}, {y} has {b}. How many more does {x} have?",
+    ),
+    "groups": (
+        "There are {n} boxes with {a} {things} in each. How many {things} are there?",
+        "{x} buys {n} bags of {a} {things}. How many {things} is that?",
+        "{n} children have {a} {things} each. How many {things} do they have together?",
+    ),
+    "change": (
+        "{x} buys {n} tickets for {a} dollars each and pays with {p} dollars. How many dollars "
+        "does {x} get back?",
+        "One ticket costs {a} dollars. {x} has {p} dollars and buys {n}. How many dollars remain?",
+        "From {p} dollars {x} pays for {n} tickets at {a} dollars each. How much is the change?",
+    ),
+    "compare": (
+        "{x} has {n} packs of {a} {things}, {y} has {m} packs of {b}. Who has more {things}?",
+        "{x} fills {n} bags with {a} {things} each, {y} fills {m} with {b} each. Who uses more?",
+    ),
+    "calendar": (
+        "Today is {day}. What day of the week is it in {d} days?",
+        "A parcel was sent on a {day} and arrives {d} days later. On what day does it arrive?",
+        "{x} leaves on a {day} and is back {d} days later. What day of the week is that?",
+    ),
+    "units": (
+        "How many {small} are {n} {large} and {b} {small}?",
+        "Write {n} {large} and {b} {small} in {small}.",
+    ),
+}
+KINDS = tuple(_QUESTIONS)
+
+# Writes a step, as in "40 + 70 = 110.", and gives its result, which is not `value` if it slips.
+Step = Callable[[str, int], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """A problem before it is put into words.
+
+    Attributes:
+        numbers: what determines the calculation, within a kind.
+        fields: of the wordings.
+        solve: calls its argument for every step but the last; gives the last and the answer.
+    """
+
+    numbers: tuple[int, ...]
+    fields: dict[str, Any]
+    solve: Callable[[Step], tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class WordProblems(Sequence[Example]):
+    """A random-access sequence of drawn word problems.
+
+    Attributes:
+        num_examples: length of the sequence.
+        seed: different seeds draw different examples of the same split.
+        split: "train" or "test"; the two share no calculation, whatever the seeds.
+        kinds: kinds of problem, asked in turn; a subset of `KINDS`.
+        cue_share: probability in [0, 1] that the response repairs a wrong rationale, where a slip
+            makes it wrong.
+        cue: the repair cue.
+        think_tag: name of the tag around the rationale.
+    """
+
+    num_examples: int
+    seed: int = 0
+    split: str = "train"
+    kinds: tuple[str, ...] = KINDS
+    cue_share: float = 0.0
+    cue: str = " Wait, that is wrong."
+    think_tag: str = "think"
+
+    def __post_init__(self):
+        noise.check(
+            self.num_examples, self.split, kinds=self.kinds, known=KINDS, cue_share=self.cue_share
+        )
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __getitem__(self, index: int) -> Example:
+        noise.check_index(index, self.num_examples)
+        kind, is_far = self._kind_of(index)
+        rng = self._rng(index)
+        problem = self._distinct[index] if self.split == "test" else self._problem(rng, index)
+        x, y = _draw_names(rng)
+        fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
+        wordings = _QUESTIONS[kind]
+        question = wordings[rng.integers(len(wordings))].format(**fields)
+        rationale, answer, _ = worked(problem)
+        tag = self.think_tag
+        context, taught = "", f"<{tag}>{rationale}"
+        if rng.random() < self.cue_share and (wrong := _wrong_rationales(problem)):
+            slip = wrong[rng.integers(len(wrong))]
+            context, taught = noise.repair(f"<{tag}>{slip}", self.cue, rationale)
+        return Example(
+            id=f"{self.split}-{self.seed}-{index}",
+            source=f"word_problems/{kind}{FAR if is_far else ''}",
+            images=(),
+            question=question,
+            answer=answer,
+            rationale=rationale,
+            response=f"{taught}</{tag}><answer>{answer}</answer>",
+            context=context,
+        )
+
+    def _kind_of(self, index: int) -> tuple[str, bool]:
+        """(kind, whether its numbers are larger than those of the training split)."""
+        turn, place = divmod(index, len(self.kinds))
+        return self.kinds[place], self.split == "test" and turn % 2 == 1
+
+    def _rng(self, index: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+
+    def _problem(self, rng: np.random.Generator, index: int) -> _Problem:
+        kind, is_far = self._kind_of(index)
+        while True:
+            problem = _SAMPLERS[kind](rng, is_far)
+            if is_far or noise.split_of(f"{kind}{problem.numbers}") == self.split:
+                return problem
+
+    @functools.cached_property
+    def _distinct(self) -> list[_Problem]:
+        """Every problem in turn, none twice before the others of its kind and range were drawn."""
+        problems: list[_Problem] = []
+        asked: dict[tuple[str, bool], set[tuple[int, ...]]] = {}
+        num_all: dict[tuple[str, bool], int] = {}  # of those of which there are no others
+        for index in range(self.num_examples):
+            rng, kind = self._rng(index), self._kind_of(index)
+            seen = asked.setdefault(kind, set())
+            if len(seen) == num_all.get(kind):
+                seen.clear()
+            for _ in range(_FRUITLESS):
+                problem = self._problem(rng, index)
+                if problem.numbers not in seen:
+                    break
+            else:
+                num_all[kind] = len(seen)
+                seen.clear()
+            seen.add(problem.numbers)
+            problems.append(problem)
+        return problems
+
+
+def worked(
+    problem: _Problem, slip: tuple[int, int] | None = None
+) -> tuple[str, str, tuple[int, ...]]:
+    """The rationale, the answer and the results of the steps but the last; a tie has no answer.
+
+    Args:
+        problem: what is solved.
+        slip: (step, what is added to its result); later steps go on from the wrong result.
+    """
+    written: list[str] = []
+    results: list[int] = []
+
+    def step(text: str, value: int) -> int:
+        if slip is not None and slip[0] == len(written):
+            value += slip[1]
+        written.append(f"{text} = {value}.")
+        results.append(value)
+        return value
+
+    last, answer = problem.solve(step)
+    return " ".join([*written, last]), answer, tuple(results)
+
+
+def _wrong_rationales(problem: _Problem) -> list[str]:
+    """The rationales with one slip, of one or from 20 on also of ten, that reach another answer.
+
+    Those that go below zero are left out: nobody would write them.
+    """
+    _, answer, results = worked(problem)
+    slips = [
+        (step, sign * size)
+        for step, result in enumerate(results)
+        for size in (1, 10)[: 1 + (result >= 20)]
+        for sign in (1, -1)
+    ]
+    found = [worked(problem, slip) for slip in slips]
+    return [
+        text
+        for text, other, reached in found
+        if other not in ("", answer) and min(reached) >= 0 and not other.startswith("-")
+    ]
+
+
+def _draw(rng: np.random.Generator, low: int, high: int, *, is_round: bool = True) -> int:
+    """A number in [low, high]; without `is_round` no multiple of ten, which lies inside."""
+    while True:
+        number = int(rng.integers(low, high + 1))
+        if is_round or number % 10:
+            return number
+
+
+def _draw_names(rng: np.random.Generator) -> tuple[str, str]:
+    first, second = rng.permutation(len(NAMES))[:2]
+    return NAMES[first], NAMES[second]
+
+
+def _total(rng: np.random.Generator, is_far: bool) -> _Problem:
+    a = _draw(rng, *((71, 99) if is_far else (11, 69)), is_round=False)
+    b = _draw(rng, *((11, 99) if is_far else (11, 69)), is_round=False)
+    if rng.random() < 0.5:
+        a, b = b, a
+
+    def solve(step: Step) -> tuple[str, str]:
+        tens = step(f"Tens: {a - a % 10} + {b - b % 10}", a - a % 10 + b - b % 10)
+        ones = step(f"Ones: {a % 10} + {b % 10}", a % 10 + b % 10)
+        return f"Then {tens} + {ones}.", str(tens + ones)
+
+    return _Problem((min(a, b), max(a, b)), {"a": a, "b": b}, solve)
+
+
+def _left(rng: np.random.Generator, is_far: bool) -> _Problem:
+    a = _draw(rng, *((71, 99) if is_far else (31, 69)))
+    b = _draw(rng, 11, a - 5, is_round=False)
+
+    def solve(step: Step) -> tuple[str, str]:
+        tens = b - b % 10
+        rest = step(f"{b} is {tens} and {b % 10}. {a} - {tens}", a - tens)
+        return f"Then {rest} - {b % 10}.", str(rest - b % 10)
+
+    return _Problem((a, b), {"a": a, "b": b}, solve)
+
+
+def _groups(rng: np.random.Generator, is_far: bool) -> _Problem:
+    n = _draw(rng, 2, 6)
+    a = _draw(rng, *((41, 69) if is_far else (12, 39)), is_round=False)
+
+    def solve(step: Step) -> tuple[str, str]:
+        tens = step(f"Tens: {n} x {a - a % 10}", n * (a - a % 10))
+        ones = step(f"Ones: {n} x {a % 10}", n * (a % 10))
+        return f"Then {tens} + {ones}.", str(tens + ones)
+
+    return _Problem((n, a), {"n": n, "a": a}, solve)
+
+
+def _change(rng: np.random.Generator, is_far: bool) -> _Problem:
+    n = _draw(rng, 2, 5)
+    a = _draw(rng, *((21, 35) if is_far else (3, 19)))
+    enough = [note for note in _NOTES if note > n * a]
+    p = enough[rng.integers(min(len(enough), 2))]
+
+    def solve(step: Step) -> tuple[str, str]:
+        cost = step(f"Cost: {n} x {a}", n * a)
+        return f"Then {p} - {cost}.", str(p - cost)
+
+    return _Problem((n, a, p), {"n": n, "a": a, "p": p}, solve)
+
+
+def _compare(rng: np.random.Generator, is_far: bool) -> _Problem:
+    while True:
+        n, m = _draw(rng, 2, 6), _draw(rng, 2, 6)
+        a, b = (_draw(rng, *((13, 19) if is_far else (3, 12))) for _ in range(2))
+        if n * a != m * b:
+            break
+    x, y = _draw_names(rng)
+
+    def solve(step: Step) -> tuple[str, str]:
+        first = step(f"{x}: {n} x {a}", n * a)
+        second = step(f"{y}: {m} x {b}", m * b)
+        more = "" if first == second else x if first > second else y
+        return f"Compare {first} and {second}.", more
+
+    numbers = (*min((n, a), (m, b)), *max((n, a), (m, b)))
+    return _Problem(numbers, {"x": x, "y": y, "n": n, "a": a, "m": m, "b": b}, solve)
+
+
+def _calendar(rng: np.random.Generator, is_far: bool) -> _Problem:
+    today = int(rng.integers(7))
+    while True:
+        d = _draw(rng, *((31, 60) if is_far else (8, 30)))
+        if d % 7:
+            break
+
+    def solve(step: Step) -> tuple[str, str]:
+        days = step(f"{d // 7} weeks: {d // 7} x 7", d - d % 7)
+        rest = step(f"{d} - {days}", d - days)
+        return f"Go {rest} days on from {DAYS[today]}.", DAYS[(today + rest) % 7]
+
+    return _Problem((today, d), {"day": DAYS[today], "d": d}, solve)
+
+
+def _units(rng: np.random.Generator, is_far: bool) -> _Problem:
+    unit = int(rng.integers(len(UNITS)))
+    large, small, size = UNITS[unit]
+    n = _draw(rng, *((6, 9) if is_far else (2, 5)))
+    b = _draw(rng, 2, size - 1)
+
+    def solve(step: Step) -> tuple[str, str]:
+        whole = step(f"{n} {large}: {n} x {size}", n * size)
+        return f"Then {whole} + {b}.", str(whole + b)
+
+    # Hours in minutes and minutes in seconds are one calculation.
+    return _Problem((size, n, b), {"large": large, "small": small, "n": n, "b": b}, solve)
+
+
+_SAMPLERS: dict[str, Callable[[np.random.Generator, bool], _Problem]] = {
+    "total": _total,
+    "left": _left,
+    "groups": _groups,
+    "change": _change,
+    "compare": _compare,
+    "calendar": _calendar,
+    "units": _units,
+}

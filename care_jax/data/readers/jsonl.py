@@ -1,0 +1,125 @@
+"""Questions with images from a file of JSON lines, or of one JSON array (`.json`).
+
+One row per line, an object with
+
+    question    text, with placeholders `<image>`, or `<image1>`, `<image2>`, ... for the images
+    answer      text or number; for a reward function (`verifier.reward`) also a list or an object
+    image       one path, relative to the folder of images, by default that of the file; or
+                `images`, a list of paths; or neither
+    options     the choices of a multiple-choice question (also `choices`); may be empty or absent
+    id          text or number; the line number if absent
+    response    the target of the cold start, tags included; may be absent where it is not trained
+    context     what stands before the target in the answer and is not trained, such as a wrong
+                rationale and the cue (`care_jax.commands.repairs` makes such rows); may be absent
+    rationale   the reasoning in the response; may be absent
+    units       "matter" if an answer without its unit is wrong; may be absent
+
+All other fields are `Example.extra`, which a reward function can read.
+
+If the text has no placeholder, all images are put in front. Some releases (such as MATH-Vision)
+merge all pictures of a question into one image but keep numbered placeholders in the text. In a row
+with one image and several numbered placeholders, the first placeholder is therefore the image and
+the others become "(picture 2)" and so on.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from PIL import Image
+
+from care_jax.batch import Example, Unusable
+from care_jax.data.readers.json_rows import JsonRows
+from care_jax.data.rows import Rows, image_path, make_example
+from care_jax.prompts.images import AnyImage
+
+FIELDS = (
+    *("id", "question", "answer", "image", "images", "options", "choices"),
+    *("rationale", "response", "context", "units"),
+)
+
+
+def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
+    """The rows of a file.
+
+    Args:
+        path: the file.
+        images: folder that image paths are relative to; empty for that of the file.
+        images_outside: allows image paths that lead out of that folder.
+
+    Raises:
+        ValueError: the file does not exist, or a `.json` file is not one complete array.
+    """
+    table = JsonRows(path)
+    folder = pathlib.Path(images) if images else table.path.parent
+
+    def example(index: int) -> Example:
+        row, number = table[index], table.numbers[index]
+        return _example(row, number, table.path.stem, folder, images_outside)
+
+    return Rows(len(table), example)
+
+
+def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
+    """Rows given from Python, with the same fields as those of a file.
+
+    Args:
+        rows: read when they are asked for if they have a length and an index, else at once. An
+            image may also be a PIL image or the bytes of a file; paths are relative to the current
+            folder, and may lead out of it, for the caller's program made the rows.
+        name: of the source.
+
+    Raises:
+        ValueError: a row is no mapping.
+    """
+    has_index = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
+    table: Any = rows if has_index and not isinstance(rows, Mapping) else list(rows)
+
+    def example(index: int) -> Example:
+        row = table[index]
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"expected a mapping with question and answer as row {index} of {name}, got a "
+                f"{type(row).__name__}; give dicts, or objects that behave like them"
+            )
+        return _example(row, index + 1, name, pathlib.Path(), images_outside=True)
+
+    return Rows(len(table), example)
+
+
+def _example(
+    row: Mapping[str, Any], number: int, source: str, folder: pathlib.Path, images_outside: bool
+) -> Example:
+    id = row.get("id")
+    return make_example(
+        id=number if id is None or id == "" else id,
+        source=source,
+        question=row.get("question"),
+        answer=row.get("answer"),
+        images=_images(row, folder, images_outside),
+        choices=row.get("options") or row.get("choices"),
+        rationale=row.get("rationale"),
+        response=row.get("response"),
+        context=row.get("context"),
+        units=row.get("units"),
+        extra={name: value for name, value in row.items() if name not in FIELDS},
+        needs_image=False,
+    )
+
+
+def _images(row: Mapping[str, Any], folder: pathlib.Path, images_outside: bool) -> list[AnyImage]:
+    single, several = row.get("image"), row.get("images")
+    if single is not None and several is not None:
+        raise Unusable("both image and images")
+    found = [single] if single is not None else several if several is not None else []
+    kinds = str | pathlib.Path | bytes | Image.Image  # JSON has the first alone
+    if not isinstance(found, list | tuple) or not all(isinstance(x, kinds) and x for x in found):
+        raise Unusable("image of a wrong type")
+    return [
+        image_path(folder, image, is_outside_allowed=images_outside)
+        if isinstance(image, str)
+        else image
+        for image in found
+    ]

@@ -1,0 +1,205 @@
+"""Prepared data: ArrayRecord shards of examples, and a manifest that lists them.
+
+A record is the length of a JSON header, the header, and the concatenated image files. Reading one
+executes none of its contents. Records are stored uncompressed, one per chunk, so each is read
+independently. Each shard's SHA-256 is in the manifest; a process compares it when it first reads
+the shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import pathlib
+import struct
+import threading
+from bisect import bisect_right
+from typing import Any
+
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+
+from care_jax.batch import Example
+from care_jax.data.rows import Rows
+from care_jax.prompts.images import encoded
+
+MANIFEST = "manifest.json"
+FORMAT = 1  # version of records and manifest; others are refused
+_LENGTH = struct.Struct("<I")
+# One record per chunk, for random access. Uncompressed, as image files do not shrink further.
+_OPTIONS = "group_size:1,uncompressed"
+
+
+class ShardWriter:
+    """Writes the examples of one source into numbered shards.
+
+    Args:
+        folder: the folder to write to.
+        source: prefix of the file names.
+        shard_bytes: a shard is closed once its records reach this size.
+
+    Attributes:
+        shards: file, number of records, bytes and sha256 of each closed shard.
+    """
+
+    def __init__(self, folder: pathlib.Path, source: str, *, shard_bytes: int):
+        self.shards: list[dict[str, Any]] = []
+        self._folder, self._source, self._shard_bytes = folder, source, shard_bytes
+        self._writer = None
+        self._num_bytes = self._num_records = 0
+
+    def write(self, example: Example) -> None:
+        """Appends an example."""
+        if self._writer is None:
+            self._path = self._folder / f"{self._source}-{len(self.shards):05d}.arrayrecord"
+            self._writer = ArrayRecordWriter(str(self._path), _OPTIONS)
+            self._num_bytes = self._num_records = 0
+        record = to_record(example)
+        self._writer.write(record)
+        self._num_bytes += len(record)
+        self._num_records += 1
+        if self._num_bytes >= self._shard_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the last shard."""
+        if self._writer is None:
+            return
+        self._writer.close()
+        self._writer = None
+        self.shards.append(
+            {
+                "file": self._path.name,
+                "num_records": self._num_records,
+                "num_bytes": self._path.stat().st_size,
+                "sha256": sha256(self._path),
+            }
+        )
+
+
+def open_rows(path: str, *, subset: str) -> Rows:
+    """The examples of a prepared folder.
+
+    Args:
+        path: a folder that `care_jax.commands.prepare` wrote.
+        subset: one of the sources in it; empty for all.
+
+    Raises:
+        ValueError: the folder is incomplete (the message names the file), or has no such subset.
+    """
+    folder = pathlib.Path(path).expanduser()
+    manifest = read_manifest(folder)
+    sources = manifest["sources"]
+    if subset and subset not in sources:
+        raise ValueError(f"{path!r} holds {', '.join(sources)}, not {subset!r}; change subset")
+    shards = [
+        shard for name in ([subset] if subset else sources) for shard in sources[name]["shards"]
+    ]
+    readers = [_Shard(folder / shard["file"], shard) for shard in shards]
+    ends = list(itertools.accumulate(shard["num_records"] for shard in shards))
+    if not ends:
+        raise ValueError(f"{path!r} has no example of {subset or 'any source'}; prepare it anew")
+
+    def example(index: int) -> Example:
+        number = bisect_right(ends, index)
+        return readers[number].read(index - (ends[number - 1] if number else 0))
+
+    return Rows(ends[-1], example)
+
+
+class _Shard:
+    """One shard. Its size is checked at once; it is opened, and its sum compared, on first use."""
+
+    def __init__(self, path: pathlib.Path, entry: dict[str, Any]):
+        num_bytes = path.stat().st_size if path.is_file() else -1
+        if num_bytes != entry["num_bytes"]:
+            found = "which is missing" if num_bytes < 0 else f"got {num_bytes}"
+            raise ValueError(
+                f"expected shard {path} of {entry['num_bytes']} bytes, {found}; copy it again, or "
+                "prepare the folder anew"
+            )
+        self._path, self._num_records, self._sha256 = path, entry["num_records"], entry["sha256"]
+        self._reader = None
+        self._lock = threading.Lock()
+
+    def read(self, index: int) -> Example:
+        try:
+            with self._lock:
+                if self._reader is None:
+                    if sha256(self._path) != self._sha256:
+                        raise RuntimeError(f"it has another SHA-256 than in {MANIFEST}")
+                    self._reader = ArrayRecordReader(str(self._path))
+                if self._reader.num_records() != self._num_records:
+                    raise RuntimeError(f"it has {self._reader.num_records()} records")
+                (record,) = self._reader.read([index])
+            return from_record(record)
+        except (RuntimeError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise ValueError(
+                f"shard {self._path} is corrupt at record {index} of {self._num_records} "
+                f"({str(error).splitlines()[0][:120]}); copy it again, or prepare the folder anew"
+            ) from error
+
+
+def to_record(example: Example) -> bytes:
+    """Serialises an example."""
+    files = [encoded(image) for image in example.images]
+    header = dataclasses.asdict(dataclasses.replace(example, images=()))
+    header["images"] = [len(file) for file in files]
+    for name in ("context", "extra"):  # later fields: records without them stay as they were
+        if not header[name]:
+            del header[name]
+    text = json.dumps(header, ensure_ascii=False, sort_keys=True).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *files])
+
+
+def from_record(record: bytes) -> Example:
+    """Inverse of `to_record`.
+
+    Raises:
+        ValueError: the record is malformed.
+    """
+    (length,) = _LENGTH.unpack_from(record)
+    start = _LENGTH.size + length
+    header = json.loads(record[_LENGTH.size : start])
+    ends = list(itertools.accumulate(header["images"], initial=start))
+    if ends[-1] != len(record):
+        raise ValueError(f"expected a record of {ends[-1]} bytes, got {len(record)}")
+    images = tuple(record[a:b] for a, b in itertools.pairwise(ends))
+    return Example(**header | {"images": images, "choices": tuple(header["choices"])})
+
+
+def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
+    """Writes the manifest, without which `read_manifest` refuses the folder."""
+    text = json.dumps({"format": FORMAT} | manifest, indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n")
+
+
+def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+    """The manifest of a prepared folder.
+
+    Raises:
+        ValueError: the manifest is missing, unreadable, or of another format.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"expected a prepared folder with {MANIFEST}, got {str(folder)!r}; make one with: "
+            "python -m care_jax.commands.prepare"
+        )
+    try:
+        manifest = json.loads(path.read_text())
+        number = manifest["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} must be a manifest in JSON, got {error!r}; prepare the folder anew"
+        ) from error
+    if number != FORMAT:
+        raise ValueError(f"{path} has format {number}, expected {FORMAT}; prepare the folder anew")
+    return manifest
+
+
+def sha256(path: pathlib.Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,84 @@
+"""ViRL39K (TIGER-Lab/ViRL39K): 38,870 questions with one or several images.
+
+Parquet, or the same rows as JSON lines: question (with `<image>`, which is missing in some rows),
+answer (in `\\boxed{}`), category, source, qid, image (a list of paths under `images/`, either a
+folder or the contents of `images.zip`).
+"""
+
+from __future__ import annotations
+
+import pathlib
+import zipfile
+from typing import Any
+
+from care_jax.batch import Example
+from care_jax.data.readers import hub
+from care_jax.data.readers.json_rows import JsonRows
+from care_jax.data.readers.parquet import ParquetRows, find_files, images_of
+from care_jax.data.rows import AnyFolder, Rows, make_example
+from care_jax.prompts.images import AnyImage
+from care_jax.rewards.equivalence import notation
+
+NAME = "virl39k"
+_COLUMNS = ("question", "answer", "qid", "image")
+_BOX = "\\boxed{"
+
+
+def open_rows(path: str, *, images: str, images_outside: bool = False) -> Rows:
+    """The questions.
+
+    Args:
+        path: the release's folder, its parquet or JSONL file, or its hub id.
+        images: folder or archive that image paths are relative to; empty for the release's folder.
+        images_outside: allows image paths that lead out of that folder.
+
+    Raises:
+        ValueError: the path has no rows, or the archive is broken.
+    """
+    place = hub.find(path, ["*.parquet", "images.zip"])
+    file = place if place.is_file() else next(iter(sorted(place.glob("*.jsonl"))), place)
+    table: JsonRows | ParquetRows
+    if file.suffix in (".jsonl", ".json"):
+        table = JsonRows(file)
+    else:
+        table = ParquetRows(find_files(file, ""), _COLUMNS)
+    release = place.parent if place.is_file() else place
+    folder = _image_folder(pathlib.Path(images) if images else release)
+
+    def example(index: int) -> Example:
+        row = table[index]
+        found = images_of(row.get("image"), folder, is_outside_allowed=images_outside)
+        return _example(row, index, found)
+
+    return Rows(len(table), example)
+
+
+def _image_folder(place: pathlib.Path) -> AnyFolder:
+    """The root of the image paths: a folder, or `images.zip` as the release ships it."""
+    archive = place / "images.zip" if place.is_dir() else place
+    if (place / "images").is_dir() or not archive.is_file():
+        return place
+    try:
+        return zipfile.Path(archive)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{archive} is not a whole archive ({error}); fetch it again") from error
+
+
+def _example(row: dict[str, Any], index: int, images: list[AnyImage]) -> Example:
+    return make_example(
+        id=row.get("qid") if row.get("qid") is not None else index,
+        source=NAME,
+        question=row.get("question"),
+        answer=_unboxed(row.get("answer")),
+        images=images,
+        needs_placeholder=True,
+    )
+
+
+def _unboxed(answer: Any) -> Any:
+    """The content of the box if there is exactly one; any other answer unchanged."""
+    if not isinstance(answer, str) or answer.count(_BOX) != 1:
+        return answer
+    start = answer.index(_BOX) + len(_BOX)
+    end = notation.closing_brace(answer, start)
+    return answer if end < 0 else answer[start:end]

@@ -1,0 +1,107 @@
+"""Vision-R1-cold (Osilly/Vision-R1-cold): long rationales for the cold start.
+
+Two JSON arrays with different columns: {id, image, conversations} with roles human and gpt, and
+{images, conversations} with roles user and assistant. They hold only paths: the images are those of
+LLaVA-CoT-100k and Mulberry-SFT. A response is `<think>`, the rationale, `</think>`, and a text that
+ends in an answer. It becomes `<{think_tag}>rationale</{think_tag}><answer>answer</answer>`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import pathlib
+from typing import Any
+
+from care_jax.batch import Example, Unusable
+from care_jax.data.readers import hub
+from care_jax.data.readers.json_rows import JsonRows
+from care_jax.data.readers.parquet import images_of
+from care_jax.data.rows import Rows, make_example
+from care_jax.prompts.images import AnyImage
+from care_jax.rewards.equivalence import notation
+
+NAME = "vision_r1_cold"
+_ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")
+_MAX_ANSWER_CHARS = 300  # longer ones are explanations
+
+
+def open_rows(path: str, *, images: str, think_tag: str, images_outside: bool = False) -> Rows:
+    """The questions with their rationales.
+
+    Args:
+        path: the release's folder, one of its files, or its hub id.
+        images: folder that image paths are relative to; empty for the release's folder.
+        think_tag: name of the tag to put around the rationale.
+        images_outside: allows image paths that lead out of that folder.
+
+    Raises:
+        ValueError: there is no JSON file, or a `.json` file is not one complete array.
+    """
+    place = hub.find(path, ["*.json", "**/*.json"])
+    files = [place]
+    if place.is_dir():
+        files = sorted(place.glob("*.json")) + sorted(place.glob("*.jsonl"))
+    if not files:
+        raise ValueError(f"expected JSON files in {str(place)!r}, got none; change the path")
+    tables = [JsonRows(file) for file in files]
+    ends = list(itertools.accumulate(map(len, tables)))
+    folder = pathlib.Path(images) if images else place.parent if place.is_file() else place
+
+    def example(index: int) -> Example:
+        number = bisect.bisect_right(ends, index)
+        row = index - (ends[number - 1] if number else 0)
+        id = f"{files[number].stem}-{tables[number].numbers[row]}"
+        fields = tables[number][row]
+        cell = fields.get("image") if fields.get("image") is not None else fields.get("images")
+        found = images_of(cell, folder, is_outside_allowed=images_outside)
+        return _example(fields, id, found, think_tag)
+
+    return Rows(ends[-1], example)
+
+
+def _example(row: dict[str, Any], id: str, images: list[AnyImage], think_tag: str) -> Example:
+    question, response = _turns(row)
+    rationale, answer = _parts(response)
+    return make_example(
+        id=row.get("id") or id,
+        source=NAME,
+        question=question,
+        answer=answer,
+        images=images,
+        rationale=rationale,
+        response=f"<{think_tag}>{rationale}</{think_tag}><answer>{answer}</answer>",
+        needs_placeholder=True,
+    )
+
+
+def _turns(row: dict[str, Any]) -> tuple[str, str]:
+    """(question, response) of a conversation with one turn each."""
+    turns = row.get("conversations", row.get("messages"))
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise Unusable("no conversation")
+    messages = [(t.get("from", t.get("role")), t.get("value", t.get("content"))) for t in turns]
+    if messages and messages[0][0] == "system":
+        messages = messages[1:]
+    is_pair = len(messages) == 2 and messages[0][0] in _ASKING and messages[1][0] in _ANSWERING
+    if not is_pair or not all(isinstance(text, str) for _, text in messages):
+        raise Unusable("not one question and one response")
+    return messages[0][1], messages[1][1]
+
+
+def _parts(response: str) -> tuple[str, str]:
+    """(rationale, answer) of a response."""
+    opening, found, rest = response.partition("<think>")
+    rationale, closed, conclusion = rest.partition("</think>")
+    if not found or not closed or opening.strip() or "<think>" in rest or "</think>" in conclusion:
+        raise Unusable("not one rationale")
+    if not rationale.strip():
+        raise Unusable("rationale empty")
+    _, is_tagged, tagged = conclusion.partition("<answer>")
+    if is_tagged:
+        answer = tagged.partition("</answer>")[0].strip()
+    else:
+        answer = notation.clean(notation.final_answer(conclusion.strip()))
+    if len(answer) > _MAX_ANSWER_CHARS:
+        raise Unusable("no short answer")
+    return rationale.strip(), answer

@@ -1,0 +1,203 @@
+"""FLOPs of a model, counted from shapes, and the published peaks of chips.
+
+The compiler counts a scanned layer only once, hence by hand. A matmul of [m, k] with [k, n] is 2mkn
+FLOPs. Norms, rotary embeddings, softmax and sampling are left out. Padding counts as computed.
+Attention counts the (query, key) pairs that the masks leave visible.
+
+Letters: P prompt tokens, N image patches, R rows per prompt, T response tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from models.config import BackboneConfig, TextConfig, VisionConfig
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Published specifications of one chip.
+
+    Attributes:
+        flops: dense bfloat16 FLOPs per second.
+        hbm: bytes of memory that programs can use.
+        hbm_bandwidth: bytes per second to and from HBM.
+        ici_bandwidth: bytes per second received from other chips, over all links.
+        dcn_bandwidth: bytes per second received from other slices of TPUs or nodes of GPUs.
+    """
+
+    flops: float
+    hbm: float
+    hbm_bandwidth: float
+    ici_bandwidth: float
+    dcn_bandwidth: float
+
+
+_TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
+
+
+# The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's memory
+# (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. A GPU's network is
+# NVLink in one direction. Between slices a chip has its share of its host's network cards: 25, 50
+# and 100 Gbit/s for v5e, v5p and v6e, one card of 200 or 400 Gbit/s for each GPU.
+CHIPS = {
+    "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9, 3.125e9),
+    "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9, 6.25e9),
+    "v6e": Chip(918e12, 31.25 * GIB, 1640e9, 448e9, 12.5e9),
+    "a100": Chip(312e12, 0.9 * 79.25 * GIB, 2039e9, 300e9, 25e9),
+    "h100": Chip(989e12, 0.9 * 79.1 * GIB, 3350e9, 450e9, 50e9),
+    "h200": Chip(989e12, 0.9 * 141.0 * GIB, 4800e9, 450e9, 50e9),
+}
+
+
+# Dense bfloat16 FLOPs per second, by JAX's `device_kind`.
+PEAK_FLOPS = {
+    "TPU v5 lite": CHIPS["v5e"].flops,
+    "TPU v5": CHIPS["v5p"].flops,
+    "TPU v5p": CHIPS["v5p"].flops,
+    "TPU v6 lite": CHIPS["v6e"].flops,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """The size of one forward over packed trees.
+
+    Attributes:
+        tokens, patches: computed, padding included.
+        pairs: (query, visible key) pairs of tokens.
+        patch_pairs: pairs of patches of the same image.
+        scored: response tokens, whose logits are computed.
+    """
+
+    tokens: int
+    patches: int
+    pairs: int
+    patch_pairs: int
+    scored: int
+
+
+def tree_pairs(
+    prompt: Int[np.ndarray, " N"], responses: Int[np.ndarray, "N R"]
+) -> Int[np.ndarray, " N"]:
+    """(query, visible key) pairs of each tree: a prompt and the responses that see it.
+
+    Args:
+        prompt: tokens of each prompt.
+        responses: tokens of each response to it.
+    """
+    prompt, responses = prompt.astype(np.int64), responses.astype(np.int64)
+    return causal_pairs(prompt) + (responses * prompt[:, None] + causal_pairs(responses)).sum(-1)
+
+
+def causal_pairs(num_tokens):
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored: int) -> float:
+    """FLOPs of a forward of the decoder.
+
+    Args:
+        text: its configuration.
+        num_tokens: tokens through its layers.
+        num_pairs: (query, visible key) pairs.
+        num_scored: tokens whose logits are computed.
+    """
+    D, F, H = text.hidden_size, text.intermediate_size, text.head_dim
+    heads = 2 * text.num_heads + 2 * text.num_kv_heads  # q, out; k, v
+    layer = 2 * num_tokens * (D * H * heads + 3 * D * F) + 4 * text.num_heads * H * num_pairs
+    return text.num_layers * layer + 2 * D * text.vocab_size * num_scored
+
+
+def tower_flops(
+    vision: VisionConfig, family: str, num_patches: int, num_pairs: int | None = None
+) -> float:
+    """FLOPs of a forward of the vision tower; every window counts as full.
+
+    Args:
+        vision: its configuration.
+        family: of the backbone.
+        num_patches: patches through its layers.
+        num_pairs: pairs of patches of the same image; None if all patches are of one image.
+    """
+    D, F, N = vision.hidden_size, vision.intermediate_size, num_patches
+    whole = N * N if num_pairs is None else num_pairs
+    mlp = _TOWER_MLPS[family] * D * F
+    num_windowed = 0
+    if vision.window_size:
+        num_windowed = vision.num_layers - len(vision.full_attention_layers)
+    pairs = (vision.num_layers - num_windowed) * whole + num_windowed * N * vision.window_side**2
+    width = vision.merge_size**2 * D
+    merger = width * width + width * vision.output_size
+    num_mergers = 1 + len(vision.deepstack_layers)
+    dense = N * (vision.patch_dim * D + vision.num_layers * (4 * D * D + mlp))
+    return 2 * (dense + N // vision.merge_size**2 * merger * num_mergers) + 4 * D * pairs
+
+
+def forward_flops(config: BackboneConfig, packed: Packed) -> tuple[float, float, float]:
+    """FLOPs of (vision tower, decoder layers, logits) in one forward over packed trees."""
+    tower = tower_flops(config.vision, config.family, packed.patches, packed.patch_pairs)
+    layers = decoder_flops(config.text, packed.tokens, packed.pairs, 0)
+    return tower, layers, decoder_flops(config.text, 0, 0, packed.scored)
+
+
+def train_flops(
+    config: BackboneConfig,
+    packed: Packed,
+    *,
+    remat: str,
+    freeze_vision: bool = False,
+    freeze_decoder: bool = False,
+    has_adapters: bool = False,
+) -> float:
+    """FLOPs of forward and backward, rematerialisation included.
+
+    A backward pass costs two forwards: gradients of the inputs and of the weights. Adapters omit
+    the weight gradients and the whole backward of the vision tower, a frozen decoder its weight
+    gradients; else the weights of the logits are trained. remat="dots" recomputes no matmul with
+    weights, "layer" all of them; the logits are always recomputed.
+    """
+    tower, layers, logits = forward_flops(config, packed)
+    is_recomputed = remat == "layer"
+    num_tower = 1 if freeze_vision or has_adapters else 3 + is_recomputed
+    num_text = 2 if has_adapters or freeze_decoder else 3
+    return num_tower * tower + (num_text + is_recomputed) * layers + (num_text + 1) * logits
+
+
+def model_flops(
+    config: BackboneConfig,
+    prompt_sizes: Int[np.ndarray, "N 2"],
+    num_row_tokens: Int[np.ndarray, "N R"],
+    *,
+    freeze_vision: bool = False,
+    freeze_decoder: bool = False,
+    has_adapters: bool = False,
+) -> float:
+    """Model FLOPs of one update over N prompts: three forwards of real tokens, without remat.
+
+    What is frozen has no gradient: adapters leave two forwards of the decoder and one of the tower,
+    a frozen decoder two of its own.
+
+    Args:
+        config: of the backbone.
+        prompt_sizes: tokens and patches of each prompt.
+        num_row_tokens: tokens of each response; a prompt with none counts nothing.
+        freeze_vision, freeze_decoder, has_adapters: what is trained.
+    """
+    is_trained = num_row_tokens.any(-1)
+    (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]
+    num_pairs = int(tree_pairs(prompts, rows).sum())
+    num_tokens, num_scored = int(prompts.sum() + rows.sum()), int(rows.sum())
+    towers = sum(tower_flops(config.vision, config.family, int(n)) for n in patches)
+    decoder = decoder_flops(config.text, num_tokens, num_pairs, num_scored)
+    num_text = 2 if has_adapters or freeze_decoder else 3
+    return (1 if freeze_vision or has_adapters else 3) * towers + num_text * decoder

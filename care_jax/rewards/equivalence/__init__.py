@@ -1,0 +1,1 @@
+"""Whether two written answers mean the same, kind by kind."""

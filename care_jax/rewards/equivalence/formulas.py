@@ -1,0 +1,139 @@
+"""Rewrites formulas into the LaTeX that computer algebra reads, and refuses expensive ones.
+
+Policies write products without a sign, functions without a backslash and angles in degrees. The
+parser of math_verify reads only some of these, and misreads others. Works on text and evaluates
+nothing; every scan is linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+
+from care_jax.rewards.equivalence import notation
+
+_MAX_CHARS = 400
+_MAX_DEPTH = 12  # of nested brackets
+_MAX_EXPONENT = 99
+
+_FUNCTIONS = (
+    "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc",
+    "log", "ln", "lg", "exp",
+)  # fmt: skip
+# Lower-case words allowed in mathematics; any other one of three or more letters means prose.
+_WORDS = frozenset({
+    *_FUNCTIONS, "sqrt", "pi", "max", "min", "gcd", "lcm", "mod", "deg", "det", "abs", "infty",
+    "inf", "and", "or", "degrees",
+})  # fmt: skip
+_WORD = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|[a-zA-Z]{2,}")
+_VARIABLE = re.compile(r"(?<![\\a-zA-Z])[a-z](?![a-zA-Z])")
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z](?![a-zA-Z])")
+_COEFFICIENT = re.compile(r"(?<=\d)[a-z]{3,4}(?![a-zA-Z])")
+_TWO_NUMBERS = re.compile(r"(?<!_)\d \d")
+_FIRST_CJK = "\u2e80"
+
+_PLAIN_NAME = re.compile(
+    rf"(?<![\\a-zA-Z])([a-zA-Z]{{0,2}}?)({'|'.join(_FUNCTIONS)})(?=[xyz]?(?![a-zA-Z]))"
+)
+_PLAIN_ROOT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{0,2})sqrt ?(\d+)?(?![a-zA-Z])")
+_ROOT_OF_BRACKET = re.compile(r"\\sqrt ?\(")
+_POWER = re.compile(r"\^ ?(?:\(([^()]*)\)|(-?\d{2,}|-\w))")
+_BRACKETS_SIDE_BY_SIDE = re.compile(r"(?<=\)) ?(?=\()|(?<![\^_\d.])(\d+(?:\.\d+)?) ?(?=\()")
+_TRIGONOMETRIC = re.compile(r"(?<!arc)(?:sin|cos|tan|cot|sec|csc)(?![a-gi-z])(?! ?\^ ?\{? ?-)")
+_ANGLE = re.compile(
+    r"(\d+(?:\.\d+)?|\\?[a-zA-Z]+|\([^()]*\)|\\frac\{[^{}]*\}\{[^{}]*\}) ?(?:degrees?|deg)(?![a-z])"
+)
+
+_EXPENSIVE = re.compile(
+    r"!(?!=)|\\(?:sum|int|oint|prod|lim|binom|dbinom|tbinom|choose)(?![a-z])|factorial|binomial"
+)
+_EXPONENT = re.compile(r"(?:\^|\*\*) ?(?:\{([^{}]*)(\{)?|\(([^()]*)(\()?|(\d+|.))")
+# Factorials and binomials small enough to compute.
+_SMALL = re.compile(r"(?<![\d^)}])\d{1,2}!(?!!)|\\[dt]?binom\{\d{1,2}\}\{\d{1,2}\}")
+
+
+def is_mathematics(text: str, other: str) -> bool:
+    """Whether a text is plausible input for computer algebra: neither prose nor program code.
+
+    A short word is a product of variables behind a digit, or if the other text has its letters as
+    variables.
+    """
+    if any(c in text for c in '"`@#?…') or "__" in text or _TWO_NUMBERS.search(text):
+        return False
+    if any(c >= _FIRST_CJK for c in text):
+        return False
+    text = _PLAIN_ROOT.sub(r"\1\\sqrt ", _PLAIN_NAME.sub(r"\1\\\2 ", _COEFFICIENT.sub("", text)))
+    variables = set(_VARIABLE.findall(other))
+    # Two letters are a product or a segment; up to four capitals name the corners of a figure.
+    return all(
+        word.startswith("\\")
+        or word in _WORDS
+        or len(word) <= (2 if word.islower() else 4)
+        or (len(word) <= 4 and set(word) <= variables)
+        for word in _WORD.findall(text)
+    )
+
+
+def has_variable(text: str) -> bool:
+    """Whether a letter stands alone in the text."""
+    return _LETTER.search(text) is not None
+
+
+def has_angle(text: str) -> bool:
+    """Whether the text takes a trigonometric function, so that degrees belong to its argument."""
+    return _TRIGONOMETRIC.search(text) is not None
+
+
+def as_latex(text: str) -> str:
+    """The same formula with functions, roots, powers, products and degrees written out in LaTeX."""
+    text = _PLAIN_ROOT.sub(
+        lambda m: f"{m.group(1)}\\sqrt{{{m.group(2)}}}" if m.group(2) else f"{m.group(1)}\\sqrt ",
+        _PLAIN_NAME.sub(r"\1\\\2 ", text.replace("**", "^")),
+    )
+    text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
+    text = _brace_roots(text)
+    if has_angle(text):
+        text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text)
+    if "," not in text:
+        text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)
+    return text
+
+
+def _brace_roots(text: str) -> str:
+    """`\\sqrt(x)` as `\\sqrt{x}`."""
+    while match := _ROOT_OF_BRACKET.search(text):
+        end = notation.closing_bracket(text, match.end())
+        if end < 0:
+            break
+        text = f"{text[: match.start()]}\\sqrt{{{text[match.end() : end]}}}{text[end + 1 :]}"
+    return text
+
+
+def refusal(prediction: str, gold: str) -> str:
+    """Why a prediction is too expensive, or "". Constructs that the gold also has are allowed."""
+    if max(len(prediction), len(gold)) > _MAX_CHARS:
+        return "length"
+    depth = deepest = 0
+    for c in prediction:
+        depth += (c in "([{") - (c in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > _MAX_DEPTH:
+        return "nesting"
+    licensed = set(_EXPENSIVE.findall(gold))
+    for construct in _EXPENSIVE.findall(_SMALL.sub("", prediction)):
+        if construct not in licensed:
+            return construct.lstrip("\\")
+    if _largest_exponent(prediction) > max(_MAX_EXPONENT, _largest_exponent(gold)):
+        return "exponent"
+    return ""
+
+
+def _largest_exponent(text: str) -> float:
+    """The largest number in an exponent; infinite if an exponent contains another one."""
+    largest = 0.0
+    for match in _EXPONENT.finditer(text):
+        exponent = match.group().lstrip("^* ")
+        rest = text[match.end() :].lstrip()
+        if "^" in exponent or "**" in exponent or rest[:1] == "^" or rest[:2] == "**":
+            return float("inf")
+        largest = max([largest, *(float(number) for number in re.findall(r"\d+", exponent))])
+    return largest

@@ -1,0 +1,1 @@
+"""One step of RL on the host: roll out, draw, credit, pack, measure."""

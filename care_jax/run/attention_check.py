@@ -1,0 +1,215 @@
+"""Compares the device's attention kernel with XLA before a stage uses it.
+
+The kernels have been compiled for TPUs and GPUs and run in interpret mode on a CPU; none has run on
+an accelerator yet. A run on an accelerator therefore compares the kernel with XLA, forward and
+backward, on packed rows of tokens and of patches of the stage's shape. If they differ, the stage
+uses XLA. The kernel of decode steps is timed as well, and used where it is the faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Int
+
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import distributed, sharding
+from care_jax.report.metrics import print_line
+from care_jax.run.run import Run
+from models.attention.cached import attend_cached, cache_mask
+from models.attention.mask import AttentionImpl
+from models.attention.packed import largest_difference
+
+# Relative to the largest entry. Rounding gives 1e-2 in bfloat16, and 1e-3 if float32 matmuls are
+# computed at reduced precision; a wrong mask gives about 1.
+TOLERANCE = 5e-2
+
+
+def training_attention(run: Run, row_tokens: int, row_patches: int) -> AttentionImpl:
+    """The attention implementation for the packed rows of a stage.
+
+    With model.attention = "auto" it is the device's kernel, if there is one and it agrees with XLA.
+
+    Args:
+        run: the run.
+        row_tokens, row_patches: tokens and image patches per row of the stage.
+    """
+    sizes = row_tokens, row_patches
+    return _checked(run, run.config.sharding_rules, run.train_batch_sharding, sizes, "training")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingAttention:
+    """The implementations of prefill and of decode steps."""
+
+    prefill: AttentionImpl
+    steps: AttentionImpl
+
+
+def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
+    """The implementations for prefill at the largest bucket and for decode steps of these sizes.
+
+    With model.attention = "auto" each is the device's kernel, if there is one and it agrees with
+    XLA; that of the steps must also be faster than XLA.
+    """
+    largest = tuple(map(max, zip(*run.policy.prompts.buckets, strict=True)))
+    rules = run.config.decode_sharding_rules
+    prefill = _checked(run, rules, run.decode_batch_sharding, largest, "prefill")
+    return DecodingAttention(prefill, _steps_attention(run, sizes, largest[0]))
+
+
+def _checked(
+    run: Run, rules: sharding.Rules, place: NamedSharding, sizes: tuple[int, int], use: str
+) -> AttentionImpl:
+    name = run.config.model.attention
+    impl = sharding.attention_impl(name, rules, run.mesh)
+    if name != "auto" or impl.name == "xla":
+        return impl
+    (num_tokens, num_patches), num_rows = sizes, sharding.num_shards(place)
+    text, vision = run.policy.config.text, run.policy.config.vision
+    group = text.num_heads // text.num_kv_heads
+
+    def difference(first, last, heads) -> float:
+        compare = functools.partial(
+            largest_difference,
+            heads=heads,
+            impl=impl,
+            dtype=jnp.dtype(run.config.model.compute_dtype),
+        )
+        first, last = (
+            None if row is None else sharding.replicate(np.tile(row, (num_rows, 1)), run.mesh)
+            for row in (first, last)
+        )
+        return float(jax.jit(compare)(first, last))
+
+    on_text = difference(None, trial_reach(num_tokens), (text.num_kv_heads, group, text.head_dim))
+    on_images = 0.0
+    if num_patches:
+        on_images = difference(*trial_images(num_patches), (vision.num_heads, 1, vision.head_dim))
+    is_close = on_text <= TOLERANCE and on_images <= TOLERANCE  # false for NaN
+    print_line(
+        f"attention in {use}: the {impl.name} kernel differs from XLA by {on_text:.1e} on rows of "
+        f"{num_tokens} tokens and by {on_images:.1e} on rows of {num_patches} patches, so "
+        f"{'it' if is_close else 'XLA'} is used"
+    )
+    if is_close:
+        return impl
+    return sharding.attention_impl("xla", rules, run.mesh)
+
+
+def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> AttentionImpl:
+    rules, name = run.config.decode_sharding_rules, run.config.model.attention
+    impl = sharding.attention_impl(name, rules, run.mesh)
+    if name != "auto" or impl.name == "xla":
+        return impl
+    xla = sharding.attention_impl("xla", rules, run.mesh)
+    apart, ours, theirs = compare_steps(run, sizes, num_prompt_tokens)
+    is_used = apart <= TOLERANCE and ours < theirs  # false for NaN
+    print_line(
+        f"attention in decode steps: the {impl.name} kernel differs from XLA by {apart:.1e} and "
+        f"takes {ours:.2f} ms against {theirs:.2f} ms, so {'it' if is_used else 'XLA'} is used"
+    )
+    return impl if is_used else xla
+
+
+def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
+    """The device's kernel of decode steps and XLA, in one layer of one step.
+
+    Args:
+        run: the run.
+        sizes: of its programs.
+        num_prompt_tokens: the longest prompt.
+
+    Returns:
+        the largest difference relative to the largest entry, and the milliseconds of both.
+    """
+    rules = run.config.decode_sharding_rules
+    impl, xla = (sharding.attention_impl(name, rules, run.mesh) for name in ("auto", "xla"))
+    trial = _trial_step(run, sizes, num_prompt_tokens)
+
+    def attended(impl: AttentionImpl) -> Callable[[], jax.Array]:
+        def attend(q, prefix, suffix, on_prefix, on_suffix):
+            return attend_cached(q, prefix, suffix, cache_mask(on_prefix, on_suffix, impl))
+
+        return functools.partial(jax.jit(attend), *trial)
+
+    def difference(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.abs(a - b).max() / jnp.abs(b).max()
+
+    kernel, plain = attended(impl), attended(xla)
+    apart = float(jax.jit(difference)(kernel(), plain()))
+    times = _milliseconds(kernel), _milliseconds(plain)
+    ours, theirs = distributed.gather_json(times)[0]  # every process must use the same
+    return apart, ours, theirs
+
+
+def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> float:
+    """Time of a call that is compiled already: the least of three means."""
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        jax.block_until_ready([function() for _ in range(num_calls)])
+        times.append(1e3 * (time.perf_counter() - began) / num_calls)
+    return min(times)
+
+
+def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
+    """Random arguments of one layer's attention in a decode step, on the mesh.
+
+    At most eight prompts per shard, of a quarter to all of `num_prompt_tokens` tokens; their rows
+    have read up to all of the ring, a third of it on average.
+    """
+    text, shards = run.policy.config.text, sizes.num_shards
+    B, R, S = shards * min(sizes.num_seats // shards, 8), sizes.num_rows, sizes.max_tokens
+    K, H, P = text.num_kv_heads, text.head_dim, num_prompt_tokens
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+
+    def arrays():
+        keys = iter(jax.random.split(jax.random.key(0), 7))
+        normal = lambda *shape: jax.random.normal(next(keys), shape, dtype)  # noqa: E731
+        part = jax.random.uniform(next(keys), (B, R, 1, 1))
+        age = (S // 3 - jnp.arange(S)) % S
+        prompt = P * jax.random.uniform(next(keys), (B, 1), minval=0.25)
+        q = normal(B, R, 1, K, text.num_heads // K, H)
+        prefix = normal(B, K, H, P), normal(B, K, P, H)
+        suffix = normal(B, R, K, H, S), normal(B, R, K, S, H)
+        return q, prefix, suffix, jnp.arange(P) >= P - prompt, age <= part**2 * (S - 1)
+
+    return jax.jit(arrays, out_shardings=run.decode_batch_sharding)()
+
+
+def trial_images(num_patches: int) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
+    """The first and last patch of every patch's image: unequal images, then padding."""
+    first = np.arange(num_patches, dtype=np.int32)
+    last, start = first.copy(), 0
+    for part in (3, 8, 4, 16):
+        stop = start + max(num_patches // part, 1)
+        first[start:stop], last[start:stop] = start, stop - 1
+        start = stop
+    return first, last
+
+
+def trial_reach(num_tokens: int) -> Int[np.ndarray, " S"]:
+    """`batch.TreeRows.reach` of a row of trees with unequal lengths, padded to `num_tokens`."""
+    rng = np.random.default_rng(0)
+    reach, start = np.arange(num_tokens, dtype=np.int32), 0
+    while True:
+        prompt = int(rng.integers(num_tokens // 32, num_tokens // 8) + 1)
+        branches = rng.integers(1, num_tokens // 16 + 2, 5).tolist()
+        stop = start + prompt + sum(branches)
+        if stop > num_tokens:
+            return reach
+        reach[start : start + prompt] = stop - 1
+        end = start + prompt
+        for length in branches:
+            reach[end : end + length] = end + length - 1
+            end += length
+        start = stop

@@ -1,0 +1,437 @@
+"""Checkpoints of a run: state, data position, seed and metadata, written atomically.
+
+A step is committed together with the SHA-256 of its files (`integrity`). A step that differs from
+them is never restored: its folder is renamed to `<step>.damaged`, and the step before is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
+
+from care_jax.devices import distributed
+from care_jax.run import integrity, mounts
+
+_DAMAGED = ".damaged"
+# Orbax rewrites these when it commits; they hold timestamps and no part of the state.
+_UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+_SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+_QUICK_BYTES = 2**20  # larger files are hashed only before a restore
+
+
+class Restored(NamedTuple):
+    """A restored checkpoint.
+
+    Attributes:
+        state: as saved, with the requested shardings.
+        step: the step it was saved at.
+        data_position: examples or batches (the unit of the data pipeline) already consumed.
+        rng: the seed from which the run derives every random key by step.
+        metadata: as saved, JSON types.
+    """
+
+    state: Any
+    step: int
+    data_position: int
+    rng: int
+    metadata: dict[str, Any]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested config dicts to dotted keys, with values as JSON restores them."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
+    return flat
+
+
+def commit_of(folder: pathlib.Path) -> AtomicityMode:
+    """How a step is committed: by renaming its folder, or by a last file on a mounted bucket.
+
+    A bucket renames a folder object by object, and gcsfuse refuses to, unless the bucket has
+    hierarchical namespaces. A step without the file is as good as absent, and removed.
+    """
+    return AtomicityMode.COMMIT_FILE if mounts.is_fuse(folder) else AtomicityMode.ATOMIC_RENAME
+
+
+class _Manager(ocp.CheckpointManager):
+    """Disables Orbax's preemption check, whose steps would mix with the run's sync points."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
+class Checkpoints:
+    """The checkpoints in one folder, which all processes of a run share.
+
+    `save` returns once the arrays are copied; the files are written asynchronously. A step exists
+    only once all its files are written, so a kill at any time leaves the previous step restorable.
+    `close`, or leaving the `with` block, waits for the last save.
+
+    Opening compares the sizes of all files, and hashes small ones. A restore hashes every file of
+    its step first; the processes share the files and agree on what they found.
+
+    Args:
+        folder: created if missing.
+        keep: number of latest steps to keep; older ones are deleted, but for the best.
+        fingerprint: what determines the shapes of the state, such as the backbone's config.
+        settings: of the run, kept with every step, see `saved_settings`; JSON types.
+        keep_best: number of best steps to keep besides.
+        best_metric: name of the metric that tells which step is better; more is better.
+
+    Raises:
+        ValueError: there are damaged steps and no whole one.
+    """
+
+    def __init__(
+        self,
+        folder: str | pathlib.Path,
+        *,
+        keep: int,
+        fingerprint: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
+        keep_best: int = 0,
+        best_metric: str = "acc",
+    ):
+        if keep < 1:
+            raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
+        self.folder = pathlib.Path(folder).absolute()
+        self.best_metric = best_metric
+        self._fingerprint = _flat(fingerprint)
+        self._settings = dict(settings or {})
+        self._keep_best = keep_best
+
+        def value_of(metrics: Mapping[str, float]) -> float:
+            return metrics.get(best_metric, -math.inf)
+
+        self._saving = 0  # the step that is being written
+        self._unsummed: set[int] = set()  # restored without a manifest, which was said
+        self._set_aside_damaged()
+        options = ocp.CheckpointManagerOptions(
+            create=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
+            cleanup_tmp_directories=True,
+            atomicity_options=AtomicityOptions(mode=commit_of(self.folder)),
+            best_fn=value_of,  # makes the manager store the metrics of a step
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+                [
+                    checkpoint_managers.LatestN(keep),
+                    checkpoint_managers.BestN(
+                        get_metric_fn=value_of,
+                        n=keep_best,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            ),
+        )
+        self._manager = _Manager(
+            self.folder,
+            options=options,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "progress": ocp.JsonCheckpointHandler(),
+            },
+        )
+        self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
+        if not self.steps:
+            self._refuse_if_damaged()
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The saved steps, in order."""
+        return sorted(self._manager.all_steps())
+
+    @property
+    def latest_step(self) -> int | None:
+        """The last saved step; None in an empty folder."""
+        return self._manager.latest_step()
+
+    @property
+    def best_step(self) -> int | None:
+        """The saved step with the highest best_metric, of equals the last; None without any."""
+        ranked = self._ranked()
+        return ranked[-1] if ranked else None
+
+    def is_among_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step with these metrics must be kept as one of the best."""
+        if not self._keep_best or self.best_metric not in metrics:
+            return False
+        better = [
+            step
+            for step in self._ranked()
+            if self._values[step][self.best_metric] >= metrics[self.best_metric]
+        ]
+        return len(better) < self._keep_best
+
+    def _ranked(self) -> list[int]:
+        """The saved steps that have the best_metric, in the order of its values."""
+        steps = [step for step in self.steps if self.best_metric in self._values.get(step, {})]
+        return sorted(steps, key=lambda step: (self._values[step][self.best_metric], step))
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        data_position: int,
+        rng: int,
+        metadata: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Saves one step, which must be later than all saved steps.
+
+        Args:
+            state: tree of arrays.
+            data_position, rng, metadata: see `Restored`; metadata holds JSON types.
+            metrics: of the step's evaluation, if there was one.
+        """
+        if self.latest_step is not None and step <= self.latest_step:
+            raise ValueError(
+                f"step {step} is not after step {self.latest_step} in {self.folder}; restore it "
+                "first or choose another --workdir"
+            )
+        progress = {
+            "data_position": data_position,
+            "rng": rng,
+            "metadata": dict(metadata),
+            "fingerprint": self._fingerprint,
+            "settings": self._settings,
+        }
+        self.wait()  # the callback of the last save reads `_saving`
+        self._saving = step
+        self._values[step] = dict(metrics or {})
+        with self._told_failures():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
+                ),
+                metrics=self._values[step],
+            )
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the metrics of a saved step that was evaluated only after it had been saved."""
+        self.wait()
+        self._values[step] = dict(metrics)
+        if jax.process_index() == 0:
+            # As the manager writes them, which cannot change a saved step.
+            folder = self.folder / str(step) / "metrics"
+            folder.mkdir(exist_ok=True)
+            partial = folder / "metrics.partial"
+            partial.write_text(json.dumps(self._values[step]))
+            os.replace(partial, folder / "metrics")
+            integrity.update_manifest(self.folder / str(step), "metrics/metrics")
+        distributed.gather_json(step)  # a barrier: the file is there
+        self._manager.reload()
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+        """Restores a step, the latest whole one by default.
+
+        Args:
+            abstract_state: tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
+                the one at the save.
+            step: a saved step; None: the latest, and if that is damaged the one before.
+
+        Raises:
+            ValueError: there is no such step, it is damaged, or it was saved under another
+                fingerprint.
+        """
+        if step is None:
+            step = self.latest_whole_step()
+        elif step in self.steps:
+            self._check_whole(step)
+        if step is None or step not in self._manager.all_steps():
+            raise ValueError(
+                f"expected checkpoint {'of any step' if step is None else step} in {self.folder}, "
+                f"found steps {sorted(self._manager.all_steps())}; check --workdir"
+            )
+        progress = self._progress(step)
+        self._check_fingerprint(progress["fingerprint"])
+        state = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        )["state"]
+        return Restored(
+            state, step, progress["data_position"], progress["rng"], progress["metadata"]
+        )
+
+    def restore_params(self, abstract_params: Any, step: int) -> Any:
+        """Restores the entry "params" of a saved state and reads nothing else of it.
+
+        Args:
+            abstract_params: tree of `ShapeDtypeStruct`s with shardings.
+            step: a saved step.
+
+        Raises:
+            ValueError: the step is damaged, or was saved under another fingerprint.
+        """
+        self._check_whole(step)
+        progress = self._progress(step)
+        self._check_fingerprint(progress["fingerprint"])
+        item = {"params": abstract_params}
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(
+                self.folder / str(step) / "state",
+                args=ocp.args.PyTreeRestore(
+                    item=item,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                    partial_restore=True,
+                ),
+            )["params"]
+
+    def saved_settings(self) -> dict[str, Any]:
+        """The settings of the run that saved the latest step; {} of an earlier version.
+
+        Raises:
+            ValueError: it was saved under another fingerprint.
+        """
+        progress = self._progress(self.latest_step)
+        self._check_fingerprint(progress["fingerprint"])
+        return progress.get("settings", {})
+
+    def _progress(self, step: int | None) -> dict[str, Any]:
+        return self._manager.restore(
+            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
+        )["progress"]
+
+    def latest_whole_step(self) -> int | None:
+        """The last saved step whose files are as they were written; None in an empty folder.
+
+        Damaged steps are set aside, with a line for each.
+
+        Raises:
+            ValueError: there are steps, and none is whole.
+        """
+        if self.latest_step is None:
+            return None
+        while self.latest_step is not None:
+            if self.is_whole(self.latest_step):
+                return self.latest_step
+        self._refuse_if_damaged()
+        return None
+
+    def is_whole(self, step: int) -> bool:
+        """Hashes the files of a saved step; if they differ from its manifest, sets it aside."""
+        self.wait()
+        folder = self.folder / str(step)
+        share = {"part": jax.process_index(), "num_parts": jax.process_count()}
+        faults = distributed.gather_json(integrity.find_damage(folder, **share))
+        if not integrity.has_manifest(folder) and step not in self._unsummed:
+            self._unsummed.add(step)
+            _say(f"checkpoint {step} in {self.folder} has no sums; restored unchecked")
+        fault = next(filter(None, faults), "")
+        if fault:
+            self._set_aside({step: fault})
+            self._manager.reload()
+        return not fault
+
+    def _check_whole(self, step: int) -> None:
+        if not self.is_whole(step):
+            raise ValueError(
+                f"checkpoint {step} in {self.folder} is damaged and was renamed to "
+                f"{step}{_DAMAGED}; choose another step, there are {self.steps}"
+            )
+
+    def _write_manifest(self) -> None:
+        """Called on the first process when all have written a step, before it is committed."""
+        written = [*self.folder.glob(f"{self._saving}.*tmp*"), self.folder / str(self._saving)]
+        integrity.write_manifest(written[0], leave_out=_UNSUMMED)
+
+    def _set_aside_damaged(self) -> None:
+        """Sets aside the steps that a look at sizes and small files shows to be damaged."""
+        faults = {}
+        if jax.process_index() == 0 and self.folder.is_dir():
+            steps = [path for path in self.folder.iterdir() if path.name.isdecimal()]
+            found = {
+                path.name: integrity.find_damage(path, most_bytes=_QUICK_BYTES) for path in steps
+            }
+            faults = {step: fault for step, fault in found.items() if fault}
+        faults = distributed.gather_json(faults)[0]
+        self._set_aside({int(step): faults[step] for step in sorted(faults, key=int)})
+
+    def _set_aside(self, faults: Mapping[int, str]) -> None:
+        """Renames damaged steps on the first process; `faults` is the same on all."""
+        for step, fault in faults.items():
+            _say(f"checkpoint {step} is damaged: {fault}; renamed to {step}{_DAMAGED}")
+            if jax.process_index() == 0:
+                places = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
+                free = next(name for name in places if not (self.folder / name).exists())
+                # Copies and removes where folders cannot be renamed (gcsfuse).
+                shutil.move(self.folder / str(step), self.folder / free)
+        if faults:
+            distributed.gather_json(len(faults))  # a barrier: the folders are renamed
+
+    def _refuse_if_damaged(self) -> None:
+        damaged = sorted(path.name for path in self.folder.glob(f"*{_DAMAGED}*"))
+        if distributed.gather_json(bool(damaged))[0]:
+            raise ValueError(
+                f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); copy one back "
+                "from elsewhere, or remove these folders to start the stage anew"
+            )
+
+    def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
+        ours = self._fingerprint
+        differing = [
+            f"{key} (checkpoint {saved.get(key, 'unset')}, config {ours.get(key, 'unset')})"
+            for key in sorted(saved.keys() | ours.keys())
+            if saved.get(key, "unset") != ours.get(key, "unset")
+        ]
+        if differing:
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise ValueError(
+                f"the checkpoint in {self.folder} is of another model: {', '.join(differing[:3])}"
+                f"{more}; use the config it was saved with or another --workdir"
+            )
+
+    def wait(self) -> None:
+        """Returns once everything saved so far is on disk.
+
+        Raises:
+            OSError: a step could not be written.
+        """
+        with self._told_failures():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _told_failures(self) -> Iterator[None]:
+        """Turns what TensorStore says of a file it cannot write into an OSError with the path."""
+        try:
+            yield
+        except ValueError as error:
+            if code := _SYSTEM_ERROR.search(str(error)):
+                number = int(code.group(1))
+                path = str(self.folder / str(self._saving))
+                raise OSError(number, os.strerror(number), path) from error
+            raise
+
+    def close(self) -> None:
+        """Waits for the last save and closes the manager."""
+        self.wait()
+        self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A save that failed too must not hide the first error.
+        with contextlib.suppress(*() if kind is None else (Exception,)):
+            self.close()
+
+
+def _say(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, file=sys.stderr, flush=True)

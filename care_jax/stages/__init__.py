@@ -1,0 +1,1 @@
+"""One file per name in `config.stages`: cold start, RL, evaluation, export."""

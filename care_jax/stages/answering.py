@@ -1,0 +1,171 @@
+"""Questions answered by a run's weights, a few batches at a time: the decoding of evaluations.
+
+The draws are a function of the run's seed, the question's index and the sample alone: two
+evaluations of a run draw alike and differ by the weights.
+
+Letters: G samples of each question.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from care_jax.batch import Example, Rollouts
+from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import distributed, loaded_programs, sharding
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.report.metrics import progress
+from care_jax.rewards.scores import row_texts
+from care_jax.rl.programs import compile_decoding, compile_to_decode_layout
+from care_jax.run.attention_check import decoding_attention
+from care_jax.run.run import Run
+from models import backbone
+
+Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
+
+_NUM_BATCHES = 4  # batches of evaluate.batch_size that are decoded and written together
+_DRAWS = 2**31 - 1  # folded into the run's key; the keys of training fold in the step
+
+
+@dataclasses.dataclass(frozen=True)
+class AnsweringPrograms:
+    """The compiled functions of a run's evaluations, see `compile_answering`.
+
+    Attributes:
+        to_decode_layout: params -> params in the decode layout.
+        checksum: params -> a number that tells weights apart.
+        queue: decodes with the sizes and the sampling of the section `evaluate`.
+    """
+
+    to_decode_layout: Callable
+    checksum: Callable
+    queue: DecodeQueue
+
+
+def compile_answering(run: Run) -> AnsweringPrograms:
+    """The jitted functions of evaluation, each compiled once per shape that occurs."""
+    settings = run.config.evaluate
+
+    def checksum(params):
+        leaves = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
+        return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
+
+    sizes = Sizes(
+        num_seats=settings.batch_size,
+        num_rows=min(settings.decode_rows, settings.num_samples),
+        num_rollouts=settings.num_samples,
+        max_tokens=settings.max_response_tokens,
+        context_tokens=0,
+        num_shards=sharding.num_shards(run.decode_batch_sharding),
+        period=settings.batch_size,
+    )
+    decoding = compile_decoding(
+        run,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        attention=decoding_attention(run, sizes),
+    )
+    return AnsweringPrograms(
+        to_decode_layout=compile_to_decode_layout(run),
+        checksum=jax.jit(checksum, out_shardings=sharding.replicated(run.mesh)),
+        queue=DecodeQueue(run, decoding, sizes, DeviceClock()),
+    )
+
+
+def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms) -> Decode:
+    """The decoder with the weights in the decode layout.
+
+    Returns:
+        A function from this process's requests to (indices of some requests, G rollouts of each)
+        pairs, in order of completion. A request's place determines its draws.
+    """
+    decode_params = programs.to_decode_layout(params)
+    rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
+    return lambda requests: programs.queue.decode(decode_params, rng, requests)
+
+
+class Batch(NamedTuple):
+    """This process's share of some questions and its answers, in the order of the questions.
+
+    Attributes:
+        places: the questions' indices.
+        examples: the questions.
+        rollouts: G of each.
+        texts: the rollouts' texts, without the token that ends them.
+        dropped: indices of questions that fit no bucket and were not answered.
+    """
+
+    places: list[int]
+    examples: list[Example]
+    rollouts: Rollouts
+    texts: list[list[str]]
+    dropped: list[int]
+
+
+def decode_batches(
+    run: Run, decode: Decode, examples: Sequence[Example], done: Collection[int], label: str
+) -> Iterator[Batch]:
+    """Decodes the examples whose index is not in `done`, `_NUM_BATCHES` batches at a time.
+
+    Args:
+        run: the run.
+        decode: of the run, see `make_decoder`.
+        examples: the same on all processes.
+        done: indices to leave out, the same on all processes.
+        label: what is evaluated, for the terminal.
+
+    Raises:
+        distributed.Preempted: the run was told to stop.
+    """
+    policy, size = run.policy, run.config.evaluate.batch_size
+    starts = np.arange(0, _NUM_BATCHES * size, size)
+    local_rows = (starts[:, None] + sharding.local_rows(size, run.decode_batch_sharding)).ravel()
+    # A question's batch depends on its index alone, and so does its place, from which it draws.
+    num_rows = _NUM_BATCHES * size
+    todo = (place for place in range(len(examples)) if place not in done)
+    firsts = sorted({place - place % num_rows for place in todo})
+    for first in progress(firsts, f"evaluate {label}", 0, len(firsts)):
+        loaded_programs.drop_if_many()
+        local = [
+            place
+            for place in (first + local_rows).tolist()
+            if place < len(examples) and place not in done
+        ]
+        prompts = {place: policy.prompts.tokenize(examples[place]) for place in local}
+        kept = [place for place, prompt in prompts.items() if policy.prompts.fits(prompt)]
+        try:
+            parts = list(decode([Request(place, prompts[place]) for place in kept]))
+        except distributed.Preempted:
+            raise distributed.Preempted(f"in the evaluation {label}") from None
+        indices = [index for part, _ in parts for index in part]
+        rollouts = [rollouts for _, rollouts in parts] or [_no_rollouts(run)]
+        order = np.argsort(indices).astype(int)
+        rollouts = jax.tree.map(lambda *rows: np.concatenate(rows)[order], *rollouts)  # noqa: B023
+        texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
+        yield Batch(
+            places=kept,
+            examples=[examples[place] for place in kept],
+            rollouts=rollouts,
+            texts=texts,
+            dropped=[place for place in local if place not in kept],
+        )
+
+
+def _no_rollouts(run: Run) -> Rollouts:
+    """The empty rollouts of a process without requests."""
+    shape = 0, run.config.evaluate.num_samples, run.config.evaluate.max_response_tokens
+    return Rollouts(
+        tokens=np.zeros(shape, np.int32),
+        is_valid=np.zeros(shape, bool),
+        is_forced=np.zeros(shape, bool),
+        logp=np.zeros(shape, np.float32),
+        embedding=np.zeros((*shape[:2], run.policy.config.text.hidden_size), np.float32),
+        is_complete=np.zeros(shape[:2], bool),
+    )

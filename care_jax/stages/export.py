@@ -1,0 +1,137 @@
+"""Writes a trained policy as a Hugging Face folder: weights, config, tokenizer and processor.
+
+`export.step` chooses the checkpoint, see `run.weights.find`. With LoRA the adapters become a folder
+of their own too, for peft and vLLM.
+
+`generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
+response, and there are no sampling settings. Those of a release, such as a repetition penalty, are
+left out. `sha256.json` has the sums of the weights, which runs that start from the folder compare.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+
+from care_jax.prompts.builder import processor_template
+from care_jax.report.metrics import print_line
+from care_jax.run import integrity
+from care_jax.run.policy import Policy
+from care_jax.run.run import Run
+from care_jax.run.weights import Source, restore
+from models import backbone, lora
+from models.release import peft_folder
+
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
+    """Exports weights to `workdir/export`, and their adapters to `workdir/adapter`.
+
+    Args:
+        run: the run.
+        params: of the source, in the training layout.
+        source: from `run.weights.find`.
+    """
+    folder = export(run, params, run.workdir / "export")
+    of_step = "" if source.in_memory else f" step {source.step} of {source.stages[-1]}"
+    print_line(f"exported{of_step} to {folder}")
+    if run.config.model.lora_rank and source.stages:
+        print_line(f"exported its adapters to {export_adapters(run, source)}")
+
+
+def export_adapters(run: Run, source: Source) -> pathlib.Path:
+    """Writes the change from the weights that the run started from, as adapters.
+
+    Each stage adapts what the one before merged, so that the change is the sum of the products of
+    all stages: one adapter of as many times their rank.
+    """
+    model, folder = run.config.model, run.workdir / "adapter"
+    steps = (*(None for _ in source.stages[:-1]), source.step)
+    adapters = [
+        restore(run, stage, step, of=lora.only)
+        for stage, step in zip(source.stages, steps, strict=True)
+    ]
+    peft_folder.export(
+        folder,
+        lora.concatenated(adapters),
+        run.policy.config,
+        alpha=model.lora_alpha * len(adapters),
+        base=model.path,
+    )
+    return folder
+
+
+def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:
+    """Exports the parameters in bfloat16, the dtype of the releases.
+
+    With several processes, all of them must call this; the first one writes.
+
+    Args:
+        run: the run.
+        params: in the training layout; gathered one tensor at a time.
+        folder: created if it does not exist.
+    """
+    backbone.export(folder, params, run.policy.config, dtype=jnp.bfloat16)
+    if jax.process_index() == 0:
+        save_processor(run.policy, folder)
+        integrity.write_manifest(folder, pattern="model*.safetensors*")
+    return folder
+
+
+def save_processor(policy: Policy, folder: pathlib.Path) -> None:
+    """Writes the tokenizer and processor files that AutoTokenizer and AutoProcessor read.
+
+    The files of the release that the policy started from are copied unchanged, including its limits
+    on image sizes. Files that are missing there, or all if there is no release, are written from
+    the run's tokenizer and settings.
+    """
+    source = policy.folder
+    if source and source.resolve() == folder.resolve():
+        return
+    has_own_tokenizer = source and policy.tokenizer.name_or_path == str(source)
+    names = _PROCESSOR_FILES + (_TOKENIZER_FILES if has_own_tokenizer else ())
+    files = [source / name for name in names if source and (source / name).is_file()]
+    present = {file.name for file in files}
+    has_processor = {"preprocessor_config.json", "processor_config.json"} & present
+    if "tokenizer_config.json" not in present or not has_processor:
+        policy.prompts.save_processor(folder)
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    if source and has_own_tokenizer and (source / _MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
+    if not has_own_tokenizer and "processor_config.json" in present:
+        _drop_chat_template(folder / "processor_config.json")
+    if not _has_chat_template(folder):
+        (folder / "chat_template.jinja").write_text(policy.tokenizer.chat_template)
+
+
+def _drop_chat_template(path: pathlib.Path) -> None:
+    """Removes the release's template, which AutoProcessor would prefer to the run's."""
+    fields = json.loads(path.read_text())
+    if fields.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _has_chat_template(folder: pathlib.Path) -> bool:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    return bool(processor_template(folder) or config.get("chat_template"))

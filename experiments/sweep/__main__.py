@@ -1,0 +1,155 @@
+"""Runs an experiment: `python -m experiments.sweep --experiment=experiments/repair.py --seeds=5`.
+
+Each arm and seed is one run, in `workdir/<experiment>/<arm>/seed_<i>`; arms share the cold start of
+their seed. Finished runs are skipped: the same command resumes an interrupted sweep, and a larger
+--seeds adds runs. Afterwards `workdir/<experiment>/` has `table.md` (mean ± 95% interval over the
+seeds), `table.csv` (each seed), `figure.png` and `figure.csv`. --arms runs some of the arms;
+--columns and --panels choose other measures than the experiment does, also of runs that are done:
+--columns=acc,held_out_area,acc:lead.
+Flags such as --config.rl.num_steps=50 are passed to every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+try:
+    import matplotlib  # noqa: F401
+except ImportError:
+    sys.exit("error: a sweep draws with matplotlib; run: pip install -e '.[sweep]'")
+
+from care_jax.run import mounts
+from experiments.sweep.experiment import Experiment, load_experiment
+from experiments.sweep.figures import write_figure
+from experiments.sweep.measures import columns_of
+from experiments.sweep.outcome import with_shared_tokens
+from experiments.sweep.tables import write_table
+from experiments.sweep.trials import Trial, plan, read_outcome, run_all
+
+_SET_BY_SWEEP = ("--config.seed", "--config.stages")  # set per trial
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs missing trials, writes table and figure of the finished ones; 1 if a run failed."""
+    args, overrides = _parse(argv)
+    workdir = mounts.as_folder(args.workdir)
+    experiment = load_experiment(
+        args.experiment, arms=args.arms, columns=args.columns, panels=args.panels
+    )
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    trials = plan(experiment, workdir, base=args.base, seeds=seeds, overrides=overrides)
+    missing = sum(not trial.is_done for trial in trials)
+    print(
+        f"{experiment.name}: {len(experiment.arms)} arms x {args.seeds} seeds on {args.base}, "
+        f"{missing} of {len(trials)} runs to do",
+        flush=True,
+    )
+    failures = run_all(trials, num_processes=args.processes, on_done=_print_done)
+    for failure in failures:
+        print(f"failed: {failure}", file=sys.stderr)
+    done = [trial for trial in trials if trial.is_done]
+    chosen = [
+        f"--{name}={','.join(getattr(args, name))}"
+        for name in ("arms", "columns", "panels")
+        if getattr(args, name)
+    ]
+    if done:
+        write_results(experiment, done, workdir, args.base, [*chosen, *overrides])
+    return 1 if failures else 0
+
+
+def write_results(
+    experiment: Experiment,
+    trials: Sequence[Trial],
+    workdir: pathlib.Path,
+    base: str,
+    flags: Sequence[str],
+) -> None:
+    """Writes table and figure of finished trials to `workdir/<experiment>`; prints the table.
+
+    Args:
+        flags: the command's other flags, for the note below the table.
+    """
+    folder = workdir / experiment.name
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = with_shared_tokens([read_outcome(trial) for trial in trials])
+    arms = {arm: [outcome for outcome in outcomes if outcome.arm == arm] for arm in experiment.arms}
+    arms = {arm: of_arm for arm, of_arm in arms.items() if of_arm}
+    commits = dict.fromkeys(commit for trial in trials for commit in trial.record["commits"])
+    seeds = sorted({trial.seed for trial in trials})
+    first = f" --first_seed={seeds[0]}" if seeds[0] else ""
+    command = (
+        f"python -m experiments.sweep --experiment={experiment.path} --base={base} "
+        f"--seeds={seeds[-1] - seeds[0] + 1}{first}"
+    )
+    leads = (
+        "leads are differences under the same seed."
+        if experiment.reference in arms
+        else f"without runs of {experiment.reference} there are no leads."
+    )
+    notes = (
+        f"Mean ± 95% interval (Student's t over the seeds); {leads}",
+        "",
+        f"`{' '.join([command, *flags])}` at commit {', '.join(filter(None, commits)) or '?'}.",
+    )
+    columns = columns_of(experiment.columns, outcomes)
+    reference, title = experiment.reference, experiment.title
+    print(write_table(folder, arms, reference, columns, title, notes), flush=True)
+    write_figure(folder, arms, reference, experiment.panels, title)
+
+
+def _print_done(trial: Trial) -> None:
+    minutes, seconds = divmod(trial.record["seconds"], 60)
+    print(f"done: {trial.workdir} ({minutes} min {seconds:02d} s)", flush=True)
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.sweep",
+        description=str(__doc__).splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--experiment", type=pathlib.Path, required=True, default=argparse.SUPPRESS, help="a file")
+    add("--seeds", type=int, default=5, help="how many, from --first_seed on")
+    add("--first_seed", type=int, default=0, help="seeds apart from others, to choose settings on")
+    add("--base", default="tiny", help="file of configs/ the arms stand on")
+    add("--processes", type=int, default=1, help="runs at a time")
+    add("--workdir", type=pathlib.Path, default="runs/sweep", help="of runs, tables and figures")
+    names: dict[str, Any] = {
+        "type": lambda text: tuple(text.split(",")),
+        "default": argparse.SUPPRESS,
+    }
+    add("--arms", **names, help="some of the arms, separated by commas")
+    add("--columns", **names, help="measures of the table, in place of the experiment's COLUMNS")
+    add("--panels", **names, help="panels of the figure, likewise; a measure is one too")
+    unchosen = argparse.Namespace(arms=(), columns=(), panels=())
+    args, overrides = parser.parse_known_args(argv, unchosen)
+    for name in ("seeds", "processes"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.first_seed < 0:
+        parser.error(f"--first_seed must be at least 0, got {args.first_seed}")
+    given = set()
+    for flag in overrides:
+        key, equals, _ = flag.partition("=")
+        if not key.startswith("--config.") or not equals:
+            parser.error(f"expected flags of this command or --config.key=value, got {flag!r}")
+        if key in _SET_BY_SWEEP:
+            parser.error(f"{key} is set by the sweep for each of its runs; leave it out")
+        if key in given:
+            parser.error(f"{key} is given twice; leave one of them out")
+        given.add(key)
+    return args, overrides
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        sys.exit(f"error: {error}")

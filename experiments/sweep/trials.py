@@ -1,0 +1,299 @@
+"""Trials: one arm with one seed, each run in a separate process.
+
+A trial's workdir holds `trial.json`: its configuration, the commits it ran at and, once it is done,
+the duration of its last start in seconds. A finished trial is never run again, not even for another
+experiment: arms with equal settings are the same trial. Arms of a seed with equal cold-start
+settings share one cold start, which runs first.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import queue
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from experiments.sweep.experiment import Experiment
+from experiments.sweep.outcome import Outcome
+
+# Configuration sections that the cold start and its evaluation depend on.
+_OF_COLD_START = (
+    "model",
+    "mesh",
+    "sharding_rules",
+    "data",
+    "sft",
+    "evaluate",
+    "verifier",
+)
+_CHECKPOINTS = pathlib.Path("checkpoints", "sft")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One run.
+
+    Attributes:
+        arm: name of the arm; empty for a cold start.
+        seed: `config.seed`.
+        settings: everything that determines the result, as JSON; if equal, it is the same trial.
+        workdir: of the run.
+        flags: of `python -m care_jax.main`, without --workdir.
+        cold_start: the trial it starts from; None if it is a cold start or has none.
+    """
+
+    arm: str
+    seed: int
+    settings: Any
+    workdir: pathlib.Path
+    flags: tuple[str, ...]
+    cold_start: Trial | None = None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """trial.json; {} if the trial has not started."""
+        path = self.workdir / "trial.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def is_done(self) -> bool:
+        return "seconds" in self.record
+
+
+class TrialFailed(Exception):
+    """A run ended with an error; its message says where the log is."""
+
+
+def plan(
+    experiment: Experiment,
+    folder: pathlib.Path,
+    *,
+    base: str,
+    seeds: Sequence[int],
+    overrides: Sequence[str] = (),
+) -> list[Trial]:
+    """Every trial of an experiment, by seed and then by arm.
+
+    Args:
+        experiment: what to run.
+        folder: of this and other experiments; a trial is in `folder/experiment/arm/seed_i`, or
+            where an equal one already is.
+        base: configuration that the arms modify, a file of `configs/`, such as "tiny".
+        seeds: each arm has one trial per seed.
+        overrides: flags `--config.key=value` for all trials.
+
+    Raises:
+        ValueError: the workdir of a trial is taken by one with other settings.
+    """
+    known = {
+        json.dumps(json.loads(path.read_text())["settings"], sort_keys=True): path.parent
+        for path in sorted(folder.glob("*/*/seed_*/trial.json"))
+    }
+
+    def place(settings: Any, workdir: pathlib.Path) -> pathlib.Path:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in known and workdir in known.values():
+            raise ValueError(
+                f"{workdir} holds a run of another configuration, see its trial.json; remove it, "
+                "or name another --workdir"
+            )
+        return known.setdefault(key, workdir)
+
+    trials = []
+    for seed, arm in itertools.product(seeds, experiment.arms):
+        config = experiment.get_config(f"{arm}@{base}")
+        settings = {
+            "config": json.loads(config.to_json_best_effort()) | {"seed": seed},
+            "overrides": sorted(overrides),
+        }
+        flags = (
+            f"--config={experiment.path}:{arm}@{base}",
+            f"--config.seed={seed}",
+            *overrides,
+        )
+        cold_start, stages = None, tuple(config.stages)
+        if stages[:1] == ("sft",) and "rl" in stages:
+            evaluate = stages[1 : stages.index("rl")]  # run by the cold start's trial
+            shared = {key: settings["config"][key] for key in _OF_COLD_START}
+            shared |= {
+                "cue": config.care.cue,
+                "overrides": [
+                    flag
+                    for flag in settings["overrides"]
+                    if flag.removeprefix("--config.").startswith((*_OF_COLD_START, "care.cue"))
+                ],
+            }
+            name = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
+            shared["seed"] = seed
+            cold_start = Trial(
+                "",
+                seed,
+                shared,
+                place(shared, folder / "cold_start" / name / f"seed_{seed}"),
+                (*flags, _stages_flag(("sft", *evaluate))),
+            )
+            flags += (_stages_flag(("sft", *stages[1 + len(evaluate) :])),)
+        workdir = place(settings, folder / experiment.name / arm / f"seed_{seed}")
+        trials.append(Trial(arm, seed, settings, workdir, flags, cold_start))
+    return trials
+
+
+def run_all(
+    trials: Iterable[Trial], *, num_processes: int, on_done: Callable[[Trial], None]
+) -> list[TrialFailed]:
+    """Runs all unfinished trials, cold starts first.
+
+    Args:
+        trials: from `plan`.
+        num_processes: runs at a time; each gets its share of the cores, and of the devices that
+            CUDA_VISIBLE_DEVICES names.
+        on_done: called when a trial succeeds.
+
+    Returns:
+        the failures; trials that do not depend on a failed one still run.
+    """
+    todo = {trial.workdir: trial for trial in trials if not trial.is_done}
+    starts = {
+        trial.cold_start.workdir: trial.cold_start
+        for trial in todo.values()
+        if trial.cold_start is not None and not trial.cold_start.is_done
+    }
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(num_processes):
+        slots.put(slot)
+    # A pool starts tasks in submission order, so no trial waits for a task behind it in the queue.
+    with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
+        begun: dict[pathlib.Path, concurrent.futures.Future] = {}
+
+        def work(trial: Trial) -> Trial:
+            if trial.cold_start is not None and trial.cold_start.workdir in begun:
+                begun[trial.cold_start.workdir].result()
+            slot = slots.get()
+            try:
+                run_trial(trial, slot, num_processes)
+            finally:
+                slots.put(slot)
+            on_done(trial)
+            return trial
+
+        for workdir, trial in (starts | todo).items():
+            begun[workdir] = pool.submit(work, trial)
+        concurrent.futures.wait(begun.values())
+    failures = [future.exception() for future in begun.values()]
+    for failure in failures:
+        if failure is not None and not isinstance(failure, TrialFailed):
+            raise failure
+    return list(dict.fromkeys(each for each in failures if isinstance(each, TrialFailed)))
+
+
+def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
+    """Runs or resumes a trial; its output is appended to `log.txt`.
+
+    Raises:
+        TrialFailed: it ended with an error.
+    """
+    trial.workdir.mkdir(parents=True, exist_ok=True)
+    commits = dict.fromkeys([*trial.record.get("commits", ()), commit()])
+    record = {"settings": trial.settings, "commits": list(commits)}
+    _write_record(trial, record)
+    if trial.cold_start is not None and not (trial.workdir / _CHECKPOINTS).exists():
+        # Copy under another name first: a partial copy would be taken for a checkpoint.
+        partial = trial.workdir / "checkpoints" / "partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(trial.cold_start.workdir / _CHECKPOINTS, partial)
+        partial.rename(trial.workdir / _CHECKPOINTS)
+    command = [sys.executable, "-m", "care_jax.main", *trial.flags, f"--workdir={trial.workdir}"]
+    began, log = time.monotonic(), trial.workdir / "log.txt"
+    with log.open("a") as out, _share_of_cores(slot, num_slots):
+        environment = os.environ | _share_of_devices(os.environ, slot, num_slots)
+        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(trial.workdir.parents[2] / "xla"))
+        ended = subprocess.run(
+            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+        )
+    if ended.returncode:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        raise TrialFailed(
+            f"{trial.workdir} ended with status {ended.returncode}: "
+            f"{lines[-1] if lines else 'no output'} (whole log: {log})"
+        )
+    _write_record(trial, record | {"seconds": round(time.monotonic() - began)})
+
+
+def read_outcome(trial: Trial) -> Outcome:
+    """Reads what a finished trial wrote."""
+    stages = _stages(trial)
+    start = _stages(trial.cold_start) if trial.cold_start else stages
+    final = [name for name in stages if name.startswith("evaluate_")]
+    firsts = [name for name in start if name in ("evaluate_start", "evaluate_sft")]
+    return Outcome(
+        arm=trial.arm,
+        seed=trial.seed,
+        # Not that of the settings, in which the overrides are not applied.
+        config=json.loads((trial.workdir / "config.json").read_text()),
+        start=start[firsts[-1]][-1] if firsts else {},
+        final=stages[final[-1]][-1] if final else {},
+        steps=stages.get("rl", []),
+        evaluations=stages.get("rl_eval", []),
+        workdir=trial.workdir,
+    )
+
+
+def _stages(trial: Trial) -> dict[str, list[dict[str, float]]]:
+    stages: dict[str, list[dict[str, float]]] = {}
+    for line in (trial.workdir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        stages.setdefault(record.pop("stage"), []).append(record)
+    return stages
+
+
+def commit() -> str:
+    """The commit of the working tree, with "+" if files differ from it; "" outside git."""
+    command = ["git", "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _write_record(trial: Trial, record: dict[str, Any]) -> None:
+    partial = trial.workdir / "trial.json.partial"
+    partial.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    partial.rename(trial.workdir / "trial.json")
+
+
+def _stages_flag(stages: Sequence[str]) -> str:
+    return f"--config.stages={tuple(stages)!r}"
+
+
+@contextlib.contextmanager
+def _share_of_cores(slot: int, num_slots: int):
+    """Pins this thread, and the processes it starts, to every num_slots-th core."""
+    if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    all_cores = os.sched_getaffinity(0)
+    if share := sorted(all_cores)[slot::num_slots]:
+        os.sched_setaffinity(0, share)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_cores)
+
+
+def _share_of_devices(environment: Mapping[str, str], slot: int, num_slots: int) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of a slot; {} for a single slot or if there are too few devices."""
+    devices = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    share = devices[slot::num_slots]
+    is_shared = num_slots > 1 and len(devices) >= num_slots
+    return {"CUDA_VISIBLE_DEVICES": ",".join(share)} if is_shared else {}

@@ -1,0 +1,100 @@
+"""Writes adapters as a folder that `peft` opens, in the layout that vLLM reads as well.
+
+The folder holds adapter_config.json and adapter_model.safetensors. A tensor is named for the module
+of transformers' model that it adapts:
+
+    base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight   [rank, inputs]
+    base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_B.weight   [outputs, rank]
+
+where transformers nests the decoder under `model.language_model` in both families, also if the
+names in a release do not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from models import backbone
+from models.config import BackboneConfig
+from models.layers import Params
+from models.release import tensor_files, transfer, weights
+
+WEIGHTS = "adapter_model.safetensors"
+_DTYPE = np.dtype(np.float32)
+# vLLM reads the last parentheses of the pattern. The tower has modules of these names too.
+_TARGETS = r"model\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+
+
+def export(
+    folder: pathlib.Path, adapters: Params, config: BackboneConfig, *, alpha: float, base: str
+) -> None:
+    """Writes the adapters, in float32.
+
+    In a multi-process run every process must call this; process 0 writes.
+
+    Args:
+        folder: created if missing; an earlier export in it is replaced.
+        adapters: the leaves that `lora.add` adds, in the tree of the training layout.
+        config: of the backbone.
+        alpha: α of the adapters; their product is scaled by α/rank.
+        base: folder or hub id of the weights that they adapt; empty if these have no name.
+    """
+    shapes = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))
+    leaves = weights.leaves_by_path(adapters)
+    adapted = [
+        tensor
+        for path, row in weights.tensors(config, shapes).items()
+        if path.removesuffix("kernel") + "lora_a" in leaves
+        for tensor in row
+    ]
+    rank = next(leaf.shape[-1] for path, leaf in leaves.items() if path.endswith("lora_a"))
+    tensors = {}
+    for tensor in adapted:
+        outputs, inputs = (math.prod(tensor.shape[axis] for axis in axes) for axes in tensor.axes)
+        tensors |= {f"{_module(tensor)}.lora_A.weight": (rank, inputs)}
+        tensors |= {f"{_module(tensor)}.lora_B.weight": (outputs, rank)}
+
+    def blocks() -> Iterator[np.ndarray]:
+        for tensor in adapted:
+            for name in ("lora_a", "lora_b"):
+                leaf = leaves[tensor.path.removesuffix("kernel") + name]
+                matrix = transfer.to_host(leaf, tensor.layer)
+                # [*inputs, rank] and [rank, *outputs]: the release's order is the transpose.
+                matrix = matrix.reshape((-1, rank) if name == "lora_a" else (rank, -1))
+                yield np.ascontiguousarray(matrix.T, _DTYPE)
+
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        tensor_files.write_file(folder / WEIGHTS, tensors, _DTYPE, blocks())
+        fields = _fields(rank, alpha, base)
+        (folder / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    else:
+        for _ in blocks():  # joins the all-gathers
+            pass
+
+
+def _module(tensor: weights.Tensor) -> str:
+    """The module of transformers' model under peft's wrapper, from its weight's name."""
+    name = weights.release_name(tensor.name, "qwen2_5_vl")  # the flat naming
+    name = name.removeprefix("model.").removesuffix(".weight")
+    return f"base_model.model.model.language_model.{name}"
+
+
+def _fields(rank: int, alpha: float, base: str) -> dict:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": _TARGETS,
+        "inference_mode": True,
+    }

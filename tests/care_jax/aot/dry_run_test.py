@@ -1,0 +1,126 @@
+"""A dry run says what the run would do, and does nothing."""
+
+import json
+import re
+
+import jax
+import pytest
+
+from care_jax import main
+from care_jax.aot import dry_run
+from care_jax.data.stages import open_stage
+from care_jax.devices.sharding import make_mesh
+from care_jax.run.policy import policy_of
+from configs import tiny
+from models import backbone
+
+
+@pytest.fixture
+def said(monkeypatch, capsys, tmp_path):
+    """Runs dry with a changed configuration; gives what was printed."""
+    one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(main, "make_mesh", lambda **_: one)
+    monkeypatch.setattr(dry_run, "_CHEAP", 0)
+
+    def run(**changes):
+        config = tiny.get_config()
+        config.update_from_flattened_dict(changes)
+        assert main.run_stages(config, tmp_path / "run", is_dry=True) == {}
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_it_writes_nothing_and_counts_parameters_and_their_bytes(said, tmp_path):
+    output = said()
+    assert not (tmp_path / "run").exists()
+    policy = policy_of(tiny.get_config())
+    shapes = jax.eval_shape(lambda: backbone.init(policy.config, jax.random.key(0)))
+    total = sum(x.size for x in jax.tree.leaves(shapes))
+    assert f"{total:,} parameters, {total:,} trained; master weights float32" in output
+    assert f"{4 * total / 2**30:.3f} GiB weights\n" in output
+    assert f"{8 * total / 2**30:.3f} GiB optimizer state\n" in output
+    assert "rl.num_rollouts = 8\n" in output
+    assert "run would be created" in output and output.count("; none yet") == 2
+
+
+def test_a_frozen_tower_and_bfloat16_halve_what_they_say(said):
+    output = said(**{"model.freeze_vision": True, "model.param_dtype": "bfloat16"})
+    total, trained = re.search(r"([\d,]+) parameters, ([\d,]+) trained", output).groups()
+    assert 0 < int(trained.replace(",", "")) < int(total.replace(",", ""))
+    assert f"{2 * int(total.replace(',', '')) / 2**30:.3f} GiB weights\n" in output
+
+
+def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_path):
+    rows = [
+        {"question": "no gold answer"},
+        {"question": "How many?", "answer": "3"},
+        {"question": "Why?", "answer": "because", "id": "second"},
+        {"question": "not shown", "answer": "1"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data.train.source": "jsonl", "data.train.path": str(path), "stages": ("rl",)}
+    changes["data.train.num_examples"] = 0
+    output = said(**changes)
+    data = output.partition("## Data of 'rl'")[2].partition("##")[0]
+    assert "4 rows" in data and "left out before them: 1 (no answer)" in data
+    builder = policy_of(tiny.get_config()).prompts
+    example = open_stage(_with(changes), "rl")[1]
+    assert f"{len(builder.tokenize(example).tokens)} tokens, 0 patches" in data
+    assert "question 'How many?', answer '3'" in data and "not shown" not in data
+    path.write_text(json.dumps(rows[1] | {"question": "How many? " * 200}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"of stage 'rl' must have a usable row .* \(1: prompt fits"
+    ):
+        said(**changes)
+
+
+def _with(changes):
+    config = tiny.get_config()
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_a_context_is_counted_apart_from_the_response_that_is_learnt(said, tmp_path):
+    row = {"question": "How many?", "answer": "3", "response": " 3.</think><answer>3</answer>"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps(x) + "\n" for x in (row | {"context": "<think>2. No."}, row))
+    )
+    changes = {"data.sft.source": "jsonl", "data.sft.path": str(path), "stages": ("sft",)}
+    output = said(**changes | {"data.sft.num_examples": 0, "data.cue_share": 0.0})
+    builder = policy_of(tiny.get_config()).prompts
+    response, context = (
+        len(builder.response_tokens(row["response"])),
+        len(builder.context_tokens("<think>2. No.")),
+    )
+    assert output.count(f"response {response} tokens behind a context of {context}\n") == 1
+
+
+def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, tmp_path):
+    for step in ("9", "10", "12.tmp"):
+        (tmp_path / "run" / "checkpoints" / "rl" / step).mkdir(parents=True)
+    output = said()
+    assert "run exists" in output and "kept; goes on from step 10\n" in output
+
+
+@pytest.mark.parametrize(
+    ("stages", "name"),
+    [(("evaluate",), "rl (export.step 'last')"), (("evaluate", "sft"), "start")],
+)
+def test_an_evaluation_without_training_is_of_the_checkpoint(said, tmp_path, stages, name):
+    for stage in ("sft", "rl"):
+        (tmp_path / "run" / "checkpoints" / stage / "4").mkdir(parents=True)
+    assert f"samples of the evaluations after {name}\n" in said(stages=stages)
+
+
+def test_the_update_of_a_small_model_is_compiled(said, monkeypatch):
+    monkeypatch.setattr(dry_run, "_CHEAP", 1e9)
+    output = said(stages=("sft",))
+    assert re.search(r"0\.\d+ GiB largest sft step, compiled in \d+ s\n", output)
+
+
+def test_a_mistake_is_told_before_anything_else(said):
+    with pytest.raises(ValueError, match=r"rl\.objective"):
+        said(**{"rl.objective": "ppo"})

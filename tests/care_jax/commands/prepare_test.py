@@ -1,0 +1,297 @@
+"""Preparing: what is left out and why, the same bytes each time, whole or not at all."""
+
+import io
+import json
+import pathlib
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+from PIL import Image
+
+from care_jax.batch import Example
+from care_jax.commands import prepare
+from care_jax.commands.dedup import DuplicateIndex, content_of, normalized_text
+from care_jax.data.readers import shards
+from care_jax.data.sources import open_source
+from care_jax.prompts.images import open_image
+from configs import common, mixture, tiny
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+CHARTS = [  # question, label, kind; the picture's seed is the place
+    ("How many bars?", ["3"], 0),
+    ("Is Peru above Chile?", ["Yes"], 0),
+    ("What is the total of it all?", ["12"], 0),
+    ("An augmented one?", ["1"], 1),
+]
+
+
+@pytest.fixture
+def config(tmp_path, chartqa_parquet, write_parquet, write_json, picture):
+    """Two corpora and a benchmark that share questions and pictures."""
+
+    def worse(seed):
+        """The same picture, smaller and as another file."""
+        file = io.BytesIO()
+        Image.open(io.BytesIO(picture(seed))).resize((72, 48)).save(file, "JPEG", quality=80)
+        return file.getvalue()
+
+    chartqa_parquet(tmp_path / "charts", CHARTS)
+    images = {
+        "same.png": picture(0),
+        "worse.jpg": worse(0),
+        "new.png": picture(50),
+        "other.png": picture(51),
+        "bench.png": picture(60),
+        "cut.png": picture(52)[:100],
+    }
+    for name, data in images.items():
+        (tmp_path / name).write_bytes(data)
+    rows = [
+        {"id": "kept", "question": "How many dots?", "answer": "4", "image": "new.png"},
+        {"question": "How many bars?", "answer": "3", "image": "same.png"},
+        {"question": "How many bars?", "answer": "5", "image": "same.png"},
+        {"question": "how many BARS", "answer": "3.0", "image": "worse.jpg"},
+        {"question": "how many BARS", "answer": "8", "image": "worse.jpg", "id": "relabelled"},
+        {"question": "How many dots?", "answer": "4", "image": "other.png", "id": "elsewhere"},
+        {"question": "Anything at all?", "answer": "4", "image": "bench.png"},
+        {"question": "How many?", "answer": "4", "image": "cut.png"},
+        {"question": "How many?" * 60, "answer": "4", "image": "new.png"},
+        {"question": "How many?", "answer": "", "image": "new.png"},
+        {
+            "question": "Which?",
+            "answer": "4",
+            "image": "other.png",
+            "response": "<think>" + "Look at it. " * 80 + "</think><answer>4</answer>",
+        },
+        {
+            "question": "Which one?",
+            "answer": "4",
+            "image": "other.png",
+            "context": "<think>" + "Look at it. " * 14,
+            "response": "Look at it. " * 4 + "</think><answer>4</answer>",
+        },
+    ]
+    write_json(tmp_path / "mine.jsonl", rows)
+    write_parquet(
+        tmp_path / "bench.parquet",
+        [
+            {"question": "Is Peru above Chile", "answer": "No", "image": {"bytes": worse(1)}},
+            {"question": "Another?", "answer": "x", "image": {"bytes": images["bench.png"]}},
+            {"question": "Broken?", "answer": "x", "image": {"bytes": b"no image"}},
+        ],
+        {
+            "question": pa.string(),
+            "answer": pa.string(),
+            "image": pa.struct({"bytes": pa.binary(), "path": pa.string()}),
+        },
+    )
+    config = tiny.get_config()
+    config.data.num_workers = 2
+    config.data.buckets = ((96, 96),)
+    config.data.prepare.shard_megabytes = 1
+    config.data.prepare.sources = (
+        common.source(
+            "chartqa",
+            path=str(tmp_path / "charts"),
+            split="train",
+            subset="human",
+            tolerance=0.05,
+            max_pixels=2048,
+        ),
+        common.source("jsonl", path=str(tmp_path / "mine.jsonl")),
+    )
+    bench = common.source("parquet", path=str(tmp_path / "bench.parquet"))
+    bench.columns.update({"question": "question", "answer": "answer", "images": "image"})
+    config.data.prepare.benchmarks = (bench,)
+    return config
+
+
+def test_what_is_left_out_is_counted_by_reason_and_listed(config, tmp_path):
+    manifest = prepare.prepare(config, tmp_path / "out")
+    charts, mine = manifest["sources"].values()
+    assert list(manifest["sources"]) == ["chartqa-human", "mine"]
+    assert (charts["rows"], charts["kept"]) == (3, 2)
+    assert charts["left_out"] == {"question of benchmark bench": 1}
+    assert (mine["rows"], mine["kept"]) == (12, 3)
+    assert mine["left_out"] == {
+        "duplicate of chartqa-human": 1,
+        "duplicate of chartqa-human with another answer": 1,
+        "near duplicate of chartqa-human": 1,
+        "picture of benchmark bench": 1,
+        "image unreadable or truncated": 1,
+        "prompt fits no bucket": 1,
+        "response too long": 2,
+        "no answer": 1,
+    }
+    assert manifest["benchmarks"]["bench"] == {
+        "rows": 3,
+        "usable": 2,
+        "left_out": {"image unreadable or truncated": 1},
+        "removed": {"chartqa-human": 1, "mine": 1},
+    }
+    assert manifest["num_examples"] == 5
+    lines = (tmp_path / "out" / "left_out.jsonl").read_text().splitlines()
+    listed = [json.loads(line) for line in lines]
+    assert len(listed) == 10
+    assert listed[0] == {
+        "source": "chartqa-human",
+        "row": 1,
+        "id": "train-1",
+        "reason": "question of benchmark bench",
+    }
+    for report in (charts, mine):
+        assert report["rows"] == report["kept"] + sum(report["left_out"].values())
+    assert prepare.summary(manifest)[-1] == "5 examples in all"
+
+
+def test_what_is_kept_is_what_was_read(config, tmp_path):
+    prepare.prepare(config, tmp_path / "out")
+    charts = open_source("arrayrecord", path=str(tmp_path / "out"), subset="chartqa-human")
+    assert [charts[i].answer for i in range(len(charts))] == ["3", "12"]
+    assert charts[0].question == "<image>How many bars?"
+    assert (charts[0].tolerance, charts[0].max_pixels) == (0.05, 2048)
+    assert open_image(charts[0].images[0]).size == (96, 64)
+    mine = open_source("arrayrecord", path=str(tmp_path / "out"), subset="mine")
+    assert [mine[i].id for i in range(len(mine))] == ["kept", "relabelled", "elsewhere"]
+
+
+def test_same_configuration_gives_the_same_bytes(config, tmp_path):
+    prepare.prepare(config, tmp_path / "one")
+    config.data.num_workers = 5
+    prepare.prepare(config, tmp_path / "two")
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(names) == 4
+    for name in names:
+        one, two = ((tmp_path / folder / name).read_bytes() for folder in ("one", "two"))
+        assert one == two, name
+
+
+def test_run_that_died_leaves_no_folder_and_the_next_makes_a_whole_one(
+    config, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+
+    class Killed(Exception):
+        pass
+
+    write, count = shards.ShardWriter.write, []
+
+    def dying(self, example):
+        count.append(example)
+        if len(count) == 3:
+            raise Killed
+        write(self, example)
+
+    monkeypatch.setattr(shards.ShardWriter, "write", dying)
+    with pytest.raises(Killed):
+        prepare.prepare(config, out)
+    assert not out.exists()
+    assert (tmp_path / "out.partial").is_dir()
+    monkeypatch.undo()
+    manifest = prepare.prepare(config, out)
+    assert manifest["num_examples"] == 5 and not (tmp_path / "out.partial").exists()
+    for report in manifest["sources"].values():
+        for shard in report["shards"]:
+            assert shards.sha256(out / shard["file"]) == shard["sha256"]
+    # It is done: the same is not done again, and something else does not take its place.
+    before = (out / "manifest.json").stat().st_mtime_ns
+    assert prepare.prepare(config, out) == manifest
+    assert (out / "manifest.json").stat().st_mtime_ns == before
+    config.data.prepare.near_bits = 3
+    with pytest.raises(ValueError, match="was prepared with another configuration; remove it"):
+        prepare.prepare(config, out)
+
+
+def test_command_prints_the_counts_and_mistakes_are_one_line(tmp_path, write_json, picture):
+    (tmp_path / "a.png").write_bytes(picture())
+    write_json(tmp_path / "a.jsonl", [{"question": "?", "answer": "1", "image": "a.png"}])
+    path = str(tmp_path / "a.jsonl")
+    (tmp_path / "config.py").write_text(
+        "from configs import common, tiny\n"
+        "def get_config():\n"
+        "    config = tiny.get_config()\n"
+        f"    config.data.prepare.sources = (common.source('jsonl', path={path!r}),)\n"
+        "    return config\n"
+    )
+
+    def run(*flags):
+        command = [sys.executable, "-m", "care_jax.commands.prepare", *flags]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    config, out = f"--config={tmp_path / 'config.py'}", f"--out={tmp_path / 'out'}"
+    done = run(config, out)
+    assert done.returncode == 0, done.stderr
+    assert "a: 1 of 1 rows kept" in done.stdout and "1 examples in all" in done.stdout
+    for flags, message in (
+        ([config], "expected --config=FILE --out=FOLDER"),
+        ([config, out, "--config.data.think_tag=reasoning"], "another configuration"),
+        ([config, out, "--config.data.nothing=1"], "no such key: 'nothing'"),
+        (["--config=configs/tiny.py", f"{out}2"], "at least one source in data.prepare.sources"),
+    ):
+        failed = run(*flags)
+        lines = [line for line in failed.stderr.splitlines() if line.strip()]
+        assert failed.returncode != 0 and len(lines) == 1 and message in lines[0], failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sources": ()}, "at least one source"),
+        ({"sources": (common.source("csv"),)}, "data.prepare.source must be one of synthetic"),
+        (
+            {"sources": (common.source("jsonl", path="a/x.jsonl"),) * 2},
+            "different names, got 2 called 'x'",
+        ),
+        ({"sources": (common.source("jsonl", path="gone.jsonl"),)}, "gone.jsonl"),
+        ({"shard_megabytes": 0}, "shard_megabytes must be 1 or more, got 0"),
+    ],
+)
+def test_configuration_that_cannot_be_followed_is_refused(config, tmp_path, changes, message):
+    config.data.prepare.update(changes)
+    with pytest.raises(ValueError, match=message):
+        prepare.prepare(config, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("part", mixture.FOLDERS)
+def test_the_papers_mixture_asks_for_sources_there_are(part):
+    config = mixture.get_config(part)
+    prepare._check(config)
+    assert {prepare.name_of(section) for section in config.data.prepare.sources} <= {
+        *(each.subset for each in config.data.train.parts),
+        "vision_r1_cold",
+    }
+
+
+def test_texts_are_the_same_but_for_case_spaces_and_punctuation():
+    assert normalized_text("<image>Find  $x$ , if A=2.5!") == normalized_text("find X if a = 2.5")
+    assert normalized_text("x - 1") != normalized_text("x + 1")
+    assert normalized_text("2.5") != normalized_text("25")
+
+
+def test_a_letter_and_its_choice_are_the_same_answer():
+    def content(answer, choices=("3", "4")):
+        lines = "".join(f"\n({letter}) {text}" for letter, text in zip("AB", choices, strict=True))
+        return content_of(Example("i", "s", (), f"How many?{lines}", answer, choices))
+
+    seen = DuplicateIndex(20)
+    seen.add("first", content("B"))
+    assert seen.duplicate(content("4")) == "duplicate of first"
+    assert seen.duplicate(content("A")) == "duplicate of first with another answer"
+    assert seen.duplicate(content("A", ("4", "3"))) == "near duplicate of first"
+    assert seen.duplicate(content("B", ("4", "3"))) == ""
+
+
+def test_boxes_and_further_fields_go_through_the_shards(config, tmp_path, write_json):
+    """Rows that differ in their box alone are two answers to one question."""
+    row = {"question": "Where?", "answer": [1, 2.5, 3, 4], "image": "new.png", "unit": {"x": "cm"}}
+    others = [row, row | {"answer": [9, 9, 9, 9], "question": "where"}]
+    write_json(tmp_path / "boxes.jsonl", [row, *others])
+    config.data.prepare.sources = (common.source("jsonl", path=str(tmp_path / "boxes.jsonl")),)
+    manifest = prepare.prepare(config, tmp_path / "out")
+    assert manifest["sources"]["boxes"]["left_out"] == {"duplicate of boxes": 1}
+    rows = open_source("arrayrecord", path=str(tmp_path / "out"))
+    assert [rows[i].answer for i in range(len(rows))] == [[1, 2.5, 3, 4], [9, 9, 9, 9]]
+    assert rows[0].extra == {"unit": {"x": "cm"}}

@@ -1,0 +1,218 @@
+"""How answers are written: cleaned, taken apart, and found in free text."""
+
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from care_jax.rewards.equivalence.notation import (
+    MAX_CHARS,
+    choice_letter,
+    clean,
+    closing_brace,
+    final_answer,
+    has_relation,
+    key,
+    split_assignment,
+    split_list,
+)
+
+quickly = settings(deadline=None, derandomize=True, max_examples=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("  7 \n", "7"),
+        ("a  b\n c.", "a b c"),
+        ("$\\frac12$", "\\frac{1}{2}"),
+        ("\\(\\dfrac{1}{ 2 }\\)", "\\frac{1}{2}"),
+        ("\x0crac{1}{2}", "\\frac{1}{2}"),
+        ("5½", "5 1/2"),
+        ("１２", "12"),
+        ("−5", "-5"),
+        ("2√10", "2\\sqrt{10}"),
+        ("x²", "x^{2}"),
+        ("3pi", "3\\pi"),
+        ("pint", "pint"),
+        ("1{,}000", "1,000"),
+        ("17°", "17 degrees"),
+        ("17^{\\circ}", "17 degrees"),
+        ("50\\%", "50%"),
+        ("\\text{a \\textbf{b}}", "a b"),
+        ("\\left[1,\\,2\\right)", "[1, 2)"),
+        ("\\overline{AB}", "AB"),
+        ("\\overline{x}", "\\overline{x}"),
+        ("{7}", "7"),
+        ("The final answer is 7.", "7"),
+        ("We find that $x < 3$.", "x < 3"),
+        ("It is not $x$.", "It is not x"),
+    ],
+)
+def test_cleaning_leaves_one_notation(text, cleaned):
+    assert clean(text) == cleaned
+    assert clean(cleaned) == cleaned
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("so \\boxed{7} it is", "7"),
+        ("\\fbox{\\boxed{7}}", "7"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("\\boxed{1} and \\boxed{2}", "1, 2"),
+        ("\\boxed{1}. Then \\boxed{2}", "2"),
+        ("\\boxed{1}, which is not what was asked for: \\boxed{2}", "2"),
+    ],
+)
+def test_a_box_is_opened_and_boxes_that_few_words_part_are_one_answer(text, content):
+    assert clean(text) == content
+
+
+PIECES = ("pi", " ", "  ", "percent", "pct", "Answer is ", "the answer: ", "7", "1,000", "x", "=",
+          ".", "(", ")", "5 1/2", "+")  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=6).map("".join))
+@settings(deadline=None, max_examples=300)
+def test_the_short_way_through_cleaning_leads_to_the_same_place(text):
+    """A formula that is empty sends a text the long way round."""
+    text = text.strip()
+    assert clean(text) == clean(text + "\\!")
+
+
+def test_a_long_answer_is_cut_and_marked_with_its_length():
+    assert len(clean("é" * 5000)) < MAX_CHARS + 10
+    assert clean("é" * 5000) != clean("é" * 5001)
+    assert clean("é" + " " * 5000 + "é") == "é é"
+
+
+BALANCED = st.recursive(
+    st.sampled_from(["", "x", "\\{", "\\}", "\\\\", "1/2"]),
+    lambda inner: st.lists(inner, max_size=3).map(lambda parts: f"{{{''.join(parts)}}}"),
+    max_leaves=8,
+)
+
+
+@quickly
+@given(BALANCED, BALANCED, st.text("{}x\\", max_size=5))
+def test_a_brace_is_closed_behind_everything_that_opens_inside_it(one, other, rest):
+    """Braces behind a backslash are characters."""
+    inside = one + other
+    assert closing_brace("{" + inside + "}" + rest, 1) == 1 + len(inside)
+    assert closing_brace("{" + inside, 1) == -1
+
+
+def test_keys_forget_case_quotes_and_spaces_but_those_between_numbers():
+    assert key("'Red Hat'") == key("redhat") == key("“RED hat”")
+    assert key("(a)") == key("[A]") == "a"
+    assert key("(ab)") == "(ab)"
+    assert key("x + 1") == key("x+1")
+    assert key("1 2") != key("12")
+
+
+ITEMS = st.sampled_from(
+    ["1", "-2.5", "x", "a red one", "\\frac{1}{2}", "(3,4)", "f(1; {2})", "[5]"]
+)
+
+
+@quickly
+@given(
+    st.lists(ITEMS, min_size=2, max_size=5),
+    st.sampled_from([",", ", ", " ; "]),
+    st.sampled_from(["", "()", "[]", "{}", "[)", "(]"]),
+)
+def test_a_list_is_its_brackets_and_the_items_between_its_own_separators(items, mark, brackets):
+    opening, closing = brackets[:1], brackets[1:]
+    assert split_list(opening + mark.join(items) + closing) == (brackets, items)
+
+
+def test_lists_keep_their_brackets():
+    assert split_list("[63, 26]") == ("[]", ["63", "26"])
+    assert split_list("(1,2) and (3,4)") == ("", ["(1,2)", "(3,4)"])
+    assert split_list(r"\{1, 2\}") == ("{}", ["1", "2"])
+    assert split_list("(7") is None
+    assert split_list("(7)") is None
+
+
+def test_commas_and_words_that_stand_alone_make_a_list_of_what_they_part():
+    assert split_list("1, 2 and 3") == split_list("1 or 2or3") == ("", ["1", "2", "3"])
+    assert split_list("{7}") == ("{}", ["7"])
+    for text in ("", "7", "sandy", "forty", "1,", "1, 2)", "1, (2", "(1,2)(3,4)", "1," * 65):
+        assert split_list(text) is None, text
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("x = 7", "x", "7"),
+        ("f(2) = 7", "f(2)", "7"),
+        ("x_1=y=7", "x_1", "7"),
+        ("\\angle ABC = 50", "\\angle ABC", "50"),
+        ("x \\approx 11", "x", "11"),
+        ("x = \\pi \\approx 3.14", "x", "\\pi"),
+        ("\\pi^2 \\approx 9.87", "", "\\pi^2"),
+        ("\\approx 3", "", "3"),
+        ("7", "", "7"),
+        ("7 = x", "", "7 = x"),
+        ("2x = 7", "", "2x = 7"),
+        ("x + y = 7", "", "x + y = 7"),
+        ("x = 1 < 2", "", "x = 1 < 2"),
+    ],
+)
+def test_an_assignment_is_a_name_and_its_last_exact_value(text, name, value):
+    assert split_assignment(text) == (name, value)
+
+
+def test_relations_are_all_but_equality():
+    for text in ("x < 3", "> 6", "x\\le 3", "\\neq 7", "x != 7", "x\\in A"):
+        assert has_relation(text), text
+    for text in ("x = 3", "\\left(1\\right)", "\\infty", "3!", "\\approx 7"):
+        assert not has_relation(text), text
+
+
+@pytest.mark.parametrize(
+    "form", ["{}", "({})", "[{}]", "{}.", "{}: 45", "({}) 45", "The answer is {}.", "so {}, not F"]
+)
+def test_a_choice_is_the_one_letter_that_is_named(form):
+    for letter in string.ascii_uppercase[:5]:
+        assert choice_letter(form.format(letter), 5) == letter
+        assert choice_letter(form.format(letter), ord(letter) - ord("A")) == ""
+
+
+def test_a_negated_letter_does_not_count():
+    assert choice_letter("for sure D, it can't be A or B", 4) == "D"
+    assert choice_letter("It's not A because it is odd, so it is B", 4) == "B"
+    assert choice_letter("A and C", 4) == ""
+
+
+def test_words_and_articles_name_no_choice():
+    for text in ("A triangle", "I think so", "DAB", "\\A", "D'Artagnan", ""):
+        assert choice_letter(text, 10) == "", text
+    assert choice_letter("I think B", 10) == "B"
+    assert choice_letter("A is right", 10) == "A"
+
+
+def test_free_text_settles_on_its_last_answer():
+    assert final_answer("First 3. The final answer is 12,000,023. I hope so.") == "12,000,023"
+    assert final_answer("It has 3 + 4 = 7 sides.") == "7"
+    assert final_answer("So $x$ is $\\frac{1}{2}$.") == "$\\frac{1}{2}$"
+    assert final_answer("Final answer: The volume of $V$ is 120.") == "120"
+    assert final_answer("The answer is 35 + 70 = 105.") == "105"
+    assert final_answer("The answer is \\frac{2}{5} of it.") == "\\frac{2}{5}"
+    assert final_answer("The answer is red. It has 5.") == "red"
+    # A formula within a line does not go over it, and its numbers are no answers.
+    assert final_answer("Answer \\( \n 9 \n \\)") == "Answer \\( \n 9 \n \\)"
+
+
+@quickly
+@given(st.text("0123456789.,/%^_{}()[]\\fracsqtxAB=<>+- $\n", max_size=80))
+def test_any_text_is_taken_apart_without_an_error(text):
+    cleaned = clean(text)
+    name, value = split_assignment(cleaned)
+    assert name in cleaned and value in cleaned
+    found = split_list(cleaned)
+    assert found is None or all(item and item in cleaned for item in found[1])
+    assert choice_letter(cleaned, 2) in ("", "A", "B")
+    assert final_answer(text) in text

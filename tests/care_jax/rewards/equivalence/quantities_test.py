@@ -1,0 +1,164 @@
+"""Numbers as answers write them: their exact values, what is none, and when two agree."""
+
+import string
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from care_jax.rewards.equivalence.quantities import is_close, read_number, split_unit
+
+quickly = settings(deadline=None, derandomize=True, max_examples=50)
+
+
+def agree(prediction, gold, tolerance=0.0, num_decimals=None):
+    numbers = read_number(prediction), read_number(gold)
+    return is_close(*numbers, tolerance=tolerance, num_decimals=num_decimals)
+
+
+def shifted(number, places):
+    """The decimal of number / 10^places."""
+    digits = f"{abs(number):0{places + 1}}"
+    point = len(digits) - places
+    return f"{'-' * (number < 0)}{digits[:point]}.{digits[point:]}"
+
+
+WRITINGS = {
+    "decimal": shifted,
+    "fraction": lambda number, places: f"{number}/{10**places}",
+    "commas": lambda number, places: f"{number:,}/{10**places}",
+    "latex": lambda number, places: f"\\frac{{{number}}}{{{10**places}}}",
+    "computer": lambda number, places: f"{number}e-{places}",
+    "power": lambda number, places: f"{number} \\times 10^{{-{places}}}",
+    "brackets": lambda number, places: f"({number}/{10**places})",
+    "currency": lambda number, places: f"{'-' * (number < 0)}USD {shifted(abs(number), places)}",
+}
+
+
+@pytest.mark.parametrize("write", WRITINGS.values(), ids=WRITINGS)
+@quickly
+@given(st.integers(-(10**12), 10**12), st.integers(0, 9))
+def test_a_number_is_read_exactly_however_it_is_written(write, number, places):
+    read = read_number(write(number, places))
+    assert read.value == Fraction(number, 10**places)
+    assert (read.unit, read.is_percent) == ("", False)
+
+
+@quickly
+@given(st.integers(0, 999), st.integers(1, 99), st.integers(1, 99))
+def test_a_mixed_number_is_the_sum_of_its_parts(whole, top, bottom):
+    value = whole + Fraction(top, bottom)
+    assert read_number(f"{whole} {top}/{bottom}").value == value
+    assert read_number(f"-{whole}\\frac{{{top}}}{{{bottom}}}").value == -value
+
+
+def test_commas_and_spaces_group_thousands_alone():
+    assert read_number("1,234,567").value == read_number("1 234 567").value == 1234567
+    assert read_number("1,234.5").value == Fraction("1234.5")
+    for text in ("12,34", "1,2345", "1,23", "01,234", "1 23", "1,,234"):
+        assert read_number(text) is None, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ".", "x", "7x", "+-3", "7/0", "1/2/3", "5 times", "5 hundred", "about 7", "7 or 8", "7 th",
+     "9" * 5000, "1e999999999", "1e-61"],
+)  # fmt: skip
+def test_what_is_no_number_as_a_whole_or_a_huge_one_is_not_read(text):
+    assert read_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("1.5 million", 1500000, ""),
+        ("2 thousand dollars", 2000, "$"),
+        ("5 millions", 5000000, ""),
+        ("5 thousandths", Fraction(1, 200), ""),
+        ("7 tenths", Fraction(7, 10), ""),
+        ("10 centimetres", 10, "cm"),
+        ("10 cm^2", 10, "square cm"),
+        ("10 sq cm", 10, "square cm"),
+        ("10 m3", 10, "cubic m"),
+        ("60 mph", 60, "mi per h"),
+        ("60 miles per hour", 60, "mi per h"),
+        ("5 m/s", 5, "m per s"),
+        ("7 apples", 7, "apples"),
+    ],
+)
+def test_scales_are_multiplied_and_units_named_by_one_name(text, value, unit):
+    read = read_number(text)
+    assert (read.value, read.unit) == (value, unit)
+
+
+# By hand: so many of the second make one of the first.
+CONVERSIONS = [
+    ("km", "m", 1000), ("m", "cm", 100), ("cm", "mm", 10), ("mile", "feet", 5280),
+    ("yard", "feet", 3), ("foot", "inches", 12), ("kg", "g", 1000), ("g", "mg", 1000),
+    ("hour", "minutes", 60), ("minute", "seconds", 60), ("L", "mL", 1000), ("dollar", "cents", 100),
+]  # fmt: skip
+
+
+@quickly
+@given(st.sampled_from(CONVERSIONS), st.integers(1, 10**6), st.sampled_from(["", "^2", "^3"]))
+def test_a_quantity_equals_itself_in_another_unit_and_no_other_number_of_it(
+    conversion, number, power
+):
+    large, small, factor = conversion
+    converted = number * factor ** int(power[1:] or 1)
+    assert agree(f"{number} {large}{power}", f"{converted} {small}{power}")
+    assert agree(f"{converted} {small}{power}", f"{number} {large}{power}")
+    for other in (number, converted + 1):
+        assert not agree(f"{number} {large}{power}", f"{other} {small}{power}")
+
+
+def test_units_of_different_things_never_agree_and_a_missing_one_always():
+    for one, other in (("5 cm", "5 kg"), ("5 m", "5 m^2"), ("5 m", "5 m/s"), ("5 in", "5 cm")):
+        assert not agree(one, other), (one, other)
+        assert agree(one, "5") and agree("5", other)
+
+
+def test_a_percent_equals_its_number_and_its_share_unless_both_are_percents():
+    assert agree("50%", "50") and agree("50%", "0.5") and agree("0.5", "50%")
+    assert not agree("50%", "5") and not agree("50%", "0.5%") and not agree("50", "0.5")
+    assert not agree("50.4%", "50.1%", num_decimals=1)
+
+
+@quickly
+@given(st.integers(-100, 100), st.integers(-100, 100), st.integers(0, 16))
+def test_the_tolerance_is_a_share_of_the_gold_answer(prediction, gold, share):
+    is_within = abs(prediction - gold) * 32 <= share * abs(gold)
+    assert agree(f"{prediction}", f"{gold}", tolerance=share / 32) == is_within
+
+
+def test_both_numbers_are_rounded_to_the_decimals_asked_for():
+    assert agree("0.67", "2/3", num_decimals=2) and agree("0.674", "2/3", num_decimals=2)
+    assert not agree("0.7", "2/3", num_decimals=2)
+
+
+def test_without_decimals_asked_for_only_an_endless_fraction_is_rounded_to_six():
+    assert agree("0.333333", "1/3") and agree("1/3", "0.333333")
+    for other in ("0.33333", "3333333/10000000"):
+        assert not agree(other, "1/3") and not agree("1/3", other)
+    assert not agree("0.1250001", "1/8") and not agree("0.1250001", "0.125")
+
+
+def test_a_unit_behind_an_expression_is_no_part_of_it():
+    assert split_unit("12\\pi cm ^2") == ("12\\pi", "square cm")
+    assert split_unit("6\\sqrt{2}cm") == ("6\\sqrt{2}", "cm")
+    assert split_unit("x m") == ("x", "m")
+    for text in ("2m", "cm", "5\\min", "a + m", "7"):
+        assert split_unit(text) == (text, "")
+
+
+TEXTS = st.text(string.ascii_letters + string.digits + " .,/%^_{}()[]\\=<>+-$€½", max_size=80)
+
+
+@quickly
+@given(TEXTS)
+def test_any_text_is_read_or_refused_and_what_is_read_equals_itself(text):
+    read = read_number(text)
+    assert read is None or is_close(read, read, tolerance=0.0, num_decimals=None)
+    body, unit = split_unit(text)
+    assert (body == text) == (not unit) and body in text

@@ -1,0 +1,216 @@
+"""Which groups fill a step: mixed ones of later batches stand in for the others."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import STEPS, B, R, groups_of, scripted_update, trees_of
+
+from care_jax.batch import Example, Scores
+from care_jax.devices import distributed
+from care_jax.prompts.builder import prompt_sizes
+from care_jax.rl import dynamic_sampling
+from care_jax.rl.dynamic_sampling import Draw
+from care_jax.rl.rollout import Groups, gather_prompt_table
+
+G = R
+ACC = {"mixed": [1, 0, 0], "right": [1, 1, 1], "wrong": [0, 0, 0]}
+
+
+@pytest.fixture
+def draw(responses, policy):
+    """Makes draw number t of B prompts; tokens, examples and prompts say t and the place."""
+
+    def draw(t, *kinds):
+        rollouts = jax.tree.map(np.array, responses)
+        rollouts.tokens[:] = 10 * t + np.arange(B)[:, None, None]
+        rollouts.is_valid[:] = np.arange(9) < t + 1
+        acc = np.array([ACC[kind] for kind in kinds], np.float32)
+        ones = np.ones((B, G), np.float32)
+        spans = np.zeros(rollouts.tokens.shape, bool)
+        scores = Scores(acc, ones, 0.9 * acc + 0.1, spans, spans, ones, ones, ones > 0)
+        examples = [
+            Example(f"{t} {i}", f"source {t}", (), "1?" + " 1" * (10 * t + i), str(i))
+            for i in range(B)
+        ]
+        prompts = [policy.prompts.tokenize(example) for example in examples]
+        table = gather_prompt_table(np.arange(B), examples, prompts)
+        reasons = np.array([[f"{t}.{i}"] * G for i in range(B)], object)
+        groups = Groups(rollouts, scores, None, np.zeros(B, bool), reasons)
+        return Draw(table, examples, prompts, groups)
+
+    return draw
+
+
+def test_mixed_groups_keep_their_places_and_later_ones_fill_the_rest_in_order(draw):
+    first = draw(0, "wrong", "mixed", "right", "wrong")
+    draws = [first, draw(1, "right", "wrong", "wrong", "mixed"), draw(2, *["mixed"] * 4)]
+    filled = dynamic_sampling.fill(draws)
+    expected = [(1, 3), (0, 1), (2, 0), (2, 1)]
+    assert [example.id for example in filled.examples] == [f"{t} {i}" for t, i in expected]
+    np.testing.assert_array_equal(
+        filled.groups.rollouts.tokens[:, 0, 0], [10 * t + i for t, i in expected]
+    )
+    np.testing.assert_array_equal(filled.groups.scores.acc, [ACC["mixed"]] * B)
+    assert filled.groups.reasons.tolist() == [[f"{t}.{i}"] * G for t, i in expected]
+    lengths = [len(prompt.tokens) for prompt in filled.prompts]
+    assert lengths == [len(draws[t].prompts[i].tokens) for t, i in expected]
+    np.testing.assert_array_equal(filled.table.sizes, prompt_sizes(filled.prompts))
+    assert filled.table.sources == [f"source {t}" for t, _ in expected]
+
+
+def test_what_cannot_be_filled_stays_where_it_is(draw):
+    draws = [draw(0, "wrong", "right", "mixed", "wrong"), draw(1, "wrong", "mixed", *["right"] * 2)]
+    filled = dynamic_sampling.fill(draws)
+    assert [example.id for example in filled.examples] == ["1 1", "0 1", "0 2", "0 3"]
+    kinds = ["mixed", "right", "mixed", "wrong"]
+    np.testing.assert_array_equal(filled.groups.scores.acc, [ACC[kind] for kind in kinds])
+
+
+def test_one_draw_is_the_step_whatever_it_holds(draw):
+    only = draw(0, *["wrong"] * 4)
+    assert dynamic_sampling.fill([only]) is only
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [([], True), ([0], True), ([-3], True), ([1], False)],
+)
+def test_processes_go_on_until_the_last_of_them_is_full(draw, monkeypatch, others, expected):
+    """This one is missing nothing; of each other the number it is missing is given."""
+    first = draw(0, "mixed", "mixed", "wrong", "right")
+    draws = [first, draw(1, "mixed", "wrong", "wrong", "mixed")]
+    monkeypatch.setattr(distributed, "gather_json", lambda value: [value, *others])
+    assert not dynamic_sampling.is_full([first])
+    assert dynamic_sampling.is_full(draws) == expected
+
+
+def test_survey_counts_every_group_that_was_drawn(draw):
+    draws = [draw(0, "wrong", *["mixed"] * 3), draw(1, *["right"] * 4)]
+    seen = dynamic_sampling.survey(draws)
+    np.testing.assert_array_equal(
+        seen.scores.acc, [ACC["wrong"], *[ACC["mixed"]] * 3] + [[1] * 3] * 4
+    )
+    np.testing.assert_array_equal(seen.rollouts.is_valid.sum(-1), [[1] * 3] * 4 + [[2] * 3] * 4)
+    assert seen.rollouts.tokens is None and seen.scores.is_think is None
+
+
+MAX_TRIES = 4
+DAPO = {"rl.objective": "dapo", "dapo.max_tries": MAX_TRIES, "dapo.overlong_share": 0.0}
+# Places whose group is mixed, by draw and step; elsewhere all rollouts are right.
+MIXED = (
+    ((0, 2), (0, 1, 2, 3), (), ()),
+    ((1,), (), (0, 1, 2, 3), ()),
+    ((0, 1, 3), (), (), (2,)),
+    ((), (), (), ()),
+)
+
+
+class DynamicScript:
+    """Stands in for rollout and update; a response's first token says draw, step and place."""
+
+    def __init__(self, responses, dies_at=None):
+        self.responses, self.dies_at = responses, dies_at
+        self.number_of = {
+            str(jax.random.key_data(jax.random.fold_in(jax.random.key(3), number))): number
+            for number in range(STEPS * MAX_TRIES)
+        }
+        self.numbers, self.prompts, self.updated = [], {}, []
+
+    def roll_out(self, run, programs, params, rng, table, examples, prompts, verifier):
+        number = self.number_of[str(jax.random.key_data(rng))]
+        if len(self.numbers) == self.dies_at:
+            raise KeyboardInterrupt
+        self.run = run
+        self.numbers.append(number)
+        self.prompts[number] = [prompt.tokens.tolist() for prompt in prompts]
+        acc = np.ones((B, R), np.float32)
+        acc[list(MIXED[number // STEPS][number % STEPS]), 1] = 0
+        groups = groups_of(self.responses)
+        tokens = groups.rollouts.tokens.copy()
+        tokens[:, :, 0] = 10 * number + np.arange(B)[:, None]
+        scores = groups.scores.replace(acc=acc, reward=acc)
+        return Groups(
+            groups.rollouts.replace(tokens=tokens),
+            scores,
+            None,
+            groups.has_reflection,
+            groups.reasons,
+        )
+
+    def update(self, state, batch):
+        self.updated.append(
+            {prompt: {rows[0] for rows in rows} for prompt, rows in trees_of(batch).items()}
+        )
+        return state.replace(step=state.step + 1), {"loss": jnp.float32(0)}
+
+    def programs(self):
+        return scripted_update(
+            to_decode_layout=lambda params: params,
+            credit=lambda *groups: self.run.objective.credit(*groups),
+            nll=lambda params, batch: jnp.float32(1),
+            update=self.update,
+        )
+
+
+@pytest.fixture
+def filled(run_loop):
+    return run_loop(make_script=DynamicScript, changes=DAPO)
+
+
+def test_a_step_draws_until_it_is_full_of_mixed_groups_or_out_of_tries(filled):
+    """Batch s + t * STEPS of the stream is draw t of step s: no two draws share a prompt or key."""
+    script, _, metrics = filled
+    assert script.numbers == [0, 4, 8, 1, 2, 6, 3, 7, 11, 15]
+    drawn = [str(prompt) for number in range(4) for prompt in script.prompts[number]]
+    assert len(set(drawn)) == 4 * B
+    names = ("dynamic/tries", "dynamic/missing", "dynamic/unused", "dynamic/kept_rate")
+    assert [[record[name] for name in names] for record in metrics] == [
+        [3, 0, 2, 6 / 12],
+        [1, 0, 0, 1],
+        [2, 0, 0, 4 / 8],
+        [4, 3, 0, 1 / 16],
+    ]
+
+
+def test_updates_get_the_mixed_groups_with_their_prompts_and_nothing_else(filled):
+    script, _, _ = filled
+    expected = [[(0, 0), (4, 1)], [(0, 2), (8, 0)]]  # number and place of the draws; 8, 1 is unused
+    expected += [[(n, place) for place in half] for n in (1, 6) for half in ((0, 1), (2, 3))]
+    expected += [[(11, 2)], []]
+    assert script.updated == [
+        {tuple(script.prompts[number][place]): {10 * number + place} for number, place in update}
+        for update in expected
+    ]
+
+
+def test_metrics_tell_of_all_that_was_drawn_and_not_of_what_was_chosen(filled, responses):
+    *_, metrics = filled
+    # Of 36 rollouts in step 0 six are wrong.
+    assert metrics[0]["acc"] == pytest.approx(30 / 36)
+    num_sampled = int(responses.is_valid.sum())
+    assert [record["decoded_tokens"] for record in metrics] == [
+        num_sampled * num_draws for num_draws in (3, 4, 6, 10)
+    ]
+
+
+def test_resumed_dynamic_sampling_draws_what_the_unbroken_run_did(run_loop, filled):
+    """Killed in the second draw of its last step, the checkpoint before it two steps old."""
+    with pytest.raises(KeyboardInterrupt):
+        run_loop("broken", 7, DynamicScript, DAPO)
+    resumed, _, metrics = run_loop("broken", None, DynamicScript, DAPO)
+    whole, _, expected = filled
+    assert resumed.numbers == whole.numbers[4:] == [2, 6, 3, 7, 11, 15]
+    assert resumed.updated == whole.updated[2 * 2 :]
+    for got, want in zip(metrics, expected, strict=True):
+        timings = {name for name in want if re.search("second|device_idle|host/", name)}
+        assert all(got[name] == value for name, value in want.items() if name not in timings)
+
+
+def test_one_try_draws_no_more_and_drops_what_is_not_mixed(run_loop):
+    script, _, metrics = run_loop(make_script=DynamicScript, changes=DAPO | {"dapo.max_tries": 1})
+    assert script.numbers == [0, 1, 2, 3]
+    assert [record["dynamic/missing"] for record in metrics] == [2, 0, 4, 4]
+    assert [len(update) for update in script.updated[:2]] == [1, 1]

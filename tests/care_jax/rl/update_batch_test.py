@@ -1,0 +1,155 @@
+"""The batch of an update: which responses it holds, and whose log-probabilities it has."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import B, credit_of, groups_of, scripted_update
+
+from care_jax.batch import Example
+from care_jax.prompts.builder import prompt_sizes
+from care_jax.rl import update_batch
+from care_jax.rl.rollout import Groups, PromptTable
+
+PARTS = {"rl.prompts_per_step": B, "rl.prompts_per_update": 2}
+FIELDS = ("token_advantage", "old_logp", "row_weight", "is_trained", "is_answer")
+
+
+def lengths_of(rollouts, credited):
+    """Tokens of the responses that are trained."""
+    return np.asarray(rollouts.is_valid).sum(-1) * credited.is_trained.any(-1)
+
+
+def numbers_of(groups, credited, prompts):
+    """What each token of some prompts' trained responses should carry, by token id and field."""
+    found = {}
+    rollouts, scores = groups.rollouts, groups.scores
+    values = {
+        "token_advantage": credited.token_advantage,
+        "old_logp": rollouts.logp,
+        "row_weight": np.broadcast_to(credited.row_weight[..., None], rollouts.tokens.shape),
+        "is_trained": credited.is_trained,
+        "is_answer": scores.is_answer,
+    }
+    for n in prompts:
+        for r in np.flatnonzero(credited.is_trained[n].any(-1)):
+            for t in np.flatnonzero(rollouts.is_valid[n, r]):
+                key = int(rollouts.tokens[n, r, t]), *(float(values[f][n, r, t]) for f in FIELDS)
+                found[key] = found.get(key, 0) + 1
+    return found
+
+
+def numbers_in(batch):
+    """The same, read off the rows of a batch."""
+    found = {}
+    for row, place in np.argwhere(batch.rows.predictor >= 0):
+        numbers = (float(getattr(batch, name)[row, place]) for name in FIELDS)
+        key = int(batch.rows.tokens[row, place]), *numbers
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def test_an_update_gets_its_part_of_the_prompts_and_their_trained_responses(
+    make_run, groups, tokenized
+):
+    """A response without any trained token, and a prompt without any such, take no place."""
+    credited = credit_of(groups.rollouts.tokens.shape)
+    is_trained = credited.is_trained & groups.rollouts.is_valid
+    is_trained[2, 1] = is_trained[0] = False
+    is_trained[2, 0, 0] = True
+    credited = credited.replace(is_trained=is_trained)
+    run = make_run(PARTS)
+    table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
+    num_tokens = lengths_of(groups.rollouts, credited)
+    for index, prompts in enumerate(((0, 1), (2, 3))):
+        batch, plan = update_batch.train_batch(
+            run, table, tokenized, groups, credited, num_tokens, index
+        )
+        assert numbers_in(batch) == numbers_of(groups, credited, prompts)
+        used = [n for n in prompts if is_trained[n].any()]
+        num_real = sum(len(tokenized[n].tokens) for n in used) + num_tokens[list(prompts)].sum()
+        assert (plan.real_tokens, plan.computed_tokens) == (num_real, batch.rows.tokens.size)
+        assert (
+            not batch.ref_logp.any() and not batch.token_advantage[batch.rows.predictor < 0].any()
+        )
+        np.testing.assert_allclose(
+            batch.prompt_weight.sum(), credited.prompt_weight[used].sum(), rtol=1e-6
+        )
+
+
+def test_every_process_plans_the_rows_of_all(make_run, responses, policy, monkeypatch):
+    """Two processes take every second prompt; microbatches and shapes are the same on both."""
+    questions = [Example(f"q{i}", "made", (), "1?" + " 1" * i, "") for i in (15, 0, 15, 0)]
+    tokenized = [policy.prompts.tokenize(example) for example in questions]
+    sizes, credited = prompt_sizes(tokenized), credit_of(responses.tokens.shape)
+    groups = groups_of(responses)
+    num_tokens = lengths_of(responses, credited)
+    run = make_run(PARTS | {"rl.microbatch_size": 2})
+    monkeypatch.setattr(update_batch.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(update_batch.sharding, "owners", lambda size, place: np.arange(size) % 2)
+    found, shapes = [], []
+    for process in range(2):
+        monkeypatch.setattr(update_batch.jax, "process_index", lambda process=process: process)
+        local = np.arange(process, B, 2)
+        local_rows = jax.tree.map(
+            lambda x, local=local: np.asarray(x)[local],
+            (groups.rollouts, groups.scores, credited),
+        )
+        part = Groups(local_rows[0], local_rows[1], None, np.zeros(2, bool), groups.reasons[local])
+        batch, plan = update_batch.train_batch(
+            run,
+            PromptTable(local, sizes, ["made"] * B),
+            [tokenized[place] for place in local],
+            part,
+            local_rows[2],
+            num_tokens,
+            1,
+        )
+        found.append(numbers_in(batch))
+        shapes.append((batch.rows.tokens.shape, plan.num_microbatches, plan.computed_tokens))
+    whole = jax.tree.map(np.asarray, groups.rollouts)
+    groups = Groups(whole, groups.scores, None, groups.has_reflection, groups.reasons)
+    assert found == [numbers_of(groups, credited, (2,)), numbers_of(groups, credited, (3,))]
+    assert shapes[0] == shapes[1]
+
+
+def beta(value):
+    return {"care.beta": value, "grpo.beta": value}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_recomputed"),
+    [
+        ({}, False),
+        ({"rl.old_logp": "trainer"}, True),
+        ({"care.reflect_credit": "prompt_only"}, True),
+        ({"care.reflect_credit": "prompt_only", "rl.objective": "grpo"}, False),
+    ],
+)
+def test_log_probabilities_come_from_whom_they_should(
+    make_run, groups, whole_batch, changes, is_recomputed
+):
+    """The scorer gives the name of its parameters, a number."""
+    run = make_run(beta(0.1) | changes)
+    batch, _ = whole_batch(run, groups)
+    shape, sampled = batch.rows.tokens.shape, batch.old_logp
+    programs = scripted_update(score=lambda params, batch: jnp.full(shape, params))
+    for scored in update_batch.with_logprobs(run, programs, [batch] * 2, 5.0, 7.0):
+        np.testing.assert_array_equal(scored.ref_logp, np.full(shape, 7.0))
+        np.testing.assert_array_equal(
+            scored.old_logp, np.full(shape, 5.0) if is_recomputed else sampled
+        )
+    without_kl = make_run(beta(0.0) | changes, "without_kl")
+    (scored,) = update_batch.with_logprobs(without_kl, programs, [batch], 5.0, None)
+    np.testing.assert_array_equal(scored.ref_logp, np.zeros(shape))
+
+
+def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
+    run = make_run({"care.beta": 0.1, "model.lora_rank": 2})
+    params = {"text": {"kernel": 3.0, "lora_a": 1.0, "lora_b": 2.0, "lora_scale": 1.0}}
+    assert update_batch.copy_reference(run, params) is None
+    batch, _ = whole_batch(run, groups)
+    seen = []
+    programs = scripted_update(score=lambda params, batch: seen.append(params) or batch.ref_logp)
+    update_batch.with_logprobs(run, programs, [batch], params, None)
+    assert seen == [{"text": {"kernel": 3.0}}]

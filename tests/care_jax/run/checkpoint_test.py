@@ -1,0 +1,514 @@
+import asyncio
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.path import atomicity
+
+from care_jax.devices import distributed, sharding
+from care_jax.devices.sharding import abstract
+from care_jax.learning.optimizer import make_optimizer
+from care_jax.run import checkpoint, integrity, mounts
+from care_jax.run.checkpoint import Checkpoints
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+FINGERPRINT = {"family": "qwen2_5_vl", "text": {"hidden_size": 64, "mrope_section": (2, 3, 3)}}
+
+
+def checkpoints(folder, keep=2, fingerprint=FINGERPRINT, **best):
+    return Checkpoints(folder, keep=keep, fingerprint=fingerprint, **best)
+
+
+def make_state(value=0.0, mesh=None):
+    """Parameters and the state of an optimizer that trains half of them."""
+    params = {"frozen": jnp.full((4,), value), "w": jnp.full((8, 4), value) + jnp.arange(4)}
+    optimizer = make_optimizer(lambda step: 1e-3, weight_decay=0.0, max_grad_norm=1.0)
+    state = {"params": params, "opt_state": optimizer.init({"w": params["w"]})}
+    if mesh is None:
+        return state
+    own = {"frozen": NamedSharding(mesh, P()), "w": NamedSharding(mesh, P("fsdp", "tensor"))}
+    return jax.device_put(state, sharding.shardings_like(state, own, mesh))
+
+
+def assert_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_everything_saved_comes_back(tmp_path):
+    state = make_state(3.0)
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest_step is None
+        saved.save(7, state, 448, 11, {"stage": "rl", "tokens": 10**12})
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest_step == 7
+        got, step, data_position, rng, metadata = saved.restore(abstract(make_state()))
+    assert_equal(got, state)
+    assert (step, data_position, rng) == (7, 448, 11)
+    assert metadata == {"stage": "rl", "tokens": 10**12}
+
+
+def test_a_checkpoint_restores_onto_another_mesh(tmp_path):
+    state = make_state(2.0, sharding.make_mesh(1, 8, 1))
+    target = abstract(make_state(0.0, sharding.make_mesh(2, 2, 2)))
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, state, 0, 0, {})
+        got = saved.restore(target).state
+    assert_equal(got, state)
+    assert got["params"]["w"].sharding.spec == P("fsdp", "tensor")
+    assert {each.data.shape for each in got["params"]["w"].addressable_shards} == {(4, 2)}
+
+
+def test_latest_steps_are_kept_and_any_of_them_restores(tmp_path):
+    with checkpoints(tmp_path, keep=2) as saved:
+        for step in (1, 2, 3):
+            saved.save(step, make_state(step), step, 0, {})
+        assert saved.restore(abstract(make_state())).step == 3
+        assert saved.restore(abstract(make_state()), step=2).data_position == 2
+        with pytest.raises(ValueError, match=r"expected checkpoint 1 in .*, found steps \[2, 3\]"):
+            saved.restore(abstract(make_state()), step=1)
+
+
+# Accuracy of steps 1 to 6; step 4 is not evaluated.
+ACCS = {1: 0.1, 2: 0.7, 3: 0.6, 5: 0.3, 6: 0.2}
+
+
+def save_all(saved, steps):
+    for step in steps:
+        metrics = {"acc": ACCS[step], "fmt": 1 - ACCS[step]} if step in ACCS else None
+        saved.save(step, make_state(step), step, 0, {}, metrics)
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "kept"),
+    [
+        (1, {}, [6]),
+        (2, {"keep_best": 1}, [2, 5, 6]),
+        (1, {"keep_best": 2}, [2, 3, 6]),
+        (1, {"keep_best": 1, "best_metric": "fmt"}, [1, 6]),
+    ],
+)
+def test_the_best_steps_are_kept_beside_the_latest(tmp_path, keep, best, kept):
+    with checkpoints(tmp_path, keep, **best) as saved:
+        save_all(saved, range(1, 7))
+        assert saved.steps == kept
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == kept
+    with checkpoints(tmp_path, keep, **best) as saved:
+        assert saved.restore(abstract(make_state())).step == 6  # not the best
+        assert saved.best_step == (6 if not best else kept[-2] if "best_metric" in best else 2)
+        assert_equal(saved.restore(abstract(make_state()), 6).state, make_state(6))
+
+
+def test_the_best_of_a_resumed_run_stays_until_it_is_beaten(tmp_path):
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        assert saved.best_step is None and saved.is_among_best({"acc": 0.0})
+        save_all(saved, (1, 2, 3, 4))
+        assert saved.steps == [2, 4]
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        assert saved.best_step == 2
+        assert saved.is_among_best({"acc": 0.71})
+        assert not saved.is_among_best({"acc": 0.7}) and not saved.is_among_best({"fmt": 1.0})
+        saved.save(5, make_state(5), 5, 0, {}, {"acc": 0.8})
+        saved.save(6, make_state(6), 6, 0, {}, {"acc": 0.8})  # of equals the last is the best
+        assert saved.steps == [6] and saved.best_step == 6
+    with checkpoints(tmp_path, 1) as saved:
+        assert not saved.is_among_best({"acc": 1.0})  # none is kept
+
+
+def test_a_step_may_be_evaluated_after_it_was_saved(tmp_path):
+    """As when a run is stopped inside the evaluation."""
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        saved.save(1, make_state(1), 1, 0, {}, {"acc": 0.2})
+        saved.save(2, make_state(2), 2, 0, {})
+        saved.add_metrics(2, {"acc": 0.9})
+        assert saved.best_step == 2
+        save_all(saved, (3, 4))
+        assert saved.steps == [2, 4]
+    with checkpoints(tmp_path, 1, keep_best=1) as saved:
+        assert saved.best_step == 2
+        save_all(saved, (5, 6))
+        assert saved.steps == [2, 6]
+
+
+def test_parameters_are_restored_without_the_rest(tmp_path):
+    """A part of them is, too, onto another mesh."""
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(5.0), 0, 0, {})
+        target = abstract(make_state(0.0, sharding.make_mesh(2, 2, 2)))["params"]
+        params = saved.restore_params(target, 1)
+        part = saved.restore_params({"w": target["w"]}, 1)
+    assert_equal(params, make_state(5.0)["params"])
+    assert params["w"].sharding.spec == P("fsdp", "tensor")
+    assert_equal(part, {"w": make_state(5.0)["params"]["w"]})
+    other = FINGERPRINT | {"family": "qwen3_vl"}
+    with (
+        checkpoints(tmp_path, fingerprint=other) as saved,
+        pytest.raises(ValueError, match="famil"),
+    ):
+        saved.restore_params(target, 1)
+
+
+def test_restoring_at_once_waits_for_the_files(tmp_path, monkeypatch):
+    original = atomicity.AtomicRenameTemporaryPath.finalize
+
+    async def slow(self):
+        await asyncio.sleep(0.3)
+        await original(self)
+
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", slow)
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(4.0), 0, 0, {})
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(4.0))
+
+
+def test_saving_leaves_the_sync_points_of_preemption_to_the_run(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "jax.experimental.multihost_utils.reached_preemption_sync_point", seen.append
+    )
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(), 1, 0, {})
+    assert not seen
+
+
+def test_an_empty_folder_says_so(tmp_path):
+    with checkpoints(tmp_path) as saved, pytest.raises(ValueError, match=r"found steps \[\]"):
+        saved.restore(abstract(make_state()))
+
+
+def test_a_step_is_not_saved_behind_a_later_one(tmp_path):
+    with checkpoints(tmp_path) as saved:
+        saved.save(5, make_state(), 0, 0, {})
+        with pytest.raises(ValueError, match="step 5 is not after step 5"):
+            saved.save(5, make_state(), 0, 0, {})
+
+
+def test_another_model_is_refused_by_its_differing_keys(tmp_path):
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(), 0, 0, {})
+    other = {"family": "qwen2_5_vl", "text": {"hidden_size": 128, "num_layers": 2}, "z": 0}
+    with checkpoints(tmp_path, fingerprint=other) as saved, pytest.raises(ValueError) as error:
+        saved.restore(abstract(make_state()))
+    assert str(error.value) == (
+        f"the checkpoint in {tmp_path} is of another model: "
+        "text.hidden_size (checkpoint 64, config 128), "
+        "text.mrope_section (checkpoint [2, 3, 3], config unset), "
+        "text.num_layers (checkpoint unset, config 2) "
+        "and 1 more; use the config it was saved with or another --workdir"
+    )
+
+
+def test_saving_is_not_disturbed_by_donating_the_state_at_once(tmp_path):
+    step_fn = jax.jit(lambda x: x + 1, donate_argnums=0)
+    state = {"w": jnp.zeros((512, 1024))}
+    with checkpoints(tmp_path, keep=3) as saved:
+        for step in (1, 2, 3):
+            state = jax.tree.map(step_fn, state)
+            saved.save(step, state, 0, 0, {})
+            for _ in range(3):
+                state = jax.tree.map(step_fn, state)
+        target = abstract(state)
+        got = [float(saved.restore(target, step=s).state["w"].max()) for s in (1, 2, 3)]
+    assert got == [1.0, 5.0, 9.0]
+
+
+def save_and_die(folder: str, moment: str, is_bucket: bool) -> None:
+    """Runs in a process of its own: saves step 1, then is killed while saving step 2."""
+    mounts.is_fuse = lambda folder: is_bucket
+    kind = atomicity.CommitFileTemporaryPath if is_bucket else atomicity.AtomicRenameTemporaryPath
+    with checkpoints(folder) as saved:
+        saved.save(1, make_state(1.0), 64, 5, {})
+        saved.wait()
+        original = getattr(kind, moment)
+
+        async def kill(self, *args, **kwargs):
+            if moment == "create":  # the folder is there, no file is
+                await original(self, *args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(kind, moment, kill)
+        saved.save(2, make_state(2.0), 128, 5, {})
+
+
+@pytest.mark.parametrize("is_bucket", [False, True])
+@pytest.mark.parametrize("moment", ["create", "finalize"])
+def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, monkeypatch, moment, is_bucket):
+    arguments = f"{str(tmp_path)!r}, {moment!r}, {is_bucket}"
+    code = f"import checkpoint_test as t; t.save_and_die({arguments})"
+    path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    left_over = "2" if is_bucket else "2.*"
+    assert [left.name for left in tmp_path.glob(left_over)]
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: is_bucket)
+    with checkpoints(tmp_path) as saved:
+        assert saved.latest_step == 1
+        got = saved.restore(abstract(make_state()))
+        assert_equal(got.state, make_state(1.0))
+        assert got.data_position == 64
+        saved.save(3, make_state(3.0), 192, 5, {})
+    assert sorted(left.name for left in tmp_path.iterdir()) == ["1", "3"]
+
+
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_no_folder_is_renamed_on_a_mounted_bucket(tmp_path, monkeypatch, is_bucket):
+    """gcsfuse refuses that for a bucket without hierarchical namespaces."""
+    rename, renamed = os.rename, []
+
+    def recorded(source, target, **options):
+        renamed.extend([source] if os.path.isdir(source) else [])
+        return rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", recorded)
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: is_bucket)
+    for step in (4, 6):
+        with checkpoints(tmp_path, keep=1) as saved:
+            saved.save(step, make_state(step), step, 0, {}, {"acc": step / 10})
+    assert bool(renamed) != is_bucket
+    with checkpoints(tmp_path) as saved:
+        assert saved.steps == [6] and saved.is_whole(6) and integrity.has_manifest(tmp_path / "6")
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(6))
+        assert_equal(saved.restore_params(abstract(make_state()["params"]), 6)["w"].shape, (8, 4))
+
+
+@pytest.mark.parametrize("was_bucket", [False, True])
+def test_a_workdir_may_move_between_a_disk_and_a_mounted_bucket(tmp_path, monkeypatch, was_bucket):
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: was_bucket)
+    with checkpoints(tmp_path) as saved:
+        saved.save(4, make_state(4), 4, 0, {})
+    monkeypatch.setattr(mounts, "is_fuse", lambda folder: not was_bucket)
+    with checkpoints(tmp_path) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(4))
+        saved.save(6, make_state(6), 6, 0, {})
+        assert saved.steps == [4, 6]
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A folder with the whole checkpoints 4 and 6."""
+    folder = tmp_path_factory.mktemp("two_steps")
+    with checkpoints(folder) as saved:
+        for step in (4, 6):
+            saved.save(step, make_state(step), step, 0, {}, {"acc": step / 10})
+    return folder
+
+
+def kinds_of_files():
+    """What orbax writes, less two files that hold nothing of the state."""
+    names = ["metrics/metrics", "metrics/commit_success.txt", "progress/metadata"]
+    names += ["state/_METADATA", "state/_sharding", "state/array_metadatas/process_0"]
+    names += ["state/manifest.ocdbt", "state/d/*", "state/ocdbt.process_0/manifest.ocdbt"]
+    return [*names, "state/ocdbt.process_0/d/*", "sha256.json"]
+
+
+@pytest.mark.parametrize("hashes_small_files_at_once", [True, False])
+@pytest.mark.parametrize("name", kinds_of_files())
+def test_a_flipped_bit_in_any_kind_of_file_gives_the_step_before(
+    two_steps, tmp_path, monkeypatch, capfd, name, hashes_small_files_at_once
+):
+    """Whether the file is hashed when the folder is opened, as small ones are, or at a restore."""
+    if not hashes_small_files_at_once:
+        if name.startswith("metrics/"):
+            return  # read when the folder is opened, and always small
+        monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    path = sorted((folder / "6").glob(name))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with checkpoints(folder) as saved:
+        restored = saved.restore(abstract(make_state()))
+        assert restored.step == saved.latest_step == 4
+        assert_equal(restored.state, make_state(4))
+        saved.save(6, make_state(6.5), 6, 0, {})
+    line = capfd.readouterr().err
+    assert line.startswith("checkpoint 6 is damaged: ") and line.count("\n") == 1
+    assert path.name in line and "renamed to 6.damaged" in line
+    assert sorted(left.name for left in folder.iterdir()) == ["4", "6", "6.damaged"]
+    with checkpoints(folder) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(6.5))
+
+
+def test_files_without_a_sum_hold_nothing_of_the_state(two_steps, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    files = {str(path.relative_to(folder / "6")) for path in (folder / "6").rglob("*")}
+    listed = json.loads((folder / "6" / integrity.MANIFEST).read_text())["files"].keys()
+    unlisted = {name for name in files - listed if (folder / "6" / name).is_file()}
+    assert unlisted - {integrity.MANIFEST} == {
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+    }
+    for name in unlisted - {integrity.MANIFEST}:
+        (folder / "6" / name).write_text("?")
+    with checkpoints(folder) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(6))
+
+
+def truncate(step_folder):
+    path = step_folder / "state" / "_METADATA"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_a_truncated_or_incomplete_step_is_seen_before_its_files_are_read(
+    two_steps, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(integrity, "_sha256", None)
+    monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
+    for fault, message in (
+        (truncate, "bytes instead of"),
+        (lose_a_file, "cannot be read (No such"),
+    ):
+        folder = tmp_path / fault.__name__
+        shutil.copytree(two_steps, folder)
+        fault(folder / "6")
+        with checkpoints(folder) as saved:
+            assert saved.steps == [4]
+        assert message in capfd.readouterr().err
+
+
+def lose_a_file(step_folder):
+    (step_folder / "progress" / "metadata").unlink()
+
+
+def test_without_a_whole_step_the_run_stops_and_does_not_begin_anew(two_steps, tmp_path, capfd):
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    message = rf"no checkpoint in {folder} is whole \(4\.damaged, 6\.damaged\); copy one back"
+    for step in ("4", "6"):
+        truncate(folder / step)
+    for _ in range(2):  # the second start finds no step at all
+        with pytest.raises(ValueError, match=message):
+            checkpoints(folder)
+    assert capfd.readouterr().err.count("is damaged") == 2
+    shutil.copytree(two_steps / "4", folder / "4")
+    with checkpoints(folder) as saved:
+        assert saved.restore(abstract(make_state())).step == 4
+
+
+def test_a_damaged_step_asked_for_by_number_is_refused(two_steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)
+    folder = tmp_path / "copy"
+    shutil.copytree(two_steps, folder)
+    path = next((folder / "4" / "state" / "d").iterdir())
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with checkpoints(folder) as saved:
+        target = abstract(make_state())["params"]
+        with pytest.raises(ValueError, match=r"checkpoint 4 .* damaged .* there are \[6\]"):
+            saved.restore_params(target, 4)
+        assert_equal(saved.restore_params(target, 6), make_state(6)["params"])
+
+
+def test_metrics_added_later_have_a_sum_too(tmp_path):
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(1), 1, 0, {})
+        saved.add_metrics(1, {"acc": 0.5})
+        assert saved.is_whole(1)
+    path = tmp_path / "1" / "metrics" / "metrics"
+    path.write_text(path.read_text().replace("0.5", "0.9"))
+    with pytest.raises(ValueError, match=r"is whole \(1\.damaged\)"):
+        checkpoints(tmp_path)
+
+
+def test_a_step_without_sums_is_restored_with_a_line(tmp_path, capfd):
+    """As one that an earlier version saved."""
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, make_state(1), 1, 0, {})
+    (tmp_path / "1" / integrity.MANIFEST).unlink()
+    with checkpoints(tmp_path) as saved:
+        assert_equal(saved.restore(abstract(make_state())).state, make_state(1))
+    assert "checkpoint 1" in (line := capfd.readouterr().err) and "restored unchecked" in line
+
+
+def save_damage_and_restore(folder: str, port: str, index: str, is_bucket: str) -> None:
+    """Runs in two processes of one run; the first one's files of step 2 are damaged."""
+    distributed.start(f"127.0.0.1:{port}", 2, int(index))
+    checkpoint._QUICK_BYTES = -1
+    mounts.is_fuse = lambda folder: is_bucket == "True"
+    place = NamedSharding(sharding.make_mesh(1, 2, 1), P("fsdp"))
+
+    def state_of(step):
+        values = np.full((8, 4), step, np.float32)
+        return {"w": jax.make_array_from_callback(values.shape, place, lambda part: values[part])}
+
+    with checkpoints(folder) as saved:
+        for step in (1, 2):
+            saved.save(step, state_of(step), step, 0, {})
+        saved.wait()
+        if index == "0":
+            path = next(pathlib.Path(folder).glob("2/state/d/*"))
+            path.write_bytes(bytes(len(path.read_bytes())))
+        distributed.gather_json(0)  # a barrier: the file is damaged
+        restored = saved.restore(abstract(state_of(0)))
+        assert saved.steps == [1]
+    values = [shard.data.max() for shard in restored.state["w"].addressable_shards]
+    print(f"restored {restored.step}: {values}", flush=True)
+
+
+@pytest.mark.parametrize("is_bucket", [False, True])
+def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join((str(ROOT), str(pathlib.Path(__file__).parent)))
+    environment = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    code = "import checkpoint_test as t, sys; t.save_damage_and_restore(*sys.argv[1:])"
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(port), str(index), str(is_bucket)],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    ends = [child.communicate(timeout=120) for child in children]
+    assert all(out.endswith("restored 1: [Array(1., dtype=float32)]\n") for out, _ in ends), ends
+    lines = [error.count("checkpoint 2 is damaged: state/d/") for _, error in ends]
+    assert lines == [1, 0]
+
+
+FULL = (
+    'OUT_OF_RANGE: Error writing "params.w/0.0" in OCDBT database at local file "/a/b": Failed '
+    "to write 238983 bytes to file 28: No space left on device [os_error_code='28']"
+)
+
+
+def test_a_full_disk_is_named_with_the_folder_of_the_step(tmp_path, monkeypatch):
+    saved = checkpoints(tmp_path)
+    saved.save(3, make_state(), 3, 0, {})
+    saved.wait()
+
+    def refuse(*_):
+        raise ValueError(FULL)
+
+    monkeypatch.setattr(saved._manager, "wait_until_finished", refuse)
+    with pytest.raises(OSError) as error:
+        saved.save(4, make_state(), 4, 0, {})
+    assert (error.value.errno, error.value.filename) == (28, str(tmp_path / "3"))
+
+
+def test_closing_hides_no_earlier_error(tmp_path, monkeypatch):
+    with pytest.raises(FloatingPointError, match="the first"), checkpoints(tmp_path) as saved:
+        monkeypatch.setattr(saved, "wait", lambda: [][0])
+        raise FloatingPointError("the first")
+    with pytest.raises(IndexError), checkpoints(tmp_path) as saved:
+        monkeypatch.setattr(saved, "wait", lambda: [][0])

@@ -1,0 +1,151 @@
+"""Evaluation inside a stage, around scripted programs: when, of which weights, what it leaves."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import LOOP, STEPS, Script
+
+from care_jax.devices import distributed
+from care_jax.learning.train_step import TrainState
+from care_jax.run.milestones import Milestones
+from care_jax.run.run import open_checkpoints
+from care_jax.run.state_check import StateCheck
+
+EVERY_OTHER = {"rl.eval_every": 2, "checkpoint_every": 100, "keep_checkpoints": 1}
+
+
+class Evaluate:
+    """Accuracies by step; may be told to stop at one."""
+
+    def __init__(self, accs=None, stops_at=None):
+        self.accs, self.stops_at = accs or {}, stops_at
+        self.seen = []
+
+    def __call__(self, params, *, name, step):
+        if step == self.stops_at:
+            raise distributed.Preempted("in the evaluation")
+        self.seen.append((name, step, float(params["text"]["w"])))
+        return {"acc": self.accs.get(step, 0.5)}
+
+
+def lines_of(records, stage="rl_eval"):
+    return {record["step"]: record["acc"] for record in records if record["stage"] == stage}
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, [0, 2, 4]),
+        ({"rl.eval_every": 3}, [0, 3, 4]),
+        ({"evaluate.at_start": False}, [2, 4]),
+        ({"rl.eval_every": 0}, []),
+    ],
+)
+def test_a_stage_is_evaluated_before_during_and_after_it(run_loop, changes, steps):
+    """With the weights of that many steps, each of which adds 2 to a weight that starts at 10."""
+    evaluate = Evaluate({2: 0.25})
+    *_, records = run_loop(changes=EVERY_OTHER | changes, evaluate=evaluate)
+    assert evaluate.seen == [("rl", step, 10 + 2 * step) for step in steps]
+    expected = {step: 0.25 if step == 2 else 0.5 for step in steps}
+    assert lines_of(records) == expected
+    assert all("seconds" in record for record in records if record["stage"] == "rl_eval")
+
+
+def test_the_stage_goes_on_as_without_an_evaluation(run_loop):
+    plain, params, records = run_loop("plain")
+    script, evaluated, others = run_loop(
+        "evaluated", changes={"rl.eval_every": 1}, evaluate=Evaluate()
+    )
+    assert script.seen == plain.seen
+    jax.tree.map(np.testing.assert_array_equal, evaluated, params)
+
+    def without_times(records):
+        return [
+            {k: v for k, v in record.items() if not re.search("second|device_idle|host/", k)}
+            for record in records
+            if record["stage"] == "rl"
+        ]
+
+    assert without_times(others) == without_times(records)
+
+
+def test_a_resumed_stage_repeats_no_evaluation_that_is_written(run_loop):
+    """Killed in step 3: the checkpoint of step 2 stands, its evaluation and that of step 3 too."""
+    changes = {"rl.eval_every": 1, "checkpoint_every": 2}
+    with pytest.raises(KeyboardInterrupt):
+        run_loop("broken", dies_at=3, changes=changes, evaluate=Evaluate())
+    again = Evaluate({3: 0.75})
+    *_, records = run_loop("broken", changes=changes, evaluate=again)
+    assert [step for _, step, _ in again.seen] == [3, 4]
+    evaluated = [record["step"] for record in records if record["stage"] == "rl_eval"]
+    assert sorted(evaluated) == evaluated == [0, 1, 2, 3, 4]
+    assert lines_of(records)[3] == 0.75
+    finished = Evaluate()
+    run_loop("broken", changes=changes, evaluate=finished)
+    assert finished.seen == []
+
+
+def saved_in(tmp_path):
+    return sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints" / "rl").iterdir())
+
+
+def test_a_new_best_is_saved_where_nothing_else_is(run_loop, tmp_path):
+    """Step 0 is not saved, and of equals the first is the new best."""
+    accs = {0: 0.9, 1: 0.2, 2: 0.6, 3: 0.6, 4: 0.1}
+    changes = EVERY_OTHER | {"rl.eval_every": 1, "keep_best": 1}
+    run_loop(changes=changes, evaluate=Evaluate(accs))
+    assert saved_in(tmp_path) == [2, STEPS]
+
+
+def test_without_keep_best_no_evaluation_saves(run_loop, tmp_path):
+    run_loop(changes=EVERY_OTHER, evaluate=Evaluate({2: 0.9}))
+    assert saved_in(tmp_path) == [STEPS]
+
+
+def test_a_run_stopped_inside_an_evaluation_makes_up_for_it(run_loop, make_run, tmp_path):
+    """The step before it is saved; resumed, it is evaluated, and may be the best."""
+    changes = EVERY_OTHER | {"rl.eval_every": 1, "keep_best": 1}
+    accs = {2: 0.9}
+    with pytest.raises(distributed.Preempted):
+        run_loop(changes=changes, evaluate=Evaluate(accs, stops_at=2))
+    assert saved_in(tmp_path) == [1, 2]
+    script, _, records = run_loop(changes=changes, evaluate=(again := Evaluate(accs)))
+    assert [step for _, step, _ in again.seen] == [2, 3, 4]
+    assert len(script.seen["rng"]) == 2  # no step is done again
+    assert lines_of(records) == {0: 0.5, 1: 0.5, 2: 0.9, 3: 0.5, 4: 0.5}
+    assert saved_in(tmp_path) == [2, 4]
+    with open_checkpoints(make_run(LOOP | changes), "rl") as saved:
+        assert saved.best_step == 2
+
+
+def test_a_step_saved_late_keeps_its_evaluation(run_loop, make_run, tmp_path):
+    """Stopped in the rollouts behind an evaluation that saved nothing."""
+
+    class Stopped(Script):
+        def roll_out(self, *args):
+            if len(self.seen["rng"]) == 3:
+                raise distributed.Preempted
+            return super().roll_out(*args)
+
+    changes = EVERY_OTHER | {"rl.eval_every": 3}
+    with pytest.raises(distributed.Preempted):
+        run_loop(changes=changes, make_script=Stopped, evaluate=Evaluate())
+    with open_checkpoints(make_run(LOOP | changes), "rl") as saved:
+        assert saved.steps == [3] and saved.best_step == 3
+
+
+def test_the_cold_start_has_its_own_steps(make_run):
+    run = make_run({"sft.eval_every": 5, "sft.num_steps": 12, "checkpoint_every": 6})
+    with open_checkpoints(run, "sft") as saved:
+        check = StateCheck(run, "sft", saved)
+        milestones = Milestones(run, "sft", saved, evaluate := Evaluate(), check)
+        state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
+        milestones.begin(0, state, {})
+        assert [step for step in range(1, 13) if milestones.is_due(step)] == [5, 6, 10, 12]
+    assert evaluate.seen == [("sft", 0, 1.0)]
+    record = json.loads(run.metrics.path.read_text())
+    assert (record["stage"], record["step"], record["acc"]) == ("sft_eval", 0, 0.5)

@@ -1,0 +1,66 @@
+"""Where a policy's weights come from: a folder or chance; always laid over the mesh."""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from care_jax.devices import sharding
+from care_jax.run import policy as policies
+from care_jax.run.policy import policy_of
+from care_jax.stages import export
+from configs import common, tiny
+from models import backbone
+
+RULES = common.get_config().sharding_rules
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(2, 2, 2)
+
+
+def test_a_release_is_loaded_in_float32_onto_the_mesh(policy, params, mesh, tmp_path):
+    backbone.export(tmp_path, params, policy.config, max_shard_bytes=300_000)
+    policy.tokenizer.save_pretrained(tmp_path)
+    config = tiny.get_config()
+    config.model.path, config.model.backbone = str(tmp_path), {}
+    loaded = policies.initial_params(policy_of(config), mesh, RULES, seed=0)
+    shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
+
+    def check(ours, expected, where):
+        assert ours.dtype == jnp.float32 and ours.sharding == where
+        rounded = np.asarray(expected).astype(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(ours, rounded)
+
+    jax.tree.map(check, loaded, params, shardings)
+    up = loaded["text"]["layers"]["mlp"]["up"]["kernel"]
+    assert up.addressable_shards[0].data.size * 4 == up.size
+
+
+@pytest.mark.parametrize("fault", ["flipped", "truncated", "lost"])
+def test_an_export_that_differs_from_its_sums_is_refused_and_named(
+    policy, params, mesh, tmp_path, fault
+):
+    export.export(types.SimpleNamespace(policy=policy), params, tmp_path)
+    config = tiny.get_config()
+    config.model.path, config.model.backbone = str(tmp_path), {}
+    load = functools.partial(policies.initial_params, policy_of(config), mesh, RULES, seed=0)
+    load()
+    path = tmp_path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if fault == "lost":
+        path.rename(tmp_path / "model-00001-of-00001.safetensors")
+    else:
+        path.write_bytes(data if fault == "flipped" else data[:-1])
+    message = f"model.path {tmp_path} is damaged: model.safetensors "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load()
+    if fault == "flipped":  # changed on purpose
+        (tmp_path / "sha256.json").unlink()
+        load()

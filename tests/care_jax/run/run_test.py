@@ -1,0 +1,151 @@
+"""What the stages share: which section of the configuration each part of a run is made from."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from abstract import assert_same
+
+from care_jax.devices import sharding
+from care_jax.devices.sharding import make_mesh
+from care_jax.learning import optimizer
+from care_jax.run.policy import abstract_params
+from care_jax.run.run import Run, abstract_state, make_adamw, start_state
+from configs import tiny
+from models import layers, lora
+
+
+@pytest.fixture
+def run(policy, tmp_path):
+    """On four devices: training shards its batch over all of them, decoding over two."""
+    mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
+    return Run(tiny.get_config(), policy, mesh, tmp_path, None)
+
+
+@pytest.fixture
+def start(run, params):
+    """The state that RL starts from."""
+
+    def start():
+        where = sharding.of(abstract_params(run.policy, run.mesh, run.config.sharding_rules))
+        _, adamw = make_adamw(run, "rl")
+        return start_state(run, jax.device_put(params, where), adamw)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora_rank": 2},
+        {"freeze_vision": True, "moments_dtype": "bfloat16"},
+        {"freeze_decoder": True},
+        {"offload": ("optimizer",)},
+    ],
+)
+def test_the_abstract_state_is_that_of_the_start(run, start, changes):
+    run.config.model.update(changes)
+    _, adamw = make_adamw(run, "rl")
+    jax.tree.map(assert_same, abstract_state(run, adamw), start())
+
+
+def test_adapters_of_the_start_are_new_and_alone_have_moments(run, start, params):
+    run.config.model.update(lora_rank=2, lora_alpha=6.0)
+    state = start()
+    jax.tree.map(np.testing.assert_array_equal, lora.without(state.params), params)
+    trained, _ = run.partition(state.params)
+    num_arrays = len(jax.tree.leaves(trained))
+    assert num_arrays == 2 * 7  # A and B of each linear layer
+    num_moments = sum(x.ndim > 0 for x in jax.tree.leaves(state.opt_state))
+    assert num_moments == 2 * num_arrays
+    up = state.params["text"]["layers"]["mlp"]["up"]
+    assert np.all(up["lora_scale"] == 6.0 / 2) and not np.any(up["lora_b"])
+    run.config.seed = 1
+    other = start().params["text"]["layers"]["mlp"]["up"]
+    assert not np.array_equal(up["lora_a"], other["lora_a"])
+
+
+def test_a_frozen_tower_is_not_trained(run, params):
+    trained, frozen = run.partition(params)
+    assert trained.keys() == params.keys() and not frozen
+    run.config.model.freeze_vision = True
+    trained, frozen = run.partition(params)
+    assert list(trained) == ["text"] and list(frozen) == ["vision"]
+    run.config.model.update(freeze_vision=False, freeze_decoder=True)
+    trained, frozen = run.partition(params)
+    assert list(trained) == ["vision"] and list(frozen) == ["text"]
+    assert jax.tree.structure(optimizer.combine(trained, frozen)) == jax.tree.structure(params)
+
+
+# By stage: updates in its 10 steps. An RL step of 64 prompts has four updates.
+@pytest.mark.parametrize(("stage", "num_updates"), [("sft", 10), ("rl", 40)])
+def test_the_schedule_of_a_stage_counts_its_updates(run, stage, num_updates):
+    run.config.rl.update(prompts_per_step=64, prompts_per_update=16, learning_rate=3.0)
+    run.config.sft.learning_rate = 2.0
+    section = run.config[stage]
+    section.update(num_steps=10, warmup_steps=4, schedule="cosine")
+    learning_rate_at, _ = make_adamw(run, stage)
+    assert learning_rate_at(0) == section.learning_rate / 4
+    assert learning_rate_at(4) == section.learning_rate
+    assert learning_rate_at(num_updates - 1) > 0
+    assert learning_rate_at(num_updates) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_decay_and_clipping_are_those_of_the_stage(run, stage):
+    """A gradient clipped to Adam's ε = 1e-8 moves a weight by half the learning rate."""
+    run.config[stage].update(learning_rate=0.1, warmup_steps=0, schedule="constant")
+    run.config[stage].update(weight_decay=0.25, max_grad_norm=1e-8)
+    _, adamw = make_adamw(run, stage)
+    weight, gradient = jnp.float32(3), jnp.float32(50)
+    update, _ = adamw.update(gradient, adamw.init(weight), weight)
+    assert update == pytest.approx(-0.1 * (0.5 + 0.25 * 3), rel=1e-5)
+
+
+def test_the_objective_is_that_of_its_own_section(run):
+    run.config.rl.update(objective="dapo", max_response_tokens=40)
+    run.config.dapo.update(clip_high=0.5, overlong_share=0.25, max_tries=3)
+    run.config.grpo.clip_high = 0.9
+    assert (run.objective.clip_high, run.objective.max_tries) == (0.5, 3)
+    assert run.objective.overlong == {"max_tokens": 40, "cache_tokens": 10}
+
+
+def test_a_chunk_of_each_row_makes_the_logits_of_one_device(run):
+    run.config.model.logprob_chunk = 1000
+    chunks = {num_rows: run.chunk_of_row(num_rows) for num_rows in (1, 4, 8, 12)}
+    assert chunks == {1: 1000, 4: 1000, 8: 500, 12: 333}
+    run.config.model.logprob_chunk = 2
+    assert run.chunk_of_row(16) == 1
+
+
+def test_gpus_that_share_the_parameters_take_larger_chunks(run, monkeypatch):
+    run.config.model.logprob_chunk = 0
+    assert run.chunk_of_row(8) == 1024 // (8 // sharding.num_shards(run.train_batch_sharding))
+    monkeypatch.setattr(sharding, "platform", lambda _: "gpu")
+    assert run.chunk_of_row(8) == 4096 // (8 // sharding.num_shards(run.train_batch_sharding))
+    alone = dataclasses.replace(run, mesh=sharding.make_mesh(8, 1, 1))
+    assert alone.chunk_of_row(8) == 1024
+
+
+def test_training_and_decoding_shard_by_their_own_rules(run):
+    def double(x):
+        return layers.constrain(2 * x, "batch", None)
+
+    x = np.ones((8, 3))
+    trained, decoded = jax.jit(run.placed(double))(x), jax.jit(run.placed_to_decode(double))(x)
+    assert trained.sharding.is_equivalent_to(run.train_batch_sharding, 2)
+    assert decoded.sharding.is_equivalent_to(run.decode_batch_sharding, 2)
+    places = run.train_batch_sharding, run.decode_batch_sharding
+    assert [sharding.num_shards(place) for place in places] == [4, 2]
+
+
+def test_a_checkpoint_fits_runs_of_its_backbone_and_rank_alone(run, policy):
+    plain = run.fingerprint()
+    assert policy.fingerprint().items() <= plain.items()
+    run.config.rl.learning_rate = 1.0
+    assert run.fingerprint() == plain
+    run.config.model.lora_rank = 2
+    assert run.fingerprint() != plain

@@ -1,0 +1,400 @@
+"""Evaluation around a scripted sampler: who is asked, how, and what the figures mean."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from care_jax.batch import Example, Rollouts
+from care_jax.benchmarks import mathvision
+from care_jax.benchmarks.rows import Question
+from care_jax.report.metrics import wilson_interval
+from care_jax.stages import answering, evaluate
+
+T = 16
+# By length of the question: source, answer of the policy, whether it keeps to the format.
+ROWS = (
+    ("a", "0", True),
+    ("b", "9", True),
+    ("a", "2", False),
+    ("a", "3", False),
+    ("b", "9", False),
+)
+
+
+@pytest.fixture
+def examples():
+    return [
+        Example(f"e{i}", source, (), "1?" + " 1" * i, str(i))
+        for i, (source, _, _) in enumerate(ROWS)
+    ]
+
+
+@pytest.fixture
+def asked(policy, examples, monkeypatch):
+    """What the sampler was called with; it answers a prompt by its length.
+
+    Every second sample of a prompt is wrong.
+    """
+    texts = [
+        f"<think>a</think><answer>{answer}</answer>"
+        if is_formatted
+        else f"<answer>{answer}</answer>"
+        for _, answer, is_formatted in ROWS
+    ]
+    table = np.full((200, T), policy.config.pad_token_id, np.int32)
+    lengths = np.zeros(200, int)
+    for example, text in zip(examples, texts, strict=True):
+        tokens = policy.prompts.response_tokens(text)
+        row = len(policy.prompts.tokenize(example).tokens)
+        table[row, : len(tokens)], lengths[row] = tokens, len(tokens)
+    wrong = policy.prompts.response_tokens("<answer>9</answer>")
+    table[0, : len(wrong)], lengths[0] = wrong, len(wrong)
+    calls = []
+
+    def compile_decoding(run, **choice):
+        calls.append(choice)
+
+    class Queue:
+        def __init__(self, run, programs, sizes, clock):
+            calls[-1] |= {"sizes": sizes, "asked": []}
+            self.asked, self.num_samples = calls[-1]["asked"], sizes.num_rollouts
+
+        def decode(self, params, rng, requests):
+            """The last first, one at a time."""
+            self.asked += [request.place for request in requests]
+            for index, request in reversed(list(enumerate(requests))):
+                length = len(request.prompt.tokens)
+                rows = [0 if sample % 2 else length for sample in range(self.num_samples)]
+                tokens = table[rows][None]
+                is_valid = (np.arange(T) < lengths[rows][:, None])[None]
+                yield (
+                    [index],
+                    Rollouts(
+                        tokens=tokens,
+                        is_valid=is_valid,
+                        is_forced=np.zeros_like(is_valid),
+                        logp=np.zeros(tokens.shape, np.float32),
+                        embedding=np.zeros((1, self.num_samples, 2), np.float32),
+                        is_complete=is_valid.any(-1),
+                    ),
+                )
+
+    monkeypatch.setattr(answering, "compile_decoding", compile_decoding)
+    monkeypatch.setattr(answering, "DecodeQueue", Queue)
+    monkeypatch.setattr(answering, "compile_to_decode_layout", lambda _: lambda params: params)
+    return texts, calls
+
+
+SETTINGS = {"evaluate.batch_size": 3, "evaluate.max_response_tokens": T, "rl.temperature": 0.7}
+
+
+def test_figures_are_over_the_examples_that_fit_and_no_padding(make_run, examples, asked):
+    """Five fit; the second batch of three is filled up, and a prompt too long is left out."""
+    too_long = Example("long", "a", (), "1?" + " 1" * 300, "0")
+    run = make_run(SETTINGS)
+    metrics = evaluate.evaluate(run, {}, [*examples[:2], too_long, *examples[2:]], name="rl")
+    assert (metrics["num_examples"], metrics["num_dropped"]) == (5, 1)
+    assert metrics["acc"] == pytest.approx(3 / 5)
+    np.testing.assert_allclose(
+        (metrics["acc_low"], metrics["acc_high"]), wilson_interval(3, 5), rtol=1e-6
+    )
+    assert metrics["fmt"] == pytest.approx(2 / 5)
+    assert (metrics["acc/a"], metrics["acc/b"]) == (1, 0)
+
+
+def test_one_greedy_answer_is_asked_for_each(make_run, examples, asked):
+    evaluate.evaluate(make_run(SETTINGS), {}, examples, name="rl")
+    (call,) = asked[1]
+    assert (call["temperature"], call["top_p"]) == (0.0, 1.0)
+    sizes = call["sizes"]
+    assert sizes.num_seats == sizes.period == 3
+    assert (sizes.num_rows, sizes.num_rollouts, sizes.max_tokens) == (1, 1, T)
+    assert call["asked"] == list(range(5))
+
+
+def test_samples_hold_each_example_with_its_own_response(make_run, examples, asked):
+    run = make_run(SETTINGS)
+    evaluate.evaluate(run, {}, examples, name="sft")
+    lines = (run.workdir / "samples_sft.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert [sample["id"] for sample in samples] == [example.id for example in examples]
+    assert [sample["response"] for sample in samples] == asked[0]
+    assert [sample["acc"] for sample in samples] == [1, 0, 1, 1, 0]
+    assert [sample["answer"] for sample in samples] == ["0", "1", "2", "3", "4"]
+
+
+SAMPLED = {
+    "evaluate.temperature": 0.7,
+    "evaluate.top_p": 0.9,
+    "evaluate.num_samples": 4,
+    "evaluate.decode_rows": 3,
+}
+
+
+def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked, capsys):
+    """Of the three questions that are answered at all, two of four samples are right."""
+    run = make_run(SETTINGS | SAMPLED)
+    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    (call,) = asked[1]
+    assert (call["temperature"], call["top_p"]) == (0.7, 0.9)
+    assert (call["sizes"].num_rows, call["sizes"].num_rollouts) == (3, 4)
+    assert metrics["acc"] == pytest.approx(metrics["pass@1"]) == pytest.approx(3 / 5 * 2 / 4)
+    assert "accuracy after rl: 30.0% (" in (line := capsys.readouterr().out)
+    assert line.endswith("5 held-out examples, format 20.0%, pass@4 60.0%)\n")
+    assert metrics["pass@2"] == pytest.approx(3 / 5 * 5 / 6)
+    assert metrics["pass@4"] == pytest.approx(3 / 5)
+    assert "pass@3" not in metrics and metrics["acc/a"] == pytest.approx(2 / 4)
+    assert metrics["fmt"] == pytest.approx(2 / 5 * 2 / 4)
+    np.testing.assert_allclose(
+        (metrics["acc_low"], metrics["acc_high"]), wilson_interval(1.5, 5), rtol=1e-6
+    )
+    first = json.loads((run.workdir / "samples_rl.jsonl").read_text().splitlines()[0])
+    assert first["responses"] == [asked[0][0], "<answer>9</answer>"] * 2
+    assert (first["acc"], first["accs"]) == (0.5, [1, 0, 1, 0])
+
+
+def graded(question, responses, example):
+    """Each of a question's samples by itself."""
+    return [{"acc": float(text == "<answer>9</answer>"), "half": 0.5} for text in responses]
+
+
+def test_a_reward_function_judges_every_sample(make_run, examples, asked):
+    reward = {"verifier.reward": f"{__name__}:graded"}
+    run = make_run(SETTINGS | SAMPLED | reward)
+    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    samples = [
+        json.loads(line) for line in (run.workdir / "samples_rl.jsonl").read_text().splitlines()
+    ]
+    rights = [sample["accs"] for sample in samples]
+    assert metrics["acc"] == metrics["reward/acc"] == np.mean(rights) > 0
+    assert [[each["acc"] for each in sample["components"]] for sample in samples] == rights
+    assert metrics["reward/half"] == 0.5
+    run = make_run(SETTINGS | reward)
+    evaluate.evaluate(run, {}, examples, name="sft")
+    first = json.loads((run.workdir / "samples_sft.jsonl").read_text().splitlines()[0])
+    assert first["components"] == {"acc": first["acc"], "half": 0.5}
+
+
+def test_one_sample_may_be_drawn(make_run, examples, asked):
+    """As the paper evaluates; there is no pass@k of it."""
+    run = make_run(SETTINGS | SAMPLED | {"evaluate.num_samples": 1})
+    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    assert metrics["acc"] == pytest.approx(3 / 5) and "pass@1" not in metrics
+    assert (asked[1][0]["temperature"], asked[1][0]["sizes"].num_rows) == (0.7, 1)
+
+
+def test_an_evaluation_inside_a_stage_leaves_the_files_of_its_step(benchmark_run, asked, examples):
+    run = benchmark_run()
+    evaluator = evaluate.Evaluator(run, examples, evaluate.open_benchmarks(run.config))
+    metrics = [evaluator(PARAMS, name="rl", step=step) for step in (0, 50)]
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["acc"] == metrics[0]["mean/acc"] == pytest.approx(3 / 5)
+    assert len(asked[1]) == 1  # compiled once, for both kinds of questions and both steps
+    left = {str(path.relative_to(run.workdir)) for path in run.workdir.rglob("*.jsonl")}
+    assert left == {
+        f"{folder}/step_{step}{rest}"
+        for step in (0, 50)
+        for folder, rest in (
+            ("samples_rl", ".jsonl"),
+            ("benchmarks_rl", "/samples_mathvision_testmini.jsonl"),
+        )
+    }
+
+
+def test_prompts_that_all_exceed_the_buckets_are_refused(make_run, asked):
+    too_long = Example("long", "a", (), "1?" + " 1" * 300, "0")
+    with pytest.raises(ValueError, match=r"none of the 1 held-out prompts fits data\.buckets"):
+        evaluate.evaluate(make_run(SETTINGS), {}, [too_long], name="rl")
+
+
+@pytest.fixture
+def release(tmp_path, examples, policy):
+    """The questions as a benchmark of their own, with prompts as long as the examples'."""
+    rows = [
+        {"id": i, "question": example.question, "answer": example.answer, "subject": example.source}
+        for i, example in enumerate(examples)
+    ]
+    (tmp_path / "testmini.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "testmini.jsonl"
+
+
+@pytest.fixture
+def benchmark_run(make_run, release, monkeypatch):
+    """Makes runs that evaluate the release, asked without a picture or a preamble."""
+
+    def question(row):
+        return Question(row["question"], ())
+
+    monkeypatch.setattr(mathvision, "question", question)
+
+    def make(**changes):
+        benchmarks = (("mathvision_testmini", str(release)),)
+        return make_run(SETTINGS | {"evaluate.benchmarks": benchmarks} | changes)
+
+    return make
+
+
+PARAMS = {"w": jnp.arange(3.0)}
+
+
+def benchmarked(run, params=PARAMS):
+    benchmarks = evaluate.open_benchmarks(run.config)
+    return evaluate.evaluate_benchmarks(run, params, benchmarks, name="rl")
+
+
+def samples_of(run):
+    path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def test_a_benchmark_is_scored_by_its_own_rules(benchmark_run, asked):
+    run = benchmark_run()
+    metrics = benchmarked(run)
+    assert metrics["mathvision_testmini/acc"] == metrics["mean/acc"] == pytest.approx(3 / 5)
+    assert metrics["mathvision_testmini/acc_low"] == wilson_interval(3, 5)[0]
+    results = json.loads((run.workdir / "benchmarks_rl" / "results.json").read_text())
+    figures = results["benchmarks"]["mathvision_testmini"]
+    assert figures["categories"]["subject/a"]["acc"] == 1
+    assert "judge" not in results
+    assert "| 60.0 |" in (run.workdir / "benchmarks_rl" / "results.md").read_text()
+    samples = samples_of(run)
+    assert [sample["doc_id"] for sample in samples] == list(range(5))
+    assert [sample["resps"] for sample in samples] == [[text] for text in asked[0]]
+    assert [sample["filtered_resps"] for sample in samples] == [[x] for _, x, _ in ROWS]
+    assert [sample["target"] for sample in samples] == ["0", "1", "2", "3", "4"]
+    assert samples[2]["doc"]["question"] == samples[2]["input"] == "1? 1 1"
+
+
+def test_an_evaluation_goes_on_behind_the_samples_it_has(benchmark_run, asked):
+    run = benchmark_run()
+    metrics = benchmarked(run)
+    path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
+    whole = path.read_text()
+    first, second, *_ = whole.splitlines(keepends=True)
+    first = first.replace('"acc": 1.0', '"acc": 0.0').replace('"input": "', '"input": "\u2028')
+    assert "\u2028" in first
+    path.write_text(first + second + '{"doc_id": 2, "ac')
+    again = benchmarked(run)
+    # What was kept is believed, so the changed verdict shows; the rest is asked again.
+    assert again["mean/acc"] == pytest.approx(metrics["mean/acc"] - 1 / 5)
+    assert [sample["doc_id"] for sample in samples_of(run)] == list(range(5))
+    assert path.read_text().split("\n")[1:] == whole.split("\n")[1:]
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes"),
+    [({"w": jnp.arange(3.0) + 1e-4}, {}), (PARAMS, {"data.instruction": "Think."})],
+)
+def test_samples_of_other_weights_or_settings_are_not_believed(
+    benchmark_run, asked, weights, changes
+):
+    benchmarked(benchmark_run())
+    run = benchmark_run(**changes)
+    path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
+    whole = path.read_text()
+    path.write_text(whole.replace('"acc": 1.0', '"acc": 0.0'))
+    benchmarked(run, weights)
+    assert path.read_text() == whole
+
+
+def test_benchmarks_count_the_mean_of_a_rows_samples(benchmark_run, asked):
+    run = benchmark_run(**SAMPLED)
+    metrics = benchmarked(run)
+    assert metrics["mathvision_testmini/acc"] == metrics["mean/acc"] == pytest.approx(0.3)
+    assert metrics["mathvision_testmini/pass@2"] == pytest.approx(3 / 5 * 5 / 6)
+    assert samples_of(run)[0]["accs"] == [1, 0, 1, 0] and samples_of(run)[0]["acc"] == 0.5
+    assert len(samples_of(run)[0]["resps"]) == len(samples_of(run)[0]["filtered_resps"]) == 4
+    results = (run.workdir / "benchmarks_rl" / "results.md").read_text()
+    assert "mathvision_testmini: pass@1 30.0, pass@2 50.0, pass@4 60.0" in results
+    # Samples of another temperature are not believed.
+    asked[1].clear()
+    other = benchmark_run(**SAMPLED | {"evaluate.temperature": 0.8})
+    benchmarked(other)
+    assert asked[1][0]["asked"] == list(range(5))
+
+
+def test_a_prompt_that_fits_no_bucket_counts_as_wrong(benchmark_run, release, asked):
+    row = {"id": 9, "question": "1?" + " 1" * 300, "answer": "0", "subject": "c"}
+    release.write_text(json.dumps(row) + "\n" + release.read_text())
+    run = benchmark_run()
+    metrics = benchmarked(run)
+    assert metrics["mean/acc"] == pytest.approx(3 / 6)
+    assert [sample["is_dropped"] for sample in samples_of(run)] == [True] + [False] * 5
+
+
+def test_the_judge_is_asked_about_wrong_free_answers_alone(benchmark_run, asked):
+    """Two of five answers are wrong; the judge takes both."""
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"choices": [{"message": {"content": "1"}}]}')
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    run = benchmark_run(**{"evaluate.judge_url": url, "evaluate.judge_model": "m"})
+    benchmarked(run)
+    server.shutdown()
+    server.server_close()
+    results = json.loads((run.workdir / "benchmarks_rl" / "results.json").read_text())
+    figures = results["benchmarks"]["mathvision_testmini"]
+    assert (figures["acc"], figures["acc_judged"]) == (pytest.approx(3 / 5), 1.0)
+    assert results["judge"]["requests"] == len(seen) == 2
+    assert all("Model's answer:\n9" in body["messages"][1]["content"] for body in seen)
+
+
+def test_the_judge_is_asked_about_each_wrong_sample(benchmark_run, asked, monkeypatch):
+    """It takes every second answer it is asked about, and right ones count without it."""
+    seen = []
+
+    def verdicts(self, cases):
+        seen.extend(cases)
+        return [number % 2 == 0 for number in range(len(cases))]
+
+    monkeypatch.setattr(evaluate.Judge, "verdicts", verdicts)
+    judge = {"evaluate.judge_url": "http://x", "evaluate.judge_model": "m"}
+    run = benchmark_run(**SAMPLED | judge | {"evaluate.num_samples": 2})
+    benchmarked(run)
+    assert [case.answer for case in seen] == ["9"] * 7  # one of three questions, two of two
+    figures = [(sample["acc"], sample["acc_judged"]) for sample in samples_of(run)]
+    assert figures == [(0.5, 1.0), (0.0, 0.5), (0.5, 0.5), (0.5, 1.0), (0.0, 0.5)]
+
+
+REAL = {
+    "evaluate.temperature": 1.0,
+    "evaluate.num_samples": 3,
+    "evaluate.max_response_tokens": 5,
+    "seed": 4,
+}
+
+
+def test_draws_depend_on_question_and_sample_alone(make_run, params, questions):
+    """One question at a time or four, one sample or all; compiled once for two evaluations."""
+    held_out, responses = questions((0, 3, 1, 5, 2)), []
+    for size, rows in ((1, 1), (4, 3)):
+        changes = {"evaluate.batch_size": size, "evaluate.decode_rows": rows}
+        run = make_run(REAL | changes, f"{size}")
+        programs = answering.compile_answering(run)
+        for step in (0, 1):
+            evaluate.evaluate(run, params, held_out, name="rl", step=step, programs=programs)
+            lines = (run.workdir / "samples_rl" / f"step_{step}.jsonl").read_text().splitlines()
+            responses.append([json.loads(line)["responses"] for line in lines])
+            decoding = programs.queue.programs
+            counts = [f._cache_size() for f in (decoding.admit, decoding.advance)]
+            if step == 0:
+                first = counts
+        assert counts == first
+        assert programs.to_decode_layout._cache_size() == 1
+    assert all(each == responses[0] for each in responses[1:])
+    assert len({text for texts in responses[0] for text in texts}) > 10  # 15 draws

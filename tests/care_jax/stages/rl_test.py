@@ -1,0 +1,373 @@
+"""The RL loop around scripted programs: what each update is given, what is logged, what resumes.
+
+The whole loop with real programs runs in tests/end_to_end_test.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripted import LOOP, STEPS, B, R, T, credit_of
+
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import flops, sharding
+from care_jax.learning import optimizer
+from care_jax.method import credit
+from care_jax.prompts.builder import prompt_sizes
+from care_jax.report import page
+from care_jax.rl import programs
+from care_jax.rl.rollout import PromptTable
+from care_jax.run import checkpoint, weights
+from care_jax.stages import rl, sft
+
+CARE = dict(
+    K=3,
+    s=0.6,
+    s_refl=0.7,
+    delta=0.11,
+    equalize=False,
+    rescue=False,
+    rescue_scale=0.8,
+    robust=True,
+    region_weights=False,
+    gamma_pos=0.02,
+    gamma_neg=0.03,
+    gamma_share=0.0,
+    eps_w=2e-6,
+)
+CLIP = dict(beta=0.3, clip_low=0.1, clip_high=0.4)
+RL = dict(
+    microbatch_size=2,
+    num_rollouts=6,
+    decode_rows=3,
+    max_response_tokens=33,
+    temperature=0.7,
+    top_p=0.9,
+)
+
+
+NORMAL = dict(ddof=1, eps=4e-6)
+MOMENTS = dict(ddof=1, eps=4e-6)
+
+
+def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
+    """Each key has a value of its own; the functions note what they are called with."""
+    changes = {f"care.{key}": value for key, value in (CARE | CLIP).items()}
+    changes |= {f"rl.{key}": value for key, value in RL.items()}
+    changes |= {"care.M": 5, "care.rule": "mixed", "care.eps": 3e-6}
+    changes |= {"care.anchor_rule": "random"}
+    changes |= {"model.remat": "layer", "model.logprob_chunk": 77, "rl.max_skipped": 2}
+    run = make_run(changes)
+    seen = {}
+    for module, name in (
+        (programs, "compile_decoding"),
+        (credit, "select_subgroups"),
+        (credit, "care_credit"),
+        (credit, "care_raw_advantages"),
+        (programs, "train_step"),
+        (programs, "score_rows"),
+    ):
+
+        def noted(*args, name=name, **kwargs):
+            seen[name] = kwargs
+            return jnp.zeros((2, R, T)), None
+
+        monkeypatch.setattr(module, name, noted)
+
+    rollout, update = programs.compile_rollout(run, None), programs.compile_update(run, None, None)
+    rng, places = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
+    assert seen["compile_decoding"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
+    first, second = (program.__self__.sizes for program in (rollout.decode, rollout.reflect))
+    updated = run.config.rl.prompts_per_update
+    assert first == Sizes(
+        num_seats=run.config.rl.decode_prompts,
+        num_rows=3,
+        num_rollouts=6,
+        max_tokens=33,
+        context_tokens=0,
+        num_shards=1,
+        period=updated,
+    )
+    context = programs.context_tokens(run)
+    one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
+    assert second == dataclasses.replace(first, **one) and context > 11
+    jax.eval_shape(rollout.select, 0, 0, rng, places)
+    selection = {"K": 3, "M": 5, "rule": "mixed", "anchor_rule": "random"}
+    assert seen["select_subgroups"] == selection
+    jax.eval_shape(update.credit, 0, 0, 0, 0)
+    assert seen["care_credit"] == CARE | {"eps": 3e-6}
+    jax.eval_shape(update.raw_advantages, 0, 0, 0)
+    assert seen["care_raw_advantages"] == {"delta": 0.11, "eps": 3e-6, "robust": True}
+    attention = sharding.attention_impl("xla", run.config.sharding_rules, run.mesh)
+    # 77 tokens on a device, which has both rows of a microbatch.
+    scoring = {"dtype": jnp.float32, "chunk": 38, "remat": "layer", "attention": attention}
+    rest = {"microbatch_size": 2, "has_sequence_ratio": False, "partition": run.partition}
+    rest["skip_nonfinite"] = True
+    jax.eval_shape(update.update, 0, 0)
+    assert seen["train_step"] == scoring | CLIP | rest
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "function", "keys"),
+    [
+        ("grpo", NORMAL, "grpo_credit", MOMENTS),
+        ("gspo", NORMAL, "grpo_credit", MOMENTS),
+        (
+            "dapo",
+            NORMAL | {"overlong_share": 0.25},
+            "dapo_credit",
+            MOMENTS | {"max_tokens": 33, "cache_tokens": 8},  # a quarter of 33, rounded
+        ),
+        ("dr_grpo", {}, "dr_grpo_credit", {"max_tokens": 33}),
+        ("rloo", {}, "rloo_credit", {}),
+    ],
+)
+def test_each_baseline_is_called_with_the_keys_of_its_section(
+    make_run, monkeypatch, name, changes, function, keys
+):
+    """Its clip range and β too, and no other section's."""
+    changes = {f"{name}.{key}": value for key, value in (CLIP | changes).items()}
+    run = make_run(changes | {"rl.objective": name, "rl.max_response_tokens": 33})
+    seen = {}
+
+    def noted(called):
+        return lambda *args, **kwargs: seen.update({called: kwargs}) or (jnp.zeros(2), None)
+
+    for called in ("care_credit", "grpo_credit", "dapo_credit", "dr_grpo_credit", "rloo_credit"):
+        monkeypatch.setattr(credit, called, noted(called))
+    monkeypatch.setattr(programs, "train_step", noted("train_step"))
+    update = programs.compile_update(run, None, None)
+    jax.eval_shape(update.credit, 0, 0)
+    jax.eval_shape(update.update, 0, 0)
+    settings = seen.pop("train_step")
+    assert seen == {function: keys}
+    assert {key: settings[key] for key in CLIP} == CLIP
+    assert settings["has_sequence_ratio"] == (name == "gspo")
+
+
+def test_log_probabilities_come_back_in_the_order_of_the_rows(
+    make_run, groups, whole_batch, monkeypatch
+):
+    """Scored in microbatches of two rows; the scorer gives the tokens themselves."""
+    run = make_run({"rl.row_tokens": 64, "rl.microbatch_size": 2})
+    batch, plan = whole_batch(run, groups)
+    assert plan.num_microbatches > 1
+
+    def score_rows(params, rows, *args, **kwargs):
+        return jnp.where(rows.predictor >= 0, rows.tokens, 0).astype(jnp.float32), None
+
+    monkeypatch.setattr(programs, "score_rows", score_rows)
+    logp = programs.compile_update(run, None, None).score(0, batch)
+    is_scored = batch.rows.predictor >= 0
+    np.testing.assert_array_equal(logp, np.where(is_scored, batch.rows.tokens, 0))
+
+
+@pytest.mark.parametrize(("stage", "module"), [("rl", rl), ("sft", sft)])
+def test_each_stage_makes_its_optimizer_of_its_own_keys(make_run, monkeypatch, stage, module):
+    keys = {"weight_decay": 0.3, "max_grad_norm": 0.7}
+    run = make_run({f"{stage}.{key}": value for key, value in keys.items()})
+    seen = {}
+
+    def make_optimizer(schedule, **settings):
+        seen.update(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer, "make_optimizer", make_optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        module.train(run, None, [])
+    assert seen == keys
+
+
+def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, tokenized, monkeypatch):
+    run = make_run({})
+    table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
+    num_tokens = groups.rollouts.is_valid.sum(-1)
+    worth = flops.model_flops(run.policy.config, table.sizes, num_tokens)
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setitem(flops.PEAK_FLOPS, kind, worth)
+    metrics = rl.utilisation(run, table, num_tokens, 4.0)
+    assert metrics == {"train_tflops_per_second": pytest.approx(worth / 4e12), "train_mfu": 0.25}
+
+
+@pytest.fixture
+def unbroken(run_loop):
+    return run_loop()
+
+
+def test_each_step_samples_from_the_newest_parameters_with_a_key_of_its_own(unbroken):
+    script, params, _ = unbroken
+    assert script.seen["decoded_with"] == [10, 12, 14, 16]
+    assert float(params["text"]["w"]) == 18 and float(params["vision"]["w"][0]) == 8
+    keys = [jax.random.fold_in(jax.random.key(3), step) for step in range(STEPS)]
+    assert script.seen["rng"] == [jax.random.key_data(key).tolist() for key in keys]
+
+
+def test_reference_stays_where_the_stage_began(unbroken):
+    assert unbroken[0].seen["reference"] == [10] * 2 * STEPS
+
+
+def test_updates_take_all_prompts_of_their_step_with_their_responses(unbroken, responses):
+    """Two prompts an update, in whatever order; every response has some token that is trained."""
+    seen = unbroken[0].seen
+    rows = [
+        [tokens[mask].tolist() for tokens, mask in zip(*group, strict=True)]
+        for group in zip(np.asarray(responses.tokens), np.asarray(responses.is_valid), strict=True)
+    ]
+    is_trained = credit_of((B, R, T)).is_trained.any(-1)
+    for step in range(STEPS):
+        for index, places in enumerate(((0, 1), (2, 3))):
+            expected = {
+                tuple(seen["prompts"][step][place]): sorted(
+                    row for row, used in zip(rows[place], is_trained[place], strict=True) if used
+                )
+                for place in places
+            }
+            assert seen["updated"][2 * step + index] == expected
+
+
+def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, responses):
+    _, _, metrics = unbroken
+    assert [record["step"] for record in metrics] == list(range(STEPS))
+    assert [record["loss"] for record in metrics] == [10.5, 12.5, 14.5, 16.5]
+    num_sampled = int(responses.is_valid[:, [0, 2]].sum() + responses.is_valid[:, 1, 2:].sum())
+    assert [record["decoded_tokens"] for record in metrics] == [
+        num_sampled * (step + 1) for step in range(STEPS)
+    ]
+    assert [record["verifier/fast_calls"] for record in metrics] == [3] * STEPS
+    schedule = optimizer.make_schedule(
+        learning_rate=0.5, warmup_steps=5, num_steps=2 * STEPS, schedule="cosine"
+    )
+    for record in metrics:  # the peak of a CPU is not known
+        assert (
+            record["train_tflops_per_second"] * record["train_seconds"] > 0
+            and "train_mfu" not in record
+        )
+    rates = [record["learning_rate"] for record in metrics]
+    np.testing.assert_allclose(rates, [schedule(2 * step) for step in range(STEPS)], rtol=1e-6)
+
+
+def test_resumed_loop_does_what_the_unbroken_one_did(run_loop, unbroken):
+    """Killed in its last step; the checkpoint before it is two steps old."""
+    with pytest.raises(KeyboardInterrupt):
+        run_loop("broken", dies_at=3)
+    resumed, params, metrics = run_loop("broken")
+    whole, expected_params, expected = unbroken
+    for name in ("rng", "examples", "prompts", "decoded_with"):
+        assert resumed.seen[name] == whole.seen[name][2:], name
+    assert resumed.seen["updated"] == whole.seen["updated"][2 * 2 :]
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
+    kept = ("step", "loss", "decoded_tokens", "learning_rate")
+    for got, want in zip(metrics, expected, strict=True):
+        assert {name: got[name] for name in kept} == {name: want[name] for name in kept}
+
+
+@pytest.mark.parametrize("wanted", ["last", "best"])
+def test_a_damaged_newest_checkpoint_is_left_for_the_one_before(
+    run_loop, make_run, unbroken, tmp_path, monkeypatch, capfd, wanted
+):
+    """By an export, and by the loop, which does the steps behind it again."""
+    monkeypatch.setattr(checkpoint, "_QUICK_BYTES", -1)  # as for a file of some size
+    changes = {"rl.eval_every": 2, "keep_best": 1, "export.step": wanted}
+
+    def evaluate(params, *, name, step):
+        return {"acc": step / 10}
+
+    run_loop("damaged", changes=changes, evaluate=evaluate)
+    steps = tmp_path / "damaged" / "checkpoints" / "rl"
+    path = next((steps / "4" / "state" / "d").iterdir())
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    found = weights.find(make_run(LOOP | changes, "damaged"), ())
+    assert (found.stages, found.step) == (("rl",), 2)
+    script, params, metrics = run_loop("damaged", changes=changes, evaluate=evaluate)
+    assert script.seen["rng"] == unbroken[0].seen["rng"][2:]
+    jax.tree.map(np.testing.assert_array_equal, params, unbroken[1])
+    assert [record["step"] for record in metrics if record["stage"] == "rl"] == [0, 1, 2, 3]
+    assert sorted(left.name for left in steps.iterdir()) == ["2", "4", "4.damaged"]
+    assert capfd.readouterr().err.count("checkpoint 4 is damaged: state/d/") == 1
+
+
+def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch):
+    run_loop()
+    other = policy.fingerprint() | {"text.hidden_size": 97}
+    monkeypatch.setattr(type(policy), "fingerprint", lambda self: other)
+    with pytest.raises(ValueError, match=r"of another model: .*text\.hidden_size"):
+        run_loop()
+
+
+def report_of(tmp_path):
+    return page.read((tmp_path / "run" / "report.html").read_text())
+
+
+def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loop, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(dies_at=3)
+    before = report_of(tmp_path)
+    assert [entry["step"] for entry in before["steps"]] == before["logged"] == [0, 2]
+    script, _, metrics = run_loop()
+    data = report_of(tmp_path)
+    assert data["logged"] == [0, 2, 3] and len(data["steps"]) == 3
+    assert data["stages"][0]["steps"] == [record["step"] for record in metrics]
+    shown = [group["id"] for group in data["steps"][-1]["groups"]]
+    assert len(shown) == 2 and set(shown) <= set(script.seen["examples"][-1])
+    advantages = np.sort(credit_of((B, R, T)).advantage.ravel()).round(3)
+    for group in data["steps"][-1]["groups"]:
+        for response in group["responses"]:
+            assert round(response["advantage"], 3) in advantages
+        place = script.seen["examples"][-1].index(group["id"])
+        assert [response["reason"].partition(".")[2] for response in group["responses"]] == [
+            f"{place}.{row}" for row in range(R)
+        ]
+
+
+def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
+    changes = {"groups_per_step": 3, "max_megabytes": 7.5, "image_side": 99}
+    care = {"care.cue": " No.", "care.reflect_mode": "cue"}
+    run = make_run({f"report.{key}": value for key, value in changes.items()} | care)
+    seen = {}
+
+    class Noted:
+        def __init__(self, workdir, **settings):
+            seen.update(settings, workdir=workdir)
+
+        def begin(self, start):
+            seen["start"] = start
+
+    monkeypatch.setattr(rl, "Report", Noted)
+    rl.open_report(run, 5)
+    wording = seen.pop("wording")
+    assert seen == {
+        "workdir": run.workdir,
+        "start": 5,
+        "groups_per_step": 3,
+        "max_megabytes": 7.5,
+        "max_side": 99,
+    }
+    assert (wording.cue, wording.think_tag) == (" No.", "think")
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (2, STEPS - 1)])
+def test_the_steps_asked_for_are_traced(run_loop, monkeypatch, steps):
+    """From before the first to behind the last, which may be the run's."""
+    calls = []
+    updated = rl.train_batch
+
+    def watched(*args):
+        calls.append("update")
+        return updated(*args)
+
+    monkeypatch.setattr(rl, "train_batch", watched)
+    monkeypatch.setattr(rl.jax.profiler, "start_trace", lambda path: calls.append(path.name))
+    monkeypatch.setattr(rl.jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    run_loop(changes={"profile_steps": steps})
+    first, last = steps
+    traced = calls[calls.index("profile") + 1 : calls.index("stop")]
+    assert calls.index("profile") == 2 * first  # two updates in a step
+    assert traced == ["update"] * 2 * (last - first + 1)
+
+
+def test_idle_devices_are_told_of_every_step(run_loop):
+    *_, metrics = run_loop()
+    assert all(record["device_idle"] <= 1 for record in metrics if record["stage"] == "rl")

@@ -1,0 +1,46 @@
+"""What an experiment's file must declare."""
+
+import pathlib
+import re
+
+import pytest
+
+from experiments.sweep.experiment import load_experiment
+from experiments.sweep.measures import BENCHMARKS, MEASURES, MEASURES_AT
+
+FOLDER = pathlib.Path(__file__).resolve().parents[3] / "experiments"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_every_experiment_of_the_project_declares_what_it_must(path):
+    experiment = load_experiment(path)
+    assert experiment.name == path.stem
+    assert experiment.get_config(experiment.reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"REFERENCE =": "OTHER =", "= REFERENCE": "= OTHER"}, "it lacks REFERENCE"),
+        ({'REFERENCE = "one"': 'REFERENCE = "1"'}, "REFERENCE of .* among one, two, same, got '1'"),
+        ({"\nREFERENCE": '\nCOLUMNS = ("fun",)\nREFERENCE'}, "COLUMNS .* acc, .*, got 'fun'"),
+        ({"\nREFERENCE": '\nPANELS = ("fun",)\nREFERENCE'}, "PANELS .* accuracy, .*, got 'fun'"),
+    ],
+)
+def test_what_it_does_not_declare_is_named(write_experiment, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_experiment(write_experiment(**change))
+
+
+def test_a_file_that_is_none_is_told(tmp_path):
+    (tmp_path / "text.txt").write_text("")
+    for name in ("nothing.py", "text.txt"):
+        with pytest.raises(ValueError, match=f"must be a file such as .*, got .*{name}"):
+            load_experiment(tmp_path / name)
+
+
+def test_the_documentation_names_every_measure_and_no_other():
+    text = (FOLDER.parent / "docs" / "experiments.md").read_text()
+    rows = text.partition("| measure |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert named == {*MEASURES, BENCHMARKS, *(f"{name}@N" for name in MEASURES_AT)}

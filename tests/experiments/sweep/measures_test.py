@@ -1,0 +1,272 @@
+"""Measures of runs against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from experiments.sweep.measures import columns_of, mean_interval, measure_named
+from experiments.sweep.outcome import NotLogged, with_shared_tokens
+
+
+def value(name, outcome, reference=None):
+    return measure_named(name).of(outcome, reference)
+
+
+def test_the_interval_is_students_t_over_the_seeds():
+    # Of 1, 2, 3: s = 1, t(0.975, 2) = 4.302653.
+    mean, half = mean_interval([1.0, 2.0, 3.0])
+    assert mean == 2
+    assert half == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    assert math.isnan(mean_interval([1.0])[1])
+
+
+def test_accuracy_gain_and_lead_are_points(make_outcome):
+    ours = make_outcome("two", start={"acc": 0.5}, final={"acc": 0.75})
+    theirs = make_outcome("one", start={"acc": 0.5}, final={"acc": 0.7})
+    assert value("acc", ours) == 75
+    assert value("gain", ours) == 25
+    assert value("lead", ours, theirs) == pytest.approx(5)
+    assert value("lead", theirs, theirs) is None
+    assert value("gain", make_outcome(final={"acc": 1.0})) is None
+
+
+def test_without_held_out_questions_the_benchmarks_mean_is_compared(make_outcome):
+    start = {"mathvista/acc": 0.2, "mean/acc": 0.2}
+    final = {"mathvista/acc": 0.5, "mathvista/acc_low": 0.4, "mean/acc": 0.5}
+    outcome = make_outcome(start=start, final=final)
+    assert value("gain", outcome) == pytest.approx(30)
+    columns = columns_of(("acc", "benchmarks"), [outcome])
+    assert [each.label for each in columns.values()] == [
+        "held-out acc, %",
+        "mathvista, %",
+        "mean, %",
+    ]
+    assert columns["mathvista/acc"].of(outcome, None) == 50
+    leads = columns_of(("benchmarks:lead",), [outcome])
+    assert [each.label for each in leads.values()] == [
+        "mathvista, %: lead over {reference}",
+        "mean, %: lead over {reference}",
+    ]
+    other = make_outcome("other", final={"mathvista/acc": 0.6})
+    assert leads["mathvista/acc:lead"].of(other, outcome) == pytest.approx(10)
+
+
+def test_a_fluctuating_metric_is_averaged_over_the_last_tenth(make_outcome):
+    lengths = [0.0] * 90 + [10.0, 20.0] * 5
+    assert value("response_tokens", make_outcome(response_tokens=lengths)) == 15
+    assert value("alpha", make_outcome(**{"signature/alpha": [None] * 100})) is None
+    assert value("alpha", make_outcome(**{"signature/alpha": [None] * 99 + [0.5]})) == 0.5
+
+
+def test_reflections_count_one_by_one_over_the_whole_run(make_outcome):
+    """Half of all groups at a success of 20%, an eighth at 70%: 30% of the reflections."""
+    steps = {
+        "reflect_rate": [0.5] * 50 + [0.125] * 49 + [0.125],
+        "reflect_success": [0.2] * 50 + [0.7] * 49 + [0.7],
+    }
+    assert value("reflect_success", make_outcome(**steps)) == pytest.approx(30)
+    first = {"reflect_rate": [0.5, 0.0] * 50, "reflect_first_try": [0.4, None] * 50}
+    assert value("reflect_first_try", make_outcome(**first)) == pytest.approx(40)
+    assert value("reflect_success", make_outcome(reflect_success=[None] * 100)) is None
+
+
+def test_the_rescue_is_measured_against_the_run_without_it(make_outcome):
+    ours = make_outcome(
+        "full",
+        acc=[0.0] * 40 + [0.6] * 10 + [0.0] * 50,
+        rescue_rate=0.25,
+        kl_old=[0.03] * 50 + [0.01] * 50,
+    )
+    theirs = make_outcome("off", acc=0.5, rescue_rate=0.0, kl_old=0.01)
+    assert value("triggers", ours) == 100 * 64 / 4
+    assert value("acc_at_50", ours, theirs) == pytest.approx(10)  # steps 40 to 49
+    assert value("kl_per_trigger", ours, theirs) == pytest.approx(1000 * 50 * 0.02 / 1600)
+    assert value("acc_at_50", theirs, theirs) is None
+    with pytest.raises(NotLogged, match=r"set rl\.num_steps to at least 50"):
+        value("acc_at_50", make_outcome("two", num_steps=49, acc=0.5), theirs)
+    assert value("kl_per_trigger", theirs, theirs) is None
+    assert value("kl_per_trigger", make_outcome("two", num_steps=0), theirs) is None
+
+
+def test_where_a_reference_policy_is_kept_its_kl_at_the_end_is_taken(make_outcome):
+    kl_ref = [9.0] * 90 + [0.5] * 10
+    ours = make_outcome("full", rescue_rate=0.25, kl_ref=kl_ref, kl_old=1.0)
+    theirs = make_outcome("off", rescue_rate=0.0, kl_ref=0.1, kl_old=1.0)
+    assert value("kl_per_trigger", ours, theirs) == pytest.approx(1000 * 0.4 / 1600)
+
+
+def test_no_kl_is_compared_with_an_arm_that_keeps_no_reference_policy(make_outcome):
+    ours = make_outcome("full", rescue_rate=0.25, kl_ref=0.5, kl_old=1.0)
+    theirs = make_outcome("off", rescue_rate=0.0, kl_old=1.0)
+    assert value("kl_per_trigger", ours, theirs) is None
+
+
+def test_held_out_accuracy_during_the_run(make_outcome):
+    """Trapezoids of width 2 and 6: (.2 + .4)·1 + (.4 + .5)·3 over 8 is 41.25%."""
+    outcome = make_outcome(num_steps=8, held_out={0: 0.2, 2: 0.4, 8: 0.5})
+    assert value("held_out_area", outcome) == pytest.approx(41.25)
+    assert value("held_out@2", outcome) == pytest.approx(40)
+    assert value("held_out_best", make_outcome(held_out={0: 0.2, 2: 0.6, 4: 0.5})) == 60
+    assert value("held_out_area", make_outcome(held_out={0: 0.2})) == 20
+
+
+def test_held_out_accuracy_that_was_not_measured_names_the_key(make_outcome):
+    for name in ("held_out_area", "held_out_best", "held_out@2", "rescue_gain_held_out@2"):
+        with pytest.raises(NotLogged, match=r"set rl\.eval_every above 0"):
+            value(name, make_outcome(rescue_rate=0.5))
+    with pytest.raises(
+        NotLogged, match=r"rl\.eval_every to a divisor of 3 and rl\.num_steps to at"
+    ):
+        value("held_out@3", make_outcome(held_out={0: 0.2, 2: 0.4}))
+
+
+def test_accuracy_of_the_rollouts_over_the_run_and_at_a_step(make_outcome):
+    """Trapezoids 0.05, 0.25, 0.45 over 3 steps: 25%. The mean up to step 2 is 5%."""
+    outcome = make_outcome(num_steps=4, acc=[0.0, 0.1, 0.4, 0.5])
+    assert value("rollout_area", outcome) == pytest.approx(25)
+    assert value("rollout_acc@2", outcome) == pytest.approx(5)
+    assert value("rollout_acc@12", make_outcome(acc=[0.9] * 2 + [0.2] * 98)) == pytest.approx(20)
+    with pytest.raises(NotLogged, match=r"set rl\.num_steps to at least 5"):
+        value("rollout_acc@5", outcome)
+
+
+def test_the_kl_to_the_reference_needs_one(make_outcome):
+    outcome = make_outcome(kl_old=[0.1] * 50 + [0.3] * 50, kl_ref=[9.0] * 90 + [0.5] * 10)
+    assert value("kl_old", outcome) == pytest.approx(0.2)
+    assert value("kl_ref", outcome) == pytest.approx(0.5)
+    with pytest.raises(NotLogged, match=r"set gspo\.beta above 0"):
+        value("kl_ref", make_outcome(objective="gspo", kl_old=0.1))
+
+
+def test_a_raw_reward_and_think_length_are_averaged_over_the_last_tenth(make_outcome):
+    series = [9.0] * 90 + [1.0, 2.0] * 5
+    names = {
+        "reward": "reward",
+        "think_tokens": "think_tokens",
+        "a_raw_anchor": "a_raw/anchor",
+        "a_raw_negative": "a_raw/negative",
+        "variance_ratio": "variance_ratio",
+    }
+    for name, metric in names.items():
+        assert value(name, make_outcome(**{metric: series})) == 1.5, name
+        assert value(name, make_outcome()) is None
+
+
+def test_a_change_is_the_last_tenth_minus_the_first(make_outcome):
+    """First tenth 0.01 and undefined steps, last tenth 0.03 and 0.05."""
+    series = [None, 0.01] * 5 + [0.5] * 80 + [0.03, 0.05] * 5
+    assert value("clip_rate_change", make_outcome(clip_rate=series)) == pytest.approx(3)
+    outcome = make_outcome(clip_rate_negative_answer=series)
+    assert value("clip_rate_negative_answer_change", outcome) == pytest.approx(3)
+    assert value("variance_ratio_change", make_outcome(variance_ratio=series)) == pytest.approx(
+        0.03
+    )
+    lone = [None] * 10 + [0.5] * 90
+    assert value("variance_ratio_change", make_outcome(variance_ratio=lone)) is None
+
+
+def test_the_gain_after_a_rescue_is_weighted_by_rescued_groups(make_outcome):
+    """Over two steps: +0.2 after step 0 with one part of rescues, +0.4 after step 1 with three.
+
+    Steps 3 and 4 have no two steps after them.
+    """
+    acc, rates = [0.1, 0.1, 0.3, 0.5, 0.9], [0.1, 0.3, 0.0, 0.9, 0.9]
+    outcome = make_outcome(num_steps=5, acc=acc, rescue_rate=rates)
+    assert value("rescue_gain@2", outcome) == pytest.approx(100 * (0.2 + 3 * 0.4) / 4)
+    # Held-out accuracy rises by 0.1 a step up to step 2, then by 0.2.
+    outcome = make_outcome(
+        num_steps=4, rescue_rate=[0.2, 0.6, 0, 0.9], held_out={0: 0, 2: 0.2, 4: 0.6}
+    )
+    assert value("rescue_gain_held_out@2", outcome) == pytest.approx(
+        100 * (0.2 * 0.2 + 0.6 * 0.3) / 0.8
+    )
+    assert value("rescue_gain@2", make_outcome(acc=0.5, rescue_rate=0.0)) is None
+    assert value("rescue_gain@2", make_outcome(acc=0.5, objective="grpo")) is None
+    with pytest.raises(NotLogged, match=r"set rl\.num_steps above 50"):
+        value("rescue_gain@50", make_outcome(num_steps=50, acc=0.5, rescue_rate=0.5))
+
+
+@pytest.fixture
+def unequal(make_outcome):
+    """One arm decodes 100 tokens a step, the other 200; each has two evaluations or three."""
+    one = make_outcome(
+        "one",
+        num_steps=4,
+        acc=[0.1, 0.2, 0.3, 0.4],
+        decoded_tokens=[100, 200, 300, 400],
+        held_out={0: 0.1, 4: 0.5},
+    )
+    two = make_outcome(
+        "two",
+        num_steps=4,
+        acc=[0.2, 0.4, 0.6, 0.8],
+        decoded_tokens=[200, 400, 600, 800],
+        held_out={0: 0.1, 1: 0.3, 4: 0.9},
+    )
+    other_seed = make_outcome("one", 1, num_steps=1, acc=0.5, decoded_tokens=150)
+    return with_shared_tokens([one, two, other_seed])
+
+
+def test_the_rationales_share_is_that_of_the_last_steps_in_percent(make_outcome):
+    outcome = make_outcome(num_steps=20, rationale_share=[0.9] * 18 + [0.2, 0.4])
+    assert value("rationale_share", outcome) == pytest.approx(30)
+
+
+def test_an_arm_without_rl_takes_no_part_in_the_tokens_of_its_seed(unequal, make_outcome):
+    one, two, _ = unequal
+    rows = with_shared_tokens([one, make_outcome("base", num_steps=0), two])
+    assert [rows[0].shared_tokens, rows[2].shared_tokens] == [400, 400]
+    assert math.isnan(rows[1].shared_tokens)
+
+
+def test_arms_are_compared_at_the_tokens_that_all_of_the_seed_have_reached(unequal):
+    """At 400 tokens, `one` is at its end, and `two` at half of its run."""
+    one, two, other_seed = unequal
+    assert [each.shared_tokens for each in unequal] == [400, 400, 150]
+    assert value("shared_tokens", other_seed) == pytest.approx(150e-6)
+    assert value("rollout_equal_tokens", other_seed) == pytest.approx(50)
+    # The last 40 tokens lie in the fourth step of `one`, in the second of `two`.
+    assert value("rollout_equal_tokens", one) == pytest.approx(40)
+    assert value("rollout_equal_tokens", two) == pytest.approx(40)
+    # `two`: 0.3 at 200 tokens and 0.9 at 800, so 0.5 at 400.
+    assert value("held_out_equal_tokens", one) == pytest.approx(50)
+    assert value("held_out_equal_tokens", two) == pytest.approx(50)
+    assert value("held_out_equal_tokens:lead", two, one) == pytest.approx(0)
+
+
+def test_a_window_of_tokens_takes_its_part_of_every_step(make_outcome):
+    """Of 1000 tokens the last 100: 40 of a step at 0.2, 60 of one at 0.7."""
+    outcome = make_outcome(
+        num_steps=3, acc=[0.9, 0.2, 0.7], decoded_tokens=[500, 940, 2000], shared_tokens=1000.0
+    )
+    assert value("rollout_equal_tokens", outcome) == pytest.approx(40 * 0.2 + 60 * 0.7)
+
+
+def test_equal_tokens_need_evaluations_on_both_sides_and_tokens(make_outcome):
+    args = dict(num_steps=4, decoded_tokens=[100, 200, 300, 400], shared_tokens=400.0)
+    with pytest.raises(NotLogged, match=r"evaluate\.at_start and an rl\.eval_every that divides"):
+        value("held_out_equal_tokens", make_outcome(held_out={0: 0.1, 2: 0.4}, **args))
+    assert value("rollout_equal_tokens", make_outcome(acc=0.5, decoded_tokens=100)) is None
+
+
+def test_a_lead_is_the_difference_under_the_same_seed(make_outcome):
+    ours, theirs = (
+        make_outcome(arm, held_out={0: 0.1, 2: acc}) for arm, acc in (("two", 0.6), ("one", 0.4))
+    )
+    assert value("held_out@2:lead", ours, theirs) == pytest.approx(20)
+    assert value("held_out_best:lead", theirs, theirs) is None
+    assert value("held_out_best:lead", ours, None) is None
+    assert (
+        measure_named("held_out@2:lead").label == "held-out acc at step 2, %: lead over {reference}"
+    )
+    with pytest.raises(NotLogged, match=r"rl\.eval_every"):
+        value("held_out@2:lead", ours, make_outcome("one"))
+
+
+@pytest.mark.parametrize(
+    "name", ["fun", "held_out", "held_out@", "held_out@0", "held_out@-1", "held_out@x", "acc@3",
+             "acc:gain", "acc:", "fun:lead", "@3"],
+)  # fmt: skip
+def test_a_name_that_stands_for_nothing_is_refused(name):
+    with pytest.raises(KeyError):
+        measure_named(name)

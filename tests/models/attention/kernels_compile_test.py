@@ -1,0 +1,141 @@
+"""The kernels compile for TPUs and for an H100 that are not there, in memory that grows with S.
+
+`make test` puts libtpu and the CUDA compiler beside the environment, not in it: jax would else ask
+them for devices at every start. This file is the program that a test runs with one of them.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# (rows, tokens, kv heads, query heads of each, head size), is it text
+CASES = {
+    "decoder of 7B": ((2, 8192, 4, 7, 128), True),
+    "tower of Qwen2.5-VL": ((2, 4096, 16, 1, 80), False),
+    "tower of Qwen3-VL": ((2, 4096, 16, 1, 72), False),
+}
+# Prompts, rows of each, kv heads, query heads of each, head size, slots of a prompt and of a row.
+STEP = "decode step of 7B"
+STEP_SIZES = 64, 4, 4, 7, 128, 2048, 2048
+KERNEL = {
+    "tpu": 'custom_call_target="tpu_custom_call"',
+    "cuda": 'custom_call_target="__gpu$xla.gpu.triton"',
+}
+# What the compiler must know of the device: limits from NVIDIA's data sheet and CUDA's tables.
+H100 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_address_bits: 64 name: "H100"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0" device_interconnect_info { active_links: 18 } }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "H100" """
+
+
+@pytest.mark.parametrize(
+    ("compiler", "topology"),
+    [
+        ("libtpu", "v5e:2x2"),
+        pytest.param("libtpu", "v5p:2x2x1", marks=pytest.mark.exhaustive),
+        pytest.param("libtpu", "v6e:2x2", marks=pytest.mark.exhaustive),
+        ("cuda", "1x1x4"),
+    ],
+)
+def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, topology):
+    """One head's scores of 8192 x 8192 would be more than the decoder's bound."""
+    folder = pathlib.Path(sys.prefix, compiler)
+    if not folder.is_dir():
+        pytest.skip(f"needs {compiler} in {folder}, where `make test` puts it")
+    result = subprocess.run(
+        [sys.executable, __file__, compiler, topology],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "PYTHONPATH": f"{folder}:{ROOT}",
+        },
+    )
+    sizes = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
+    assert [name for name, *_ in sizes] == [*CASES, STEP], result.stderr[-3000:]
+    for name, *numbers in sizes:
+        num_kernels, arguments, temporaries = map(int, numbers)
+        assert num_kernels == (2 if name == STEP else 3), name
+        # A decode step copies nothing of the cache's size.
+        assert temporaries < (arguments / 20 if name == STEP else 3 * arguments), name
+
+
+def main(compiler: str, topology: str) -> None:
+    """Prints kernels, bytes of arguments and of temporaries of every case, on a 2 x 2 mesh."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from models.attention.cached import attend_cached, cache_mask
+    from models.attention.mask import AttentionImpl, block_mask
+    from models.attention.packed import attend
+
+    platform = "tpu" if compiler == "libtpu" else "cuda"
+    if platform == "tpu":
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    else:
+        devices = topologies.get_topology_desc(
+            platform="cuda", target_config=H100, topology=topology
+        )
+    mesh = topologies.make_mesh(devices, (2, 2), ("data", "tensor"))
+    impl = AttentionImpl("tpu" if platform == "tpu" else "gpu", mesh, ("data",), ("tensor",))
+
+    def abstract(shape, dtype, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+    def report(name, function, *arguments):
+        traced = jax.jit(function).trace(*arguments)
+        compiled = traced.lower(lowering_platforms=(platform,)).compile()
+        num_kernels = compiled.as_text().count(KERNEL[platform])
+        memory = compiled.memory_analysis()
+        sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        print(name, num_kernels, *sizes, sep="\t")
+
+    for name, ((B, S, K, G, H), is_text) in CASES.items():
+        span = abstract((B, S), jnp.int32, "data")
+        q, k = (
+            abstract(shape, jnp.bfloat16, "data", None, "tensor")
+            for shape in ((B, S, K, G, H), (B, S, K, H))
+        )
+
+        def values_and_gradients(q, k, v, g, first, last, G=G, is_text=is_text):
+            mask = block_mask(None if is_text else first, last, G, impl)
+            out, pull_back = jax.vjp(lambda q, k, v: attend(q, k, v, mask), q, k, v)
+            return out, pull_back(g)
+
+        report(name, values_and_gradients, q, k, k, q, span, span)
+
+    def step(q, prefix, suffix, on_prefix, on_suffix):
+        return attend_cached(q, prefix, suffix, cache_mask(on_prefix, on_suffix, impl))
+
+    B, R, K, G, H, P_, S = STEP_SIZES
+    on_rows = "data", None, "tensor"
+    report(
+        STEP,
+        step,
+        abstract((B, R, 1, K, G, H), jnp.bfloat16, "data", None, None, "tensor"),
+        [abstract((B, K, *size), jnp.bfloat16, "data", "tensor") for size in ((H, P_), (P_, H))],
+        [abstract((B, R, K, *size), jnp.bfloat16, *on_rows) for size in ((H, S), (S, H))],
+        abstract((B, P_), bool, "data"),
+        abstract((B, R, 1, S), bool, "data"),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
