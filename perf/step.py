@@ -47,7 +47,7 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl import dynamic_sampling
-from care_jax.rl.programs import compile_decoding, compile_rollout, compile_update, rollout_sizes
+from care_jax.rl.programs import compile_decoder, compile_rollout, compile_update, rollout_sizes
 from care_jax.rl.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
 from care_jax.run.policy import initial_params, policy_of
 from care_jax.run.run import Run, make_adamw, start_state
@@ -160,8 +160,8 @@ class Ours:
         """The programs with rollouts that end at exactly these lengths [B, G]."""
         sizes = rollout_sizes(self.run)[0]
         queue = DecodeQueue(
-            self.run,
-            compile_decoding(self.run, temperature=1.0, top_p=1.0, stops=False),
+            compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False),
+            self.run.policy.prompts,
             sizes,
             DeviceClock(),
         )

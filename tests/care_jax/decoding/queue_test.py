@@ -11,10 +11,10 @@ from plain_decode import plain_decode
 from queued import make_answer
 
 from care_jax.decoding import schedule as decode_schedule
+from care_jax.decoding.programs import DecodingAttention
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
-from care_jax.run.attention_check import DecodingAttention
 from models.attention.mask import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
