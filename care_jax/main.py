@@ -35,7 +35,7 @@ from care_jax.devices.whole_file import write_whole
 from care_jax.report.metrics import MetricWriter, print_line
 from care_jax.report.writer import Report
 from care_jax.rewards.reward_function import RewardFunction
-from care_jax.run import interrupts, lock, mounts, weights
+from care_jax.run import interrupts, lock, weights
 from care_jax.run.policy import check_policy, policy_of
 from care_jax.run.run import Run, check_workdir
 from care_jax.run.versions import versions
@@ -54,7 +54,7 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
     flags.DEFINE_string(
         "workdir",
         "runs/tiny",
-        "Folder, or gs://bucket/folder, of metrics, checkpoints and exports.",
+        "Folder of metrics, checkpoints and exports.",
     )
     flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
     # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
     if not given.workdir:
         raise ValueError("--workdir must name a folder, got ''; write --workdir=runs/<name>")
     told = xla_flags.set_defaults(given.config.xla_preset)
-    workdir = mounts.as_folder(given.workdir)
+    workdir = command_line.folder_of(given.workdir)
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
     if told:
         print_line(f"XLA: {', '.join(told)}")

@@ -36,6 +36,7 @@ from jaxtyping import Float, Int
 
 from care_jax.batch import Example
 from care_jax.commands.reopened import Reopened, check_cue, run_command, sample_groups
+from care_jax.config import command_line
 from care_jax.decoding import reflection
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
 from care_jax.devices.device_clock import DeviceClock
@@ -47,7 +48,6 @@ from care_jax.rl.programs import (
     rollout_sizes,
 )
 from care_jax.rl.rollout import contexts_of, verify
-from care_jax.run import mounts
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, verifier_of
 from models import backbone
@@ -289,7 +289,7 @@ def run_main() -> None:
         print("\n".join(summary(outcomes, rates, name)))
         path = run.workdir / f"probe_{opened.stage}.csv"
         if out.value:
-            path = mounts.as_folder(out.value, flag="--out")
+            path = command_line.folder_of(out.value, flag="--out")
         write_csv(path, rates, name)
         print(f"wrote {path}")
 

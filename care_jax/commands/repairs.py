@@ -31,13 +31,13 @@ from absl import flags
 
 from care_jax.batch import Example
 from care_jax.commands.reopened import Reopened, Tried, run_command, sample_groups
+from care_jax.config import command_line
 from care_jax.data.drawn.noise import spaced
 from care_jax.data.readers import shards
 from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.rl.programs import compile_rollout, compile_to_decode_layout, rollout_sizes
-from care_jax.run import mounts
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, verifier_of
 
@@ -175,7 +175,7 @@ def run_main() -> None:
     )
 
     def act(opened: Reopened) -> None:
-        folder = mounts.as_folder(out.value, flag="--out")
+        folder = command_line.folder_of(out.value, flag="--out")
         manifest = write_repairs(opened, folder, right_share=right_share.value)
         groups = manifest["groups"]
         print(
