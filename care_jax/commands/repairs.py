@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
@@ -36,6 +35,7 @@ from care_jax.data.drawn.noise import spaced
 from care_jax.data.readers import shards
 from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
+from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.rl.programs import compile_rollout, compile_to_decode_layout, rollout_sizes
 from care_jax.run.attention_check import decoding_attention
@@ -44,7 +44,6 @@ from care_jax.run.run import Run, verifier_of
 RIGHT_SHARE = 0.15
 _SOURCE = "repairs"  # in the folder
 _SHARD_BYTES = 256 * 2**20
-_DRAWS = 2**31 - 3  # folded into the run's key, see `probe`
 
 
 def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Iterator[Example]:
@@ -122,7 +121,7 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
             run,
             programs,
             compile_to_decode_layout(run)(opened.params),
-            jax.random.fold_in(jax.random.key(seed), _DRAWS),
+            streams.key_of(seed, streams.REPAIRS),
             opened.examples,
             opened.num_questions,
             verifier,
