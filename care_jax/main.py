@@ -8,7 +8,6 @@ them must be able to write to its workdir; see `devices.distributed`.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 import traceback
@@ -32,10 +31,11 @@ from care_jax.config.resume import TRAINING
 from care_jax.data.stages import given_stage, open_stage
 from care_jax.devices import compilation_cache, distributed, xla_flags
 from care_jax.devices.sharding import make_mesh
+from care_jax.devices.whole_file import write_whole
 from care_jax.report.metrics import MetricWriter, print_line
 from care_jax.report.writer import Report
 from care_jax.rewards.reward_function import RewardFunction
-from care_jax.run import interrupts, lock, mounts, weights
+from care_jax.run import interrupts, lock, weights
 from care_jax.run.policy import check_policy, policy_of
 from care_jax.run.run import Run, check_workdir
 from care_jax.run.versions import versions
@@ -54,7 +54,7 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
     flags.DEFINE_string(
         "workdir",
         "runs/tiny",
-        "Folder, or gs://bucket/folder, of metrics, checkpoints and exports.",
+        "Folder of metrics, checkpoints and exports.",
     )
     flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
     # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
     if not given.workdir:
         raise ValueError("--workdir must name a folder, got ''; write --workdir=runs/<name>")
     told = xla_flags.set_defaults(given.config.xla_preset)
-    workdir = mounts.as_folder(given.workdir)
+    workdir = command_line.folder_of(given.workdir)
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
     if told:
         print_line(f"XLA: {', '.join(told)}")
@@ -173,9 +173,7 @@ def _run_each(
 def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Writes config.json, with the versions of code and libraries; a kill leaves it whole."""
     fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
-    partial = workdir / "config.json.partial"
-    partial.write_text(json.dumps(fields, indent=2) + "\n")
-    os.replace(partial, workdir / "config.json")
+    write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
 def run_main() -> None:

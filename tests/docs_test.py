@@ -30,7 +30,9 @@ def commands_of(text):
     """The lines of indented and fenced blocks that call our programs, continuations joined."""
     text = text.replace("\\\n", " ")
     for line in text.splitlines():
-        if re.match(r"(?: {4})(?:\$ )?(?:[A-Z_]+=\S+ )*python3? -m (?:care_jax|experiments|perf)", line):
+        if re.match(
+            r"(?: {4})(?:\$ )?(?:[A-Z_]+=\S+ )*python3? -m (?:care_jax|experiments|perf)", line
+        ):
             yield line.strip().removeprefix("$ ").split(" #")[0]
 
 

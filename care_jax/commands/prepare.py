@@ -33,7 +33,6 @@ from care_jax.data.readers import hub, shards
 from care_jax.data.sources import check_section, open_source, options_of
 from care_jax.data.tokenizer import open_tokenizer
 from care_jax.prompts.builder import PromptBuilder, backbone_config
-from care_jax.run import mounts
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
@@ -304,7 +303,7 @@ def run_main() -> None:
     def main(argv: Sequence[str]) -> None:
         if len(argv) > 1 or config.value is None or not out.value:
             raise ValueError("expected --config=FILE --out=FOLDER and --config.<key>=<value> alone")
-        folder = mounts.as_folder(out.value, flag="--out")
+        folder = command_line.folder_of(out.value, flag="--out")
         print("\n".join(summary(prepare(config.value, folder))))
 
     try:

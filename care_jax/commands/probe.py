@@ -36,13 +36,14 @@ from jaxtyping import Float, Int
 
 from care_jax.batch import Example
 from care_jax.commands.reopened import Reopened, check_cue, run_command, sample_groups
+from care_jax.config import command_line
 from care_jax.decoding import reflection
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
+from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval
 from care_jax.rl.programs import compile_decoder, compile_rollout, rollout_sizes
 from care_jax.rl.rollout import contexts_of, verify
-from care_jax.run import mounts
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 from models import backbone
@@ -50,7 +51,6 @@ from models import backbone
 GAIN = 0.3
 WRONG = 0.7
 ALL = "all"  # in the place of a source: every question
-_DRAWS = 2**31 - 2  # folded into the run's key; training folds in steps, evaluation one more
 WAYS = ("first", *reflection.MODES, "forced_right", "other_words")
 
 
@@ -132,8 +132,7 @@ def probe(
     policy, config = run.policy, run.config
     if other_words:
         check_cue(config, policy, other_words)
-    rng = jax.random.fold_in(jax.random.key(config.seed), _DRAWS)
-    first_rng, again_rng = jax.random.split(rng)
+    first_rng, again_rng = jax.random.split(streams.key_of(config.seed, streams.PROBE))
     clock = DeviceClock()
     attention = decoding_attention(run, rollout_sizes(run)[0])
     programs = compile_rollout(run, clock, attention)
@@ -284,7 +283,7 @@ def run_main() -> None:
         print("\n".join(summary(outcomes, rates, name)))
         path = run.workdir / f"probe_{opened.stage}.csv"
         if out.value:
-            path = mounts.as_folder(out.value, flag="--out")
+            path = command_line.folder_of(out.value, flag="--out")
         write_csv(path, rates, name)
         print(f"wrote {path}")
 

@@ -25,7 +25,7 @@ from care_jax.method.select import Subgroup
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl.programs import RolloutPrograms
 from care_jax.rl.rollout import verify
-from care_jax.run import lock, mounts, weights
+from care_jax.run import lock, weights
 from care_jax.run.policy import Policy, check_policy, policy_of
 from care_jax.run.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints
 from models import backbone, lora
@@ -65,7 +65,9 @@ def run_command(act: Callable[[Reopened], None]) -> None:
         if len(argv) > 1:
             raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
         xla_flags.set_defaults(config.value.xla_preset)
-        run, examples = open_run(config.value, mounts.as_folder(workdir.value), questions.value)
+        run, examples = open_run(
+            config.value, command_line.folder_of(workdir.value), questions.value
+        )
         act(Reopened(run, *checkpoint_of(run, stage.value), examples, questions.value))
 
     logging.set_verbosity(logging.WARNING)

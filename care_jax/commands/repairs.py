@@ -25,26 +25,25 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
 from care_jax.batch import Example
 from care_jax.commands.reopened import Reopened, Tried, run_command, sample_groups
+from care_jax.config import command_line
 from care_jax.data.drawn.noise import spaced
 from care_jax.data.readers import shards
 from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
+from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.rl.programs import compile_rollout, rollout_sizes
-from care_jax.run import mounts
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 
 RIGHT_SHARE = 0.15
 _SOURCE = "repairs"  # in the folder
 _SHARD_BYTES = 256 * 2**20
-_DRAWS = 2**31 - 3  # folded into the run's key, see `probe`
 
 
 def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Iterator[Example]:
@@ -122,7 +121,7 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
             run,
             programs,
             compile_to_decode_layout(run)(opened.params),
-            jax.random.fold_in(jax.random.key(seed), _DRAWS),
+            streams.key_of(seed, streams.REPAIRS),
             opened.examples,
             opened.num_questions,
             verifier,
@@ -175,7 +174,7 @@ def run_main() -> None:
     )
 
     def act(opened: Reopened) -> None:
-        folder = mounts.as_folder(out.value, flag="--out")
+        folder = command_line.folder_of(out.value, flag="--out")
         manifest = write_repairs(opened, folder, right_share=right_share.value)
         groups = manifest["groups"]
         print(

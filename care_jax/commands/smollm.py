@@ -32,7 +32,7 @@ from care_jax.config import command_line
 from care_jax.prompts.builder import PromptBuilder
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from care_jax.report.metrics import print_line
-from care_jax.run import integrity, mounts
+from care_jax.run import integrity
 from models import backbone
 from models.config import BackboneConfig, TextConfig, VisionConfig
 from models.layers import Params
@@ -347,7 +347,7 @@ def run_main() -> None:
             )
         if not out.value:
             raise ValueError("expected --out=FOLDER, got none; name the folder to write")
-        folder = mounts.as_folder(out.value, flag="--out")
+        folder = command_line.folder_of(out.value, flag="--out")
         path = pathlib.Path(gguf.value).expanduser() if gguf.value else packaged_gguf()
         num_parameters = write_release(path, folder)
         fields = json.loads((folder / "config.json").read_text())

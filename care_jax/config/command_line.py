@@ -1,8 +1,11 @@
-"""Flag parsing for all commands; a wrong flag or key is reported in one line."""
+"""Flags of all commands; a wrong flag, key or folder is reported in one line."""
 
 from __future__ import annotations
 
 import errno
+import os
+import pathlib
+import re
 import traceback
 from collections.abc import Sequence
 
@@ -12,6 +15,11 @@ from ml_collections import ConfigDict
 # If a config file raises, ml_collections raises an error whose message begins with this and holds
 # the traceback; the original exception is the `__context__` of that error.
 _WRAPPED = "Error whilst parsing config file"
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)/*(.*)", re.DOTALL)
+# Without its caches, which never expire on TPU VMs, every host sees what another has written.
+_GCSFUSE = (
+    "gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0"
+)
 
 
 def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = None) -> Sequence[str]:
@@ -30,6 +38,24 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = Non
     except Exception as error:  # whatever a configuration file raises
         raise ValueError(" ".join(_message(error).split())) from error
     return rest
+
+
+def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathlib.Path:
+    """The folder that a user named, which may begin with ~; pathlib would make one of gs:// too.
+
+    Raises:
+        ValueError: it is an address; says how to mount the bucket, and what to write then.
+    """
+    found = _ADDRESS.fullmatch(os.fspath(text))
+    if not found:
+        return pathlib.Path(text).expanduser()
+    scheme, bucket, rest = found.groups()
+    point = f"/mnt/{bucket or 'BUCKET'}"
+    command = f" ({_GCSFUSE} {bucket or 'BUCKET'} {point})" if scheme == "gs" else ""
+    raise ValueError(
+        f"expected a folder, got {flag}={scheme}://{bucket}/{rest}; mount the bucket on every "
+        f"host{command} and write {flag}={pathlib.Path(point, rest)}"
+    )
 
 
 def os_error(error: OSError, workdir: str) -> str:

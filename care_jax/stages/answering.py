@@ -19,7 +19,7 @@ import numpy as np
 from care_jax.batch import Example, Rollouts
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
-from care_jax.devices import distributed, loaded_programs, sharding
+from care_jax.devices import distributed, loaded_programs, sharding, streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import progress
 from care_jax.rewards.scores import row_texts
@@ -31,7 +31,6 @@ from models import backbone
 Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
 
 _NUM_BATCHES = 4  # batches of evaluate.batch_size that are decoded and written together
-_DRAWS = 2**31 - 1  # folded into the run's key; the keys of training fold in the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,7 @@ def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms)
         pairs, in order of completion. A request's place determines its draws.
     """
     decode_params = programs.to_decode_layout(params)
-    rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
+    rng = streams.key_of(run.config.seed, streams.EVALUATION)
     return lambda requests: programs.queue.decode(decode_params, rng, requests)
 
 

@@ -22,7 +22,7 @@ try:
 except ImportError:
     sys.exit("error: a sweep draws with matplotlib; run: pip install -e '.[sweep]'")
 
-from care_jax.run import mounts
+from care_jax.config import command_line
 from experiments.sweep.experiment import Experiment, load_experiment
 from experiments.sweep.figures import write_figure
 from experiments.sweep.measures import columns_of
@@ -36,7 +36,7 @@ _SET_BY_SWEEP = ("--config.seed", "--config.stages")  # set per trial
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs missing trials, writes table and figure of the finished ones; 1 if a run failed."""
     args, overrides = _parse(argv)
-    workdir = mounts.as_folder(args.workdir)
+    workdir = command_line.folder_of(args.workdir)
     experiment = load_experiment(
         args.experiment, arms=args.arms, columns=args.columns, panels=args.panels
     )

@@ -1,12 +1,15 @@
-"""The √K' signature over every contrasted group of a run, and over the means of its steps.
+"""The √K' signature over every contrasted group of a run.
 
-A_raw of an anchor is α·√K', the mean A_raw of its K' negatives -α/√K'; `predicted_alphas` in
-`care_jax.method.diagnostics` has the two formulas for α.
+A_raw of an anchor is α·√K', the mean A_raw of its K' negatives -α/√K'. α is predicted by the
+formula of the paper's text and by its appendix's; `care_jax.method.diagnostics` says which holds:
 
-The full sample is read from `rollouts.jsonl`, which has role, reward and A_raw of every response.
-The metrics have only the means of a step, and means of 20 groups scatter less than groups do, which
-raises R². Values in `rollouts.jsonl` have four significant digits. Groups with a reflected row are
-left out, as in the metrics: that row changes S.
+    text      α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)
+    appendix  α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2),       Δ = r⁺ - mean(r⁻)
+
+The groups are read from `rollouts.jsonl`, which has role, reward and A_raw of every response, with
+four significant digits. The metrics have only the means of a step, which scatter less than groups
+do and so have a higher R². Groups with a reflected row are left out, as in the metrics: that row
+changes S.
 """
 
 from __future__ import annotations
@@ -21,10 +24,9 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Float, Int
 
-from care_jax.method.diagnostics import predicted_alphas
 from experiments.sweep.outcome import Outcome, logged_groups
 
-FORMULAS = ("text", "appendix")  # of the paper: with K'+1, and with K'
+FORMULAS = ("text", "appendix")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +58,14 @@ def sample_of(outcome: Outcome) -> Sample:
     Raises:
         NotLogged: the run kept no rollouts, or has dropped those of its first steps.
     """
-    return _read(outcome.workdir) if outcome.workdir is not None else _sample([])
+    return _read(outcome.workdir)
 
 
 @functools.cache  # measures and panels of one run ask for it in turn
 def _read(workdir: pathlib.Path) -> Sample:
-    found = (_values(group["responses"]) for group in logged_groups(workdir))
-    return _sample([values for values in found if values is not None])
+    found = [_values(group["responses"]) for group in logged_groups(workdir)]
+    columns = np.array([values for values in found if values], float).reshape(-1, 5).T
+    return Sample(columns[0].astype(int), *columns[1:])
 
 
 def _values(responses: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | None:
@@ -75,17 +78,12 @@ def _values(responses: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | None:
         return None
     (anchor,) = by_role["anchor"]
     rewards = [each["reward"] for each in negatives]
-    gap = anchor["reward"] - float(np.mean(rewards))
+    gap, count = anchor["reward"] - float(np.mean(rewards)), len(negatives)
     if gap <= 0:
         return None
-    negative = float(np.mean([each["raw"] for each in negatives]))
-    alphas = predicted_alphas(len(negatives), float(np.var(rewards)), gap)
-    return len(negatives), anchor["raw"], negative, *alphas
-
-
-def _sample(values: Sequence[tuple[float, ...]]) -> Sample:
-    columns = np.array(values, float).reshape(-1, 5).T
-    return Sample(columns[0].astype(int), *columns[1:])
+    spread = float(np.var(rewards)) / gap**2
+    alphas = (1 + (count + 1) * spread) ** -0.5, (1 + count * spread) ** -0.5
+    return count, anchor["raw"], float(np.mean([each["raw"] for each in negatives])), *alphas
 
 
 def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -105,28 +103,9 @@ def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
     return getattr(sample, name), sample.ratio
 
 
-def step_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Points (x, y) of the signature, each the mean over the groups of one step.
-
-    Args:
-        outcome: of a run of CARE.
-        name: as in `sample_points`, "alpha" for the formula of the text.
-    """
-    if name == "alpha":
-        x, y = outcome.series("signature/alpha"), outcome.series("signature/ratio")
-    else:
-        counts = range(1, outcome.config["care"]["K"] + 1)
-        ys = [outcome.series(f"signature/{name}_{count}") for count in counts]
-        power = 0.5 if name == "anchor" else -0.5
-        x = np.repeat([count**power for count in counts], [len(each) for each in ys])
-        y = np.concatenate(ys)
-    is_logged = np.isfinite(x) & np.isfinite(y)
-    return x[is_logged], y[is_logged]
-
-
-def fit(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float] | None:
-    """(slope, intercept, r) of ordinary least squares; None under 3 points or for constant x."""
+def fit(x: np.ndarray, y: np.ndarray) -> tuple[float | None, float | None]:
+    """(slope, R²) of ordinary least squares; None under 3 points or for constant x."""
     if len(x) < 3 or np.ptp(x) < 1e-6:
-        return None
+        return None, None
     line = scipy.stats.linregress(x, y)
-    return float(line.slope), float(line.intercept), float(line.rvalue)
+    return float(line.slope), float(line.rvalue) ** 2

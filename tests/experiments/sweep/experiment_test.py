@@ -6,7 +6,7 @@ import re
 import pytest
 
 from experiments.sweep.experiment import load_experiment
-from experiments.sweep.measures import BENCHMARKS, MEASURES, MEASURES_AT
+from experiments.sweep.measures import BENCHMARKS, MEASURES
 
 FOLDER = pathlib.Path(__file__).resolve().parents[3] / "experiments"
 
@@ -43,4 +43,4 @@ def test_the_documentation_names_every_measure_and_no_other():
     text = (FOLDER.parent / "docs" / "experiments.md").read_text()
     rows = text.partition("| measure |")[2].partition("\n\n")[0].splitlines()[2:]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    assert named == {*MEASURES, BENCHMARKS, *(f"{name}@N" for name in MEASURES_AT)}
+    assert named == {*MEASURES, BENCHMARKS}
