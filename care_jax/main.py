@@ -8,7 +8,6 @@ them must be able to write to its workdir; see `devices.distributed`.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 import traceback
@@ -32,6 +31,7 @@ from care_jax.config.resume import TRAINING
 from care_jax.data.stages import given_stage, open_stage
 from care_jax.devices import compilation_cache, distributed, xla_flags
 from care_jax.devices.sharding import make_mesh
+from care_jax.devices.whole_file import write_whole
 from care_jax.report.metrics import MetricWriter, print_line
 from care_jax.report.writer import Report
 from care_jax.rewards.reward_function import RewardFunction
@@ -173,9 +173,7 @@ def _run_each(
 def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Writes config.json, with the versions of code and libraries; a kill leaves it whole."""
     fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
-    partial = workdir / "config.json.partial"
-    partial.write_text(json.dumps(fields, indent=2) + "\n")
-    os.replace(partial, workdir / "config.json")
+    write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
 def run_main() -> None:

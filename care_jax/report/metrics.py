@@ -13,7 +13,6 @@ import datetime
 import hashlib
 import json
 import math
-import os
 import pathlib
 import time
 from collections import Counter, deque
@@ -28,6 +27,7 @@ import tqdm
 from PIL import Image
 
 from care_jax.devices import distributed
+from care_jax.devices.whole_file import write_whole
 
 Item = TypeVar("Item")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
@@ -420,6 +420,4 @@ class MetricWriter:
             if record["stage"] != stage or record["step"] < start_step
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, self.path)
+        write_whole(self.path, "".join(kept))

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from care_jax.devices.whole_file import write_whole
 from care_jax.report import groups
 from care_jax.report.groups import Sampled, Wording
 
@@ -41,9 +42,7 @@ class RolloutLog:
         for path in (self.former, self.path):
             if path.exists():
                 kept = [line for line in read_lines(path) if _is_before(line, start_step)]
-                temporary = path.with_suffix(".tmp")
-                temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-                os.replace(temporary, path)
+                write_whole(path, "".join(f"{line}\n" for line in kept))
 
     def add(self, step: int, sampled: Sampled) -> None:
         """Appends the groups of a step."""

@@ -10,13 +10,13 @@ often than recent ones, and the page says so. Curves are thinned separately.
 from __future__ import annotations
 
 import hashlib
-import os
 import pathlib
 import time
 from collections.abc import Sequence
 
 import jax
 
+from care_jax.devices.whole_file import write_whole
 from care_jax.report import curves, groups, page, pictures
 from care_jax.report.groups import Sampled, Wording
 from care_jax.report.metrics import ShownGroup, print_line
@@ -90,9 +90,7 @@ class Report:
             }
         )
         self._thin(self._max_bytes - len(page.render(self._data(head, {})).encode()))
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(page.render(self._data(head, self._steps)), encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_whole(self.path, page.render(self._data(head, self._steps)))
 
     def _group(self, sampled: Sampled, index: int) -> tuple[str, tuple[str, ...]]:
         assert self._wording is not None  # required by `add`

@@ -23,6 +23,7 @@ from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
 from care_jax.devices import distributed
+from care_jax.devices.whole_file import write_whole
 from care_jax.run import integrity, mounts
 
 _DAMAGED = ".damaged"
@@ -232,9 +233,7 @@ class Checkpoints:
             # As the manager writes them, which cannot change a saved step.
             folder = self.folder / str(step) / "metrics"
             folder.mkdir(exist_ok=True)
-            partial = folder / "metrics.partial"
-            partial.write_text(json.dumps(self._values[step]))
-            os.replace(partial, folder / "metrics")
+            write_whole(folder / "metrics", json.dumps(self._values[step]))
             integrity.update_manifest(self.folder / str(step), "metrics/metrics")
         distributed.gather_json(step)  # a barrier: the file is there
         self._manager.reload()

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from care_jax.devices.whole_file import write_whole
+
 MANIFEST = "sha256.json"
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
@@ -102,9 +104,7 @@ def _sum_of(entries: dict[str, Any]) -> str:
 
 def _write(folder: pathlib.Path, entries: dict[str, Any]) -> None:
     text = json.dumps({"files": entries, "sha256": _sum_of(entries)}, indent=1, sort_keys=True)
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(text + "\n")
-    os.replace(partial, folder / MANIFEST)
+    write_whole(folder / MANIFEST, text + "\n")
 
 
 def _read(folder: pathlib.Path) -> dict[str, Any] | None:

@@ -8,13 +8,13 @@ metrics.jsonl, it stays where it is.
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from typing import Any
 
 import jax
 
 from care_jax.devices import distributed
+from care_jax.devices.whole_file import write_whole
 from care_jax.report.metrics import print_line
 from care_jax.run.run import Run
 from care_jax.stages.evaluate import Evaluator
@@ -42,9 +42,7 @@ def evaluate_once(run: Run, evaluator: Evaluator, params: Params, *, name: str) 
     metrics = evaluator(params, name=name)
     run.metrics.write(stage, 0, metrics)
     if stamp is not None and jax.process_index() == 0:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"of": stamp, "metrics": metrics}, indent=2) + "\n")
-        os.replace(partial, path)
+        write_whole(path, json.dumps({"of": stamp, "metrics": metrics}, indent=2) + "\n")
     return metrics
 
 

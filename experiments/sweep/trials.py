@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from care_jax.devices.whole_file import write_whole
 from experiments.sweep.experiment import Experiment
 from experiments.sweep.outcome import Outcome
 
@@ -267,9 +268,8 @@ def commit() -> str:
 
 
 def _write_record(trial: Trial, record: dict[str, Any]) -> None:
-    partial = trial.workdir / "trial.json.partial"
-    partial.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
-    partial.rename(trial.workdir / "trial.json")
+    text = json.dumps(record, indent=2, sort_keys=True) + "\n"
+    write_whole(trial.workdir / "trial.json", text)
 
 
 def _stages_flag(stages: Sequence[str]) -> str:

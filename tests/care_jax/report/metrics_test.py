@@ -181,7 +181,7 @@ def test_a_resumed_stage_has_every_step_once(tmp_path):
     assert got[:3] == [("sft", 0, 0), ("sft", 1, 1), ("sft", 2, 2)]
     assert got[3:] == [("rl", 0, 0), ("rl", 1, 1), ("rl", 2, 20), ("rl", 3, 30)]
     assert 2 in events(tmp_path / "tensorboard" / "rl")[1]  # TensorBoard hides steps from 2 on
-    assert not (tmp_path / "metrics.tmp").exists()
+    assert not (tmp_path / "metrics.jsonl.partial").exists()
 
 
 def test_a_stage_that_was_not_begun_begins_at_its_first_step(tmp_path):

@@ -37,7 +37,7 @@ def test_a_report_has_curves_groups_and_each_picture_once(tmp_path, make_report)
     assert list(data["pictures"]) == ["made/q0/0"]
     assert data["pictures"]["made/q0/0"].startswith("data:image/png")
     assert data["steps"][1]["groups"][0]["pictures"] == ["made/q0/0"]
-    assert not (tmp_path / "report.tmp").exists()
+    assert not (tmp_path / "report.html.partial").exists()
 
 
 def test_what_is_added_comes_back_as_rows_for_other_boards(make_report, monkeypatch):
