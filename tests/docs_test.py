@@ -73,9 +73,7 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
         given = dict(
             word[2:].split("=", 1) for word in arguments if not word.startswith("--config")
         )
-        names = {
-            key: given[key].split(",") for key in ("arms", "columns", "panels") if key in given
-        }
+        names = {key: given[key] for key in ("arms", "columns", "panels") if key in given}
         load_experiment(ROOT / given["experiment"], **names)
     for word in arguments:
         if word.startswith("--") and not word.startswith("--config"):

@@ -19,7 +19,6 @@ import numpy as np
 from experiments.sweep import curves, signature
 from experiments.sweep.measures import mean_interval, measure_named, names_of_measures
 from experiments.sweep.outcome import NotLogged, Outcome
-from experiments.sweep.tables import value_of
 
 Arms = Mapping[str, Sequence[Outcome]]
 Axes = matplotlib.axes.Axes
@@ -34,23 +33,14 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 def write_figure(
     folder: pathlib.Path, arms: Arms, reference: str, panels: Sequence[str], title: str
 ) -> None:
-    """Writes `figure.png` and `figure.csv`.
-
-    Args:
-        folder: for both.
-        arms: outcomes by arm.
-        reference: the arm that is subtracted in differences.
-        panels: names of PANELS or of measures, from left to right.
-        title: above them.
-    """
+    """Writes `figure.png` and `figure.csv`, panels from left to right; `reference` is an arm."""
     figure = matplotlib.figure.Figure(figsize=(4.6 * len(panels), 3.8), layout="constrained")
     figure.suptitle(title, fontsize=10)
     points = []
     for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-        drawn = panel_named(name)(axes, arms, reference)
-        points += [{"panel": name} | point for point in drawn]
+        points += [{"panel": name} | point for point in panel_named(name)(axes, arms, reference)]
     figure.savefig(folder / "figure.png", dpi=150)
     with (folder / "figure.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["panel", "arm", "seed", "x", "y", "low", "high"])
@@ -98,14 +88,8 @@ def _measured(name: str) -> Panel:
         references = {outcome.seed: outcome for outcome in arms.get(reference, ())}
         rows = {arm: row for row, arm in enumerate(arms)}
 
-        def value(outcome: Outcome) -> float | None:
-            found = value_of(measure, outcome, references)
-            if isinstance(found, NotLogged):
-                raise found
-            return found
-
         def draw(arm: str, found: dict, style: dict) -> list[Point]:
-            of_seed = {seed: value for seed, value in found.items() if value is not None}
+            of_seed = {seed: x for seed, x in found.items() if x is not None and math.isfinite(x)}
             if not of_seed:
                 return []
             row, values = rows[arm], list(of_seed.values())
@@ -115,7 +99,8 @@ def _measured(name: str) -> Panel:
             of_mean = _point(arm, None, mean, row, mean - half, mean + half)
             return [*(_point(arm, seed, x, row) for seed, x in of_seed.items()), of_mean]
 
-        points = _draw_arms(axes, arms, value, draw)
+        values_of = lambda run: measure.of(run, references.get(run.seed))  # noqa: E731
+        points = _draw_arms(axes, arms, values_of, draw)
         axes.set_yticks(range(len(arms)), arms)
         axes.set_ylim(len(arms) - 0.5, -0.5)
         axes.set_xlabel(measure.label.format(reference=reference))
@@ -137,11 +122,8 @@ def _curve(
 
     def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:
         def draw(arm: str, found: dict[int, curves.Curve], style: dict) -> list[Point]:
-            shortest = min(len(x) for x, _ in found.values())
-            xs, ys = np.transpose(
-                [(x[:shortest], y[:shortest]) for x, y in found.values()], (1, 2, 0)
-            )
-            rows = [(x.mean(), *_interval(y)) for x, y in zip(xs, ys, strict=True)]
+            xs, ys = (zip(*each, strict=False) for each in zip(*found.values(), strict=True))
+            rows = [(np.mean(x), *_interval(y)) for x, y in zip(xs, ys, strict=True)]
             rows = [row for row in rows if math.isfinite(row[1])]
             if not rows:
                 return []
@@ -194,59 +176,41 @@ def _held_out_by_tokens(outcome: Outcome) -> curves.Curve:
     return curves.tokens_after(outcome, x) / 1e6, 100 * y
 
 
-def _by_count(found: Mapping[int, signature.Sample], name: str) -> tuple[np.ndarray, ...]:
-    """(K', mean, half-width of its interval) over the groups of all seeds, for each K'.
+def _buckets(
+    columns: Mapping[str, tuple[str, str]], power: float, x_label: str, y_label: str
+) -> Panel:
+    """Values by K' over the contrasted groups of all seeds.
 
     The interval is Student's t over the groups, which it takes as independent.
-    """
-    counts = np.concatenate([sample.num_negatives for sample in found.values()])
-    values = np.concatenate([getattr(sample, name) for sample in found.values()])
-    rows = [(count, *_interval(values[counts == count])) for count in np.unique(counts)]
-    return tuple(np.array(rows, float).reshape(-1, 3).T)
-
-
-def _buckets(name: str, sign: int, x_label: str, y_label: str) -> Panel:
-    """A_raw by K' over all contrasted groups of all seeds, with the law for binary rewards.
 
     Args:
-        name: "anchor" or "negative".
-        sign: ±1; the law is sign · √K'^sign.
+        columns: of a `Sample`, to the marker and to what follows the arm's name.
+        power: of K' on the x axis. For ±1/2 the law for binary rewards, y = ±x, is drawn.
         x_label, y_label: of the axes.
     """
 
     def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:
-        def draw(arm: str, found: dict, style: dict) -> list[Point]:
-            count, mean, half = _by_count(found, name)
-            x, style = count ** (sign / 2), style | {"label": arm, "capsize": 3, "markersize": 3}
-            axes.errorbar(x, mean, yerr=half, fmt="o-", **style)
-            return _means(arm, x, mean, half)
+        def draw(arm: str, found: dict[int, signature.Sample], style: dict) -> list[Point]:
+            points = []
+            counts = np.concatenate([sample.num_negatives for sample in found.values()])
+            for column, (marker, what) in columns.items():
+                values = np.concatenate([getattr(sample, column) for sample in found.values()])
+                rows = [(count, *_interval(values[counts == count])) for count in np.unique(counts)]
+                count, mean, half = np.array(rows, float).reshape(-1, 3).T
+                x, name = count**power, arm + what
+                line = {"fmt": marker, "markersize": 3, "capsize": 3, "label": name}
+                axes.errorbar(x, mean, yerr=half, **line, **style)
+                points += _means(name, x, mean, half)
+            return points
 
         points = _draw_arms(axes, arms, signature.sample_of, draw)
-        if points:
+        if points and abs(power) < 1:
             ends = np.array([end(each["x"] for each in points) for end in (min, max)])
-            axes.plot(ends, sign * ends, "--", color="#666666", linewidth=1, label="α = 1")
-        return _label(axes, x_label, y_label, points)
+            law = np.sign(power) * ends
+            axes.plot(ends, law, "--", color="#666666", linewidth=1, label="α = 1")
+        return _label(axes, x_label, y_label, points, size=5 if len(columns) > 1 else 7)
 
     return panel
-
-
-def _alpha_buckets(axes: Axes, arms: Arms, _: str) -> list[Point]:
-    """A_raw/√K' of anchors by K', measured with its interval, and both formulas' means.
-
-    The arm of a point is followed by what it is: measured, text or appendix.
-    """
-
-    def draw(arm: str, found: dict, style: dict) -> list[Point]:
-        points = []
-        for what, marker in (("ratio", "o"), *zip(signature.FORMULAS, ("_", "x"), strict=True)):
-            count, mean, half = _by_count(found, what)
-            name = f"{arm} {'measured' if what == 'ratio' else what}"
-            axes.errorbar(count, mean, yerr=half, fmt=marker, capsize=3, label=name, **style)
-            points += _means(name, count.astype(int), mean, half)
-        return points
-
-    points = _draw_arms(axes, arms, signature.sample_of, draw)
-    return _label(axes, "K′", "A_raw of the anchor / √K′", points, size=5)
 
 
 def _means(arm: str, x: np.ndarray, mean: np.ndarray, half: np.ndarray) -> list[Point]:
@@ -269,9 +233,16 @@ PANELS: dict[str, Panel] = {
         _held_out_by_tokens, "decoded tokens, M", "held-out acc, %", num_bins=0
     ),
     "reward_by_step": _curve(_reward_by_step, "steps", "reward of rollouts", num_bins=_BINS),
-    "anchor_buckets": _buckets("anchor", 1, "√K′", "A_raw of the anchor"),
-    "negative_buckets": _buckets("negative", -1, "1/√K′", "mean A_raw of the negatives"),
-    "alpha_buckets": _alpha_buckets,
+    "anchor_buckets": _buckets({"anchor": ("o-", "")}, 0.5, "√K′", "A_raw of the anchor"),
+    "negative_buckets": _buckets(
+        {"negative": ("o-", "")}, -0.5, "1/√K′", "mean A_raw of the negatives"
+    ),
+    "alpha_buckets": _buckets(
+        {"ratio": ("o", " measured"), "text": ("_", " text"), "appendix": ("x", " appendix")},
+        1.0,
+        "K′",
+        "A_raw of the anchor / √K′",
+    ),
 }
 
 

@@ -15,8 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import scipy.stats
 
-from experiments.sweep import curves, signature
+from experiments.sweep import curves
 from experiments.sweep.outcome import Outcome
+from experiments.sweep.signature import (
+    alpha_error,
+    mean_alpha,
+    r2,
+    sample_of,
+    sample_points,
+    slope,
+)
 
 _TAIL = 0.1  # share of the steps, the last ones, over which a fluctuating metric is averaged
 
@@ -52,8 +60,8 @@ def lead_of(measure: Measure) -> Measure:
     """The difference of a measure to the reference arm's under the same seed."""
 
     def difference(ours: Outcome, theirs: Outcome) -> float | None:
-        values = [measure.of(each, theirs) for each in (ours, theirs)]
-        return None if None in values else values[0] - values[1]
+        one, other = (measure.of(each, theirs) for each in (ours, theirs))
+        return None if one is None or other is None else one - other
 
     label = f"{measure.label}: lead over {{reference}}"
     return Measure(label, _over_reference(difference), measure.format)
@@ -118,12 +126,12 @@ def _kl_per_trigger(ours: Outcome, theirs: Outcome) -> float | None:
     if not ours.steps or not ours.num_triggers[-1] > 0:
         return None
     if np.isfinite(ours.series("kl_ref")).all():
-        values = [_tail_mean("kl_ref")(each, None) for each in (ours, theirs)]
+        one, other = (_tail_mean("kl_ref")(each, None) for each in (ours, theirs))
     else:
-        values = [float(each.series("kl_old").sum()) for each in (ours, theirs)]
-    if None in values:  # the reference arm has β = 0
+        one, other = (float(each.series("kl_old").sum()) for each in (ours, theirs))
+    if one is None or other is None:  # the reference arm has β = 0
         return None
-    return 1000 * (values[0] - values[1]) / float(ours.num_triggers[-1])
+    return 1000 * (one - other) / float(ours.num_triggers[-1])
 
 
 def _equal_tokens(accuracy: Callable[[Outcome, float], float]) -> _Of:
@@ -136,32 +144,8 @@ def _equal_tokens(accuracy: Callable[[Outcome, float], float]) -> _Of:
     return _percent(at_shared)
 
 
-def _slope(name: str) -> _Of:
-    return lambda outcome, _: signature.fit(*signature.sample_points(outcome, name))[0]
-
-
-def _r2(name: str) -> _Of:
-    return lambda outcome, _: signature.fit(*signature.sample_points(outcome, name))[1]
-
-
-def _alpha(formula: str) -> _Of:
-    """Mean of α̂ over the contrasted groups."""
-
-    def of(outcome: Outcome, _) -> float | None:
-        predicted, _ratio = signature.sample_points(outcome, formula)
-        return float(predicted.mean()) if len(predicted) else None
-
-    return of
-
-
-def _alpha_error(formula: str) -> _Of:
-    """Root mean square of A_raw/√K' - α̂ over the contrasted groups."""
-
-    def of(outcome: Outcome, _) -> float | None:
-        predicted, ratio = signature.sample_points(outcome, formula)
-        return math.sqrt(((ratio - predicted) ** 2).mean()) if len(ratio) else None
-
-    return of
+def _over_groups(name: str, statistic: Callable) -> _Of:
+    return lambda run, _: statistic(*sample_points(run, name))
 
 
 # fmt: off
@@ -200,19 +184,21 @@ MEASURES = {
     "kl_per_trigger": Measure(
         "ΔKL per 1000 triggers, nats", _over_reference(_kl_per_trigger), ".4f"),
     # The √K' signature over all contrasted groups.
-    "groups": Measure("groups", lambda run, _: float(len(signature.sample_of(run).anchor)), ".0f"),
-    "anchor_sample_slope": Measure("A⁺ on √K′: slope", _slope("anchor"), ".3f"),
-    "anchor_sample_r2": Measure("R²", _r2("anchor"), ".4f"),
-    "negative_sample_slope": Measure("A⁻ on 1/√K′: slope", _slope("negative"), ".3f"),
-    "negative_sample_r2": Measure("R²", _r2("negative"), ".4f"),
-    "alpha_text": Measure("α̂ (K′+1)", _alpha("text"), ".3f"),
-    "alpha_text_slope": Measure("A⁺/√K′ on α̂ (K′+1): slope", _slope("text"), ".3f"),
-    "alpha_text_r2": Measure("R²", _r2("text"), ".4f"),
-    "alpha_text_error": Measure("α̂ (K′+1): RMS error", _alpha_error("text"), ".4f"),
-    "alpha_appendix": Measure("α̂ (K′)", _alpha("appendix"), ".3f"),
-    "alpha_appendix_slope": Measure("A⁺/√K′ on α̂ (K′): slope", _slope("appendix"), ".3f"),
-    "alpha_appendix_r2": Measure("R²", _r2("appendix"), ".4f"),
-    "alpha_appendix_error": Measure("α̂ (K′): RMS error", _alpha_error("appendix"), ".4f"),
+    "groups": Measure("groups", lambda run, _: float(len(sample_of(run).anchor)), ".0f"),
+    "anchor_sample_slope": Measure("A⁺ on √K′: slope", _over_groups("anchor", slope), ".3f"),
+    "anchor_sample_r2": Measure("R²", _over_groups("anchor", r2), ".4f"),
+    "negative_sample_slope": Measure("A⁻ on 1/√K′: slope", _over_groups("negative", slope), ".3f"),
+    "negative_sample_r2": Measure("R²", _over_groups("negative", r2), ".4f"),
+    "alpha_text": Measure("α̂ (K′+1)", _over_groups("text", mean_alpha), ".3f"),
+    "alpha_text_slope": Measure("A⁺/√K′ on α̂ (K′+1): slope", _over_groups("text", slope), ".3f"),
+    "alpha_text_r2": Measure("R²", _over_groups("text", r2), ".4f"),
+    "alpha_text_error": Measure("α̂ (K′+1): RMS error", _over_groups("text", alpha_error), ".4f"),
+    "alpha_appendix": Measure("α̂ (K′)", _over_groups("appendix", mean_alpha), ".3f"),
+    "alpha_appendix_slope": Measure(
+        "A⁺/√K′ on α̂ (K′): slope", _over_groups("appendix", slope), ".3f"),
+    "alpha_appendix_r2": Measure("R²", _over_groups("appendix", r2), ".4f"),
+    "alpha_appendix_error": Measure(
+        "α̂ (K′): RMS error", _over_groups("appendix", alpha_error), ".4f"),
 }
 # fmt: on
 

@@ -82,11 +82,9 @@ def with_shared_tokens(outcomes: Sequence[Outcome]) -> list[Outcome]:
     reached: dict[int, float] = {}
     for outcome in outcomes:
         if outcome.steps:
-            last = outcome.series("decoded_tokens")[-1]
-            reached[outcome.seed] = np.minimum(reached.get(outcome.seed, math.inf), last)
+            last = float(outcome.series("decoded_tokens")[-1])
+            reached[outcome.seed] = float(np.minimum(reached.get(outcome.seed, math.inf), last))
     return [
-        dataclasses.replace(outcome, shared_tokens=float(reached[outcome.seed]))
-        if outcome.steps
-        else outcome
-        for outcome in outcomes
+        dataclasses.replace(each, shared_tokens=reached[each.seed] if each.steps else math.nan)
+        for each in outcomes
     ]

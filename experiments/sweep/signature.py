@@ -14,11 +14,10 @@ changes S.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.stats
@@ -29,8 +28,7 @@ from experiments.sweep.outcome import Outcome, logged_groups
 FORMULAS = ("text", "appendix")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The contrasted groups of a run.
 
     Attributes:
@@ -38,6 +36,7 @@ class Sample:
         anchor: A_raw of the anchor.
         negative: mean A_raw of the negatives.
         text, appendix: α̂ by the formula of the paper's text, and of its appendix.
+        ratio: A_raw/√K' of the anchor, which α̂ predicts.
     """
 
     num_negatives: Int[np.ndarray, " N"]
@@ -45,11 +44,7 @@ class Sample:
     negative: Float[np.ndarray, " N"]
     text: Float[np.ndarray, " N"]
     appendix: Float[np.ndarray, " N"]
-
-    @property
-    def ratio(self) -> Float[np.ndarray, " N"]:
-        """A_raw/√K' of the anchor, which α̂ predicts."""
-        return self.anchor / np.sqrt(self.num_negatives)
+    ratio: Float[np.ndarray, " N"]
 
 
 def sample_of(outcome: Outcome) -> Sample:
@@ -65,25 +60,24 @@ def sample_of(outcome: Outcome) -> Sample:
 def _read(workdir: pathlib.Path) -> Sample:
     found = [_values(group["responses"]) for group in logged_groups(workdir)]
     columns = np.array([values for values in found if values], float).reshape(-1, 5).T
-    return Sample(columns[0].astype(int), *columns[1:])
+    return Sample(columns[0].astype(int), *columns[1:], ratio=columns[1] / np.sqrt(columns[0]))
 
 
-def _values(responses: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | None:
-    """The fields of a `Sample` for one group; None if it is no contrasted one."""
-    by_role: dict[str, list[Mapping[str, Any]]] = {}
-    for response in responses:
-        by_role.setdefault(response["role"], []).append(response)
-    negatives = by_role.get("hard negative", [])
-    if "anchor" not in by_role or "reflected" in by_role or not negatives:
+def _values(responses: Sequence[dict[str, Any]]) -> tuple[float, ...] | None:
+    """The fields of a `Sample` but the ratio for one group; None if it is no contrasted one."""
+    anchors, negatives, reflected = (
+        [response for response in responses if response["role"] == role]
+        for role in ("anchor", "hard negative", "reflected")
+    )
+    if not anchors or not negatives or reflected:
         return None
-    (anchor,) = by_role["anchor"]
-    rewards = [each["reward"] for each in negatives]
-    gap, count = anchor["reward"] - float(np.mean(rewards)), len(negatives)
+    rewards, count = [each["reward"] for each in negatives], len(negatives)
+    gap = anchors[0]["reward"] - float(np.mean(rewards))
     if gap <= 0:
         return None
     spread = float(np.var(rewards)) / gap**2
     alphas = (1 + (count + 1) * spread) ** -0.5, (1 + count * spread) ** -0.5
-    return count, anchor["raw"], float(np.mean([each["raw"] for each in negatives])), *alphas
+    return count, anchors[0]["raw"], float(np.mean([each["raw"] for each in negatives])), *alphas
 
 
 def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -96,16 +90,29 @@ def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
     """
     sample = sample_of(outcome)
     root = np.sqrt(sample.num_negatives)
-    if name == "anchor":
-        return root, sample.anchor
-    if name == "negative":
-        return 1 / root, sample.negative
-    return getattr(sample, name), sample.ratio
+    signed = {"anchor": (root, sample.anchor), "negative": (1 / root, sample.negative)}
+    return signed[name] if name in signed else (getattr(sample, name), sample.ratio)
 
 
-def fit(x: np.ndarray, y: np.ndarray) -> tuple[float | None, float | None]:
-    """(slope, R²) of ordinary least squares; None under 3 points or for constant x."""
-    if len(x) < 3 or np.ptp(x) < 1e-6:
-        return None, None
-    line = scipy.stats.linregress(x, y)
-    return float(line.slope), float(line.rvalue) ** 2
+def slope(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Of ordinary least squares; None under 3 points or for constant x."""
+    return float(scipy.stats.linregress(x, y).slope) if _has_line(x) else None
+
+
+def r2(x: np.ndarray, y: np.ndarray) -> float | None:
+    """R² of ordinary least squares; None under 3 points or for constant x."""
+    return float(scipy.stats.linregress(x, y).rvalue) ** 2 if _has_line(x) else None
+
+
+def _has_line(x: np.ndarray) -> bool:
+    return len(x) >= 3 and np.ptp(x) >= 1e-6
+
+
+def mean_alpha(predicted: np.ndarray, _) -> float | None:
+    """Mean of α̂ over the contrasted groups."""
+    return float(predicted.mean()) if len(predicted) else None
+
+
+def alpha_error(predicted: np.ndarray, ratio: np.ndarray) -> float | None:
+    """Root mean square of A_raw/√K' - α̂ over the contrasted groups."""
+    return float(np.sqrt(((ratio - predicted) ** 2).mean())) if len(ratio) else None

@@ -23,8 +23,8 @@ def test_every_experiment_of_the_project_declares_what_it_must(path):
     [
         ({"REFERENCE =": "OTHER =", "= REFERENCE": "= OTHER"}, "it lacks REFERENCE"),
         ({'REFERENCE = "one"': 'REFERENCE = "1"'}, "REFERENCE of .* among one, two, same, got '1'"),
-        ({"\nREFERENCE": '\nCOLUMNS = ("fun",)\nREFERENCE'}, "COLUMNS .* acc, .*, got 'fun'"),
-        ({"\nREFERENCE": '\nPANELS = ("fun",)\nREFERENCE'}, "PANELS .* accuracy, .*, got 'fun'"),
+        ({"\nREFERENCE": '\nCOLUMNS = "fun"\nREFERENCE'}, "COLUMNS .* acc, .*, got 'fun'"),
+        ({"\nREFERENCE": '\nPANELS = "fun"\nREFERENCE'}, "PANELS .* accuracy, .*, got 'fun'"),
     ],
 )
 def test_what_it_does_not_declare_is_named(write_experiment, change, message):
