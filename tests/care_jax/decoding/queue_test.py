@@ -133,7 +133,7 @@ def test_rings_grow_and_shrink_with_what_is_in_flight(
     answer, expected, requests, ending, monkeypatch
 ):
     """Calls of three steps, rings of 4, 8 and 16 slots."""
-    monkeypatch.setattr("care_jax.rl.programs.NUM_STEPS", 3)
+    monkeypatch.setattr("care_jax.decoding.programs.NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "FEWEST_SLOTS", 4)
     seen = []
