@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
     parser.add_argument(
-        "--seats", type=int, help="prompts in flight; by default what gives 32 rows"
+        "--slots", type=int, help="prompts in flight; by default what gives 32 rows"
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
@@ -136,8 +136,8 @@ def main() -> None:
     all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8])
 
     def queue_of(num_rows: int) -> DecodeQueue:
-        seats = args.seats or max(32 // num_rows, 1)
-        sizes = Sizes(seats, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
+        slots = args.slots or max(32 // num_rows, 1)
+        sizes = Sizes(slots, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
         return DecodeQueue(programs, run.policy.prompts, sizes, DeviceClock())
 
     def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
@@ -161,9 +161,9 @@ def main() -> None:
         buckets = run.policy.prompts.buckets
         schedule = simulate(queue.sizes, waiting, dict(enumerate(lengths)), buckets)
         assert schedule.num_steps == queue.num_steps
-        row_steps = sum(call.num_steps * call.num_seats * num_rows for call in schedule.calls)
+        row_steps = sum(call.num_steps * call.num_slots * num_rows for call in schedule.calls)
         print(
-            f"R = {num_rows}: {queue.sizes.num_seats} seats, {queue.num_steps} steps, "
+            f"R = {num_rows}: {queue.sizes.num_slots} slots, {queue.num_steps} steps, "
             f"{row_steps / lengths.sum():.2f} row steps a token, "
             f"{seconds:.1f} s, devices idle {1 - queue.clock.busy_seconds() / seconds:.1%}",
             flush=True,

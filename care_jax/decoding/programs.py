@@ -2,8 +2,8 @@
 
 Each is compiled once per shape that occurs.
 
-Letters: B seats, R rows of a seat, G rollouts of a prompt, P prompt tokens, N prompts of a prefill,
-S cache slots per row.
+Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, N prompts of a prefill,
+S positions of a row's ring.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from jaxtyping import UInt8
 from care_jax.decoding import sampler
 from care_jax.decoding.sampler import Progress, Sampled
 from care_jax.decoding.schedule import NUM_STEPS
-from care_jax.decoding.seats import (
-    Seats,
-    empty_seats,
-    keep_seats,
+from care_jax.decoding.slots import (
+    Slots,
+    empty_slots,
+    keep_slots,
     pad_left,
     resize_ring,
-    seat_axes,
+    slot_axes,
 )
 from care_jax.devices import sharding
 from models.attention.mask import AttentionImpl
@@ -49,23 +49,23 @@ class DecodePrograms:
 
     Attributes:
         config: of the backbone.
-        batch_sharding: of prompts and seats.
-        empty: (sizes, P, S) -> Seats.
-        admit: (params, seats, prompts, rng, places [N], budget [N, G], chosen [B]) ->
-            (Seats, Sampled), prefill included.
-        share: (seats, source [B], begin [B], end [B]) -> Seats.
-        advance: (params, seats, num_wanted) -> (Seats, Sampled, Progress).
-        resize: (array of the rows' cache, clock, axis of its slots, S) -> the resized array.
+        batch_sharding: of prompts and slots.
+        empty: (sizes, P, S) -> Slots.
+        admit: (params, slots, prompts, rng, places [N], budget [N, G], chosen [B]) ->
+            (Slots, Sampled), prefill included.
+        share: (slots, source [B], begin [B], end [B]) -> Slots.
+        advance: (params, slots, num_wanted) -> (Slots, Sampled, Progress).
+        resize: (array of the rows' cache, clock, axis of its positions, S) -> the resized array.
         pad: (array of the prefix's cache, axis of its tokens, P) -> the padded array.
-        keep: (array of the seats, indices of the seats to keep) -> the smaller array.
+        keep: (array of the slots, indices of the slots to keep) -> the smaller array.
     """
 
     config: BackboneConfig
     batch_sharding: NamedSharding
-    empty: Callable[..., Seats]
-    admit: Callable[..., tuple[Seats, Sampled]]
-    share: Callable[..., Seats]
-    advance: Callable[..., tuple[Seats, Sampled, Progress]]
+    empty: Callable[..., Slots]
+    admit: Callable[..., tuple[Slots, Sampled]]
+    share: Callable[..., Slots]
+    advance: Callable[..., tuple[Slots, Sampled, Progress]]
     resize: Callable[..., jax.Array]
     pad: Callable[..., jax.Array]
     keep: Callable[..., jax.Array]
@@ -100,37 +100,37 @@ def compile_decoding(
     vocab_shards = sharding.num_shards_of("vocab", rules, mesh)
     choice: dict[str, Any] = dict(temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
 
-    def laid_out(seats: Seats) -> Seats:
-        """Gives the seats the same shardings after every program."""
-        shardings = sharding.param_shardings(seat_axes(seats), seats, rules, mesh)
-        return jax.lax.with_sharding_constraint(seats, shardings)
+    def laid_out(slots: Slots) -> Slots:
+        """Gives the slots the same shardings after every program."""
+        shardings = sharding.param_shardings(slot_axes(slots), slots, rules, mesh)
+        return jax.lax.with_sharding_constraint(slots, shardings)
 
-    def empty(sizes, num_prompt_tokens, num_slots):
+    def empty(sizes, num_prompt_tokens, num_positions):
         return laid_out(
-            empty_seats(
+            empty_slots(
                 config,
                 sizes=sizes,
                 num_prompt_tokens=num_prompt_tokens,
-                num_slots=num_slots,
+                num_positions=num_positions,
                 dtype=dtype,
             )
         )
 
-    def admit(params, seats, prompts, rng, places, budget, chosen):
+    def admit(params, slots, prompts, rng, places, budget, chosen):
         prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention.prefill)
         rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
-        seats, first = sampler.admit(
-            params, seats, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
+        slots, first = sampler.admit(
+            params, slots, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
         )
-        return laid_out(seats), jax.lax.with_sharding_constraint(first, rows)
+        return laid_out(slots), jax.lax.with_sharding_constraint(first, rows)
 
-    def share(seats, source, begin, end):
-        return laid_out(sampler.share(seats, source, begin, end, num_shards=num_shards))
+    def share(slots, source, begin, end):
+        return laid_out(sampler.share(slots, source, begin, end, num_shards=num_shards))
 
-    def advance(params, seats, num_wanted):
-        seats, sampled, progress = sampler.advance(
+    def advance(params, slots, num_wanted):
+        slots, sampled, progress = sampler.advance(
             params,
-            seats,
+            slots,
             closing_tag,
             num_wanted,
             config,
@@ -142,7 +142,7 @@ def compile_decoding(
         )
         sampled = jax.lax.with_sharding_constraint(sampled, rows)
         progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
-        return laid_out(seats), sampled, progress
+        return laid_out(slots), sampled, progress
 
     placed = functools.partial(sharding.placed, rules=rules, mesh=mesh)
     return DecodePrograms(
@@ -154,5 +154,5 @@ def compile_decoding(
         advance=jax.jit(placed(advance), donate_argnums=1),
         resize=jax.jit(resize_ring, static_argnums=(2, 3)),
         pad=jax.jit(pad_left, static_argnums=(1, 2)),
-        keep=jax.jit(functools.partial(keep_seats, num_shards=num_shards)),
+        keep=jax.jit(functools.partial(keep_slots, num_shards=num_shards)),
     )

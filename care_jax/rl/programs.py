@@ -125,7 +125,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     """
     rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_sharding)
     tries = Sizes(
-        num_seats=rl.decode_prompts,
+        num_slots=rl.decode_prompts,
         num_rows=min(rl.decode_rows, rl.num_rollouts),
         num_rollouts=rl.num_rollouts,
         max_tokens=rl.max_response_tokens,
@@ -135,7 +135,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     )
     repairs = dataclasses.replace(
         tries,
-        num_seats=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
+        num_slots=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
         num_rows=1,
         num_rollouts=1,
         context_tokens=context_tokens(run),

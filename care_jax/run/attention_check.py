@@ -160,7 +160,7 @@ def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
     have read up to all of the ring, a third of it on average.
     """
     text, shards = run.policy.config.text, sizes.num_shards
-    B, R, S = shards * min(sizes.num_seats // shards, 8), sizes.num_rows, sizes.max_tokens
+    B, R, S = shards * min(sizes.num_slots // shards, 8), sizes.num_rows, sizes.max_tokens
     K, H, P = text.num_kv_heads, text.head_dim, num_prompt_tokens
     dtype = jnp.dtype(run.config.model.compute_dtype)
 

@@ -57,7 +57,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
         return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
 
     sizes = Sizes(
-        num_seats=settings.batch_size,
+        num_slots=settings.batch_size,
         num_rows=min(settings.decode_rows, settings.num_samples),
         num_rollouts=settings.num_samples,
         max_tokens=settings.max_response_tokens,

@@ -19,7 +19,7 @@ def make_answer(
     policy,
     params,
     *,
-    num_seats,
+    num_slots,
     num_rows,
     num_rollouts,
     max_tokens,
@@ -47,7 +47,7 @@ def make_answer(
         attention=attention or DecodingAttention(xla, xla),
     )
     shards = num_shards(programs.batch_sharding)
-    sizes = Sizes(num_seats, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
+    sizes = Sizes(num_slots, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
     queue = DecodeQueue(programs, policy.prompts, sizes, DeviceClock())
     decode_params = backbone.to_decode_layout(params, policy.config, jnp.float32)
 

@@ -111,7 +111,7 @@ def test_one_greedy_answer_is_asked_for_each(make_run, examples, asked):
     (call,) = asked[1]
     assert (call["temperature"], call["top_p"]) == (0.0, 1.0)
     sizes = call["sizes"]
-    assert sizes.num_seats == sizes.period == 3
+    assert sizes.num_slots == sizes.period == 3
     assert (sizes.num_rows, sizes.num_rollouts, sizes.max_tokens) == (1, 1, T)
     assert call["asked"] == list(range(5))
 

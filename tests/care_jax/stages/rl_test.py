@@ -82,7 +82,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     first, second = (program.__self__.sizes for program in (rollout.decode, rollout.reflect))
     updated = run.config.rl.prompts_per_update
     assert first == Sizes(
-        num_seats=run.config.rl.decode_prompts,
+        num_slots=run.config.rl.decode_prompts,
         num_rows=3,
         num_rollouts=6,
         max_tokens=33,
