@@ -64,3 +64,18 @@ def train_batch(policy, tokenized, plan, tokens, fields, prompt_weight):
         prompt_weight=at_rows(np.asarray(prompt_weight), plan),
         **at_tokens,
     )
+
+
+def take_back(values: np.ndarray, plan: RowPlan, num_tokens: int) -> np.ndarray:
+    """Inverse of `at_tokens`: [B, S] values at response tokens as [N, R, T]; 0 for tokens in no row.
+
+    Args:
+        values: at every token of the rows.
+        plan: the row of each branch.
+        num_tokens: T.
+    """
+    which, offset = plan.token_branches
+    is_response = which >= 0
+    found = np.zeros((plan.sizes.branches.size, num_tokens), values.dtype)
+    found[which[is_response], offset[is_response]] = values[is_response]
+    return found.reshape(*plan.sizes.branches.shape, num_tokens)
