@@ -31,7 +31,7 @@ from care_jax.decoding.schedule import Sizes, WaitingPrompt, simulate
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.rl.programs import compile_decoder
+from care_jax.rl.rollout import compile_decoder
 from care_jax.run.policy import policy_of
 from care_jax.run.run import Run
 from configs import tiny

@@ -16,9 +16,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
-from care_jax.batch import Example, Rollouts, Scores, answer_text
-from care_jax.method.advantages import RawAdvantages
-from care_jax.method.select import Subgroup
+from care_jax.batch import (
+    Example,
+    Groups,
+    RawAdvantages,
+    Rollouts,
+    Scores,
+    Subgroup,
+    answer_text,
+)
 
 ROLES = ("anchor", "pseudo-anchor", "hard negative", "reflected", "unused")
 # `choose` goes through the outcomes in this order.
@@ -75,6 +81,13 @@ class Sampled:
     subgroup: Subgroup
     raw: RawAdvantages | None
     components: Shaped[np.ndarray, "B R"] | None = None
+
+
+def sampled(groups: Groups) -> Sampled:
+    """What is shown of a step's groups."""
+    names = ("examples", "rollouts", "scores", "has_reflection", "reasons", "components")
+    values = {name: getattr(groups, name) for name in (*names, "subgroup", "raw")}
+    return Sampled(advantage=groups.credit.advantage, **values)
 
 
 def outcome(sampled: Sampled, index: int) -> str:
