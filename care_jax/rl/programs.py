@@ -18,8 +18,9 @@ import optax
 
 from care_jax.batch import Rollouts
 from care_jax.decoding import reflection
-from care_jax.decoding.programs import DecodePrograms, DecodingAttention, compile_decoding
+from care_jax.decoding.programs import DecodePrograms, compile_decoding
 from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.sampler import DecodeOptions, DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
@@ -83,24 +84,25 @@ def compile_decoder(
 
     Args:
         run: the run.
-        temperature, top_p, stops: see `compile_decoding`.
+        temperature, top_p, stops: see `DecodeOptions`.
         attention: None for the device's, without comparing it with XLA.
     """
     rules, model = run.config.decode_sharding_rules, run.config.model
     if attention is None:
         impl = sharding.attention_impl(model.attention, rules, run.mesh)
         attention = DecodingAttention(impl, impl)
-    return compile_decoding(
-        run.policy.config,
-        run.mesh,
-        rules,
+    options = DecodeOptions(
+        config=run.policy.config,
+        mesh=run.mesh,
+        rules=rules,
         dtype=jnp.dtype(model.compute_dtype),
         closing_tag=run.policy.closing_tag,
         temperature=temperature,
         top_p=top_p,
-        stops=stops,
         attention=attention,
+        stops=stops,
     )
+    return compile_decoding(options)
 
 
 def context_tokens(run: Run) -> int:
