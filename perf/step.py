@@ -167,7 +167,7 @@ class Ours:
         )
 
         def decode(params, rng, requests):
-            limited = [dataclasses.replace(r, limits=lengths[r.place]) for r in requests]
+            limited = [dataclasses.replace(r, limits=lengths[r.index]) for r in requests]
             return queue.decode(params, rng, limited)
 
         return dataclasses.replace(programs, decode=decode)

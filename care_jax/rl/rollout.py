@@ -25,8 +25,9 @@ from jaxtyping import Int, PRNGKeyArray, Shaped
 
 from care_jax.batch import Example, Groups, Rollouts, Subgroup
 from care_jax.decoding import reflection
-from care_jax.decoding.programs import DecodePrograms, DecodingAttention, compile_decoding
+from care_jax.decoding.programs import DecodePrograms, compile_decoding
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue, Request
+from care_jax.decoding.sampler import DecodeOptions, DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
@@ -72,17 +73,18 @@ def compile_decoder(
     if attention is None:
         impl = sharding.attention_impl(model.attention, rules, run.mesh)
         attention = DecodingAttention(impl, impl)
-    return compile_decoding(
-        run.policy.config,
-        run.mesh,
-        rules,
+    options = DecodeOptions(
+        config=run.policy.config,
+        mesh=run.mesh,
+        rules=rules,
         dtype=jnp.dtype(model.compute_dtype),
         closing_tag=run.policy.closing_tag,
         temperature=temperature,
         top_p=top_p,
-        stops=stops,
         attention=attention,
+        stops=stops,
     )
+    return compile_decoding(options)
 
 
 def context_tokens(run: Run) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
-from care_jax.decoding.programs import DecodingAttention
+from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.report.metrics import print_line

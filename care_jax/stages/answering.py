@@ -83,7 +83,7 @@ def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms)
 
     Returns:
         A function from this process's requests to (indices of some requests, G rollouts of each)
-        pairs, in order of completion. A request's place determines its draws.
+        pairs, in order of completion. A request's index determines its draws.
     """
     decode_params = programs.to_decode_layout(params)
     rng = streams.key_of(run.config.seed, streams.EVALUATION)

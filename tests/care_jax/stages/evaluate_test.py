@@ -65,7 +65,7 @@ def asked(policy, examples, monkeypatch):
 
         def decode(self, params, rng, requests):
             """The last first, one at a time."""
-            self.asked += [request.place for request in requests]
+            self.asked += [request.index for request in requests]
             for index, request in reversed(list(enumerate(requests))):
                 length = len(request.prompt.tokens)
                 rows = [0 if sample % 2 else length for sample in range(self.num_samples)]
