@@ -40,7 +40,7 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = Non
     except Exception as error:  # whatever a configuration file raises
         raise ValueError(" ".join(_message(error).split())) from error
     if len(rest) > 1:
-        raise ValueError(f"expected flags alone, got {rest[1]!r}; write --config.<key>=<value>")
+        raise ValueError(f"expected flags alone, got {rest[1]!r}; write --<flag>=<value>")
     return rest
 
 

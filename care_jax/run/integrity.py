@@ -48,7 +48,6 @@ def update_manifest(folder: pathlib.Path, name: str) -> None:
 
 
 def has_manifest(folder: pathlib.Path) -> bool:
-    """Whether the sums of a folder were written."""
     return (folder / MANIFEST).is_file()
 
 
