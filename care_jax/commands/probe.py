@@ -270,8 +270,8 @@ def run_main() -> None:
     other = flags.DEFINE_string("other_words", "", "Text to try in the place of the cue.")
 
     def probe_and_write(opened: Reopened) -> None:
-        run, params, stage, name, *questions = opened
-        outcomes = probe(run, params, *questions, other_words=other.value)
+        run, params, stage, name, examples, num_questions = opened
+        outcomes = probe(run, params, examples, num_questions, other_words=other.value)
         rates = outcomes.rates()
         print("\n".join(summary(outcomes, rates, name)))
         path = command_line.folder_of(out.value or run.workdir / f"probe_{stage}.csv", flag="--out")
