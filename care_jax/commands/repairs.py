@@ -116,11 +116,8 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
     if not 0 <= right_share <= 1:
         raise ValueError(f"--right_share must lie in [0, 1], got {right_share}")
     programs = compile_rollout(run, DeviceClock(), decoding_attention(run, rollout_sizes(run)[0]))
-    params, rng = (
-        compile_to_decode_layout(run)(opened.params),
-        streams.key_of(seed, streams.REPAIRS),
-    )
-    questions = opened.examples, opened.num_questions
+    params = compile_to_decode_layout(run)(opened.params)
+    rng, questions = streams.key_of(seed, streams.REPAIRS), (opened.examples, opened.num_questions)
     with verifier_of(run) as verifier:
         tried = sample_groups(run, programs, params, rng, *questions, verifier)
     rows = list(repair_rows(run, tried, right_share=right_share, seed=seed))

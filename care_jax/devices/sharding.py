@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -82,28 +83,22 @@ def _grid(
     sizes: tuple[int, ...], devices: Sequence[jax.Device], slices: Sequence[int]
 ) -> np.ndarray:
     """The devices in the shape of the mesh; the later axes connect nearby devices."""
-    members = {
-        number: [device for device, other in zip(devices, slices, strict=True) if other == number]
-        for number in sorted(set(slices))
-    }
+    slice_of = dict(zip(devices, slices, strict=True))
+    numbers = sorted(set(slices))
+    members = [[device for device in devices if slice_of[device] == n] for n in numbers]
     if sizes[0] % len(members):
         raise ValueError(
             f"mesh.data={sizes[0]} must be a multiple of {len(members)} slices, between which the "
             f"network is slow; set it to {len(members)}, or to 0 for their number"
         )
     size = sizes[0] // len(members), *sizes[1:]
-    grid = np.concatenate(
-        [
-            mesh_utils.create_device_mesh(size, part, allow_split_physical_axes=True)
-            for part in members.values()
-        ]
-    )
+    lay = functools.partial(mesh_utils.create_device_mesh, size, allow_split_physical_axes=True)
+    grid = np.concatenate([*map(lay, members)])
     row_devices = grid.reshape(-1, sizes[2] * sizes[3])
     hosts = [{device.process_index for device in row} for row in row_devices]
     if max(map(len, hosts)) == 1:
         return grid
     # A row of a batch would span several hosts, so order the devices host by host.
-    slice_of = dict(zip(devices, slices, strict=True))
     by_host = sorted(devices, key=lambda x: (slice_of[x], x.process_index, x.id))
     return np.array(by_host).reshape(sizes)
 
@@ -113,13 +108,7 @@ def platform(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
 
-@functools.cache
-def _log_replicated(logical: str, size: int, mesh_axis: str, mesh_size: int) -> None:
-    """Warns once, not once per parameter, that a mesh axis does not shard a logical axis."""
-    logging.warning(
-        f"axis {logical!r} of size {size} does not divide by mesh.{mesh_axis}={mesh_size} and is "
-        "replicated"
-    )
+_warn_once = functools.cache(logging.warning)  # not once per parameter
 
 
 def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
@@ -147,7 +136,10 @@ def _partition_spec(
             logical_of[mesh_axis] = name
             num_parts *= mesh.shape[mesh_axis]
             if size % num_parts:
-                _log_replicated(name, size, mesh_axis, mesh.shape[mesh_axis])
+                _warn_once(
+                    f"axis {name!r} of size {size} does not divide by mesh.{mesh_axis}="
+                    f"{mesh.shape[mesh_axis]} and is replicated"
+                )
                 break
             used.append(mesh_axis)
         spec.append(tuple(used) if len(used) > 1 else used[0] if used else None)
@@ -155,12 +147,7 @@ def _partition_spec(
 
 
 def check_rules(name: str, rules: Rules) -> None:
-    """Rejects a table that names an unknown mesh axis.
-
-    Args:
-        name: key of the table in the config, for the message.
-        rules: the table.
-    """
+    """Rejects a table, the config's key `name`, that names an unknown mesh axis."""
     for logical, _ in rules:
         for mesh_axis in _mesh_axes(logical, rules):
             if mesh_axis not in MESH_AXES:
@@ -191,8 +178,9 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, _partition_spec(name, logical, shape.shape, rules, mesh))
 
-    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(place, logical_axes, shapes, is_leaf=is_axes)
+    return jax.tree_util.tree_map_with_path(
+        place, logical_axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
 
 
 def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
@@ -303,21 +291,14 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
 def local_rows(size: int, sharding: NamedSharding) -> Int[np.ndarray, " n"]:
     """Indices of the batch rows on this process's devices, ascending, not always contiguous.
 
-    Args:
-        size: rows of the whole batch, a multiple of its shards.
-        sharding: of the batch.
+    `size` is the rows of the whole batch, a multiple of its shards.
     """
     slices = filter(None, sharding.addressable_devices_indices_map((size,)).values())
     return np.array(sorted({row for (rows,) in slices for row in range(size)[rows]}))
 
 
 def owners(size: int, sharding: NamedSharding) -> Int[np.ndarray, " N"]:
-    """The process whose devices hold each row of a batch.
-
-    Args:
-        size: rows of the whole batch, a multiple of its shards.
-        sharding: of the batch.
-    """
+    """The process whose devices hold each row of a batch; see `local_rows`."""
     found = np.zeros(size, int)
     for device, (rows,) in sharding.devices_indices_map((size,)).items():
         found[rows] = device.process_index
@@ -351,24 +332,16 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
 
 def put_ahead(batches: Iterable[Any], sharding: NamedSharding) -> Iterator[Any]:
     """`put_batch` of each, one ahead: the next is on the devices while a batch is in use."""
-    placed = None
+    ahead = deque()
     for batch in batches:
-        following = put_batch(batch, sharding)
-        if placed is not None:
-            yield placed
-        placed = following
-    if placed is not None:
-        yield placed
+        ahead.append(put_batch(batch, sharding))
+        if len(ahead) > 1:
+            yield ahead.popleft()
+    yield from ahead
 
 
 def check_divides(name: str, size: int, sharding: NamedSharding) -> None:
-    """Rejects a batch size that the mesh cannot shard evenly.
-
-    Args:
-        name: key of the size in the config, for the message.
-        size: rows or prompts of the whole batch, over all processes.
-        sharding: of the batch.
-    """
+    """Rejects a batch size, the config's key `name`, that the mesh cannot shard evenly."""
     count = num_shards(sharding)
     if size < 1 or size % count:
         below = max(size, 0) // count * count

@@ -166,8 +166,7 @@ def open_checkpoints(run: Run, stage: str) -> Checkpoints:
         fingerprint=run.fingerprint(),
         settings=settings,
     )
-    step = checkpoints.latest_step
-    if step is not None:
+    if (step := checkpoints.latest_step) is not None:
         try:
             saved, folder = checkpoints.saved_settings(), checkpoints.folder
             resume.check(saved, settings, stage=stage, step=step, folder=folder)
