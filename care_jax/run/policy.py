@@ -75,20 +75,13 @@ def policy_of(config: ConfigDict) -> Policy:
     tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
     shape = backbone_config(folder, fields, tokenizer)
     token_bytes = spans.token_bytes(tokenizer, shape.text.vocab_size)
+    keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")
+    options = {key: data[key] for key in keys}
+    patch_dtype = jnp.dtype(model.compute_dtype)
     return Policy(
         config=shape,
         tokenizer=tokenizer,
-        prompts=PromptBuilder(
-            tokenizer,
-            shape,
-            min_pixels=data.min_pixels,
-            max_pixels=data.max_pixels,
-            buckets=data.buckets,
-            system_prompt=data.system_prompt,
-            instruction=data.instruction,
-            think_tag=data.think_tag,
-            patch_dtype=jnp.dtype(model.compute_dtype),
-        ),
+        prompts=PromptBuilder(tokenizer, shape, patch_dtype=patch_dtype, **options),
         token_bytes=token_bytes,
         closing_tag=spans.closing_tag_table(token_bytes, data.think_tag),
         think_tag=data.think_tag,

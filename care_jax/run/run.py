@@ -207,15 +207,10 @@ def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:
 def verifier_of(run: Run) -> Verifier:
     """The verifier that the section `verifier` defines; a context manager."""
     section = run.config.verifier
-    return Verifier(
-        num_workers=section.num_workers,
-        timeout=section.timeout,
-        think_tag=run.policy.think_tag,
-        reward=run.reward or section.reward,
-        weights=section.weights,
-        success=section.success,
-        concurrency=section.concurrency,
-    )
+    keys = ("num_workers", "timeout", "weights", "success", "concurrency")
+    options = {key: section[key] for key in keys}
+    reward = run.reward or section.reward
+    return Verifier(think_tag=run.policy.think_tag, reward=reward, **options)
 
 
 def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:
@@ -224,18 +219,10 @@ def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTran
     num_updates = section.num_steps
     if stage == "rl":
         num_updates *= section.prompts_per_step // section.prompts_per_update
-    learning_rate_at = optimizer.make_schedule(
-        learning_rate=section.learning_rate,
-        warmup_steps=section.warmup_steps,
-        num_steps=num_updates,
-        schedule=section.schedule,
-    )
-    adamw = optimizer.make_optimizer(
-        learning_rate_at,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-    )
-    return learning_rate_at, adamw
+    options = {key: section[key] for key in ("learning_rate", "warmup_steps", "schedule")}
+    learning_rate_at = optimizer.make_schedule(num_steps=num_updates, **options)
+    options = {key: section[key] for key in ("weight_decay", "max_grad_norm")}
+    return learning_rate_at, optimizer.make_optimizer(learning_rate_at, **options)
 
 
 def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
