@@ -55,8 +55,7 @@ def start(
 
     Args:
         coordinator_address: host:port at which process 0 listens.
-        num_processes: of the whole run.
-        process_id: of this one, 0 to num_processes - 1.
+        num_processes, process_id: of the whole run; of this one, from 0.
         timeout: seconds to wait for the other processes.
 
     Raises:

@@ -55,28 +55,24 @@ def make_mesh(
             of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
-    if slices is None:
-        slices = [getattr(device, "slice_index", None) or 0 for device in devices]
+    slices = slices or [getattr(device, "slice_index", None) or 0 for device in devices]
     sizes = [data or len(set(slices)), fsdp, tensor, sequence]
     named = " x ".join(f"mesh.{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh sizes must be positive, or -1 for one of them, got {named}")
-    known = math.prod(sizes)
-    if known < 0:
-        free = sizes.index(-1)
-        if len(devices) % -known:
-            raise ValueError(
-                f"{named} cannot divide {len(devices)} devices; set the other sizes so that their "
-                f"product {-known} divides {len(devices)}"
-            )
-        sizes[free] = len(devices) // -known
-    elif known != len(devices):
+    known, count = math.prod(sizes), len(devices)
+    if known < 0 and count % -known:
         raise ValueError(
-            f"{named} needs {known} devices, there are {len(devices)}; set one size to -1 or make "
-            f"their product {len(devices)}"
+            f"{named} cannot divide {count} devices; set the other sizes so that their product "
+            f"{-known} divides {count}"
         )
-    grid = _grid(tuple(sizes), devices, slices)
-    return Mesh(grid, MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+    if known > 0 and known != count:
+        raise ValueError(
+            f"{named} needs {known} devices, there are {count}; set one size to -1 or make their "
+            f"product {count}"
+        )
+    sizes = tuple(count // -known if size == -1 else size for size in sizes)
+    return Mesh(_grid(sizes, devices, slices), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
 
 
 def _grid(
@@ -204,10 +200,7 @@ def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
     """Shardings of a tree that contains copies of the parameter tree, such as an optimizer state.
 
     A leaf whose path ends in a parameter's path is sharded like it; any other is replicated.
-
-    Args:
-        tree: arrays or `ShapeDtypeStruct`s, such as `jax.eval_shape(optimizer.init, params)`.
-        shardings: of the parameters.
+    `tree` has arrays or `ShapeDtypeStruct`s; `shardings` are those of the parameters.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
 
@@ -248,10 +241,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Shards the leading axis (prompts, rows) over the mesh axes of "batch", and no other axis.
-
-    The number of shards is the product of these mesh axes, see `num_shards`.
-    """
+    """Shards the leading axis (prompts, rows) over the mesh axes of "batch", and no other axis."""
     return NamedSharding(mesh, PartitionSpec(_mesh_axes("batch", rules)))
 
 
@@ -274,18 +264,13 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
     """The attention implementation over whole rows for a mesh.
 
     Args:
-        name: "xla" for XLA matmuls, "kernel" for the device's kernel, "auto" for the kernel if the
-            device has one.
+        name: "xla" for XLA matmuls; "kernel" or "auto" for the device's kernel, if it has one.
         rules: they give the mesh axes that shard rows and heads inside attention.
         mesh: the devices.
     """
-    kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(mesh.devices.flat[0].platform, "xla")
-    return AttentionImpl(
-        "xla" if name == "xla" else kernel,
-        mesh,
-        _mesh_axes("batch", rules),
-        _mesh_axes("attended_heads", rules),
-    )
+    kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(platform(mesh), "xla")
+    axes = _mesh_axes("batch", rules), _mesh_axes("attended_heads", rules)
+    return AttentionImpl("xla" if name == "xla" else kernel, mesh, *axes)
 
 
 def local_rows(size: int, sharding: NamedSharding) -> Int[np.ndarray, " n"]:
@@ -309,8 +294,8 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     """Puts a tree of numpy arrays on the devices, sharded along their leading axis.
 
     Args:
-        batch: arrays [B, ...]; None in place of an array stays None. In a run of several
-            processes, B is the global batch and each process passes its `local_rows`.
+        batch: arrays [B, ...], or None in place of an array. In a run of several processes, B is
+            the global batch and each process passes its `local_rows`.
         sharding: see `batch_sharding`.
 
     Raises:

@@ -40,7 +40,7 @@ class Restored(NamedTuple):
         state: as saved, with the requested shardings.
         step: the step it was saved at.
         data_position: examples or batches (the unit of the data pipeline) already consumed.
-        rng: the seed from which the run derives every random key by step.
+        rng: the seed from which the run derives every random key, see `devices.streams`.
         metadata: as saved, JSON types.
     """
 
@@ -213,12 +213,12 @@ class Checkpoints:
         self._manager.reload()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Restores a step, the latest whole one by default.
+        """Restores a step; None: the latest, and if that is damaged the one before.
 
         Args:
             abstract_state: tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
                 the one at the save.
-            step: a saved step; None: the latest, and if that is damaged the one before.
+            step: a saved step.
 
         Raises:
             ValueError: there is no such step, it is damaged, or it was saved under another
@@ -241,15 +241,7 @@ class Checkpoints:
         )
 
     def restore_params(self, abstract_params: Any, step: int) -> Any:
-        """Restores the entry "params" of a saved state and reads nothing else of it.
-
-        Args:
-            abstract_params: tree of `ShapeDtypeStruct`s with shardings.
-            step: a saved step.
-
-        Raises:
-            ValueError: the step is damaged, or was saved under another fingerprint.
-        """
+        """Restores the entry "params" of a saved state, see `restore`; reads nothing else of it."""
         self._check_whole(step)
         self._progress(step)
         item = {"params": abstract_params}
@@ -332,8 +324,8 @@ class Checkpoints:
         for step, fault in faults.items():
             _say(f"checkpoint {step} is damaged: {fault}; renamed to {step}{_DAMAGED}")
             if jax.process_index() == 0:
-                places = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
-                free = next(name for name in places if not (self.folder / name).exists())
+                names = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
+                free = next(name for name in names if not (self.folder / name).exists())
                 # Copies and removes where folders cannot be renamed (gcsfuse).
                 shutil.move(self.folder / str(step), self.folder / free)
         if faults:

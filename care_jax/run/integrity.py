@@ -54,16 +54,12 @@ def has_manifest(folder: pathlib.Path) -> bool:
 def find_damage(
     folder: pathlib.Path, *, most_bytes: int | None = None, part: int = 0, num_parts: int = 1
 ) -> str:
-    """Compares a folder with its manifest; "" if they agree or there is none.
+    """What is wrong with the first few files that differ from their sums; "" if none does.
 
     Args:
-        folder: with `sha256.json`.
+        folder: without a manifest, nothing is compared.
         most_bytes: files above this size are compared by size alone; None: all are hashed.
-        part, num_parts: compares every num_parts-th file, from this one on, so that several
-            processes share the work.
-
-    Returns:
-        what is wrong with the first few files that differ.
+        part, num_parts: every num_parts-th file is compared, from this one on.
     """
     try:
         entries = _read(folder)
@@ -73,13 +69,12 @@ def find_damage(
         return ""
 
     def damage(name: str) -> str:
-        size, digest = entries[name]["bytes"], entries[name]["sha256"]
-        path = folder / name
+        size, path = entries[name]["bytes"], folder / name
         try:
-            found = path.stat().st_size
-            if found != size:
+            if (found := path.stat().st_size) != size:
                 return f"{name} has {found} bytes instead of {size}"
-            if (most_bytes is None or size <= most_bytes) and _sha256(path) != digest:
+            is_hashed = most_bytes is None or size <= most_bytes
+            if is_hashed and _sha256(path) != entries[name]["sha256"]:
                 return f"{name} has another SHA-256 than when it was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
