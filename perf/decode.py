@@ -50,7 +50,7 @@ def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
     config.model.backbone = config_json.to_hf(medium_config())
     config.model.compute_dtype = dtype
     config.data.buckets = ((num_tokens, num_patches),)
-    return Run(config, policy_of(config), sharding.make_mesh(1, 1, 1), pathlib.Path(), None)
+    return Run(config, policy_of(config), sharding.make_mesh(1, 1, 1), pathlib.Path())
 
 
 def make_prompts(config: BackboneConfig, num_prompts: int, rng) -> list[TokenizedPrompt]:

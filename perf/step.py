@@ -39,7 +39,6 @@ import trl
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.config.checks import fill_in
 from care_jax.data.pipeline import Batches
 from care_jax.decoding.queue import DecodeQueue
 from care_jax.devices import sharding, xla_flags
@@ -49,8 +48,9 @@ from care_jax.rewards.verifier import Verifier
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
 from care_jax.rl.rollout import compile_decoder, compile_rollout, gather_groups, rollout_sizes
 from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
-from care_jax.run.policy import initial_params, policy_of
-from care_jax.run.run import Run, make_adamw, start_state
+from care_jax.run import weights
+from care_jax.run.policy import policy_of
+from care_jax.run.run import make_adamw, open_run, start_state
 from care_jax.stages import rl
 from care_jax.stages.export import save_processor
 from configs import tiny
@@ -129,11 +129,9 @@ class Ours:
     def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
         cap = int(lengths.max())
         config = make_config(cap, args.slots, args.rows, folder)
-        mesh = sharding.make_mesh(1, 1, 1)
-        config = fill_in(config, mesh)
-        metrics = stack.enter_context(MetricWriter(workdir, ""))
-        self.run = Run(config, policy_of(config), mesh, workdir, metrics)
-        params = initial_params(self.run.policy, mesh, config.sharding_rules, seed=0)
+        writer = stack.enter_context(MetricWriter(workdir, ""))
+        self.run = open_run(config, workdir, writer=writer)
+        params = weights.start(self.run)
         _, adamw = make_adamw(self.run, "rl")
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)

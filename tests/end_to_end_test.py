@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def cpu_mesh(monkeypatch):
     """One device, as on a laptop; the suite has eight virtual ones."""
     monkeypatch.setattr(
-        main, "make_mesh", lambda **_: make_mesh(1, 1, 1, devices=jax.devices()[:1])
+        "care_jax.run.run.make_mesh", lambda **_: make_mesh(1, 1, 1, devices=jax.devices()[:1])
     )
 
 
@@ -82,7 +82,7 @@ def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("unbroken")
     with pytest.MonkeyPatch.context() as patch:
         one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-        patch.setattr(main, "make_mesh", lambda **_: one_device)
+        patch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
         results = main.run_stages(small_config(), workdir)
     return workdir, results
 
@@ -146,14 +146,14 @@ DIVERGES = {"num_steps": 1, "learning_rate": 1.0, "warmup_steps": 0}
 
 def test_a_release_whose_weights_are_no_numbers_is_refused(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
-        params = initial_params(*args, **kwargs)
+        params = start(*args, **kwargs)
         scale = params["text"]["norm"]["scale"]
         params["text"]["norm"]["scale"] = scale.at[0].set(jnp.inf)
         return params
 
-    initial_params = weights.initial_params
+    start = weights.start
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "initial_params", broken)
+        patch.setattr(weights, "start", broken)
         main.run_stages(small_config(stages=("export",)), tmp_path / "made")
     config = small_config(stages=("evaluate",))
     config.model.path, config.model.backbone = str(tmp_path / "made" / "export"), {}
@@ -213,7 +213,7 @@ def evaluated(finished):
     workdir = finished[0].with_name(finished[0].name + "_evaluated")
     with pytest.MonkeyPatch.context() as patch:
         one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-        patch.setattr(main, "make_mesh", lambda **_: one_device)
+        patch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
         results = main.run_stages(small_config(**EVALUATED), workdir)
     return workdir, results
 
@@ -274,7 +274,7 @@ def test_any_saved_step_of_a_finished_run_is_evaluated(evaluated, monkeypatch, s
     workdir, expected = evaluated
     during = {r["step"]: r["acc"] for r in metrics_of(workdir) if r["stage"] == "rl_eval"}
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(weights, "start", None)
     config = small_config(stages=("evaluate", "export"), **{"export.step": step})
     results = main.run_stages(config, workdir)
@@ -514,7 +514,7 @@ def test_mistakes_of_the_user_are_one_line(tmp_path, flags, message):
 
 def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        main, "make_mesh", lambda **_: make_mesh(1, 4, 2, devices=jax.devices()[:8])
+        "care_jax.run.run.make_mesh", lambda **_: make_mesh(1, 4, 2, devices=jax.devices()[:8])
     )
     config = small_config(**{"rl.microbatch_size": 2, "sft.microbatch_size": 8})
     with pytest.raises(

@@ -28,7 +28,6 @@ from care_jax.aot.collectives import Received
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
-from care_jax.config.checks import check_config, fill_in
 from care_jax.decoding.programs import DecodePrograms
 from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import sharding
@@ -36,7 +35,7 @@ from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
 from care_jax.rl.rollout import compile_decoder, rollout_sizes
-from care_jax.run.run import Run, abstract_state, make_adamw
+from care_jax.run.run import Run, abstract_state, make_adamw, open_run
 from care_jax.stages import sft
 from care_jax.stages.rl import compile_update
 from models import lora
@@ -146,13 +145,10 @@ def fit(
         ValueError: the topology is unknown, or the configuration cannot run on it.
     """
     chips = find_topology(topology, num_slices)
-    mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
-    config = fill_in(config, mesh)
-    check_config(config, mesh)
     if mean_response is not None and mean_response <= 0:
         raise ValueError(f"--mean_response must be positive, in tokens, got {mean_response}")
-    no_metrics: Any = None  # nothing runs
-    run = Run(config, shapes.policy(config), mesh, pathlib.Path(), no_metrics)
+    mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
+    run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
     programs, decode_prompts, largest, expected = [], None, None, None
     if "rl" in config.stages:
         largest = step_sizes.largest_step(run)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ import jax
 from care_jax.aot.topology import GPUS
 from care_jax.devices import xla_flags
 from care_jax.devices.flops import GIB, PEAK_FLOPS
+from care_jax.run.run import open_run
 from care_jax.run.versions import versions
 from perf.accelerator import kernels, rates, step
 
@@ -96,7 +98,7 @@ def run_part(name: str, *, is_quick: bool, until: float) -> None:
     part, _, backbone = name.partition(":")
     stats = devices[0].memory_stats() or {}
     num_bytes = len(devices) * stats.get("bytes_limit", 0)
-    run = step.open_run(step.configuration(backbone, num_bytes, is_quick=is_quick))
+    run = open_run(step.configuration(backbone, num_bytes, is_quick=is_quick), pathlib.Path())
     if part == "kernels":
         for row in kernels.measure(run):
             emit(row)

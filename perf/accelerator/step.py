@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +24,6 @@ from ml_collections import ConfigDict
 from care_jax.aot import roofline, shapes, step_sizes, workload
 from care_jax.aot.roofline import Work
 from care_jax.batch import TrainBatch
-from care_jax.config.checks import check_config, fill_in
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
 from care_jax.devices import flops, sharding
@@ -35,7 +33,6 @@ from care_jax.packing.plan import RowPlan
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.rl.rollout import compile_decoder, rollout_sizes
 from care_jax.rl.update_batch import copy_reference
-from care_jax.run.policy import policy_of
 from care_jax.run.run import Run, make_adamw, params_of, start_state
 from care_jax.stages.rl import compile_update
 from models import lora
@@ -106,15 +103,6 @@ class Timed:
         seconds = time.perf_counter() - began
         self.calls.append(seconds if number == self._compilations.number else None)
         return result
-
-
-def open_run(config: ConfigDict) -> Run:
-    """A run on the devices of this machine; nothing is written."""
-    mesh = sharding.make_mesh(**config.mesh)
-    config = fill_in(config, mesh)
-    check_config(config, mesh)
-    no_metrics: Any = None
-    return Run(config, policy_of(config), mesh, pathlib.Path(), no_metrics)
 
 
 def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from configs import common, tiny
 @pytest.fixture(autouse=True)
 def cpu_mesh(monkeypatch):
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
 
 
 def small_config(**changes):

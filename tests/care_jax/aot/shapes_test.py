@@ -25,7 +25,7 @@ BUCKET = (96, 192)
 def run(policy, tmp_path):
     config = tiny.get_config()
     config.data.buckets = (BUCKET,)
-    return Run(config, policy, make_mesh(1, 2, 2, devices=jax.devices()[:4]), tmp_path, None)
+    return Run(config, policy, make_mesh(1, 2, 2, devices=jax.devices()[:4]), tmp_path)
 
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)

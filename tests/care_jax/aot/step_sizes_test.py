@@ -24,7 +24,7 @@ def run(policy, tmp_path):
     config.rl.row_tokens, config.rl.decode_prompts = 512, 16
     config.sft.row_tokens = 256
     mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
-    return Run(fill_in(config, mesh), policy, mesh, tmp_path, None)
+    return Run(fill_in(config, mesh), policy, mesh, tmp_path)
 
 
 @pytest.fixture

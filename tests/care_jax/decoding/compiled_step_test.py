@@ -77,7 +77,7 @@ def main(topology: str) -> None:
     policy = dataclasses.replace(
         shapes.policy(config), config=dataclasses.replace(release, text=one_layer)
     )
-    run = Run(config, policy, mesh, pathlib.Path(), None)
+    run = Run(config, policy, mesh, pathlib.Path())
     sizes = Sizes(
         num_slots=SLOTS,
         num_rows=ROWS,
