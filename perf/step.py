@@ -116,11 +116,8 @@ def draw_lengths() -> dict[str, np.ndarray]:
     quantiles = scipy.stats.norm.ppf((np.arange(num_rows) + 0.5) / num_rows)
     drawn = MEAN * np.exp(SIGMA * quantiles - SIGMA**2 / 2)
     drawn = np.clip(np.round(drawn), 1, CASES["lognormal"]).astype(int)
-    flat = {
-        "equal": np.full(num_rows, CASES["equal"]),
-        "lognormal": np.random.default_rng(0).permutation(drawn),
-    }
-    return {name: row.reshape(NUM_PROMPTS, NUM_ROLLOUTS) for name, row in flat.items()}
+    shape, shuffled = (NUM_PROMPTS, NUM_ROLLOUTS), np.random.default_rng(0).permutation(drawn)
+    return {"equal": np.full(shape, CASES["equal"]), "lognormal": shuffled.reshape(shape)}
 
 
 class Ours:
@@ -144,14 +141,8 @@ class Ours:
             seed=0,
             num_workers=2,
         )
-        self.verifier = stack.enter_context(
-            Verifier(
-                num_workers=1,
-                timeout=10.0,
-                think_tag=self.run.policy.think_tag,
-                reward=reward,
-            )
-        )
+        verifier = Verifier(1, 10.0, think_tag=self.run.policy.think_tag, reward=reward)
+        self.verifier = stack.enter_context(verifier)
         self.num_trained = int(lengths.sum())
 
     def _forced(self, programs, lengths):
@@ -210,17 +201,13 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.G
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     images = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
     processor = ImageProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+    system, num_rows = {"role": "system", "content": "Answer."}, NUM_PROMPTS * NUM_ROLLOUTS
+    asked = (example.question.removeprefix("<image>") for example in examples)
+    users = ({"role": "user", "content": question} for question in asked)
     rows = [
-        {
-            "prompt": [
-                {"role": "system", "content": "Answer."},
-                {"role": "user", "content": example.question.removeprefix("<image>")},
-            ],
-            "image": example.images[0],
-        }
-        for example in examples
+        {"prompt": [system, user], "image": example.images[0]}
+        for user, example in zip(users, examples, strict=True)
     ]
-    num_rows = NUM_PROMPTS * NUM_ROLLOUTS
     eos = model.config.eos_token_id or tokenizer.eos_token_id
     settings = trl.GRPOConfig(
         output_dir=str(workdir),
@@ -275,9 +262,7 @@ class Turns(transformers.TrainerCallback):
     """Runs our step just before each of TRL's, and times both."""
 
     def __init__(self, ours: dict[str, Ours]):
-        self.ours = ours
-        self.names = list(ours)
-        self.case = self.names[0]
+        self.ours, self.names, self.case = ours, list(ours), next(iter(ours))
         self.seconds = {name: [] for name in ours}
 
     def on_step_begin(self, args, state, control, **_):
@@ -316,11 +301,10 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = make_config(CASES["equal"], args.slots, args.rows)
-        policy = policy_of(config)
+        policy, start = policy_of(config), str(folder / "start")
         params = backbone.init(policy.config, jax.random.key(0))
-        backbone.export(folder / "start", params, policy.config, dtype=jnp.float32)
+        backbone.export(start, params, policy.config, dtype=jnp.float32)
         save_processor(policy, folder / "start")
-        start = str(folder / "start")
         ours = {
             name: Ours(start, drawn, args, folder / name, stack) for name, drawn in lengths.items()
         }
