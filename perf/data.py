@@ -23,8 +23,7 @@ from PIL import Image
 from care_jax.batch import Example
 from care_jax.data.pipeline import Batches
 from care_jax.data.readers import shards
-from care_jax.data.sources import open_source
-from care_jax.data.tokenizer import open_tokenizer
+from care_jax.data.sources import open_source, open_tokenizer
 from care_jax.prompts.builder import PromptBuilder, backbone_config
 from configs import common
 from models.release import config_json
