@@ -40,7 +40,6 @@ from care_jax.run.policy import check_policy, policy_of
 from care_jax.run.run import Run, check_workdir
 from care_jax.run.versions import versions
 from care_jax.stages import evaluate, export, rl, sft
-from care_jax.stages.evaluated import evaluate_once
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
@@ -158,7 +157,7 @@ def _run_each(
         elif stage == "rl":
             params = rl.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
-            results[last] = evaluate_once(run, evaluator, params, name=last)
+            results[last] = evaluate.evaluate_stage(run, evaluator, params, name=last)
         elif stage == "export":
             source = found or weights.find(run, trained)
             is_held = found or source.in_memory
