@@ -32,7 +32,6 @@ from care_jax.run import interrupts, lock, weights
 from care_jax.run.run import Run, check_workdir, open_run
 from care_jax.run.versions import write_config
 from care_jax.stages import evaluate, export, rl, sft
-from care_jax.stages.evaluated import evaluate_once
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
@@ -139,7 +138,7 @@ def _run_each(
         elif stage == "rl":
             params = rl.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
-            results[last] = evaluate_once(run, evaluator, params, name=last)
+            results[last] = evaluate.evaluate_stage(run, evaluator, params, name=last)
         elif stage == "export":
             source = found or weights.find(run, trained)
             is_held = found or source.step is None
