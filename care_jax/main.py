@@ -33,7 +33,7 @@ from care_jax.devices import compilation_cache, distributed, xla_flags
 from care_jax.devices.sharding import make_mesh
 from care_jax.devices.whole_file import write_whole
 from care_jax.report.metrics import MetricWriter, print_line
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, mounts, weights
 from care_jax.run.policy import check_policy, policy_of
@@ -164,7 +164,7 @@ def _run_each(
             is_held = found or source.in_memory
             held = params if is_held else weights.load(run, source)
             export.export_stage(run, held, source)
-        Report(run.workdir, max_megabytes=config.report.max_megabytes).write()
+        Report(run.workdir, **config.report).write()
         if stage in TRAINING:
             last, trained = stage, (*trained, stage)
     return results

@@ -3,8 +3,8 @@
 const FIRST = ["step", "source", "role", "outcome"];
 const BAR = 50; // percent of the bar on each side of zero
 
-const groups = data.steps.flatMap(({ step, groups }) =>
-  groups.map((group, index) => ({ ...group, step, key: `${step}/${index}` })));
+const groups = data.groups.map((group, at) =>
+  ({ ...group, key: `${group.step}/${at - data.groups.findIndex((each) => each.step === group.step)}` }));
 
 const state = { filters: {}, shown: [], at: 0, isWhole: false };
 
@@ -94,9 +94,9 @@ function show(index) {
 
 function detail(group) {
   const largest = Math.max(...group.responses.map((response) => Math.abs(response.advantage)), 1e-9);
-  const images = group.pictures.map((key, i) =>
-    data.pictures[key]
-      ? element("img", { src: data.pictures[key], alt: `image ${i + 1} of the question` })
+  const images = group.pictures.map((src, i) =>
+    src
+      ? element("img", { src, alt: `image ${i + 1} of the question` })
       : element("p", { class: "muted" }, "image not readable"));
   const choices = group.choices.length
     ? element("ol", { class: "choices" }, ...group.choices.map((choice) => element("li", {}, choice))) : null;
@@ -133,7 +133,6 @@ function card(response, group, largest) {
     element("h3", {}, isRepair ? "second try" : `#${response.number}`),
     response.role ? element("span", { class: `role ${classOf(response.role)}` }, response.role) : null,
     element("span", { class: `verdict ${classOf(response.verdict)}` }, `${mark(response)} ${response.verdict}`),
-    // A step that an earlier version wrote has none.
     response.reason ? element("span", { class: "reason muted", title: "what decided" }, response.reason) : null,
     response.answer ? element("span", { class: "said" }, response.answer) : null,
     group.repair && group.repair.of === response.number
@@ -144,7 +143,7 @@ function card(response, group, largest) {
   return element(
     "article", { class: `response ${classOf(response.role)}` },
     title, numbers(response, largest), isRepair ? change(group.repair) : null,
-    ...texts(response, isRepair),
+    ...texts(segments(response, group), isRepair),
   );
 }
 
@@ -161,8 +160,7 @@ function numbers(response, largest) {
   return element(
     "dl", { class: "numbers" },
     pair("reward", format(response.reward), "(1 − λ)·acc + λ·fmt; of a reward function the weighted components for acc"),
-    // A step that an earlier version wrote has none.
-    ...(response.components || []).map(([name, value]) => pair(name, format(value), "component of the reward")),
+    ...Object.entries(response.components).map(([name, value]) => pair(name, format(value), "component of the reward")),
     response.distance === null ? null : pair("d", format(response.distance), "cosine distance to the anchor"),
     response.raw === null ? null : pair("A raw", format(response.raw, { signed: true }), "before scaling"),
     pair("A", format(response.advantage, { signed: true }), "the advantage that trained it"),
@@ -180,17 +178,39 @@ function change(repair) {
   );
 }
 
+// Where a tag's span starts and ends, tags included; without a tag, at the text's start or end.
+function extent(text, tag) {
+  const start = Math.max(text.indexOf(`<${tag}>`), 0);
+  const end = text.indexOf(`</${tag}>`, start);
+  return [start, end < 0 ? text.length : end + tag.length + 3];
+}
+
+// The text of a response as [kind, part]: "context" and "cue" were given, the rest was sampled.
+function segments({ role, text, answer, think_tokens }, { repair, think_tag }) {
+  const numGiven = role === "reflected" ? repair.num_given : 0;
+  const given = [...text].slice(0, numGiven).join(""); // counted in code points, not in UTF-16
+  const cueStart = given.length - (given.endsWith(repair?.cue) ? repair.cue.length : 0);
+  const spans = {
+    context: [0, cueStart],
+    cue: [cueStart, given.length],
+    think: think_tokens ? extent(text, think_tag) : [0, 0],
+    answer: answer ? extent(text, "answer") : [0, 0],
+  };
+  const bounds = [...new Set([0, text.length, ...Object.values(spans).flat()])].sort((a, b) => a - b);
+  const kindAt = (at) => Object.keys(spans).find((kind) => spans[kind][0] <= at && at < spans[kind][1]);
+  return bounds.slice(1).map((end, i) => [kindAt(bounds[i]) || "text", text.slice(bounds[i], end)]);
+}
+
 // A second try stands beside what it was given.
-function texts(response, isRepair) {
+function texts(parts, isRepair) {
   const isGiven = ([kind]) => kind === "context" || kind === "cue";
-  const given = response.segments.filter(isGiven);
-  const whole = (segments) =>
-    element("div", { class: "text" }, ...segments.map(([kind, text]) => element("span", { class: kind }, text)));
-  if (!isRepair || !given.length) return [whole(response.segments)];
-  const side = (name, segments) => element("div", {}, element("h4", {}, name), whole(segments));
+  const given = parts.filter(isGiven);
+  const whole = (parts) =>
+    element("div", { class: "text" }, ...parts.map(([kind, text]) => element("span", { class: kind }, text)));
+  if (!isRepair || !given.length) return [whole(parts)];
+  const side = (name, parts) => element("div", {}, element("h4", {}, name), whole(parts));
   return [element(
-    "div", { class: "beside" }, side("given", given),
-    side("written", response.segments.filter((each) => !isGiven(each))),
+    "div", { class: "beside" }, side("given", given), side("written", parts.filter((each) => !isGiven(each))),
   )];
 }
 
@@ -255,10 +275,11 @@ find("previous").addEventListener("click", () => move(-1));
 find("next").addEventListener("click", () => move(1));
 find("help-button").addEventListener("click", () => find("help").showModal());
 
-const thinned = data.steps.length < data.logged.length
+const numShown = new Set(groups.map((group) => group.step)).size;
+const thinned = numShown && numShown < data.logged.length
   ? ` Older steps are thinned to keep this file within ${format(data.max_megabytes)} MB.` : "";
 find("sample").textContent =
-  `Groups of ${data.steps.length} of the ${data.logged.length} logged steps, each outcome in turn ` +
+  `Groups of ${numShown} of the ${data.logged.length} logged steps, each outcome in turn ` +
   `and so not in proportion.${thinned}`;
 find("inspector").classList.toggle("empty", !groups.length);
 buildFilters();

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from care_jax.batch import Example, TrainBatch
+from care_jax.batch import Groups as StepGroups
 from care_jax.data.pipeline import Batches
 from care_jax.decoding import reflection
 from care_jax.devices import distributed, loaded_programs, sharding
@@ -30,7 +31,7 @@ from care_jax.method.advantages import RawAdvantages
 from care_jax.method.credit import Credit
 from care_jax.packing.plan import RowPlan
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.report.groups import Sampled, Wording
+from care_jax.report.groups import Wording
 from care_jax.report.metrics import (
     Pace,
     device_memory,
@@ -39,8 +40,7 @@ from care_jax.report.metrics import (
     print_line,
     progress,
 )
-from care_jax.report.rollout_log import RolloutLog
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl import dynamic_sampling
 from care_jax.rl.dynamic_sampling import Draw
@@ -134,7 +134,8 @@ def train(
         skipped = SkippedUpdates(run, "rl", state.params, state_check.advice)
         milestones = Milestones(run, "rl", checkpoints, evaluate, state_check)
         milestones.begin(start, state, metadata)
-        report, rollout_log = open_report(run, start)
+        report = open_report(run)
+        report.begin(start)
         pace = Pace(rl.num_steps)
         tail = 0.0  # seconds for which metrics and report of the step before kept the host busy
         for first in progress(batches.iterate(start, rl.num_steps), "rl", start, rl.num_steps):
@@ -235,11 +236,11 @@ def train(
             run.metrics.write("rl", step, metrics)  # stops the run if a metric is not finite
             left = pace.left(step)
             shown_groups = sampled(drawn.examples, groups, credited, raw)
-            rollout_log.add(step, shown_groups)
-            if step % config.log_every == 0 or step == rl.num_steps - 1:
+            is_logged = step % config.log_every == 0 or step == rl.num_steps - 1
+            if is_logged:
                 shown = {name: metrics[name] for name in _SHOWN if name in metrics}
                 print_line(format_line("rl", step, rl.num_steps, shown, ended - began, left))
-                run.metrics.show("rl", step, report.add(step, shown_groups))
+            run.metrics.show("rl", step, report.add(step, shown_groups, is_logged=is_logged))
             tail = time.perf_counter() - ended
             milestones.reach(step + 1, state, {"num_decoded": num_decoded})
         profile_steps(run, rl.num_steps)
@@ -348,41 +349,33 @@ def fill(plans: Sequence[RowPlan]) -> dict[str, float]:
     }
 
 
-def open_report(run: Run, start: int) -> tuple[Report, RolloutLog]:
-    """The run report and the log of rollouts, without the steps that will be repeated."""
-    care, policy, settings = run.config.care, run.policy, run.config.report
+def open_report(run: Run) -> Report:
+    """The run report and the log of rollouts."""
+    care, policy = run.config.care, run.policy
     wording = Wording(
         token_bytes=policy.token_bytes,
         eos_token_ids=policy.config.eos_token_ids,
         think_tag=policy.think_tag,
         cue=reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
     )
-    report = Report(
-        run.workdir,
-        max_megabytes=settings.max_megabytes,
-        groups_per_step=settings.groups_per_step,
-        max_side=settings.image_side,
-        wording=wording,
-    )
-    log = RolloutLog(run.workdir, max_megabytes=settings.rollouts_megabytes, wording=wording)
-    report.begin(start)
-    log.begin(start)
-    return report, log
+    return Report(run.workdir, **run.config.report, wording=wording)
 
 
 def sampled(
     examples: Sequence[Example], groups: Groups, credited: Credit, raw: RawAdvantages | None
-) -> Sampled:
+) -> StepGroups:
     """What the report and the log of rollouts show of this process's prompts."""
-    return Sampled(
-        examples=examples,
+    rows = np.empty(len(examples), object)
+    rows[:] = examples
+    return StepGroups(
+        examples=rows,
         rollouts=groups.rollouts,
         scores=groups.scores,
-        advantage=credited.advantage,
         has_reflection=groups.has_reflection,
         reasons=groups.reasons,
         components=groups.components,
         subgroup=groups.subgroup,
+        credit=credited,
         raw=raw,
     )
 

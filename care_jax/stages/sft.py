@@ -29,7 +29,7 @@ from care_jax.packing.layout import lay_out, place
 from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
 from care_jax.prompts.builder import TokenizedPrompt, continued, prompt_sizes
 from care_jax.report.metrics import Pace, format_line, host_usage, print_line, progress
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 from care_jax.run.attention_check import training_attention
 from care_jax.run.milestones import Evaluate, Milestones
 from care_jax.run.run import Run, make_adamw, open_checkpoints, start_state
@@ -98,7 +98,7 @@ def train(
         skipped = SkippedUpdates(run, "sft", state.params, state_check.advice)
         milestones = Milestones(run, "sft", checkpoints, evaluate, state_check)
         milestones.begin(start, state, metadata)
-        report = Report(run.workdir, max_megabytes=config.report.max_megabytes)
+        report = Report(run.workdir, **config.report)
 
         def batch_of(step):
             examples, prompts = batches.batch(step)
