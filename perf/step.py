@@ -46,9 +46,10 @@ from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl import dynamic_sampling
-from care_jax.rl.programs import compile_decoding, compile_rollout, compile_update, rollout_sizes
-from care_jax.rl.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
+from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
+from care_jax.rl.programs import compile_decoding, rollout_sizes
+from care_jax.rl.rollout import compile_rollout, gather_groups
+from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
 from care_jax.run.policy import initial_params, policy_of
 from care_jax.run.run import Run, make_adamw, start_state
 from care_jax.stages import rl
@@ -137,7 +138,7 @@ class Ours:
         _, adamw = make_adamw(self.run, "rl")
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
-        self.update = compile_update(self.run, adamw, sharding.of(self.state))
+        self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
         self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
         self.batches = Batches(
             make_examples(self.run.policy.prompts),
@@ -178,19 +179,15 @@ class Ours:
         run, update = self.run, self.update
         first = (number, *self.batches.batch(number))
         params = update.to_decode_layout(self.state.params)
-        local = np.arange(NUM_PROMPTS)
-        drawn = dynamic_sampling.fill(
-            rl.draw_groups(run, self.rollout, params, self.batches, first, local, self.verifier)
-        )
+        index = np.arange(NUM_PROMPTS)
+        draws = draw_groups(run, self.rollout, params, self.batches, first, index, self.verifier)
         del params
         rolled_out = time.perf_counter()
-        credited, raw = rl.assign_credit(run, update, drawn.groups)
-        num_tokens = gather_groups(drawn.table, drawn.groups, credited, raw).num_tokens
-        assert num_tokens.sum() == self.num_trained
-        batch, _ = train_batch(
-            run, drawn.table, drawn.prompts, drawn.groups, credited, num_tokens, 0
-        )
-        [batch] = with_logprobs(run, update, [batch], self.state.params, self.reference)
+        groups = rl.assign_credit(update, choose_mixed(draws))
+        everyone = gather_groups(groups)
+        assert everyone.num_trained.sum() == self.num_trained
+        batch, _ = train_batch(run, groups, everyone)
+        [batch] = with_logprobs(run, update.score, [batch], self.state.params, self.reference)
         placed = jax.device_put(batch, run.train_batch_sharding)
         self.state, metrics = update.update(self.state, placed)
         assert np.isfinite(jax.device_get(metrics)["grad_norm"])

@@ -203,8 +203,8 @@ def test_programs_dropped_at_every_step_change_nothing(finished, tmp_path, monke
     records = (without_times(metrics_of(workdir)) for workdir in (finished[0], tmp_path))
     assert next(records) == next(records)
     jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
-    assert dropped["care_jax.stages.rl"] == 4
-    assert dropped["care_jax.stages.sft"] and dropped["care_jax.stages.answering"]
+    num_steps = sum(small_config()[stage].num_steps for stage in ("sft", "rl"))
+    assert dropped["care_jax.run.stage"] == num_steps and dropped["care_jax.stages.answering"]
 
 
 @pytest.fixture(scope="module")

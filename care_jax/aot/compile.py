@@ -35,9 +35,10 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.rl.programs import compile_decoding, rollout_sizes
 from care_jax.run.run import Run, abstract_state, make_adamw
 from care_jax.stages import sft
+from care_jax.stages.rl import compile_update
 from models import lora
 from models.backbone import Params
 

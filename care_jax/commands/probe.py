@@ -42,11 +42,10 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval
 from care_jax.rl.programs import (
     compile_decoding,
-    compile_rollout,
     compile_to_decode_layout,
     rollout_sizes,
 )
-from care_jax.rl.rollout import contexts_of, verify
+from care_jax.rl.rollout import compile_rollout, contexts_of, verify
 from care_jax.run import mounts
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, verifier_of

@@ -11,16 +11,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from care_jax.batch import Rollouts
 from care_jax.decoding import reflection, sampler
-from care_jax.decoding.queue import DecodePrograms, DecodeQueue
+from care_jax.decoding.queue import DecodePrograms
 from care_jax.decoding.schedule import NUM_STEPS, Sizes
 from care_jax.decoding.seats import (
     Seats,
@@ -31,56 +29,10 @@ from care_jax.decoding.seats import (
     seat_axes,
 )
 from care_jax.devices import sharding
-from care_jax.devices.device_clock import DeviceClock
-from care_jax.learning.logprobs import score_rows
-from care_jax.learning.train_step import TrainState, map_microbatches, train_step
-from care_jax.method import credit
-from care_jax.method.select import Subgroup
 from care_jax.run.attention_check import DecodingAttention
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import Run
 from models import backbone
-from models.attention.mask import AttentionImpl
-
-Decode = Callable[..., Iterator[tuple[list[int], Rollouts]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutPrograms:
-    """The compiled functions of a rollout, see `compile_rollout`.
-
-    Attributes:
-        decode: (params, rng, requests) -> indices of requests with G rollouts of each, in order of
-            completion; see `decoding.queue.DecodeQueue.decode`.
-        reflect: likewise, with one rollout per request, which starts with the request's context.
-        select: (rollouts, scores, rng, places [B]) -> Subgroup.
-    """
-
-    decode: Decode
-    reflect: Decode
-    select: Callable[..., Subgroup]
-
-
-@dataclasses.dataclass(frozen=True)
-class UpdatePrograms:
-    """The compiled functions of the update; those of the rollout are `RolloutPrograms`.
-
-    Attributes:
-        to_decode_layout: params -> params in the decode layout.
-        credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
-        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages; None if the objective
-            has none.
-        score: (params, batch) -> log-probabilities at the tokens of the batch's rows.
-        nll: (params, batch) -> mean of -log π over the tokens that are trained on.
-        update: (state, batch) -> (state, metrics).
-    """
-
-    to_decode_layout: Callable
-    credit: Callable
-    raw_advantages: Callable | None
-    score: Callable
-    nll: Callable
-    update: Callable
 
 
 def compile_decoding(
@@ -216,99 +168,3 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
         context_tokens=context_tokens(run),
     )
     return tries, repairs
-
-
-def compile_rollout(
-    run: Run, clock: DeviceClock, attention: DecodingAttention | None = None
-) -> RolloutPrograms:
-    """The jitted functions of a rollout, each compiled once per shape that occurs.
-
-    Args:
-        run: the run.
-        clock: told of what runs.
-        attention: see `compile_decoding`.
-    """
-    rl, care = run.config.rl, run.config.care
-    programs = compile_decoding(
-        run, temperature=rl.temperature, top_p=rl.top_p, attention=attention
-    )
-    first, second = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
-
-    def select(rollouts, scores, rng, places):
-        return credit.select_subgroups(
-            rollouts,
-            scores,
-            jax.vmap(jax.random.fold_in, (None, 0))(rng, places),
-            K=care.K,
-            M=care.M,
-            rule=care.rule,
-            anchor_rule=care.anchor_rule,
-        )
-
-    return RolloutPrograms(decode=first.decode, reflect=second.decode, select=jax.jit(select))
-
-
-def compile_update(
-    run: Run,
-    adamw: optax.GradientTransformation,
-    state_shardings: TrainState,
-    attention: AttentionImpl | None = None,
-) -> UpdatePrograms:
-    """The jitted functions of an update, each compiled once per shape of rows that occurs.
-
-    Args:
-        run: the run.
-        adamw: its optimizer.
-        state_shardings: of the state before and after an update.
-        attention: the attention implementation; None: that of `model.attention`, unchecked.
-    """
-    rl, model, objective = run.config.rl, run.config.model, run.objective
-    config, dtype = run.policy.config, jnp.dtype(model.compute_dtype)
-    if attention is None:
-        rules = run.config.sharding_rules
-        attention = sharding.attention_impl(model.attention, rules, run.mesh)
-    scoring: dict[str, Any] = dict(
-        dtype=dtype,
-        chunk=run.chunk_of_row(rl.microbatch_size),
-        remat=model.remat,
-        attention=attention,
-    )
-
-    def score(params, batch):
-        def one(batch):
-            return score_rows(params, batch.rows, config, **scoring)[0]
-
-        return map_microbatches(one, batch, rl.microbatch_size)
-
-    def update(state, batch):
-        return train_step(
-            state,
-            batch,
-            config,
-            adamw,
-            microbatch_size=rl.microbatch_size,
-            beta=objective.beta,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            has_sequence_ratio=objective.has_sequence_ratio,
-            partition=run.partition,
-            skip_nonfinite=rl.max_skipped > 0,
-            **scoring,
-        )
-
-    def mean_nll(logp, is_trained):
-        return -jnp.where(is_trained, logp, 0.0).sum() / jnp.maximum(is_trained.sum(), 1)
-
-    def nll(params, batch):
-        return mean_nll_program(score_program(params, batch), batch.is_trained)
-
-    score_program = jax.jit(run.placed(score), out_shardings=run.train_batch_sharding)
-    mean_nll_program = jax.jit(mean_nll, out_shardings=sharding.replicated(run.mesh))
-    return UpdatePrograms(
-        to_decode_layout=compile_to_decode_layout(run),
-        credit=jax.jit(objective.credit),
-        raw_advantages=objective.raw_advantages and jax.jit(objective.raw_advantages),
-        score=score_program,
-        nll=nll,
-        update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
-    )

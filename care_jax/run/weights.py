@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from care_jax.config.resume import TRAINING
-from care_jax.run import state_check
+from care_jax.run import guards
 from care_jax.run.policy import initial_params
 from care_jax.run.run import Run, has_checkpoint, open_checkpoints, params_of
 from models import lora
@@ -85,7 +85,7 @@ def start(run: Run) -> Params:
     )
     if config.model.path:
         name = f"model.path {config.model.path}"
-        state_check.check_weights(run, params, name, "choose another, or export it again")
+        guards.check_weights(run, params, name, "choose another, or export it again")
     return params
 
 
@@ -117,5 +117,5 @@ def restore(
         params = saved.restore_params(of(params_of(run)), step)
         name = f"checkpoint {step} of {stage}"
         advice = f"set export.step to another of the saved steps {saved.steps}"
-        state_check.check_weights(run, params, name, advice)
+        guards.check_weights(run, params, name, advice)
         return params

@@ -30,13 +30,14 @@ from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
 from care_jax.devices import flops, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import RowPlan
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
-from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.rl.programs import compile_decoding, rollout_sizes
 from care_jax.rl.update_batch import copy_reference
 from care_jax.run.policy import policy_of
 from care_jax.run.run import Run, make_adamw, params_of, start_state
+from care_jax.stages.rl import compile_update
 from models import lora
 from models.backbone import Params
 from models.config import RELEASES, BackboneConfig
@@ -331,11 +332,11 @@ def update_batch(
     shape = (*responses.shape, run.config.rl.max_response_tokens)
     is_valid = np.arange(shape[-1]) < responses[..., None]
     tokens = np.where(is_valid, rng.integers(0, 256, shape), config.pad_token_id)
-    ones = place(is_valid.astype(np.float32), plan)
+    ones = at_tokens(is_valid.astype(np.float32), plan)
     zeros = np.zeros((len(plan.rows), plan.row_tokens), np.float32)
     return TrainBatch(
         rows=lay_out(prompts, tokens.astype(np.int32), plan, config),
-        token_advantage=place(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
+        token_advantage=at_tokens(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
         old_logp=-10 * ones,
         ref_logp=zeros - 10 * ones,
         row_weight=ones,

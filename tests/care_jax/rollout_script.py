@@ -11,9 +11,8 @@ from collections import defaultdict
 import jax
 import numpy as np
 
-from care_jax.batch import Rollouts
-from care_jax.method.select import Subgroup
-from care_jax.rl.programs import RolloutPrograms
+from care_jax.batch import Rollouts, Subgroup
+from care_jax.rl.rollout import RolloutPrograms
 
 T = 48
 LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed import packed_plan
+from packed import packed_plan, take_back
 from queued import make_answer
 
 from care_jax.decoding import sampler
@@ -13,7 +13,7 @@ from care_jax.decoding.queue import Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.seats import empty_seats
 from care_jax.learning import logprobs
-from care_jax.packing.layout import lay_out, take_back
+from care_jax.packing.layout import lay_out
 from models import backbone
 
 MAX_TOKENS = 14
