@@ -1,12 +1,12 @@
 // The rollout inspector: one prompt at a time, with all that was sampled for it.
 
-const FIRST = ["step", "source", "role", "outcome"];
 const BAR = 50; // percent of the bar on each side of zero
 
 const groups = data.groups.map((group, at) =>
   ({ ...group, key: `${group.step}/${at - data.groups.findIndex((each) => each.step === group.step)}` }));
 
-const state = { filters: {}, shown: [], at: 0, isWhole: false };
+const state = { shown: [], at: 0, isWhole: false };
+const selects = {}; // by what they filter
 
 const valuesOf = {
   step: (group) => [String(group.step)],
@@ -16,40 +16,33 @@ const valuesOf = {
 };
 
 function buildFilters() {
-  for (const name of FIRST) {
-    const values = [...new Set(groups.flatMap(valuesOf[name]))];
-    const select = element(
+  for (const [name, of] of Object.entries(valuesOf)) {
+    const values = [...new Set(groups.flatMap(of))];
+    if (!values.length) continue;
+    selects[name] = element(
       "select", { id: `filter-${name}` }, element("option", { value: "" }, "all"),
       ...values.map((value) => element("option", { value }, value)),
     );
-    select.addEventListener("change", () => {
-      state.filters[name] = select.value;
-      filter();
-    });
-    if (values.length) find("filters").append(element("label", {}, element("span", {}, name), select));
+    selects[name].addEventListener("change", filter);
+    find("filters").append(element("label", {}, element("span", {}, name), selects[name]));
   }
   const clear = element("button", { id: "clear", type: "button" }, "Clear");
   clear.addEventListener("click", clearFilters);
   find("filters").append(clear);
 }
 
-function setFilter(name, value) {
-  state.filters[name] = value;
-  const select = find(`filter-${name}`);
-  if (select) select.value = value;
-}
-
 function clearFilters() {
-  for (const name of FIRST) setFilter(name, "");
+  for (const select of Object.values(selects)) select.value = "";
   filter();
 }
 
 // Keeps the group in view where it passes.
 function filter() {
   const current = state.shown[state.at];
+  const chosen = Object.entries(selects).filter(([, select]) => select.value);
   state.shown = groups.filter((group) =>
-    FIRST.every((name) => !state.filters[name] || valuesOf[name](group).includes(state.filters[name])));
-  find("clear").hidden = !FIRST.some((name) => state.filters[name]);
+    chosen.every(([name, select]) => valuesOf[name](group).includes(select.value)));
+  find("clear").hidden = !chosen.length;
   find("list").replaceChildren(...state.shown.map(listed));
   show(Math.max(state.shown.indexOf(current), 0));
 }
@@ -77,14 +70,12 @@ function show(index) {
   find("place").textContent = group ? `${index + 1} of ${shown.length}` : "none";
   find("previous").disabled = index <= 0;
   find("next").disabled = index >= shown.length - 1;
-  [...find("list").children].forEach((each, i) => each.setAttribute("aria-selected", i === index));
-  const listItem = find("list").children[index];
-  if (listItem) {
-    const list = find("list");
-    const top = listItem.offsetTop - list.offsetTop;
-    if (top < list.scrollTop) list.scrollTop = top;
-    const bottom = top + listItem.offsetHeight - list.clientHeight;
-    if (bottom > list.scrollTop) list.scrollTop = bottom;
+  const list = find("list");
+  [...list.children].forEach((each, i) => each.setAttribute("aria-selected", i === index));
+  const item = list.children[index];
+  if (item) {
+    const top = item.offsetTop - list.offsetTop;
+    list.scrollTop = Math.max(Math.min(list.scrollTop, top), top + item.offsetHeight - list.clientHeight);
   }
   const empty = groups.length ? "No group passes these filters." : "No rollouts are here yet.";
   find("group").replaceChildren(...(group ? detail(group) : [element("p", { class: "muted" }, empty)]));
@@ -236,41 +227,48 @@ function move(by) {
 
 function moveStep(by) {
   const steps = [...new Set(state.shown.map((group) => group.step))];
-  const here = steps.indexOf(state.shown[state.at]?.step);
-  const wanted = steps[here + by];
+  const wanted = steps[steps.indexOf(state.shown[state.at]?.step) + by];
   if (wanted !== undefined) show(state.shown.findIndex((group) => group.step === wanted));
 }
 
-const KEYS = {
-  j: () => move(1),
-  ArrowRight: () => move(1),
-  k: () => move(-1),
-  ArrowLeft: () => move(-1),
-  J: () => moveStep(1),
-  K: () => moveStep(-1),
-  e: () => {
-    state.isWhole = !state.isWhole;
-    show(state.at);
-  },
-  f: () => find("filters").querySelector("select")?.focus(),
-  x: clearFilters,
-  "?": () => find("help").showModal(),
-};
+// Shows the groups of the step nearest to this one.
+function inspect(step) {
+  if (!groups.length) return;
+  const away = (group) => Math.abs(group.step - step);
+  clearFilters();
+  show(groups.indexOf(groups.reduce((a, b) => (away(b) < away(a) ? b : a))));
+  find("inspector").scrollIntoView();
+}
+
+function toggleWhole() {
+  state.isWhole = !state.isWhole;
+  show(state.at);
+}
+
+// [keys, what they do, how]; the help shows them.
+const KEYS = [
+  [["j", "→"], "next group", () => move(1)],
+  [["k", "←"], "previous group", () => move(-1)],
+  [["J"], "first group of the next step", () => moveStep(1)],
+  [["K"], "first group of the previous step", () => moveStep(-1)],
+  [["e"], "whole texts, or their beginnings", toggleWhole],
+  [["f"], "to the filters", () => find("filters").querySelector("select")?.focus()],
+  [["x"], "clear the filters", clearFilters],
+  [["?"], "this help; Esc closes it", () => find("help").showModal()],
+];
+const ARROWS = { ArrowRight: "→", ArrowLeft: "←" };
 
 document.addEventListener("keydown", (event) => {
+  const [, , act] = KEYS.find(([keys]) => keys.includes(ARROWS[event.key] || event.key)) || [];
   const isTyping = event.target.closest?.("select, input, dialog");
-  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
-  KEYS[event.key]();
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !act) return;
+  act();
   event.preventDefault();
 });
-document.addEventListener("inspect", ({ detail: step }) => {
-  const near = (group) => Math.abs(group.step - step);
-  if (!groups.length) return;
-  clearFilters();
-  const best = groups.reduce((a, b) => (near(b) < near(a) ? b : a));
-  show(groups.indexOf(best));
-  find("inspector").scrollIntoView();
-});
+for (const [keys, does] of KEYS) {
+  const names = keys.flatMap((key) => [element("kbd", {}, key), " "]);
+  find("keys").append(element("div", {}, element("dt", {}, ...names), element("dd", {}, does)));
+}
 find("previous").addEventListener("click", () => move(-1));
 find("next").addEventListener("click", () => move(1));
 find("help-button").addEventListener("click", () => find("help").showModal());

@@ -50,8 +50,6 @@ def check_finite(
     """Stops a run that has diverged.
 
     Args:
-        step, stage: of the metrics.
-        metrics: scalars.
         advice: what else the error says.
 
     Raises:
@@ -66,11 +64,7 @@ def check_finite(
 
 
 class Pace:
-    """How long a stage will still take, at the pace of its last steps.
-
-    Args:
-        num_steps: of the stage.
-    """
+    """How long a stage of `num_steps` will still take, at the pace of its last steps."""
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
@@ -114,18 +108,9 @@ def print_line(line: str) -> None:
 
 def progress(items: Iterable[Item], name: str, start: int, stop: int) -> Iterator[Item]:
     """Yields the items under a progress bar, which is not shown if the output is no terminal."""
-    bar = tqdm.tqdm(
-        items,
-        desc=name,
-        initial=start,
-        total=stop,
-        leave=False,
-        disable=True if jax.process_index() else None,
-    )
-    try:
+    hidden = True if jax.process_index() else None  # None: unless it is a terminal
+    with tqdm.tqdm(items, name, stop, leave=False, initial=start, disable=hidden) as bar:
         yield from bar
-    finally:
-        bar.close()
 
 
 def device_memory() -> dict[str, float]:
@@ -146,15 +131,12 @@ def host_usage() -> dict[str, float]:
 
 
 def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float]:
-    """The 95% Wilson score interval of an accuracy.
+    """The 95% Wilson score interval (low, high) of an accuracy in [0, 1].
 
         (p + z²/2n ± z·√(p(1-p)/n + z²/4n²)) / (1 + z²/n),  z = 1.96
 
     Args:
         num_correct: 0 to num_examples; partial credit counts in part.
-
-    Returns:
-        (low, high) in [0, 1].
     """
     if num_examples < 1 or not 0 <= num_correct <= num_examples:
         raise ValueError(
@@ -191,10 +173,9 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
 def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a file of JSON objects with a step, each with its object.
 
-    A killed run may leave the last line incomplete, which is left out. So are damaged lines.
+    Left out are damaged lines, and the last one where a kill has cut it off. There may be no file.
 
     Args:
-        path: of the file, which may not exist.
         says: prints a line for each damaged one.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
@@ -348,8 +329,7 @@ class MetricWriter:
 
         Args:
             stage: has begun.
-            step: of the groups.
-            groups: from `Report.add`; few, as each is stored whole.
+            groups: of the step, from `Report.add`; few, as each is stored whole.
         """
         if not self._is_writer or not groups:
             return
