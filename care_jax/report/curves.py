@@ -65,7 +65,7 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
     lines: dict[str, list[dict[str, Any]]] = {}
     began: dict[str, int] = {}
     for _, record in read_records(path):
-        name = record.pop("stage")
+        name = record.pop("stage", "?")
         lines.setdefault(name, []).append(record)
         began.setdefault(name.removesuffix("_eval"), len(began))
 

@@ -64,7 +64,7 @@ class Report:
         self._groups_per_step = groups_per_step
         self._image_side = image_side
         self._wording = wording
-        # Of each logged step, its groups as JSON; none where they were dropped.
+        # Of each logged step, in order, its groups as JSON; none where they were dropped.
         self._steps: dict[int, list[str]] = {}
         for line, record in read_records(self._shown) if self._is_writer else ():
             groups = self._steps.setdefault(record["step"], [])
@@ -117,12 +117,12 @@ class Report:
                 "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
                 "max_megabytes": self._max_bytes / 2**20,
                 "stages": curves.read_stages(metrics, max_points=_MAX_POINTS),
-                "logged": sorted(self._steps),
+                "logged": list(self._steps),
                 "groups": [],
             }
         )
         self._thin(self._max_bytes - len(page.render(head).encode()))
-        groups = ",".join(line for step in sorted(self._steps) for line in self._steps[step])
+        groups = ",".join(line for groups in self._steps.values() for line in groups)
         write_whole(self.path, page.render(f"{head[:-2]}{groups}]}}"))
 
     def _lines(self, step: int) -> list[str]:
@@ -131,7 +131,7 @@ class Report:
 
     def _thin(self, max_bytes: int) -> None:
         """Drops the groups of steps until the rest fits; of the last one, its last groups first."""
-        steps = sorted(step for step, groups in self._steps.items() if groups)
+        steps = [step for step, groups in self._steps.items() if groups]
         size = sum(len(line) + 1 for step in steps for line in self._steps[step])
         if size <= max_bytes:
             return
@@ -142,7 +142,7 @@ class Report:
             self._steps[step] = kept
             if not kept:
                 steps.remove(step)
-        lines = (line for step in sorted(self._steps) for line in self._lines(step))
+        lines = (line for step in self._steps for line in self._lines(step))
         write_whole(self._shown, "".join(f"{line}\n" for line in lines))
 
 
