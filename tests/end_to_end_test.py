@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from report_page import data_of
 from safetensors.numpy import load_file
 
 from care_jax import main
 from care_jax.data.sources import open_source
 from care_jax.devices import loaded_programs
 from care_jax.devices.sharding import make_mesh
-from care_jax.report import page
 from care_jax.rewards.verifier import Verdict, Verifier
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
@@ -107,10 +107,10 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
         ),
     ):
         assert all(name in record for record in rl), name
-    report = page.read((workdir / "report.html").read_text())
+    report = data_of(workdir)
     assert [stage["name"] for stage in report["stages"]] == ["sft", "rl", "evaluate_rl"]
-    assert [entry["step"] for entry in report["steps"]] == report["logged"] == [0, 1, 2, 3]
-    assert all(len(entry["groups"]) == 4 for entry in report["steps"])
+    assert [*report["steps"]] == report["logged"] == [0, 1, 2, 3]
+    assert all(len(groups) == 4 for groups in report["steps"].values())
     samples = [json.loads(line) for line in (workdir / "samples_rl.jsonl").read_text().splitlines()]
     assert len(samples) == results["rl"]["num_examples"] == 12
     assert np.mean([sample["acc"] for sample in samples]) == pytest.approx(results["rl"]["acc"])
@@ -244,7 +244,7 @@ def test_evaluations_inside_stages_change_nothing_else(finished, evaluated):
     samples = [f"samples_rl/step_{step}.jsonl" for step in (0, 2, 4)]
     assert (workdir / samples[2]).read_text() == (workdir / "samples_rl.jsonl").read_text()
     assert (workdir / samples[0]).read_text() != (workdir / samples[2]).read_text()
-    names = [stage["name"] for stage in page.read((workdir / "report.html").read_text())["stages"]]
+    names = [stage["name"] for stage in data_of(workdir)["stages"]]
     assert names == ["sft", "sft_eval", "rl", "rl_eval", "evaluate_rl"]
 
 

@@ -177,7 +177,7 @@ def _own_bytes(program: Program) -> int:
 def _files(run: Run, sources: Mapping[str, Sequence[Example]]) -> Iterator[str]:
     config, workdir = run.config, run.workdir
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
-    yield "config.json, metrics.jsonl, tensorboard/, report.html, rollouts.jsonl" + (
+    yield "config.json, metrics.jsonl, tensorboard/, report.html, report.jsonl, rollouts.jsonl" + (
         ", compilation_cache/" if config.compilation_cache else ""
     )
     for stage in ("sft", "rl"):

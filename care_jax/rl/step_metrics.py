@@ -19,10 +19,9 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.flops import PEAK_FLOPS, model_flops
 from care_jax.method import diagnostics
 from care_jax.packing.plan import RowPlan
-from care_jax.report.groups import Wording, sampled
+from care_jax.report.groups import Wording
 from care_jax.report.metrics import device_memory
-from care_jax.report.rollout_log import RolloutLog
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl.rollout import gather_groups
 from care_jax.run.run import Run
@@ -49,7 +48,8 @@ class StepLog:
     ):
         self._run, self._stage, self._clock, self._verifier = run, stage, clock, verifier
         self._learning_rate_at = learning_rate_at
-        self._report, self._rollouts = open_report(run, stage.start)
+        self._report = open_report(run)
+        self._report.begin(stage.start)
         self._tail = 0.0  # seconds for which the log of the step before kept the host busy
 
     def begin(self, step: int) -> None:
@@ -111,10 +111,8 @@ class StepLog:
             | utilisation(run, everyone, training)
         )
         self._stage.log(step, metrics, _SHOWN)
-        shown = sampled(groups)
-        self._rollouts.add(step, shown)
-        if self._stage.is_logged(step):
-            run.metrics.show("rl", step, self._report.add(step, shown))
+        shown = self._report.add(step, groups, is_logged=self._stage.is_logged(step))
+        run.metrics.show("rl", step, shown)
         self._tail = time.perf_counter() - ended
 
     def close(self) -> None:
@@ -203,23 +201,13 @@ def profile_steps(run: Run, step: int) -> None:
         jax.profiler.stop_trace()
 
 
-def open_report(run: Run, start: int) -> tuple[Report, RolloutLog]:
-    """The run report and the log of rollouts, without the steps that will be repeated."""
-    care, policy, settings = run.config.care, run.policy, run.config.report
+def open_report(run: Run) -> Report:
+    """The report of rollouts, worded for the run."""
+    care, policy = run.config.care, run.policy
     wording = Wording(
         token_bytes=policy.token_bytes,
         eos_token_ids=policy.config.eos_token_ids,
         think_tag=policy.think_tag,
         cue=reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
     )
-    report = Report(
-        run.workdir,
-        max_megabytes=settings.max_megabytes,
-        groups_per_step=settings.groups_per_step,
-        max_side=settings.image_side,
-        wording=wording,
-    )
-    log = RolloutLog(run.workdir, max_megabytes=settings.rollouts_megabytes, wording=wording)
-    report.begin(start)
-    log.begin(start)
-    return report, log
+    return Report(run.workdir, **run.config.report, wording=wording)

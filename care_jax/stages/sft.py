@@ -26,7 +26,7 @@ from care_jax.method import spans
 from care_jax.packing.layout import at_tokens, lay_out
 from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
 from care_jax.prompts.builder import TokenizedPrompt, continued, prompt_sizes
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 from care_jax.run.attention_check import training_attention
 from care_jax.run.run import Run, make_adamw, start_state
 from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
@@ -80,7 +80,7 @@ def train(
 
     with open_stage(run, "sft", state, nll, evaluate, remake) as stage:
         del state  # the stage has it, or that of a checkpoint
-        report = Report(run.workdir, max_megabytes=run.config.report.max_megabytes)
+        report = Report(run.workdir, **run.config.report)
         for step, imitated, prompts in stage.steps(batches):
             batch, plan = packed_batch(run, index, imitated, prompts)
             placed = sharding.put_batch(batch, run.train_batch_sharding)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from report_page import data_of
 from scripted import LOOP, STEPS, B, R, T, credit_of
 
 from care_jax.decoding.schedule import Sizes
@@ -16,7 +17,6 @@ from care_jax.devices import flops, sharding
 from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
 from care_jax.method import credit
-from care_jax.report import page
 from care_jax.rl import rollout, step_metrics
 from care_jax.run import checkpoint, weights
 from care_jax.run import stage as run_stage
@@ -294,23 +294,19 @@ def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch
         run_loop()
 
 
-def report_of(tmp_path):
-    return page.read((tmp_path / "run" / "report.html").read_text())
-
-
 def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loop, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_loop(dies_at=3)
-    before = report_of(tmp_path)
-    assert [entry["step"] for entry in before["steps"]] == before["logged"] == [0, 2]
+    before = data_of(tmp_path / "run")
+    assert [*before["steps"]] == before["logged"] == [0, 2]
     script, _, metrics = run_loop()
-    data = report_of(tmp_path)
+    data = data_of(tmp_path / "run")
     assert data["logged"] == [0, 2, 3] and len(data["steps"]) == 3
     assert data["stages"][0]["steps"] == [record["step"] for record in metrics]
-    shown = [group["id"] for group in data["steps"][-1]["groups"]]
+    shown = [group["id"] for group in data["steps"][3]]
     assert len(shown) == 2 and set(shown) <= set(script.seen["examples"][-1])
     advantages = np.sort(credit_of((B, R, T)).advantage.ravel()).round(3)
-    for group in data["steps"][-1]["groups"]:
+    for group in data["steps"][3]:
         for response in group["responses"]:
             assert round(response["advantage"], 3) in advantages
         place = script.seen["examples"][-1].index(group["id"])
@@ -329,18 +325,15 @@ def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
         def __init__(self, workdir, **settings):
             seen.update(settings, workdir=workdir)
 
-        def begin(self, start):
-            seen["start"] = start
-
     monkeypatch.setattr(step_metrics, "Report", Noted)
-    step_metrics.open_report(run, 5)
+    step_metrics.open_report(run)
     wording = seen.pop("wording")
     assert seen == {
         "workdir": run.workdir,
-        "start": 5,
         "groups_per_step": 3,
         "max_megabytes": 7.5,
-        "max_side": 99,
+        "image_side": 99,
+        "rollouts_megabytes": run.config.report.rollouts_megabytes,
     }
     assert (wording.cue, wording.think_tag) == (" No.", "think")
 
