@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention.mask import XLA, AttentionImpl, block_mask, segment_spans
-from models.attention.packed import attend
+from models.attention.packed import XLA, AttentionImpl, attend, block_mask, segment_spans
 
 PROMPT, NUM_RESPONSES, LONGEST, ROW = 256, 8, 448, 4096
 IMAGES = (1024, 256, 576, 400, 784)

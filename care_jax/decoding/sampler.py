@@ -28,7 +28,7 @@ from care_jax.batch import Prompts
 from care_jax.decoding.sampling import log_probability, sample_token
 from care_jax.decoding.seats import Prefix, Seats, pad_left, take_in_shard
 from models import backbone
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import constrain

@@ -27,7 +27,7 @@ from care_jax.devices import sharding
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.optimizer import combine, partition, round_like, widen
 from care_jax.method import objective
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 from models.backbone import Params
 from models.config import BackboneConfig
 

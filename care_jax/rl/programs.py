@@ -40,7 +40,7 @@ from care_jax.run.attention_check import DecodingAttention
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import Run
 from models import backbone
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 Decode = Callable[..., Iterator[tuple[list[int], Rollouts]]]
 

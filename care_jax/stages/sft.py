@@ -36,7 +36,7 @@ from care_jax.run.run import Run, make_adamw, open_checkpoints, start_state
 from care_jax.run.skipped_updates import SkippedUpdates
 from care_jax.run.state_check import StateCheck
 from models import backbone, lora
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 ROW_TOO_SHORT = "prompt and response exceed a row"
 

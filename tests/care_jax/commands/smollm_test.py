@@ -20,7 +20,7 @@ from care_jax.devices.sharding import make_mesh
 from care_jax.run.integrity import find_damage
 from configs import common, smollm_words
 from models import backbone
-from models.attention.mask import causal_reach
+from models.attention.packed import causal_reach
 
 gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
