@@ -31,7 +31,7 @@ from care_jax.decoding.schedule import NUM_STEPS
 from care_jax.decoding.slots import Prefix, Slots, pad_left, take_in_shard
 from care_jax.devices import sharding
 from models import backbone
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import constrain
