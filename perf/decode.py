@@ -31,7 +31,7 @@ from care_jax.decoding.schedule import Sizes, WaitingPrompt, simulate
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.rl.programs import compile_decoding
+from care_jax.rl.rollout import compile_decoder
 from care_jax.run.policy import policy_of
 from care_jax.run.run import Run
 from configs import tiny
@@ -128,7 +128,7 @@ def main() -> None:
     params = backbone.init(config, jax.random.key(0))
     to_decode = jax.jit(lambda p: backbone.to_decode_layout(p, config, jnp.dtype(args.dtype)))
     decode_params = to_decode(params)
-    programs = compile_decoding(run, temperature=1.0, top_p=1.0, stops=False)
+    programs = compile_decoder(run, temperature=1.0, top_p=1.0, stops=False)
     requests = [
         Request(place, prompt, limits=limits)
         for place, (prompt, limits) in enumerate(zip(prompts, lengths, strict=True))
@@ -138,7 +138,7 @@ def main() -> None:
     def queue_of(num_rows: int) -> DecodeQueue:
         seats = args.seats or max(32 // num_rows, 1)
         sizes = Sizes(seats, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
-        return DecodeQueue(run, programs, sizes, DeviceClock())
+        return DecodeQueue(programs, run.policy.prompts, sizes, DeviceClock())
 
     def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
         queue = queue_of(num_rows)

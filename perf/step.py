@@ -47,8 +47,7 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
-from care_jax.rl.programs import compile_decoding, rollout_sizes
-from care_jax.rl.rollout import compile_rollout, gather_groups
+from care_jax.rl.rollout import compile_decoder, compile_rollout, gather_groups, rollout_sizes
 from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
 from care_jax.run.policy import initial_params, policy_of
 from care_jax.run.run import Run, make_adamw, start_state
@@ -161,8 +160,8 @@ class Ours:
         """The programs with rollouts that end at exactly these lengths [B, G]."""
         sizes = rollout_sizes(self.run)[0]
         queue = DecodeQueue(
-            self.run,
-            compile_decoding(self.run, temperature=1.0, top_p=1.0, stops=False),
+            compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False),
+            self.run.policy.prompts,
             sizes,
             DeviceClock(),
         )

@@ -446,10 +446,10 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     config.care.beta = 0.0
     programs = {}
     for name in ("compile_rollout", "compile_update"):
-        compile_decoding = getattr(main.rl, name)
+        compile_function = getattr(main.rl, name)
 
-        def kept(*args, name=name, compile_decoding=compile_decoding):
-            programs[name] = compile_decoding(*args)
+        def kept(*args, name=name, compile_function=compile_function):
+            programs[name] = compile_function(*args)
             return programs[name]
 
         monkeypatch.setattr(main.rl, name, kept)

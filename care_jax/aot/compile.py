@@ -29,13 +29,13 @@ from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
 from care_jax.config.checks import check_config, fill_in
-from care_jax.decoding.queue import DecodePrograms
+from care_jax.decoding.programs import DecodePrograms
 from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.rl.programs import compile_decoding, rollout_sizes
+from care_jax.rl.rollout import compile_decoder, rollout_sizes
 from care_jax.run.run import Run, abstract_state, make_adamw
 from care_jax.stages import sft
 from care_jax.stages.rl import compile_update
@@ -217,7 +217,7 @@ def _rollout_programs(
     compiled = [program]
     if params is None:
         return compiled, None
-    programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p)
+    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p)
     first, second = rollout_sizes(run)
     passes = [("decode", first, lambda step: step.decoding)]
     if shapes.num_rows(run) > rl.num_rollouts:

@@ -22,7 +22,7 @@ from care_jax.batch import Example, Unusable
 from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
 from care_jax.devices.flops import GIB
-from care_jax.rl.programs import rollout_sizes
+from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,

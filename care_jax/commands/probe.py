@@ -40,15 +40,16 @@ from care_jax.decoding import reflection
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval
-from care_jax.rl.programs import (
-    compile_decoding,
-    compile_to_decode_layout,
+from care_jax.rl.rollout import (
+    compile_decoder,
+    compile_rollout,
+    contexts_of,
     rollout_sizes,
+    verify,
 )
-from care_jax.rl.rollout import compile_rollout, contexts_of, verify
 from care_jax.run import mounts
 from care_jax.run.attention_check import decoding_attention
-from care_jax.run.run import Run, verifier_of
+from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 from models import backbone
 
 GAIN = 0.3
@@ -161,13 +162,13 @@ def probe(
             forced["other_words"] = contexts_of(said_run, failures, "cue")
         longest = max(len(context) for contexts in forced.values() for context in contexts)
         sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
-        decoding = compile_decoding(
+        decoding = compile_decoder(
             run,
             temperature=config.rl.temperature,
             top_p=config.rl.top_p,
             attention=attention,
         )
-        queue = DecodeQueue(run, decoding, sizes, clock)
+        queue = DecodeQueue(decoding, policy.prompts, sizes, clock)
         for way, contexts in forced.items():
             again = [
                 dataclasses.replace(request, context=context)

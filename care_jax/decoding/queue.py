@@ -25,13 +25,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
-from care_jax.decoding.sampler import Progress, Sampled
+from care_jax.decoding.programs import DecodePrograms
+from care_jax.decoding.sampler import Sampled
 from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
 from care_jax.decoding.seats import Seats
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.run.run import Run
+from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models import backbone
 from models.config import BackboneConfig
 
@@ -56,46 +56,23 @@ class Request:
     limits: Int[np.ndarray, " G"] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodePrograms:
-    """The compiled functions of decoding, see `programs.compile_decoding`.
-
-    Attributes:
-        empty: (sizes, P, S) -> Seats.
-        admit: (params, seats, prompts, rng, places [N], budget [N, G], chosen [B]) ->
-            (Seats, Sampled), prefill included.
-        share: (seats, source [B], begin [B], end [B]) -> Seats.
-        advance: (params, seats, num_wanted) -> (Seats, Sampled, Progress).
-        resize: (array of the rows' cache, clock, axis of its slots, S) -> the resized array.
-        pad: (array of the prefix's cache, axis of its tokens, P) -> the padded array.
-        keep: (array of the seats, indices of the seats to keep) -> the smaller array.
-    """
-
-    empty: Callable[..., Seats]
-    admit: Callable[..., tuple[Seats, Sampled]]
-    share: Callable[..., Seats]
-    advance: Callable[..., tuple[Seats, Sampled, Progress]]
-    resize: Callable[..., jax.Array]
-    pad: Callable[..., jax.Array]
-    keep: Callable[..., jax.Array]
-
-
 class DecodeQueue:
     """Decodes prompts with the sizes and settings of one configuration.
 
     Args:
-        run: the run.
-        programs: compiled for it.
-        sizes: shapes to run them with.
+        programs: compiled for the policy.
+        prompts: pads the policy's prompts.
+        sizes: shapes to run the programs with.
         clock: measures the device time of the programs.
 
     Attributes:
         num_steps: decode steps so far; a step advances all rows.
     """
 
-    def __init__(self, run: Run, programs: DecodePrograms, sizes: Sizes, clock: DeviceClock):
-        self.programs, self.sizes, self.clock = programs, sizes, clock
-        self.batch_sharding, self.policy = run.decode_batch_sharding, run.policy
+    def __init__(
+        self, programs: DecodePrograms, prompts: PromptBuilder, sizes: Sizes, clock: DeviceClock
+    ):
+        self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
         self.num_steps = 0
 
     def decode(
@@ -116,7 +93,9 @@ class DecodeQueue:
             distributed.Preempted: the run is to end.
         """
         scheduler = Scheduler(_gather_waiting(requests), self.sizes)
-        buffer = _RolloutBuffer(requests, self.sizes, self.batch_sharding, self.policy.config)
+        buffer = _RolloutBuffer(
+            requests, self.sizes, self.programs.batch_sharding, self.programs.config
+        )
         seats, longest, num_steps, finished = None, 0, 0, None
         while scheduler.has_prompts:
             if distributed.is_preempted():
@@ -150,8 +129,8 @@ class DecodeQueue:
 
     def _put_seats(self, array: Int[np.ndarray, " B"]) -> jax.Array:
         """Puts one number per seat, known to all processes, on the devices."""
-        rows = sharding.local_rows(len(array), self.batch_sharding)
-        return sharding.put_batch(array[rows], self.batch_sharding)
+        rows = sharding.local_rows(len(array), self.programs.batch_sharding)
+        return sharding.put_batch(array[rows], self.programs.batch_sharding)
 
     def _admit(
         self,
@@ -163,17 +142,20 @@ class DecodeQueue:
         longest: int,
     ) -> tuple[Seats, Sampled]:
         """Prefills the admitted prompts and gives them their seats."""
-        sizes, put = self.sizes, functools.partial(sharding.put_batch, sharding=self.batch_sharding)
+        sizes, put = (
+            self.sizes,
+            functools.partial(sharding.put_batch, sharding=self.programs.batch_sharding),
+        )
         by_place = {request.place: request for request in requests}
-        padding = Request(0, self.policy.prompts.empty_prompt)
+        padding = Request(0, self.prompts.empty_prompt)
         admitted = [
             padding if prompt is None else by_place[prompt.place]
             for prompt in (
                 admission.prompts[row]
-                for row in sharding.local_rows(sizes.num_new, self.batch_sharding)
+                for row in sharding.local_rows(sizes.num_new, self.programs.batch_sharding)
             )
         ]
-        prompts = self.policy.prompts.batch(
+        prompts = self.prompts.batch(
             [request.prompt for request in admitted],
             admission.sizes,
             contexts=[request.context for request in admitted],

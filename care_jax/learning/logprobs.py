@@ -54,10 +54,7 @@ def token_logprobs(
     """log π(target) and the entropy of π at each token, both in nats.
 
     Args:
-        params: the backbone's.
         hidden: states that predict `targets`, after the final norm.
-        targets: token ids.
-        config: of the backbone.
         chunk: see `ForwardOptions`.
         is_wanted: with more than one chunk, those without such a token are skipped and give 0.
     """
@@ -105,9 +102,6 @@ def score_rows(
 
     Args:
         params: the backbone's, in the training layout.
-        rows: packed trees.
-        config: of the backbone.
-        options: of the forward pass.
 
     Returns:
         log-probabilities and entropies in nats, at the positions of the tokens; 0 elsewhere.

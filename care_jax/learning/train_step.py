@@ -64,8 +64,6 @@ def init_state(
     """The state before the first update.
 
     Args:
-        params: initial parameters.
-        optimizer: of the trained ones.
         partition: splits parameters into (trained, frozen), see `optimizer.partition`.
         moments_dtype: dtype the optimizer's arrays are stored in.
     """
@@ -105,12 +103,7 @@ def train_step(
     of its token, or of its response: the geometric mean over tokens (GSPO).
 
     Args:
-        state: before the update.
-        batch: B rows of packed trees.
-        config: of the backbone.
-        optimizer: of the trained parameters.
         objective: gives ε_low, ε_high, the kind of ratio, and β, of which 0 leaves the KL out.
-        options: of the forward pass.
         microbatch_size, partition, skip_nonfinite: see `update`.
 
     Returns:
@@ -179,11 +172,9 @@ def update(
     """Sums `loss_fn`'s gradients over microbatches and applies them once.
 
     Args:
-        state: before the update.
         batch: arrays with a leading axis of B rows; its trees are `batch.rows`.
         loss_fn: a microbatch's contribution to the loss (already divided by the whole batch's
             denominators), and metrics as (numerator, denominator).
-        optimizer: of the trained parameters.
         microbatch_size: rows of one forward and backward; divides B.
         partition: splits parameters into (trained, frozen).
         skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state as it

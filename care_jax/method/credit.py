@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,10 @@ class CareSettings:
     gamma_neg: float
     gamma_share: float
     eps_w: float
+
+    def only(self, *names: str) -> dict[str, Any]:
+        """Some of the settings, as keyword arguments."""
+        return {name: getattr(self, name) for name in names}
 
 
 def select_subgroups(
@@ -82,37 +87,23 @@ def care_credit(
     """
     num_rows = scores.reward.shape[1]
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
-    advantage = jax.vmap(
-        functools.partial(
-            advantages.care_advantages,
-            K=settings.K,
-            s=settings.s,
-            s_refl=settings.s_refl,
-            delta=settings.delta,
-            eps=settings.eps,
-            equalize=settings.equalize,
-            rescue=settings.rescue,
-            rescue_scale=settings.rescue_scale,
-            robust=settings.robust,
-        )
-    )(reward, acc, subgroup, has_reflection)[:, :num_rows]
+    names = ("K", "s", "s_refl", "delta", "eps", "equalize", "rescue", "rescue_scale", "robust")
+    advantages_of = functools.partial(advantages.care_advantages, **settings.only(*names))
+    advantage = jax.vmap(advantages_of)(reward, acc, subgroup, has_reflection)[:, :num_rows]
     is_sampled = rollouts.is_valid & ~rollouts.is_forced
-    weights = _over_rows(
-        functools.partial(
-            objective.region_weights,
-            gamma_pos=settings.gamma_pos,
-            gamma_neg=settings.gamma_neg,
-            gamma_share=settings.gamma_share,
-            is_uniform=not settings.region_weights,
-        )
-    )(scores.is_think, scores.is_answer, is_sampled, scores.acc == 1)
+    weights_of = functools.partial(
+        objective.region_weights,
+        is_uniform=not settings.region_weights,
+        **settings.only("gamma_pos", "gamma_neg", "gamma_share"),
+    )
+    spans = scores.is_think, scores.is_answer, is_sampled
+    weights = _over_rows(weights_of)(*spans, scores.acc == 1)
+    shared_out = functools.partial(objective.token_advantages, eps_w=settings.eps_w)
     in_subgroup = advantage != 0
     num_members = in_subgroup.sum(-1, keepdims=True)
     return Credit(
         advantage=advantage,
-        token_advantage=_over_rows(
-            functools.partial(objective.token_advantages, eps_w=settings.eps_w)
-        )(advantage, weights),
+        token_advantage=_over_rows(shared_out)(advantage, weights),
         row_weight=in_subgroup / jnp.maximum(num_members, 1),
         prompt_weight=(num_members[:, 0] > 0).astype(jnp.float32),
         is_trained=is_sampled & in_subgroup[..., None],
@@ -123,8 +114,7 @@ def care_raw_advantages(
     scores: Scores, subgroup: Subgroup, has_reflection: Bool[Array, " B"], settings: CareSettings
 ) -> RawAdvantages:
     """A_raw of every prompt's R = G + 1 rows, for the diagnostics."""
-    normalise = {key: getattr(settings, key) for key in ("delta", "eps", "robust")}
-    one = functools.partial(advantages.raw_advantages, **normalise)
+    one = functools.partial(advantages.raw_advantages, **settings.only("delta", "eps", "robust"))
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
     return jax.vmap(one)(reward, acc, subgroup, has_reflection)
 

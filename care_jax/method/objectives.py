@@ -52,8 +52,6 @@ def make_objective(name: str, section: Mapping[str, Any], *, max_tokens: int) ->
     """Builds an objective from the config.
 
     Args:
-        name: one of `OBJECTIVES`.
-        section: its config section.
         max_tokens: response token budget T.
     """
     clip = {key: section[key] for key in ("clip_low", "clip_high", "beta")}

@@ -31,8 +31,6 @@ def lay_out(
     Args:
         prompts: by their tree numbers in the plan; only those in `plan.trees` are read.
         responses: right-padded token ids, of the lengths in `plan.sizes.branches`.
-        plan: the row of each of them.
-        config: of the backbone.
 
     Raises:
         ValueError: the plan was made for prompts of other sizes.
@@ -84,7 +82,6 @@ def at_tokens(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np
 
     Args:
         values: [N, R, T], of each token; or [N, R], the same for all tokens of a branch.
-        plan: the row of each branch.
         fill: value at prompts and padding.
 
     Returns:

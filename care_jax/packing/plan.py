@@ -91,7 +91,6 @@ def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str
     """The trees that do not fit a row even with a single branch, and why.
 
     Args:
-        sizes: of the trees.
         row_tokens, row_patches: of the longest row.
         section: "sft" or "rl", the config section that the message names.
     """

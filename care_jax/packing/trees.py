@@ -135,10 +135,8 @@ def _filling(
     """What a non-empty row takes next; empty if nothing fits.
 
     Args:
-        sizes: of the trees.
         size, left: remaining tokens and branches of each tree.
         is_free: trees that remain and whose patches fit.
-        space: of the row.
     """
     whole = np.flatnonzero(is_free & (size <= space.room))
     if len(whole):

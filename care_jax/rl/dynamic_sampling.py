@@ -43,13 +43,10 @@ def draw_groups(
     Both are functions of (s, t) alone, and no other draw or step uses them.
 
     Args:
-        run: the run.
-        programs: compiled for the run.
+        run, programs, batches, verifier: of the stage.
         params: in the decode layout.
-        batches: the stream.
         first: the step, and the examples and tokenised prompts of its first draw.
         index: of this process's prompts in a batch.
-        verifier: compares answers.
     """
 
     def draw(number: int, examples: list[Example], prompts: list[TokenizedPrompt]) -> Groups:

@@ -15,23 +15,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray, Shaped
 
 from care_jax.batch import Example, Groups, Rollouts, Subgroup
 from care_jax.decoding import reflection
+from care_jax.decoding.programs import DecodePrograms, DecodingAttention, compile_decoding
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue, Request
-from care_jax.devices import distributed
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.method import credit
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.rewards.scores import start_scoring
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl.programs import compile_decoding, rollout_sizes
-from care_jax.run.attention_check import DecodingAttention
 from care_jax.run.run import Run
 from models import backbone
 
@@ -54,21 +56,87 @@ class RolloutPrograms:
     select: Callable[..., Subgroup]
 
 
+def compile_decoder(
+    run: Run,
+    *,
+    temperature: float,
+    top_p: float,
+    stops: bool = True,
+    attention: DecodingAttention | None = None,
+) -> DecodePrograms:
+    """`compile_decoding` for the run's policy, devices and dtype.
+
+    Without `attention`, the device's is used and not compared with XLA.
+    """
+    rules, model = run.config.decode_sharding_rules, run.config.model
+    if attention is None:
+        impl = sharding.attention_impl(model.attention, rules, run.mesh)
+        attention = DecodingAttention(impl, impl)
+    return compile_decoding(
+        run.policy.config,
+        run.mesh,
+        rules,
+        dtype=jnp.dtype(model.compute_dtype),
+        closing_tag=run.policy.closing_tag,
+        temperature=temperature,
+        top_p=top_p,
+        stops=stops,
+        attention=attention,
+    )
+
+
+def context_tokens(run: Run) -> int:
+    """Maximum number of forced tokens of a reflected row.
+
+    Without a tokenizer (programs are only compiled), four bytes of the cue count as one token.
+    """
+    care, tokenizer = run.config.care, run.policy.tokenizer
+    if care.reflect_mode == "resample":
+        return 0
+    cue = reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
+    if tokenizer is None:
+        return care.max_context + math.ceil(len(cue.encode()) / 4)
+    return care.max_context + len(tokenizer.encode(cue, add_special_tokens=False) if cue else ())
+
+
+def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
+    """Sizes of the first decode, and of the reflected one.
+
+    A reflected prompt has one row and takes less than half the memory, so more of them are decoded
+    at a time.
+    """
+    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_sharding)
+    tries = Sizes(
+        num_seats=rl.decode_prompts,
+        num_rows=min(rl.decode_rows, rl.num_rollouts),
+        num_rollouts=rl.num_rollouts,
+        max_tokens=rl.max_response_tokens,
+        context_tokens=0,
+        num_shards=shards,
+        period=rl.prompts_per_update,
+    )
+    repairs = dataclasses.replace(
+        tries,
+        num_seats=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
+        num_rows=1,
+        num_rollouts=1,
+        context_tokens=context_tokens(run),
+    )
+    return tries, repairs
+
+
 def compile_rollout(
     run: Run, clock: DeviceClock, attention: DecodingAttention | None = None
 ) -> RolloutPrograms:
     """The jitted functions of a rollout, each compiled once per shape that occurs.
 
-    Args:
-        run: the run.
-        clock: told of what runs.
-        attention: see `compile_decoding`.
+    `clock` is told of what runs; for `attention` see `compile_decoder`.
     """
     rl, care = run.config.rl, run.config.care
-    programs = compile_decoding(
-        run, temperature=rl.temperature, top_p=rl.top_p, attention=attention
+    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
+    first, second = (
+        DecodeQueue(programs, run.policy.prompts, sizes, clock) for sizes in rollout_sizes(run)
     )
-    first, second = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
 
     def select(rollouts, scores, rng, index):
         rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, index)
@@ -127,12 +195,9 @@ def roll_out(
     """Decodes a rollout batch, verifies, selects and reflects.
 
     Args:
-        run: the run.
-        programs: compiled for the run.
+        run, programs, verifier: of the stage.
         params: in the decode layout.
         rng: key of this step.
-        groups: the questions of this process.
-        verifier: compares answers.
 
     Returns:
         the groups with their rollouts, scores and subgroups.
@@ -168,12 +233,12 @@ def roll_out(
             index, reflected = index[is_judged], reflected.take(is_judged)
         rows = _with_reflected(run, rows, reflected, index)
     return dataclasses.replace(
-        rows,
-        index=groups.index,
-        examples=groups.examples,
-        prompts=groups.prompts,
-        sources=groups.sources,
-        sizes=groups.sizes,
+        groups,
+        rollouts=rows.rollouts,
+        scores=rows.scores,
+        texts=rows.texts,
+        reasons=rows.reasons,
+        components=rows.components,
         subgroup=subgroup,
         has_reflection=has_reflection,
     )
@@ -187,11 +252,7 @@ def verify(
 ) -> Groups | None:
     """Verifies rollouts as they finish; returns them in the order of `examples`, None if none.
 
-    Args:
-        run: the run.
-        decoded: (indices of examples, their rollouts) as they finish.
-        examples: the questions.
-        verifier: compares answers.
+    `decoded` gives (indices of examples, their rollouts) as they finish.
     """
     policy, started, order = run.policy, [], []
     for indices, rollouts in decoded:
@@ -210,40 +271,28 @@ def verify(
         return None
     parts = []
     for rollouts, finish in started:
-        scored = finish()
-        texts = np.array(scored.texts, object)
-        parts.append(
-            Groups(
-                rollouts=rollouts,
-                scores=scored.scores,
-                texts=texts,
-                reasons=scored.reasons,
-                components=scored.components,
-            )
-        )
+        scored = finish()._asdict()
+        scored["texts"] = np.array(scored["texts"], object)
+        parts.append(Groups(rollouts=rollouts, **scored))
     return Groups.concatenate(parts).take(np.argsort(order))
 
 
 def contexts_of(
     run: Run, failures: Shaped[np.ndarray, " n"], mode: str
 ) -> list[Int[np.ndarray, " c"]]:
-    """The forced tokens with which the repair of each failed response starts.
+    """The forced tokens with which the repair of each failed response, a text, starts.
 
-    Args:
-        run: the run.
-        failures: texts of the responses.
-        mode: one of `reflection.MODES`.
+    `mode` is one of `reflection.MODES`.
     """
     care, policy = run.config.care, run.policy
     if mode == "resample":
         return [NO_CONTEXT for _ in failures]
+    cue = reflection.cue_text(care.cue, mode, seed=run.config.seed)
+    encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
+    tag, settings = policy.think_tag, dict(max_context=care.max_context)
     return [
         reflection.context_tokens(
-            reflection.rationale_of(failure, policy.think_tag),
-            reflection.cue_text(care.cue, mode, seed=run.config.seed),
-            functools.partial(policy.tokenizer.encode, add_special_tokens=False),
-            think_tag=policy.think_tag,
-            max_context=care.max_context,
+            reflection.rationale_of(failure, tag), cue, encode, think_tag=tag, **settings
         )
         for failure in failures
     ]

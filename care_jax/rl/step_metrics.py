@@ -34,9 +34,6 @@ class StepLog:
     """The clocks of a step, and the metrics, rollouts and report that are written of it.
 
     Args:
-        run: the run.
-        stage: of RL.
-        clock: of the devices.
         verifier: whose calls are counted.
         learning_rate_at: of the number of an update.
     """
@@ -140,7 +137,6 @@ def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> d
     """What the groups of all processes are like.
 
     Args:
-        run: the run.
         drawn: all groups of the step.
         trained: those chosen for the updates.
         num_draws: rollout batches.
@@ -160,9 +156,7 @@ def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
     known.
 
     Args:
-        run: the run.
         groups: trained on, of all processes.
-        seconds: wall time of the updates.
     """
     model = run.config.model
     flops = model_flops(

@@ -29,7 +29,6 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
     """This process's batch of one update, on the host, and the plan of the packing.
 
     Args:
-        run: the run.
         groups: the B prompts of this process, with their credit.
         everyone: the N prompts of all processes, see `rollout.gather_groups`.
     """
@@ -79,7 +78,6 @@ def with_logprobs(
     trained without the context they were sampled with.
 
     Args:
-        run: the run.
         score: (params, batch) -> log-probabilities, see `stages.rl.UpdatePrograms`.
         batches: of all updates of the step.
         params: of the policy before the first update.

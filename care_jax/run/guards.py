@@ -142,7 +142,6 @@ def check_weights(run: Run, params: Params, name: str, advice: str) -> None:
     """Refuses weights that are not finite.
 
     Args:
-        run: the run.
         params: from a file.
         name: of the file or folder, for the message.
         advice: what the message ends with.
@@ -224,7 +223,6 @@ class SkippedUpdates:
     """Counts the skipped updates of one stage, and ends it.
 
     Args:
-        run: the run.
         stage: "sft" or "rl".
         params: of the state, or their shapes; for the names of the trained tensors.
         advice: says which checkpoint is good.

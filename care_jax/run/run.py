@@ -23,7 +23,8 @@ from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.rewards.verifier import Verifier
 from care_jax.run.checkpoint import Checkpoints
-from care_jax.run.policy import Policy, abstract_params, with_adapters
+from care_jax.run.policy import Policy, abstract_params, decode_shardings, with_adapters
+from models import backbone
 from models.backbone import Params
 
 
@@ -102,10 +103,6 @@ class Run:
     def placed(self, function: Callable) -> Callable:
         """`function` with activations sharded for training."""
         return sharding.placed(function, self.config.sharding_rules, self.mesh)
-
-    def placed_to_decode(self, function: Callable) -> Callable:
-        """`function` with activations sharded for decoding."""
-        return sharding.placed(function, self.config.decode_sharding_rules, self.mesh)
 
 
 def open_checkpoints(run: Run, stage: str) -> Checkpoints:
@@ -229,6 +226,17 @@ def params_of(run: Run) -> Params:
         dtype=jnp.dtype(model.param_dtype),
         lora_rank=model.lora_rank,
     )
+
+
+def compile_to_decode_layout(run: Run) -> Callable[[Params], Params]:
+    """The jitted params -> params in the decode layout."""
+    policy, dtype = run.policy, jnp.dtype(run.config.model.compute_dtype)
+    layout = decode_shardings(policy, run.mesh, run.config.decode_sharding_rules)
+
+    def to_decode_layout(params):
+        return backbone.to_decode_layout(params, policy.config, dtype)
+
+    return jax.jit(to_decode_layout, out_shardings=layout)
 
 
 def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:

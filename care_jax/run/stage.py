@@ -50,7 +50,6 @@ def open_stage(
     """Begins a stage, or resumes it from its last checkpoint; evaluates it if that is due.
 
     Args:
-        run: the run.
         name: "sft" or "rl".
         state: before the first step. The caller must drop it, as the stage may go on from another.
         nll: (params, batch) -> mean of -log π over the batch's responses, for `guards`.
@@ -111,6 +110,7 @@ class Stage:
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
         self.state, self.start, self.num_done = state, 0, 0
         self.counters: Counter[str] = Counter()
+        self._timed = time.perf_counter(), 0  # since when, and the step, of the next line
 
     def begin(self, start: int, metadata: Mapping[str, Any]) -> None:
         """Checks the state that the stage starts from, and evaluates it if due and not done yet.
@@ -122,7 +122,6 @@ class Stage:
         self.start = self.num_done = start
         self.counters.update({k: v for k, v in metadata.items() if isinstance(v, int)})
         self._check.begin(start, self.state, metadata)
-        self._timed = time.perf_counter(), start  # since when, and the step, of the next line
         if self._evaluate is None:
             return
         stage = f"{self._name}_eval"
@@ -134,6 +133,7 @@ class Stage:
 
     def steps(self, batches: Batches) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """The number, examples and prompts of every step that is left."""
+        self._timed = time.perf_counter(), self.start
         left = batches.iterate(self.start, self._num_steps)
         for step, examples, prompts in progress(left, self._name, self.start, self._num_steps):
             if distributed.is_preempted():
@@ -255,7 +255,6 @@ def forward_options(run: Run, stage: str, attention: AttentionImpl | None = None
     """How the forward pass of a stage computes.
 
     Args:
-        run: the run.
         stage: "sft" or "rl".
         attention: the attention implementation; None: that of `model.attention`, unchecked.
     """
@@ -283,7 +282,6 @@ def compile_nll(run: Run, score: Callable) -> Callable[[Params, Any], jax.Array]
     """(params, batch) -> mean of -log π, in nats, over the tokens that are trained on.
 
     Args:
-        run: the run.
         score: see `compile_score`.
     """
 

@@ -23,12 +23,11 @@ from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.train_step import TrainState, train_step
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
-from care_jax.rl.programs import compile_to_decode_layout, rollout_sizes
-from care_jax.rl.rollout import compile_rollout, gather_groups
+from care_jax.rl.rollout import compile_rollout, gather_groups, rollout_sizes
 from care_jax.rl.step_metrics import StepLog
 from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
 from care_jax.run.attention_check import decoding_attention, training_attention
-from care_jax.run.run import Run, make_adamw, start_state, verifier_of
+from care_jax.run.run import Run, compile_to_decode_layout, make_adamw, start_state, verifier_of
 from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
 from models import backbone, lora
 from models.attention.mask import AttentionImpl
@@ -43,7 +42,6 @@ def train(
     """Runs or resumes the RL stage.
 
     Args:
-        run: the run.
         params: initial parameters and reference of the KL term, of dtype `model.param_dtype`, on
             the mesh. Must not be used afterwards.
         examples: the prompts to learn from.
@@ -145,11 +143,7 @@ def compile_update(
 ) -> UpdatePrograms:
     """The jitted functions of an update, each compiled once per shape of rows that occurs.
 
-    Args:
-        run: the run.
-        adamw: its optimizer.
-        state_shardings: of the state before and after an update.
-        attention: see `forward_options`.
+    `state_shardings` are those before and after an update; for `attention` see `forward_options`.
     """
     rl, objective = run.config.rl, run.objective
     options = forward_options(run, "rl", attention)

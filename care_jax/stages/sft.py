@@ -45,7 +45,6 @@ def train(
     """Runs or resumes the SFT stage.
 
     Args:
-        run: the run.
         params: initial parameters, of dtype `model.param_dtype`, on the mesh. Must not be used
             afterwards.
         examples: with responses to imitate.
@@ -104,11 +103,7 @@ def compile_step(
 ) -> Callable:
     """The jitted (state, batch) -> (state, metrics), compiled once per shape of rows that occurs.
 
-    Args:
-        run: the run.
-        adamw: its optimizer.
-        state_shardings: of the state before and after a step.
-        attention: see `forward_options`.
+    `state_shardings` are those before and after a step; for `attention` see `forward_options`.
     """
     sft, options = run.config.sft, forward_options(run, "sft", attention)
 
@@ -144,7 +139,6 @@ def packed_batch(
     An example that exceeds a row is left out, counted and logged.
 
     Args:
-        run: the run.
         index: of this process's examples in the step.
         examples, prompts: of this process.
     """

@@ -59,7 +59,7 @@ def main(topology: str) -> None:
     from care_jax.aot.topology import find_topology
     from care_jax.decoding.schedule import Sizes
     from care_jax.devices.sharding import make_mesh
-    from care_jax.rl.programs import compile_decoding
+    from care_jax.rl.rollout import compile_decoder
     from care_jax.run.policy import decode_shardings
     from care_jax.run.run import Run
     from configs import qwen25vl_3b
@@ -97,7 +97,7 @@ def main(topology: str) -> None:
     params = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places
     )
-    advance = compile_decoding(run, temperature=1.0, top_p=1.0).advance
+    advance = compile_decoder(run, temperature=1.0, top_p=1.0).advance
     traced = advance.trace(
         params, shapes.seats(run, sizes, PROMPT, RING), jax.ShapeDtypeStruct((), jnp.int32)
     )

@@ -11,10 +11,10 @@ from plain_decode import plain_decode
 from queued import make_answer
 
 from care_jax.decoding import schedule as decode_schedule
+from care_jax.decoding.programs import DecodingAttention
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
-from care_jax.run.attention_check import DecodingAttention
 from models.attention.mask import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
@@ -133,7 +133,7 @@ def test_rings_grow_and_shrink_with_what_is_in_flight(
     answer, expected, requests, ending, monkeypatch
 ):
     """Calls of three steps, rings of 4, 8 and 16 slots."""
-    monkeypatch.setattr("care_jax.rl.programs.NUM_STEPS", 3)
+    monkeypatch.setattr("care_jax.decoding.programs.NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "FEWEST_SLOTS", 4)
     seen = []

@@ -55,11 +55,11 @@ def asked(policy, examples, monkeypatch):
     table[0, : len(wrong)], lengths[0] = wrong, len(wrong)
     calls = []
 
-    def compile_decoding(run, **choice):
+    def compile_decoder(run, **choice):
         calls.append(choice)
 
     class Queue:
-        def __init__(self, run, programs, sizes, clock):
+        def __init__(self, programs, prompts, sizes, clock):
             calls[-1] |= {"sizes": sizes, "asked": []}
             self.asked, self.num_samples = calls[-1]["asked"], sizes.num_rollouts
 
@@ -83,7 +83,7 @@ def asked(policy, examples, monkeypatch):
                     ),
                 )
 
-    monkeypatch.setattr(answering, "compile_decoding", compile_decoding)
+    monkeypatch.setattr(answering, "compile_decoder", compile_decoder)
     monkeypatch.setattr(answering, "DecodeQueue", Queue)
     monkeypatch.setattr(answering, "compile_to_decode_layout", lambda _: lambda params: params)
     return texts, calls

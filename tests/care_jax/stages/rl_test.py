@@ -17,7 +17,7 @@ from care_jax.devices import flops, sharding
 from care_jax.learning import optimizer
 from care_jax.learning.logprobs import ForwardOptions
 from care_jax.method import credit
-from care_jax.rl import programs, rollout, step_metrics
+from care_jax.rl import rollout, step_metrics
 from care_jax.run import checkpoint, weights
 from care_jax.run import stage as run_stage
 from care_jax.stages import rl, sft
@@ -62,7 +62,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     run = make_run(changes)
     seen, given = {}, {}
     for module, name in (
-        (rollout, "compile_decoding"),
+        (rollout, "compile_decoder"),
         (credit, "select_subgroups"),
         (credit, "care_credit"),
         (credit, "care_raw_advantages"),
@@ -77,7 +77,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
     rolled, update = rollout.compile_rollout(run, None), rl.compile_update(run, None, None)
     rng, index = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
-    assert seen["compile_decoding"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
+    assert seen["compile_decoder"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
     first, second = (program.__self__.sizes for program in (rolled.decode, rolled.reflect))
     updated = run.config.rl.prompts_per_update
     assert first == Sizes(
@@ -89,7 +89,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         num_shards=1,
         period=updated,
     )
-    context = programs.context_tokens(run)
+    context = rollout.context_tokens(run)
     one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
     assert second == dataclasses.replace(first, **one) and context > 11
     jax.eval_shape(rolled.select, 0, 0, rng, index)
