@@ -18,8 +18,7 @@ from care_jax import main
 from care_jax.config.checks import has_test
 from care_jax.data.readers import jsonl
 from care_jax.devices import xla_flags
-from care_jax.rewards.reward_function import RewardFunction, check_reward
-from care_jax.rewards.reward_pool import packed
+from care_jax.rewards.reward_function import RewardFunction, check_reward, packed
 from care_jax.run import mounts
 
 
