@@ -95,7 +95,7 @@ class StepLog:
         applied = [metrics for metrics in updates if metrics]
         metrics = (
             group_metrics(run, drawn, everyone, len(draws))
-            | {name: float(np.mean([of[name] for of in applied])) for name in [*updates, {}][0]}
+            | {name: float(np.mean([of[name] for of in applied])) for name in (applied or [{}])[0]}
             | self._verifier_metrics(draws)
             | device_memory()
             | {
