@@ -100,7 +100,7 @@ class TreeRows:
     """B rows of S tokens, each of several trees: `[prompt | r_0 | r_1 | ...] [prompt' | ...]`.
 
     Query q attends to key k iff k <= q <= reach[k]; there is no other mask. Values per scored token
-    (advantages, old log-probabilities, weights) are separate [B, S] arrays, see `layout.place`.
+    (advantages, old log-probabilities, weights) are separate [B, S] arrays, see `layout.at_tokens`.
 
     Attributes:
         tokens: right-padded token ids.

@@ -291,10 +291,10 @@ def contexts_of(
         return [NO_CONTEXT for _ in failures]
     cue = reflection.cue_text(care.cue, mode, seed=run.config.seed)
     encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
-    tag, settings = policy.think_tag, dict(max_context=care.max_context)
+    tag, limit = policy.think_tag, care.max_context
     return [
         reflection.context_tokens(
-            reflection.rationale_of(failure, tag), cue, encode, think_tag=tag, **settings
+            reflection.rationale_of(failure, tag), cue, encode, think_tag=tag, max_context=limit
         )
         for failure in failures
     ]

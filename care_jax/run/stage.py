@@ -72,9 +72,9 @@ def open_stage(
         stage.begin(metadata)
         try:
             yield stage
-        except distributed.Preempted as place:
+        except distributed.Preempted as stopped:
             stage.save()
-            where = place.args or (f"before {name} step {stage.num_done}",)
+            where = stopped.args or (f"before {name} step {stage.num_done}",)
             raise distributed.Preempted(*where) from None
 
 
