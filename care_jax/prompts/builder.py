@@ -71,11 +71,10 @@ def prompt_sizes(prompts: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Opens a tokenizer folder.
+    """Opens a tokenizer folder, with the chat template that transformers' AutoProcessor uses.
 
-    The chat template is the one that transformers' AutoProcessor uses: chat_template.json or
-    chat_template.jinja take precedence over the tokenizer's template, which is text-only in the
-    releases of Qwen2.5-VL. A folder without any template gets that of Qwen2.5-VL.
+    chat_template.json or chat_template.jinja take precedence over the tokenizer's template, which
+    is text-only in the releases of Qwen2.5-VL. A folder without any gets that of Qwen2.5-VL.
 
     Raises:
         ValueError: the folder has no tokenizer, or its templates cannot be read.
@@ -175,11 +174,8 @@ class PromptBuilder:
                 f"the bucket with most tokens must have most patches too, got {buckets}; change "
                 "data.buckets, so that prompts that fit one by one also fit together"
             )
-        self.tokenizer = tokenizer
-        self.config = config
-        self.min_pixels = min_pixels
-        self.max_pixels = max_pixels
-        self.buckets = buckets
+        self.tokenizer, self.config, self.buckets = tokenizer, config, buckets
+        self.min_pixels, self.max_pixels = min_pixels, max_pixels
         self.system_prompt = system_prompt.replace("{tag}", think_tag)
         self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
@@ -229,8 +225,8 @@ class PromptBuilder:
             )
         if not example.images:
             return self._without_images(tokens)
-        statistics = {"mean": self.image_mean, "std": self.image_std, "dtype": self.patch_dtype}
-        settings = self._limits(example) | statistics
+        statistics: Any = {"mean": self.image_mean, "std": self.image_std}
+        settings = {**self._limits(example), **statistics, "dtype": self.patch_dtype}
         pairs = [to_patches(open_image(image), vision, **settings) for image in example.images]
         patches, grids = zip(*pairs, strict=True)
         grids = np.stack(grids)

@@ -116,19 +116,19 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise Unusable("not JSON") from error
     if not isinstance(row, dict):
         raise Unusable("not an object")
-    if is_deeper(row, _MAX_DEPTH):
+    if _is_deeper(row, _MAX_DEPTH):
         raise Unusable(f"nested more than {_MAX_DEPTH} deep")
     if _ESCAPED_SURROGATE.search(text) and _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
         raise Unusable("half a character in the text")
     return row
 
 
-def is_deeper(value: Any, depth: int) -> bool:
+def _is_deeper(value: Any, depth: int) -> bool:
     """Whether lists and objects are nested in the value more than `depth` deep."""
     if not isinstance(value, list | dict):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return depth == 0 or any(is_deeper(each, depth - 1) for each in inner)
+    return depth == 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
 def _without_mark(text: bytes) -> bytes:

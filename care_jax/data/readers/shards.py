@@ -92,17 +92,15 @@ def open_rows(path: str, *, subset: str = "") -> Rows:
     sources = manifest["sources"]
     if subset and subset not in sources:
         raise ValueError(f"{path!r} holds {', '.join(sources)}, not {subset!r}; change subset")
-    shards = [
-        shard for name in ([subset] if subset else sources) for shard in sources[name]["shards"]
-    ]
-    readers = [_Shard(folder / shard["file"], shard) for shard in shards]
-    ends = list(itertools.accumulate(shard["num_records"] for shard in shards))
+    names = [subset] if subset else sources
+    shards = [_Shard(folder, entry) for name in names for entry in sources[name]["shards"]]
+    ends = list(itertools.accumulate(shard.num_records for shard in shards))
     if not ends:
         raise ValueError(f"{path!r} has no example of {subset or 'any source'}; prepare it anew")
 
     def example(index: int) -> Example:
         number, place = locate(ends, index)
-        return readers[number].read(place)
+        return shards[number].read(place)
 
     return Rows(ends[-1], example)
 
@@ -110,7 +108,8 @@ def open_rows(path: str, *, subset: str = "") -> Rows:
 class _Shard:
     """One shard. Its size is checked at once; it is opened, and its sum compared, on first use."""
 
-    def __init__(self, path: pathlib.Path, entry: dict[str, Any]):
+    def __init__(self, folder: pathlib.Path, entry: dict[str, Any]):
+        path = folder / entry["file"]
         num_bytes = path.stat().st_size if path.is_file() else -1
         if num_bytes != entry["num_bytes"]:
             found = "which is missing" if num_bytes < 0 else f"got {num_bytes}"
@@ -118,7 +117,7 @@ class _Shard:
                 f"expected shard {path} of {entry['num_bytes']} bytes, {found}; copy it again, or "
                 "prepare the folder anew"
             )
-        self._path, self._num_records, self._sha256 = path, entry["num_records"], entry["sha256"]
+        self._path, self.num_records, self._sha256 = path, entry["num_records"], entry["sha256"]
         self._reader = None
         self._lock = threading.Lock()
 
@@ -129,13 +128,13 @@ class _Shard:
                     if sha256(self._path) != self._sha256:
                         raise RuntimeError(f"it has another SHA-256 than in {MANIFEST}")
                     self._reader = ArrayRecordReader(str(self._path))
-                if self._reader.num_records() != self._num_records:
+                if self._reader.num_records() != self.num_records:
                     raise RuntimeError(f"it has {self._reader.num_records()} records")
                 (record,) = self._reader.read([index])
             return from_record(record)
         except (RuntimeError, ValueError, KeyError, TypeError, struct.error) as error:
             raise ValueError(
-                f"shard {self._path} is corrupt at record {index} of {self._num_records} "
+                f"shard {self._path} is corrupt at record {index} of {self.num_records} "
                 f"({str(error).splitlines()[0][:120]}); copy it again, or prepare the folder anew"
             ) from error
 
