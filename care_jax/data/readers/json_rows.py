@@ -55,10 +55,8 @@ class JsonRows:
                 "UTF-32; convert it: iconv -f UTF-16 -t UTF-8"
             )
         self._starts, self._stops, self.numbers = array("Q"), array("Q"), array("Q")
-        if self.path.suffix == ".json":
-            self._find_elements()
-        else:
-            self._find_lines()
+        find = self._find_elements if self.path.suffix == ".json" else self._find_lines
+        find()
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -102,12 +100,7 @@ class JsonRows:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Raises:
-        Unusable: the text is not a JSON object in UTF-8, is nested more than 64 deep, or holds half
-            a character.
-    """
+    """Parses a JSON object; raises `Unusable` for what is none, or is nested more than 64 deep."""
     try:
         row = json.loads(_without_mark(text).decode())
     except UnicodeDecodeError as error:

@@ -38,8 +38,7 @@ class ShardWriter:
         source: prefix of the file names.
         shard_bytes: a shard is closed once its records reach this size.
 
-    Attributes:
-        shards: file, number of records, bytes and sha256 of each closed shard.
+    `shards` has file, number of records, bytes and sha256 of each closed shard.
     """
 
     def __init__(self, folder: pathlib.Path, source: str, *, shard_bytes: int):
@@ -67,14 +66,9 @@ class ShardWriter:
             return
         self._writer.close()
         self._writer = None
-        self.shards.append(
-            {
-                "file": self._path.name,
-                "num_records": self._num_records,
-                "num_bytes": self._path.stat().st_size,
-                "sha256": sha256(self._path),
-            }
-        )
+        entry = {"file": self._path.name, "num_records": self._num_records}
+        entry |= {"num_bytes": self._path.stat().st_size, "sha256": sha256(self._path)}
+        self.shards.append(entry)
 
 
 def open_rows(path: str, *, subset: str = "") -> Rows:
@@ -152,11 +146,7 @@ def to_record(example: Example) -> bytes:
 
 
 def from_record(record: bytes) -> Example:
-    """Inverse of `to_record`.
-
-    Raises:
-        ValueError: the record is malformed.
-    """
+    """Inverse of `to_record`."""
     (length,) = _LENGTH.unpack_from(record)
     start = _LENGTH.size + length
     header = json.loads(record[_LENGTH.size : start])
@@ -174,11 +164,7 @@ def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
-    """The manifest of a prepared folder.
-
-    Raises:
-        ValueError: the manifest is missing, unreadable, or of another format.
-    """
+    """The manifest of a prepared folder; refuses one that is unreadable or of another format."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(
