@@ -256,7 +256,7 @@ def _decode_programs(
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
-    slots = shapes.slots(run, sizes, num_tokens, sizes.max_tokens)
+    slots = shapes.slots(run, sizes, num_tokens)
 
     def add(kind, jitted, arguments, beside, work_of, calls_of):
         """Compiles one program; every call of the worst step counts as its largest call."""

@@ -150,7 +150,7 @@ def _memory(run: Run) -> Iterator[str]:
             yield f"{_gib(params)} reference policy"
         yield f"{_gib(shapes.num_bytes(_decode_params(run)))} weights for decoding"
         most = max(
-            shapes.num_bytes(shapes.slots(run, sizes, num_tokens, sizes.max_tokens))
+            shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
             for sizes in rollout_sizes(run)
             for num_tokens in [shapes.largest_bucket(run)[0] + sizes.context_tokens]
         )

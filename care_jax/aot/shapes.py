@@ -5,7 +5,6 @@ Every prompt fills the largest bucket and has an image; every response has the m
 
 from __future__ import annotations
 
-import functools
 import math
 import pathlib
 from collections.abc import Callable
@@ -69,13 +68,10 @@ def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtyp
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
-def slots(run: Run, sizes: Sizes, num_prompt_tokens: int, num_positions: int) -> Slots:
-    """The decoder's slots, for prompts and responses of these lengths."""
-    shape = dict(num_prompt_tokens=num_prompt_tokens, num_positions=num_positions)
+def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
+    """The decoder's slots, for prompts of this length."""
     dtype = jnp.dtype(run.config.model.compute_dtype)
-    empty = jax.eval_shape(
-        functools.partial(empty_slots, run.policy.config, sizes=sizes, dtype=dtype, **shape)
-    )
+    empty = jax.eval_shape(lambda: empty_slots(run.policy.config, sizes, num_prompt_tokens, dtype))
     rules = run.config.decode_sharding_rules
     places = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
     return jax.tree.map(
