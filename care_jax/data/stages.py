@@ -68,11 +68,7 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
 
 
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer; for "" one that is trained on the texts of `synthetic` in a second.
-
-    Raises:
-        ValueError: the folder holds no tokenizer, or its templates cannot be read.
-    """
+    """The folder's tokenizer; for "" one trained on the texts of `synthetic` in about a second."""
     return load_tokenizer(folder) if folder else build_tokenizer(synthetic.texts())
 
 
