@@ -16,13 +16,12 @@ import collections
 import json
 import pathlib
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TextIO
 
-from absl import app, flags
+from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from care_jax.batch import Example, Unusable
@@ -33,7 +32,6 @@ from care_jax.data.pipeline import TOO_LONG
 from care_jax.data.readers import shards
 from care_jax.data.sources import check_section, open_section
 from care_jax.data.stages import open_prompts
-from care_jax.run import mounts
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
@@ -260,16 +258,13 @@ def run_main() -> None:
     config = config_flags.DEFINE_config_file("config", None, "Configuration with data.prepare.")
     out = flags.DEFINE_string("out", None, "Folder to write.")
 
-    def main(argv: Sequence[str]) -> None:
-        if len(argv) > 1 or config.value is None or not out.value:
+    def act() -> None:
+        if config.value is None or not out.value:
             raise ValueError("expected --config=FILE --out=FOLDER and --config.<key>=<value> alone")
-        folder = mounts.as_folder(out.value, flag="--out")
+        folder = command_line.folder_of(out.value, flag="--out")
         print("\n".join(summary(prepare(config.value, folder))))
 
-    try:
-        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    command_line.run_command(act, out, config)
 
 
 if __name__ == "__main__":

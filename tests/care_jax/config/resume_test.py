@@ -9,6 +9,7 @@ from care_jax import main
 from care_jax.config import resume
 from care_jax.devices.sharding import make_mesh
 from care_jax.run import run
+from care_jax.run.versions import write_config
 from configs import common, tiny
 
 
@@ -121,7 +122,7 @@ def test_another_objective_in_a_finished_workdir_changes_nothing_there(
     config = tiny.get_config()
     config.update_from_flattened_dict({"stages": ("export",), "seed": 3})
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", None)
     (workdir / "config.json").write_text("as it was")
     message = r"other settings: .*rl\.objective was 'grpo', is 'care'"
@@ -135,7 +136,7 @@ def test_another_objective_in_a_finished_workdir_changes_nothing_there(
 
 def test_config_json_has_the_versions_and_is_whole_at_any_time(tmp_path, monkeypatch):
     config = tiny.get_config()
-    main.write_config(config, tmp_path)
+    write_config(config, tmp_path)
     written = (tmp_path / "config.json").read_text()
     fields = json.loads(written)
     assert fields["versions"]["jax"] == jax.__version__ and "python" in fields["versions"]
@@ -145,7 +146,7 @@ def test_config_json_has_the_versions_and_is_whole_at_any_time(tmp_path, monkeyp
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main.os, "replace", killed)
+    monkeypatch.setattr("care_jax.devices.whole_file.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        main.write_config(config, tmp_path)
+        write_config(config, tmp_path)
     assert (tmp_path / "config.json").read_text() == written
