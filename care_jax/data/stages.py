@@ -97,16 +97,12 @@ def open_prompts(
         )
     folder = hub.find(model.path, patterns, kind="model") if model.path else None
     tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
+    keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")
     prompts = PromptBuilder(
         tokenizer,
         backbone_config(folder, fields, tokenizer),
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-        buckets=data.buckets,
-        system_prompt=data.system_prompt,
-        instruction=data.instruction,
-        think_tag=data.think_tag,
         patch_dtype=patch_dtype,
+        **{key: data[key] for key in keys},
     )
     return prompts, folder
 
