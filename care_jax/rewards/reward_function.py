@@ -30,8 +30,6 @@ RewardFunction = Callable[
     [str, list[str], Example],
     Sequence[Mapping[str, float]] | Awaitable[Sequence[Mapping[str, float]]],
 ]
-# An async function is stopped by its worker at the limit, and the worker killed only after these.
-_GRACE_SECONDS = 2.0
 _FORM = "def reward(question, responses, example), which returns a mapping for each response"
 
 
@@ -103,16 +101,14 @@ class RewardPool:
         timeout: float,
         concurrency: int,
     ):
-        is_async = worker.is_async(function)
         self._pool = WorkerPool(
             packed(function, name),
             num_workers=num_workers,
             timeout=timeout,
-            grace=_GRACE_SECONDS if is_async else 0.0,
-            concurrency=concurrency if is_async else 1,
+            concurrency=concurrency if worker.is_async(function) else 0,
+            environment=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
             what="the reward function",
             advice="correct its module",
-            environment=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
         )
         self.close = self._pool.close
 
@@ -159,28 +155,31 @@ def read_reply(
     Returns:
         an entry per response; and a message about the first thing that is wrong, or "".
     """
-    if "timeout" in reply:
-        return (
-            ["timeout"] * num_responses,
-            f"took longer than verifier.timeout, {timeout:g} s for a group of {num_responses} "
-            "responses; set it higher, or make the function faster",
-        )
-    if "crash" in reply:
-        return ["crash"] * num_responses, "ended its worker process"
-    if "error" in reply:
-        return [f"failed: {reply['name']}"] * num_responses, f"failed:\n{reply['error'].rstrip()}"
     rows = reply.get("rows")
-    if rows is None or len(rows) != num_responses:
-        return (
-            ["failed: result"] * num_responses,
-            f"must return a list of {num_responses} mappings, one for each response of the group, "
-            f"got {reply['result']}; correct the function",
+    if "timeout" in reply:
+        kind = "timeout"
+        problem = (
+            f"took longer than verifier.timeout, {timeout:g} s for a group of {num_responses} "
+            "responses; set it higher, or make the function faster"
         )
-    problems = [_problem(row, names) for row in rows]
-    message = next(filter(None, problems), "")
-    return [
-        "failed: result" if problem else row for row, problem in zip(rows, problems, strict=True)
-    ], message and f"{message}; correct the function"
+    elif "crash" in reply:
+        kind, problem = "crash", "ended its worker process"
+    elif "error" in reply:
+        kind, problem = f"failed: {reply['name']}", f"failed:\n{reply['error'].rstrip()}"
+    elif rows is None or len(rows) != num_responses:
+        kind = "failed: result"
+        problem = (
+            f"must return a list of {num_responses} mappings, one for each response of the group, "
+            f"got {reply['result']}; correct the function"
+        )
+    else:
+        problems = [_problem(row, names) for row in rows]
+        first = next(filter(None, problems), "")
+        return [
+            "failed: result" if problem else row
+            for problem, row in zip(problems, rows, strict=True)
+        ], first and f"{first}; correct the function"
+    return [kind] * num_responses, problem
 
 
 def _problem(row: Any, names: Sequence[str]) -> str:

@@ -132,9 +132,8 @@ class Evaluator:
 
             questions = HeldOut(examples, score)
             # Nothing is known of what a reward function depends on.
-            is_known = not verifier.has_reward
-            digest = _digest(settings | self._held_out_settings) if is_known else None
-            samples = _answer(run, decode, questions, path, digest, label)
+            of = None if verifier.has_reward else _digest(settings | self._held_out_settings)
+            samples = _answer(run, decode, questions, path, of, label)
         answered = [sample for sample in samples if not sample["is_dropped"]]
         metrics = held_out.metrics_of(scoreboard.score(questions, answered), answered)
         metrics["num_dropped"] = len(samples) - len(answered)
@@ -176,8 +175,7 @@ class Evaluator:
         folder.mkdir(exist_ok=True)
         results: dict[str, Any] = {"benchmarks": {}}
         for benchmark in self._benchmarks:
-            path = folder / f"samples_{benchmark.name}.jsonl"
-            digest = _digest(settings)
+            path, digest = folder / f"samples_{benchmark.name}.jsonl", _digest(settings)
             samples = _answer(self._run, decode, benchmark, path, digest, benchmark.name, judge)
             results["benchmarks"][benchmark.name] = scoreboard.score(benchmark, samples)
         results["macro"] = scoreboard.macro_average(results["benchmarks"])
@@ -216,16 +214,13 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
     """What samples of all benchmarks depend on: weights, prompts, sampling and judge."""
     config = run.config
     sampling = {key: config.evaluate[key] for key in ("temperature", "top_p", "num_samples")}
+    prompts = ("min_pixels", "max_pixels", "system_prompt", "instruction", "think_tag")
     return {
         "model": config.model.path,
         "weights": repr(float(np.asarray(checksum.addressable_data(0)))),
         "max_response_tokens": config.evaluate.max_response_tokens,
-        "min_pixels": config.data.min_pixels,
-        "max_pixels": config.data.max_pixels,
         "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],
-        "system_prompt": config.data.system_prompt,
-        "instruction": config.data.instruction,
-        "think_tag": config.data.think_tag,
+        **{key: config.data[key] for key in prompts},
         "judge": [config.evaluate.judge_url, config.evaluate.judge_model],
         **(sampling | {"seed": config.seed} if sampling["temperature"] else {}),
     }
