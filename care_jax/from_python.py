@@ -15,11 +15,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from care_jax import main
+from care_jax.config import command_line
 from care_jax.config.checks import has_test
 from care_jax.data.readers import jsonl
 from care_jax.devices import xla_flags
 from care_jax.rewards.reward_function import RewardFunction, check_reward, packed
-from care_jax.run import mounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +59,13 @@ def train_on(
         reward: a reward function, see docs/rewards.md; None: `config.verifier.reward`. It runs in
             worker processes with `verifier.timeout`; functions and lambdas of a notebook are sent
             there by cloudpickle.
-        workdir: created if it does not exist; a folder or gs://bucket/folder.
+        workdir: created if it does not exist.
 
     Raises:
         ValueError: the configuration cannot run, the function cannot be sent to a process, or the
-            workdir is in a bucket that cannot be mounted.
+            workdir is the address of a bucket.
     """
-    folder = mounts.as_folder(workdir)
+    folder = command_line.folder_of(workdir, flag="workdir")
     if reward is not None:
         check_reward(reward, "reward")
         packed(reward, "")  # in the first second

@@ -21,8 +21,8 @@ import yaml
 from deploy_schemas import KUEUE, SKYPILOT
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
+from care_jax.config import command_line
 from care_jax.devices import distributed
-from care_jax.run import mounts
 from configs import common
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -182,7 +182,7 @@ def test_the_bucket_is_mounted_for_several_hosts(name):
 
 def test_all_mounts_of_a_bucket_have_the_same_options():
     for option in ("metadata-cache-ttl-secs=0", "metadata-cache-negative-ttl-secs=0"):
-        assert f"--{option}" in mounts._GCSFUSE
+        assert f"--{option}" in command_line._GCSFUSE
         assert option in (DEPLOY / "queued-resource.sh").read_text()
     volume, claim = documents("xpk-storage.yaml")
     assert "metadata-cache:ttl-secs:0" in volume["spec"]["mountOptions"]

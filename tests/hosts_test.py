@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from care_jax import main
 from care_jax.devices.sharding import make_mesh
+from care_jax.run.policy import policy_of
 from models import backbone
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -159,7 +160,7 @@ def test_two_processes_export_what_one_does(tmp_path):
     assert [status for status, _ in ends] == [0, 0], ends
     names = [sorted(path.name for path in (folder / "export").iterdir()) for folder in (one, two)]
     assert names[0] == names[1] and "model.safetensors" in names[0]
-    shape = main.policy_of(config).config
+    shape = policy_of(config).config
     start = backbone.init(shape, jax.random.key(config.seed))
     ours, theirs = (
         backbone.load(folder / "export", shape, jnp.bfloat16)[0] for folder in (one, two)
@@ -190,7 +191,7 @@ def test_a_run_told_to_end_saves_and_goes_on_where_it_was(tmp_path, monkeypatch)
     )
 
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     config = hosts_config.get_config()
     config.stages = ("sft",)
     config.sft.num_steps = len(steps) + 2

@@ -15,7 +15,7 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import Packed
 from care_jax.run.run import Run
 from models.attention.cached import slots_per_block
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 
 def layout(run: Run, is_decoding: bool = False) -> Layout:
@@ -48,7 +48,7 @@ def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
         call: of the schedule.
         impl: attention of decode steps; XLA reads all slots of the caches.
     """
-    rows = Rows(call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots)
+    rows = Rows(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, call.num_positions)
     return roofline.decode_work(
         run.policy.config,
         rows,

@@ -25,26 +25,25 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 
 from care_jax.batch import Example
 from care_jax.commands.reopened import Reopened, Tried, run_command, sample_groups
+from care_jax.config import command_line
 from care_jax.data.drawn.noise import spaced
 from care_jax.data.readers import shards
 from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
+from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.rl.programs import compile_rollout, compile_to_decode_layout, rollout_sizes
-from care_jax.run import mounts
+from care_jax.rl.rollout import compile_rollout, rollout_sizes
 from care_jax.run.attention_check import decoding_attention
-from care_jax.run.run import Run, verifier_of
+from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 
 RIGHT_SHARE = 0.15
 _SOURCE = "repairs"  # in the folder
 _SHARD_BYTES = 256 * 2**20
-_DRAWS = 2**31 - 3  # folded into the run's key, see `probe`
 
 
 def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Iterator[Example]:
@@ -117,16 +116,10 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
     if not 0 <= right_share <= 1:
         raise ValueError(f"--right_share must lie in [0, 1], got {right_share}")
     programs = compile_rollout(run, DeviceClock(), decoding_attention(run, rollout_sizes(run)[0]))
+    params = compile_to_decode_layout(run)(opened.params)
+    rng, questions = streams.key_of(seed, streams.REPAIRS), (opened.examples, opened.num_questions)
     with verifier_of(run) as verifier:
-        tried = sample_groups(
-            run,
-            programs,
-            compile_to_decode_layout(run)(opened.params),
-            jax.random.fold_in(jax.random.key(seed), _DRAWS),
-            opened.examples,
-            opened.num_questions,
-            verifier,
-        )
+        tried = sample_groups(run, programs, params, rng, *questions, verifier)
     rows = list(repair_rows(run, tried, right_share=right_share, seed=seed))
     if not rows:
         raise ValueError(
@@ -161,13 +154,8 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
 def run_main() -> None:
     """Parses flags and writes the folder; user errors are one line, not a traceback."""
     out = flags.DEFINE_string("out", None, "Folder to write.", required=True)
-    right_share = flags.DEFINE_float(
-        "right_share",
-        RIGHT_SHARE,
-        "Share of rows whose first rationale is of a right response.",
-        lower_bound=0.0,
-        upper_bound=1.0,
-    )
+    told = "Share of rows whose first rationale is of a right response."
+    share = flags.DEFINE_float("right_share", RIGHT_SHARE, told, lower_bound=0, upper_bound=1)
     flags.register_validator(  # before weights are loaded and anything is sampled
         "out",
         lambda path: path is None or not pathlib.Path(path).expanduser().exists(),
@@ -175,8 +163,8 @@ def run_main() -> None:
     )
 
     def act(opened: Reopened) -> None:
-        folder = mounts.as_folder(out.value, flag="--out")
-        manifest = write_repairs(opened, folder, right_share=right_share.value)
+        folder = command_line.folder_of(out.value, flag="--out")
+        manifest = write_repairs(opened, folder, right_share=share.value)
         groups = manifest["groups"]
         print(
             f"{opened.name}: {groups['both_outcomes']} of {groups['asked']} groups have both "

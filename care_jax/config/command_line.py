@@ -1,27 +1,37 @@
-"""Flag parsing for all commands; a wrong flag or key is reported in one line."""
+"""Flags of all commands; a wrong flag, key or folder is reported in one line."""
 
 from __future__ import annotations
 
 import errno
+import os
+import pathlib
+import re
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from absl import flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 # If a config file raises, ml_collections raises an error whose message begins with this and holds
 # the traceback; the original exception is the `__context__` of that error.
 _WRAPPED = "Error whilst parsing config file"
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)/*(.*)", re.DOTALL)
+# Without its caches, which never expire on TPU VMs, every host sees what another has written.
+_GCSFUSE = (
+    "gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0"
+)
 
 
 def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = None) -> Sequence[str]:
     """Parses all defined flags, and loads the file that `config` names, if any.
 
     Returns:
-        the arguments that are not flags; the first is the program's name.
+        the program's name.
 
     Raises:
-        ValueError: one line: a flag or key does not exist, or a file cannot be loaded.
+        ValueError: one line: a flag or key does not exist, a file cannot be loaded, or there are
+            arguments that are no flags.
     """
     try:
         rest = flags.FLAGS(argv)
@@ -29,7 +39,48 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = Non
             _ = config.value.stages  # raises if the file could not be loaded
     except Exception as error:  # whatever a configuration file raises
         raise ValueError(" ".join(_message(error).split())) from error
+    if len(rest) > 1:
+        raise ValueError(f"expected flags alone, got {rest[1]!r}; write --<flag>=<value>")
     return rest
+
+
+def run_command(
+    act: Callable[[], None],
+    folder: flags.FlagHolder,
+    config: flags.FlagHolder[ConfigDict] | None = None,
+) -> None:
+    """Parses all defined flags and acts; user errors are one line, not a traceback.
+
+    Args:
+        act: the command, which reads its flags.
+        folder: the flag of the folder that it works in, for messages.
+        config: the flag of its configuration.
+    """
+    logging.set_verbosity(logging.WARNING)
+    try:
+        app.run(lambda _: act(), flags_parser=lambda argv: parse(argv, config))
+    except ValueError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except OSError as error:
+        sys.exit(f"error: {os_error(error, folder.value or '')}")
+
+
+def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathlib.Path:
+    """The folder that a user named, which may begin with ~; pathlib would make one of gs:// too.
+
+    Raises:
+        ValueError: it is an address; says how to mount the bucket, and what to write then.
+    """
+    found = _ADDRESS.fullmatch(os.fspath(text))
+    if not found:
+        return pathlib.Path(text).expanduser()
+    scheme, bucket, rest = found.groups()
+    point = f"/mnt/{bucket or 'BUCKET'}"
+    command = f" ({_GCSFUSE} {bucket or 'BUCKET'} {point})" if scheme == "gs" else ""
+    raise ValueError(
+        f"expected a folder, got {flag}={scheme}://{bucket}/{rest}; mount the bucket on every "
+        f"host{command} and write {flag}={pathlib.Path(point, rest)}"
+    )
 
 
 def os_error(error: OSError, workdir: str) -> str:

@@ -20,19 +20,18 @@ from care_jax.batch import Rollouts
 from care_jax.benchmarks.samples import Answers, Questions
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
-from care_jax.devices import distributed, loaded_programs, sharding
+from care_jax.devices import distributed, loaded_programs, sharding, streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import progress
 from care_jax.rewards.scores import row_texts
-from care_jax.rl.programs import compile_decoding, compile_to_decode_layout
+from care_jax.rl.rollout import compile_decoder
 from care_jax.run.attention_check import decoding_attention
-from care_jax.run.run import Run
+from care_jax.run.run import Run, compile_to_decode_layout
 from models import backbone
 
 Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
 
 _NUM_BATCHES = 4  # batches of evaluate.batch_size that are decoded and written together
-_DRAWS = 2**31 - 1  # folded into the run's key; the keys of training fold in the step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
         return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
 
     sizes = Sizes(
-        num_seats=settings.batch_size,
+        num_slots=settings.batch_size,
         num_rows=min(settings.decode_rows, settings.num_samples),
         num_rollouts=settings.num_samples,
         max_tokens=settings.max_response_tokens,
@@ -67,7 +66,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
         num_shards=sharding.num_shards(run.decode_batch_sharding),
         period=settings.batch_size,
     )
-    decoding = compile_decoding(
+    decoding = compile_decoder(
         run,
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -76,7 +75,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
     return AnsweringPrograms(
         to_decode_layout=compile_to_decode_layout(run),
         checksum=jax.jit(checksum, out_shardings=sharding.replicated(run.mesh)),
-        queue=DecodeQueue(run, decoding, sizes, DeviceClock()),
+        queue=DecodeQueue(decoding, run.policy.prompts, sizes, DeviceClock()),
     )
 
 
@@ -85,10 +84,10 @@ def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms)
 
     Returns:
         A function from this process's requests to (indices of some requests, G rollouts of each)
-        pairs, in order of completion. A request's place determines its draws.
+        pairs, in order of completion. A request's index determines its draws.
     """
     decode_params = functools.cache(lambda: programs.to_decode_layout(params))
-    rng = jax.random.fold_in(jax.random.key(run.config.seed), _DRAWS)
+    rng = streams.key_of(run.config.seed, streams.EVALUATION)
     return lambda requests: programs.queue.decode(decode_params(), rng, requests)
 
 

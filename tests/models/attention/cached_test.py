@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from models.attention.cached import attend_cached, cache_mask
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 
 B, R, K, G, H, P, S = 4, 3, 2, 3, 24, 45, 40  # no power of two, no multiple of a block
 KERNELS = {name: AttentionImpl(name, interpret=True, key_block=16) for name in ("tpu", "gpu")}
@@ -55,7 +55,7 @@ def test_rows_that_have_just_begun_and_full_rings_are_exact(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_seat_without_a_prompt_reads_only_its_rows(name):
+def test_a_slot_without_a_prompt_reads_only_its_rows(name):
     q, prefix, suffix, on_prefix, on_suffix = step()
     on_prefix[1] = False
     out = attended(KERNELS[name], q, prefix, suffix, on_prefix, on_suffix)
