@@ -27,7 +27,7 @@ from care_jax.batch import Example
 from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro, response
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
-from care_jax.benchmarks.samples import Answers, Sample, Verdict
+from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
 
 Row = dict[str, Any]
 
@@ -120,6 +120,11 @@ class Benchmark(Sequence[Example]):
             choices=question.options,
             extra=self.rows[place],
         )
+
+    def questions(self, judge: Judge | None) -> Questions:
+        """For an evaluation; a judge is asked about free answers that the rules call wrong."""
+        verdicts = functools.partial(self.verdicts, judge=judge)
+        return Questions(self.name, self, verdicts, self.categories)
 
     def categories(self, sample: Sample) -> list[str]:
         """The values of the fields `Release.groups`, and each skill of MathVista."""

@@ -82,27 +82,22 @@ class RewardPool:
     """Worker processes that call a reward function, see `WorkerPool`.
 
     Args:
-        function: the reward function.
-        name: "module:function", which workers import; empty: the function itself is sent to them.
+        reward: "module:function", which workers import; or the function, which is sent to them.
         num_workers: maximum number of processes.
         timeout: seconds per group until its call is given up.
         concurrency: groups that each worker awaits at once, for an `async def` function.
 
     Raises:
-        ValueError: the function cannot be sent to another process.
+        ValueError: there is no such function, or it cannot be sent to another process.
     """
 
     def __init__(
-        self,
-        function: RewardFunction,
-        name: str = "",
-        *,
-        num_workers: int,
-        timeout: float,
-        concurrency: int,
+        self, reward: str | RewardFunction, *, num_workers: int, timeout: float, concurrency: int
     ):
+        function = load_reward(reward) if isinstance(reward, str) else reward
+        check_reward(function, "reward")
         self._pool = WorkerPool(
-            packed(function, name),
+            packed(reward),
             num_workers=num_workers,
             timeout=timeout,
             concurrency=concurrency if worker.is_async(function) else 0,
@@ -124,14 +119,14 @@ class RewardPool:
         return self._pool.submit(question, list(responses), example)
 
 
-def packed(function: RewardFunction, name: str) -> bytes:
+def packed(reward: str | RewardFunction) -> bytes:
     """What a worker unpickles to get the function, and the class of its examples.
 
     Raises:
         ValueError: a function without a name cannot be pickled.
     """
     try:
-        return cloudpickle.dumps({"function": name or function, "example": Example})
+        return cloudpickle.dumps({"function": reward, "example": Example})
     except Exception as error:
         raise ValueError(
             "expected a reward function that can be sent to a worker process, got "

@@ -26,7 +26,6 @@ from ml_collections import ConfigDict
 
 from care_jax.batch import Example
 from care_jax.benchmarks import held_out, scoreboard
-from care_jax.benchmarks.held_out import HeldOut
 from care_jax.benchmarks.judge import Judge
 from care_jax.benchmarks.samples import Answers, Questions, Sample, samples_of
 from care_jax.benchmarks.suite import Benchmark
@@ -130,12 +129,12 @@ class Evaluator:
                     format_weight=0.0,
                 )()
 
-            questions = HeldOut(examples, score)
+            questions = held_out.questions_of(examples, score)
             # Nothing is known of what a reward function depends on.
             of = None if verifier.has_reward else _digest(settings | self._held_out_settings)
             samples = _answer(run, decode, questions, path, of, label)
         answered = [sample for sample in samples if not sample["is_dropped"]]
-        metrics = held_out.metrics_of(scoreboard.score(questions, answered), answered)
+        metrics = held_out.metrics_of(scoreboard.score(answered, questions.categories), answered)
         metrics["num_dropped"] = len(samples) - len(answered)
         rates = [f", {key} {rate:.1%}" for key, rate in metrics.items() if key.startswith("pass@")]
         print_line(
@@ -176,8 +175,9 @@ class Evaluator:
         results: dict[str, Any] = {"benchmarks": {}}
         for benchmark in self._benchmarks:
             path, digest = folder / f"samples_{benchmark.name}.jsonl", _digest(settings)
-            samples = _answer(self._run, decode, benchmark, path, digest, benchmark.name, judge)
-            results["benchmarks"][benchmark.name] = scoreboard.score(benchmark, samples)
+            questions = benchmark.questions(judge)
+            samples = _answer(self._run, decode, questions, path, digest, benchmark.name)
+            results["benchmarks"][benchmark.name] = scoreboard.score(samples, benchmark.categories)
         results["macro"] = scoreboard.macro_average(results["benchmarks"])
         results["settings"] = settings
         if judge is not None:
@@ -237,7 +237,6 @@ def _answer(
     path: pathlib.Path,
     digest: str | None,
     label: str,
-    judge: Judge | None = None,
 ) -> list[Sample]:
     """A sample per question: read from the file, or decoded and appended to it.
 
@@ -249,7 +248,7 @@ def _answer(
     kept = _kept_lines(path, digest) if is_writer else []
     samples: list[Sample] = distributed.gather_json([json.loads(line) for line in kept])[0]
     done = {sample["doc_id"] for sample in samples}
-    if len(done) == len(questions) > 0:
+    if len(done) == len(questions.examples) > 0:
         print_line(
             f"the evaluation {label} is done already, with these weights and settings; remove "
             f"{path} to repeat it"
@@ -257,8 +256,8 @@ def _answer(
     if is_writer:
         path.write_text("".join(kept))
     with path.open("a") if is_writer else contextlib.nullcontext() as out:
-        for answers in decode_batches(run, decode, questions, done, label):
-            parts = distributed.gather_json(samples_of(questions, answers, judge))
+        for answers in decode_batches(run, decode, questions.examples, done, label):
+            parts = distributed.gather_json(samples_of(answers, questions.verdicts(answers)))
             fresh = [sample | {"settings": digest} for part in parts for sample in part]
             fresh.sort(key=lambda sample: sample["doc_id"])
             samples += fresh
@@ -267,7 +266,7 @@ def _answer(
                 out.flush()
     if all(sample["is_dropped"] for sample in samples):
         raise ValueError(
-            f"none of the {len(questions)} prompts of {questions.name} fits data.buckets "
+            f"none of the {len(questions.examples)} prompts of {questions.name} fits data.buckets "
             f"{run.policy.prompts.buckets}; enlarge them or lower data.max_pixels"
         )
     return samples

@@ -83,9 +83,7 @@ def test_a_function_is_imported_by_its_name_from_the_path_of_the_run(tmp_path, m
         "    return [{'acc': started == os.getpid(), 'here': is_cpu}]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from named_rewards import reward
-
-    pool = RewardPool(reward, "named_rewards:reward", num_workers=1, timeout=20.0, concurrency=1)
+    pool = RewardPool("named_rewards:reward", num_workers=1, timeout=20.0, concurrency=1)
     assert pool.submit("?", ["a"], EXAMPLE).result(60)["rows"] == [{"acc": 1.0, "here": 1.0}]
     pool.close()
     assert pool.submit("?", ["a"], EXAMPLE).result(60)["rows"] == [{"acc": 1.0, "here": 1.0}]
@@ -98,9 +96,7 @@ def test_a_module_that_fails_in_the_worker_stops_the_run(tmp_path, monkeypatch):
         "def reward(question, responses, example): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from main_only import reward
-
-    pool = RewardPool(reward, "main_only:reward", num_workers=1, timeout=20.0, concurrency=1)
+    pool = RewardPool("main_only:reward", num_workers=1, timeout=20.0, concurrency=1)
     with pytest.raises(ValueError, match=r"cannot be imported in a worker (?s:.*)only in the run"):
         pool.submit("?", ["a"], EXAMPLE).result(60)
     pool.close()
