@@ -28,6 +28,7 @@ from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
 from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
+from care_jax.data.readers.parquet import ParquetRows, columns_without_bytes
 
 Row = dict[str, Any]
 
@@ -215,34 +216,10 @@ def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], R
 
 
 def _read_parquet(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"reading {str(path)!r} needs pyarrow; install the data extra: pip install -e '.[data]'"
-        ) from error
-    file = pyarrow.parquet.ParquetFile(path)
-    names = file.schema_arrow.names
-    images = [name for name in names if _is_image(file.schema_arrow.field(name).type)]
-    rows = file.read(columns=[name for name in names if name not in images]).to_pylist()
+    texts, whole = ParquetRows([path], columns_without_bytes([path])), ParquetRows([path])
 
-    @functools.lru_cache(maxsize=1)  # examples are read in order
-    def group_of(group: int) -> list[Row]:
-        return file.read_row_group(group, columns=images).to_pylist()
+    def images(place: int) -> Row:
+        return whole[place] | {"folder": path.parent}
 
-    def image_of(group: int, place: int) -> Row:
-        return group_of(group)[place] | {"folder": path.parent}
-
-    places = [
-        functools.partial(image_of, group, place)
-        for group in range(file.num_row_groups)
-        for place in range(file.metadata.row_group(group).num_rows)
-    ]
-    return rows, places
-
-
-def _is_image(kind: Any) -> bool:
-    """Whether a column holds images, as structs of {bytes, path}."""
-    import pyarrow
-
-    return pyarrow.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
+    places = range(len(texts))
+    return [texts[place] for place in places], [functools.partial(images, x) for x in places]

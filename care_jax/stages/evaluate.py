@@ -227,7 +227,7 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
 
 
 def _digest(settings: Any) -> str:
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _answer(
