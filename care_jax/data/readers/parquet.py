@@ -107,7 +107,7 @@ def open_rows(
     image_columns = list(filter(None, named.pop("images", "").split(",")))
     release = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
     files, used = find_files(release, split), [*dict.fromkeys(named.values()), *image_columns]
-    others = [name for name in _columns_without_bytes(files) if name not in used]
+    others = [name for name in columns_without_bytes(files) if name not in used]
     table = ParquetRows(files, [*used, *others])
     folder = hub.image_folder(images, release)
 
@@ -150,7 +150,7 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
     return found
 
 
-def _columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
+def columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
     """The columns that all files have, in order."""
     schemas = [_open(path).schema_arrow for path in paths]
     import pyarrow.types as kinds
