@@ -43,12 +43,12 @@ def main() -> None:
         )
         sys.exit(0 if is_help else 2)
     module, first = COMMANDS[command]
-    if not (_PACKAGE / "configs").is_dir():  # the checkout, whose files import `configs`
+    if (_PACKAGE / "configs").is_dir():  # an installation, see setup.py
+        module = module if module.startswith("care_jax.") else f"care_jax.{module}"
+    else:  # the checkout, whose files import `configs`
         sys.path.insert(0, str(_PACKAGE.parent))
-        above = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            [str(_PACKAGE.parent), *([above] if above else [])]
-        )
+        folders = filter(None, (str(_PACKAGE.parent), os.environ.get("PYTHONPATH")))
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     try:
         flags = resolved(command, given)
     except ValueError as error:

@@ -7,7 +7,7 @@ them must be able to write to its workdir; see `devices.distributed`.
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import pathlib
 import sys
 import traceback
@@ -21,26 +21,17 @@ from ml_collections import ConfigDict, config_flags
 from care_jax.aot import dry_run
 from care_jax.batch import Example
 from care_jax.config import command_line
-from care_jax.config.checks import (
-    check_config,
-    fill_in,
-    has_benchmarks_only,
-    is_evaluated,
-)
+from care_jax.config.checks import has_benchmarks_only, is_evaluated
 from care_jax.config.resume import TRAINING
 from care_jax.data.stages import given_stage, open_stage
 from care_jax.devices import compilation_cache, distributed, xla_flags
-from care_jax.devices.sharding import make_mesh
-from care_jax.devices.whole_file import write_whole
 from care_jax.report.metrics import MetricWriter, print_line
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, weights
-from care_jax.run.policy import check_policy, policy_of
-from care_jax.run.run import Run, check_workdir
-from care_jax.run.versions import versions
+from care_jax.run.run import Run, check_workdir, open_run
+from care_jax.run.versions import write_config
 from care_jax.stages import evaluate, export, rl, sft
-from care_jax.stages.evaluated import evaluate_once
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
@@ -51,11 +42,7 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
     config = config_flags.DEFINE_config_file(
         "config", "configs/tiny.py", "Configuration of the run."
     )
-    flags.DEFINE_string(
-        "workdir",
-        "runs/tiny",
-        "Folder of metrics, checkpoints and exports.",
-    )
+    flags.DEFINE_string("workdir", "runs/tiny", "Folder of metrics, checkpoints and exports.")
     flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
     # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
     flags.DEFINE_string("coordinator_address", None, "host:port of process 0.")
@@ -64,9 +51,7 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
     return config
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
+def main(_: Sequence[str]) -> None:
     given = flags.FLAGS
     if not given.workdir:
         raise ValueError("--workdir must name a folder, got ''; write --workdir=runs/<name>")
@@ -101,79 +86,67 @@ def run_stages(
     Returns:
         the metrics of each evaluation, by the stage it followed.
     """
-    mesh = make_mesh(**config.mesh)
-    config = fill_in(config, mesh)
-    given = dict(examples or {})
-    check_config(config, mesh, overridden, [*given, *(["reward"] if reward else [])])
-    has_reward = bool(reward or config.verifier.reward)
-    opened = [stage for stage in TRAINING if stage in config.stages]
-    if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
-        opened.append("evaluate")
-    sources = {
-        stage: given_stage(given[stage], stage, has_reward)
-        if stage in given
-        else open_stage(config, stage, has_reward)
-        for stage in opened
-    }
-    benchmarks = evaluate.open_benchmarks(config) if is_evaluated(config) else []
-    policy = policy_of(config)
-    check_policy(config, policy)
-    no_metrics: Any = None  # nothing is written yet
+    given = examples or {}
+    run = open_run(config, workdir, reward=reward, overridden=overridden, given=[*given])
+    sources = open_sources(run, given)
+    benchmarks = evaluate.open_benchmarks(run.config) if is_evaluated(run.config) else []
     if is_dry:
-        print_line(dry_run.describe(Run(config, policy, mesh, workdir, no_metrics), sources))
+        print_line(dry_run.describe(run, sources))
         return {}
     workdir.mkdir(parents=True, exist_ok=True)
     with lock.held(workdir):
-        check_workdir(Run(config, policy, mesh, workdir, no_metrics))
-        if config.compilation_cache:
+        check_workdir(run)
+        if run.config.compilation_cache:
             compilation_cache.keep_programs(workdir)
         if jax.process_index() == 0:
-            write_config(config, workdir)
-        with MetricWriter(workdir, config.metrics.wandb_project) as metrics:
-            run = Run(config, policy, mesh, workdir, metrics, reward)
-            results = _run_each(run, sources, benchmarks)
+            write_config(run.config, workdir)
+        with MetricWriter(workdir, run.config.metrics.wandb_project) as writer:
+            run = dataclasses.replace(run, writer=writer)
+            evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
+            results = _run_each(run, sources, evaluator)
     if found := compilation_cache.counts():
         print_line(f"{found['compiled']} programs compiled, {found['found']} found in the cache")
     return results
 
 
+def open_sources(run: Run, given: Mapping[str, Sequence[Example]]) -> dict[str, Sequence[Example]]:
+    """The examples of each stage that trains, and the held-out ones if they are evaluated."""
+    config, has_reward = run.config, bool(run.reward or run.config.verifier.reward)
+    opened = [stage for stage in TRAINING if stage in config.stages]
+    if is_evaluated(config) and ("evaluate" in given or not has_benchmarks_only(config)):
+        opened.append("evaluate")
+    return {
+        stage: given_stage(given[stage], stage, has_reward)
+        if stage in given
+        else open_stage(config, stage, has_reward)
+        for stage in opened
+    }
+
+
 def _run_each(
-    run: Run, sources: Mapping[str, Sequence[Example]], benchmarks: Sequence[Any]
+    run: Run, sources: Mapping[str, Sequence[Example]], evaluator: evaluate.Evaluator
 ) -> dict[str, dict[str, float]]:
     """Runs the stages of a run whose workdir is locked and checked; see `run_stages`."""
-    config = run.config
-    results = {}
-    evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
-    trains = any(stage in TRAINING for stage in config.stages)
+    stages, results = run.config.stages, {}
     # A step that is not there is told before weights are loaded.
-    found = None if trains else weights.find(run, ())
-    if found is None or found.in_memory:
-        params, last = weights.start(run), "start"
-    else:
-        params, last = weights.load(run, found), found.name
-    trained: tuple[str, ...] = ()
-    for stage in config.stages:
+    found = None if set(stages) & {*TRAINING} else weights.find(run, ())
+    params = weights.load(run, found) if found else weights.start(run)
+    last, trained = found.name if found else "start", ()
+    for stage in stages:
         if stage == "sft":
             params = sft.train(run, params, sources[stage], evaluator)
         elif stage == "rl":
             params = rl.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
-            results[last] = evaluate_once(run, evaluator, params, name=last)
+            results[last] = evaluate.evaluate_stage(run, evaluator, params, name=last)
         elif stage == "export":
             source = found or weights.find(run, trained)
-            is_held = found or source.in_memory
-            held = params if is_held else weights.load(run, source)
-            export.export_stage(run, held, source)
-        Report(run.workdir, max_megabytes=config.report.max_megabytes).write()
+            is_held = found or source.step is None
+            export.export_stage(run, params if is_held else weights.load(run, source), source)
+        Report(run.workdir, **run.config.report).write()
         if stage in TRAINING:
             last, trained = stage, (*trained, stage)
     return results
-
-
-def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """Writes config.json, with the versions of code and libraries; a kill leaves it whole."""
-    fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
-    write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
 def run_main() -> None:
@@ -191,7 +164,7 @@ def run_main() -> None:
     config = define_flags()
     interrupts.exit_at_the_second()
     try:
-        app.run(main, flags_parser=lambda argv: parse_flags(argv, config))
+        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
     except distributed.Preempted as place:
         message = f"stopped by SIGTERM {place}; the same command goes on from there"
         distributed.exit_run(message, is_preempted=True)
@@ -210,14 +183,6 @@ def run_main() -> None:
 def _without_closed_loops(unraisable: Any) -> None:
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
-
-
-def parse_flags(argv: Sequence[str], config: flags.FlagHolder[ConfigDict]) -> Sequence[str]:
-    """Parses the command's flags; exits with one line where they are wrong."""
-    try:
-        return command_line.parse(argv, config)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

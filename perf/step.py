@@ -39,18 +39,18 @@ import trl
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.config.checks import fill_in
 from care_jax.data.pipeline import Batches
 from care_jax.decoding.queue import DecodeQueue
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl import dynamic_sampling
-from care_jax.rl.programs import compile_decoding, compile_rollout, compile_update, rollout_sizes
-from care_jax.rl.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
-from care_jax.run.policy import initial_params, policy_of
-from care_jax.run.run import Run, make_adamw, start_state
+from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
+from care_jax.rl.rollout import compile_decoder, compile_rollout, gather_groups, rollout_sizes
+from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
+from care_jax.run import weights
+from care_jax.run.policy import policy_of
+from care_jax.run.run import make_adamw, open_run, start_state
 from care_jax.stages import rl
 from care_jax.stages.export import save_processor
 from configs import tiny
@@ -75,7 +75,7 @@ def _hash(text: str) -> float:
     return zlib.crc32(text.encode()) % 1000 / 999
 
 
-def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
+def make_config(cap: int, num_slots: int, num_rows: int, folder: str = ""):
     """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
     config.model.backbone = {} if folder else config_json.to_hf(medium_config())
@@ -87,7 +87,7 @@ def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
     rl.objective = "grpo"
     rl.num_rollouts = NUM_ROLLOUTS
     rl.prompts_per_step = rl.prompts_per_update = NUM_PROMPTS
-    rl.decode_prompts, rl.decode_rows = num_seats, num_rows
+    rl.decode_prompts, rl.decode_rows = num_slots, num_rows
     rl.row_tokens, rl.row_patches = 4096, 4096
     rl.microbatch_size = 1
     rl.max_response_tokens = cap
@@ -125,16 +125,14 @@ class Ours:
 
     def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
         cap = int(lengths.max())
-        config = make_config(cap, args.seats, args.rows, folder)
-        mesh = sharding.make_mesh(1, 1, 1)
-        config = fill_in(config, mesh)
-        metrics = stack.enter_context(MetricWriter(workdir, ""))
-        self.run = Run(config, policy_of(config), mesh, workdir, metrics)
-        params = initial_params(self.run.policy, mesh, config.sharding_rules, seed=0)
+        config = make_config(cap, args.slots, args.rows, folder)
+        writer = stack.enter_context(MetricWriter(workdir, ""))
+        self.run = open_run(config, workdir, writer=writer)
+        params = weights.start(self.run)
         _, adamw = make_adamw(self.run, "rl")
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
-        self.update = compile_update(self.run, adamw, sharding.of(self.state))
+        self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
         self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
         self.batches = Batches(
             make_examples(self.run.policy.prompts),
@@ -151,14 +149,14 @@ class Ours:
         """The programs with rollouts that end at exactly these lengths [B, G]."""
         sizes = rollout_sizes(self.run)[0]
         queue = DecodeQueue(
-            self.run,
-            compile_decoding(self.run, temperature=1.0, top_p=1.0, stops=False),
+            compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False),
+            self.run.policy.prompts,
             sizes,
             DeviceClock(),
         )
 
         def decode(params, rng, requests):
-            limited = [dataclasses.replace(r, limits=lengths[r.place]) for r in requests]
+            limited = [dataclasses.replace(r, limits=lengths[r.index]) for r in requests]
             return queue.decode(params, rng, limited)
 
         return dataclasses.replace(programs, decode=decode)
@@ -169,19 +167,15 @@ class Ours:
         run, update = self.run, self.update
         first = (number, *self.batches.batch(number))
         params = update.to_decode_layout(self.state.params)
-        local = np.arange(NUM_PROMPTS)
-        drawn = dynamic_sampling.fill(
-            rl.draw_groups(run, self.rollout, params, self.batches, first, local, self.verifier)
-        )
+        index = np.arange(NUM_PROMPTS)
+        draws = draw_groups(run, self.rollout, params, self.batches, first, index, self.verifier)
         del params
         rolled_out = time.perf_counter()
-        credited, raw = rl.assign_credit(run, update, drawn.groups)
-        num_tokens = gather_groups(drawn.table, drawn.groups, credited, raw).num_tokens
-        assert num_tokens.sum() == self.num_trained
-        batch, _ = train_batch(
-            run, drawn.table, drawn.prompts, drawn.groups, credited, num_tokens, 0
-        )
-        [batch] = with_logprobs(run, update, [batch], self.state.params, self.reference)
+        groups = rl.assign_credit(update, choose_mixed(draws))
+        everyone = gather_groups(groups)
+        assert everyone.num_trained.sum() == self.num_trained
+        batch, _ = train_batch(run, groups, everyone)
+        [batch] = with_logprobs(run, update.score, [batch], self.state.params, self.reference)
         placed = jax.device_put(batch, run.train_batch_sharding)
         self.state, metrics = update.update(self.state, placed)
         assert np.isfinite(jax.device_get(metrics)["grad_norm"])
@@ -294,7 +288,7 @@ def main() -> None:
     xla_flags.set_defaults()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--seats", type=int, default=4, help="our prompts in flight")
+    parser.add_argument("--slots", type=int, default=4, help="our prompts in flight")
     parser.add_argument("--rows", type=int, default=8, help="our rows of a prompt in flight")
     parser.add_argument("--rows-per-device", type=int, default=8, help="TRL's microbatch")
     parser.add_argument("--keep-activations", action="store_true", help="TRL's, for the gradient")
@@ -306,7 +300,7 @@ def main() -> None:
         print(f"{name}: {drawn.sum()} tokens, longest {drawn.max()}")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = make_config(CASES["equal"], args.seats, args.rows)
+        config = make_config(CASES["equal"], args.slots, args.rows)
         policy, start = policy_of(config), str(folder / "start")
         params = backbone.init(policy.config, jax.random.key(0))
         backbone.export(start, params, policy.config, dtype=jnp.float32)

@@ -53,7 +53,7 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
     assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
     source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
     text = source.read_text()
-    if "run_command(" in text:
+    if "commands.reopened" in text:
         text += (ROOT / "care_jax" / "commands" / "reopened.py").read_text()
     if module not in CONFIGURED:
         for word in arguments:

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from report_page import data_of
 from safetensors.numpy import load_file
 
 from care_jax import main
 from care_jax.data.sources import open_source
 from care_jax.devices import loaded_programs
 from care_jax.devices.sharding import make_mesh
-from care_jax.report import page
 from care_jax.rewards.verifier import Verdict, Verifier
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def cpu_mesh(monkeypatch):
     """One device, as on a laptop; the suite has eight virtual ones."""
     monkeypatch.setattr(
-        main, "make_mesh", lambda **_: make_mesh(1, 1, 1, devices=jax.devices()[:1])
+        "care_jax.run.run.make_mesh", lambda **_: make_mesh(1, 1, 1, devices=jax.devices()[:1])
     )
 
 
@@ -82,7 +82,7 @@ def finished(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("unbroken")
     with pytest.MonkeyPatch.context() as patch:
         one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-        patch.setattr(main, "make_mesh", lambda **_: one_device)
+        patch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
         results = main.run_stages(small_config(), workdir)
     return workdir, results
 
@@ -107,10 +107,10 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
         ),
     ):
         assert all(name in record for record in rl), name
-    report = page.read((workdir / "report.html").read_text())
+    report = data_of(workdir)
     assert [stage["name"] for stage in report["stages"]] == ["sft", "rl", "evaluate_rl"]
-    assert [entry["step"] for entry in report["steps"]] == report["logged"] == [0, 1, 2, 3]
-    assert all(len(entry["groups"]) == 4 for entry in report["steps"])
+    assert [*report["steps"]] == report["logged"] == [0, 1, 2, 3]
+    assert all(len(groups) == 4 for groups in report["steps"].values())
     samples = [json.loads(line) for line in (workdir / "samples_rl.jsonl").read_text().splitlines()]
     assert len(samples) == results["rl"]["num_examples"] == 12
     assert np.mean([sample["acc"] for sample in samples]) == pytest.approx(results["rl"]["acc"])
@@ -146,14 +146,14 @@ DIVERGES = {"num_steps": 1, "learning_rate": 1.0, "warmup_steps": 0}
 
 def test_a_release_whose_weights_are_no_numbers_is_refused(tmp_path, monkeypatch):
     def broken(*args, **kwargs):
-        params = initial_params(*args, **kwargs)
+        params = start(*args, **kwargs)
         scale = params["text"]["norm"]["scale"]
         params["text"]["norm"]["scale"] = scale.at[0].set(jnp.inf)
         return params
 
-    initial_params = weights.initial_params
+    start = weights.start
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "initial_params", broken)
+        patch.setattr(weights, "start", broken)
         main.run_stages(small_config(stages=("export",)), tmp_path / "made")
     config = small_config(stages=("evaluate",))
     config.model.path, config.model.backbone = str(tmp_path / "made" / "export"), {}
@@ -203,8 +203,8 @@ def test_programs_dropped_at_every_step_change_nothing(finished, tmp_path, monke
     records = (without_times(metrics_of(workdir)) for workdir in (finished[0], tmp_path))
     assert next(records) == next(records)
     jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
-    assert dropped["care_jax.stages.rl"] == 4
-    assert dropped["care_jax.stages.sft"] and dropped["care_jax.stages.answering"]
+    num_steps = sum(small_config()[stage].num_steps for stage in ("sft", "rl"))
+    assert dropped["care_jax.run.stage"] == num_steps and dropped["care_jax.stages.answering"]
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def evaluated(finished):
     workdir = finished[0].with_name(finished[0].name + "_evaluated")
     with pytest.MonkeyPatch.context() as patch:
         one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-        patch.setattr(main, "make_mesh", lambda **_: one_device)
+        patch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
         results = main.run_stages(small_config(**EVALUATED), workdir)
     return workdir, results
 
@@ -244,7 +244,7 @@ def test_evaluations_inside_stages_change_nothing_else(finished, evaluated):
     samples = [f"samples_rl/step_{step}.jsonl" for step in (0, 2, 4)]
     assert (workdir / samples[2]).read_text() == (workdir / "samples_rl.jsonl").read_text()
     assert (workdir / samples[0]).read_text() != (workdir / samples[2]).read_text()
-    names = [stage["name"] for stage in page.read((workdir / "report.html").read_text())["stages"]]
+    names = [stage["name"] for stage in data_of(workdir)["stages"]]
     assert names == ["sft", "sft_eval", "rl", "rl_eval", "evaluate_rl"]
 
 
@@ -274,7 +274,7 @@ def test_any_saved_step_of_a_finished_run_is_evaluated(evaluated, monkeypatch, s
     workdir, expected = evaluated
     during = {r["step"]: r["acc"] for r in metrics_of(workdir) if r["stage"] == "rl_eval"}
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(weights, "start", None)
     config = small_config(stages=("evaluate", "export"), **{"export.step": step})
     results = main.run_stages(config, workdir)
@@ -446,10 +446,10 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     config.care.beta = 0.0
     programs = {}
     for name in ("compile_rollout", "compile_update"):
-        compile_decoding = getattr(main.rl, name)
+        compile_function = getattr(main.rl, name)
 
-        def kept(*args, name=name, compile_decoding=compile_decoding):
-            programs[name] = compile_decoding(*args)
+        def kept(*args, name=name, compile_function=compile_function):
+            programs[name] = compile_function(*args)
             return programs[name]
 
         monkeypatch.setattr(main.rl, name, kept)
@@ -469,7 +469,7 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     )
     assert all(count <= num_buckets for count in counts.values()), counts
     assert rollout.select._cache_size() == 1
-    # Two passes, in each of which prompts of one bucket sit beside those of another, and the seats
+    # Two passes, in each of which prompts of one bucket sit beside those of another, and the slots
     # become half and a quarter.
     assert 2 <= num_calls["admit"] <= 2 * (num_buckets + 1)
     assert 2 <= num_calls["advance"] <= 2 * 3 * num_buckets
@@ -514,7 +514,7 @@ def test_mistakes_of_the_user_are_one_line(tmp_path, flags, message):
 
 def test_a_batch_size_the_mesh_cannot_divide_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        main, "make_mesh", lambda **_: make_mesh(1, 4, 2, devices=jax.devices()[:8])
+        "care_jax.run.run.make_mesh", lambda **_: make_mesh(1, 4, 2, devices=jax.devices()[:8])
     )
     config = small_config(**{"rl.microbatch_size": 2, "sft.microbatch_size": 8})
     with pytest.raises(

@@ -27,7 +27,7 @@ def rl_metrics(workdir, mesh, monkeypatch):
     config.care.beta = 0.02
     rl.prompts_per_step = rl.prompts_per_update = 8
     rl.decode_prompts = rl.microbatch_size = 8
-    monkeypatch.setattr(main, "make_mesh", lambda **_: mesh)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: mesh)
     # What has not learned is never right: one text in three counts as correct, so that every role
     # occurs.
     monkeypatch.setattr(

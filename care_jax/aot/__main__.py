@@ -181,12 +181,9 @@ def run_main() -> None:
 
     def parse_flags(argv: Sequence[str]) -> Sequence[str]:
         try:
-            rest = command_line.parse(argv, config)
+            return command_line.parse(argv, config)
         except ValueError as error:
             _leave(error)
-        if len(rest) > 1:
-            _leave(f"expected flags alone, got {rest[1]!r}; write --config.<key>=<value>")
-        return rest
 
     def main(_: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")  # leave any accelerator of this machine alone

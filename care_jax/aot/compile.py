@@ -27,16 +27,16 @@ from care_jax.aot.collectives import Received
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
-from care_jax.config.checks import check_config, fill_in
-from care_jax.decoding.queue import DecodePrograms
+from care_jax.decoding.programs import DecodePrograms
 from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
-from care_jax.run.run import Run, abstract_state, make_adamw
+from care_jax.rl.rollout import compile_decoder, rollout_sizes
+from care_jax.run.run import Run, abstract_state, make_adamw, open_run
 from care_jax.stages import sft
+from care_jax.stages.rl import compile_update
 from models import lora
 from models.backbone import Params
 
@@ -149,13 +149,10 @@ def fit(
         ValueError: the topology is unknown, or the configuration cannot run on it.
     """
     chips = find_topology(topology, num_slices)
-    mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
-    config = fill_in(config, mesh)
-    check_config(config, mesh)
     if mean_response is not None and mean_response <= 0:
         raise ValueError(f"--mean_response must be positive, in tokens, got {mean_response}")
-    no_metrics: Any = None  # nothing runs
-    run = Run(config, shapes.policy(config), mesh, pathlib.Path(), no_metrics)
+    mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
+    run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
     programs, decode_prompts, largest, expected = [], None, None, None
     if "rl" in config.stages:
         largest = step_sizes.largest_step(run)
@@ -209,7 +206,7 @@ def _rollout_programs(
     reshard, params = _compile(reshard, to_decode_layout, (state.params,))
     if params is None:
         return [reshard], None
-    programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p)
+    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p)
     first, second = rollout_sizes(run)
     expected_decoding = expected and expected.decoding
     arguments = run, programs, params, kept
@@ -218,7 +215,7 @@ def _rollout_programs(
         schedules = largest.reflecting, expected and expected.reflecting
         compiled += _decode_programs(*arguments, "reflect", second, *schedules)
 
-    # Assumes that the memory per prompt does not depend on the number of seats.
+    # Assumes that the memory per prompt does not depend on the number of slots.
     fixed = kept + shapes.num_bytes(params)
     per_prompt = (max(p.total for p in compiled) - fixed) / rl.decode_prompts
     most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
@@ -252,7 +249,7 @@ def _decode_programs(
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
-    seats = shapes.seats(run, sizes, num_tokens, sizes.max_tokens)
+    slots = shapes.slots(run, sizes, num_tokens, sizes.max_tokens)
 
     def compiled(kind: str, jitted, arguments: tuple, work_of, calls_of) -> Program:
         """One program; every call of the worst step counts as its largest call."""
@@ -264,19 +261,19 @@ def _decode_programs(
 
     rng = jax.eval_shape(lambda: jax.random.key(0))
     budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
-    chosen = shapes.on_batch(place, sizes.num_seats)(jnp.int32)
+    chosen = shapes.on_batch(place, sizes.num_slots)(jnp.int32)
     return [
         compiled(
             " prefill",
             programs.admit,
-            (params, seats, prompts, rng, per_prompt(jnp.int32), budget, chosen),
+            (params, slots, prompts, rng, per_prompt(jnp.int32), budget, chosen),
             lambda bucket: workload.prefill(run, sizes, bucket),
             lambda schedule: schedule.prefills,
         ),
         compiled(
             "",
             programs.advance,
-            (params, seats, jax.ShapeDtypeStruct((), jnp.int32)),
+            (params, slots, jax.ShapeDtypeStruct((), jnp.int32)),
             lambda call: workload.decode(run, sizes, call, impl),
             lambda schedule: schedule.calls,
         ),

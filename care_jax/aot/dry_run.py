@@ -22,7 +22,7 @@ from care_jax.batch import Example, Unusable
 from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
 from care_jax.devices.flops import GIB
-from care_jax.rl.programs import rollout_sizes
+from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,
@@ -141,11 +141,11 @@ def _memory(run: Run) -> Iterator[str]:
             yield f"{_gib(params)} reference policy"
         yield f"{_gib(shapes.num_bytes(_decode_params(run)))} weights for decoding"
         most = max(
-            shapes.num_bytes(shapes.seats(run, sizes, num_tokens, sizes.max_tokens))
+            shapes.num_bytes(shapes.slots(run, sizes, num_tokens, sizes.max_tokens))
             for sizes in rollout_sizes(run)
             for num_tokens in [shapes.largest_bucket(run)[0] + sizes.context_tokens]
         )
-        yield f"{_gib(most)} KV caches and seats of rl.decode_prompts prompts of the largest bucket"
+        yield f"{_gib(most)} KV caches and slots of rl.decode_prompts prompts of the largest bucket"
     stats = run.mesh.devices.flat[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         yield f"{_gib(limit)} there are"
@@ -164,7 +164,7 @@ def _memory(run: Run) -> Iterator[str]:
 def _files(run: Run) -> Iterator[str]:
     config, workdir = run.config, run.workdir
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
-    yield "config.json, metrics.jsonl, tensorboard/, report.html, rollouts.jsonl" + (
+    yield "config.json, metrics.jsonl, tensorboard/, report.html, report.jsonl, rollouts.jsonl" + (
         ", compilation_cache/" if config.compilation_cache else ""
     )
     for stage in (stage for stage in TRAINING if stage in config.stages):

@@ -20,17 +20,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from care_jax.benchmarks.suite import RELEASES, Benchmark
+from care_jax.benchmarks.samples import Questions, Sample
+from care_jax.benchmarks.suite import RELEASES
 from care_jax.report.metrics import pass_rates, wilson_interval
 
-Sample = Mapping[str, Any]
 
-
-def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
+def score(questions: Questions, samples: Sequence[Sample]) -> dict[str, Any]:
     """The accuracies and counts of one benchmark.
 
     Args:
-        benchmark: for the categories of its rows.
+        questions: for the categories of the samples.
         samples: one per row, with doc_id (row index), acc, acc_judged or None, is_parsed,
             is_complete and is_dropped; several responses to a row also give accs.
 
@@ -40,7 +39,7 @@ def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
     """
     groups = defaultdict(list)
     for sample in samples:
-        for group in benchmark.scorer.categories(benchmark.rows[sample["doc_id"]]):
+        for group in questions.categories(sample):
             groups[group].append(sample["acc"])
     figures = _accuracy([sample["acc"] for sample in samples])
     judged = [sample["acc_judged"] for sample in samples]

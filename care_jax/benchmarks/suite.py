@@ -23,8 +23,10 @@ from typing import Any
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
+from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro, response
+from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
+from care_jax.benchmarks.samples import Answers, Sample, Verdict
 
 Row = dict[str, Any]
 
@@ -108,6 +110,47 @@ class Benchmark(Sequence[Example]):
             answer=gold_of(row),
             choices=question.options,
         )
+
+    def document(self, place: int, example: Example) -> Row:
+        """The row."""
+        return self.rows[place]
+
+    def categories(self, sample: Sample) -> list[str]:
+        """The categories of the row."""
+        return self.scorer.categories(self.rows[sample["doc_id"]])
+
+    def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
+        """By the rules; a judge is asked about free answers that they parse but call wrong."""
+        parse, is_correct = self.scorer.parse, self.scorer.is_correct
+        rows = [self.rows[place] for place in answers.places]
+        verdicts = [
+            Verdict(
+                accs=[float(is_correct(text, row)) for text in texts],
+                is_parsed=[parse(text, row) is not None for text in texts],
+            )
+            for row, texts in zip(rows, answers.texts, strict=True)
+        ]
+        if judge is None:
+            return verdicts
+        asked = [
+            (place, index)
+            for place, (example, verdict) in enumerate(zip(answers.examples, verdicts, strict=True))
+            if not example.choices
+            for index, acc in enumerate(verdict.accs)
+            if not acc and verdict.is_parsed[index]
+        ]
+        cases = [
+            Case(example.question, example.answer, response.unwrap(answers.texts[place][index]))
+            for place, index in asked
+            for example in (answers.examples[place],)
+        ]
+        judged: dict[int, list[float]] = {}
+        for (place, index), word in zip(asked, judge.verdicts(cases), strict=True):
+            if word is not None:
+                judged.setdefault(place, list(verdicts[place].accs))[index] = float(word)
+        for place, accs in judged.items():
+            verdicts[place].acc_judged = sum(accs) / len(accs)
+        return verdicts
 
     def _image(self, row: Row, field: str) -> Image.Image:
         # `image` is the path of the image in `decoded_image`; JSON lines have only the path.

@@ -35,22 +35,22 @@ from absl import flags
 from jaxtyping import Float, Int
 
 from care_jax.batch import Example
-from care_jax.commands.reopened import Reopened, check_cue, run_command, sample_groups
+from care_jax.commands.reopened import Reopened, check_reflection, run_command, sample_groups
 from care_jax.config import command_line
 from care_jax.decoding import reflection
 from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval
-from care_jax.rl.programs import (
-    compile_decoding,
+from care_jax.rl.rollout import (
+    compile_decoder,
     compile_rollout,
-    compile_to_decode_layout,
+    contexts_of,
     rollout_sizes,
+    verify,
 )
-from care_jax.rl.rollout import contexts_of, verify
 from care_jax.run.attention_check import decoding_attention
-from care_jax.run.run import Run, verifier_of
+from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 from models import backbone
 
 GAIN = 0.3
@@ -60,14 +60,10 @@ WAYS = ("first", *reflection.MODES, "forced_right", "other_words")
 
 
 class Rate(NamedTuple):
-    """Successes among questions: a row of the table and of the CSV.
+    """Successes among the questions of a source: a row of the table and of the CSV.
 
-    Attributes:
-        source: of the questions; `ALL` for all of them.
-        measure: one of `WAYS`, or "negative_is_wrong" for the share of nearest failures whose
-            rationale is wrong.
-        successes: may be a fraction: of "first", the mean over a group counts.
-        total: questions.
+    `measure` is one of `WAYS`, or "negative_is_wrong": the share of nearest failures with a wrong
+    rationale. Of "first" the mean over a group counts, so that successes may be a fraction.
     """
 
     source: str
@@ -134,9 +130,9 @@ def probe(
     Raises:
         ValueError: no group has both outcomes, or `other_words` leave no tokens to decode.
     """
-    policy, config = run.policy, run.config
+    config = run.config
     if other_words:
-        check_cue(config, policy, other_words)
+        check_reflection(run, other_words)
     first_rng, again_rng = jax.random.split(streams.key_of(config.seed, streams.PROBE))
     clock = DeviceClock()
     attention = decoding_attention(run, rollout_sizes(run)[0])
@@ -146,7 +142,7 @@ def probe(
         tried = sample_groups(
             run, programs, decode_params, first_rng, examples, num_questions, verifier
         )
-        asked, requests = tried.asked, tried.requests
+        asked = tried.asked
         failures = tried.texts[np.arange(len(asked)), tried.subgroup.hard_negative]
         values = {"first": tried.accs.mean(1)}
         forced = {mode: contexts_of(run, failures, mode) for mode in _modes(config.care.cue)}
@@ -161,21 +157,16 @@ def probe(
             forced["other_words"] = contexts_of(said_run, failures, "cue")
         longest = max(len(context) for contexts in forced.values() for context in contexts)
         sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
-        decoding = compile_decoding(
-            run,
-            temperature=config.rl.temperature,
-            top_p=config.rl.top_p,
-            attention=attention,
-        )
-        queue = DecodeQueue(run, decoding, sizes, clock)
+        sampling = {"temperature": config.rl.temperature, "top_p": config.rl.top_p}
+        decoding = compile_decoder(run, **sampling, attention=attention)
+        queue = DecodeQueue(decoding, run.policy.prompts, sizes, clock)
         for way, contexts in forced.items():
             again = [
                 dataclasses.replace(request, context=context)
-                for request, context in zip(requests, contexts, strict=True)
+                for request, context in zip(tried.requests, contexts, strict=True)
             ]
             way_rng = jax.random.fold_in(again_rng, WAYS.index(way))
-            decoded = queue.decode(decode_params, way_rng, again)
-            repaired = verify(run, decoded, asked, verifier)
+            repaired = verify(run, queue.decode(decode_params, way_rng, again), asked, verifier)
             assert repaired is not None
             is_judged = repaired.is_judged[:, 0]
             values[way] = np.where(is_judged, repaired.scores.acc[:, 0], np.nan)
@@ -183,10 +174,10 @@ def probe(
         values["forced_right"] = np.where(has_right, values["forced_right"], np.nan)
     has_rationale = np.array([bool(example.rationale) for example in asked])
     if has_rationale.any():
-        rationales = [reflection.rationale_of(text, policy.think_tag) for text in failures]
+        rationale_of = functools.partial(reflection.rationale_of, think_tag=run.policy.think_tag)
         is_wrong = [
-            is_other(rationale, reflection.rationale_of(example.rationale, policy.think_tag))
-            for rationale, example in zip(rationales, asked, strict=True)
+            is_other(rationale_of(text), rationale_of(example.rationale))
+            for text, example in zip(failures, asked, strict=True)
         ]
         values["negative_is_wrong"] = np.where(has_rationale, is_wrong, np.nan)
     return Outcomes(tried.num_asked, [example.source for example in asked], values)
@@ -269,9 +260,8 @@ def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
         rows.writerow(["checkpoint", "source", "measure", "rate", "low", "high", "questions"])
         for rate in rates:
             interval = [f"{bound:.4f}" for bound in rate.interval] or ["", ""]
-            rows.writerow(
-                [name, rate.source, rate.measure, f"{rate.rate:.4f}", *interval, rate.total]
-            )
+            row = [name, rate.source, rate.measure, f"{rate.rate:.4f}", *interval, rate.total]
+            rows.writerow(row)
 
 
 def run_main() -> None:
@@ -280,15 +270,11 @@ def run_main() -> None:
     other = flags.DEFINE_string("other_words", "", "Text to try in the place of the cue.")
 
     def probe_and_write(opened: Reopened) -> None:
-        run, name = opened.run, opened.name
-        outcomes = probe(
-            run, opened.params, opened.examples, opened.num_questions, other_words=other.value
-        )
+        run, params, stage, name, examples, num_questions = opened
+        outcomes = probe(run, params, examples, num_questions, other_words=other.value)
         rates = outcomes.rates()
         print("\n".join(summary(outcomes, rates, name)))
-        path = run.workdir / f"probe_{opened.stage}.csv"
-        if out.value:
-            path = command_line.folder_of(out.value, flag="--out")
+        path = command_line.folder_of(out.value or run.workdir / f"probe_{stage}.csv", flag="--out")
         write_csv(path, rates, name)
         print(f"wrote {path}")
 

@@ -1,34 +1,33 @@
-"""A run opened again by another command: its weights, and groups that are sampled from them."""
+"""A run opened again by `probe` and `repairs`: its weights, and groups that are sampled from them.
+
+This is the one module of `commands` that others of it import.
+"""
 
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 from jaxtyping import Float, PRNGKeyArray, Shaped
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from care_jax.batch import Example
 from care_jax.config import command_line
-from care_jax.config.checks import check_config, fill_in
+from care_jax.config.checks import check_config
 from care_jax.data.pipeline import Batches
 from care_jax.data.stages import open_stage
 from care_jax.decoding.queue import Request
 from care_jax.devices import xla_flags
-from care_jax.devices.sharding import make_mesh
 from care_jax.method.select import Subgroup
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl.programs import RolloutPrograms
-from care_jax.rl.rollout import verify
-from care_jax.run import lock, weights
-from care_jax.run.policy import Policy, check_policy, policy_of
-from care_jax.run.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints
-from models import backbone, lora
+from care_jax.rl.rollout import RolloutPrograms, verify
+from care_jax.run import weights
+from care_jax.run.policy import check_policy
+from care_jax.run.run import Run, open_run
+from models import backbone
 
 
 class Reopened(NamedTuple):
@@ -61,103 +60,45 @@ def run_command(act: Callable[[Reopened], None]) -> None:
     stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], "Whose last checkpoint.")
     questions = flags.DEFINE_integer("questions", 512, "Of the training data.", lower_bound=1)
 
-    def main(argv: Sequence[str]) -> None:
-        if len(argv) > 1:
-            raise ValueError(f"expected flags alone, got {argv[1]!r}; write --config.<key>=<value>")
+    def reopen_and_act() -> None:
         xla_flags.set_defaults(config.value.xla_preset)
-        run, examples = open_run(
-            config.value, command_line.folder_of(workdir.value), questions.value
-        )
-        act(Reopened(run, *checkpoint_of(run, stage.value), examples, questions.value))
+        run = open_run(config.value, command_line.folder_of(workdir.value))
+        check_reflection(run)
+        examples = questions_of(run, questions.value)
+        act(Reopened(run, *weights.last_of(run, stage.value), examples, questions.value))
 
-    logging.set_verbosity(logging.WARNING)
-    try:
-        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        sys.exit(f"error: {command_line.os_error(error, workdir.value)}")
+    command_line.run_command(reopen_and_act, workdir, config)
 
 
-def open_run(
-    config: ConfigDict, workdir: pathlib.Path, num_questions: int
-) -> tuple[Run, Sequence[Example]]:
-    """The run of a configuration in its workdir, and its training data.
+def check_reflection(run: Run, cue: str | None = None) -> None:
+    """Refuses settings with which no failure could be repaired, whatever trains the policy.
 
     Args:
-        config: the run's, whatever its stages and objective.
-        workdir: its folder.
-        num_questions: how many different ones the data must have.
+        run: the run.
+        cue: in the place of the run's.
 
     Raises:
-        ValueError: bad configuration, or the data cannot be opened or has too few questions.
+        ValueError: naming the key to change.
     """
-    mesh = make_mesh(**config.mesh)
-    config = fill_in(config, mesh)
-    check_config(config, mesh)
-    check_config(_reflecting(config), mesh)
-    policy = policy_of(config)
-    check_cue(config, policy)
-    examples = open_stage(config, "rl", bool(config.verifier.reward))
+    config = run.config.copy_and_resolve_references()
+    config.stages, config.rl.objective = ("rl",), "care"
+    config.care.reflect, config.care.reflect_mode = True, "cue"
+    config.keep_best = 0  # needs evaluations, of which those of the stage here may be none
+    if cue is not None:
+        config.care.cue = cue
+    check_config(config, run.mesh)
+    check_policy(config, run.policy)
+
+
+def questions_of(run: Run, num_questions: int) -> Sequence[Example]:
+    """The training data of RL, which must have as many questions as are asked."""
+    examples = open_stage(run.config, "rl", bool(run.config.verifier.reward))
     if num_questions > len(examples):
         raise ValueError(
             f"--questions must be at most {len(examples)}, which is what data.train has, got "
             f"{num_questions}"
         )
-    no_metrics: Any = None
-    return Run(config, policy, mesh, workdir, no_metrics), examples
-
-
-def check_cue(config: ConfigDict, policy: Policy, cue: str | None = None) -> None:
-    """Refuses a cue, by default the run's, that leaves no tokens to decode behind a rationale.
-
-    Raises:
-        ValueError: naming the key to change.
-    """
-    reflecting = _reflecting(config)
-    if cue is not None:
-        reflecting.care.cue = cue
-    check_policy(reflecting, policy)
-
-
-def _reflecting(config: ConfigDict) -> ConfigDict:
-    """The configuration with RL by CARE and its reflection, whatever trains the policy."""
-    config = config.copy_and_resolve_references()
-    config.stages, config.rl.objective = ("rl",), "care"
-    config.care.reflect, config.care.reflect_mode = True, "cue"
-    config.keep_best = 0  # needs evaluations, of which those of the stage here may be none
-    return config
-
-
-def checkpoint_of(run: Run, stage: str) -> tuple[backbone.Params, str, str]:
-    """The weights of a stage's last checkpoint, or those that the run starts from.
-
-    To open checkpoints removes what a save that was cut short has left, and so would break one that
-    is under way. The workdir is therefore locked meanwhile.
-
-    Args:
-        run: the run.
-        stage: "sft", "rl", "start"; "" for the last of them that there is.
-
-    Returns:
-        the weights, the stage, and the name, see `Reopened`.
-
-    Raises:
-        ValueError: there is no such checkpoint, none that is whole, or the run is training.
-    """
-    stages = [stage] if stage else ["rl", "sft", "start"]
-    for name in stages:
-        if name == "start":
-            return weights.start(run), name, run.config.model.path or "random weights"
-        if has_checkpoint(run, name):
-            with lock.held(run.workdir):
-                with open_checkpoints(run, name) as saved:
-                    step = saved.latest_whole_step()
-                return lora.merged(weights.restore(run, name, step)), name, f"{name} {step}"
-    raise ValueError(
-        f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
-        "name another --workdir or --stage"
-    )
+    return examples
 
 
 class Tried(NamedTuple):

@@ -37,9 +37,9 @@ from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.rl.programs import compile_rollout, compile_to_decode_layout, rollout_sizes
+from care_jax.rl.rollout import compile_rollout, rollout_sizes
 from care_jax.run.attention_check import decoding_attention
-from care_jax.run.run import Run, verifier_of
+from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 
 RIGHT_SHARE = 0.15
 _SOURCE = "repairs"  # in the folder
@@ -116,16 +116,10 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
     if not 0 <= right_share <= 1:
         raise ValueError(f"--right_share must lie in [0, 1], got {right_share}")
     programs = compile_rollout(run, DeviceClock(), decoding_attention(run, rollout_sizes(run)[0]))
+    params = compile_to_decode_layout(run)(opened.params)
+    rng, questions = streams.key_of(seed, streams.REPAIRS), (opened.examples, opened.num_questions)
     with verifier_of(run) as verifier:
-        tried = sample_groups(
-            run,
-            programs,
-            compile_to_decode_layout(run)(opened.params),
-            streams.key_of(seed, streams.REPAIRS),
-            opened.examples,
-            opened.num_questions,
-            verifier,
-        )
+        tried = sample_groups(run, programs, params, rng, *questions, verifier)
     rows = list(repair_rows(run, tried, right_share=right_share, seed=seed))
     if not rows:
         raise ValueError(
@@ -160,13 +154,8 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
 def run_main() -> None:
     """Parses flags and writes the folder; user errors are one line, not a traceback."""
     out = flags.DEFINE_string("out", None, "Folder to write.", required=True)
-    right_share = flags.DEFINE_float(
-        "right_share",
-        RIGHT_SHARE,
-        "Share of rows whose first rationale is of a right response.",
-        lower_bound=0.0,
-        upper_bound=1.0,
-    )
+    told = "Share of rows whose first rationale is of a right response."
+    share = flags.DEFINE_float("right_share", RIGHT_SHARE, told, lower_bound=0, upper_bound=1)
     flags.register_validator(  # before weights are loaded and anything is sampled
         "out",
         lambda path: path is None or not pathlib.Path(path).expanduser().exists(),
@@ -175,7 +164,7 @@ def run_main() -> None:
 
     def act(opened: Reopened) -> None:
         folder = command_line.folder_of(out.value, flag="--out")
-        manifest = write_repairs(opened, folder, right_share=right_share.value)
+        manifest = write_repairs(opened, folder, right_share=share.value)
         groups = manifest["groups"]
         print(
             f"{opened.name}: {groups['both_outcomes']} of {groups['asked']} groups have both "

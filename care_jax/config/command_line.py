@@ -6,10 +6,11 @@ import errno
 import os
 import pathlib
 import re
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from absl import flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 # If a config file raises, ml_collections raises an error whose message begins with this and holds
@@ -26,10 +27,11 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = Non
     """Parses all defined flags, and loads the file that `config` names, if any.
 
     Returns:
-        the arguments that are not flags; the first is the program's name.
+        the program's name.
 
     Raises:
-        ValueError: one line: a flag or key does not exist, or a file cannot be loaded.
+        ValueError: one line: a flag or key does not exist, a file cannot be loaded, or there are
+            arguments that are no flags.
     """
     try:
         rest = flags.FLAGS(argv)
@@ -37,7 +39,30 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = Non
             _ = config.value.stages  # raises if the file could not be loaded
     except Exception as error:  # whatever a configuration file raises
         raise ValueError(" ".join(_message(error).split())) from error
+    if len(rest) > 1:
+        raise ValueError(f"expected flags alone, got {rest[1]!r}; write --<flag>=<value>")
     return rest
+
+
+def run_command(
+    act: Callable[[], None],
+    folder: flags.FlagHolder,
+    config: flags.FlagHolder[ConfigDict] | None = None,
+) -> None:
+    """Parses all defined flags and acts; user errors are one line, not a traceback.
+
+    Args:
+        act: the command, which reads its flags.
+        folder: the flag of the folder that it works in, for messages.
+        config: the flag of its configuration.
+    """
+    logging.set_verbosity(logging.WARNING)
+    try:
+        app.run(lambda _: act(), flags_parser=lambda argv: parse(argv, config))
+    except ValueError as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except OSError as error:
+        sys.exit(f"error: {os_error(error, folder.value or '')}")
 
 
 def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathlib.Path:

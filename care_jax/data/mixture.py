@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 
 from care_jax.batch import Example
+from care_jax.data.rows import locate
 
 
 class Mixture(Sequence[Example]):
@@ -38,8 +38,8 @@ class Mixture(Sequence[Example]):
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside 0..{len(self) - 1}")
-        number = bisect.bisect_right(self._ends, index)
-        return self.sources[number][index - (self._ends[number - 1] if number else 0)]
+        number, place = locate(self._ends, index)
+        return self.sources[number][place]
 
 
 def check_weights(weights: Sequence[float]) -> None:

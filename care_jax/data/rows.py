@@ -6,6 +6,7 @@ A source extracts the parts of a row. `make_example` matches placeholders to ima
 
 from __future__ import annotations
 
+import bisect
 import math
 import os
 import pathlib
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
+from PIL import Image
 
 from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
@@ -60,21 +62,24 @@ class Rows(Sequence[Example]):
         return self._read(index)
 
 
+def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """(part, place in it) of an index into parts one after the other, which end at `ends`."""
+    part = bisect.bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)
+
+
 def with_text_answers(source: Sequence[Example]) -> Rows:
     """The source, whose examples without a text as their answer are `Unusable`.
 
     The built-in verifier compares texts; only a reward function reads boxes and other objects.
     """
 
-    def read(index: int) -> Example:
-        example = source[index]
+    def lack(example: Example) -> str:
         if not isinstance(example.answer, str):
-            raise Unusable(NOT_TEXT)
-        if not notation.clean(example.answer):
-            raise Unusable(NO_TEXT_LEFT)
-        return example
+            return NOT_TEXT
+        return "" if notation.clean(example.answer) else NO_TEXT_LEFT
 
-    return Rows(len(source), read)
+    return _without(source, lack)
 
 
 def with_responses(source: Sequence[Example]) -> Rows:
@@ -82,11 +87,16 @@ def with_responses(source: Sequence[Example]) -> Rows:
 
     The cold start would else learn from them to say nothing.
     """
+    return _without(source, lambda example: "" if example.response else NO_RESPONSE)
+
+
+def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
+    """The source, whose examples that lack something are `Unusable`."""
 
     def read(index: int) -> Example:
         example = source[index]
-        if not example.response:
-            raise Unusable(NO_RESPONSE)
+        if reason := lack(example):
+            raise Unusable(reason)
         return example
 
     return Rows(len(source), read)
@@ -148,6 +158,7 @@ def make_example(
     question: Any,
     answer: Any,
     images: Sequence[AnyImage],
+    place: Any = "",
     choices: Any = (),
     rationale: Any = "",
     response: Any = "",
@@ -163,11 +174,13 @@ def make_example(
     their position in the list. If the text has no placeholder, all images are put in front.
 
     Args:
-        id, source: of the example.
+        id: text or number; None or "" for `place`.
+        source: of the example.
         question: text, with or without placeholders.
         answer: text or number; with choices a letter, or the text of one of them; for a reward
             function also a list or a dict in JSON types.
         images: in order.
+        place: of the row in its source.
         choices: a list of texts or numbers, or None.
         rationale, response, context: texts, or None.
         units: "matter", "" or None.
@@ -199,17 +212,14 @@ def make_example(
         given, target = context.lstrip(), response.rstrip()  # with the space between them
     lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=False)]
     question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
-    if len(question) > MAX_CHARS or len(gold) > MAX_CHARS:
+    is_long = max(len(question), len(gold)) > MAX_CHARS
+    if is_long or max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
         raise Unusable("text too long")
-    if max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
-        raise Unusable("text too long")
-    for text in (question, gold, rationale, given, target):
-        if SPECIAL_TOKEN.search(text):
-            raise Unusable("a special token in the text")
-        if _NOT_TEXT.search(text):
-            raise Unusable("half a character in the text")
-    id = _text(id, "id", is_number_allowed=True)
-    if _NOT_TEXT.search(id):
+    id = _text(place if id is None or id == "" else id, "id", is_number_allowed=True)
+    texts = (question, gold, rationale, given, target)
+    if any(map(SPECIAL_TOKEN.search, texts)):
+        raise Unusable("a special token in the text")
+    if any(map(_NOT_TEXT.search, (*texts, id))):
         raise Unusable("half a character in the text")
     units = _text(units, "units")
     if units not in ("", "matter"):
@@ -230,25 +240,41 @@ def make_example(
     )
 
 
-def image_path(
-    folder: AnyFolder, name: str, *, is_outside_allowed: bool = False
-) -> pathlib.Path | zipfile.Path:
-    """The image file that a row names.
-
-    Rows are untrusted, so the path must lie below the folder. Symbolic links in the folder are
-    followed: whoever made the folder made them.
+def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> list[AnyImage]:
+    """The images of a row's cell: a path, bytes, a struct {bytes, path}, or a list of these.
 
     Args:
-        folder: that relative paths start from.
-        name: as the row has it.
-        is_outside_allowed: permits other absolute paths, and "..".
+        cell: as the row has it; from Python it may be an open image. None has no images.
+        folder: that paths are relative to; may be inside an archive.
+        images_outside: see `_image_path`.
 
     Raises:
-        Unusable: the path leads out of the folder.
+        Unusable: the cell holds something else, or a path that leads out of the folder and must
+            not.
+    """
+    if cell is None:
+        return []
+    if isinstance(cell, list | tuple):
+        return [image for each in cell for image in images_of(each, folder, images_outside)]
+    if isinstance(cell, dict):
+        cell = cell.get("bytes") or cell.get("path")
+    if isinstance(cell, str) and cell:
+        return [_image_path(folder, cell, images_outside)]
+    if isinstance(cell, bytes | pathlib.Path | Image.Image):
+        return [cell]
+    raise Unusable("image of a wrong type")
+
+
+def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
+    """The image file that a row names.
+
+    Rows are untrusted, so the path must lie below the folder unless `images_outside` permits other
+    absolute paths, and "..". Symbolic links in the folder are followed: whoever made the folder
+    made them.
     """
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
-    if not is_outside_allowed and (".." in path.parts or not is_inside):
+    if not images_outside and (".." in path.parts or not is_inside):
         raise Unusable(OUTSIDE)
     return folder / name
 
@@ -309,18 +335,12 @@ def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage],
     numbers = _PLACEHOLDER.findall(question)
     if not numbers:
         return "<image>" * len(images) + question, images, bool(images)
-    if not any(numbers):
-        if len(numbers) != len(images):
-            raise Unusable("images and placeholders differ in number")
+    if not any(numbers) and len(numbers) == len(images):
         return question, images, False
     if len(images) == 1 and all(numbers):
-        head, *rest = _PLACEHOLDER.split(question)[::2]
-        pictures = [f"(picture {number})" for number in numbers[1:]]
-        tail = "".join(a + b for a, b in zip(rest, [*pictures, ""], strict=True))
-        return f"{head}<image>{tail}", images, False
-    if max(map(len, numbers)) > _MAX_DIGITS:
+        head, _, tail = question.partition(f"<image{numbers[0]}>")
+        return f"{head}<image>" + _PLACEHOLDER.sub(r"(picture \1)", tail), images, False
+    is_short = all(0 < len(number) <= _MAX_DIGITS for number in numbers)
+    if not is_short or sorted(map(int, numbers)) != list(range(1, len(images) + 1)):
         raise Unusable("images and placeholders differ in number")
-    wanted = [int(number) for number in numbers if number]
-    if len(wanted) != len(numbers) or sorted(wanted) != list(range(1, len(images) + 1)):
-        raise Unusable("images and placeholders differ in number")
-    return _PLACEHOLDER.sub("<image>", question), [images[k - 1] for k in wanted], False
+    return _PLACEHOLDER.sub("<image>", question), [images[int(k) - 1] for k in numbers], False

@@ -1,17 +1,18 @@
-"""Which source each stage reads, opened and checked."""
+"""The examples of each stage: which section of the configuration it reads, opened and checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from care_jax.batch import Example
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
-from care_jax.data.sources import DRAWN, MIXTURE, open_source, options_of
+from care_jax.data.sources import is_drawn, open_section, parts_of
+
+SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its section of data
 
 
 def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
@@ -22,33 +23,31 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
         stage: "sft", "rl" or "evaluate".
         has_reward: a reward function judges, so answers need not be texts.
     """
-    name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
-    section = config.data[name]
-    parts = section.parts if section.source == MIXTURE else (section,)
-    opened = [
-        open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
-        for part in parts
-    ]
-    for number, source in enumerate(opened):
+    name = f"data.{SECTIONS[stage]}"
+    section = config.data[SECTIONS[stage]]
+    parts = parts_of(section)
+    sources = [_open_part(config, part, stage) for part in parts]
+    for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
         if not len(source):
-            part = f"data.{name}" + (f".parts.{number}" if len(opened) > 1 else "")
+            place = f"{name}.parts.{number}" if len(parts) > 1 else name
             raise ValueError(
-                f"{part} must have rows, got a source {parts[number].source!r} without any; change "
-                "its path, split or num_examples"
+                f"{place} must have rows, got a source {part.source!r} without any; change its "
+                "path, split or num_examples"
             )
     if stage == "sft":
-        opened = [with_responses(source) for source in opened]
-    elif not has_reward and section.source not in DRAWN:
-        opened = [with_text_answers(source) for source in opened]
-    for part, source in zip(parts, opened, strict=True):
-        if stage == "sft":
+        sources = [with_responses(source) for source in sources]
+        for part, source in zip(parts, sources, strict=True):
             _check_responses(part.source, source, config.data.think_tag)
-        elif stage == "rl":
+    elif not has_reward and not is_drawn(section.source):
+        sources = [with_text_answers(source) for source in sources]
+    if stage == "rl":
+        for source in sources:
             first_usable(source)
-    examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
-    if stage == "evaluate" and section.source not in DRAWN:
-        examples, _ = checked(examples, f"data.{name}")
-    return examples
+    examples = sources[0]
+    if len(sources) > 1:
+        examples = Mixture(sources, [part.weight for part in parts])
+    is_checked = stage == "evaluate" and not is_drawn(section.source)
+    return checked(examples, name)[0] if is_checked else examples
 
 
 def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Sequence[Example]:
@@ -60,15 +59,14 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
     return checked(examples, "test")[0]
 
 
-def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"think_tag": config.data.think_tag}
-    if part.source in DRAWN:
-        if not part.split:
-            options["split"] = "test" if stage == "evaluate" else "train"
-        if stage == "sft":
-            options |= {option: config.data[option] for option in DRAWN[part.source][1]}
-            options["cue"] = config.care.cue
-    return options
+def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
+    """A source of the stage. Only the cold start has a teacher, with its mistakes and the cue."""
+    settings = {"think_tag": config.data.think_tag}
+    if stage == "sft":
+        settings = {**config.data, "cue": config.care.cue}
+    if is_drawn(part.source):
+        settings["split"] = "test" if stage == "evaluate" else "train"
+    return open_section(part, settings)
 
 
 def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:

@@ -1,39 +1,35 @@
-"""Decodes many prompts on few seats: the host's side of continuous decoding.
+"""Decodes many prompts on few slots: the host's side of continuous decoding.
 
-Prompts take seats a few at a time (`schedule`), and all their rollouts are decoded (`sampler`).
+Prompts take slots a few at a time (`schedule`), and all their rollouts are decoded (`sampler`).
 Finished prompts are yielded while the devices decode the others, so verifying takes no device
-time. Between two calls of `advance` the host reads which seats are free and pads the prompts that
+time. Between two calls of `advance` the host reads which slots are free and pads the prompts that
 take them.
 
 A prompt is decoded on the batch shard that trains on it, so neither prompts nor responses cross the
 network. Every process knows all waiting prompts and makes the same decisions. Nothing depends on
 how long the host takes: the same weights and prompts give the same calls.
 
-Letters: B seats, R rows of a seat, G rollouts of a prompt, T tokens of a rollout, N prompts of a
-prefill, P prompt tokens, S slots of a row's ring. `sampler` explains seats, rows and rings.
+Letters: B slots, G rollouts of a prompt, T tokens of a rollout.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
-from care_jax.decoding.sampler import Progress, Sampled
+from care_jax.decoding.programs import DecodePrograms
+from care_jax.decoding.sampler import DecodeOptions, SampledTokens
 from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
-from care_jax.decoding.seats import Seats
+from care_jax.decoding.slots import Slots
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.run.run import Run
+from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models import backbone
-from models.config import BackboneConfig
 
 NO_CONTEXT = np.zeros(0, np.int32)
 
@@ -43,59 +39,36 @@ class Request:
     """A prompt to decode.
 
     Attributes:
-        place: index of the prompt in the step. It is folded into the prompt's random key, so
-            samples depend on neither schedule nor mesh, and it determines the prompt's shard.
+        index: of the prompt in the step. It is folded into the prompt's random key, so samples
+            depend on neither schedule nor mesh, and it determines the prompt's shard.
         prompt: the prompt, tokenised.
         context: forced tokens at the start of each response; they count towards T.
         limits: most tokens of each response, at most T; None for T.
     """
 
-    place: int
+    index: int
     prompt: TokenizedPrompt
     context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: NO_CONTEXT)
     limits: Int[np.ndarray, " G"] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodePrograms:
-    """The compiled functions of decoding, see `programs.compile_decoding`.
-
-    Attributes:
-        empty: (sizes, P, S) -> Seats.
-        admit: (params, seats, prompts, rng, places [N], budget [N, G], chosen [B]) ->
-            (Seats, Sampled), prefill included.
-        share: (seats, source [B], begin [B], end [B]) -> Seats.
-        advance: (params, seats, num_wanted) -> (Seats, Sampled, Progress).
-        resize: (array of the rows' cache, clock, axis of its slots, S) -> the resized array.
-        pad: (array of the prefix's cache, axis of its tokens, P) -> the padded array.
-        keep: (array of the seats, indices of the seats to keep) -> the smaller array.
-    """
-
-    empty: Callable[..., Seats]
-    admit: Callable[..., tuple[Seats, Sampled]]
-    share: Callable[..., Seats]
-    advance: Callable[..., tuple[Seats, Sampled, Progress]]
-    resize: Callable[..., jax.Array]
-    pad: Callable[..., jax.Array]
-    keep: Callable[..., jax.Array]
 
 
 class DecodeQueue:
     """Decodes prompts with the sizes and settings of one configuration.
 
     Args:
-        run: the run.
-        programs: compiled for it.
-        sizes: shapes to run them with.
+        programs: compiled for the policy.
+        prompts: pads the policy's prompts.
+        sizes: shapes to run the programs with.
         clock: measures the device time of the programs.
 
     Attributes:
         num_steps: decode steps so far; a step advances all rows.
     """
 
-    def __init__(self, run: Run, programs: DecodePrograms, sizes: Sizes, clock: DeviceClock):
-        self.programs, self.sizes, self.clock = programs, sizes, clock
-        self.batch_sharding, self.policy = run.decode_batch_sharding, run.policy
+    def __init__(
+        self, programs: DecodePrograms, prompts: PromptBuilder, sizes: Sizes, clock: DeviceClock
+    ):
+        self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
         self.num_steps = 0
 
     def decode(
@@ -106,52 +79,52 @@ class DecodeQueue:
         Args:
             params: in the decode layout.
             rng: key of all draws.
-            requests: of this process. Each process passes different requests, with places of its
+            requests: of this process. Each process passes different requests, with indices of its
                 shards.
 
         Yields:
-            indices of n requests, and their rollouts [n, G, ...] as numpy arrays.
+            the numbers of n requests in `requests`, and their rollouts [n, G, ...] in numpy.
 
         Raises:
             distributed.Preempted: the run is to end.
         """
         scheduler = Scheduler(_gather_waiting(requests), self.sizes)
-        buffer = _RolloutBuffer(requests, self.sizes, self.batch_sharding, self.policy.config)
-        seats, longest, num_steps, finished = None, 0, 0, None
+        buffer = _RolloutBuffer(requests, self.sizes, self.programs.options)
+        slots, longest, num_steps, finished = None, 0, 0, None
         while scheduler.has_prompts:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                seats, first = self._admit(params, rng, requests, admission, seats, longest)
+                slots, first = self._admit(params, rng, requests, admission, slots, longest)
                 self.clock.watch(first)
-                buffer.enqueue(first, scheduler.places)
+                buffer.enqueue(first, scheduler.indices)
             if (shares := scheduler.share()) is not None:
-                seats = self.programs.share(
-                    seats, *map(self._put_seats, (shares.source, shares.begin, shares.end))
-                )
-            assert seats is not None  # the first prompts are admitted
+                arrays = map(self._put, (shares.source, shares.begin, shares.end))
+                slots = self.programs.share(slots, *arrays)
+            assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
-                seats = self._keep(seats, self._put_seats(kept))
-            seats = self._with_room(seats, seats.prefix.is_valid.shape[1], longest)
+                slots = self._keep(slots, self._put(kept))
+            slots = self._with_room(slots, slots.prefix.is_valid.shape[1], longest)
             num_wanted = np.int32(scheduler.num_wanted)
-            seats, sampled, progress = self.programs.advance(params, seats, num_wanted)
+            slots, sampled, progress = self.programs.advance(params, slots, num_wanted)
             self.clock.watch(progress)
-            buffer.enqueue(sampled, scheduler.places)
+            buffer.enqueue(sampled, scheduler.indices)
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()
             progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
             longest, num_steps = int(progress.longest), int(progress.clock)
             released = scheduler.release(progress.is_free, progress.next_rollout)
-            finished = buffer.collect(released, scheduler.places, seats)
+            finished = buffer.collect(released, scheduler.indices, slots)
         self.num_steps += num_steps
         if finished is not None:
             yield finished
 
-    def _put_seats(self, array: Int[np.ndarray, " B"]) -> jax.Array:
-        """Puts one number per seat, known to all processes, on the devices."""
-        rows = sharding.local_rows(len(array), self.batch_sharding)
-        return sharding.put_batch(array[rows], self.batch_sharding)
+    def _put(self, array: Int[np.ndarray, " B"]) -> jax.Array:
+        """Puts one number per slot, known to all processes, on the devices."""
+        batch_sharding = self.programs.options.batch_sharding
+        rows = sharding.local_rows(len(array), batch_sharding)
+        return sharding.put_batch(array[rows], batch_sharding)
 
     def _admit(
         self,
@@ -159,61 +132,56 @@ class DecodeQueue:
         rng: PRNGKeyArray,
         requests: Sequence[Request],
         admission: Admission,
-        seats: Seats | None,
+        slots: Slots | None,
         longest: int,
-    ) -> tuple[Seats, Sampled]:
-        """Prefills the admitted prompts and gives them their seats."""
-        sizes, put = self.sizes, functools.partial(sharding.put_batch, sharding=self.batch_sharding)
-        by_place = {request.place: request for request in requests}
-        padding = Request(0, self.policy.prompts.empty_prompt)
-        admitted = [
-            padding if prompt is None else by_place[prompt.place]
-            for prompt in (
-                admission.prompts[row]
-                for row in sharding.local_rows(sizes.num_new, self.batch_sharding)
-            )
-        ]
-        prompts = self.policy.prompts.batch(
+    ) -> tuple[Slots, SampledTokens]:
+        """Prefills the admitted prompts and gives them their slots."""
+        sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
+        by_index: dict[int | None, Request] = {request.index: request for request in requests}
+        by_index[None] = Request(0, self.prompts.empty_prompt)
+        rows = sharding.local_rows(sizes.num_new, batch_sharding).tolist()
+        indices = [prompt and prompt.index for prompt in admission.prompts]
+        admitted = [by_index[indices[row]] for row in rows]
+        prompts = self.prompts.batch(
             [request.prompt for request in admitted],
             admission.sizes,
             contexts=[request.context for request in admitted],
             context_tokens=sizes.context_tokens,
         )
-        full_budget = np.full(sizes.num_rollouts, sizes.max_tokens)
-        budget = [
-            (full_budget if request.limits is None else request.limits) - len(request.context)
-            for request in admitted
-        ]
-        places = np.array([request.place for request in admitted], np.int32)
+        budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
+        for row, request in zip(budget, admitted, strict=True):
+            row[:] = (row if request.limits is None else request.limits) - len(request.context)
         num_tokens = prompts.tokens.shape[1]
-        if seats is None:
-            seats = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
-        seats = self._with_room(seats, num_tokens, longest)
-        arrays = *put((places, np.array(budget, np.int32))), self._put_seats(admission.chosen)
-        return self.programs.admit(params, seats, put(prompts), rng, *arrays)
+        if slots is None:
+            slots = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
+        slots = self._with_room(slots, num_tokens, longest)
+        indices = np.array([request.index for request in admitted], np.int32)
+        prompts, indices, budget = sharding.put_batch((prompts, indices, budget), batch_sharding)
+        chosen = self._put(admission.chosen)
+        return self.programs.admit(params, slots, prompts, rng, indices, budget, chosen)
 
-    def _with_room(self, seats: Seats, num_tokens: int, longest: int) -> Seats:
+    def _with_room(self, slots: Slots, num_tokens: int, longest: int) -> Slots:
         """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
-        prefix, cache, programs = seats.prefix, seats.cache, self.programs
+        prefix, cache, programs = slots.prefix, slots.cache, self.programs
         if num_tokens > prefix.is_valid.shape[1]:
             _change(prefix.cache.keys, lambda x: programs.pad(x, 3, num_tokens))
             _change(prefix.cache.values, lambda x: programs.pad(x, 2, num_tokens))
             is_valid = [prefix.is_valid]
             _change(is_valid, lambda x: programs.pad(x, 1, num_tokens))
             prefix = dataclasses.replace(prefix, is_valid=is_valid[0])
-            seats = dataclasses.replace(seats, prefix=prefix)
+            slots = dataclasses.replace(slots, prefix=prefix)
         wanted = self.sizes.ring_for(longest)
         while (size := cache.keys[0].shape[4]) != wanted:
             size = size * 2 if size < wanted else size // 2
-            _change(cache.keys, lambda x: programs.resize(x, seats.clock, 4, size))  # noqa: B023
-            _change(cache.values, lambda x: programs.resize(x, seats.clock, 3, size))  # noqa: B023
-        return seats
+            _change(cache.keys, lambda x: programs.resize(x, slots.clock, 4, size))  # noqa: B023
+            _change(cache.values, lambda x: programs.resize(x, slots.clock, 3, size))  # noqa: B023
+        return slots
 
-    def _keep(self, seats: Seats, kept: jax.Array) -> Seats:
-        """Keeps half of the seats; see `Scheduler.halve`."""
-        clock, arrays = seats.clock, dataclasses.replace(seats, clock=None)
+    def _keep(self, slots: Slots, kept: jax.Array) -> Slots:
+        """Keeps half of the slots; see `Scheduler.halve`."""
+        clock, arrays = slots.clock, dataclasses.replace(slots, clock=None)
         leaves, structure = jax.tree.flatten(arrays)
-        del seats, arrays
+        del slots, arrays
         _change(leaves, lambda x: self.programs.keep(x, kept))
         return dataclasses.replace(jax.tree.unflatten(structure, leaves), clock=clock)
 
@@ -223,14 +191,14 @@ def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array])
 
     One array at a time, so that no second copy of the whole cache exists.
     """
-    for place, array in enumerate(arrays):
-        arrays[place] = jax.device_put(function(array), array.sharding)
+    for number, array in enumerate(arrays):
+        arrays[number] = jax.device_put(function(array), array.sharding)
 
 
 def _gather_waiting(requests: Sequence[Request]) -> list[WaitingPrompt]:
     """The prompts of all processes."""
     local = [
-        (len(request.prompt.tokens), request.place, len(request.prompt.patches))
+        (len(request.prompt.tokens), request.index, len(request.prompt.patches))
         for request in requests
     ]
     return [WaitingPrompt(*row) for part in distributed.gather_json(local) for row in part]
@@ -239,95 +207,83 @@ def _gather_waiting(requests: Sequence[Request]) -> list[WaitingPrompt]:
 class _RolloutBuffer:
     """The rollouts of this process's requests as they accumulate (numpy)."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        sizes: Sizes,
-        batch_sharding: NamedSharding,
-        config: BackboneConfig,
-    ):
-        self._contexts = [request.context for request in requests]
-        self._index_of = {request.place: index for index, request in enumerate(requests)}
-        self._config, self._sharding = config, batch_sharding
+    def __init__(self, requests: Sequence[Request], sizes: Sizes, options: DecodeOptions):
+        self._config, self._sharding = options.config, options.batch_sharding
+        self._number_of = {request.index: number for number, request in enumerate(requests)}
+        self._num_forced = np.array([len(request.context) for request in requests], int)
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
-        self._tokens = np.full(shape, config.pad_token_id, np.int32)
+        self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
-        self._is_sampled = np.zeros(shape, bool)
-        self._rationale = np.zeros((*shape[:2], config.text.hidden_size), np.float32)
-        self._queued: list[tuple[Sampled, Int[np.ndarray, " b"]]] = []
+        self._is_forced, self._is_sampled = np.zeros((2, *shape), bool)
+        self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
+        for number, request in enumerate(requests):
+            self._tokens[number, :, : len(request.context)] = request.context
+            self._is_forced[number, :, : len(request.context)] = True
+        self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
 
-    def enqueue(self, sampled: Sampled, places: Int[np.ndarray, " B"]) -> None:
-        """Queues the samples of a program that may still run.
+    def _numbers(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """The number of each slot's request; -1 if it is free or of another process."""
+        return np.array([self._number_of.get(index, -1) for index in indices.tolist()])
+
+    def enqueue(self, sampled: SampledTokens, indices: Int[np.ndarray, " B"]) -> None:
+        """Queues the tokens of a program that may still run.
 
         Args:
-            sampled: its samples.
-            places: place of the prompt on each seat, -1 if free.
+            sampled: the tokens.
+            indices: of the prompt on each slot, -1 if free.
         """
-        seats = sharding.local_rows(len(places), self._sharding)
-        indices = [self._index_of.get(place, -1) for place in places[seats].tolist()]
-        self._queued.append((sampled, np.array(indices)))
+        rows = sharding.local_rows(len(indices), self._sharding)
+        self._queued.append((sampled, self._numbers(indices)[rows]))
 
     def store(self) -> None:
-        """Waits for the queued samples and stores them."""
+        """Waits for the queued tokens and stores them."""
         queued, self._queued = self._queued, []
-        for sampled, indices in queued:
+        for sampled, numbers in queued:
             sampled = distributed.fetch(sampled)
-            seat, row, step = np.nonzero(sampled.rollout >= 0)
-            found = seat, row, step
-            target = indices[seat], sampled.rollout[found], sampled.index[found]
-            self._tokens[target], self._logp[target] = sampled.tokens[found], sampled.logp[found]
+            found = np.nonzero(sampled.rollout >= 0)
+            number = numbers[found[0]]
+            index = sampled.index[found] + self._num_forced[number]
+            target = number, sampled.rollout[found], index
+            self._tokens[target], self._logp[target] = sampled.token[found], sampled.logp[found]
             self._is_sampled[target] = True
 
     def collect(
-        self, released: Sequence[tuple[int, int]], places: Int[np.ndarray, " B"], seats: Seats
+        self, released: Sequence[tuple[int, int]], indices: Int[np.ndarray, " B"], slots: Slots
     ) -> tuple[list[int], Rollouts] | None:
-        """Returns the requests that have just released their last seat, with their rollouts.
+        """Returns the requests that have just released their last slot, with their rollouts.
 
         Args:
-            released: (place, seat) of prompts that have just released a seat.
-            places: place of the prompt on each seat, -1 if free.
-            seats: as `advance` returned them.
+            released: (index, slot) of prompts that have just released a slot.
+            indices: of the prompt on each slot, -1 if free.
+            slots: as `advance` returned them.
 
         Returns:
             None if there are none.
         """
         released = [
-            (self._index_of[place], seat) for place, seat in released if place in self._index_of
+            (self._number_of[index], slot) for index, slot in released if index in self._number_of
         ]
         if not released:
             return None
-        local = {
-            int(seat): row
-            for row, seat in enumerate(sharding.local_rows(len(places), self._sharding))
-        }
-        rationale = distributed.fetch(seats.rationale)
-        for index, seat in released:  # a prompt's rollouts may be spread over several seats
-            self._rationale[index] += rationale[local[seat]]
-        seated = {self._index_of.get(place) for place in places.tolist()}
-        indices = sorted({index for index, _ in released} - seated)
-        return (indices, self._rollouts(indices)) if indices else None
+        rows = sharding.local_rows(len(indices), self._sharding)
+        rationale = distributed.fetch(slots.rationale)
+        for number, slot in released:  # a prompt's rollouts may be spread over several slots
+            self._rationale[number] += rationale[np.searchsorted(rows, slot)]
+        done = {number for number, _ in released}.difference(self._numbers(indices).tolist())
+        return (sorted(done), self._rollouts(sorted(done))) if done else None
 
-    def _rollouts(self, indices: list[int]) -> Rollouts:
+    def _rollouts(self, numbers: list[int]) -> Rollouts:
         """The rollouts of some requests, each with its context in front."""
-        contexts = [self._contexts[index] for index in indices]
-        num_forced = np.array([len(context) for context in contexts])[:, None, None]
-        slots = np.arange(self._tokens.shape[-1])
-        is_forced = np.broadcast_to(slots < num_forced, self._tokens[indices].shape)
-        source = np.maximum(slots - num_forced, 0)
-        shift = functools.partial(np.take_along_axis, indices=source, axis=-1)
-        is_sampled = shift(self._is_sampled[indices]) & ~is_forced
-        tokens = np.where(is_sampled, shift(self._tokens[indices]), self._config.pad_token_id)
-        for row, context in zip(tokens, contexts, strict=True):
-            row[:, : len(context)] = context
-        is_valid = is_forced | is_sampled
+        tokens, is_forced = self._tokens[numbers], self._is_forced[numbers]
+        is_valid = is_forced | self._is_sampled[numbers]
         last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
-        rationale = self._rationale[indices]
+        rationale = self._rationale[numbers]
         norm = np.linalg.norm(rationale, axis=-1, keepdims=True)
         return Rollouts(
             tokens=tokens,
             is_valid=is_valid,
             is_forced=is_forced,
-            logp=np.where(is_sampled, shift(self._logp[indices]), 0.0),
+            logp=self._logp[numbers],
             embedding=rationale / np.maximum(norm, 1e-6),
             is_complete=np.isin(last, self._config.eos_token_ids),
         )

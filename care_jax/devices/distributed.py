@@ -55,8 +55,7 @@ def start(
 
     Args:
         coordinator_address: host:port at which process 0 listens.
-        num_processes: of the whole run.
-        process_id: of this one, 0 to num_processes - 1.
+        num_processes, process_id: of the whole run; of this one, from 0.
         timeout: seconds to wait for the other processes.
 
     Raises:
@@ -83,10 +82,6 @@ def start(
 def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
     """Rejects a mesh on which one row of a batch would span several processes.
 
-    Args:
-        mesh: the devices.
-        rules: see `sharding.batch_sharding`.
-
     Raises:
         ValueError: mesh axes that do not shard the batch span several processes.
     """
@@ -94,12 +89,8 @@ def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
     num_shards = sharding.num_shards(place)
     num_processes = len({device.process_index for device in mesh.devices.flat})
     if len(sharding.local_rows(num_shards, place)) * num_processes != num_shards:
-        sizes = (f"mesh.{axis}={mesh.shape[axis]}" for axis in mesh.axis_names)
-        inner = " x ".join(
-            size
-            for axis, size in zip(mesh.axis_names, sizes, strict=True)
-            if axis not in place.spec[0]
-        )
+        axes = (axis for axis in mesh.axis_names if axis not in place.spec[0])
+        inner = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
         raise ValueError(
             f"{inner} must divide the {mesh.size // num_processes} devices of each of "
             f"{num_processes} processes, so that a row of a batch belongs to one; change mesh"
@@ -161,15 +152,10 @@ def is_preempted() -> bool:
 
 
 def exit_run(message: str, *, is_preempted: bool = False, status: int = 1) -> NoReturn:
-    """Exits from an unfinished run, with a line on stderr.
+    """Exits from an unfinished run, with a line on stderr; status 75 if it is to be restarted.
 
     A process that fails alone must not wait for the others. They wait for it, until its missing
     heartbeats end them too.
-
-    Args:
-        message: the line.
-        is_preempted: exits with status 75, which asks for a restart.
-        status: of the exit otherwise.
     """
     print(message, file=sys.stderr, flush=True)
     if is_preempted:
@@ -202,39 +188,27 @@ def _join(address: str, num_processes: int, process_id: int, timeout: int) -> No
         )
     if process_id:  # JAX would abort if it cannot connect
         _wait_for(host, int(port), timeout)
-    _bypass_proxies(host)
-    jax.distributed.initialize(
-        address,
-        num_processes,
-        process_id,
-        cluster_detection_method="deactivate",
-        initialization_timeout=timeout,
-    )
+    _initialize(address, num_processes, process_id, initialization_timeout=timeout)
 
 
 def _start_alone() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    _bypass_proxies("127.0.0.1")
     # Virtual CPU devices of one process need no network collectives.
     jax.config.update("jax_cpu_collectives_implementation", None)
-    jax.distributed.initialize(
-        address,
-        1,
-        0,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=address,
-        heartbeat_timeout_seconds=_NO_TIMEOUT,
-    )
+    timeout = {"heartbeat_timeout_seconds": _NO_TIMEOUT}
+    _initialize(address, 1, 0, coordinator_bind_address=address, **timeout)
 
 
-def _bypass_proxies(host: str) -> None:
-    """Keeps gRPC from connecting to the coordinator through `http_proxy`."""
+def _initialize(address: str, num_processes: int, process_id: int, **options: Any) -> None:
+    """Keeps gRPC from connecting to the coordinator through `http_proxy`, and connects."""
     name = "no_grpc_proxy"  # gRPC prefers it to `no_proxy` if both are set
     known = os.environ.get(name) or os.environ.get("no_proxy")
-    os.environ[name] = ",".join(filter(None, (known, host)))
+    os.environ[name] = ",".join(filter(None, (known, address.rpartition(":")[0])))
     jax.config.update("jax_check_proxy_envs", False)  # its warning no longer applies
+    options["cluster_detection_method"] = "deactivate"
+    jax.distributed.initialize(address, num_processes, process_id, **options)
 
 
 def _wait_for(host: str, port: int, timeout: float) -> None:

@@ -39,8 +39,6 @@ class Chip:
 
 
 _TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
-
-
 # The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's memory
 # (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. A GPU's network is
 # NVLink in one direction. Between slices a chip has its share of its host's network cards: 25, 50
@@ -53,18 +51,16 @@ CHIPS = {
     "h100": Chip(989e12, 0.9 * 79.1 * GIB, 3350e9, 450e9, 50e9),
     "h200": Chip(989e12, 0.9 * 141.0 * GIB, 4800e9, 450e9, 50e9),
 }
-
-
 # Dense bfloat16 FLOPs per second, by JAX's `device_kind`.
 PEAK_FLOPS = {
     "TPU v5 lite": CHIPS["v5e"].flops,
     "TPU v5": CHIPS["v5p"].flops,
     "TPU v5p": CHIPS["v5p"].flops,
     "TPU v6 lite": CHIPS["v6e"].flops,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
+    "NVIDIA A100-SXM4-40GB": CHIPS["a100"].flops,
+    "NVIDIA A100-SXM4-80GB": CHIPS["a100"].flops,
+    "NVIDIA H100 80GB HBM3": CHIPS["h100"].flops,
+    "NVIDIA H200": CHIPS["h200"].flops,
 }
 
 
@@ -89,12 +85,7 @@ class Packed:
 def tree_pairs(
     prompt: Int[np.ndarray, " N"], responses: Int[np.ndarray, "N R"]
 ) -> Int[np.ndarray, " N"]:
-    """(query, visible key) pairs of each tree: a prompt and the responses that see it.
-
-    Args:
-        prompt: tokens of each prompt.
-        responses: tokens of each response to it.
-    """
+    """(query, visible key) pairs of each tree, from the tokens of a prompt and its responses."""
     prompt, responses = prompt.astype(np.int64), responses.astype(np.int64)
     return causal_pairs(prompt) + (responses * prompt[:, None] + causal_pairs(responses)).sum(-1)
 
@@ -104,14 +95,7 @@ def causal_pairs(num_tokens):
 
 
 def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored: int) -> float:
-    """FLOPs of a forward of the decoder.
-
-    Args:
-        text: its configuration.
-        num_tokens: tokens through its layers.
-        num_pairs: (query, visible key) pairs.
-        num_scored: tokens whose logits are computed.
-    """
+    """FLOPs of a forward of the decoder; the logits of `num_scored` tokens are computed."""
     D, F, H = text.hidden_size, text.intermediate_size, text.head_dim
     heads = 2 * text.num_heads + 2 * text.num_kv_heads  # q, out; k, v
     layer = 2 * num_tokens * (D * H * heads + 3 * D * F) + 4 * text.num_heads * H * num_pairs
@@ -123,18 +107,13 @@ def tower_flops(
 ) -> float:
     """FLOPs of a forward of the vision tower; every window counts as full.
 
-    Args:
-        vision: its configuration.
-        family: of the backbone.
-        num_patches: patches through its layers.
-        num_pairs: pairs of patches of the same image; None if all patches are of one image.
+    `num_pairs` are pairs of patches of the same image; None if all patches are of one image.
     """
     D, F, N = vision.hidden_size, vision.intermediate_size, num_patches
     whole = N * N if num_pairs is None else num_pairs
     mlp = _TOWER_MLPS[family] * D * F
-    num_windowed = 0
-    if vision.window_size:
-        num_windowed = vision.num_layers - len(vision.full_attention_layers)
+    num_full = len(vision.full_attention_layers)
+    num_windowed = vision.num_layers - num_full if vision.window_size else 0
     pairs = (vision.num_layers - num_windowed) * whole + num_windowed * N * vision.window_side**2
     width = vision.merge_size**2 * D
     merger = width * width + width * vision.output_size

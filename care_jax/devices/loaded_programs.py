@@ -27,10 +27,8 @@ def drop_if_many() -> bool:
     """Drops all compiled programs if this process has most of the mappings that it may have.
 
     To be called before every step and batch of an evaluation. A program that is needed again comes
-    from the compilation cache, or is compiled where there is none, and computes the same.
-
-    Returns:
-        whether they were dropped; never on devices other than CPUs, or without Linux.
+    from the compilation cache, or is compiled where there is none, and computes the same. Returns
+    whether they were dropped.
     """
     if not _counts:
         _counts.update(loaded=1, kept=0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -54,56 +55,46 @@ def make_mesh(
             of the number of slices.
     """
     devices = jax.devices() if devices is None else devices
-    if slices is None:
-        slices = [getattr(device, "slice_index", None) or 0 for device in devices]
+    slices = slices or [getattr(device, "slice_index", None) or 0 for device in devices]
     sizes = [data or len(set(slices)), fsdp, tensor, sequence]
     named = " x ".join(f"mesh.{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh sizes must be positive, or -1 for one of them, got {named}")
-    known = math.prod(sizes)
-    if known < 0:
-        free = sizes.index(-1)
-        if len(devices) % -known:
-            raise ValueError(
-                f"{named} cannot divide {len(devices)} devices; set the other sizes so that their "
-                f"product {-known} divides {len(devices)}"
-            )
-        sizes[free] = len(devices) // -known
-    elif known != len(devices):
+    known, count = math.prod(sizes), len(devices)
+    if known < 0 and count % -known:
         raise ValueError(
-            f"{named} needs {known} devices, there are {len(devices)}; set one size to -1 or make "
-            f"their product {len(devices)}"
+            f"{named} cannot divide {count} devices; set the other sizes so that their product "
+            f"{-known} divides {count}"
         )
-    grid = _grid(tuple(sizes), devices, slices)
-    return Mesh(grid, MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+    if known > 0 and known != count:
+        raise ValueError(
+            f"{named} needs {known} devices, there are {count}; set one size to -1 or make their "
+            f"product {count}"
+        )
+    sizes = tuple(count // -known if size == -1 else size for size in sizes)
+    return Mesh(_grid(sizes, devices, slices), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
 
 
 def _grid(
     sizes: tuple[int, ...], devices: Sequence[jax.Device], slices: Sequence[int]
 ) -> np.ndarray:
     """The devices in the shape of the mesh; the later axes connect nearby devices."""
-    members = {
-        number: [device for device, other in zip(devices, slices, strict=True) if other == number]
-        for number in sorted(set(slices))
-    }
+    slice_of = dict(zip(devices, slices, strict=True))
+    numbers = sorted(set(slices))
+    members = [[device for device in devices if slice_of[device] == n] for n in numbers]
     if sizes[0] % len(members):
         raise ValueError(
             f"mesh.data={sizes[0]} must be a multiple of {len(members)} slices, between which the "
             f"network is slow; set it to {len(members)}, or to 0 for their number"
         )
     size = sizes[0] // len(members), *sizes[1:]
-    grid = np.concatenate(
-        [
-            mesh_utils.create_device_mesh(size, part, allow_split_physical_axes=True)
-            for part in members.values()
-        ]
-    )
+    lay = functools.partial(mesh_utils.create_device_mesh, size, allow_split_physical_axes=True)
+    grid = np.concatenate([*map(lay, members)])
     row_devices = grid.reshape(-1, sizes[2] * sizes[3])
     hosts = [{device.process_index for device in row} for row in row_devices]
     if max(map(len, hosts)) == 1:
         return grid
     # A row of a batch would span several hosts, so order the devices host by host.
-    slice_of = dict(zip(devices, slices, strict=True))
     by_host = sorted(devices, key=lambda x: (slice_of[x], x.process_index, x.id))
     return np.array(by_host).reshape(sizes)
 
@@ -113,13 +104,7 @@ def platform(mesh: Mesh) -> str:
     return mesh.devices.flat[0].platform
 
 
-@functools.cache
-def _log_replicated(logical: str, size: int, mesh_axis: str, mesh_size: int) -> None:
-    """Warns once, not once per parameter, that a mesh axis does not shard a logical axis."""
-    logging.warning(
-        f"axis {logical!r} of size {size} does not divide by mesh.{mesh_axis}={mesh_size} and is "
-        "replicated"
-    )
+_warn_once = functools.cache(logging.warning)  # not once per parameter
 
 
 def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
@@ -147,7 +132,10 @@ def _partition_spec(
             logical_of[mesh_axis] = name
             num_parts *= mesh.shape[mesh_axis]
             if size % num_parts:
-                _log_replicated(name, size, mesh_axis, mesh.shape[mesh_axis])
+                _warn_once(
+                    f"axis {name!r} of size {size} does not divide by mesh.{mesh_axis}="
+                    f"{mesh.shape[mesh_axis]} and is replicated"
+                )
                 break
             used.append(mesh_axis)
         spec.append(tuple(used) if len(used) > 1 else used[0] if used else None)
@@ -155,12 +143,7 @@ def _partition_spec(
 
 
 def check_rules(name: str, rules: Rules) -> None:
-    """Rejects a table that names an unknown mesh axis.
-
-    Args:
-        name: key of the table in the config, for the message.
-        rules: the table.
-    """
+    """Rejects a table, the config's key `name`, that names an unknown mesh axis."""
     for logical, _ in rules:
         for mesh_axis in _mesh_axes(logical, rules):
             if mesh_axis not in MESH_AXES:
@@ -191,8 +174,9 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, _partition_spec(name, logical, shape.shape, rules, mesh))
 
-    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(place, logical_axes, shapes, is_leaf=is_axes)
+    return jax.tree_util.tree_map_with_path(
+        place, logical_axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
 
 
 def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
@@ -216,10 +200,7 @@ def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
     """Shardings of a tree that contains copies of the parameter tree, such as an optimizer state.
 
     A leaf whose path ends in a parameter's path is sharded like it; any other is replicated.
-
-    Args:
-        tree: arrays or `ShapeDtypeStruct`s, such as `jax.eval_shape(optimizer.init, params)`.
-        shardings: of the parameters.
+    `tree` has arrays or `ShapeDtypeStruct`s; `shardings` are those of the parameters.
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
 
@@ -260,10 +241,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
-    """Shards the leading axis (prompts, rows) over the mesh axes of "batch", and no other axis.
-
-    The number of shards is the product of these mesh axes, see `num_shards`.
-    """
+    """Shards the leading axis (prompts, rows) over the mesh axes of "batch", and no other axis."""
     return NamedSharding(mesh, PartitionSpec(_mesh_axes("batch", rules)))
 
 
@@ -286,38 +264,26 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
     """The attention implementation over whole rows for a mesh.
 
     Args:
-        name: "xla" for XLA matmuls, "kernel" for the device's kernel, "auto" for the kernel if the
-            device has one.
+        name: "xla" for XLA matmuls; "kernel" or "auto" for the device's kernel, if it has one.
         rules: they give the mesh axes that shard rows and heads inside attention.
         mesh: the devices.
     """
-    kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(mesh.devices.flat[0].platform, "xla")
-    return AttentionImpl(
-        "xla" if name == "xla" else kernel,
-        mesh,
-        _mesh_axes("batch", rules),
-        _mesh_axes("attended_heads", rules),
-    )
+    kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(platform(mesh), "xla")
+    axes = _mesh_axes("batch", rules), _mesh_axes("attended_heads", rules)
+    return AttentionImpl("xla" if name == "xla" else kernel, mesh, *axes)
 
 
 def local_rows(size: int, sharding: NamedSharding) -> Int[np.ndarray, " n"]:
     """Indices of the batch rows on this process's devices, ascending, not always contiguous.
 
-    Args:
-        size: rows of the whole batch, a multiple of its shards.
-        sharding: of the batch.
+    `size` is the rows of the whole batch, a multiple of its shards.
     """
     slices = filter(None, sharding.addressable_devices_indices_map((size,)).values())
     return np.array(sorted({row for (rows,) in slices for row in range(size)[rows]}))
 
 
 def owners(size: int, sharding: NamedSharding) -> Int[np.ndarray, " N"]:
-    """The process whose devices hold each row of a batch.
-
-    Args:
-        size: rows of the whole batch, a multiple of its shards.
-        sharding: of the batch.
-    """
+    """The process whose devices hold each row of a batch; see `local_rows`."""
     found = np.zeros(size, int)
     for device, (rows,) in sharding.devices_indices_map((size,)).items():
         found[rows] = device.process_index
@@ -328,8 +294,8 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     """Puts a tree of numpy arrays on the devices, sharded along their leading axis.
 
     Args:
-        batch: arrays [B, ...]; None in place of an array stays None. In a run of several
-            processes, B is the global batch and each process passes its `local_rows`.
+        batch: arrays [B, ...], or None in place of an array. In a run of several processes, B is
+            the global batch and each process passes its `local_rows`.
         sharding: see `batch_sharding`.
 
     Raises:
@@ -351,24 +317,16 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
 
 def put_ahead(batches: Iterable[Any], sharding: NamedSharding) -> Iterator[Any]:
     """`put_batch` of each, one ahead: the next is on the devices while a batch is in use."""
-    placed = None
+    ahead = deque()
     for batch in batches:
-        following = put_batch(batch, sharding)
-        if placed is not None:
-            yield placed
-        placed = following
-    if placed is not None:
-        yield placed
+        ahead.append(put_batch(batch, sharding))
+        if len(ahead) > 1:
+            yield ahead.popleft()
+    yield from ahead
 
 
 def check_divides(name: str, size: int, sharding: NamedSharding) -> None:
-    """Rejects a batch size that the mesh cannot shard evenly.
-
-    Args:
-        name: key of the size in the config, for the message.
-        size: rows or prompts of the whole batch, over all processes.
-        sharding: of the batch.
-    """
+    """Rejects a batch size, the config's key `name`, that the mesh cannot shard evenly."""
     count = num_shards(sharding)
     if size < 1 or size % count:
         below = max(size, 0) // count * count

@@ -10,11 +10,13 @@ black: such images are refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import pathlib
 import zipfile
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -63,25 +65,19 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
         Unusable: the file is missing or broken, or the image is too large, too narrow, or of pixels
             that are no colours.
     """
-    try:
-        if isinstance(image, Image.Image):
+    if isinstance(image, Image.Image):
+        with _refused_if_broken():
             _check_size(*image.size)
             image.load()  # an image that PIL has only opened
             return _as_colors(image)
-        with _opened(image) as opened:
-            _check_size(*opened.size)
-            if at_least:
-                opened.draft("RGB", (at_least, at_least))
-            opened.load()
-            if opened.getexif().get(_ORIENTATION, 1) != 1:
-                return ImageOps.exif_transpose(_as_colors(opened))
-            return _as_colors(opened)
-    except Unusable:
-        raise
-    except Image.DecompressionBombError as error:
-        raise Unusable("image too large") from error
-    except Exception as error:  # decoders raise anything on broken files
-        raise Unusable("image unreadable or truncated") from error
+    with _refused_if_broken(), _opened(image) as opened:
+        _check_size(*opened.size)
+        if at_least:
+            opened.draft("RGB", (at_least, at_least))
+        opened.load()
+        if opened.getexif().get(_ORIENTATION, 1) != 1:
+            return ImageOps.exif_transpose(_as_colors(opened))
+        return _as_colors(opened)
 
 
 def image_size(image: AnyImage) -> tuple[int, int]:
@@ -92,21 +88,14 @@ def image_size(image: AnyImage) -> tuple[int, int]:
     """
     if isinstance(image, Image.Image):
         return image.size
-    try:
-        with _opened(image) as opened:
-            return opened.size
-    except Unusable:
-        raise
-    except Exception as error:
-        raise Unusable("image unreadable or truncated") from error
+    with _refused_if_broken(), _opened(image) as opened:
+        return opened.size
 
 
 def encoded(image: AnyImage) -> bytes:
     """The bytes of an image's file; a PIL image is encoded as PNG."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, pathlib.Path | zipfile.Path):
-        return image.read_bytes()
+    if not isinstance(image, Image.Image):
+        return image if isinstance(image, bytes) else image.read_bytes()
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -137,6 +126,19 @@ def fingerprint(image: AnyImage) -> Fingerprint:
 def num_different_bits(one: int, other: int) -> int:
     """Number of the 144 bits in which two perceptual hashes differ."""
     return (one ^ other).bit_count()
+
+
+@contextlib.contextmanager
+def _refused_if_broken() -> Iterator[None]:
+    """Whatever a decoder raises becomes a reason to leave the row out."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except Image.DecompressionBombError as error:
+        raise Unusable("image too large") from error
+    except Exception as error:
+        raise Unusable("image unreadable or truncated") from error
 
 
 def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:

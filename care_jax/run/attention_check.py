@@ -8,7 +8,6 @@ uses XLA. The kernel of decode steps is timed as well, and used where it is the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
+from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.report.metrics import print_line
@@ -33,24 +33,12 @@ TOLERANCE = 5e-2
 
 
 def training_attention(run: Run, row_tokens: int, row_patches: int) -> AttentionImpl:
-    """The attention implementation for the packed rows of a stage.
+    """The implementation for a stage's packed rows of so many tokens and image patches.
 
     With model.attention = "auto" it is the device's kernel, if there is one and it agrees with XLA.
-
-    Args:
-        run: the run.
-        row_tokens, row_patches: tokens and image patches per row of the stage.
     """
     sizes = row_tokens, row_patches
     return _checked(run, run.config.sharding_rules, run.train_batch_sharding, sizes, "training")
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodingAttention:
-    """The implementations of prefill and of decode steps."""
-
-    prefill: AttentionImpl
-    steps: AttentionImpl
 
 
 def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
@@ -74,20 +62,15 @@ def _checked(
         return impl
     (num_tokens, num_patches), num_rows = sizes, sharding.num_shards(place)
     text, vision = run.policy.config.text, run.policy.config.vision
-    group = text.num_heads // text.num_kv_heads
+    group, dtype = text.num_heads // text.num_kv_heads, jnp.dtype(run.config.model.compute_dtype)
 
     def difference(first, last, heads) -> float:
-        compare = functools.partial(
-            largest_difference,
-            heads=heads,
-            impl=impl,
-            dtype=jnp.dtype(run.config.model.compute_dtype),
-        )
-        first, last = (
+        compare = functools.partial(largest_difference, heads=heads, impl=impl, dtype=dtype)
+        rows = (
             None if row is None else sharding.replicate(np.tile(row, (num_rows, 1)), run.mesh)
             for row in (first, last)
         )
-        return float(jax.jit(compare)(first, last))
+        return float(jax.jit(compare)(*rows))
 
     on_text = difference(None, trial_reach(num_tokens), (text.num_kv_heads, group, text.head_dim))
     on_images = 0.0
@@ -99,9 +82,7 @@ def _checked(
         f"{num_tokens} tokens and by {on_images:.1e} on rows of {num_patches} patches, so "
         f"{'it' if is_close else 'XLA'} is used"
     )
-    if is_close:
-        return impl
-    return sharding.attention_impl("xla", rules, run.mesh)
+    return impl if is_close else sharding.attention_impl("xla", rules, run.mesh)
 
 
 def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> AttentionImpl:
@@ -109,23 +90,17 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
     impl = sharding.attention_impl(name, rules, run.mesh)
     if name != "auto" or impl.name == "xla":
         return impl
-    xla = sharding.attention_impl("xla", rules, run.mesh)
     apart, ours, theirs = compare_steps(run, sizes, num_prompt_tokens)
     is_used = apart <= TOLERANCE and ours < theirs  # false for NaN
     print_line(
         f"attention in decode steps: the {impl.name} kernel differs from XLA by {apart:.1e} and "
         f"takes {ours:.2f} ms against {theirs:.2f} ms, so {'it' if is_used else 'XLA'} is used"
     )
-    return impl if is_used else xla
+    return impl if is_used else sharding.attention_impl("xla", rules, run.mesh)
 
 
 def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
     """The device's kernel of decode steps and XLA, in one layer of one step.
-
-    Args:
-        run: the run.
-        sizes: of its programs.
-        num_prompt_tokens: the longest prompt.
 
     Returns:
         the largest difference relative to the largest entry, and the milliseconds of both.
@@ -147,8 +122,7 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
     kernel, plain = attended(impl), attended(xla)
     apart = float(jax.jit(difference)(kernel(), plain()))
     times = _milliseconds(kernel), _milliseconds(plain)
-    ours, theirs = distributed.gather_json(times)[0]  # every process must use the same
-    return apart, ours, theirs
+    return apart, *distributed.gather_json(times)[0]  # every process must use the same
 
 
 def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> float:
@@ -168,7 +142,7 @@ def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
     have read up to all of the ring, a third of it on average.
     """
     text, shards = run.policy.config.text, sizes.num_shards
-    B, R, S = shards * min(sizes.num_seats // shards, 8), sizes.num_rows, sizes.max_tokens
+    B, R, S = shards * min(sizes.num_slots // shards, 8), sizes.num_rows, sizes.max_tokens
     K, H, P = text.num_kv_heads, text.head_dim, num_prompt_tokens
     dtype = jnp.dtype(run.config.model.compute_dtype)
 

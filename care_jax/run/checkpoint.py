@@ -40,7 +40,7 @@ class Restored(NamedTuple):
         state: as saved, with the requested shardings.
         step: the step it was saved at.
         data_position: examples or batches (the unit of the data pipeline) already consumed.
-        rng: the seed from which the run derives every random key by step.
+        rng: the seed from which the run derives every random key, see `devices.streams`.
         metadata: as saved, JSON types.
     """
 
@@ -60,15 +60,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
     return flat
-
-
-def commit_of(folder: pathlib.Path) -> AtomicityMode:
-    """How a step is committed: by renaming its folder, or by a last file on a mounted bucket.
-
-    A bucket renames a folder object by object, and gcsfuse refuses to, unless the bucket has
-    hierarchical namespaces. A step without the file is as good as absent, and removed.
-    """
-    return AtomicityMode.COMMIT_FILE if mounts.is_fuse(folder) else AtomicityMode.ATOMIC_RENAME
 
 
 class _Manager(ocp.CheckpointManager):
@@ -124,31 +115,27 @@ class Checkpoints:
         self._saving = 0  # the step that is being written
         self._unsummed: set[int] = set()  # restored without a manifest, which was said
         self._set_aside_damaged()
+        # A bucket renames a folder object by object, and gcsfuse refuses to, unless the bucket has
+        # hierarchical namespaces. There a last file commits the step.
+        is_bucket = mounts.is_fuse(self.folder)
+        mode = AtomicityMode.COMMIT_FILE if is_bucket else AtomicityMode.ATOMIC_RENAME
+        latest = checkpoint_managers.LatestN(keep)
+        best = checkpoint_managers.BestN(
+            get_metric_fn=value_of, n=keep_best, keep_checkpoints_without_metrics=False
+        )
         options = ocp.CheckpointManagerOptions(
             create=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
             cleanup_tmp_directories=True,
-            atomicity_options=AtomicityOptions(mode=commit_of(self.folder)),
+            atomicity_options=AtomicityOptions(mode=mode),
             best_fn=value_of,  # makes the manager store the metrics of a step
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-                [
-                    checkpoint_managers.LatestN(keep),
-                    checkpoint_managers.BestN(
-                        get_metric_fn=value_of,
-                        n=keep_best,
-                        keep_checkpoints_without_metrics=False,
-                    ),
-                ]
-            ),
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy([latest, best]),
         )
-        self._manager = _Manager(
-            self.folder,
-            options=options,
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "progress": ocp.JsonCheckpointHandler(),
-            },
-        )
+        handlers = {
+            "state": ocp.StandardCheckpointHandler(),
+            "progress": ocp.JsonCheckpointHandler(),
+        }
+        self._manager = _Manager(self.folder, options=options, item_handlers=handlers)
         self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
         if not self.steps:
             self._refuse_if_damaged()
@@ -166,24 +153,21 @@ class Checkpoints:
     @property
     def best_step(self) -> int | None:
         """The saved step with the highest best_metric, of equals the last; None without any."""
-        ranked = self._ranked()
-        return ranked[-1] if ranked else None
+        return max(self._evaluated(), key=lambda step: (self._value(step), step), default=None)
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a step with these metrics must be kept as one of the best."""
-        if not self._keep_best or self.best_metric not in metrics:
+        if self.best_metric not in metrics:
             return False
-        better = [
-            step
-            for step in self._ranked()
-            if self._values[step][self.best_metric] >= metrics[self.best_metric]
-        ]
-        return len(better) < self._keep_best
+        value = metrics[self.best_metric]
+        return sum(self._value(step) >= value for step in self._evaluated()) < self._keep_best
 
-    def _ranked(self) -> list[int]:
-        """The saved steps that have the best_metric, in the order of its values."""
-        steps = [step for step in self.steps if self.best_metric in self._values.get(step, {})]
-        return sorted(steps, key=lambda step: (self._values[step][self.best_metric], step))
+    def _evaluated(self) -> list[int]:
+        """The saved steps that have the best_metric."""
+        return [step for step in self.steps if self.best_metric in self._values.get(step, {})]
+
+    def _value(self, step: int) -> float:
+        return self._values[step][self.best_metric]
 
     def save(
         self,
@@ -206,24 +190,14 @@ class Checkpoints:
                 f"step {step} is not after step {self.latest_step} in {self.folder}; restore it "
                 "first or choose another --workdir"
             )
-        progress = {
-            "data_position": data_position,
-            "rng": rng,
-            "metadata": dict(metadata),
-            "fingerprint": self._fingerprint,
-            "settings": self._settings,
-        }
+        progress = {"data_position": data_position, "rng": rng, "metadata": dict(metadata)}
+        progress |= {"fingerprint": self._fingerprint, "settings": self._settings}
         self.wait()  # the callback of the last save reads `_saving`
         self._saving = step
         self._values[step] = dict(metrics or {})
+        items = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave(progress)}
         with self._told_failures():
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(progress)
-                ),
-                metrics=self._values[step],
-            )
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=self._values[step])
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the metrics of a saved step that was evaluated only after it had been saved."""
@@ -239,12 +213,12 @@ class Checkpoints:
         self._manager.reload()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Restores a step, the latest whole one by default.
+        """Restores a step; None: the latest, and if that is damaged the one before.
 
         Args:
             abstract_state: tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
                 the one at the save.
-            step: a saved step; None: the latest, and if that is damaged the one before.
+            step: a saved step.
 
         Raises:
             ValueError: there is no such step, it is damaged, or it was saved under another
@@ -254,43 +228,30 @@ class Checkpoints:
             step = self.latest_whole_step()
         elif step in self.steps:
             self._check_whole(step)
-        if step is None or step not in self._manager.all_steps():
+        if step is None or step not in self.steps:
             raise ValueError(
                 f"expected checkpoint {'of any step' if step is None else step} in {self.folder}, "
-                f"found steps {sorted(self._manager.all_steps())}; check --workdir"
+                f"found steps {self.steps}; check --workdir"
             )
         progress = self._progress(step)
-        self._check_fingerprint(progress["fingerprint"])
-        state = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        )["state"]
+        items = {"state": ocp.args.StandardRestore(abstract_state)}
+        state = self._manager.restore(step, args=ocp.args.Composite(**items))["state"]
         return Restored(
             state, step, progress["data_position"], progress["rng"], progress["metadata"]
         )
 
     def restore_params(self, abstract_params: Any, step: int) -> Any:
-        """Restores the entry "params" of a saved state and reads nothing else of it.
-
-        Args:
-            abstract_params: tree of `ShapeDtypeStruct`s with shardings.
-            step: a saved step.
-
-        Raises:
-            ValueError: the step is damaged, or was saved under another fingerprint.
-        """
+        """Restores the entry "params" of a saved state, see `restore`; reads nothing else of it."""
         self._check_whole(step)
-        progress = self._progress(step)
-        self._check_fingerprint(progress["fingerprint"])
+        self._progress(step)
         item = {"params": abstract_params}
+        args = ocp.args.PyTreeRestore(
+            item=item,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            partial_restore=True,
+        )
         with ocp.PyTreeCheckpointer() as checkpointer:
-            return checkpointer.restore(
-                self.folder / str(step) / "state",
-                args=ocp.args.PyTreeRestore(
-                    item=item,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-                    partial_restore=True,
-                ),
-            )["params"]
+            return checkpointer.restore(self.folder / str(step) / "state", args=args)["params"]
 
     def saved_settings(self) -> dict[str, Any]:
         """The settings of the run that saved the latest step; {} of an earlier version.
@@ -298,14 +259,14 @@ class Checkpoints:
         Raises:
             ValueError: it was saved under another fingerprint.
         """
-        progress = self._progress(self.latest_step)
-        self._check_fingerprint(progress["fingerprint"])
-        return progress.get("settings", {})
+        return self._progress(self.latest_step).get("settings", {})
 
     def _progress(self, step: int | None) -> dict[str, Any]:
-        return self._manager.restore(
-            step, args=ocp.args.Composite(progress=ocp.args.JsonRestore())
-        )["progress"]
+        """What was saved beside the state, of a step of this model."""
+        items = {"progress": ocp.args.JsonRestore()}
+        progress = self._manager.restore(step, args=ocp.args.Composite(**items))["progress"]
+        self._check_fingerprint(progress["fingerprint"])
+        return progress
 
     def latest_whole_step(self) -> int | None:
         """The last saved step whose files are as they were written; None in an empty folder.
@@ -315,24 +276,21 @@ class Checkpoints:
         Raises:
             ValueError: there are steps, and none is whole.
         """
-        if self.latest_step is None:
-            return None
-        while self.latest_step is not None:
-            if self.is_whole(self.latest_step):
-                return self.latest_step
-        self._refuse_if_damaged()
-        return None
+        has_steps = self.latest_step is not None
+        while self.latest_step is not None and not self.is_whole(self.latest_step):
+            pass
+        if has_steps and self.latest_step is None:
+            self._refuse_if_damaged()
+        return self.latest_step
 
     def is_whole(self, step: int) -> bool:
         """Hashes the files of a saved step; if they differ from its manifest, sets it aside."""
         self.wait()
         folder = self.folder / str(step)
-        share = {"part": jax.process_index(), "num_parts": jax.process_count()}
-        faults = distributed.gather_json(integrity.find_damage(folder, **share))
+        fault = integrity.shared_damage(folder)
         if not integrity.has_manifest(folder) and step not in self._unsummed:
             self._unsummed.add(step)
             _say(f"checkpoint {step} in {self.folder} has no sums; restored unchecked")
-        fault = next(filter(None, faults), "")
         if fault:
             self._set_aside({step: fault})
             self._manager.reload()
@@ -352,23 +310,22 @@ class Checkpoints:
 
     def _set_aside_damaged(self) -> None:
         """Sets aside the steps that a look at sizes and small files shows to be damaged."""
-        faults = {}
+        found = {}
         if jax.process_index() == 0 and self.folder.is_dir():
             steps = [path for path in self.folder.iterdir() if path.name.isdecimal()]
             found = {
                 path.name: integrity.find_damage(path, most_bytes=_QUICK_BYTES) for path in steps
             }
-            faults = {step: fault for step, fault in found.items() if fault}
-        faults = distributed.gather_json(faults)[0]
-        self._set_aside({int(step): faults[step] for step in sorted(faults, key=int)})
+        found = distributed.gather_json(found)[0]
+        self._set_aside({int(step): found[step] for step in sorted(found, key=int) if found[step]})
 
     def _set_aside(self, faults: Mapping[int, str]) -> None:
         """Renames damaged steps on the first process; `faults` is the same on all."""
         for step, fault in faults.items():
             _say(f"checkpoint {step} is damaged: {fault}; renamed to {step}{_DAMAGED}")
             if jax.process_index() == 0:
-                places = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
-                free = next(name for name in places if not (self.folder / name).exists())
+                names = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
+                free = next(name for name in names if not (self.folder / name).exists())
                 # Copies and removes where folders cannot be renamed (gcsfuse).
                 shutil.move(self.folder / str(step), self.folder / free)
         if faults:
@@ -389,8 +346,8 @@ class Checkpoints:
             for key in sorted(saved.keys() | ours.keys())
             if saved.get(key, "unset") != ours.get(key, "unset")
         ]
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         if differing:
-            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ValueError(
                 f"the checkpoint in {self.folder} is of another model: {', '.join(differing[:3])}"
                 f"{more}; use the config it was saved with or another --workdir"

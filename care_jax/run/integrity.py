@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
+
+from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
 
 MANIFEST = "sha256.json"
@@ -45,23 +48,18 @@ def update_manifest(folder: pathlib.Path, name: str) -> None:
 
 
 def has_manifest(folder: pathlib.Path) -> bool:
-    """Whether the sums of a folder were written."""
     return (folder / MANIFEST).is_file()
 
 
 def find_damage(
     folder: pathlib.Path, *, most_bytes: int | None = None, part: int = 0, num_parts: int = 1
 ) -> str:
-    """Compares a folder with its manifest; "" if they agree or there is none.
+    """What is wrong with the first few files that differ from their sums; "" if none does.
 
     Args:
-        folder: with `sha256.json`.
+        folder: without a manifest, nothing is compared.
         most_bytes: files above this size are compared by size alone; None: all are hashed.
-        part, num_parts: compares every num_parts-th file, from this one on, so that several
-            processes share the work.
-
-    Returns:
-        what is wrong with the first few files that differ.
+        part, num_parts: every num_parts-th file is compared, from this one on.
     """
     try:
         entries = _read(folder)
@@ -71,13 +69,12 @@ def find_damage(
         return ""
 
     def damage(name: str) -> str:
-        size, digest = entries[name]["bytes"], entries[name]["sha256"]
-        path = folder / name
+        size, path = entries[name]["bytes"], folder / name
         try:
-            found = path.stat().st_size
-            if found != size:
+            if (found := path.stat().st_size) != size:
                 return f"{name} has {found} bytes instead of {size}"
-            if (most_bytes is None or size <= most_bytes) and _sha256(path) != digest:
+            is_hashed = most_bytes is None or size <= most_bytes
+            if is_hashed and _sha256(path) != entries[name]["sha256"]:
                 return f"{name} has another SHA-256 than when it was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
@@ -87,6 +84,12 @@ def find_damage(
         faults = [*filter(None, pool.map(damage, sorted(entries)[part::num_parts]))]
     more = f" and {len(faults) - 2} more files" if len(faults) > 2 else ""
     return ", ".join(faults[:2]) + more
+
+
+def shared_damage(folder: pathlib.Path) -> str:
+    """`find_damage` by all processes, each of a share of the files; the same on all of them."""
+    share = {"part": jax.process_index(), "num_parts": jax.process_count()}
+    return next(filter(None, distributed.gather_json(find_damage(folder, **share))), "")
 
 
 def _entry(path: pathlib.Path) -> dict[str, Any]:

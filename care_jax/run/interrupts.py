@@ -30,11 +30,8 @@ def exit_at_the_second() -> None:
                 continue
             if not first:
                 first = time.monotonic()
-                print(
-                    "stopping; Ctrl-C again ends at once, without waiting for saves",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = "stopping; Ctrl-C again ends at once, without waiting for saves"
+                print(line, file=sys.stderr, flush=True)
             elif time.monotonic() - first > _SAME:
                 os._exit(STATUS)
 
@@ -43,20 +40,11 @@ def exit_at_the_second() -> None:
 
 def told(workdir: pathlib.Path) -> str:
     """What a run that was stopped has lost."""
-    saved = [
-        f"{stage} {max(steps)}"
-        for stage in ("sft", "rl")
-        if (
-            steps := [
-                int(path.name)
-                for path in (workdir / "checkpoints" / stage).glob("*")
-                if path.name.isdecimal()
-            ]
-        )
-    ]
-    if not saved:
-        return "stopped by Ctrl-C; nothing was saved yet, the same command begins anew"
-    return (
-        f"stopped by Ctrl-C; steps after checkpoint {saved[-1]} are lost; the same command goes on "
-        "from there"
-    )
+    for stage in ("rl", "sft"):
+        names = [path.name for path in (workdir / "checkpoints" / stage).glob("*")]
+        if steps := [int(name) for name in names if name.isdecimal()]:
+            return (
+                f"stopped by Ctrl-C; steps after checkpoint {stage} {max(steps)} are lost; the "
+                "same command goes on from there"
+            )
+    return "stopped by Ctrl-C; nothing was saved yet, the same command begins anew"

@@ -1,11 +1,11 @@
-"""What all stages of one run share."""
+"""What all stages of one run share: `open_run` checks a configuration and assembles its run."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,7 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from care_jax.config import resume
+from care_jax.config.checks import check_config, fill_in
 from care_jax.devices import sharding
+from care_jax.devices.sharding import make_mesh
 from care_jax.learning import optimizer
 from care_jax.learning.train_step import TrainState, init_state, state_shardings
 from care_jax.method.objectives import Objective, objective_of
@@ -23,7 +25,8 @@ from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.rewards.verifier import Verifier
 from care_jax.run.checkpoint import Checkpoints
-from care_jax.run.policy import Policy, abstract_params, with_adapters
+from care_jax.run.policy import Policy, check_policy, decode_shardings, policy_of
+from models import backbone, lora
 from models.backbone import Params
 
 
@@ -36,7 +39,7 @@ class Run:
         policy: the policy that is trained.
         mesh: the devices.
         workdir: folder of metrics, checkpoints and exports.
-        metrics: the metric writer; None for a run that is only compiled.
+        writer: of metrics; None where nothing is trained or evaluated.
         reward: a reward function given from Python in place of `verifier.reward`.
     """
 
@@ -44,8 +47,14 @@ class Run:
     policy: Policy
     mesh: Mesh
     workdir: pathlib.Path
-    metrics: MetricWriter
+    writer: MetricWriter | None = None
     reward: RewardFunction | None = None
+
+    @property
+    def metrics(self) -> MetricWriter:
+        """The metric writer of a run that trains or evaluates."""
+        assert self.writer is not None, "this run was opened without a metric writer"
+        return self.writer
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -103,9 +112,39 @@ class Run:
         """`function` with activations sharded for training."""
         return sharding.placed(function, self.config.sharding_rules, self.mesh)
 
-    def placed_to_decode(self, function: Callable) -> Callable:
-        """`function` with activations sharded for decoding."""
-        return sharding.placed(function, self.config.decode_sharding_rules, self.mesh)
+
+def open_run(
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    *,
+    mesh: Mesh | None = None,
+    policy: Policy | None = None,
+    writer: MetricWriter | None = None,
+    reward: RewardFunction | None = None,
+    overridden: Collection[str] = (),
+    given: Collection[str] = (),
+) -> Run:
+    """The run of a configuration; nothing is written, and no weights are read.
+
+    Args:
+        config: complete, see `configs/common.py`; it is not changed.
+        workdir: see `Run`; need not exist.
+        mesh: by default that of `config.mesh` on all devices.
+        policy: by default that of `config.model`.
+        writer, reward: see `Run`.
+        overridden: keys set on the command line, see `check_config`.
+        given: stages whose examples come from Python.
+
+    Raises:
+        ValueError: the configuration cannot run; names the key to change.
+    """
+    mesh = mesh or make_mesh(**config.mesh)
+    config = fill_in(config, mesh)
+    check_config(config, mesh, overridden, [*given, *(["reward"] if reward else [])])
+    if policy is None:
+        policy = policy_of(config)
+        check_policy(config, policy)
+    return Run(config, policy, mesh, workdir, writer, reward)
 
 
 def open_checkpoints(run: Run, stage: str) -> Checkpoints:
@@ -123,8 +162,7 @@ def open_checkpoints(run: Run, stage: str) -> Checkpoints:
         fingerprint=run.fingerprint(),
         settings=settings,
     )
-    step = checkpoints.latest_step
-    if step is not None:
+    if (step := checkpoints.latest_step) is not None:
         try:
             saved, folder = checkpoints.saved_settings(), checkpoints.folder
             resume.check(saved, settings, stage=stage, step=step, folder=folder)
@@ -165,15 +203,10 @@ def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:
 def verifier_of(run: Run) -> Verifier:
     """The verifier that the section `verifier` defines; a context manager."""
     section = run.config.verifier
-    return Verifier(
-        num_workers=section.num_workers,
-        timeout=section.timeout,
-        think_tag=run.policy.think_tag,
-        reward=run.reward or section.reward,
-        weights=section.weights,
-        success=section.success,
-        concurrency=section.concurrency,
-    )
+    keys = ("num_workers", "timeout", "weights", "success", "concurrency")
+    options = {key: section[key] for key in keys}
+    reward = run.reward or section.reward
+    return Verifier(think_tag=run.policy.think_tag, reward=reward, **options)
 
 
 def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTransformation]:
@@ -182,18 +215,10 @@ def make_adamw(run: Run, stage: str) -> tuple[optax.Schedule, optax.GradientTran
     num_updates = section.num_steps
     if stage == "rl":
         num_updates *= section.prompts_per_step // section.prompts_per_update
-    learning_rate_at = optimizer.make_schedule(
-        learning_rate=section.learning_rate,
-        warmup_steps=section.warmup_steps,
-        num_steps=num_updates,
-        schedule=section.schedule,
-    )
-    adamw = optimizer.make_optimizer(
-        learning_rate_at,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-    )
-    return learning_rate_at, adamw
+    options = {key: section[key] for key in ("learning_rate", "warmup_steps", "schedule")}
+    learning_rate_at = optimizer.make_schedule(num_steps=num_updates, **options)
+    options = {key: section[key] for key in ("weight_decay", "max_grad_norm")}
+    return learning_rate_at, optimizer.make_optimizer(learning_rate_at, **options)
 
 
 def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:
@@ -206,29 +231,37 @@ def start_state(run: Run, params: Params, adamw: optax.GradientTransformation) -
     """
     model = run.config.model
     if model.lora_rank:
-        params = with_adapters(
-            params,
-            run.policy,
-            run.mesh,
-            run.config.sharding_rules,
-            rank=model.lora_rank,
-            alpha=model.lora_alpha,
-            seed=run.config.seed,
-        )
+        rng = jax.random.key(run.config.seed)
+        params = lora.add(params, rng, rank=model.lora_rank, alpha=model.lora_alpha)
+        params = jax.device_put(params, sharding.of(params_of(run)))
     state = _init_state(run, params, adamw)
     return jax.device_put(state, _state_shardings(run, state))
 
 
 def params_of(run: Run) -> Params:
     """Shape, dtype and sharding of every trained or frozen parameter, adapters included."""
-    model = run.config.model
-    return abstract_params(
-        run.policy,
-        run.mesh,
-        run.config.sharding_rules,
-        dtype=jnp.dtype(model.param_dtype),
-        lora_rank=model.lora_rank,
-    )
+    config, rank = run.policy.config, run.config.model.lora_rank
+
+    def init(key):
+        params = backbone.init(config, key, jnp.dtype(run.config.model.param_dtype))
+        return lora.add(params, key, rank=rank, alpha=1.0) if rank else params
+
+    axes = backbone.logical_axes(config)
+    axes = lora.add_axes(axes) if rank else axes
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    rules = run.config.sharding_rules
+    return _with_shardings(shapes, sharding.param_shardings(axes, shapes, rules, run.mesh))
+
+
+def compile_to_decode_layout(run: Run) -> Callable[[Params], Params]:
+    """The jitted params -> params in the decode layout."""
+    policy, dtype = run.policy, jnp.dtype(run.config.model.compute_dtype)
+    layout = decode_shardings(policy, run.mesh, run.config.decode_sharding_rules)
+
+    def to_decode_layout(params):
+        return backbone.to_decode_layout(params, policy.config, dtype)
+
+    return jax.jit(to_decode_layout, out_shardings=layout)
 
 
 def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
@@ -236,11 +269,12 @@ def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
     params = params_of(run)
     state = jax.eval_shape(lambda params: _init_state(run, params, adamw), params)
     state = dataclasses.replace(state, params=params)
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        state,
-        _state_shardings(run, state),
-    )
+    return _with_shardings(state, _state_shardings(run, state))
+
+
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    abstract = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+    return jax.tree.map(abstract, shapes, shardings)
 
 
 def _init_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:

@@ -1,18 +1,29 @@
-"""The versions of this code and of its libraries, for `config.json`."""
+"""`config.json`: the configuration of a run, and the versions of this code and its libraries."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
 import subprocess
+
+from ml_collections import ConfigDict
+
+from care_jax.devices.whole_file import write_whole
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _PACKAGES = (
     *("care_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers"),
     *("tokenizers", "grain", "ml_collections", "safetensors", "math-verify", "sympy"),
 )
+
+
+def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Writes config.json, with the versions of code and libraries."""
+    fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
+    write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:

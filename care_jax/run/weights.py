@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from care_jax.config.resume import TRAINING
-from care_jax.run import state_check
-from care_jax.run.policy import initial_params
-from care_jax.run.run import Run, has_checkpoint, open_checkpoints, params_of
-from models import lora
+from care_jax.devices import sharding
+from care_jax.run import guards, integrity, lock
+from care_jax.run.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints, params_of
+from models import backbone, lora
 from models.backbone import Params
 
 
@@ -20,14 +21,12 @@ class Source(NamedTuple):
 
     Attributes:
         stages: the training stages that led to it, with a checkpoint each.
-        step: of the last of them; None: the weights that the run started from.
-        in_memory: the run has just trained these weights, or starts from them.
+        step: of the last of them; None: the weights that the run has just trained or starts from.
         name: "start", or the last stage, with the step if it is not the last: "rl_step_40".
     """
 
     stages: tuple[str, ...]
     step: int | None
-    in_memory: bool
     name: str
 
 
@@ -44,8 +43,8 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
     """
     wanted = run.config.export.step
     stages = trained or tuple(stage for stage in TRAINING if has_checkpoint(run, stage))
-    if wanted == "last" and (not stages or (trained and not run.config.model.lora_rank)):
-        return Source(stages, None, in_memory=True, name=stages[-1] if stages else "start")
+    if wanted == "last" and (trained or not stages):
+        return Source(stages, None, name=stages[-1] if stages else "start")
     if not stages:
         raise ValueError(
             f"export.step {wanted!r} needs a checkpoint, and {run.workdir} has none; train first, "
@@ -66,32 +65,68 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
             "name one of these, or train with eval_every and keep_best"
         )
     name = stages[-1] if wanted == "last" else f"{stages[-1]}_step_{step}"
-    return Source(stages, int(step), in_memory=bool(trained) and wanted == "last", name=name)
+    return Source(stages, int(step), name)
 
 
 def start(run: Run) -> Params:
     """The weights of `model.path`, or random ones, in the training layout.
 
     Raises:
-        ValueError: they are not finite.
+        ValueError: the release is incomplete, differs from the sums it was exported with, or has
+            weights that are not finite.
     """
-    config = run.config
-    params = initial_params(
-        run.policy,
-        run.mesh,
-        config.sharding_rules,
-        seed=config.seed,
-        dtype=jnp.dtype(config.model.param_dtype),
-    )
-    if config.model.path:
-        name = f"model.path {config.model.path}"
-        state_check.check_weights(run, params, name, "choose another, or export it again")
+    model, folder, shape = run.config.model, run.policy.folder, run.policy.config
+    dtype, shardings = jnp.dtype(model.param_dtype), sharding.of(lora.without(params_of(run)))
+    if folder is None:
+        return jax.device_put(
+            backbone.init(shape, jax.random.key(run.config.seed), dtype), shardings
+        )
+    if fault := integrity.shared_damage(folder):
+        raise ValueError(
+            f"model.path {folder} is damaged: {fault}; export or copy it again, or remove "
+            f"{integrity.MANIFEST} if its weights were changed on purpose"
+        )
+    params, _ = backbone.load(folder, shape, dtype, shardings)
+    name = f"model.path {model.path}"
+    guards.check_weights(run, params, name, "choose another, or export it again")
     return params
 
 
 def load(run: Run, source: Source) -> Params:
-    """The weights of a source that is not in memory, adapters merged; see `restore`."""
+    """The weights of a source with adapters merged, or those that the run starts from."""
+    if source.step is None:
+        return start(run)
     return lora.merged(restore(run, source.stages[-1], source.step))
+
+
+def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
+    """The weights of a stage's last checkpoint, or those that the run starts from.
+
+    To open checkpoints removes what a save that was cut short has left, and so would break one that
+    is under way. The workdir is therefore locked meanwhile.
+
+    Args:
+        run: the run.
+        stage: "sft", "rl", "start"; "" for the last of them that there is.
+
+    Returns:
+        the weights, the stage, and a name: "sft 1600", or where the run starts from.
+
+    Raises:
+        ValueError: there is no such checkpoint, none that is whole, or the run is training.
+    """
+    for name in [stage] if stage else ["rl", "sft", "start"]:
+        if name == "start":
+            return start(run), name, run.config.model.path or "random weights"
+        if has_checkpoint(run, name):
+            with lock.held(run.workdir):
+                with open_checkpoints(run, name) as saved:
+                    step = saved.latest_whole_step()
+                return lora.merged(restore(run, name, step)), name, f"{name} {step}"
+    raise ValueError(
+        f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
+        "name another --workdir or --stage"
+    )
 
 
 def restore(
@@ -117,5 +152,5 @@ def restore(
         params = saved.restore_params(of(params_of(run)), step)
         name = f"checkpoint {step} of {stage}"
         advice = f"set export.step to another of the saved steps {saved.steps}"
-        state_check.check_weights(run, params, name, advice)
+        guards.check_weights(run, params, name, advice)
         return params

@@ -53,7 +53,7 @@ def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
         source: from `run.weights.find`.
     """
     folder = export(run, params, run.workdir / "export")
-    of_step = "" if source.in_memory else f" step {source.step} of {source.stages[-1]}"
+    of_step = "" if source.step is None else f" step {source.step} of {source.stages[-1]}"
     print_line(f"exported{of_step} to {folder}")
     if run.config.model.lora_rank and source.stages:
         print_line(f"exported its adapters to {export_adapters(run, source)}")

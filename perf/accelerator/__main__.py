@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ import jax
 from care_jax.aot.topology import GPUS
 from care_jax.devices import xla_flags
 from care_jax.devices.flops import GIB, PEAK_FLOPS
+from care_jax.run.run import open_run
 from care_jax.run.versions import versions
 from perf.accelerator import kernels, rates, step
 
@@ -87,7 +89,7 @@ def rows_of(part: str, *, is_quick: bool, until: float) -> Iterator[dict[str, An
             yield {"copy_bandwidth": rates.copy_bandwidth(devices[0])}
         return
     num_bytes = len(devices) * (limit or 0)
-    run = step.open_run(step.configuration(rest[0], num_bytes, is_quick=is_quick))
+    run = open_run(step.configuration(rest[0], num_bytes, is_quick=is_quick), pathlib.Path())
     if name == "kernels":
         yield from kernels.measure(run)
     else:

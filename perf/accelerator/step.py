@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,18 +24,17 @@ from ml_collections import ConfigDict
 from care_jax.aot import roofline, shapes, step_sizes, workload
 from care_jax.aot.roofline import Work
 from care_jax.batch import TrainBatch
-from care_jax.config.checks import check_config, fill_in
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
 from care_jax.devices import flops, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import RowPlan
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
-from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.rl.rollout import compile_decoder, rollout_sizes
 from care_jax.rl.update_batch import copy_reference
-from care_jax.run.policy import policy_of
 from care_jax.run.run import Run, make_adamw, params_of, start_state
+from care_jax.stages.rl import compile_update
 from models import lora
 from models.backbone import Params
 from models.config import RELEASES, BackboneConfig
@@ -112,15 +110,6 @@ class Timed:
         return row
 
 
-def open_run(config: ConfigDict) -> Run:
-    """A run on the devices of this machine; nothing is written."""
-    mesh = sharding.make_mesh(**config.mesh)
-    config = fill_in(config, mesh)
-    check_config(config, mesh)
-    no_metrics: Any = None
-    return Run(config, policy_of(config), mesh, pathlib.Path(), no_metrics)
-
-
 def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[dict[str, Any]]:
     """Rows of measurements: prefill, decode, score and update; of one that did not run, why.
 
@@ -179,7 +168,7 @@ class Step:
         """The prefills and the decode steps; no response ends before its length."""
         run, rl, (first, _) = self._run, self._run.config.rl, rollout_sizes(self._run)
         sizes, responses = draw(run, rl.prompts_per_step, rl.num_rollouts, mean)
-        programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
+        programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
         admit, advance = (
             Timed(function, self._compilations) for function in (programs.admit, programs.advance)
         )
@@ -189,7 +178,7 @@ class Step:
             Request(place, prompt, limits=limits)
             for place, (prompt, limits) in enumerate(zip(prompts, responses, strict=True))
         ]
-        queue = DecodeQueue(run, programs, first, DeviceClock())
+        queue = DecodeQueue(programs, run.policy.prompts, first, DeviceClock())
         decoded = queue.decode(self._decode_params, jax.random.key(0), requests)
         num_tokens = sum(int(rollouts.is_valid.sum()) for _, rollouts in decoded)
         schedule = schedule_of(run, prompts, responses)
@@ -310,11 +299,11 @@ def update_batch(
     shape = (*responses.shape, run.config.rl.max_response_tokens)
     is_valid = np.arange(shape[-1]) < responses[..., None]
     tokens = np.where(is_valid, rng.integers(0, 256, shape), config.pad_token_id)
-    ones = place(is_valid.astype(np.float32), plan)
+    ones = at_tokens(is_valid.astype(np.float32), plan)
     zeros = np.zeros((len(plan.rows), plan.row_tokens), np.float32)
     return TrainBatch(
         rows=lay_out(prompts, tokens.astype(np.int32), plan, config),
-        token_advantage=place(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
+        token_advantage=at_tokens(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
         old_logp=-10 * ones,
         ref_logp=zeros - 10 * ones,
         row_weight=ones,

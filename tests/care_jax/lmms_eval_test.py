@@ -19,7 +19,8 @@ from care_jax.benchmarks import response
 from care_jax.decoding.queue import Request
 from care_jax.devices import sharding
 from care_jax.report.metrics import MetricWriter
-from care_jax.run.policy import initial_params, policy_of
+from care_jax.run import weights
+from care_jax.run.policy import policy_of
 from care_jax.run.run import Run
 from care_jax.stages import answering, export
 from configs import common, qwen3vl_8b, tiny
@@ -84,9 +85,9 @@ def greedy(folder, example, tmp_path):
     config.evaluate.batch_size, config.evaluate.max_response_tokens = 1, NUM_TOKENS
     policy = policy_of(config)
     mesh = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    params = initial_params(policy, mesh, config.sharding_rules, seed=0)
     with MetricWriter(tmp_path) as metrics:
         run = Run(config, policy, mesh, tmp_path, metrics)
+        params = weights.start(run)
         decode = answering.make_decoder(run, params, answering.compile_answering(run))
         prompt = policy.prompts.tokenize(example)
         ((_, rollouts),) = decode([Request(0, prompt)])

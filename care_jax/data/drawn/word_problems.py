@@ -27,7 +27,6 @@ import numpy as np
 
 from care_jax.batch import Example
 from care_jax.data.drawn import noise
-from care_jax.data.drawn.noise import SPLITS
 
 FAR = "_far"  # end of the source of an example with numbers outside those of the training split
 NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
@@ -107,14 +106,11 @@ class WordProblems(Sequence[Example]):
     """A random-access sequence of drawn word problems.
 
     Attributes:
-        num_examples: length of the sequence.
-        seed: different seeds draw different examples of the same split.
         split: "train" or "test"; the two share no calculation, whatever the seeds.
-        kinds: kinds of problem, asked in turn; a subset of `KINDS`.
         cue_share: probability in [0, 1] that the response repairs a wrong rationale, where a slip
             makes it wrong.
-        cue: the repair cue.
-        think_tag: name of the tag around the rationale.
+
+    The others are those of `SyntheticSource`.
     """
 
     num_examples: int
@@ -126,17 +122,14 @@ class WordProblems(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        noise.check(
-            self.num_examples, self.split, kinds=self.kinds, known=KINDS, cue_share=self.cue_share
-        )
+        noise.check(self, KINDS)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        noise.check_index(index, self.num_examples)
+        rng = noise.rng_of(self, index)
         kind, is_far = self._kind_of(index)
-        rng = self._rng(index)
         problem = self._distinct[index] if self.split == "test" else self._problem(rng, index)
         x, y = _draw_names(rng)
         fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
@@ -164,9 +157,6 @@ class WordProblems(Sequence[Example]):
         turn, place = divmod(index, len(self.kinds))
         return self.kinds[place], self.split == "test" and turn % 2 == 1
 
-    def _rng(self, index: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, SPLITS.index(self.split), index))
-
     def _problem(self, rng: np.random.Generator, index: int) -> _Problem:
         kind, is_far = self._kind_of(index)
         while True:
@@ -181,7 +171,7 @@ class WordProblems(Sequence[Example]):
         asked: dict[tuple[str, bool], set[tuple[int, ...]]] = {}
         num_all: dict[tuple[str, bool], int] = {}  # of those of which there are no others
         for index in range(self.num_examples):
-            rng, kind = self._rng(index), self._kind_of(index)
+            rng, kind = noise.rng_of(self, index), self._kind_of(index)
             seen = asked.setdefault(kind, set())
             if len(seen) == num_all.get(kind):
                 seen.clear()

@@ -15,13 +15,12 @@ import json
 import pathlib
 import struct
 import threading
-from bisect import bisect_right
 from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from care_jax.batch import Example
-from care_jax.data.rows import Rows
+from care_jax.data.rows import Rows, locate
 from care_jax.prompts.images import encoded
 
 MANIFEST = "manifest.json"
@@ -78,7 +77,7 @@ class ShardWriter:
         )
 
 
-def open_rows(path: str, *, subset: str) -> Rows:
+def open_rows(path: str, *, subset: str = "") -> Rows:
     """The examples of a prepared folder.
 
     Args:
@@ -102,8 +101,8 @@ def open_rows(path: str, *, subset: str) -> Rows:
         raise ValueError(f"{path!r} has no example of {subset or 'any source'}; prepare it anew")
 
     def example(index: int) -> Example:
-        number = bisect_right(ends, index)
-        return readers[number].read(index - (ends[number - 1] if number else 0))
+        number, place = locate(ends, index)
+        return readers[number].read(place)
 
     return Rows(ends[-1], example)
 

@@ -81,7 +81,7 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
     cache = 128 * (128 + 4 * 36) * 2 * 2 * 2 * 24 * 4 / GIB
     decode = rows["rl decode"]
     assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.02
-    assert float(rows["rl decode prefill"]["arguments"]) > cache  # the seats are there already
+    assert float(rows["rl decode prefill"]["arguments"]) > cache  # the slots are there already
 
 
 @needs_cuda

@@ -19,7 +19,7 @@ from models import backbone
 def said(monkeypatch, capsys, tmp_path):
     """Runs dry with a changed configuration; gives what was printed."""
     one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
     monkeypatch.setattr(dry_run, "_CHEAP", 0)
 
     def run(**changes):

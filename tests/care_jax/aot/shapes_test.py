@@ -13,7 +13,7 @@ from care_jax.batch import ImitationBatch
 from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rl.programs import context_tokens
+from care_jax.rl.rollout import context_tokens
 from care_jax.run.run import Run
 from configs import tiny
 from models.config import QWEN3_VL_8B
@@ -25,7 +25,7 @@ BUCKET = (96, 192)
 def run(policy, tmp_path):
     config = tiny.get_config()
     config.data.buckets = (BUCKET,)
-    return Run(config, policy, make_mesh(1, 2, 2, devices=jax.devices()[:4]), tmp_path, None)
+    return Run(config, policy, make_mesh(1, 2, 2, devices=jax.devices()[:4]), tmp_path)
 
 
 @pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)

@@ -7,28 +7,30 @@ import pytest
 
 from care_jax.commands import reopened
 from care_jax.devices.sharding import make_mesh
-from care_jax.run import lock
-from care_jax.run.run import checkpoint_folder
+from care_jax.run import lock, weights
+from care_jax.run.run import checkpoint_folder, open_run
 from configs import tiny
 
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
-    """Opens a run of the tiny configuration with some keys changed, on one device."""
+    """The questions of a run of the tiny configuration with some keys changed, on one device."""
     one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(reopened, "make_mesh", lambda **_: one)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
 
     def opened(changes, num_questions=4):
         config = tiny.get_config()
         config.update_from_flattened_dict(changes)
-        return reopened.open_run(config, tmp_path, num_questions)
+        run = open_run(config, tmp_path)
+        reopened.check_reflection(run)
+        return reopened.questions_of(run, num_questions)
 
     return opened
 
 
 def test_a_checkpoint_that_is_not_there_is_named(make_run):
     with pytest.raises(ValueError, match=r"expected a checkpoint in .*checkpoints/rl, found none"):
-        reopened.checkpoint_of(make_run({}), "rl")
+        weights.last_of(make_run({}), "rl")
 
 
 def test_a_run_that_is_training_is_left_alone(make_run):
@@ -41,7 +43,7 @@ def test_a_run_that_is_training_is_left_alone(make_run):
         lock.held(run.workdir),
         pytest.raises(ValueError, match=r"run is in use by process \d+"),
     ):
-        reopened.checkpoint_of(run, "")
+        weights.last_of(run, "")
     assert unfinished.exists()
 
 
@@ -57,13 +59,13 @@ def test_answers_of_any_form_are_for_reward_functions(opened, tmp_path):
     with pytest.raises(ValueError, match=r"needs verifier\.reward"):
         opened(data)
     reward = "care_jax.rewards.partial_credit:relative_error"
-    _, examples = opened(data | {"verifier.reward": reward})
+    examples = opened(data | {"verifier.reward": reward})
     assert [example.answer for example in examples] == [row["answer"] for row in rows]
 
 
 def test_questions_are_not_asked_twice(opened):
     data = {"data.train.num_examples": 6}
-    assert len(opened(data, 6)[1]) == 6
+    assert len(opened(data, 6)) == 6
     with pytest.raises(ValueError, match=r"--questions must be at most 6, .* got 7"):
         opened(data, 7)
 

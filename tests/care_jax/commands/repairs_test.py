@@ -16,7 +16,7 @@ from care_jax.commands import reopened, repairs
 from care_jax.data.sources import open_source
 from care_jax.run.run import verifier_of
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 ACCS = ((1, 0, 0), (1, 1, 1), (0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0))
 MIXED = (0, 3, 4, 5)  # questions with both outcomes
 

@@ -18,6 +18,7 @@ from care_jax.commands import smollm
 from care_jax.data.drawn.word_problems import FAR, KINDS
 from care_jax.devices.sharding import make_mesh
 from care_jax.run.integrity import find_damage
+from care_jax.run.policy import policy_of
 from configs import common, smollm_words
 from models import backbone
 from models.attention.mask import causal_reach
@@ -26,7 +27,7 @@ gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -129,7 +130,7 @@ def policy_from(folder):
     config = common.get_config()
     config.model.path = str(folder)
     config.data.min_pixels, config.data.max_pixels = 256, 4096
-    return main.policy_of(config)
+    return policy_of(config)
 
 
 def our_logits(params, config, tokens):
@@ -188,7 +189,7 @@ def test_transformers_opens_the_folder(small):
 
 def test_a_run_on_word_problems_goes_dry_from_the_folder(small, tmp_path, monkeypatch, capsys):
     one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
     config = smollm_words.get_config()
     config.model.path = str(small[1])
     config.data.buckets = ((256, 0),)  # a token for each byte
@@ -203,7 +204,7 @@ def test_a_run_on_word_problems_goes_dry_from_the_folder(small, tmp_path, monkey
 def test_a_run_on_word_problems_trains_evaluates_and_exports(small, tmp_path, monkeypatch):
     """Text alone through every stage: no image, no patch, and a repair cue that is taught."""
     one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
     config = smollm_words.get_config()
     config.model.path = str(small[1])
     config.data.buckets = ((256, 0),)  # a token for each byte
@@ -249,7 +250,7 @@ def test_a_file_of_another_model_is_refused_by_name(change, message, tmp_path):
     ("flags", "message"),
     [
         (["--gguf=a.gguf"], "expected --out=FOLDER, got none; name the folder to write"),
-        (["--out=x", "a.gguf"], "got 'a.gguf'; leave it out"),
+        (["--out=x", "a.gguf"], "expected flags alone, got 'a.gguf'"),
         (["--out=x", "--gguf=absent.gguf"], "--gguf must name a file, got 'absent.gguf'"),
         (["--out=x", f"--gguf={__file__}"], "must be a whole GGUF file"),
         (["--out=x", "--into=y"], "into"),

@@ -1,7 +1,6 @@
 """What a run that goes on may change, and how what it may not is told."""
 
 import json
-import pathlib
 
 import jax
 import pytest
@@ -10,9 +9,8 @@ from care_jax import main
 from care_jax.config import resume
 from care_jax.devices.sharding import make_mesh
 from care_jax.run import run
+from care_jax.run.versions import write_config
 from configs import common, tiny
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
 def config_of(**changes):
@@ -115,12 +113,6 @@ def test_keys_of_another_version_are_not_compared():
     resume.check({}, ours, stage="rl", step=1, folder="")
 
 
-def test_the_documentation_lists_every_key_that_may_change():
-    page = (ROOT / "docs" / "operations.md").read_text()
-    missing = [key for key in (*resume.FREE, *resume.PATHS) if f"`{key}`" not in page]
-    assert not missing
-
-
 def test_another_objective_in_a_finished_workdir_changes_nothing_there(
     run_loop, make_run, monkeypatch, tmp_path
 ):
@@ -130,7 +122,7 @@ def test_another_objective_in_a_finished_workdir_changes_nothing_there(
     config = tiny.get_config()
     config.update_from_flattened_dict({"stages": ("export",), "seed": 3})
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr(main, "make_mesh", lambda **_: one_device)
+    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", None)
     (workdir / "config.json").write_text("as it was")
     message = r"other settings: .*rl\.objective was 'grpo', is 'care'"
@@ -144,7 +136,7 @@ def test_another_objective_in_a_finished_workdir_changes_nothing_there(
 
 def test_config_json_has_the_versions_and_is_whole_at_any_time(tmp_path, monkeypatch):
     config = tiny.get_config()
-    main.write_config(config, tmp_path)
+    write_config(config, tmp_path)
     written = (tmp_path / "config.json").read_text()
     fields = json.loads(written)
     assert fields["versions"]["jax"] == jax.__version__ and "python" in fields["versions"]
@@ -154,7 +146,7 @@ def test_config_json_has_the_versions_and_is_whole_at_any_time(tmp_path, monkeyp
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(main.os, "replace", killed)
+    monkeypatch.setattr("care_jax.devices.whole_file.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        main.write_config(config, tmp_path)
+        write_config(config, tmp_path)
     assert (tmp_path / "config.json").read_text() == written

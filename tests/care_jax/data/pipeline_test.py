@@ -124,9 +124,9 @@ def test_unknown_source_names_the_choices():
 
 
 def test_source_refuses_what_it_does_not_take():
-    with pytest.raises(ValueError, match="reads no file"):
+    with pytest.raises(ValueError, match="takes no path"):
         open_source("synthetic", path="rows.jsonl", num_examples=3)
-    with pytest.raises(ValueError, match="is for drawn sources"):
+    with pytest.raises(ValueError, match="takes no teacher_error"):
         open_source("jsonl", path="rows.jsonl", teacher_error=0.5)
 
 

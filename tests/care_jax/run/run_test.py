@@ -11,8 +11,7 @@ from abstract import assert_same
 from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning import optimizer
-from care_jax.run.policy import abstract_params
-from care_jax.run.run import Run, abstract_state, make_adamw, start_state
+from care_jax.run.run import Run, abstract_state, make_adamw, params_of, start_state
 from configs import tiny
 from models import layers, lora
 
@@ -21,7 +20,7 @@ from models import layers, lora
 def run(policy, tmp_path):
     """On four devices: training shards its batch over all of them, decoding over two."""
     mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
-    return Run(tiny.get_config(), policy, mesh, tmp_path, None)
+    return Run(tiny.get_config(), policy, mesh, tmp_path)
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def start(run, params):
     """The state that RL starts from."""
 
     def start():
-        where = sharding.of(abstract_params(run.policy, run.mesh, run.config.sharding_rules))
+        where = sharding.of(lora.without(params_of(run)))
         _, adamw = make_adamw(run, "rl")
         return start_state(run, jax.device_put(params, where), adamw)
 
@@ -135,7 +134,8 @@ def test_training_and_decoding_shard_by_their_own_rules(run):
         return layers.constrain(2 * x, "batch", None)
 
     x = np.ones((8, 3))
-    trained, decoded = jax.jit(run.placed(double))(x), jax.jit(run.placed_to_decode(double))(x)
+    to_decode = sharding.placed(double, run.config.decode_sharding_rules, run.mesh)
+    trained, decoded = jax.jit(run.placed(double))(x), jax.jit(to_decode)(x)
     assert trained.sharding.is_equivalent_to(run.train_batch_sharding, 2)
     assert decoded.sharding.is_equivalent_to(run.decode_batch_sharding, 2)
     places = run.train_batch_sharding, run.decode_batch_sharding

@@ -1,4 +1,4 @@
-"""Where a policy's weights come from: a folder or chance; always laid over the mesh."""
+"""Where a run's weights come from: a folder or chance; always laid over the mesh."""
 
 import functools
 import re
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from care_jax.devices import sharding
-from care_jax.run import policy as policies
+from care_jax.run import weights
 from care_jax.run.policy import policy_of
+from care_jax.run.run import Run
 from care_jax.stages import export
 from configs import common, tiny
 from models import backbone
@@ -29,7 +30,7 @@ def test_a_release_is_loaded_in_float32_onto_the_mesh(policy, params, mesh, tmp_
     policy.tokenizer.save_pretrained(tmp_path)
     config = tiny.get_config()
     config.model.path, config.model.backbone = str(tmp_path), {}
-    loaded = policies.initial_params(policy_of(config), mesh, RULES, seed=0)
+    loaded = weights.start(Run(config, policy_of(config), mesh, tmp_path))
     shardings = sharding.param_shardings(backbone.logical_axes(policy.config), params, RULES, mesh)
 
     def check(ours, expected, where):
@@ -49,7 +50,7 @@ def test_an_export_that_differs_from_its_sums_is_refused_and_named(
     export.export(types.SimpleNamespace(policy=policy), params, tmp_path)
     config = tiny.get_config()
     config.model.path, config.model.backbone = str(tmp_path), {}
-    load = functools.partial(policies.initial_params, policy_of(config), mesh, RULES, seed=0)
+    load = functools.partial(weights.start, Run(config, policy_of(config), mesh, tmp_path))
     load()
     path = tmp_path / "model.safetensors"
     data = bytearray(path.read_bytes())
