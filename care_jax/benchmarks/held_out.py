@@ -33,9 +33,6 @@ class HeldOut:
     def __getitem__(self, place: int) -> Example:
         return self._examples[place]
 
-    def document(self, place: int, example: Example) -> Mapping[str, Any]:
-        return {name: getattr(example, name) for name in ("question", "answer", "choices", "extra")}
-
     def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
         """The verifier's; no language model is asked."""
         scores, _, _, components = self._score(answers)
@@ -43,9 +40,9 @@ class HeldOut:
         for row, (accs, fmts) in enumerate(zip(scores.acc, scores.fmt, strict=True)):
             more: dict[str, Any] = {"fmt": float(fmts.mean())}
             if components is not None:
-                found = components[row]
-                more["components"] = found[0] if len(found) == 1 else list(found)
-            verdicts.append(Verdict(accs.tolist(), scores.has_answer[row].tolist(), more=more))
+                more["components"] = list(components[row])
+            is_parsed = bool(scores.has_answer[row].all())
+            verdicts.append(Verdict(accs.tolist(), is_parsed, more=more))
         return verdicts
 
     def categories(self, sample: Sample) -> list[str]:
@@ -63,15 +60,13 @@ def metrics_of(figures: Mapping[str, Any], answered: Sequence[Sample]) -> dict[s
         accuracy and format in [0, 1], the accuracy's 95% Wilson interval, and accuracy by source;
         with several samples per question also pass@k, with a reward function its components.
     """
-    found = [sample.get("components", []) for sample in answered]
-    rows = [row for rows in found for row in (rows if isinstance(rows, list) else [rows])]
-    sums = diagnostics.component_sums([np.array(rows, object)[:, None]], num_rollouts=1)
+    rows = [np.array([sample.get("components", [])], object) for sample in answered]
+    sums = diagnostics.component_sums(rows, num_rollouts=len(answered[0]["resps"]))
     by_source = figures["categories"] if len(figures["categories"]) > 1 else {}
     return {
-        **{name: figures[name] for name in ("acc", "acc_low", "acc_high")},
+        **{key: figures[key] for key in figures if key.startswith(("acc", "pass@"))},
         "fmt": float(np.mean([sample["fmt"] for sample in answered])),
         "num_examples": len(answered),
-        **{name: rate for name, rate in figures.items() if name.startswith("pass@")},
         **diagnostics.component_means([sums]),
         **{f"acc/{source}": each["acc"] for source, each in by_source.items()},
     }

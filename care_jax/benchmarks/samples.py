@@ -5,7 +5,6 @@ A question may have several responses. Its accuracy is then their mean, and `acc
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -28,31 +27,30 @@ class Answers(NamedTuple):
         examples: the questions.
         rollouts: G of each.
         texts: the rollouts' texts, without the token that ends them.
-        dropped: indices of questions that fit no bucket and were not answered.
+        dropped: questions that fit no bucket and were not answered, by index.
     """
 
     places: list[int]
     examples: list[Example]
     rollouts: Rollouts
     texts: list[list[str]]
-    dropped: list[int]
+    dropped: dict[int, Example]
 
 
-@dataclasses.dataclass
-class Verdict:
+class Verdict(NamedTuple):
     """What is said of the responses to one question.
 
     Attributes:
         accs: 1.0 for a success, else 0.0, of each response.
-        is_parsed: whether each response has an answer.
-        acc_judged: mean over the responses, with the word of a `Judge`; None if it gave none.
+        is_parsed: whether all have an answer.
+        acc_judged: mean over the responses with the word of a `Judge`; None if it gave none.
         more: further fields of the sample.
     """
 
-    accs: Sequence[float]
-    is_parsed: Sequence[bool]
+    accs: list[float]
+    is_parsed: bool
     acc_judged: float | None = None
-    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    more: Mapping[str, Any] = {}
 
 
 class Questions(Protocol):
@@ -63,10 +61,6 @@ class Questions(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, place: int, /) -> Example: ...
-
-    def document(self, place: int, example: Example) -> Mapping[str, Any]:
-        """The data row of a question, for its sample."""
-        ...
 
     def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
         """One per answered question; a judge may be asked about answers that seem wrong."""
@@ -83,24 +77,17 @@ def samples_of(questions: Questions, answers: Answers, judge: Judge | None) -> l
     is_complete = [bool(row.all()) for row in np.asarray(answers.rollouts.is_complete)]
     verdicts = questions.verdicts(answers, judge)
     columns = answers.places, answers.examples, answers.texts, verdicts, is_complete
-    samples = [_sample(questions, *row) for row in zip(*columns, strict=True)]
-    for place in answers.dropped:
-        unasked = Verdict([0.0] * num_samples, [False] * num_samples)
-        sample = _sample(questions, place, questions[place], [""] * num_samples, unasked, False)
-        samples.append(sample | {"is_dropped": True})
-    return samples
+    unasked = [""] * num_samples, Verdict([0.0] * num_samples, is_parsed=False), False
+    return [_sample(*row) for row in zip(*columns, strict=True)] + [
+        _sample(place, example, *unasked) | {"is_dropped": True}
+        for place, example in answers.dropped.items()
+    ]
 
 
 def _sample(
-    questions: Questions,
-    place: int,
-    example: Example,
-    texts: list[str],
-    verdict: Verdict,
-    is_complete: bool,
+    place: int, example: Example, texts: Sequence[str], verdict: Verdict, is_complete: bool
 ) -> Sample:
-    document = json.dumps(questions.document(place, example), ensure_ascii=False, default=str)
-    accs = list(verdict.accs)
+    document = json.dumps(example.extra, ensure_ascii=False, default=str)
     return {
         "doc_id": place,
         "id": example.id,
@@ -108,15 +95,15 @@ def _sample(
         "doc": json.loads(document),
         "target": example.answer,
         "input": example.question,
-        "resps": texts,
+        "resps": list(texts),
         "filtered_resps": [response.unwrap(text) for text in texts],
         "doc_hash": _hash(document),
         "prompt_hash": _hash(example.question),
         "target_hash": _hash(answer_text(example.answer)),
-        "acc": sum(accs) / len(accs),
-        **({"accs": accs} if len(accs) > 1 else {}),
+        "acc": sum(verdict.accs) / len(texts),
+        **({"accs": verdict.accs} if len(texts) > 1 else {}),
         "acc_judged": verdict.acc_judged,
-        "is_parsed": all(verdict.is_parsed),
+        "is_parsed": verdict.is_parsed,
         "is_complete": is_complete,
         "is_dropped": False,
         **verdict.more,

@@ -7,6 +7,7 @@ A source extracts the parts of a row. `make_example` matches placeholders to ima
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 import os
 import pathlib
@@ -41,25 +42,25 @@ _MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # first rows of a source that may all be unusable before it is refused
 
 
+@dataclasses.dataclass(frozen=True)
 class Rows(Sequence[Example]):
     """Rows that are read on access, and may turn out `Unusable` only then.
 
-    Args:
+    Attributes:
         num_rows: length of the sequence.
         read: maps an index in [0, num_rows) to its example; may raise `Unusable`.
     """
 
-    def __init__(self, num_rows: int, read: Callable[[int], Example]):
-        self._num_rows = num_rows
-        self._read = read
+    num_rows: int
+    read: Callable[[int], Example]
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.num_rows
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self._num_rows:
-            raise IndexError(f"index {index} is outside 0..{self._num_rows - 1}")
-        return self._read(index)
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"index {index} is outside 0..{self.num_rows - 1}")
+        return self.read(index)
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
@@ -130,8 +131,7 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
             "%s: left out %d rows: %s (first is row %d)", name, count, reason, first_row[reason]
         )
     if not examples:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
-        raise ValueError(f"no row of {name} can be used: {reasons or 'it is empty'}")
+        raise ValueError(f"no row of {name} can be used: {_listed(skipped) or 'it is empty'}")
     return examples, skipped
 
 
@@ -147,8 +147,11 @@ def first_usable(source: Sequence[Example]) -> Example:
             return source[row]
         except Unusable as reason:
             reasons[str(reason)] += 1
-    listed = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    raise ValueError(f"none of the first {sum(reasons.values())} rows can be used: {listed}")
+    raise ValueError(f"none of the first {reasons.total()} rows can be used: {_listed(reasons)}")
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
 
 
 def make_example(
@@ -312,9 +315,8 @@ def _is_finite(value: Any) -> bool:
 
 def _choices(value: Any) -> tuple[str, ...]:
     value = value or []
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(choice, str | int | float) for choice in value
-    ):
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(choice, str | int | float) for choice in value):
         raise Unusable("choices of a wrong type")
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 
 from care_jax.decoding import sampler
-from care_jax.decoding.sampler import DecodeOptions, Progress, SampledTokens
+from care_jax.decoding.sampler import DecodeOptions, SampledTokens
 from care_jax.decoding.slots import (
     Slots,
     empty_slots,
@@ -35,7 +35,7 @@ class DecodePrograms:
         admit: (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]) ->
             (Slots, SampledTokens), prefill included.
         share: (slots, source [B], begin [B], end [B]) -> Slots.
-        advance: (params, slots, num_wanted) -> (Slots, SampledTokens, Progress).
+        advance: (params, slots, num_wanted) -> (Slots, SampledTokens, progress).
         resize: (array of the rows' cache, clock, axis of its positions, S) -> the resized array.
         pad: (array of the prefix's cache, axis of its tokens, P) -> the padded array.
         keep: (array of the slots, indices of the slots to keep) -> the smaller array.
@@ -45,7 +45,7 @@ class DecodePrograms:
     empty: Callable[..., Slots]
     admit: Callable[..., tuple[Slots, SampledTokens]]
     share: Callable[..., Slots]
-    advance: Callable[..., tuple[Slots, SampledTokens, Progress]]
+    advance: Callable[..., tuple[Slots, SampledTokens, tuple[jax.Array, ...]]]
     resize: Callable[..., jax.Array]
     pad: Callable[..., jax.Array]
     keep: Callable[..., jax.Array]

@@ -24,7 +24,7 @@ from jaxtyping import Int, PRNGKeyArray
 from care_jax.batch import Rollouts
 from care_jax.decoding.programs import DecodePrograms
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
-from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of
 from care_jax.decoding.slots import Slots
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
@@ -95,12 +95,11 @@ class DecodeQueue:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                slots, first = self._admit(params, rng, requests, admission, slots, longest)
+                slots, first = self._admit(params, rng, requests, *admission, slots, longest)
                 self.clock.watch(first)
                 buffer.enqueue(first, scheduler.indices)
             if (shares := scheduler.share()) is not None:
-                arrays = map(self._put, (shares.source, shares.begin, shares.end))
-                slots = self.programs.share(slots, *arrays)
+                slots = self.programs.share(slots, *map(self._put, shares))
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
                 slots = self._keep(slots, self._put(kept))
@@ -112,9 +111,9 @@ class DecodeQueue:
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()
-            progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
-            longest, num_steps = int(progress.longest), int(progress.clock)
-            released = scheduler.release(progress.is_free, progress.next_rollout)
+            is_free, next_rollout, *counts = (np.asarray(x.addressable_data(0)) for x in progress)
+            longest, num_steps = map(int, counts)
+            released = scheduler.release(is_free, next_rollout)
             finished = buffer.collect(released, scheduler.indices, slots)
         self.num_steps += num_steps
         if finished is not None:
@@ -131,7 +130,8 @@ class DecodeQueue:
         params: backbone.Params,
         rng: PRNGKeyArray,
         requests: Sequence[Request],
-        admission: Admission,
+        waiting: Sequence[WaitingPrompt | None],
+        chosen: Int[np.ndarray, " B"],
         slots: Slots | None,
         longest: int,
     ) -> tuple[Slots, SampledTokens]:
@@ -140,11 +140,10 @@ class DecodeQueue:
         by_index: dict[int | None, Request] = {request.index: request for request in requests}
         by_index[None] = Request(0, self.prompts.empty_prompt)
         rows = sharding.local_rows(sizes.num_new, batch_sharding).tolist()
-        indices = [prompt and prompt.index for prompt in admission.prompts]
-        admitted = [by_index[indices[row]] for row in rows]
+        admitted = [by_index[(prompt := waiting[row]) and prompt.index] for row in rows]
         prompts = self.prompts.batch(
             [request.prompt for request in admitted],
-            admission.sizes,
+            sizes_of(waiting),
             contexts=[request.context for request in admitted],
             context_tokens=sizes.context_tokens,
         )
@@ -156,9 +155,8 @@ class DecodeQueue:
             slots = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
         slots = self._with_room(slots, num_tokens, longest)
         indices = np.array([request.index for request in admitted], np.int32)
-        prompts, indices, budget = sharding.put_batch((prompts, indices, budget), batch_sharding)
-        chosen = self._put(admission.chosen)
-        return self.programs.admit(params, slots, prompts, rng, indices, budget, chosen)
+        prompts, *arrays = sharding.put_batch((prompts, indices, budget), batch_sharding)
+        return self.programs.admit(params, slots, prompts, rng, *arrays, self._put(chosen))
 
     def _with_room(self, slots: Slots, num_tokens: int, longest: int) -> Slots:
         """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
@@ -214,11 +212,10 @@ class _RolloutBuffer:
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
         self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
-        self._is_forced, self._is_sampled = np.zeros((2, *shape), bool)
+        self._is_sampled = np.zeros(shape, bool)
         self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
-        for number, request in enumerate(requests):
-            self._tokens[number, :, : len(request.context)] = request.context
-            self._is_forced[number, :, : len(request.context)] = True
+        for rows, request in zip(self._tokens, requests, strict=True):
+            rows[:, : len(request.context)] = request.context
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
 
     def _numbers(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
@@ -274,7 +271,8 @@ class _RolloutBuffer:
 
     def _rollouts(self, numbers: list[int]) -> Rollouts:
         """The rollouts of some requests, each with its context in front."""
-        tokens, is_forced = self._tokens[numbers], self._is_forced[numbers]
+        tokens, num_forced = self._tokens[numbers], self._num_forced[numbers][:, None, None]
+        is_forced = np.broadcast_to(np.arange(tokens.shape[-1]) < num_forced, tokens.shape)
         is_valid = is_forced | self._is_sampled[numbers]
         last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
         rationale = self._rationale[numbers]

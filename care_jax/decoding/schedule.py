@@ -83,38 +83,9 @@ class WaitingPrompt:
     num_patches: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Admission:
-    """Prompts that take slots together, over all processes.
-
-    Attributes:
-        prompts: the N prompts of a prefill, by shard; None for padding.
-        chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
-            -1 for none.
-    """
-
-    prompts: tuple[WaitingPrompt | None, ...]
-    chosen: Int[np.ndarray, " B"]
-
-    @property
-    def sizes(self) -> Int[np.ndarray, "n 2"]:
-        """Tokens and patches of each prompt, without padding."""
-        return np.array([(p.num_tokens, p.num_patches) for p in self.prompts if p is not None])
-
-
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """Rollouts that free slots take over from other slots.
-
-    Attributes:
-        source: per slot, index in its shard of the slot it takes over from; -1 for none.
-        begin: per slot, the first rollout that it takes over.
-        end: per slot, also the others, the end (exclusive) of its range of rollouts.
-    """
-
-    source: Int[np.ndarray, " B"]
-    begin: Int[np.ndarray, " B"]
-    end: Int[np.ndarray, " B"]
+def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
+    """Tokens and patches of each prompt; None is padding."""
+    return np.array([(p.num_tokens, p.num_patches) for p in prompts if p is not None])
 
 
 class Scheduler:
@@ -162,8 +133,13 @@ class Scheduler:
             return max(num_slots // 2, num_free + 1)
         return num_slots + 1
 
-    def admit(self) -> Admission | None:
-        """Gives prompts their slots; None while too few can take one to be worth a prefill."""
+    def admit(self) -> tuple[list[WaitingPrompt | None], Int[np.ndarray, " B"]] | None:
+        """Gives prompts their slots; None while too few can take one to be worth a prefill.
+
+        Returns:
+            the N prompts of a prefill, by shard, None for padding; and per slot, the index among
+            its shard's N / num_shards prompts of the one that takes it, -1 for none.
+        """
         num_admitted = self._num_admissible()
         is_too_few = num_admitted.sum() < self._fewest_admitted
         if not num_admitted.any() or (is_too_few and (self._indices >= 0).any()):
@@ -177,10 +153,16 @@ class Scheduler:
             for slot, prompt in zip(free.tolist(), taken, strict=True):
                 self._assign(shard, slot, prompt.index, 0, self._sizes.num_rollouts)
             prompts += taken + [None] * (self._num_new_of_shard - count)
-        return Admission(tuple(prompts), chosen.ravel())
+        return prompts, chosen.ravel()
 
-    def share(self) -> Shares | None:
-        """Gives free slots rollouts of the slots with the most not yet started; None if none."""
+    def share(self) -> Int[np.ndarray, "3 B"] | None:
+        """Gives free slots rollouts of the slots with the most not yet started; None if none.
+
+        Returns:
+            source: per slot, index in its shard of the slot it takes over from; -1 for none.
+            begin: per slot, the first rollout that it takes over.
+            end: per slot, also the others, the end (exclusive) of its range of rollouts.
+        """
         source, begin = np.full((2, *self._indices.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
@@ -196,7 +178,7 @@ class Scheduler:
                 self._assign(shard, slot, self._indices[shard, donor], begin[shard, slot], end)
         if (source < 0).all():
             return None
-        return Shares(source.ravel(), begin.ravel(), self.ends.astype(np.int32))
+        return np.stack([source.ravel(), begin.ravel(), self.ends]).astype(np.int32)
 
     def halve(self) -> Int[np.ndarray, " half"] | None:
         """Halves the slots; returns those kept, by their index in each shard; None if all are."""
@@ -327,16 +309,18 @@ def simulate(
     while scheduler.has_prompts:
         num_tokens = 0
         while (admission := scheduler.admit()) is not None:
-            largest = admission.sizes.max(0)
+            new, chosen = admission
+            largest = sizes_of(new).max(0)
             tokens, patches = next(b for b in buckets if (largest <= b).all())
             prefills.append((tokens + sizes.context_tokens, patches))
             num_prompt_tokens = max(num_prompt_tokens, prefills[-1][0])
-            num_tokens += len(admission.sizes) * sizes.num_rollouts
-            for slot in np.flatnonzero(admission.chosen >= 0).tolist():
+            for slot in np.flatnonzero(chosen >= 0).tolist():
                 occupy(slot, 0)
+                num_tokens += sizes.num_rollouts
         if (shares := scheduler.share()) is not None:
-            for slot in np.flatnonzero(shares.source >= 0).tolist():
-                occupy(slot, shares.begin[slot])
+            source, first, _ = shares
+            for slot in np.flatnonzero(source >= 0).tolist():
+                occupy(slot, first[slot])
         while (kept := scheduler.halve()) is not None:
             shards = np.arange(len(left)).reshape(sizes.num_shards, -1)
             slots = np.take_along_axis(shards, kept.reshape(sizes.num_shards, -1), 1).ravel()

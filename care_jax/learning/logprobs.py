@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from care_jax.batch import TreeRows
 from models import backbone
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.layers import constrain
 

@@ -1,11 +1,12 @@
-"""Reward functions in worker processes, one call per group, with a time limit for each call.
+"""Functions called in worker processes, with a time limit for each call.
 
-A function that hangs or crashes costs the group its reward, not the run: its process is killed and
-the next call starts another one. An `async def` function is awaited for several groups at once in
-each worker; if one of them ends the process, the others are judged again, each alone.
+A call that hangs or crashes costs its own result, not the run: its process is killed and the next
+call starts another one. An `async def` function is awaited for several calls at once in each
+worker; if one of them ends the process, the others are called again, each alone.
 
-Workers run `reward_worker.py` as a script: no fork under JAX, and no import of the caller's main
-module. A thread with an event loop of its own talks to them, so callers submit and go on.
+Workers run `worker.py` as a script: no fork under JAX, and no import of the caller's main module. A
+thread with an event loop of its own talks to them, so callers submit and go on. Only the standard
+library is imported here, as `symbolic` is by its workers.
 """
 
 from __future__ import annotations
@@ -13,79 +14,77 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
 import pathlib
 import pickle
-import struct
+import subprocess
 import sys
 import threading
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import cloudpickle
+from care_jax.rewards import worker
 
-from care_jax.batch import Example
-from care_jax.rewards import reward_worker
-from care_jax.rewards.reward_function import RewardFunction
-
-Reply = dict[str, Any]  # "rows" and "result", "error" and "name", "timeout" or "crash"
+Reply = dict[str, Any]  # what `worker` made of the result, "error" and "name", "timeout" or "crash"
 
 _START_SECONDS = 120.0  # importing the function's module on a busy machine
-# An async function is stopped by its worker at the limit, and the worker killed only after these.
-_GRACE_SECONDS = 2.0
-_HEADER = struct.Struct("<QQ")  # as in reward_worker
-_WORKER = str(pathlib.Path(reward_worker.__file__))
 
 
-class RewardPool:
-    """Worker processes that call a reward function; started when needed, ended by `close`.
+class WorkerPool:
+    """Worker processes that call a function; started when needed, ended by `close`.
 
     Args:
-        function: the reward function.
-        name: "module:function", which workers import; empty: the function itself is sent to them.
+        function: pickled, or pickled "module:function", which workers import.
         num_workers: maximum number of processes.
-        timeout: seconds per group until its call is given up.
-        concurrency: groups that each worker awaits at once, for an `async def` function.
+        timeout: seconds until a call is given up; the limit of an awaited one in its worker.
+        grace: seconds after which the pool kills a worker whose call should have been given up.
+        concurrency: calls that each worker awaits at once, of an `async def` function.
+        makes: the function is called with `timeout` and returns the one to call.
+        what: is imported in the workers, for messages.
+        advice: what to do if it cannot be imported.
+        environment: of the workers.
+        is_quiet: their standard error is dropped.
 
-    Raises:
-        ValueError: the function cannot be sent to another process.
+    Attributes:
+        limit: seconds that the pool waits for a reply, `timeout` + `grace`.
     """
 
     def __init__(
         self,
-        function: RewardFunction,
-        name: str = "",
+        function: bytes,
         *,
         num_workers: int,
         timeout: float,
-        concurrency: int,
+        grace: float = 0.0,
+        concurrency: int = 1,
+        makes: bool = False,
+        what: str,
+        advice: str,
+        environment: Mapping[str, str],
+        is_quiet: bool = False,
     ):
-        is_async = reward_worker.is_async(function)
         path = [os.path.abspath(entry) for entry in sys.path]  # "" is the current folder
-        settings = json.dumps({"path": path, "timeout": timeout}).encode()
-        self._boot = settings, packed(function, name)
-        self._limit = timeout + (_GRACE_SECONDS if is_async else 0.0)
-        self._num_workers, self._concurrency = num_workers, concurrency if is_async else 1
+        settings = {"path": path, "timeout": timeout, "makes": makes}
+        self.boot = json.dumps(settings).encode(), function
+        self.limit = timeout + grace
+        self.what, self.advice = what, advice
+        self.environment, self.is_quiet = environment, is_quiet
+        self._num_workers, self._concurrency = num_workers, concurrency
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._is_started = threading.Event()
 
-    def submit(
-        self, question: str, responses: Sequence[str], example: Example
-    ) -> concurrent.futures.Future[Reply]:
-        """Calls the function on a group; does not wait for the reply."""
+    def submit(self, *arguments: Any) -> concurrent.futures.Future[Reply]:
+        """Calls the function; does not wait for the reply."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=lambda: asyncio.run(self._main()), name="rewards", daemon=True
+                target=lambda: asyncio.run(self._main()), name="workers", daemon=True
             )
             self._thread.start()
             self._is_started.wait()
-        call = pickle.dumps((question, list(responses), _portable(example)))
-        return asyncio.run_coroutine_threadsafe(self._judge(call), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._call(pickle.dumps(arguments)), self._loop)
 
     def close(self) -> None:
         """Ends the workers. A later `submit` starts new ones."""
@@ -98,30 +97,30 @@ class RewardPool:
 
     async def _main(self) -> None:
         self._loop, self._is_ended = asyncio.get_running_loop(), asyncio.Event()
-        workers = [_Worker(self._boot, self._limit) for _ in range(self._num_workers)]
-        # Takes one group at a time: those whose worker ended while it had several.
-        self._single, self._single_lock = _Worker(self._boot, self._limit), asyncio.Lock()
-        # Last in, first out: few groups start few processes.
+        self.workers = [_Worker(self) for _ in range(self._num_workers)]
+        # Takes one call at a time: those whose worker ended while it had several.
+        self._single, self._single_lock = _Worker(self), asyncio.Lock()
+        # Last in, first out: few calls start few processes.
         self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
-        for worker in workers * self._concurrency:
-            self._free.put_nowait(worker)
+        for each in self.workers * self._concurrency:
+            self._free.put_nowait(each)
         self._is_started.set()
         await self._is_ended.wait()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for worker in (*workers, self._single):
-            await worker.stop()
+        for each in (*self.workers, self._single):
+            await each.stop()
 
-    async def _judge(self, call: bytes) -> Reply:
-        worker = await self._free.get()
+    async def _call(self, call: bytes) -> Reply:
+        free = await self._free.get()
         try:
-            return await worker.ask(call)
+            return await free.ask(call)
         except _Ended as ended:
             reply = ended.reply
         finally:
-            self._free.put_nowait(worker)
+            self._free.put_nowait(free)
         if self._concurrency == 1:
             return reply
         async with self._single_lock:
@@ -141,9 +140,9 @@ class _Ended(Exception):
 class _Worker:
     """The pool's handle of one worker process, in the pool's event loop."""
 
-    def __init__(self, boot: tuple[bytes, bytes], limit: float):
-        self._boot, self._limit = boot, limit
-        self._process: asyncio.subprocess.Process | None = None
+    def __init__(self, pool: WorkerPool):
+        self._pool = pool
+        self.process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task | None = None
         self._is_alive = False
         self._replies: dict[int, asyncio.Future[Reply | None]] = {}  # of the living process
@@ -164,10 +163,7 @@ class _Worker:
         reply = replies[number] = asyncio.get_running_loop().create_future()
         self._send(number, call)
         try:
-            await asyncio.wait({reply}, timeout=self._limit)
-            # A run that was suspended resumes past every deadline with unread replies.
-            await asyncio.wait({reply}, timeout=0.05)
-            if not reply.done():
+            if not await _is_done(reply, self._pool.limit):
                 if replies is self._replies:
                     await self.stop()
                 raise _Ended({"timeout": True})
@@ -179,7 +175,7 @@ class _Worker:
 
     async def stop(self) -> None:
         """Kills the process, if there is one."""
-        process, self._process, self._is_alive = self._process, None, False
+        process, self.process, self._is_alive = self.process, None, False
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -187,33 +183,36 @@ class _Worker:
 
     async def _start(self) -> None:
         await self.stop()
+        pool = self._pool
         # -P keeps this folder off the worker's path until it is told the caller's.
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", _WORKER),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(pathlib.Path(worker.__file__))),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if pool.is_quiet else None,
+            env=pool.environment,
         )
-        for frame in self._boot:
+        for frame in pool.boot:
             self._send(0, frame)
-        assert self._process.stdout is not None
-        try:
-            _, ready = await asyncio.wait_for(_read(self._process.stdout), _START_SECONDS)
-        except (asyncio.IncompleteReadError, TimeoutError) as error:
-            await self.stop()
-            why = "ended" if isinstance(error, EOFError) else f"took {_START_SECONDS:g} s"
-            raise ValueError(
-                f"a worker process {why} while it imported the reward function; what its module "
-                "does when it is imported must work in a process of its own"
-            ) from error
-        if "error" in ready:
+        assert self.process.stdout is not None
+        ready = asyncio.ensure_future(_read(self.process.stdout))
+        is_ready = await _is_done(ready, _START_SECONDS)
+        if not is_ready or ready.exception() is not None:
+            ready.cancel()
             await self.stop()
             raise ValueError(
-                "the reward function cannot be imported in a worker process; correct its module:\n"
-                f"{ready['error']}"
+                f"a worker process {'ended' if is_ready else f'took {_START_SECONDS:g} s'} while "
+                f"it imported {pool.what}; what its module does when it is imported must work in a "
+                "process of its own"
+            )
+        if "error" in (answer := ready.result()[1]):
+            await self.stop()
+            raise ValueError(
+                f"{pool.what} cannot be imported in a worker process; {pool.advice}:\n"
+                f"{answer['error']}"
             )
         self._replies, self._is_alive = {}, True
-        self._reader = asyncio.create_task(self._hand_out(self._process.stdout, self._replies))
+        self._reader = asyncio.create_task(self._hand_out(self.process.stdout, self._replies))
 
     async def _hand_out(
         self, stream: asyncio.StreamReader, replies: dict[int, asyncio.Future[Reply | None]]
@@ -231,36 +230,19 @@ class _Worker:
                 future.set_result(None)
 
     def _send(self, number: int, content: bytes) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self.process is not None and self.process.stdin is not None
         # To a process that has died this writes nothing; `_hand_out` sees its end.
-        self._process.stdin.write(_HEADER.pack(number, len(content)) + content)
+        self.process.stdin.write(worker.HEADER.pack(number, len(content)) + content)
+
+
+async def _is_done(future: asyncio.Future, seconds: float) -> bool:
+    """Whether a future is done in time."""
+    await asyncio.wait({future}, timeout=seconds)
+    # A run that was suspended resumes past every deadline with unread replies.
+    await asyncio.wait({future}, timeout=0.05)
+    return future.done()
 
 
 async def _read(stream: asyncio.StreamReader) -> tuple[int, Reply]:
-    number, size = _HEADER.unpack(await stream.readexactly(_HEADER.size))
+    number, size = worker.HEADER.unpack(await stream.readexactly(worker.HEADER.size))
     return number, json.loads(await stream.readexactly(size))
-
-
-def packed(function: RewardFunction, name: str) -> bytes:
-    """What a worker unpickles to get the function, and the class of its examples.
-
-    Raises:
-        ValueError: a function without a name cannot be pickled.
-    """
-    try:
-        return cloudpickle.dumps({"function": name or function, "example": Example})
-    except Exception as error:
-        raise ValueError(
-            "expected a reward function that can be sent to a worker process, got "
-            f"{type(error).__name__}: {error}; open what it holds (a lock, a client, a file) "
-            "inside the function, or put it into a module and set verifier.reward to "
-            "module:function"
-        ) from error
-
-
-def _portable(example: Example) -> Example:
-    """The example with images that can be pickled: a member of an archive becomes its bytes."""
-    images = tuple(
-        image.read_bytes() if isinstance(image, zipfile.Path) else image for image in example.images
-    )
-    return dataclasses.replace(example, images=images)

@@ -31,7 +31,7 @@ from care_jax.report.metrics import Pace, format_line, host_usage, print_line, p
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.guards import SkippedUpdates, StateCheck, UpdateBatch
 from care_jax.run.run import Run, open_checkpoints
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 from models.backbone import Params
 
 # (params, name=stage, step=step) -> metrics, as `evaluate.Evaluator`.

@@ -137,7 +137,7 @@ def decode_batches(
             examples=[examples[place] for place in kept],
             rollouts=rollouts,
             texts=texts,
-            dropped=[place for place in local if place not in kept],
+            dropped={place: examples[place] for place in local if place not in kept},
         )
 
 

@@ -30,7 +30,7 @@ from care_jax.run.attention_check import decoding_attention, training_attention
 from care_jax.run.run import Run, compile_to_decode_layout, make_adamw, start_state, verifier_of
 from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
 from models import backbone, lora
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 
 def train(

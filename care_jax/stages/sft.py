@@ -31,7 +31,7 @@ from care_jax.run.attention_check import training_attention
 from care_jax.run.run import Run, make_adamw, start_state
 from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
 from models import backbone, lora
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 ROW_TOO_SHORT = "prompt and response exceed a row"
 

@@ -12,8 +12,7 @@ from care_jax.devices import sharding
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run import attention_check
 from care_jax.run.run import Run
-from models.attention.mask import AttentionImpl
-from models.attention.packed import attend, block_mask
+from models.attention.packed import AttentionImpl, attend, block_mask
 from perf.accelerator.rates import best_seconds
 
 DENSE_TOKENS = 2048  # of a row, whose dense logits fit on a device

@@ -79,7 +79,7 @@ def test_a_run_on_rows_and_a_closure_of_the_caller(tmp_path):
     assert evaluated["num_examples"] == 1 and evaluated["reward/brief"] == 0.25
     assert 1e-4 < evaluated["reward/acc"] < 0.5 and evaluated["acc"] == 1
     sample = json.loads((trained.workdir / "samples_rl.jsonl").read_text())
-    assert sample["target"] == [0, 0, 4, 4] and sample["components"]["brief"] == 0.25
+    assert sample["target"] == [0, 0, 4, 4] and sample["components"][0]["brief"] == 0.25
     groups = data_of(trained.workdir)["groups"]
     found = {tuple(response["components"]) for group in groups for response in group["responses"]}
     assert ("acc", "brief") in found

@@ -72,5 +72,5 @@ def _unboxed(answer: Any) -> Any:
     if not isinstance(answer, str) or answer.count(_BOX) != 1:
         return answer
     start = answer.index(_BOX) + len(_BOX)
-    end = notation.closing_brace(answer, start)
+    end = notation.closing(answer, start)
     return answer if end < 0 else answer[start:end]

@@ -15,7 +15,7 @@ from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
 HOT = 1.5  # temperature

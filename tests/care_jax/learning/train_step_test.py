@@ -27,7 +27,7 @@ from care_jax.learning.train_step import (
 )
 from care_jax.method.objectives import Objective
 from models import lora
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 
 def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(

@@ -183,7 +183,7 @@ def test_a_reward_function_judges_every_sample(make_run, examples, asked):
     run = make_run(SETTINGS | reward)
     held_out(run, examples, "sft")
     first = json.loads((run.workdir / "samples_sft.jsonl").read_text().splitlines()[0])
-    assert first["components"] == {"acc": first["acc"], "half": 0.5}
+    assert first["components"] == [{"acc": first["acc"], "half": 0.5}]
 
 
 def test_one_sample_may_be_drawn(make_run, examples, asked):
