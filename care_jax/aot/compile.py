@@ -333,11 +333,7 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
         return dataclasses.replace(program, **refused), None
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
-    results = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        lowered.out_info,
-        compiled.output_shardings,
-    )
+    results = shapes.sharded(lowered.out_info, compiled.output_shardings)
     num_slices = len(set(map(slice_of, devices)))
     received = collectives.received(compiled.as_text(), num_slices, len(devices) // num_slices)
     work, *expected = (

@@ -200,10 +200,8 @@ def _decode_params(run: Run) -> backbone.Params:
         lambda key: backbone.to_decode_layout(backbone.init(config, key), config, dtype),
         jax.random.key(0),
     )
-    places = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), layout, places
-    )
+    rules = run.config.decode_sharding_rules
+    return shapes.sharded(layout, decode_shardings(run.policy, run.mesh, rules))
 
 
 def _num_parameters(params: Any) -> int:

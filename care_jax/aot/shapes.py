@@ -62,6 +62,13 @@ def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtyp
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
+def sharded(shapes: Any, places: Any) -> Any:
+    """Abstract arrays with these shapes, dtypes and shardings."""
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places
+    )
+
+
 def slots(run: Run, sizes: Sizes, num_prompt_tokens: int, num_positions: int) -> Slots:
     """The decoder's slots, for prompts and responses of these lengths."""
     shape = dict(num_prompt_tokens=num_prompt_tokens, num_positions=num_positions)
@@ -70,10 +77,7 @@ def slots(run: Run, sizes: Sizes, num_prompt_tokens: int, num_positions: int) ->
         functools.partial(empty_slots, run.policy.config, sizes=sizes, dtype=dtype, **shape)
     )
     rules = run.config.decode_sharding_rules
-    places = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), empty, places
-    )
+    return sharded(empty, sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh))
 
 
 def largest_bucket(run: Run) -> tuple[int, int]:
