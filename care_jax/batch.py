@@ -10,14 +10,18 @@ import dataclasses
 import json
 import pathlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.struct
-from jaxtyping import Bool, Float, Int
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int, Shaped
 from PIL import Image
 
 from models.positions import HostOrDevice, ImagePatches
+
+_UNKNOWN: Any = None  # default of a field that is filled in later
 
 
 class Unusable(ValueError):
@@ -177,6 +181,116 @@ class Scores:
     def without_spans(self) -> Scores:
         """The fields that metrics need."""
         return dataclasses.replace(self, is_think=None, is_answer=None)
+
+
+@flax.struct.dataclass
+class Subgroup:
+    """Anchor and hard negatives of one prompt; under vmap, of a batch *B of prompts.
+
+    Attributes:
+        anchor: index of the anchor or, in a rescue, of the pseudo-anchor.
+        is_negative: the K' = min(K, number of eligible failures) chosen hard negatives.
+        hard_negative: index of the chosen negative nearest to the anchor, the one to reflect on.
+        is_rescue: no rollout succeeded and at least two failed; `anchor` is a failure.
+        has_update: there is an anchor and a negative; if false, ignore the indices.
+    """
+
+    anchor: Int[HostOrDevice, "*B"]
+    is_negative: Bool[HostOrDevice, "*B G"]
+    hard_negative: Int[HostOrDevice, "*B"]
+    is_rescue: Bool[HostOrDevice, "*B"]
+    has_update: Bool[HostOrDevice, "*B"]
+
+
+@flax.struct.dataclass
+class RawAdvantages:
+    """Normalised rewards of a prompt's subgroup S before scaling; under vmap, of a batch *B.
+
+    Attributes:
+        value: A_raw, 0 outside S. For binary rewards √K' at the anchor, -1/√K' at the negatives.
+        is_positive: the anchor or pseudo-anchor, and a reflected success.
+        is_negative: the hard negatives in S, and a reflected failure.
+        is_reflected: slot G, if the reflected row is in S.
+    """
+
+    value: Float[HostOrDevice, "*B R"]
+    is_positive: Bool[HostOrDevice, "*B R"]
+    is_negative: Bool[HostOrDevice, "*B R"]
+    is_reflected: Bool[HostOrDevice, "*B R"]
+
+
+@flax.struct.dataclass
+class Credit:
+    """Advantages and loss weights of a batch.
+
+    Attributes:
+        advantage: A of each row.
+        token_advantage: a_t, 0 outside sampled tokens.
+        row_weight: weight of the row in its prompt's loss.
+        prompt_weight: what the prompt adds to the loss's denominator.
+        is_trained: sampled tokens of the rows in the update.
+    """
+
+    advantage: Float[HostOrDevice, "B R"]
+    token_advantage: Float[HostOrDevice, "B R T"]
+    row_weight: Float[HostOrDevice, "B R"]
+    prompt_weight: Float[HostOrDevice, " B"]
+    is_trained: Bool[HostOrDevice, "B R T"]
+
+
+@flax.struct.dataclass
+class Groups:
+    """What a step knows so far of B prompts and their R rows each; the rest is None.
+
+    All leaves are numpy arrays with the prompts as their first axis, some of Python objects.
+    `jax.tree.map` therefore selects, gathers and concatenates groups, whatever is known of them.
+
+    Attributes:
+        index: of each prompt in its step.
+        examples: the questions, of `Example`.
+        prompts: the questions tokenised, of `TokenizedPrompt`.
+        sources: names of the data sources.
+        sizes: tokens and image patches of each prompt.
+        rollouts, scores: of all rows; where the objective reflects, the last row is the reflected.
+        texts: of the responses.
+        reasons: why the verifier judged each row as it did, see `Verdict`.
+        components: what a reward function returned for each row, by name; empty where it failed.
+            None without a reward function.
+        subgroup: anchor and negatives.
+        has_reflection: the last row is a reflected one.
+        credit: what is trained on, and how much.
+        raw: A_raw; None if the objective compares the whole group, as GRPO does.
+    """
+
+    index: Int[np.ndarray, " B"] = _UNKNOWN
+    examples: Shaped[np.ndarray, " B"] = _UNKNOWN
+    prompts: Shaped[np.ndarray, " B"] = _UNKNOWN
+    sources: Shaped[np.ndarray, " B"] = _UNKNOWN
+    sizes: Int[np.ndarray, "B 2"] = _UNKNOWN
+    rollouts: Rollouts = _UNKNOWN
+    scores: Scores = _UNKNOWN
+    texts: Shaped[np.ndarray, "B R"] = _UNKNOWN
+    reasons: Shaped[np.ndarray, "B R"] = _UNKNOWN
+    components: Shaped[np.ndarray, "B R"] | None = None
+    subgroup: Subgroup = _UNKNOWN
+    has_reflection: Bool[np.ndarray, " B"] = _UNKNOWN
+    credit: Credit = _UNKNOWN
+    raw: RawAdvantages | None = None
+
+    def take(self, chosen: Any) -> Groups:
+        """The groups of some prompts: indices, a mask or a slice."""
+        return jax.tree.map(lambda x: x[chosen], self)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Groups]) -> Groups:
+        """The groups of several batches, of all of which the same is known."""
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+    @property
+    def num_trained(self) -> Int[np.ndarray, "B R"]:
+        """Tokens of each response that is trained on, 0 of the others."""
+        num_tokens = self.rollouts.is_valid.sum(-1) * self.credit.is_trained.any(-1)
+        return num_tokens.astype(np.int32)
 
 
 @flax.struct.dataclass

@@ -5,8 +5,6 @@ ranges and β are those of `configs/common.py`, except that CARE and GRPO have n
 `configs/tiny.py`, as in the demo.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
@@ -14,18 +12,11 @@ ARMS = {
 }
 REFERENCE = "care"
 COLUMNS = (
-    "acc",
-    "gain",
-    "lead",
-    "benchmarks",
-    "response_tokens",
-    "decoded_tokens",
-    "rollout_equal_tokens",
-    "rollout_equal_tokens:lead",
+    "acc,gain,lead,benchmarks,response_tokens,decoded_tokens,rollout_equal_tokens,"
+    "rollout_equal_tokens:lead"
 )
-PANELS = ("accuracy", "by_tokens", "reward_by_step")
+PANELS = "accuracy,by_tokens,reward_by_step"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

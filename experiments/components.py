@@ -3,8 +3,6 @@
 One table per backbone, such as `components.py:anchor@qwen3vl_4b`.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
@@ -15,6 +13,5 @@ ARMS = {
 REFERENCE = "grpo"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

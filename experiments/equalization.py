@@ -1,20 +1,14 @@
 """The target number of negatives K, with and without equalisation when fewer exist."""
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
-    f"k_{number}{'' if equalize else '_unequalized'}": {
-        "care.K": number,
-        "care.equalize": equalize,
-    }
+    f"k_{number}{'' if equalize else '_unequalized'}": {"care.K": number, "care.equalize": equalize}
     for number in (2, 4, 6)
     for equalize in (True, False)
 }
 REFERENCE = "k_4"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

@@ -1,13 +1,10 @@
 """The advantage scale s_refl of a failed reflection, as a fraction of s = 0.5."""
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {f"{share}_s": {"care.s_refl": share * 0.5} for share in (0.25, 0.5, 0.75, 1.0)}
 REFERENCE = "0.5_s"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

@@ -5,8 +5,6 @@ shares fix the rationale's part of a correct row's credit instead of its weight.
 Plotted against decoded tokens.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
@@ -18,9 +16,8 @@ ARMS = {
     "share_50": {"care.gamma_share": 0.5},
 }
 REFERENCE = "rw"
-PANELS = ("by_tokens", "accuracy")
+PANELS = "by_tokens,accuracy"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

@@ -21,8 +21,6 @@ rationale gets. With the paper's γ⁺ it is 0.026 at 43 rationale and 8 answer 
 `configs/repair.py`.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 _GRPO = {"rl.objective": "grpo", "rl.learning_rate": 1e-3}
@@ -38,19 +36,11 @@ ARMS = {
 }
 REFERENCE = "care"
 COLUMNS = (
-    "acc",
-    "gain",
-    "held_out_equal_tokens",
-    "held_out_equal_tokens:lead",
-    "lead",
-    "reflect_success",
-    "reflect_first_try",
-    "think_tokens",
-    "decoded_tokens",
+    "acc,gain,held_out_equal_tokens,held_out_equal_tokens:lead,lead,reflect_success,"
+    "reflect_first_try,think_tokens,decoded_tokens"
 )
-PANELS = ("held_out_by_tokens", "held_out_equal_tokens:lead")
+PANELS = "held_out_by_tokens,held_out_equal_tokens:lead"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

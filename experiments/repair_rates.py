@@ -7,8 +7,6 @@ The rule chooses among 2.5e-4, 5e-4 and 1e-3. 1.25e-4 was run after the choice, 
 the lowest of the three, to see whether a lower one does better.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
@@ -19,6 +17,5 @@ ARMS = {
 REFERENCE = "care_0.0005"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

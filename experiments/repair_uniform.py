@@ -17,8 +17,6 @@ rollout in its place, `anchor` has neither.
    compare with `care` and `grpo`, each pair at the tokens that both have decoded.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 _UNIFORM = {"care.region_weights": False}
@@ -29,21 +27,11 @@ ARMS = {
 }
 REFERENCE = "repair"
 COLUMNS = (
-    "acc",
-    "gain",
-    "shared_tokens",
-    "held_out_equal_tokens",
-    "held_out_equal_tokens:lead",
-    "held_out_area",
-    "held_out_area:lead",
-    "reflect_success",
-    "reflect_first_try",
-    "think_tokens",
-    "decoded_tokens",
+    "acc,gain,shared_tokens,held_out_equal_tokens,held_out_equal_tokens:lead,held_out_area,"
+    "held_out_area:lead,reflect_success,reflect_first_try,think_tokens,decoded_tokens"
 )
-PANELS = ("held_out_by_tokens", "held_out_equal_tokens:lead")
+PANELS = "held_out_by_tokens,held_out_equal_tokens:lead"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

@@ -1,7 +1,5 @@
 """All-failed groups: skipped, rescued at full scale as in the paper, or at a tenth of it."""
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
@@ -10,10 +8,9 @@ ARMS = {
     "weak": {"care.rescue_scale": 0.1},
 }
 REFERENCE = "off"
-COLUMNS = ("acc", "gain", "lead", "triggers", "acc_at_50", "rescue_gain@50", "kl_per_trigger")
-PANELS = ("accuracy", "acc_at_50", "kl_per_trigger", "by_tokens")
+COLUMNS = "acc,gain,lead,triggers,acc_at_50,rescue_gain@50,kl_per_trigger"
+PANELS = "accuracy,acc_at_50,kl_per_trigger,by_tokens"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

@@ -4,8 +4,6 @@
 the forced tokens from the context in which the reflected row is trained.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
@@ -16,17 +14,8 @@ ARMS = {
     "prompt_only": {"care.reflect_credit": "prompt_only"},
 }
 REFERENCE = "cue"
-COLUMNS = (
-    "acc",
-    "gain",
-    "lead",
-    "reflect_success",
-    "reflect_first_try",
-    "response_tokens",
-    "decoded_tokens",
-)
+COLUMNS = "acc,gain,lead,reflect_success,reflect_first_try,response_tokens,decoded_tokens"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

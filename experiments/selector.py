@@ -1,7 +1,5 @@
 """Which failures are contrasted with the anchor."""
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 ARMS = {
@@ -11,6 +9,5 @@ ARMS = {
 REFERENCE = "nearest_diverse"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

@@ -6,8 +6,6 @@ equal and α is 1. With the format in the reward (`acc_fmt`) or partial credit f
 all arms. The sample is every contrasted group in rollouts.jsonl, see `experiments.sweep.signature`.
 """
 
-from ml_collections import ConfigDict
-
 from configs.arms import with_arm
 
 _REWARDS = {
@@ -31,23 +29,12 @@ ARMS = {
 }
 REFERENCE = "k_4_graded"
 COLUMNS = (
-    "groups",
-    "anchor_sample_slope",
-    "anchor_sample_r2",
-    "negative_sample_slope",
-    "negative_sample_r2",
-    "alpha_text",
-    "alpha_text_slope",
-    "alpha_text_r2",
-    "alpha_text_error",
-    "alpha_appendix",
-    "alpha_appendix_slope",
-    "alpha_appendix_r2",
-    "alpha_appendix_error",
+    "groups,anchor_sample_slope,anchor_sample_r2,negative_sample_slope,negative_sample_r2,"
+    "alpha_text,alpha_text_slope,alpha_text_r2,alpha_text_error,alpha_appendix,"
+    "alpha_appendix_slope,alpha_appendix_r2,alpha_appendix_error"
 )
-PANELS = ("anchor_buckets", "negative_buckets", "alpha_buckets")
+PANELS = "anchor_buckets,negative_buckets,alpha_buckets"
 
 
-def get_config(arm: str = REFERENCE) -> ConfigDict:
-    """An arm, see `configs/arms.py`."""
+def get_config(arm: str = REFERENCE):
     return with_arm(ARMS, arm)

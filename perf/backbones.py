@@ -1,7 +1,5 @@
 """The backbones that the measurements share, of the Qwen2.5-VL architecture."""
 
-import dataclasses
-
 from models.config import BackboneConfig
 from models.release import config_json
 
@@ -50,21 +48,3 @@ def medium_config() -> BackboneConfig:
             },
         }
     )
-
-
-def smollm2_config() -> BackboneConfig:
-    """140M parameters: a decoder of SmolLM2-135M's shape and a vision tower of 4 layers."""
-    config = medium_config()
-    text = dataclasses.replace(
-        config.text,
-        num_layers=30,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_heads=9,
-        num_kv_heads=3,
-        vocab_size=49152,
-    )
-    vision = dataclasses.replace(
-        config.vision, num_layers=4, full_attention_layers=(3,), output_size=576
-    )
-    return dataclasses.replace(config, text=text, vision=vision)

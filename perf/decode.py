@@ -31,7 +31,7 @@ from care_jax.decoding.schedule import Sizes, WaitingPrompt, simulate
 from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.rl.programs import compile_decoding
+from care_jax.rl.programs import compile_decoder
 from care_jax.run.policy import policy_of
 from care_jax.run.run import Run
 from configs import tiny
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
     parser.add_argument(
-        "--seats", type=int, help="prompts in flight; by default what gives 32 rows"
+        "--slots", type=int, help="prompts in flight; by default what gives 32 rows"
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
@@ -128,7 +128,7 @@ def main() -> None:
     params = backbone.init(config, jax.random.key(0))
     to_decode = jax.jit(lambda p: backbone.to_decode_layout(p, config, jnp.dtype(args.dtype)))
     decode_params = to_decode(params)
-    programs = compile_decoding(run, temperature=1.0, top_p=1.0, stops=False)
+    programs = compile_decoder(run, temperature=1.0, top_p=1.0, stops=False)
     requests = [
         Request(place, prompt, limits=limits)
         for place, (prompt, limits) in enumerate(zip(prompts, lengths, strict=True))
@@ -136,9 +136,9 @@ def main() -> None:
     all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8])
 
     def queue_of(num_rows: int) -> DecodeQueue:
-        seats = args.seats or max(32 // num_rows, 1)
-        sizes = Sizes(seats, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
-        return DecodeQueue(run, programs, sizes, DeviceClock())
+        slots = args.slots or max(32 // num_rows, 1)
+        sizes = Sizes(slots, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
+        return DecodeQueue(programs, run.policy.prompts, sizes, DeviceClock())
 
     def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
         queue = queue_of(num_rows)
@@ -161,9 +161,9 @@ def main() -> None:
         buckets = run.policy.prompts.buckets
         schedule = simulate(queue.sizes, waiting, dict(enumerate(lengths)), buckets)
         assert schedule.num_steps == queue.num_steps
-        row_steps = sum(call.num_steps * call.num_seats * num_rows for call in schedule.calls)
+        row_steps = sum(call.num_steps * call.num_slots * num_rows for call in schedule.calls)
         print(
-            f"R = {num_rows}: {queue.sizes.num_seats} seats, {queue.num_steps} steps, "
+            f"R = {num_rows}: {queue.sizes.num_slots} slots, {queue.num_steps} steps, "
             f"{row_steps / lengths.sum():.2f} row steps a token, "
             f"{seconds:.1f} s, devices idle {1 - queue.clock.busy_seconds() / seconds:.1%}",
             flush=True,

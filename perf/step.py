@@ -46,7 +46,7 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl import dynamic_sampling
-from care_jax.rl.programs import compile_decoding, compile_rollout, compile_update, rollout_sizes
+from care_jax.rl.programs import compile_decoder, compile_rollout, compile_update, rollout_sizes
 from care_jax.rl.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
@@ -75,7 +75,7 @@ def _hash(text: str) -> float:
     return zlib.crc32(text.encode()) % 1000 / 999
 
 
-def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
+def make_config(cap: int, num_slots: int, num_rows: int, folder: str = ""):
     """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
     config.model.backbone = {} if folder else config_json.to_hf(medium_config())
@@ -87,7 +87,7 @@ def make_config(cap: int, num_seats: int, num_rows: int, folder: str = ""):
     rl.objective = "grpo"
     rl.num_rollouts = NUM_ROLLOUTS
     rl.prompts_per_step = rl.prompts_per_update = NUM_PROMPTS
-    rl.decode_prompts, rl.decode_rows = num_seats, num_rows
+    rl.decode_prompts, rl.decode_rows = num_slots, num_rows
     rl.row_tokens, rl.row_patches = 4096, 4096
     rl.microbatch_size = 1
     rl.max_response_tokens = cap
@@ -128,7 +128,7 @@ class Ours:
 
     def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
         cap = int(lengths.max())
-        config = make_config(cap, args.seats, args.rows, folder)
+        config = make_config(cap, args.slots, args.rows, folder)
         writer = stack.enter_context(MetricWriter(workdir, ""))
         self.run = open_run(config, workdir, writer=writer)
         params = weights.start(self.run)
@@ -158,8 +158,8 @@ class Ours:
         """The programs with rollouts that end at exactly these lengths [B, G]."""
         sizes = rollout_sizes(self.run)[0]
         queue = DecodeQueue(
-            self.run,
-            compile_decoding(self.run, temperature=1.0, top_p=1.0, stops=False),
+            compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False),
+            self.run.policy.prompts,
             sizes,
             DeviceClock(),
         )
@@ -307,7 +307,7 @@ def main() -> None:
     xla_flags.set_defaults()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--seats", type=int, default=4, help="our prompts in flight")
+    parser.add_argument("--slots", type=int, default=4, help="our prompts in flight")
     parser.add_argument("--rows", type=int, default=8, help="our rows of a prompt in flight")
     parser.add_argument("--rows-per-device", type=int, default=8, help="TRL's microbatch")
     parser.add_argument("--keep-activations", action="store_true", help="TRL's, for the gradient")
@@ -319,7 +319,7 @@ def main() -> None:
         print(f"{name}: {drawn.sum()} tokens, longest {drawn.max()}")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = make_config(CASES["equal"], args.seats, args.rows)
+        config = make_config(CASES["equal"], args.slots, args.rows)
         policy = policy_of(config)
         params = backbone.init(policy.config, jax.random.key(0))
         backbone.export(folder / "start", params, policy.config, dtype=jnp.float32)

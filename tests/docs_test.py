@@ -20,8 +20,9 @@ from experiments.sweep.experiment import load_experiment
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
 # Modules that take the keys of a configuration.
-CONFIGURED = tuple(
-    f"care_jax.{name}" for name in ("main", "aot", "data.prepare", "sweep", "probe", "repairs")
+CONFIGURED = (
+    *("care_jax.main", "care_jax.aot", "experiments.sweep"),
+    *(f"care_jax.commands.{name}" for name in ("prepare", "probe", "repairs")),
 )
 
 
@@ -29,7 +30,9 @@ def commands_of(text):
     """The lines of indented and fenced blocks that call our programs, continuations joined."""
     text = text.replace("\\\n", " ")
     for line in text.splitlines():
-        if re.match(r"(?: {4})(?:\$ )?(?:[A-Z_]+=\S+ )*python3? -m (?:care_jax|perf)", line):
+        if re.match(
+            r"(?: {4})(?:\$ )?(?:[A-Z_]+=\S+ )*python3? -m (?:care_jax|experiments|perf)", line
+        ):
             yield line.strip().removeprefix("$ ").split(" #")[0]
 
 
@@ -70,9 +73,7 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
         given = dict(
             word[2:].split("=", 1) for word in arguments if not word.startswith("--config")
         )
-        names = {
-            key: given[key].split(",") for key in ("arms", "columns", "panels") if key in given
-        }
+        names = {key: given[key] for key in ("arms", "columns", "panels") if key in given}
         load_experiment(ROOT / given["experiment"], **names)
     for word in arguments:
         if word.startswith("--") and not word.startswith("--config"):

@@ -469,7 +469,7 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     )
     assert all(count <= num_buckets for count in counts.values()), counts
     assert rollout.select._cache_size() == 1
-    # Two passes, in each of which prompts of one bucket sit beside those of another, and the seats
+    # Two passes, in each of which prompts of one bucket sit beside those of another, and the slots
     # become half and a quarter.
     assert 2 <= num_calls["admit"] <= 2 * (num_buckets + 1)
     assert 2 <= num_calls["advance"] <= 2 * 3 * num_buckets

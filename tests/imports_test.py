@@ -31,7 +31,7 @@ LAYERS = (
 FOLDERS = {
     "configs":           ("configs",),
     "experiments":       ("configs",),
-    "experiments.sweep": ("configs", "experiments", "care_jax"),
+    "experiments.sweep": ("configs", "experiments", "care_jax.config", "care_jax.devices"),
     "models":            ("models",),
     "care_jax":          ("care_jax", "models"),
 }
@@ -88,10 +88,9 @@ def wrong_imports(root: pathlib.Path) -> list[str]:
         folder = "experiments.sweep" if name.startswith("experiments.sweep") else top
         for target, line in imports_of(name, path, modules):
             where = f"{path.relative_to(root)}:{line} imports {target}"
-            target_top = target.split(".")[0]
-            if target_top in OURS and target_top not in FOLDERS[folder]:
-                allowed = " and ".join(FOLDERS[folder])
-                wrong.append(f"{where}; {folder} imports only {allowed} of ours")
+            target_top, allowed = target.split(".")[0], FOLDERS[folder]
+            if target_top in OURS and not f"{target}.".startswith(tuple(f"{x}." for x in allowed)):
+                wrong.append(f"{where}; {folder} imports only {' and '.join(allowed)} of ours")
             elif top == target_top == "care_jax" and "." in target and "." in name:
                 own, other = RANK.get(part_of(name)), RANK.get(part_of(target))
                 if own is not None and other is not None and other > own:
@@ -157,6 +156,7 @@ PLANTED = (
     (unplaced, "care_jax/new_idea.py", "", "place it in LAYERS"),
     (wrong_imports, "configs/tiny.py", "import care_jax.batch", "configs imports only configs"),
     (wrong_imports, "experiments/arm.py", "from models import rope", "imports only configs"),
+    (wrong_imports, "experiments/sweep/a.py", "from care_jax.run import x", "care_jax.config and"),
     (wrong_imports, "models/rope.py", "from care_jax import batch", "models imports only models"),
     (wrong_imports, "care_jax/method/a.py", "from care_jax.stages import x", "below 'stages'"),
     (wrong_imports, "care_jax/method/a.py", "from ..stages import rl", "below 'stages'"),
@@ -189,6 +189,7 @@ def test_a_planted_violation_is_named(rule, file, text, message, tmp_path):
         "care_jax/stages/rl.py": "from care_jax.rl.programs import f",
         "configs/tiny.py": "from configs import common",
         "experiments/arm.py": "from configs.tiny import get_config",
+        "experiments/sweep/a.py": "from care_jax.config import x\nfrom experiments import arm",
         "models/rope.py": "",
     }
     for name, source in clean.items():

@@ -28,13 +28,13 @@ from care_jax.aot.collectives import Received
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
-from care_jax.decoding.queue import DecodePrograms
+from care_jax.decoding.programs import DecodePrograms
 from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.rl.programs import compile_decoder, compile_update, rollout_sizes
 from care_jax.run.run import Run, abstract_state, make_adamw, open_run
 from care_jax.stages import sft
 from models import lora
@@ -212,7 +212,7 @@ def _rollout_programs(
     compiled = [program]
     if params is None:
         return compiled, None
-    programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p)
+    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p)
     first, second = rollout_sizes(run)
     passes = [("decode", first, lambda step: step.decoding)]
     if shapes.num_rows(run) > rl.num_rollouts:
@@ -221,7 +221,7 @@ def _rollout_programs(
         schedules = schedule_of(largest), schedule_of(expected) if expected else None
         compiled += _decode_programs(run, programs, params, kept, name, sizes, *schedules)
 
-    # Assumes that the memory per prompt does not depend on the number of seats.
+    # Assumes that the memory per prompt does not depend on the number of slots.
     fixed = kept + shapes.num_bytes(params)
     per_prompt = (max(p.total for p in compiled[1:]) - fixed) / rl.decode_prompts
     most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
@@ -255,7 +255,7 @@ def _decode_programs(
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
-    seats = shapes.seats(run, sizes, num_tokens, sizes.max_tokens)
+    slots = shapes.slots(run, sizes, num_tokens, sizes.max_tokens)
 
     def add(kind, jitted, arguments, beside, work_of, calls_of):
         """Compiles one program; every call of the worst step counts as its largest call."""
@@ -269,8 +269,8 @@ def _decode_programs(
 
     rng = jax.eval_shape(lambda: jax.random.key(0))
     budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
-    chosen = shapes.on_batch(place, sizes.num_seats)(jnp.int32)
-    arguments = params, seats, prompts, rng, per_prompt(jnp.int32), budget, chosen
+    chosen = shapes.on_batch(place, sizes.num_slots)(jnp.int32)
+    arguments = params, slots, prompts, rng, per_prompt(jnp.int32), budget, chosen
     add(
         " prefill",
         programs.admit,
@@ -279,7 +279,7 @@ def _decode_programs(
         lambda bucket: workload.prefill(run, sizes, bucket),
         lambda schedule: schedule.prefills,
     )
-    advance = programs.advance, (params, seats, jax.ShapeDtypeStruct((), jnp.int32)), kept
+    advance = programs.advance, (params, slots, jax.ShapeDtypeStruct((), jnp.int32)), kept
     add(
         "",
         *advance,

@@ -150,11 +150,11 @@ def _memory(run: Run) -> Iterator[str]:
             yield f"{_gib(params)} reference policy"
         yield f"{_gib(shapes.num_bytes(_decode_params(run)))} weights for decoding"
         most = max(
-            shapes.num_bytes(shapes.seats(run, sizes, num_tokens, sizes.max_tokens))
+            shapes.num_bytes(shapes.slots(run, sizes, num_tokens, sizes.max_tokens))
             for sizes in rollout_sizes(run)
             for num_tokens in [shapes.largest_bucket(run)[0] + sizes.context_tokens]
         )
-        yield f"{_gib(most)} KV caches and seats of rl.decode_prompts prompts of the largest bucket"
+        yield f"{_gib(most)} KV caches and slots of rl.decode_prompts prompts of the largest bucket"
     stats = run.mesh.devices.flat[0].memory_stats() or {}
     if limit := stats.get("bytes_limit"):
         yield f"{_gib(limit)} there are"

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
 from care_jax.data.tokenizer import open_tokenizer
 from care_jax.decoding.schedule import Sizes
-from care_jax.decoding.seats import Seats, empty_seats, seat_axes
+from care_jax.decoding.slots import Slots, empty_slots, slot_axes
 from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.prompts.builder import backbone_config
@@ -69,15 +69,15 @@ def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtyp
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
-def seats(run: Run, sizes: Sizes, num_prompt_tokens: int, num_slots: int) -> Seats:
-    """The decoder's seats, for prompts and responses of these lengths."""
-    shape = dict(num_prompt_tokens=num_prompt_tokens, num_slots=num_slots)
+def slots(run: Run, sizes: Sizes, num_prompt_tokens: int, num_positions: int) -> Slots:
+    """The decoder's slots, for prompts and responses of these lengths."""
+    shape = dict(num_prompt_tokens=num_prompt_tokens, num_positions=num_positions)
     dtype = jnp.dtype(run.config.model.compute_dtype)
     empty = jax.eval_shape(
-        functools.partial(empty_seats, run.policy.config, sizes=sizes, dtype=dtype, **shape)
+        functools.partial(empty_slots, run.policy.config, sizes=sizes, dtype=dtype, **shape)
     )
     rules = run.config.decode_sharding_rules
-    places = sharding.param_shardings(seat_axes(empty), empty, rules, run.mesh)
+    places = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), empty, places
     )

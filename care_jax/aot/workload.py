@@ -48,7 +48,7 @@ def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
         call: of the schedule.
         impl: attention of decode steps; XLA reads all slots of the caches.
     """
-    rows = Rows(call.num_seats, call.num_prompt_tokens, 0, sizes.num_rows, call.num_slots)
+    rows = Rows(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, call.num_positions)
     return roofline.decode_work(
         run.policy.config,
         rows,

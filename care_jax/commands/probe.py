@@ -42,15 +42,10 @@ from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval
-from care_jax.rl.programs import (
-    compile_decoding,
-    compile_rollout,
-    compile_to_decode_layout,
-    rollout_sizes,
-)
+from care_jax.rl.programs import compile_decoder, compile_rollout, rollout_sizes
 from care_jax.rl.rollout import contexts_of, verify
 from care_jax.run.attention_check import decoding_attention
-from care_jax.run.run import Run, verifier_of
+from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 from models import backbone
 
 GAIN = 0.3
@@ -158,8 +153,8 @@ def probe(
         longest = max(len(context) for contexts in forced.values() for context in contexts)
         sizes = dataclasses.replace(rollout_sizes(run)[1], context_tokens=longest)
         sampling = {"temperature": config.rl.temperature, "top_p": config.rl.top_p}
-        decoding = compile_decoding(run, **sampling, attention=attention)
-        queue = DecodeQueue(run, decoding, sizes, clock)
+        decoding = compile_decoder(run, **sampling, attention=attention)
+        queue = DecodeQueue(decoding, run.policy.prompts, sizes, clock)
         for way, contexts in forced.items():
             again = [
                 dataclasses.replace(request, context=context)

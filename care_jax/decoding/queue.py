@@ -1,16 +1,16 @@
-"""Decodes many prompts on few seats: the host's side of continuous decoding.
+"""Decodes many prompts on few slots: the host's side of continuous decoding.
 
-Prompts take seats a few at a time (`schedule`), and all their rollouts are decoded (`sampler`).
+Prompts take slots a few at a time (`schedule`), and all their rollouts are decoded (`sampler`).
 Finished prompts are yielded while the devices decode the others, so verifying takes no device
-time. Between two calls of `advance` the host reads which seats are free and pads the prompts that
+time. Between two calls of `advance` the host reads which slots are free and pads the prompts that
 take them.
 
 A prompt is decoded on the batch shard that trains on it, so neither prompts nor responses cross the
 network. Every process knows all waiting prompts and makes the same decisions. Nothing depends on
 how long the host takes: the same weights and prompts give the same calls.
 
-Letters: B seats, R rows of a seat, G rollouts of a prompt, T tokens of a rollout, N prompts of a
-prefill, P prompt tokens, S slots of a row's ring. `sampler` explains seats, rows and rings.
+Letters: B slots, R rows of a slot, G rollouts of a prompt, T tokens of a rollout, N prompts of a
+prefill, P prompt tokens, S positions of a row's ring. `sampler` explains slots, rows and rings.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
-from care_jax.decoding.sampler import Progress, Sampled
+from care_jax.decoding.programs import DecodePrograms
+from care_jax.decoding.sampler import Sampled
 from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
-from care_jax.decoding.seats import Seats
+from care_jax.decoding.slots import Slots
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.run.run import Run
+from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models import backbone
 from models.config import BackboneConfig
 
@@ -56,46 +56,23 @@ class Request:
     limits: Int[np.ndarray, " G"] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodePrograms:
-    """The compiled functions of decoding, see `programs.compile_decoding`.
-
-    Attributes:
-        empty: (sizes, P, S) -> Seats.
-        admit: (params, seats, prompts, rng, places [N], budget [N, G], chosen [B]) ->
-            (Seats, Sampled), prefill included.
-        share: (seats, source [B], begin [B], end [B]) -> Seats.
-        advance: (params, seats, num_wanted) -> (Seats, Sampled, Progress).
-        resize: (array of the rows' cache, clock, axis of its slots, S) -> the resized array.
-        pad: (array of the prefix's cache, axis of its tokens, P) -> the padded array.
-        keep: (array of the seats, indices of the seats to keep) -> the smaller array.
-    """
-
-    empty: Callable[..., Seats]
-    admit: Callable[..., tuple[Seats, Sampled]]
-    share: Callable[..., Seats]
-    advance: Callable[..., tuple[Seats, Sampled, Progress]]
-    resize: Callable[..., jax.Array]
-    pad: Callable[..., jax.Array]
-    keep: Callable[..., jax.Array]
-
-
 class DecodeQueue:
     """Decodes prompts with the sizes and settings of one configuration.
 
     Args:
-        run: the run.
-        programs: compiled for it.
-        sizes: shapes to run them with.
+        programs: compiled for the policy.
+        prompts: pads the policy's prompts.
+        sizes: shapes to run the programs with.
         clock: measures the device time of the programs.
 
     Attributes:
         num_steps: decode steps so far; a step advances all rows.
     """
 
-    def __init__(self, run: Run, programs: DecodePrograms, sizes: Sizes, clock: DeviceClock):
-        self.programs, self.sizes, self.clock = programs, sizes, clock
-        self.batch_sharding, self.policy = run.decode_batch_sharding, run.policy
+    def __init__(
+        self, programs: DecodePrograms, prompts: PromptBuilder, sizes: Sizes, clock: DeviceClock
+    ):
+        self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
         self.num_steps = 0
 
     def decode(
@@ -116,25 +93,27 @@ class DecodeQueue:
             distributed.Preempted: the run is to end.
         """
         scheduler = Scheduler(_gather_waiting(requests), self.sizes)
-        buffer = _RolloutBuffer(requests, self.sizes, self.batch_sharding, self.policy.config)
-        seats, longest, num_steps, finished = None, 0, 0, None
+        buffer = _RolloutBuffer(
+            requests, self.sizes, self.programs.batch_sharding, self.programs.config
+        )
+        slots, longest, num_steps, finished = None, 0, 0, None
         while scheduler.has_prompts:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                seats, first = self._admit(params, rng, requests, admission, seats, longest)
+                slots, first = self._admit(params, rng, requests, admission, slots, longest)
                 self.clock.watch(first)
                 buffer.enqueue(first, scheduler.places)
             if (shares := scheduler.share()) is not None:
-                seats = self.programs.share(
-                    seats, *map(self._put_seats, (shares.source, shares.begin, shares.end))
+                slots = self.programs.share(
+                    slots, *map(self._put_slots, (shares.source, shares.begin, shares.end))
                 )
-            assert seats is not None  # the first prompts are admitted
+            assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
-                seats = self._keep(seats, self._put_seats(kept))
-            seats = self._with_room(seats, seats.prefix.is_valid.shape[1], longest)
+                slots = self._keep(slots, self._put_slots(kept))
+            slots = self._with_room(slots, slots.prefix.is_valid.shape[1], longest)
             num_wanted = np.int32(scheduler.num_wanted)
-            seats, sampled, progress = self.programs.advance(params, seats, num_wanted)
+            slots, sampled, progress = self.programs.advance(params, slots, num_wanted)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.places)
             if finished is not None:
@@ -143,15 +122,15 @@ class DecodeQueue:
             progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
             longest, num_steps = int(progress.longest), int(progress.clock)
             released = scheduler.release(progress.is_free, progress.next_rollout)
-            finished = buffer.collect(released, scheduler.places, seats)
+            finished = buffer.collect(released, scheduler.places, slots)
         self.num_steps += num_steps
         if finished is not None:
             yield finished
 
-    def _put_seats(self, array: Int[np.ndarray, " B"]) -> jax.Array:
-        """Puts one number per seat, known to all processes, on the devices."""
-        rows = sharding.local_rows(len(array), self.batch_sharding)
-        return sharding.put_batch(array[rows], self.batch_sharding)
+    def _put_slots(self, array: Int[np.ndarray, " B"]) -> jax.Array:
+        """Puts one number per slot, known to all processes, on the devices."""
+        rows = sharding.local_rows(len(array), self.programs.batch_sharding)
+        return sharding.put_batch(array[rows], self.programs.batch_sharding)
 
     def _admit(
         self,
@@ -159,21 +138,24 @@ class DecodeQueue:
         rng: PRNGKeyArray,
         requests: Sequence[Request],
         admission: Admission,
-        seats: Seats | None,
+        slots: Slots | None,
         longest: int,
-    ) -> tuple[Seats, Sampled]:
-        """Prefills the admitted prompts and gives them their seats."""
-        sizes, put = self.sizes, functools.partial(sharding.put_batch, sharding=self.batch_sharding)
+    ) -> tuple[Slots, Sampled]:
+        """Prefills the admitted prompts and gives them their slots."""
+        sizes, put = (
+            self.sizes,
+            functools.partial(sharding.put_batch, sharding=self.programs.batch_sharding),
+        )
         by_place = {request.place: request for request in requests}
-        padding = Request(0, self.policy.prompts.empty_prompt)
+        padding = Request(0, self.prompts.empty_prompt)
         admitted = [
             padding if prompt is None else by_place[prompt.place]
             for prompt in (
                 admission.prompts[row]
-                for row in sharding.local_rows(sizes.num_new, self.batch_sharding)
+                for row in sharding.local_rows(sizes.num_new, self.programs.batch_sharding)
             )
         ]
-        prompts = self.policy.prompts.batch(
+        prompts = self.prompts.batch(
             [request.prompt for request in admitted],
             admission.sizes,
             contexts=[request.context for request in admitted],
@@ -186,34 +168,34 @@ class DecodeQueue:
         ]
         places = np.array([request.place for request in admitted], np.int32)
         num_tokens = prompts.tokens.shape[1]
-        if seats is None:
-            seats = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
-        seats = self._with_room(seats, num_tokens, longest)
-        arrays = *put((places, np.array(budget, np.int32))), self._put_seats(admission.chosen)
-        return self.programs.admit(params, seats, put(prompts), rng, *arrays)
+        if slots is None:
+            slots = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
+        slots = self._with_room(slots, num_tokens, longest)
+        arrays = *put((places, np.array(budget, np.int32))), self._put_slots(admission.chosen)
+        return self.programs.admit(params, slots, put(prompts), rng, *arrays)
 
-    def _with_room(self, seats: Seats, num_tokens: int, longest: int) -> Seats:
+    def _with_room(self, slots: Slots, num_tokens: int, longest: int) -> Slots:
         """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
-        prefix, cache, programs = seats.prefix, seats.cache, self.programs
+        prefix, cache, programs = slots.prefix, slots.cache, self.programs
         if num_tokens > prefix.is_valid.shape[1]:
             _change(prefix.cache.keys, lambda x: programs.pad(x, 3, num_tokens))
             _change(prefix.cache.values, lambda x: programs.pad(x, 2, num_tokens))
             is_valid = [prefix.is_valid]
             _change(is_valid, lambda x: programs.pad(x, 1, num_tokens))
             prefix = dataclasses.replace(prefix, is_valid=is_valid[0])
-            seats = dataclasses.replace(seats, prefix=prefix)
+            slots = dataclasses.replace(slots, prefix=prefix)
         wanted = self.sizes.ring_for(longest)
         while (size := cache.keys[0].shape[4]) != wanted:
             size = size * 2 if size < wanted else size // 2
-            _change(cache.keys, lambda x: programs.resize(x, seats.clock, 4, size))  # noqa: B023
-            _change(cache.values, lambda x: programs.resize(x, seats.clock, 3, size))  # noqa: B023
-        return seats
+            _change(cache.keys, lambda x: programs.resize(x, slots.clock, 4, size))  # noqa: B023
+            _change(cache.values, lambda x: programs.resize(x, slots.clock, 3, size))  # noqa: B023
+        return slots
 
-    def _keep(self, seats: Seats, kept: jax.Array) -> Seats:
-        """Keeps half of the seats; see `Scheduler.halve`."""
-        clock, arrays = seats.clock, dataclasses.replace(seats, clock=None)
+    def _keep(self, slots: Slots, kept: jax.Array) -> Slots:
+        """Keeps half of the slots; see `Scheduler.halve`."""
+        clock, arrays = slots.clock, dataclasses.replace(slots, clock=None)
         leaves, structure = jax.tree.flatten(arrays)
-        del seats, arrays
+        del slots, arrays
         _change(leaves, lambda x: self.programs.keep(x, kept))
         return dataclasses.replace(jax.tree.unflatten(structure, leaves), clock=clock)
 
@@ -261,10 +243,10 @@ class _RolloutBuffer:
 
         Args:
             sampled: its samples.
-            places: place of the prompt on each seat, -1 if free.
+            places: place of the prompt on each slot, -1 if free.
         """
-        seats = sharding.local_rows(len(places), self._sharding)
-        indices = [self._index_of.get(place, -1) for place in places[seats].tolist()]
+        slots = sharding.local_rows(len(places), self._sharding)
+        indices = [self._index_of.get(place, -1) for place in places[slots].tolist()]
         self._queued.append((sampled, np.array(indices)))
 
     def store(self) -> None:
@@ -272,39 +254,39 @@ class _RolloutBuffer:
         queued, self._queued = self._queued, []
         for sampled, indices in queued:
             sampled = distributed.fetch(sampled)
-            seat, row, step = np.nonzero(sampled.rollout >= 0)
-            found = seat, row, step
-            target = indices[seat], sampled.rollout[found], sampled.index[found]
+            slot, row, step = np.nonzero(sampled.rollout >= 0)
+            found = slot, row, step
+            target = indices[slot], sampled.rollout[found], sampled.index[found]
             self._tokens[target], self._logp[target] = sampled.tokens[found], sampled.logp[found]
             self._is_sampled[target] = True
 
     def collect(
-        self, released: Sequence[tuple[int, int]], places: Int[np.ndarray, " B"], seats: Seats
+        self, released: Sequence[tuple[int, int]], places: Int[np.ndarray, " B"], slots: Slots
     ) -> tuple[list[int], Rollouts] | None:
-        """Returns the requests that have just released their last seat, with their rollouts.
+        """Returns the requests that have just released their last slot, with their rollouts.
 
         Args:
-            released: (place, seat) of prompts that have just released a seat.
-            places: place of the prompt on each seat, -1 if free.
-            seats: as `advance` returned them.
+            released: (place, slot) of prompts that have just released a slot.
+            places: place of the prompt on each slot, -1 if free.
+            slots: as `advance` returned them.
 
         Returns:
             None if there are none.
         """
         released = [
-            (self._index_of[place], seat) for place, seat in released if place in self._index_of
+            (self._index_of[place], slot) for place, slot in released if place in self._index_of
         ]
         if not released:
             return None
         local = {
-            int(seat): row
-            for row, seat in enumerate(sharding.local_rows(len(places), self._sharding))
+            int(slot): row
+            for row, slot in enumerate(sharding.local_rows(len(places), self._sharding))
         }
-        rationale = distributed.fetch(seats.rationale)
-        for index, seat in released:  # a prompt's rollouts may be spread over several seats
-            self._rationale[index] += rationale[local[seat]]
-        seated = {self._index_of.get(place) for place in places.tolist()}
-        indices = sorted({index for index, _ in released} - seated)
+        rationale = distributed.fetch(slots.rationale)
+        for index, slot in released:  # a prompt's rollouts may be spread over several slots
+            self._rationale[index] += rationale[local[slot]]
+        busy = {self._index_of.get(place) for place in places.tolist()}
+        indices = sorted({index for index, _ in released} - busy)
         return (indices, self._rollouts(indices)) if indices else None
 
     def _rollouts(self, indices: list[int]) -> Rollouts:

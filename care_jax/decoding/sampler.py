@@ -1,14 +1,14 @@
 """Continuous decoding: fixed shapes, no waiting for the longest rollout.
 
-Each of B prompts occupies a seat: one entry of the batch axis, with R rows in flight, each decoding
+Each of B prompts occupies a slot: one entry of the batch axis, with R rows in flight, each decoding
 one rollout. A row whose response ends starts its prompt's next rollout in the same step. A prompt
-whose rollouts are all done leaves its seat to another prompt between two calls of `advance`. The
-state is in `seats`, the host's side is `queue`.
+whose rollouts are all done leaves its slot to another prompt between two calls of `advance`. The
+state is in `slots`, the host's side is `queue`.
 
 Every draw is a function of prompt, rollout and token index alone, so samples do not depend on the
 schedule.
 
-Letters: B seats, R rows of a seat, G rollouts of a prompt, P prompt tokens, S slots of the ring,
+Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of the ring,
 L steps of a call, N new prompts, D model, V vocab.
 """
 
@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import log_probability, sample_token
-from care_jax.decoding.seats import Prefix, Seats, pad_left, take_in_shard
+from care_jax.decoding.slots import Prefix, Slots, pad_left, take_in_shard
 from models import backbone
 from models.attention.mask import XLA, AttentionImpl
 from models.config import BackboneConfig
@@ -53,13 +53,13 @@ class Sampled:
 
 @flax.struct.dataclass
 class Progress:
-    """State of the seats after a call of `advance`.
+    """State of the slots after a call of `advance`.
 
     Attributes:
-        is_free: no row of the seat is decoding.
-        next_rollout: of the seat.
+        is_free: no row of the slot is decoding.
+        next_rollout: of the slot.
         longest: largest `num_read` of any row.
-        clock: of the seats.
+        clock: of the slots.
     """
 
     is_free: Bool[Array, " B"]
@@ -101,7 +101,7 @@ def prefill(
 
 def admit(
     params: backbone.Params,
-    seats: Seats,
+    slots: Slots,
     prefix: Prefix,
     rngs: Key[Array, " B"],
     budget: Int[Array, "N G"],
@@ -112,23 +112,23 @@ def admit(
     temperature: float,
     top_p: float,
     vocab_shards: int = 1,
-) -> tuple[Seats, Sampled]:
-    """Gives prompts their seats and samples the first token of each of their rollouts.
+) -> tuple[Slots, Sampled]:
+    """Gives prompts their slots and samples the first token of each of their rollouts.
 
     Args:
         params: in the decode layout.
-        seats: some of them free.
-        prefix: of N prompts, not all of which need to take a seat; P at most that of the seats.
+        slots: some of them free.
+        prefix: of N prompts, not all of which need to take a slot; P at most that of the slots.
         rngs: a key per prompt [N], so that its draws do not depend on the rest of the batch.
         budget: most tokens that each of their rollouts may sample, at least 1.
-        chosen: per seat, index among its shard's N / num_shards prompts of the one that takes it;
+        chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
             -1 for none.
         config: of the backbone.
-        num_shards: of the batch. A prompt takes a seat on its shard.
+        num_shards: of the batch. A prompt takes a slot on its shard.
         temperature, top_p, vocab_shards: see `sample_token`.
 
     Returns:
-        the seats, and the first tokens by seat, [B, G, 1]; `rollout` is -1 on the other seats.
+        the slots, and the first tokens by slot, [B, G, 1]; `rollout` is -1 on the other slots.
     """
     num_rollouts = budget.shape[1]
     logits = backbone.policy_logits(params, prefix.last_hidden, config)
@@ -138,7 +138,7 @@ def admit(
     token = sample_token(logits, u, temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
     logp = log_probability(logits, token)
 
-    num_tokens = seats.prefix.is_valid.shape[1]
+    num_tokens = slots.prefix.is_valid.shape[1]
     prefix = dataclasses.replace(
         prefix,
         cache=KeyValues(
@@ -149,17 +149,17 @@ def admit(
     )
     take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)
     is_new = chosen >= 0
-    first = take(token, seats.first)
+    first = take(token, slots.first)
     begin, end = jnp.zeros_like(chosen), jnp.full_like(chosen, num_rollouts)
-    seats = dataclasses.replace(
-        seats,
-        prefix=jax.tree.map(take, prefix, seats.prefix),
-        rngs=take(rngs, seats.rngs),
-        budget=take(budget, seats.budget),
+    slots = dataclasses.replace(
+        slots,
+        prefix=jax.tree.map(take, prefix, slots.prefix),
+        rngs=take(rngs, slots.rngs),
+        budget=take(budget, slots.budget),
         first=first,
-        end_rollout=jnp.where(is_new, end, seats.end_rollout),
+        end_rollout=jnp.where(is_new, end, slots.end_rollout),
     )
-    seats = _begin(seats, is_new, begin)
+    slots = _begin(slots, is_new, begin)
     is_sampled = is_new[:, None] & jnp.ones_like(first, bool)
     sampled = Sampled(
         tokens=first,
@@ -167,33 +167,33 @@ def admit(
         rollout=jnp.where(is_sampled, jnp.arange(num_rollouts), -1),
         index=jnp.zeros_like(first),
     )
-    return seats, jax.tree.map(lambda x: x[..., None], sampled)
+    return slots, jax.tree.map(lambda x: x[..., None], sampled)
 
 
 def share(
-    seats: Seats,
+    slots: Slots,
     source: Int[Array, " B"],
     begin: Int[Array, " B"],
     end: Int[Array, " B"],
     *,
     num_shards: int,
-) -> Seats:
-    """Gives free seats some rollouts of prompts on other seats; see `schedule.Shares`."""
+) -> Slots:
+    """Gives free slots some rollouts of prompts on other slots; see `schedule.Shares`."""
     take = functools.partial(take_in_shard, chosen=source, num_shards=num_shards)
-    seats = dataclasses.replace(
-        seats,
-        prefix=jax.tree.map(take, seats.prefix, seats.prefix),
-        rngs=take(seats.rngs, seats.rngs),
-        budget=take(seats.budget, seats.budget),
-        first=take(seats.first, seats.first),
+    slots = dataclasses.replace(
+        slots,
+        prefix=jax.tree.map(take, slots.prefix, slots.prefix),
+        rngs=take(slots.rngs, slots.rngs),
+        budget=take(slots.budget, slots.budget),
+        first=take(slots.first, slots.first),
         end_rollout=end,
     )
-    return _begin(seats, source >= 0, begin)
+    return _begin(slots, source >= 0, begin)
 
 
 def advance(
     params: backbone.Params,
-    seats: Seats,
+    slots: Slots,
     closing_tag: UInt8[Array, "states V"],
     num_wanted: Int[Array, ""],
     config: BackboneConfig,
@@ -205,17 +205,17 @@ def advance(
     dtype: DTypeLike,
     stops: bool = True,
     attention: AttentionImpl = XLA,
-) -> tuple[Seats, Sampled, Progress]:
-    """Decodes until all seats are free, `num_wanted` seats are free, or `num_steps` are done.
+) -> tuple[Slots, Sampled, Progress]:
+    """Decodes until all slots are free, `num_wanted` slots are free, or `num_steps` are done.
 
     Args:
         params: in the decode layout.
-        seats: as `admit`, `share` or this function returned them. No row may outgrow the ring:
+        slots: as `admit`, `share` or this function returned them. No row may outgrow the ring:
             either every `num_read` is at most S - num_steps, or S is at least every budget.
         closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
             rationale is every token up to the one that closes the span (all of them if none does),
             except the last sampled token, whose hidden state is never used.
-        num_wanted: number of free seats at which the host has something to do.
+        num_wanted: number of free slots at which the host has something to do.
         config: of the backbone.
         num_steps: L, most decode steps of this call.
         temperature, top_p, vocab_shards: see `sample_token`.
@@ -223,115 +223,115 @@ def advance(
         stops: whether EOS ends a rollout; false for measuring speed at given lengths.
         attention: the implementation, see `cached`.
     """
-    num_rollouts, num_slots = seats.first.shape[1], seats.cache.keys[0].shape[-1]
-    slots = jnp.arange(num_slots)
+    num_rollouts, num_positions = slots.first.shape[1], slots.cache.keys[0].shape[-1]
+    slots = jnp.arange(num_positions)
 
     def is_end(token):
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
         return is_eos if stops else jnp.zeros_like(is_eos)
 
-    def read(seats: Seats) -> tuple[Float[Array, "B R D"], KeyValues]:
+    def read(slots: Slots) -> tuple[Float[Array, "B R D"], KeyValues]:
         """The hidden state of every row's last token, and the cache with that token added."""
-        positions = seats.prefix.next_position[:, None] + seats.num_read
+        positions = slots.prefix.next_position[:, None] + slots.num_read
         rotary = backbone.text_rotary(positions[..., None], config)
-        age = (seats.clock - slots) % num_slots
+        age = (slots.clock - slots) % num_positions
         hidden, cache = backbone.extend(
             params,
-            backbone.embed(params, seats.token[..., None], dtype=dtype),
+            backbone.embed(params, slots.token[..., None], dtype=dtype),
             rotary,
-            seats.clock % num_slots,
-            seats.prefix.cache,
-            seats.prefix.is_valid,
-            seats.cache,
-            (age <= seats.num_read[..., None])[:, :, None],
+            slots.clock % num_positions,
+            slots.prefix.cache,
+            slots.prefix.is_valid,
+            slots.cache,
+            (age <= slots.num_read[..., None])[:, :, None],
             config,
             attention=attention,
         )
         return hidden[:, :, 0], cache
 
-    def step(carry: tuple[Array, Seats, Sampled]) -> tuple[Array, Seats, Sampled]:
-        i, seats, log = carry
-        hidden, cache = read(seats)
-        index = seats.num_read + 1
-        is_active = seats.rollout < num_rollouts
-        limit = _rollouts_of(seats.budget, seats.rollout)
+    def step(carry: tuple[Array, Slots, Sampled]) -> tuple[Array, Slots, Sampled]:
+        i, slots, log = carry
+        hidden, cache = read(slots)
+        index = slots.num_read + 1
+        is_active = slots.rollout < num_rollouts
+        limit = _rollouts_of(slots.budget, slots.rollout)
         # A rollout may end with its first token.
-        is_sampled = is_active & ~is_end(seats.token) & (index < limit)
+        is_sampled = is_active & ~is_end(slots.token) & (index < limit)
         logits = backbone.policy_logits(params, hidden, config)
         logits = constrain(logits, "batch", None, "vocab")
-        u = _draws(seats.rngs, seats.rollout, index)
+        u = _draws(slots.rngs, slots.rollout, index)
         token = sample_token(
             logits, u, temperature=temperature, top_p=top_p, vocab_shards=vocab_shards
         )
         entry = Sampled(
             tokens=token,
             logp=log_probability(logits, token),
-            rollout=jnp.where(is_sampled, seats.rollout, -1),
+            rollout=jnp.where(is_sampled, slots.rollout, -1),
             index=index,
         )
         log = jax.tree.map(lambda all, x: all.at[..., i].set(x), log, entry)
 
-        is_rationale = (seats.tag_state < closing_tag.shape[0] - 1) & is_sampled
-        running = seats.running + jnp.where(is_rationale[..., None], hidden, 0.0)
+        is_rationale = (slots.tag_state < closing_tag.shape[0] - 1) & is_sampled
+        running = slots.running + jnp.where(is_rationale[..., None], hidden, 0.0)
         is_last = is_active & (~is_sampled | is_end(token) | (index + 1 >= limit))
-        ends_rollout = is_last[..., None] & (seats.rollout[..., None] == jnp.arange(num_rollouts))
+        ends_rollout = is_last[..., None] & (slots.rollout[..., None] == jnp.arange(num_rollouts))
         ended = jnp.einsum(
             "BRG,BRD->BGD", ends_rollout.astype(jnp.float32), running, precision="highest"
         )
         # Rows that end take the next rollouts, in row order.
-        upcoming = seats.next_rollout[:, None] + jnp.cumsum(is_last, 1) - is_last
-        upcoming = jnp.where(upcoming < seats.end_rollout[:, None], upcoming, num_rollouts)
-        seats = dataclasses.replace(
-            seats,
-            next_rollout=seats.next_rollout + is_last.sum(1),
-            rationale=seats.rationale + ended,
-            rollout=jnp.where(is_last, upcoming, seats.rollout),
-            token=jnp.where(is_last, _rollouts_of(seats.first, upcoming), token),
+        upcoming = slots.next_rollout[:, None] + jnp.cumsum(is_last, 1) - is_last
+        upcoming = jnp.where(upcoming < slots.end_rollout[:, None], upcoming, num_rollouts)
+        slots = dataclasses.replace(
+            slots,
+            next_rollout=slots.next_rollout + is_last.sum(1),
+            rationale=slots.rationale + ended,
+            rollout=jnp.where(is_last, upcoming, slots.rollout),
+            token=jnp.where(is_last, _rollouts_of(slots.first, upcoming), token),
             num_read=jnp.where(is_active & ~is_last, index, 0),
-            tag_state=jnp.where(is_last, 0, closing_tag[seats.tag_state, seats.token]),
+            tag_state=jnp.where(is_last, 0, closing_tag[slots.tag_state, slots.token]),
             running=jnp.where(is_last[..., None], 0.0, running),
             cache=cache,
-            clock=seats.clock + 1,
+            clock=slots.clock + 1,
         )
-        return i + 1, seats, log
+        return i + 1, slots, log
 
-    def is_free(seats: Seats) -> Bool[Array, " B"]:
-        return (seats.rollout == num_rollouts).all(1)
+    def is_free(slots: Slots) -> Bool[Array, " B"]:
+        return (slots.rollout == num_rollouts).all(1)
 
     def should_continue(carry) -> Bool[Array, ""]:
-        i, seats, _ = carry
-        num_free = is_free(seats).sum()
-        return (i < num_steps) & (num_free < num_wanted) & (num_free < seats.rollout.shape[0])
+        i, slots, _ = carry
+        num_free = is_free(slots).sum()
+        return (i < num_steps) & (num_free < num_wanted) & (num_free < slots.rollout.shape[0])
 
-    shape = (*seats.rollout.shape, num_steps)
+    shape = (*slots.rollout.shape, num_steps)
     ids = jnp.zeros(shape, jnp.int32)
     log = Sampled(tokens=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
-    _, seats, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), seats, log))
+    _, slots, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), slots, log))
     return (
-        seats,
+        slots,
         log,
-        Progress(is_free(seats), seats.next_rollout, seats.num_read.max(), seats.clock),
+        Progress(is_free(slots), slots.next_rollout, slots.num_read.max(), slots.clock),
     )
 
 
-def _begin(seats: Seats, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> Seats:
-    """Starts the rows of new seats on rollouts `begin`, `begin` + 1, ..."""
-    num_rows, num_rollouts = seats.rollout.shape[1], seats.first.shape[1]
+def _begin(slots: Slots, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> Slots:
+    """Starts the rows of new slots on rollouts `begin`, `begin` + 1, ..."""
+    num_rows, num_rollouts = slots.rollout.shape[1], slots.first.shape[1]
     taken = begin[:, None] + jnp.arange(num_rows)
-    rollout = jnp.where(taken < seats.end_rollout[:, None], taken, num_rollouts)
+    rollout = jnp.where(taken < slots.end_rollout[:, None], taken, num_rollouts)
 
     def if_new(new: Any, old: Array) -> Array:
         return jnp.where(jnp.expand_dims(is_new, range(1, old.ndim)), new, old).astype(old.dtype)
 
     return dataclasses.replace(
-        seats,
-        next_rollout=if_new(begin + num_rows, seats.next_rollout),
-        rationale=if_new(0, seats.rationale),
-        rollout=if_new(rollout, seats.rollout),
-        token=if_new(_rollouts_of(seats.first, taken), seats.token),
-        num_read=if_new(0, seats.num_read),
-        tag_state=if_new(0, seats.tag_state),
-        running=if_new(0, seats.running),
+        slots,
+        next_rollout=if_new(begin + num_rows, slots.next_rollout),
+        rationale=if_new(0, slots.rationale),
+        rollout=if_new(rollout, slots.rollout),
+        token=if_new(_rollouts_of(slots.first, taken), slots.token),
+        num_read=if_new(0, slots.num_read),
+        tag_state=if_new(0, slots.tag_state),
+        running=if_new(0, slots.running),
     )
 
 

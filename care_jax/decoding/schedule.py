@@ -1,13 +1,13 @@
-"""The schedule of continuous decoding: which prompts wait, and which take which seats (host).
+"""The schedule of continuous decoding: which prompts wait, and which take which slots (host).
 
 Prompts wait in one queue per batch shard, the shard that trains on them, shortest first. Once a
-queue is empty, a free seat takes half of the rollouts not yet started on another seat of its shard.
-Once all queues are empty and every shard uses at most half of its seats, the seats are halved.
+queue is empty, a free slot takes half of the rollouts not yet started on another slot of its shard.
+Once all queues are empty and every shard uses at most half of its slots, the slots are halved.
 `Scheduler` makes these decisions, so `simulate`, given lengths instead of a model, yields the calls
 of a run.
 
-Letters: B seats, R rows of a seat, G rollouts of a prompt, T tokens of a rollout, N prompts of a
-prefill, P prompt tokens, S slots of a row's ring. `sampler` explains seats, rows and rings.
+Letters: B slots, R rows of a slot, G rollouts of a prompt, T tokens of a rollout, N prompts of a
+prefill, P prompt tokens, S positions of a row's ring. `sampler` explains slots, rows and rings.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 NUM_STEPS = 64  # most decode steps of a call of `sampler.advance`
-FEWEST_SLOTS = 128  # least slots of a ring that is smaller than T; also at least T / 4
-_NUM_PREFILLS = 4  # prefills that fill all seats
-_FEWEST_SEATS = 1 / 4  # least share of the seats that is kept; each halving is one more compile
+FEWEST_POSITIONS = 128  # least positions of a ring that is smaller than T; also at least T / 4
+_NUM_PREFILLS = 4  # prefills that fill all slots
+_FEWEST_SLOTS = 1 / 4  # least share of the slots that is kept; each halving is one more compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Sizes:
     """Shapes of the programs of decoding.
 
     Attributes:
-        num_seats: B, over all processes.
+        num_slots: B, over all processes.
         num_rows: R.
         num_rollouts: G.
         max_tokens: T, context included.
@@ -39,7 +39,7 @@ class Sizes:
         period: consecutive places split evenly over the shards: the prompts of an update.
     """
 
-    num_seats: int
+    num_slots: int
     num_rows: int
     num_rollouts: int
     max_tokens: int
@@ -50,7 +50,7 @@ class Sizes:
     @property
     def num_new(self) -> int:
         """N, equally many on every shard."""
-        return self.num_shards * max(self.num_seats // self.num_shards // _NUM_PREFILLS, 1)
+        return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
 
     @property
     def rings(self) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ class Sizes:
         Each is one more program to compile, so there are three at most.
         """
         sizes = [self.max_tokens]
-        fewest = max(FEWEST_SLOTS, self.max_tokens // 4)
+        fewest = max(FEWEST_POSITIONS, self.max_tokens // 4)
         while sizes[0] % 2 == 0 and sizes[0] // 2 >= fewest:
             sizes.insert(0, sizes[0] // 2)
         return tuple(sizes)
@@ -85,17 +85,17 @@ class WaitingPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Prompts that take seats together, over all processes.
+    """Prompts that take slots together, over all processes.
 
     Attributes:
         prompts: the N prompts of a prefill, by shard; None for padding.
-        seats: the seat that each of the N takes; -1 for padding.
-        chosen: per seat, index among its shard's N / num_shards prompts of the one that takes it;
+        slots: the slot that each of the N takes; -1 for padding.
+        chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
             -1 for none.
     """
 
     prompts: tuple[WaitingPrompt | None, ...]
-    seats: Int[np.ndarray, " N"]
+    slots: Int[np.ndarray, " N"]
     chosen: Int[np.ndarray, " B"]
 
     @property
@@ -106,12 +106,12 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Rollouts that free seats take over from other seats.
+    """Rollouts that free slots take over from other slots.
 
     Attributes:
-        source: per seat, index in its shard of the seat it takes over from; -1 for none.
-        begin: per seat, the first rollout that it takes over.
-        end: per seat, also the others, the end (exclusive) of its range of rollouts.
+        source: per slot, index in its shard of the slot it takes over from; -1 for none.
+        begin: per slot, the first rollout that it takes over.
+        end: per slot, also the others, the end (exclusive) of its range of rollouts.
     """
 
     source: Int[np.ndarray, " B"]
@@ -120,7 +120,7 @@ class Shares:
 
 
 class Scheduler:
-    """The waiting prompts and the prompts on seats; identical on every process.
+    """The waiting prompts and the prompts on slots; identical on every process.
 
     Args:
         prompts: the prompts of all processes.
@@ -132,36 +132,36 @@ class Scheduler:
         self._waiting: list[deque[WaitingPrompt]] = [deque() for _ in range(sizes.num_shards)]
         for prompt in sorted(prompts):
             self._waiting[sizes.shard_of(prompt.place)].append(prompt)
-        shape = sizes.num_shards, sizes.num_seats // sizes.num_shards
-        self._places = np.full(shape, -1)  # place of the prompt on each seat
-        self._next = np.zeros(shape, int)  # the rollout that the seat's next free row takes
-        self._end = np.zeros(shape, int)  # end (exclusive) of the seat's range of rollouts
+        shape = sizes.num_shards, sizes.num_slots // sizes.num_shards
+        self._places = np.full(shape, -1)  # place of the prompt on each slot
+        self._next = np.zeros(shape, int)  # the rollout that the slot's next free row takes
+        self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any prompt waits or is on a seat."""
+        """Whether any prompt waits or is on a slot."""
         return bool((self._places >= 0).any() or any(self._waiting))
 
     @property
     def places(self) -> Int[np.ndarray, " B"]:
-        """Place of the prompt on each seat, -1 on free seats."""
+        """Place of the prompt on each slot, -1 on free slots."""
         return self._places.ravel()
 
     @property
     def num_wanted(self) -> int:
-        """Number of free seats at which `advance` should return; more than B for never."""
-        num_seats, num_free = self._places.size, int((self._places < 0).sum())
+        """Number of free slots at which `advance` should return; more than B for never."""
+        num_slots, num_free = self._places.size, int((self._places < 0).sum())
         if num_waiting := sum(map(len, self._waiting)):
             missing = min(self._fewest_admitted, num_waiting) - int(self._num_admissible().sum())
             return num_free + max(missing, 1)
         if (self._next < self._end).any():
             return num_free + 1
         if self._can_halve:
-            return max(num_seats // 2, num_free + 1)
-        return num_seats + 1
+            return max(num_slots // 2, num_free + 1)
+        return num_slots + 1
 
     def admit(self) -> Admission | None:
-        """Gives prompts their seats; None while too few can take one to be worth a prefill."""
+        """Gives prompts their slots; None while too few can take one to be worth a prefill."""
         num_admitted = self._num_admissible()
         total, num_waiting = int(num_admitted.sum()), sum(map(len, self._waiting))
         is_too_few = total < min(self._fewest_admitted, num_waiting)
@@ -172,39 +172,39 @@ class Scheduler:
             self._sizes.num_new // self._sizes.num_shards,
         )
         prompts: list[WaitingPrompt | None] = [None] * self._sizes.num_new
-        seats = np.full(self._sizes.num_new, -1)
+        slots = np.full(self._sizes.num_new, -1)
         chosen = np.full(self._places.shape, -1, np.int32)
         for shard in range(num_shards):
             free = np.flatnonzero(self._places[shard] < 0)[: num_admitted[shard]]
-            for number, seat in enumerate(free):
+            for number, slot in enumerate(free):
                 row = shard * per_shard + number
                 prompt = prompts[row] = self._waiting[shard].popleft()
-                seats[row] = shard * self._places.shape[1] + seat
-                chosen[shard, seat] = number
-                self._assign(shard, seat, prompt.place, 0, self._sizes.num_rollouts)
-        return Admission(tuple(prompts), seats, chosen.ravel())
+                slots[row] = shard * self._places.shape[1] + slot
+                chosen[shard, slot] = number
+                self._assign(shard, slot, prompt.place, 0, self._sizes.num_rollouts)
+        return Admission(tuple(prompts), slots, chosen.ravel())
 
     def share(self) -> Shares | None:
-        """Gives free seats rollouts of the seats with the most not yet started; None if none."""
+        """Gives free slots rollouts of the slots with the most not yet started; None if none."""
         source, begin = np.full((2, *self._places.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
                 continue
-            for seat in np.flatnonzero(self._places[shard] < 0).tolist():
+            for slot in np.flatnonzero(self._places[shard] < 0).tolist():
                 left = self._end[shard] - self._next[shard]
                 donor = int(left.argmax())
                 if left[donor] < 1:
                     break
                 end = self._end[shard, donor]
-                source[shard, seat], begin[shard, seat] = donor, end - (left[donor] + 1) // 2
-                self._end[shard, donor] = begin[shard, seat]
-                self._assign(shard, seat, self._places[shard, donor], begin[shard, seat], end)
+                source[shard, slot], begin[shard, slot] = donor, end - (left[donor] + 1) // 2
+                self._end[shard, donor] = begin[shard, slot]
+                self._assign(shard, slot, self._places[shard, donor], begin[shard, slot], end)
         if (source < 0).all():
             return None
         return Shares(source.ravel(), begin.ravel(), self._end.ravel().astype(np.int32))
 
     def halve(self) -> Int[np.ndarray, " half"] | None:
-        """Halves the seats; returns those kept, by their index in each shard; None if all are."""
+        """Halves the slots; returns those kept, by their index in each shard; None if all are."""
         is_free = self._places < 0
         half = self._places.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
@@ -218,26 +218,26 @@ class Scheduler:
     def release(
         self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"]
     ) -> list[tuple[int, int]]:
-        """Frees the seats that the last call of `sampler.advance` left without rollouts.
+        """Frees the slots that the last call of `sampler.advance` left without rollouts.
 
         Returns:
-            (place, seat) of the prompt of each.
+            (place, slot) of the prompt of each.
         """
         shape = self._places.shape
         self._next = np.minimum(next_rollout.reshape(shape), self._end)
         is_released = (self._places >= 0) & is_free.reshape(shape)
-        released = [(int(self.places[seat]), int(seat)) for seat in np.flatnonzero(is_released)]
+        released = [(int(self.places[slot]), int(slot)) for slot in np.flatnonzero(is_released)]
         self._places[is_released] = -1
         return released
 
-    def _assign(self, shard: int, seat: int, place: int, begin: int, end: int) -> None:
-        self._places[shard, seat] = place
-        self._next[shard, seat] = min(begin + self._sizes.num_rows, end)
-        self._end[shard, seat] = end
+    def _assign(self, shard: int, slot: int, place: int, begin: int, end: int) -> None:
+        self._places[shard, slot] = place
+        self._next[shard, slot] = min(begin + self._sizes.num_rows, end)
+        self._end[shard, slot] = end
 
     @property
     def _can_halve(self) -> bool:
-        fewest = self._sizes.num_seats // self._sizes.num_shards * _FEWEST_SEATS
+        fewest = self._sizes.num_slots // self._sizes.num_shards * _FEWEST_SLOTS
         return self._places.shape[1] % 2 == 0 and self._places.shape[1] // 2 >= fewest
 
     @property
@@ -258,17 +258,17 @@ class Call:
 
     Attributes:
         num_steps: decode steps.
-        num_tokens: tokens sampled, with the first tokens of the prompts seated before it.
-        num_seats, num_prompt_tokens, num_slots: B, P and S.
-        prefix_tokens: tokens in the prefixes of the seats, without padding, summed over the steps.
+        num_tokens: tokens sampled, with the first tokens of the prompts with slots before it.
+        num_slots, num_prompt_tokens, num_positions: B, P and S.
+        prefix_tokens: tokens in the prefixes of the slots, without padding, summed over the steps.
         suffix_tokens: tokens that the rows attend to in their rings, summed over the steps.
     """
 
     num_steps: int
     num_tokens: int
-    num_seats: int
-    num_prompt_tokens: int
     num_slots: int
+    num_prompt_tokens: int
+    num_positions: int
     prefix_tokens: int
     suffix_tokens: int
 
@@ -305,25 +305,25 @@ def simulate(
         buckets: (tokens, patches) that prompts are padded to, ascending; see `data.buckets`.
     """
     scheduler, R = Scheduler(prompts, sizes), sizes.num_rows
-    left = np.zeros((sizes.num_seats, R), int)  # steps until each row's rollout ends; 0: idle
+    left = np.zeros((sizes.num_slots, R), int)  # steps until each row's rollout ends; 0: idle
     read = np.zeros_like(left)  # tokens of the rollout in the row's cache
     samples = np.zeros_like(left)  # tokens per step: 0 if the first token ended the rollout, else 1
-    next_rollout = np.zeros(sizes.num_seats, int)  # rollout that the seat's next free row takes
-    end = np.zeros(sizes.num_seats, int)
-    prefix = np.zeros(sizes.num_seats, int)  # tokens of the seat's prompt, context included
+    next_rollout = np.zeros(sizes.num_slots, int)  # rollout that the slot's next free row takes
+    end = np.zeros(sizes.num_slots, int)
+    prefix = np.zeros(sizes.num_slots, int)  # tokens of the slot's prompt, context included
     num_prompt_tokens, prefills, calls, num_first = 0, [], [], 0
 
-    def begin(seat: int, row: int, rollout: int) -> None:
+    def begin(slot: int, row: int, rollout: int) -> None:
         """Prefill samples the first token; reading it takes a step even if it is the last."""
-        steps = int(lengths[int(scheduler.places[seat])][rollout]) - 1
-        left[seat, row], samples[seat, row] = max(steps, 1), steps > 0
+        steps = int(lengths[int(scheduler.places[slot])][rollout]) - 1
+        left[slot, row], samples[slot, row] = max(steps, 1), steps > 0
 
-    def assign(seat: int, first: int, last: int) -> None:
-        left[seat], read[seat] = 0, 0
+    def assign(slot: int, first: int, last: int) -> None:
+        left[slot], read[slot] = 0, 0
         taken = range(first, min(first + R, last))
         for row, rollout in enumerate(taken):
-            begin(seat, row, rollout)
-        next_rollout[seat] = first + len(taken)
+            begin(slot, row, rollout)
+        next_rollout[slot] = first + len(taken)
 
     while scheduler.has_prompts:
         while (admission := scheduler.admit()) is not None:
@@ -332,19 +332,19 @@ def simulate(
             tokens += sizes.context_tokens
             prefills.append((tokens, patches))
             num_prompt_tokens = max(num_prompt_tokens, tokens)
-            for prompt, seat in zip(admission.prompts, admission.seats, strict=True):
+            for prompt, slot in zip(admission.prompts, admission.slots, strict=True):
                 if prompt is None:
                     continue
-                prefix[seat] = prompt.num_tokens + sizes.context_tokens
-                end[seat] = sizes.num_rollouts
+                prefix[slot] = prompt.num_tokens + sizes.context_tokens
+                end[slot] = sizes.num_rollouts
                 num_first += sizes.num_rollouts
-                assign(seat, 0, sizes.num_rollouts)
+                assign(slot, 0, sizes.num_rollouts)
         if (shares := scheduler.share()) is not None:
             end[:] = shares.end
             per_shard = len(left) // sizes.num_shards
-            for seat in np.flatnonzero(shares.source >= 0).tolist():
-                prefix[seat] = prefix[seat // per_shard * per_shard + shares.source[seat]]
-                assign(seat, shares.begin[seat], shares.end[seat])
+            for slot in np.flatnonzero(shares.source >= 0).tolist():
+                prefix[slot] = prefix[slot // per_shard * per_shard + shares.source[slot]]
+                assign(slot, shares.begin[slot], shares.end[slot])
         while (kept := scheduler.halve()) is not None:
             rows = (np.arange(sizes.num_shards)[:, None] * (len(left) // sizes.num_shards)) + (
                 kept.reshape(sizes.num_shards, -1)
@@ -367,11 +367,11 @@ def simulate(
             suffix_tokens += passed * (passed - 1) // 2 * int(is_active.sum())
             left -= passed * is_active
             read += passed * is_active
-            for seat, row in np.argwhere(is_active & (left == 0)).tolist():
-                read[seat, row] = 0
-                if next_rollout[seat] < end[seat]:
-                    begin(seat, row, next_rollout[seat])
-                next_rollout[seat] += 1
+            for slot, row in np.argwhere(is_active & (left == 0)).tolist():
+                read[slot, row] = 0
+                if next_rollout[slot] < end[slot]:
+                    begin(slot, row, next_rollout[slot])
+                next_rollout[slot] += 1
         shape = len(left), num_prompt_tokens, sizes.ring_for(longest)
         calls.append(
             Call(num_steps, num_tokens, *shape, num_steps * int(prefix.sum()), suffix_tokens)

@@ -10,7 +10,7 @@ import os
 
 PRESETS = ("auto", "none")
 # With the YNN library of jaxlib 0.10.2, a CPU update takes 15% longer and 0.8 GiB more memory, and
-# decoding is no faster (`perf.update_memory`, `perf.decode`). Other devices ignore the flag.
+# decoding is no faster (docs/speed.md). Other devices ignore the flag.
 _FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 # JAX takes 75% of a GPU's memory; `flops.CHIPS`, and so `care_jax.aot`, counts on 90%.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -20,32 +20,13 @@ negatives, K' the number chosen, K_S the number of verifier-negatives in S.
 
 from __future__ import annotations
 
-import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from care_jax.batch import HostOrDevice
-from care_jax.method.select import Subgroup
+from care_jax.batch import HostOrDevice, RawAdvantages, Subgroup
 
 # The trimmed mean drops ⌊n / TRIM_ONE_IN⌋ of n rows at each end: none below five rows.
 TRIM_ONE_IN = 5
-
-
-@flax.struct.dataclass
-class RawAdvantages:
-    """Normalised rewards of a prompt's subgroup S before scaling; under vmap, of a batch *B.
-
-    Attributes:
-        value: A_raw, 0 outside S. For binary rewards √K' at the anchor, -1/√K' at the negatives.
-        is_positive: the anchor or pseudo-anchor, and a reflected success.
-        is_negative: the hard negatives in S, and a reflected failure.
-        is_reflected: slot G, if the reflected row is in S.
-    """
-
-    value: Float[HostOrDevice, "*B R"]
-    is_positive: Bool[HostOrDevice, "*B R"]
-    is_negative: Bool[HostOrDevice, "*B R"]
-    is_reflected: Bool[HostOrDevice, "*B R"]
 
 
 def raw_advantages(

@@ -12,33 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from care_jax.batch import HostOrDevice, Rollouts, Scores
+from care_jax.batch import Credit, RawAdvantages, Rollouts, Scores, Subgroup
 from care_jax.method import advantages, objective
-from care_jax.method.select import Subgroup, select_subgroup
-
-
-@flax.struct.dataclass
-class Credit:
-    """Advantages and loss weights of a batch.
-
-    Attributes:
-        advantage: A of each row.
-        token_advantage: a_t, 0 outside sampled tokens.
-        row_weight: weight of the row in its prompt's loss.
-        prompt_weight: what the prompt adds to the loss's denominator.
-        is_trained: sampled tokens of the rows in the update.
-    """
-
-    advantage: Float[HostOrDevice, "B R"]
-    token_advantage: Float[HostOrDevice, "B R T"]
-    row_weight: Float[HostOrDevice, "B R"]
-    prompt_weight: Float[HostOrDevice, " B"]
-    is_trained: Bool[HostOrDevice, "B R T"]
+from care_jax.method.select import select_subgroup
 
 
 def select_subgroups(
@@ -143,7 +123,7 @@ def care_raw_advantages(
     delta: float,
     eps: float,
     robust: bool,
-) -> advantages.RawAdvantages:
+) -> RawAdvantages:
     """A_raw of every prompt's R = G + 1 rows, for the diagnostics."""
     one = functools.partial(advantages.raw_advantages, delta=delta, eps=eps, robust=robust)
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)

@@ -14,34 +14,14 @@ G is rollouts per prompt, K the target number of negatives, M the number of cand
 
 from __future__ import annotations
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from care_jax.batch import HostOrDevice
+from care_jax.batch import Subgroup
 
 RULES = ("nearest", "nearest_diverse", "mixed", "farthest", "random")
 ANCHOR_RULES = ("shortest", "random")
-
-
-@flax.struct.dataclass
-class Subgroup:
-    """Anchor and hard negatives of one prompt; under vmap, of a batch *B of prompts.
-
-    Attributes:
-        anchor: index of the anchor or, in a rescue, of the pseudo-anchor.
-        is_negative: the K' = min(K, number of eligible failures) chosen hard negatives.
-        hard_negative: index of the chosen negative nearest to the anchor, the one to reflect on.
-        is_rescue: no rollout succeeded and at least two failed; `anchor` is a failure.
-        has_update: there is an anchor and a negative; if false, ignore the indices.
-    """
-
-    anchor: Int[HostOrDevice, "*B"]
-    is_negative: Bool[HostOrDevice, "*B G"]
-    hard_negative: Int[HostOrDevice, "*B"]
-    is_rescue: Bool[HostOrDevice, "*B"]
-    has_update: Bool[HostOrDevice, "*B"]
 
 
 def select_subgroup(

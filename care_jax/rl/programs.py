@@ -2,14 +2,12 @@
 
 Each is compiled once per shape that occurs.
 
-Letters: B seats (prompts that are decoded at a time), R rows of each (its rollouts that are decoded
-at a time), G rollouts per prompt, P prompt tokens, S cache slots per row.
+Letters: B prompts of a rollout batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,27 +17,17 @@ import jax.numpy as jnp
 import optax
 
 from care_jax.batch import Rollouts
-from care_jax.decoding import reflection, sampler
-from care_jax.decoding.queue import DecodePrograms, DecodeQueue
-from care_jax.decoding.schedule import NUM_STEPS, Sizes
-from care_jax.decoding.seats import (
-    Seats,
-    empty_seats,
-    keep_seats,
-    pad_left,
-    resize_ring,
-    seat_axes,
-)
+from care_jax.decoding import reflection
+from care_jax.decoding.programs import DecodePrograms, DecodingAttention, compile_decoding
+from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.schedule import Sizes
 from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.logprobs import score_rows
 from care_jax.learning.train_step import TrainState, map_microbatches, train_step
 from care_jax.method import credit
 from care_jax.method.select import Subgroup
-from care_jax.run.attention_check import DecodingAttention
-from care_jax.run.policy import decode_shardings
-from care_jax.run.run import Run
-from models import backbone
+from care_jax.run.run import Run, compile_to_decode_layout
 from models.attention.mask import AttentionImpl
 
 Decode = Callable[..., Iterator[tuple[list[int], Rollouts]]]
@@ -83,7 +71,7 @@ class UpdatePrograms:
     update: Callable
 
 
-def compile_decoding(
+def compile_decoder(
     run: Run,
     *,
     temperature: float,
@@ -91,91 +79,28 @@ def compile_decoding(
     stops: bool = True,
     attention: DecodingAttention | None = None,
 ) -> DecodePrograms:
-    """The jitted functions of decoding, each compiled once per shape that occurs.
+    """`compile_decoding` for the run's policy, devices and dtype.
 
     Args:
         run: the run.
-        temperature, top_p: of sampling; greedy at temperature 0.
-        stops: end-of-sequence tokens end a rollout.
+        temperature, top_p, stops: see `compile_decoding`.
         attention: None for the device's, without comparing it with XLA.
     """
-    config, mesh = run.policy.config, run.mesh
-    rules, rows = run.config.decode_sharding_rules, run.decode_batch_sharding
-    dtype = jnp.dtype(run.config.model.compute_dtype)
+    rules, model = run.config.decode_sharding_rules, run.config.model
     if attention is None:
-        impl = sharding.attention_impl(run.config.model.attention, rules, mesh)
+        impl = sharding.attention_impl(model.attention, rules, run.mesh)
         attention = DecodingAttention(impl, impl)
-    closing_tag = jnp.asarray(run.policy.closing_tag)
-    num_shards = sharding.num_shards(rows)
-    choice: dict[str, Any] = dict(
+    return compile_decoding(
+        run.policy.config,
+        run.mesh,
+        rules,
+        dtype=jnp.dtype(model.compute_dtype),
+        closing_tag=run.policy.closing_tag,
         temperature=temperature,
         top_p=top_p,
-        vocab_shards=sharding.num_shards_of("vocab", rules, mesh),
+        stops=stops,
+        attention=attention,
     )
-
-    def laid_out(seats: Seats) -> Seats:
-        """Gives the seats the same shardings after every program."""
-        places = sharding.param_shardings(seat_axes(seats), seats, rules, mesh)
-        return jax.lax.with_sharding_constraint(seats, places)
-
-    def empty(sizes, num_prompt_tokens, num_slots):
-        seats = empty_seats(
-            config,
-            sizes=sizes,
-            num_prompt_tokens=num_prompt_tokens,
-            num_slots=num_slots,
-            dtype=dtype,
-        )
-        return laid_out(seats)
-
-    def admit(params, seats, prompts, rng, places, budget, chosen):
-        prefix = sampler.prefill(params, prompts, config, dtype=dtype, attention=attention.prefill)
-        rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, places)
-        seats, first = sampler.admit(
-            params, seats, prefix, rngs, budget, chosen, config, num_shards=num_shards, **choice
-        )
-        return laid_out(seats), jax.lax.with_sharding_constraint(first, rows)
-
-    def share(seats, source, begin, end):
-        return laid_out(sampler.share(seats, source, begin, end, num_shards=num_shards))
-
-    def advance(params, seats, num_wanted):
-        seats, sampled, progress = sampler.advance(
-            params,
-            seats,
-            closing_tag,
-            num_wanted,
-            config,
-            num_steps=NUM_STEPS,
-            dtype=dtype,
-            stops=stops,
-            attention=attention.steps,
-            **choice,
-        )
-        sampled = jax.lax.with_sharding_constraint(sampled, rows)
-        progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
-        return laid_out(seats), sampled, progress
-
-    return DecodePrograms(
-        empty=jax.jit(run.placed_to_decode(empty), static_argnums=(0, 1, 2)),
-        admit=jax.jit(run.placed_to_decode(admit), donate_argnums=1),
-        share=jax.jit(share, donate_argnums=0),
-        advance=jax.jit(run.placed_to_decode(advance), donate_argnums=1),
-        resize=jax.jit(resize_ring, static_argnums=(2, 3)),
-        pad=jax.jit(pad_left, static_argnums=(1, 2)),
-        keep=jax.jit(functools.partial(keep_seats, num_shards=num_shards)),
-    )
-
-
-def compile_to_decode_layout(run: Run) -> Callable[[backbone.Params], backbone.Params]:
-    """The jitted params -> params in the decode layout."""
-    policy, dtype = run.policy, jnp.dtype(run.config.model.compute_dtype)
-    layout = decode_shardings(policy, run.mesh, run.config.decode_sharding_rules)
-
-    def to_decode_layout(params):
-        return backbone.to_decode_layout(params, policy.config, dtype)
-
-    return jax.jit(to_decode_layout, out_shardings=layout)
 
 
 def context_tokens(run: Run) -> int:
@@ -200,7 +125,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     """
     rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_sharding)
     tries = Sizes(
-        num_seats=rl.decode_prompts,
+        num_slots=rl.decode_prompts,
         num_rows=min(rl.decode_rows, rl.num_rollouts),
         num_rollouts=rl.num_rollouts,
         max_tokens=rl.max_response_tokens,
@@ -210,7 +135,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     )
     repairs = dataclasses.replace(
         tries,
-        num_seats=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
+        num_slots=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
         num_rows=1,
         num_rollouts=1,
         context_tokens=context_tokens(run),
@@ -226,13 +151,13 @@ def compile_rollout(
     Args:
         run: the run.
         clock: told of what runs.
-        attention: see `compile_decoding`.
+        attention: see `compile_decoder`.
     """
     rl, care = run.config.rl, run.config.care
-    programs = compile_decoding(
-        run, temperature=rl.temperature, top_p=rl.top_p, attention=attention
+    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
+    first, second = (
+        DecodeQueue(programs, run.policy.prompts, sizes, clock) for sizes in rollout_sizes(run)
     )
-    first, second = (DecodeQueue(run, programs, sizes, clock) for sizes in rollout_sizes(run))
 
     def select(rollouts, scores, rng, places):
         return credit.select_subgroups(

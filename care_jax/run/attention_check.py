@@ -8,7 +8,6 @@ uses XLA. The kernel of decode steps is timed as well, and used where it is the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
+from care_jax.decoding.programs import DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.report.metrics import print_line
@@ -39,14 +39,6 @@ def training_attention(run: Run, row_tokens: int, row_patches: int) -> Attention
     """
     sizes = row_tokens, row_patches
     return _checked(run, run.config.sharding_rules, run.train_batch_sharding, sizes, "training")
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodingAttention:
-    """The implementations of prefill and of decode steps."""
-
-    prefill: AttentionImpl
-    steps: AttentionImpl
 
 
 def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
@@ -150,7 +142,7 @@ def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
     have read up to all of the ring, a third of it on average.
     """
     text, shards = run.policy.config.text, sizes.num_shards
-    B, R, S = shards * min(sizes.num_seats // shards, 8), sizes.num_rows, sizes.max_tokens
+    B, R, S = shards * min(sizes.num_slots // shards, 8), sizes.num_rows, sizes.max_tokens
     K, H, P = text.num_kv_heads, text.head_dim, num_prompt_tokens
     dtype = jnp.dtype(run.config.model.compute_dtype)
 

@@ -25,7 +25,7 @@ from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.rewards.verifier import Verifier
 from care_jax.run.checkpoint import Checkpoints
-from care_jax.run.policy import Policy, check_policy, policy_of
+from care_jax.run.policy import Policy, check_policy, decode_shardings, policy_of
 from models import backbone, lora
 from models.backbone import Params
 
@@ -111,10 +111,6 @@ class Run:
     def placed(self, function: Callable) -> Callable:
         """`function` with activations sharded for training."""
         return sharding.placed(function, self.config.sharding_rules, self.mesh)
-
-    def placed_to_decode(self, function: Callable) -> Callable:
-        """`function` with activations sharded for decoding."""
-        return sharding.placed(function, self.config.decode_sharding_rules, self.mesh)
 
 
 def open_run(
@@ -255,6 +251,17 @@ def params_of(run: Run) -> Params:
     shapes = jax.eval_shape(init, jax.random.key(0))
     rules = run.config.sharding_rules
     return _with_shardings(shapes, sharding.param_shardings(axes, shapes, rules, run.mesh))
+
+
+def compile_to_decode_layout(run: Run) -> Callable[[Params], Params]:
+    """The jitted params -> params in the decode layout."""
+    policy, dtype = run.policy, jnp.dtype(run.config.model.compute_dtype)
+    layout = decode_shardings(policy, run.mesh, run.config.decode_sharding_rules)
+
+    def to_decode_layout(params):
+        return backbone.to_decode_layout(params, policy.config, dtype)
+
+    return jax.jit(to_decode_layout, out_shardings=layout)
 
 
 def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:

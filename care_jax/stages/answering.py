@@ -23,9 +23,9 @@ from care_jax.devices import distributed, loaded_programs, sharding, streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import progress
 from care_jax.rewards.scores import row_texts
-from care_jax.rl.programs import compile_decoding, compile_to_decode_layout
+from care_jax.rl.programs import compile_decoder
 from care_jax.run.attention_check import decoding_attention
-from care_jax.run.run import Run
+from care_jax.run.run import Run, compile_to_decode_layout
 from models import backbone
 
 Decode = Callable[[Sequence[Request]], Iterator[tuple[list[int], Rollouts]]]
@@ -57,7 +57,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
         return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
 
     sizes = Sizes(
-        num_seats=settings.batch_size,
+        num_slots=settings.batch_size,
         num_rows=min(settings.decode_rows, settings.num_samples),
         num_rollouts=settings.num_samples,
         max_tokens=settings.max_response_tokens,
@@ -65,7 +65,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
         num_shards=sharding.num_shards(run.decode_batch_sharding),
         period=settings.batch_size,
     )
-    decoding = compile_decoding(
+    decoding = compile_decoder(
         run,
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -74,7 +74,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
     return AnsweringPrograms(
         to_decode_layout=compile_to_decode_layout(run),
         checksum=jax.jit(checksum, out_shardings=sharding.replicated(run.mesh)),
-        queue=DecodeQueue(run, decoding, sizes, DeviceClock()),
+        queue=DecodeQueue(decoding, run.policy.prompts, sizes, DeviceClock()),
     )
 
 

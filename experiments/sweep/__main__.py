@@ -15,7 +15,6 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 try:
     import matplotlib  # noqa: F401
@@ -37,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs missing trials, writes table and figure of the finished ones; 1 if a run failed."""
     args, overrides = _parse(argv)
     workdir = command_line.folder_of(args.workdir)
-    experiment = load_experiment(
-        args.experiment, arms=args.arms, columns=args.columns, panels=args.panels
-    )
+    chosen = {name: getattr(args, name) for name in ("arms", "columns", "panels")}
+    experiment = load_experiment(args.experiment, **chosen)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     trials = plan(experiment, workdir, base=args.base, seeds=seeds, overrides=overrides)
     missing = sum(not trial.is_done for trial in trials)
@@ -51,14 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     failures = run_all(trials, num_processes=args.processes, on_done=_print_done)
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
-    done = [trial for trial in trials if trial.is_done]
-    chosen = [
-        f"--{name}={','.join(getattr(args, name))}"
-        for name in ("arms", "columns", "panels")
-        if getattr(args, name)
-    ]
-    if done:
-        write_results(experiment, done, workdir, args.base, [*chosen, *overrides])
+    flags = [f"--{name}={text}" for name, text in chosen.items() if text]
+    if done := [trial for trial in trials if trial.is_done]:
+        write_results(experiment, done, workdir, args.base, [*flags, *overrides])
     return 1 if failures else 0
 
 
@@ -74,7 +67,7 @@ def write_results(
     Args:
         flags: the command's other flags, for the note below the table.
     """
-    folder = workdir / experiment.name
+    folder, reference, title = workdir / experiment.name, experiment.reference, experiment.title
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = with_shared_tokens([read_outcome(trial) for trial in trials])
     arms = {arm: [outcome for outcome in outcomes if outcome.arm == arm] for arm in experiment.arms}
@@ -86,18 +79,15 @@ def write_results(
         f"python -m experiments.sweep --experiment={experiment.path} --base={base} "
         f"--seeds={seeds[-1] - seeds[0] + 1}{first}"
     )
-    leads = (
-        "leads are differences under the same seed."
-        if experiment.reference in arms
-        else f"without runs of {experiment.reference} there are no leads."
-    )
+    leads = "leads are differences under the same seed."
+    if reference not in arms:
+        leads = f"without runs of {reference} there are no leads."
     notes = (
         f"Mean ± 95% interval (Student's t over the seeds); {leads}",
         "",
         f"`{' '.join([command, *flags])}` at commit {', '.join(filter(None, commits)) or '?'}.",
     )
     columns = columns_of(experiment.columns, outcomes)
-    reference, title = experiment.reference, experiment.title
     print(write_table(folder, arms, reference, columns, title, notes), flush=True)
     write_figure(folder, arms, reference, experiment.panels, title)
 
@@ -120,21 +110,19 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--first_seed", type=int, default=0, help="seeds apart from others, to choose settings on")
     add("--base", default="tiny", help="file of configs/ the arms stand on")
     add("--processes", type=int, default=1, help="runs at a time")
-    add("--workdir", type=pathlib.Path, default="runs/sweep", help="of runs, tables and figures")
-    names: dict[str, Any] = {
-        "type": lambda text: tuple(text.split(",")),
-        "default": argparse.SUPPRESS,
-    }
-    add("--arms", **names, help="some of the arms, separated by commas")
-    add("--columns", **names, help="measures of the table, in place of the experiment's COLUMNS")
-    add("--panels", **names, help="panels of the figure, likewise; a measure is one too")
-    unchosen = argparse.Namespace(arms=(), columns=(), panels=())
-    args, overrides = parser.parse_known_args(argv, unchosen)
-    for name in ("seeds", "processes"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.first_seed < 0:
-        parser.error(f"--first_seed must be at least 0, got {args.first_seed}")
+    add("--workdir", default="runs/sweep", help="of runs, tables and figures")
+    for name, text in (
+        ("--arms", "some of the arms, separated by commas"),
+        ("--columns", "measures of the table, in place of the experiment's COLUMNS"),
+        ("--panels", "panels of the figure, likewise; a measure is one too"),
+    ):
+        add(name, default=argparse.SUPPRESS, help=text)
+    args, overrides = parser.parse_known_args(
+        argv, argparse.Namespace(arms="", columns="", panels="")
+    )
+    for name, least in (("seeds", 1), ("processes", 1), ("first_seed", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
     given = set()
     for flag in overrides:
         key, equals, _ = flag.partition("=")

@@ -32,38 +32,28 @@ def held_out(outcome: Outcome) -> Curve:
     Raises:
         NotLogged: there was none.
     """
-    points = [
-        (row["step"], row[acc_name(row)]) for row in outcome.evaluations if acc_name(row) in row
-    ]
-    if not points:
+    rows = [row for row in outcome.evaluations if acc_name(row) in row]
+    if not rows:
         raise NotLogged("set rl.eval_every above 0, and data.test or evaluate.benchmarks")
-    x, y = np.array(sorted(points), float).T
+    x, y = np.array(sorted((row["step"], row[acc_name(row)]) for row in rows), float).T
     return x, y
 
 
-def rollouts(outcome: Outcome) -> Curve:
-    """(steps done, accuracy of the rollouts) of every step.
+def held_out_area(outcome: Outcome) -> float:
+    """Mean height of the held-out curve over the steps, by the trapezoidal rule."""
+    x, y = held_out(outcome)
+    return float(np.trapezoid(y, x) / (x[-1] - x[0])) if len(x) > 1 else float(y[0])
+
+
+def rollouts(outcome: Outcome) -> Float[np.ndarray, " N"]:
+    """Accuracy of the rollouts of every step.
 
     Raises:
         NotLogged: there was no step.
     """
     if not outcome.steps:
         raise NotLogged('put "rl" into stages')
-    return np.arange(len(outcome.steps), dtype=float), outcome.series("acc")
-
-
-def held_out_at(outcome: Outcome, step: int) -> float:
-    """Held-out accuracy after exactly so many steps.
-
-    Raises:
-        NotLogged: there was no evaluation then.
-    """
-    x, y = held_out(outcome)
-    if step not in x:
-        raise NotLogged(
-            f"set rl.eval_every to a divisor of {step} and rl.num_steps to at least {step}"
-        )
-    return float(y[x == step][0])
+    return outcome.series("acc")
 
 
 def rollouts_at(outcome: Outcome, step: int) -> float:
@@ -82,11 +72,6 @@ def tokens_after(outcome: Outcome, steps: np.ndarray) -> np.ndarray:
     return np.append(0.0, outcome.series("decoded_tokens"))[steps.astype(int)]
 
 
-def area(x: np.ndarray, y: np.ndarray) -> float:
-    """Area under a curve by the trapezoidal rule, over its width: the mean height."""
-    return float(np.trapezoid(y, x) / (x[-1] - x[0])) if len(x) > 1 else float(y[0])
-
-
 def rollouts_at_tokens(outcome: Outcome, tokens: float) -> float:
     """Accuracy of the rollouts that were decoded as the last tenth of `tokens`.
 
@@ -97,10 +82,8 @@ def rollouts_at_tokens(outcome: Outcome, tokens: float) -> float:
         outcome: has decoded at least `tokens`.
         tokens: above 0.
     """
-    if not outcome.steps:
-        raise NotLogged('put "rl" into stages')
-    ends = outcome.series("decoded_tokens")
-    integral = np.cumsum(np.diff(ends, prepend=0.0) * outcome.series("acc"))
+    acc, ends = rollouts(outcome), outcome.series("decoded_tokens")
+    integral = np.cumsum(np.diff(ends, prepend=0.0) * acc)
     bounds = np.array([(1 - TOKEN_WINDOW) * tokens, tokens])
     low, high = np.interp(bounds, np.append(0.0, ends), np.append(0.0, integral))
     return float((high - low) / (TOKEN_WINDOW * tokens))
@@ -119,29 +102,21 @@ def held_out_at_tokens(outcome: Outcome, tokens: float) -> float:
     return float(np.interp(tokens, decoded, y))
 
 
-def gain_after_rescue(outcome: Outcome, num_steps: int, curve: Curve) -> float | None:
-    """How much a curve rises over the steps after a rescue, the mean over all rescued groups.
+def gain_after_rescue(outcome: Outcome, num_steps: int) -> float | None:
+    """How much the rollouts' accuracy rises over the steps after a rescue, mean over the groups.
 
-    A group rescued in step t counts with y(t + num_steps) - y(t), linear between two points of the
-    curve. Groups that are rescued too late, or before the curve begins, do not count.
-
-    Args:
-        outcome: of a run of CARE; None is returned for other objectives.
-        num_steps: of the rise.
-        curve: of `held_out` or `rollouts`.
+    A group rescued in step t counts with y(t + num_steps) - y(t), or not at all if the run ends
+    before that.
 
     Returns:
-        the rise in accuracy; None if no group was rescued.
+        the rise; None if no group was rescued, as under objectives other than CARE.
 
     Raises:
-        NotLogged: the curve is shorter than `num_steps`.
+        NotLogged: the run has no `num_steps` after its first step.
     """
-    x, y = curve
-    if x[-1] - x[0] < num_steps:
+    acc, rates = rollouts(outcome), np.nan_to_num(outcome.series("rescue_rate"))[:-num_steps]
+    if len(acc) <= num_steps:
         raise NotLogged(f"set rl.num_steps above {num_steps}")
-    rates, steps = np.nan_to_num(outcome.series("rescue_rate")), np.arange(len(outcome.steps))
-    rates = np.where((steps >= x[0]) & (steps + num_steps <= x[-1]), rates, 0.0)
     if not rates.any():
         return None
-    rise = np.interp(steps + num_steps, x, y) - np.interp(steps, x, y)
-    return float(np.average(rise, weights=rates))
+    return float(np.average(acc[num_steps:] - acc[:-num_steps], weights=rates))

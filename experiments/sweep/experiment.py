@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -18,8 +18,8 @@ from experiments.sweep.measures import (
     names_of_measures,
 )
 
-_COLUMNS = ("acc", "gain", "lead", BENCHMARKS, "response_tokens", "decoded_tokens")
-_PANELS = ("accuracy", "by_tokens")
+_COLUMNS = f"acc,gain,lead,{BENCHMARKS},response_tokens,decoded_tokens"
+_PANELS = "accuracy,by_tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +50,14 @@ class Experiment:
 
 
 def load_experiment(
-    path: pathlib.Path,
-    *,
-    arms: Sequence[str] = (),
-    columns: Sequence[str] = (),
-    panels: Sequence[str] = (),
+    path: pathlib.Path, *, arms: str = "", columns: str = "", panels: str = ""
 ) -> Experiment:
     """Reads an experiment's file.
 
     Args:
         path: of the file.
-        arms: of the file's; empty: all of them.
-        columns, panels: in place of those that the file declares.
+        arms: some of the file's, separated by commas; empty: all of them.
+        columns, panels: in place of those that the file declares, likewise.
 
     Raises:
         ValueError: the file is missing, lacks a declaration, or there is an unknown name in one or
@@ -82,37 +78,36 @@ def load_experiment(
             f"{path} must have a docstring, ARMS, REFERENCE and get_config; it lacks "
             f"{', '.join(missing) or 'a docstring'}"
         )
-    _check_names("--arms", path, arms, module.ARMS.__getitem__, module.ARMS)
-    experiment = Experiment(
+
+    def names(what: str, text: str, find: Callable, known: Iterable[str]) -> tuple[str, ...]:
+        for name in text.split(","):
+            try:
+                find(name)
+            except KeyError:
+                raise ValueError(
+                    f"{what} of {path} must be among {', '.join(known)}, got {name!r}; change it"
+                ) from None
+        return tuple(text.split(","))
+
+    find_arm = module.ARMS.__getitem__
+    chosen = names("--arms", arms or ",".join(module.ARMS), find_arm, module.ARMS)
+    names("REFERENCE", module.REFERENCE, find_arm, module.ARMS)
+    return Experiment(
         path=path,
         title=module.__doc__.splitlines()[0],
-        arms={arm: keys for arm, keys in module.ARMS.items() if arm in (arms or module.ARMS)},
+        arms={arm: keys for arm, keys in module.ARMS.items() if arm in chosen},
         reference=module.REFERENCE,
-        columns=tuple(columns) or getattr(module, "COLUMNS", _COLUMNS),
-        panels=tuple(panels) or getattr(module, "PANELS", _PANELS),
+        columns=names(
+            "--columns" if columns else "COLUMNS",
+            columns or getattr(module, "COLUMNS", _COLUMNS),
+            lambda name: name in BENCHMARK_COLUMNS or measure_named(name),
+            [*names_of_measures(), BENCHMARKS],
+        ),
+        panels=names(
+            "--panels" if panels else "PANELS",
+            panels or getattr(module, "PANELS", _PANELS),
+            panel_named,
+            names_of_panels(),
+        ),
         get_config=module.get_config,
     )
-    _check_names("REFERENCE", path, (experiment.reference,), module.ARMS.__getitem__, module.ARMS)
-    measures = [*names_of_measures(), BENCHMARKS]
-    own = tuple(name for name in experiment.columns if name not in BENCHMARK_COLUMNS)
-    _check_names("--columns" if columns else "COLUMNS", path, own, measure_named, measures)
-    panel_names = names_of_panels()
-    what = "--panels" if panels else "PANELS"
-    _check_names(what, path, experiment.panels, panel_named, panel_names)
-    return experiment
-
-
-def _check_names(
-    what: str,
-    path: pathlib.Path,
-    names: Sequence[str],
-    find: Callable[[str], Any],
-    known: Iterable[str],
-) -> None:
-    for name in names:
-        try:
-            find(name)
-        except KeyError:
-            raise ValueError(
-                f"{what} of {path} must be among {', '.join(known)}, got {name!r}; change it"
-            ) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.axes
@@ -19,8 +19,6 @@ import numpy as np
 from experiments.sweep import curves, signature
 from experiments.sweep.measures import mean_interval, measure_named, names_of_measures
 from experiments.sweep.outcome import NotLogged, Outcome
-from experiments.sweep.signature import FORMULAS, fit
-from experiments.sweep.tables import value_of
 
 Arms = Mapping[str, Sequence[Outcome]]
 Axes = matplotlib.axes.Axes
@@ -35,23 +33,14 @@ _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 def write_figure(
     folder: pathlib.Path, arms: Arms, reference: str, panels: Sequence[str], title: str
 ) -> None:
-    """Writes `figure.png` and `figure.csv`.
-
-    Args:
-        folder: for both.
-        arms: outcomes by arm.
-        reference: the arm that is subtracted in differences.
-        panels: names of PANELS or of measures, from left to right.
-        title: above them.
-    """
+    """Writes `figure.png` and `figure.csv`, panels from left to right; `reference` is an arm."""
     figure = matplotlib.figure.Figure(figsize=(4.6 * len(panels), 3.8), layout="constrained")
     figure.suptitle(title, fontsize=10)
     points = []
     for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-        drawn = panel_named(name)(axes, arms, reference)
-        points += [{"panel": name} | point for point in drawn]
+        points += [{"panel": name} | point for point in panel_named(name)(axes, arms, reference)]
     figure.savefig(folder / "figure.png", dpi=150)
     with (folder / "figure.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["panel", "arm", "seed", "x", "y", "low", "high"])
@@ -59,53 +48,65 @@ def write_figure(
         writer.writerows(points)
 
 
-def _colored(arms: Arms) -> Iterator[tuple[str, Sequence[Outcome], str]]:
+def _draw_arms(axes: Axes, arms: Arms, values_of: Callable, draw: Callable) -> list[Point]:
+    """Draws each arm by the values of its outcomes; says in the panel what arms lack.
+
+    Args:
+        axes: of the panel.
+        arms: outcomes by arm.
+        values_of: maps an outcome to its value; raises `NotLogged` where it lacks rows.
+        draw: maps arm, value by seed, and the style (color) to the plotted points.
+    """
+    points, lacking = [], {}
     for index, (arm, outcomes) in enumerate(arms.items()):
-        yield arm, outcomes, _COLORS[index % len(_COLORS)]
+        found = {}
+        for outcome in outcomes:
+            try:
+                found[outcome.seed] = values_of(outcome)
+            except NotLogged as message:
+                lacking[arm] = f"{arm} not logged: {message}"
+        if found:
+            points += draw(arm, found, {"color": _COLORS[index % len(_COLORS)]})
+    place = {"transform": axes.transAxes, "wrap": True}
+    axes.text(0.02, 0.02, "\n".join(lacking.values()), fontsize=6, color="#AA0000", **place)
+    return points
 
 
-def _tell(axes: Axes, lacking: Mapping[str, NotLogged]) -> None:
-    """Says in the panel what arms lack."""
-    lines = [f"{arm} not logged: {message}" for arm, message in lacking.items()]
-    axes.text(
-        0.02,
-        0.02,
-        "\n".join(lines),
-        transform=axes.transAxes,
-        fontsize=6,
-        color="#AA0000",
-        wrap=True,
-    )
+def _label(axes: Axes, x: str, y: str, points: list[Point], size: int = 7) -> list[Point]:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if points:
+        axes.legend(fontsize=size, frameon=False)
+    return points
 
 
 def _measured(name: str) -> Panel:
     """A measure of every arm: each seed as a dot, the mean with its 95% interval."""
     measure = measure_named(name)
 
-    def draw(axes: Axes, arms: Arms, reference: str) -> list[Point]:
-        points, lacking = [], {}
+    def panel(axes: Axes, arms: Arms, reference: str) -> list[Point]:
         references = {outcome.seed: outcome for outcome in arms.get(reference, ())}
-        for row, (arm, outcomes, color) in enumerate(_colored(arms)):
-            of_seed = {outcome.seed: value_of(measure, outcome, references) for outcome in outcomes}
-            for each in of_seed.values():
-                if isinstance(each, NotLogged):
-                    lacking[arm] = each
-            of_seed = {seed: each for seed, each in of_seed.items() if isinstance(each, float)}
+        rows = {arm: row for row, arm in enumerate(arms)}
+
+        def draw(arm: str, found: dict, style: dict) -> list[Point]:
+            of_seed = {seed: x for seed, x in found.items() if x is not None and math.isfinite(x)}
             if not of_seed:
-                continue
-            values = list(of_seed.values())
+                return []
+            row, values = rows[arm], list(of_seed.values())
             mean, half = mean_interval(values)
-            axes.plot(values, [row] * len(values), "o", color=color, alpha=0.35, markersize=4)
-            axes.errorbar([mean], [row], xerr=[half], fmt="D", color=color, capsize=3, markersize=5)
-            points += [_point(arm, seed, value, row) for seed, value in of_seed.items()]
-            points.append(_point(arm, None, mean, row, mean - half, mean + half))
+            axes.plot(values, [row] * len(values), "o", alpha=0.35, markersize=4, **style)
+            axes.errorbar([mean], [row], xerr=[half], fmt="D", capsize=3, markersize=5, **style)
+            of_mean = _point(arm, None, mean, row, mean - half, mean + half)
+            return [*(_point(arm, seed, x, row) for seed, x in of_seed.items()), of_mean]
+
+        values_of = lambda run: measure.of(run, references.get(run.seed))  # noqa: E731
+        points = _draw_arms(axes, arms, values_of, draw)
         axes.set_yticks(range(len(arms)), arms)
         axes.set_ylim(len(arms) - 0.5, -0.5)
         axes.set_xlabel(measure.label.format(reference=reference))
-        _tell(axes, lacking)
         return points
 
-    return draw
+    return panel
 
 
 def _curve(
@@ -119,44 +120,28 @@ def _curve(
         num_bins: of neighbouring points of a run, each plotted as its mean; 0: every point.
     """
 
-    def draw(axes: Axes, arms: Arms, reference: str) -> list[Point]:
-        points, lacking = [], {}
-        for arm, outcomes, color in _colored(arms):
-            found: dict[int, curves.Curve] = {}
-            for outcome in outcomes:
-                try:
-                    found[outcome.seed] = _binned(*curve_of(outcome), num_bins)
-                except NotLogged as message:
-                    lacking[arm] = message
-            shortest = min((len(x) for x, _ in found.values()), default=0)
-            rows = [
-                (
-                    np.mean([x[i] for x, _ in found.values()]),
-                    *_interval(y[i] for _, y in found.values()),
-                )
-                for i in range(shortest)
-            ]
+    def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:
+        def draw(arm: str, found: dict[int, curves.Curve], style: dict) -> list[Point]:
+            xs, ys = (zip(*each, strict=False) for each in zip(*found.values(), strict=True))
+            rows = [(np.mean(x), *_interval(y)) for x, y in zip(xs, ys, strict=True)]
             rows = [row for row in rows if math.isfinite(row[1])]
             if not rows:
-                continue
+                return []
             x, mean, half = np.array(rows).T
-            axes.plot(x, mean, color=color, label=arm, linewidth=1.4)
-            axes.fill_between(x, mean - half, mean + half, color=color, alpha=0.12, linewidth=0)
-            points += [
+            axes.plot(x, mean, label=arm, linewidth=1.4, **style)
+            axes.fill_between(x, mean - half, mean + half, alpha=0.12, linewidth=0, **style)
+            of_seeds = [
                 _point(arm, seed, *values)
                 for seed, curve in found.items()
                 for values in zip(*curve, strict=True)
                 if math.isfinite(values[1])
             ]
-            points += _means(arm, x, mean, half)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        if points:
-            axes.legend(fontsize=7, frameon=False)
-        _tell(axes, lacking)
-        return points
+            return of_seeds + _means(arm, x, mean, half)
 
-    return draw
+        points = _draw_arms(axes, arms, lambda run: _binned(*curve_of(run), num_bins), draw)
+        return _label(axes, x_label, y_label, points)
+
+    return panel
 
 
 def _binned(x: np.ndarray, y: np.ndarray, num_bins: int) -> curves.Curve:
@@ -177,24 +162,13 @@ def _interval(values: Iterable[float]) -> tuple[float, float]:
     return mean_interval(values) if values else (math.nan, math.nan)
 
 
-def _by_step(metric: str, y_label: str, *, scale: float = 1.0) -> Panel:
-    """A metric against the steps done before its rollouts."""
-
-    def curve_of(outcome: Outcome) -> curves.Curve:
-        steps, _ = curves.rollouts(outcome)  # raises NotLogged for a run without RL
-        return steps, scale * (outcome.kl_ref() if metric == "kl_ref" else outcome.series(metric))
-
-    return _curve(curve_of, "steps", y_label, num_bins=_BINS)
+def _reward_by_step(outcome: Outcome) -> curves.Curve:
+    return np.arange(len(curves.rollouts(outcome)), dtype=float), outcome.series("reward")
 
 
 def _rollouts_by_tokens(outcome: Outcome) -> curves.Curve:
-    _, acc = curves.rollouts(outcome)
+    acc = curves.rollouts(outcome)
     return outcome.series("decoded_tokens") / 1e6, 100 * acc
-
-
-def _held_out_by_step(outcome: Outcome) -> curves.Curve:
-    x, y = curves.held_out(outcome)
-    return x, 100 * y
 
 
 def _held_out_by_tokens(outcome: Outcome) -> curves.Curve:
@@ -202,112 +176,46 @@ def _held_out_by_tokens(outcome: Outcome) -> curves.Curve:
     return curves.tokens_after(outcome, x) / 1e6, 100 * y
 
 
-def _signature(name: str, x_label: str, y_label: str) -> Panel:
-    """Step means of the √K' signature, with one least-squares line per arm."""
-
-    def draw(axes: Axes, arms: Arms, reference: str) -> list[Point]:
-        points = []
-        for arm, outcomes, color in _colored(arms):
-            pairs = [signature.step_points(outcome, name) for outcome in outcomes]
-            x, y = (np.concatenate(each) for each in zip(*pairs, strict=True))
-            line = fit(x, y)
-            label = arm
-            if line is not None:
-                slope, intercept, r = line
-                ends = np.array([x.min(), x.max()])
-                axes.plot(ends, intercept + slope * ends, color=color, linewidth=1)
-                label = f"{arm}: {slope:.3f}x {intercept:+.3f}, r {r:.4f}"
-            axes.plot(x, y, ".", color=color, alpha=0.3, markersize=3, label=label)
-            points += [
-                _point(arm, outcome.seed, *values)
-                for outcome, pair in zip(outcomes, pairs, strict=True)
-                for values in zip(*pair, strict=True)
-            ]
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.locator_params(axis="x", nbins=5)  # the labels of α̂ are long
-        axes.legend(fontsize=7, frameon=False)
-        return points
-
-    return draw
-
-
-def _buckets(name: str, sign: int, x_label: str, y_label: str) -> Panel:
-    """A_raw by K' over all contrasted groups of all seeds, with the law for binary rewards.
+def _buckets(
+    columns: Mapping[str, tuple[str, str]], power: float, x_label: str, y_label: str
+) -> Panel:
+    """Values by K' over the contrasted groups of all seeds.
 
     The interval is Student's t over the groups, which it takes as independent.
 
     Args:
-        name: "anchor" or "negative".
-        sign: ±1; the law is sign · √K'^sign.
+        columns: of a `Sample`, to the marker and to what follows the arm's name.
+        power: of K' on the x axis. For ±1/2 the law for binary rewards, y = ±x, is drawn.
         x_label, y_label: of the axes.
     """
 
-    def draw(axes: Axes, arms: Arms, reference: str) -> list[Point]:
-        points, lacking = [], {}
-        for arm, outcomes, color in _colored(arms):
-            try:
-                samples = [signature.sample_of(outcome) for outcome in outcomes]
-            except NotLogged as message:
-                lacking[arm] = message
-                continue
-            counts = np.concatenate([sample.num_negatives for sample in samples])
-            values = np.concatenate([getattr(sample, name) for sample in samples])
-            x, mean, half = _by_count(counts, values)
-            x = x ** (sign / 2)
-            axes.errorbar(
-                x, mean, yerr=half, fmt="o-", color=color, capsize=3, markersize=3, label=arm
-            )
-            points += _means(arm, x, mean, half)
-        if points:
-            ends = np.array([min(each["x"] for each in points), max(each["x"] for each in points)])
-            axes.plot(ends, sign * ends, "--", color="#666666", linewidth=1, label="α = 1")
-            axes.legend(fontsize=7, frameon=False)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        _tell(axes, lacking)
-        return points
+    def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:
+        def draw(arm: str, found: dict[int, signature.Sample], style: dict) -> list[Point]:
+            points = []
+            counts = np.concatenate([sample.num_negatives for sample in found.values()])
+            for column, (marker, what) in columns.items():
+                values = np.concatenate([getattr(sample, column) for sample in found.values()])
+                rows = [(count, *_interval(values[counts == count])) for count in np.unique(counts)]
+                count, mean, half = np.array(rows, float).reshape(-1, 3).T
+                x, name = count**power, arm + what
+                line = {"fmt": marker, "markersize": 3, "capsize": 3, "label": name}
+                axes.errorbar(x, mean, yerr=half, **line, **style)
+                points += _means(name, x, mean, half)
+            return points
 
-    return draw
+        points = _draw_arms(axes, arms, signature.sample_of, draw)
+        if points and abs(power) < 1:
+            ends = np.array([end(each["x"] for each in points) for end in (min, max)])
+            law = np.sign(power) * ends
+            axes.plot(ends, law, "--", color="#666666", linewidth=1, label="α = 1")
+        return _label(axes, x_label, y_label, points, size=5 if len(columns) > 1 else 7)
 
-
-def _alpha_buckets(axes: Axes, arms: Arms, reference: str) -> list[Point]:
-    """A_raw/√K' of anchors by K', measured with its interval, and both formulas' means.
-
-    The arm of a point is followed by what it is: measured, text or appendix.
-    """
-    points, lacking = [], {}
-    for arm, outcomes, color in _colored(arms):
-        try:
-            samples = [signature.sample_of(outcome) for outcome in outcomes]
-        except NotLogged as message:
-            lacking[arm] = message
-            continue
-        counts = np.concatenate([sample.num_negatives for sample in samples])
-        for what, marker in (("ratio", "o"), *zip(FORMULAS, ("_", "x"), strict=True)):
-            values = np.concatenate([getattr(sample, what) for sample in samples])
-            name = f"{arm} {'measured' if what == 'ratio' else what}"
-            x, mean, half = _by_count(counts, values)
-            axes.errorbar(x, mean, yerr=half, fmt=marker, color=color, capsize=3, label=name)
-            points += _means(name, x.astype(int), mean, half)
-    axes.set_xlabel("K′")
-    axes.set_ylabel("A_raw of the anchor / √K′")
-    if points:
-        axes.legend(fontsize=5, frameon=False)
-    _tell(axes, lacking)
-    return points
-
-
-def _by_count(counts: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(K', mean, half-width of its interval) of the groups' values, for each K'."""
-    rows = [(count, *_interval(values[counts == count])) for count in np.unique(counts)]
-    return tuple(np.array(rows, float).reshape(-1, 3).T)
+    return panel
 
 
 def _means(arm: str, x: np.ndarray, mean: np.ndarray, half: np.ndarray) -> list[Point]:
-    return [
-        _point(arm, None, *values) for values in zip(x, mean, mean - half, mean + half, strict=True)
-    ]
+    columns = zip(x, mean, mean - half, mean + half, strict=True)
+    return [_point(arm, None, *values) for values in columns]
 
 
 def _point(arm, seed, x, y, low=math.nan, high=math.nan) -> Point:
@@ -324,22 +232,17 @@ PANELS: dict[str, Panel] = {
     "held_out_by_tokens": _curve(
         _held_out_by_tokens, "decoded tokens, M", "held-out acc, %", num_bins=0
     ),
-    "held_out_by_step": _curve(_held_out_by_step, "steps", "held-out acc, %", num_bins=0),
-    "rollout_acc_by_step": _by_step("acc", "acc of rollouts, %", scale=100),
-    "reward_by_step": _by_step("reward", "reward of rollouts"),
-    "kl_old_by_step": _by_step("kl_old", "KL to π_old, nats"),
-    "kl_ref_by_step": _by_step("kl_ref", "KL to π_ref, nats"),
-    "clip_rate_by_step": _by_step("clip_rate", "clip rate, % of tokens", scale=100),
-    "variance_ratio_by_step": _by_step("variance_ratio", "Var(A⁻)/Var(A⁺)"),
-    "think_tokens_by_step": _by_step("think_tokens", "think tokens"),
-    "a_raw_anchor_by_step": _by_step("a_raw/anchor", "A_raw of anchors"),
-    "a_raw_negative_by_step": _by_step("a_raw/negative", "A_raw of negatives"),
-    "anchor": _signature("anchor", "√K′", "A_raw of the anchor"),
-    "negative": _signature("negative", "1/√K′", "mean A_raw of the negatives"),
-    "alpha": _signature("alpha", "α̂", "A_raw of the anchor / √K′"),
-    "anchor_buckets": _buckets("anchor", 1, "√K′", "A_raw of the anchor"),
-    "negative_buckets": _buckets("negative", -1, "1/√K′", "mean A_raw of the negatives"),
-    "alpha_buckets": _alpha_buckets,
+    "reward_by_step": _curve(_reward_by_step, "steps", "reward of rollouts", num_bins=_BINS),
+    "anchor_buckets": _buckets({"anchor": ("o-", "")}, 0.5, "√K′", "A_raw of the anchor"),
+    "negative_buckets": _buckets(
+        {"negative": ("o-", "")}, -0.5, "1/√K′", "mean A_raw of the negatives"
+    ),
+    "alpha_buckets": _buckets(
+        {"ratio": ("o", " measured"), "text": ("_", " text"), "appendix": ("x", " appendix")},
+        1.0,
+        "K′",
+        "A_raw of the anchor / √K′",
+    ),
 }
 
 
@@ -354,4 +257,4 @@ def panel_named(name: str) -> Panel:
 
 def names_of_panels() -> list[str]:
     """Every name: of PANELS, and of measures."""
-    return list(dict.fromkeys([*PANELS, *names_of_measures()]))
+    return [*PANELS, *names_of_measures()]

@@ -27,9 +27,9 @@ class Outcome:
         final: metrics of the last evaluation.
         steps: metrics of each RL step.
         evaluations: metrics of the evaluations during RL; their `step` counts the steps done.
+        workdir: of the run.
         shared_tokens: decoded tokens that every arm has reached under this seed; NaN if not known,
             see `with_shared_tokens`.
-        workdir: of the run; None without files.
     """
 
     arm: str
@@ -38,24 +38,13 @@ class Outcome:
     start: dict[str, float]
     final: dict[str, float]
     steps: list[dict[str, float]]
-    evaluations: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    evaluations: list[dict[str, float]]
+    workdir: pathlib.Path
     shared_tokens: float = math.nan
-    workdir: pathlib.Path | None = None
 
     def series(self, name: str) -> np.ndarray:
         """A metric at every step; NaN if it was not logged."""
         return np.array([step.get(name, math.nan) for step in self.steps], float)
-
-    def kl_ref(self) -> np.ndarray:
-        """KL to the reference policy at every step, nats.
-
-        Raises:
-            NotLogged: the run kept no reference policy.
-        """
-        values = self.series("kl_ref")
-        if not np.isfinite(values).any():
-            raise NotLogged(f"set {self.config['rl']['objective']}.beta above 0")
-        return values
 
     @property
     def num_triggers(self) -> np.ndarray:
@@ -93,11 +82,9 @@ def with_shared_tokens(outcomes: Sequence[Outcome]) -> list[Outcome]:
     reached: dict[int, float] = {}
     for outcome in outcomes:
         if outcome.steps:
-            last = outcome.series("decoded_tokens")[-1]
-            reached[outcome.seed] = np.minimum(reached.get(outcome.seed, math.inf), last)
+            last = float(outcome.series("decoded_tokens")[-1])
+            reached[outcome.seed] = float(np.minimum(reached.get(outcome.seed, math.inf), last))
     return [
-        dataclasses.replace(outcome, shared_tokens=float(reached[outcome.seed]))
-        if outcome.steps
-        else outcome
-        for outcome in outcomes
+        dataclasses.replace(each, shared_tokens=reached[each.seed] if each.steps else math.nan)
+        for each in outcomes
     ]

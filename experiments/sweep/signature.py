@@ -1,34 +1,34 @@
-"""The √K' signature over every contrasted group of a run, and over the means of its steps.
+"""The √K' signature over every contrasted group of a run.
 
-A_raw of an anchor is α·√K', the mean A_raw of its K' negatives -α/√K'; `predicted_alphas` in
-`care_jax.method.diagnostics` has the two formulas for α.
+A_raw of an anchor is α·√K', the mean A_raw of its K' negatives -α/√K'. α is predicted by the
+formula of the paper's text and by its appendix's; `care_jax.method.diagnostics` says which holds:
 
-The full sample is read from `rollouts.jsonl`, which has role, reward and A_raw of every response.
-The metrics have only the means of a step, and means of 20 groups scatter less than groups do, which
-raises R². Values in `rollouts.jsonl` have four significant digits. Groups with a reflected row are
-left out, as in the metrics: that row changes S.
+    text      α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)
+    appendix  α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2),       Δ = r⁺ - mean(r⁻)
+
+The groups are read from `rollouts.jsonl`, which has role, reward and A_raw of every response, with
+four significant digits. The metrics have only the means of a step, which scatter less than groups
+do and so have a higher R². Groups with a reflected row are left out, as in the metrics: that row
+changes S.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.stats
 from jaxtyping import Float, Int
 
-from care_jax.method.diagnostics import predicted_alphas
 from experiments.sweep.outcome import Outcome, logged_groups
 
-FORMULAS = ("text", "appendix")  # of the paper: with K'+1, and with K'
+FORMULAS = ("text", "appendix")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The contrasted groups of a run.
 
     Attributes:
@@ -36,6 +36,7 @@ class Sample:
         anchor: A_raw of the anchor.
         negative: mean A_raw of the negatives.
         text, appendix: α̂ by the formula of the paper's text, and of its appendix.
+        ratio: A_raw/√K' of the anchor, which α̂ predicts.
     """
 
     num_negatives: Int[np.ndarray, " N"]
@@ -43,11 +44,7 @@ class Sample:
     negative: Float[np.ndarray, " N"]
     text: Float[np.ndarray, " N"]
     appendix: Float[np.ndarray, " N"]
-
-    @property
-    def ratio(self) -> Float[np.ndarray, " N"]:
-        """A_raw/√K' of the anchor, which α̂ predicts."""
-        return self.anchor / np.sqrt(self.num_negatives)
+    ratio: Float[np.ndarray, " N"]
 
 
 def sample_of(outcome: Outcome) -> Sample:
@@ -56,36 +53,31 @@ def sample_of(outcome: Outcome) -> Sample:
     Raises:
         NotLogged: the run kept no rollouts, or has dropped those of its first steps.
     """
-    return _read(outcome.workdir) if outcome.workdir is not None else _sample([])
+    return _read(outcome.workdir)
 
 
 @functools.cache  # measures and panels of one run ask for it in turn
 def _read(workdir: pathlib.Path) -> Sample:
-    found = (_values(group["responses"]) for group in logged_groups(workdir))
-    return _sample([values for values in found if values is not None])
+    found = [_values(group["responses"]) for group in logged_groups(workdir)]
+    columns = np.array([values for values in found if values], float).reshape(-1, 5).T
+    return Sample(columns[0].astype(int), *columns[1:], ratio=columns[1] / np.sqrt(columns[0]))
 
 
-def _values(responses: Sequence[Mapping[str, Any]]) -> tuple[float, ...] | None:
-    """The fields of a `Sample` for one group; None if it is no contrasted one."""
-    by_role: dict[str, list[Mapping[str, Any]]] = {}
-    for response in responses:
-        by_role.setdefault(response["role"], []).append(response)
-    negatives = by_role.get("hard negative", [])
-    if "anchor" not in by_role or "reflected" in by_role or not negatives:
+def _values(responses: Sequence[dict[str, Any]]) -> tuple[float, ...] | None:
+    """The fields of a `Sample` but the ratio for one group; None if it is no contrasted one."""
+    anchors, negatives, reflected = (
+        [response for response in responses if response["role"] == role]
+        for role in ("anchor", "hard negative", "reflected")
+    )
+    if not anchors or not negatives or reflected:
         return None
-    (anchor,) = by_role["anchor"]
-    rewards = [each["reward"] for each in negatives]
-    gap = anchor["reward"] - float(np.mean(rewards))
+    rewards, count = [each["reward"] for each in negatives], len(negatives)
+    gap = anchors[0]["reward"] - float(np.mean(rewards))
     if gap <= 0:
         return None
-    negative = float(np.mean([each["raw"] for each in negatives]))
-    alphas = predicted_alphas(len(negatives), float(np.var(rewards)), gap)
-    return len(negatives), anchor["raw"], negative, *alphas
-
-
-def _sample(values: Sequence[tuple[float, ...]]) -> Sample:
-    columns = np.array(values, float).reshape(-1, 5).T
-    return Sample(columns[0].astype(int), *columns[1:])
+    spread = float(np.var(rewards)) / gap**2
+    alphas = (1 + (count + 1) * spread) ** -0.5, (1 + count * spread) ** -0.5
+    return count, anchors[0]["raw"], float(np.mean([each["raw"] for each in negatives])), *alphas
 
 
 def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -98,35 +90,29 @@ def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
     """
     sample = sample_of(outcome)
     root = np.sqrt(sample.num_negatives)
-    if name == "anchor":
-        return root, sample.anchor
-    if name == "negative":
-        return 1 / root, sample.negative
-    return getattr(sample, name), sample.ratio
+    signed = {"anchor": (root, sample.anchor), "negative": (1 / root, sample.negative)}
+    return signed[name] if name in signed else (getattr(sample, name), sample.ratio)
 
 
-def step_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Points (x, y) of the signature, each the mean over the groups of one step.
-
-    Args:
-        outcome: of a run of CARE.
-        name: as in `sample_points`, "alpha" for the formula of the text.
-    """
-    if name == "alpha":
-        x, y = outcome.series("signature/alpha"), outcome.series("signature/ratio")
-    else:
-        counts = range(1, outcome.config["care"]["K"] + 1)
-        ys = [outcome.series(f"signature/{name}_{count}") for count in counts]
-        power = 0.5 if name == "anchor" else -0.5
-        x = np.repeat([count**power for count in counts], [len(each) for each in ys])
-        y = np.concatenate(ys)
-    is_logged = np.isfinite(x) & np.isfinite(y)
-    return x[is_logged], y[is_logged]
+def slope(x: np.ndarray, y: np.ndarray) -> float | None:
+    """Of ordinary least squares; None under 3 points or for constant x."""
+    return float(scipy.stats.linregress(x, y).slope) if _has_line(x) else None
 
 
-def fit(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float] | None:
-    """(slope, intercept, r) of ordinary least squares; None under 3 points or for constant x."""
-    if len(x) < 3 or np.ptp(x) < 1e-6:
-        return None
-    line = scipy.stats.linregress(x, y)
-    return float(line.slope), float(line.intercept), float(line.rvalue)
+def r2(x: np.ndarray, y: np.ndarray) -> float | None:
+    """R² of ordinary least squares; None under 3 points or for constant x."""
+    return float(scipy.stats.linregress(x, y).rvalue) ** 2 if _has_line(x) else None
+
+
+def _has_line(x: np.ndarray) -> bool:
+    return len(x) >= 3 and np.ptp(x) >= 1e-6
+
+
+def mean_alpha(predicted: np.ndarray, _) -> float | None:
+    """Mean of α̂ over the contrasted groups."""
+    return float(predicted.mean()) if len(predicted) else None
+
+
+def alpha_error(predicted: np.ndarray, ratio: np.ndarray) -> float | None:
+    """Root mean square of A_raw/√K' - α̂ over the contrasted groups."""
+    return float(np.sqrt(((ratio - predicted) ** 2).mean())) if len(ratio) else None

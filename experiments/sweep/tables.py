@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments.sweep.measures import Measure, mean_interval
 from experiments.sweep.outcome import NotLogged, Outcome
@@ -55,23 +55,31 @@ def write_table(
         the markdown.
     """
     references = {outcome.seed: outcome for outcome in arms.get(reference, ())}
-    cells = {
-        (arm, name): [value_of(measure, outcome, references) for outcome in outcomes]
-        for arm, outcomes in arms.items()
-        for name, measure in columns.items()
-    }
-    shown = {
-        name: measure
-        for name, measure in columns.items()
-        if any(value is not None for arm in arms for value in cells[arm, name])
-    }
+    shown, cells, lacking = {}, {}, {}  # measures, (arm, name) to values, (name, key) to arms
+    for name, measure in columns.items():
+        found = {
+            arm: [value_of(measure, outcome, references) for outcome in outcomes]
+            for arm, outcomes in arms.items()
+        }
+        if all(value is None for values in found.values() for value in values):
+            continue
+        shown[name] = measure
+        for arm, values in found.items():
+            cells[arm, name] = values
+            for key in dict.fromkeys(str(x) for x in values if isinstance(x, NotLogged)):
+                lacking.setdefault((name, key), []).append(arm)
+
     heads = ["arm", "seeds"] + [each.label.format(reference=reference) for each in shown.values()]
     lines = [heads, ["---"] * len(heads)]
     for arm, outcomes in arms.items():
         row = [_cell(cells[arm, name], measure.format) for name, measure in shown.items()]
         lines.append([arm, str(len(outcomes)), *row])
     rows = [f"| {' | '.join(line)} |" for line in lines]
-    advice = _advice(arms, cells, shown)
+    advice = [
+        line
+        for (name, key), of_arms in lacking.items()
+        for line in (f"{NOT_LOGGED}: {name} of {', '.join(of_arms)}; {key}.", "")
+    ]
     markdown = "\n".join([f"# {title}", "", *rows, "", *advice, *notes, ""])
     (folder / "table.md").write_text(markdown)
 
@@ -79,30 +87,10 @@ def write_table(
         writer = csv.writer(file)
         writer.writerow(["arm", "seed", *shown])
         for arm, outcomes in arms.items():
-            for index, outcome in enumerate(outcomes):
-                of_seed = [_plain(cells[arm, name][index]) for name in shown]
-                writer.writerow([arm, outcome.seed, *of_seed])
+            for outcome, *values in zip(outcomes, *(cells[arm, x] for x in shown), strict=True):
+                plain = [NOT_LOGGED if isinstance(each, NotLogged) else each for each in values]
+                writer.writerow([arm, outcome.seed, *plain])
     return markdown
-
-
-def _advice(
-    arms: Iterable[str],
-    cells: Mapping[tuple[str, str], Sequence[float | NotLogged | None]],
-    names: Iterable[str],
-) -> list[str]:
-    """A line for each measure and each key that was not set, with the arms; then an empty one."""
-    lacking: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        for arm in arms:
-            for message in dict.fromkeys(
-                str(value) for value in cells[arm, name] if isinstance(value, NotLogged)
-            ):
-                lacking.setdefault((name, message), []).append(arm)
-    lines = [
-        f"{NOT_LOGGED}: {name} of {', '.join(found)}; {message}."
-        for (name, message), found in lacking.items()
-    ]
-    return [line for each in lines for line in (each, "")]
 
 
 def _cell(found: Sequence[float | NotLogged | None], spec: str) -> str:
@@ -113,9 +101,3 @@ def _cell(found: Sequence[float | NotLogged | None], spec: str) -> str:
     mean, half = mean_interval(values)
     text = f"{mean:{spec}}" if math.isnan(half) else f"{mean:{spec}} ± {half:{spec}}"
     return f"{text} ({num_lacking} {NOT_LOGGED})" if num_lacking else text
-
-
-def _plain(value: float | NotLogged | None) -> float | str:
-    if isinstance(value, NotLogged):
-        return NOT_LOGGED
-    return "" if value is None else value

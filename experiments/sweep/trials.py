@@ -29,15 +29,7 @@ from experiments.sweep.experiment import Experiment
 from experiments.sweep.outcome import Outcome
 
 # Configuration sections that the cold start and its evaluation depend on.
-_OF_COLD_START = (
-    "model",
-    "mesh",
-    "sharding_rules",
-    "data",
-    "sft",
-    "evaluate",
-    "verifier",
-)
+_OF_COLD_START = ("model", "mesh", "sharding_rules", "data", "sft", "evaluate", "verifier")
 _CHECKPOINTS = pathlib.Path("checkpoints", "sft")
 
 
@@ -98,12 +90,12 @@ def plan(
         ValueError: the workdir of a trial is taken by one with other settings.
     """
     known = {
-        json.dumps(json.loads(path.read_text())["settings"], sort_keys=True): path.parent
+        _key(json.loads(path.read_text())["settings"]): path.parent
         for path in sorted(folder.glob("*/*/seed_*/trial.json"))
     }
 
     def place(settings: Any, workdir: pathlib.Path) -> pathlib.Path:
-        key = json.dumps(settings, sort_keys=True)
+        key = _key(settings)
         if key not in known and workdir in known.values():
             raise ValueError(
                 f"{workdir} holds a run of another configuration, see its trial.json; remove it, "
@@ -114,40 +106,34 @@ def plan(
     trials = []
     for seed, arm in itertools.product(seeds, experiment.arms):
         config = experiment.get_config(f"{arm}@{base}")
-        settings = {
-            "config": json.loads(config.to_json_best_effort()) | {"seed": seed},
-            "overrides": sorted(overrides),
-        }
-        flags = (
-            f"--config={experiment.path}:{arm}@{base}",
-            f"--config.seed={seed}",
-            *overrides,
-        )
+        plain = json.loads(config.to_json_best_effort())
+        settings = {"config": plain | {"seed": seed}, "overrides": sorted(overrides)}
+        flags = f"--config={experiment.path}:{arm}@{base}", f"--config.seed={seed}", *overrides
         cold_start, stages = None, tuple(config.stages)
         if stages[:1] == ("sft",) and "rl" in stages:
             evaluate = stages[1 : stages.index("rl")]  # run by the cold start's trial
-            shared = {key: settings["config"][key] for key in _OF_COLD_START}
-            shared |= {
+            its_keys = tuple(f"--config.{key}" for key in (*_OF_COLD_START, "care.cue"))
+            shared = {key: plain[key] for key in _OF_COLD_START} | {
                 "cue": config.care.cue,
-                "overrides": [
-                    flag
-                    for flag in settings["overrides"]
-                    if flag.removeprefix("--config.").startswith((*_OF_COLD_START, "care.cue"))
-                ],
+                "overrides": [flag for flag in sorted(overrides) if flag.startswith(its_keys)],
             }
-            name = hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:8]
+            name = hashlib.sha256(_key(shared).encode()).hexdigest()[:8]
             shared["seed"] = seed
-            cold_start = Trial(
-                "",
-                seed,
-                shared,
-                place(shared, folder / "cold_start" / name / f"seed_{seed}"),
-                (*flags, _stages_flag(("sft", *evaluate))),
-            )
+            workdir = place(shared, folder / "cold_start" / name / f"seed_{seed}")
+            its_flags = *flags, _stages_flag(("sft", *evaluate))
+            cold_start = Trial("", seed, shared, workdir, its_flags)
             flags += (_stages_flag(("sft", *stages[1 + len(evaluate) :])),)
         workdir = place(settings, folder / experiment.name / arm / f"seed_{seed}")
         trials.append(Trial(arm, seed, settings, workdir, flags, cold_start))
     return trials
+
+
+def _key(settings: Any) -> str:
+    return json.dumps(settings, sort_keys=True)
+
+
+def _stages_flag(stages: Sequence[str]) -> str:
+    return f"--config.stages={tuple(stages)!r}"
 
 
 def run_all(
@@ -165,11 +151,8 @@ def run_all(
         the failures; trials that do not depend on a failed one still run.
     """
     todo = {trial.workdir: trial for trial in trials if not trial.is_done}
-    starts = {
-        trial.cold_start.workdir: trial.cold_start
-        for trial in todo.values()
-        if trial.cold_start is not None and not trial.cold_start.is_done
-    }
+    starts = [trial.cold_start for trial in todo.values() if trial.cold_start is not None]
+    todo = {start.workdir: start for start in starts if not start.is_done} | todo
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(num_processes):
         slots.put(slot)
@@ -177,7 +160,7 @@ def run_all(
     with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
         begun: dict[pathlib.Path, concurrent.futures.Future] = {}
 
-        def work(trial: Trial) -> Trial:
+        def work(trial: Trial) -> None:
             if trial.cold_start is not None and trial.cold_start.workdir in begun:
                 begun[trial.cold_start.workdir].result()
             slot = slots.get()
@@ -186,16 +169,15 @@ def run_all(
             finally:
                 slots.put(slot)
             on_done(trial)
-            return trial
 
-        for workdir, trial in (starts | todo).items():
+        for workdir, trial in todo.items():
             begun[workdir] = pool.submit(work, trial)
         concurrent.futures.wait(begun.values())
-    failures = [future.exception() for future in begun.values()]
+    failures = dict.fromkeys(filter(None, (future.exception() for future in begun.values())))
     for failure in failures:
-        if failure is not None and not isinstance(failure, TrialFailed):
+        if not isinstance(failure, TrialFailed):
             raise failure
-    return list(dict.fromkeys(each for each in failures if isinstance(each, TrialFailed)))
+    return [failure for failure in failures if isinstance(failure, TrialFailed)]
 
 
 def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
@@ -219,9 +201,8 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
     with log.open("a") as out, _share_of_cores(slot, num_slots):
         environment = os.environ | _share_of_devices(os.environ, slot, num_slots)
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(trial.workdir.parents[2] / "xla"))
-        ended = subprocess.run(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
-        )
+        streams = {"stdout": out, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        ended = subprocess.run(command, env=environment, **streams)
     if ended.returncode:
         lines = log.read_text(errors="replace").strip().splitlines()
         raise TrialFailed(
@@ -235,15 +216,15 @@ def read_outcome(trial: Trial) -> Outcome:
     """Reads what a finished trial wrote."""
     stages = _stages(trial)
     start = _stages(trial.cold_start) if trial.cold_start else stages
-    final = [name for name in stages if name.startswith("evaluate_")]
-    firsts = [name for name in start if name in ("evaluate_start", "evaluate_sft")]
+    final = [rows[-1] for name, rows in stages.items() if name.startswith("evaluate_")]
+    firsts = [start[name][-1] for name in start if name in ("evaluate_start", "evaluate_sft")]
     return Outcome(
         arm=trial.arm,
         seed=trial.seed,
         # Not that of the settings, in which the overrides are not applied.
         config=json.loads((trial.workdir / "config.json").read_text()),
-        start=start[firsts[-1]][-1] if firsts else {},
-        final=stages[final[-1]][-1] if final else {},
+        start=firsts[-1] if firsts else {},
+        final=final[-1] if final else {},
         steps=stages.get("rl", []),
         evaluations=stages.get("rl_eval", []),
         workdir=trial.workdir,
@@ -272,10 +253,6 @@ def _write_record(trial: Trial, record: dict[str, Any]) -> None:
     write_whole(trial.workdir / "trial.json", text)
 
 
-def _stages_flag(stages: Sequence[str]) -> str:
-    return f"--config.stages={tuple(stages)!r}"
-
-
 @contextlib.contextmanager
 def _share_of_cores(slot: int, num_slots: int):
     """Pins this thread, and the processes it starts, to every num_slots-th core."""
@@ -294,6 +271,5 @@ def _share_of_cores(slot: int, num_slots: int):
 def _share_of_devices(environment: Mapping[str, str], slot: int, num_slots: int) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of a slot; {} for a single slot or if there are too few devices."""
     devices = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    share = devices[slot::num_slots]
     is_shared = num_slots > 1 and len(devices) >= num_slots
-    return {"CUDA_VISIBLE_DEVICES": ",".join(share)} if is_shared else {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot::num_slots])} if is_shared else {}

@@ -31,7 +31,7 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.packing.layout import at_rows, lay_out, place
 from care_jax.packing.plan import RowPlan
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
-from care_jax.rl.programs import compile_decoding, compile_update, rollout_sizes
+from care_jax.rl.programs import compile_decoder, compile_update, rollout_sizes
 from care_jax.rl.update_batch import copy_reference
 from care_jax.run.run import Run, make_adamw, params_of, start_state
 from models import lora
@@ -164,7 +164,7 @@ class Step:
         """The prefills and the decode steps; no response ends before its length."""
         run, rl, (first, _) = self._run, self._run.config.rl, rollout_sizes(self._run)
         sizes, responses = draw(run, rl.prompts_per_step, rl.num_rollouts, mean)
-        programs = compile_decoding(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
+        programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
         admit, advance = (
             Timed(function, self._compilations) for function in (programs.admit, programs.advance)
         )
@@ -174,7 +174,7 @@ class Step:
             Request(place, prompt, limits=limits)
             for place, (prompt, limits) in enumerate(zip(prompts, responses, strict=True))
         ]
-        queue = DecodeQueue(run, programs, first, DeviceClock())
+        queue = DecodeQueue(programs, run.policy.prompts, first, DeviceClock())
         decoded = queue.decode(self._decode_params, jax.random.key(0), requests)
         num_tokens = sum(int(rollouts.is_valid.sum()) for _, rollouts in decoded)
         schedule = schedule_of(run, prompts, responses)

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-# All stages, an evaluation inside RL, more prompts than seats, a save every second step.
+# All stages, an evaluation inside RL, more prompts than slots, a save every second step.
 SHORT = {
     "stages": "('sft','rl','evaluate','export')",
     "log_every": 1,

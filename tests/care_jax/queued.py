@@ -1,18 +1,16 @@
 """A decode queue around a small policy, whose answers come back in the order of the requests."""
 
 import operator
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from care_jax.decoding.programs import DecodingAttention, compile_decoding
 from care_jax.decoding.queue import DecodeQueue
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.devices.sharding import make_mesh, num_shards
-from care_jax.rl.programs import compile_decoding
-from care_jax.run.run import Run
+from care_jax.devices.sharding import attention_impl, make_mesh, num_shards
 from configs import tiny
 from models import backbone
 
@@ -21,7 +19,7 @@ def make_answer(
     policy,
     params,
     *,
-    num_seats,
+    num_slots,
     num_rows,
     num_rollouts,
     max_tokens,
@@ -35,12 +33,22 @@ def make_answer(
 ):
     """(requests, key) -> Rollouts of all of them; the queue is its attribute `queue`."""
     mesh = mesh or make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    run = Run(tiny.get_config(), policy, mesh, pathlib.Path())
-    shards = num_shards(run.decode_batch_sharding)
-    sizes = Sizes(num_seats, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
-    choice = dict(temperature=temperature, top_p=top_p, stops=stops)
-    programs = compile_decoding(run, **choice, attention=attention)
-    queue = DecodeQueue(run, programs, sizes, DeviceClock())
+    rules = tiny.get_config().decode_sharding_rules
+    xla = attention_impl("xla", rules, mesh)
+    programs = compile_decoding(
+        policy.config,
+        mesh,
+        rules,
+        dtype=jnp.float32,
+        closing_tag=policy.closing_tag,
+        temperature=temperature,
+        top_p=top_p,
+        stops=stops,
+        attention=attention or DecodingAttention(xla, xla),
+    )
+    shards = num_shards(programs.batch_sharding)
+    sizes = Sizes(num_slots, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
+    queue = DecodeQueue(programs, policy.prompts, sizes, DeviceClock())
     decode_params = backbone.to_decode_layout(params, policy.config, jnp.float32)
 
     def answer(requests, rng):

@@ -20,7 +20,6 @@ from care_jax.aot.collectives import Received
 from care_jax.aot.compile import Fit, Program
 from care_jax.aot.roofline import Work
 from care_jax.devices.flops import GIB, Chip
-from perf import fit as table
 
 LIBTPU = pathlib.Path(sys.prefix, "libtpu")
 needs_libtpu = pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
@@ -82,7 +81,7 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
     cache = 128 * (128 + 4 * 36) * 2 * 2 * 2 * 24 * 4 / GIB
     decode = rows["rl decode"]
     assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.02
-    assert float(rows["rl decode prefill"]["arguments"]) > cache  # the seats are there already
+    assert float(rows["rl decode prefill"]["arguments"]) > cache  # the slots are there already
 
 
 @needs_cuda
@@ -242,34 +241,3 @@ def test_all_steps_have_a_price():
         "200 steps of 'rl' take at least 1.0 h, 2 chip hours, at that mean: "
         "3 at 1.5 for a chip hour."
     )
-
-
-def test_a_row_of_the_readme_tells_worst_and_mean():
-    """Decoding: 20 tokens in 2 x 10 s at worst, 8 in 4 s at the mean; an update of 5 s or 1."""
-    waves = Work(flops=40, tokens=4), Work(flops=40, tokens=4)
-    decode = program("rl decode", 1, 0, 0, 0, seconds=10.0, num_calls=2, expected=waves)
-    update = program("rl update", 2, 0, 0, 0, seconds=5.0, expected=(Work(flops=20),))
-    step = types.SimpleNamespace(train_fill=0.75)
-    result = fit_of(decode, update, expected=step, mean_response=600.0)
-    result = dataclasses.replace(
-        result, programs=tuple(dataclasses.replace(p, seconds=3.0) for p in result.programs)
-    )
-    cells = dict(zip(table.COLUMNS, table.row("qwen25vl_7b", result), strict=True))
-    assert cells["RL step, worst"] == "25 s" and cells["RL step, mean {mean:g}"] == "5 s"
-    assert cells["decoding, tokens/s, worst and mean"] == "1, 2" and cells["fill"] == "0.75"
-    assert cells["fullest program"] == "rl update" and cells["compiled in"] == "6 s"
-
-
-def test_the_fit_table_goes_on_behind_a_case_that_cannot_be_compiled(monkeypatch, capsys):
-    def fit(config, topology, mean):
-        if topology.startswith("v5e"):
-            raise ValueError("no compiler")
-        return fit_of(program("rl update", 2, 0, 0, 0, seconds=mean, expected=(Work(flops=20),)))
-
-    monkeypatch.setattr(table, "fit", fit)
-    monkeypatch.setattr(table.jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["fit", "--only=7b", "--mean=9"])
-    assert table.main() == 1
-    out, err = capsys.readouterr()
-    assert err == "qwen25vl_7b v5e:8x8: no compiler\n"
-    assert "RL step, mean 9" in out and out.count("| qwen25vl_7b | v5e:2x1 |") == 3

@@ -37,7 +37,7 @@ def probed(make_run, questions, policy, monkeypatch):
         forced, sizes_seen = [], []
 
         class Queue:
-            def __init__(self, run, programs, sizes, clock):
+            def __init__(self, programs, prompts, sizes, clock):
                 sizes_seen.append(sizes)
 
             def decode(self, params, rng, requests):

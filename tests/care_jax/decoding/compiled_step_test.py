@@ -15,7 +15,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-SEATS, ROWS, PROMPT, RING = 64, 4, 1024, 512
+SLOTS, ROWS, PROMPT, RING = 64, 4, 1024, 512
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 BODY = re.compile(r"while\(.*body=%?([\w.-]+)")
 RESULT = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\](\S*) ([\w-]+)\(")
@@ -59,7 +59,7 @@ def main(topology: str) -> None:
     from care_jax.aot.topology import find_topology
     from care_jax.decoding.schedule import Sizes
     from care_jax.devices.sharding import make_mesh
-    from care_jax.rl.programs import compile_decoding
+    from care_jax.rl.programs import compile_decoder
     from care_jax.run.policy import decode_shardings
     from care_jax.run.run import Run
     from configs import qwen25vl_3b
@@ -79,13 +79,13 @@ def main(topology: str) -> None:
     )
     run = Run(config, policy, mesh, pathlib.Path())
     sizes = Sizes(
-        num_seats=SEATS,
+        num_slots=SLOTS,
         num_rows=ROWS,
         num_rollouts=8,
         max_tokens=RING,
         context_tokens=0,
         num_shards=mesh.size,
-        period=SEATS,
+        period=SLOTS,
     )
     params = jax.eval_shape(
         lambda key: backbone.to_decode_layout(
@@ -97,9 +97,9 @@ def main(topology: str) -> None:
     params = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places
     )
-    advance = compile_decoding(run, temperature=1.0, top_p=1.0).advance
+    advance = compile_decoder(run, temperature=1.0, top_p=1.0).advance
     traced = advance.trace(
-        params, shapes.seats(run, sizes, PROMPT, RING), jax.ShapeDtypeStruct((), jnp.int32)
+        params, shapes.slots(run, sizes, PROMPT, RING), jax.ShapeDtypeStruct((), jnp.int32)
     )
     platform = "tpu" if topology.startswith("v") else "cuda"
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()

@@ -1,4 +1,4 @@
-"""Continuous decoding gives what plain decoding gives, whatever the seats, rows, rings and mesh."""
+"""Continuous decoding gives what plain decoding gives, whatever the slots, rows, rings and mesh."""
 
 import dataclasses
 import itertools
@@ -11,10 +11,10 @@ from plain_decode import plain_decode
 from queued import make_answer
 
 from care_jax.decoding import schedule as decode_schedule
+from care_jax.decoding.programs import DecodingAttention
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
-from care_jax.run.attention_check import DecodingAttention
 from models.attention.mask import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
@@ -66,11 +66,11 @@ def expected(params, ending, requests):
 def answer(params, ending, requests):
     """All requests answered, in their order, and the queue that did."""
 
-    def answer(num_seats, num_rows, mesh=None, attention=None):
+    def answer(num_slots, num_rows, mesh=None, attention=None):
         ask = make_answer(
             ending,
             params,
-            num_seats=num_seats,
+            num_slots=num_slots,
             num_rows=num_rows,
             num_rollouts=G,
             max_tokens=T,
@@ -112,11 +112,11 @@ def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
     assert_equal(answered, expected, requests, ending)
 
 
-@pytest.mark.parametrize(("num_seats", "num_rows"), [(1, 1), (2, 2), (3, 5), (16, 4)])
+@pytest.mark.parametrize(("num_slots", "num_rows"), [(1, 1), (2, 2), (3, 5), (16, 4)])
 def test_tokens_do_not_depend_on_the_schedule(
-    answer, expected, requests, ending, num_seats, num_rows
+    answer, expected, requests, ending, num_slots, num_rows
 ):
-    answered, queue = answer(num_seats, num_rows)
+    answered, queue = answer(num_slots, num_rows)
     assert_equal(answered, expected, requests, ending)
     waiting = [
         WaitingPrompt(len(r.prompt.tokens), r.place, len(r.prompt.patches)) for r in requests
@@ -132,17 +132,17 @@ def test_tokens_do_not_depend_on_the_schedule(
 def test_rings_grow_and_shrink_with_what_is_in_flight(
     answer, expected, requests, ending, monkeypatch
 ):
-    """Calls of three steps, rings of 4, 8 and 16 slots."""
-    monkeypatch.setattr("care_jax.rl.programs.NUM_STEPS", 3)
+    """Calls of three steps, rings of 4, 8 and 16 positions."""
+    monkeypatch.setattr("care_jax.decoding.programs.NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "NUM_STEPS", 3)
-    monkeypatch.setattr(decode_schedule, "FEWEST_SLOTS", 4)
+    monkeypatch.setattr(decode_schedule, "FEWEST_POSITIONS", 4)
     seen = []
     with_room = DecodeQueue._with_room
 
     def watched(*args):
-        seats = with_room(*args)
-        seen.append(seats.cache.keys[0].shape[-1])
-        return seats
+        slots = with_room(*args)
+        seen.append(slots.cache.keys[0].shape[-1])
+        return slots
 
     monkeypatch.setattr(DecodeQueue, "_with_room", watched)
     answered, _ = answer(3, 2)

@@ -11,7 +11,7 @@ from queued import make_answer
 from care_jax.decoding import sampler
 from care_jax.decoding.queue import Request
 from care_jax.decoding.schedule import Sizes
-from care_jax.decoding.seats import empty_seats
+from care_jax.decoding.slots import empty_slots
 from care_jax.learning import logprobs
 from care_jax.packing.layout import lay_out, take_back
 from models import backbone
@@ -29,7 +29,7 @@ def decode(policy, params, image_prompts):
         contexts = [np.zeros(0, np.int32)] * 4 if contexts is None else contexts
         key = (id(asked), num_rows, max(map(len, contexts)), *choice.items())
         if key not in compiled:
-            sizes = dict(num_seats=4, num_rows=num_rows, num_rollouts=num_rows)
+            sizes = dict(num_slots=4, num_rows=num_rows, num_rollouts=num_rows)
             sizes |= dict(max_tokens=MAX_TOKENS, context_tokens=key[2])
             compiled[key] = asked, make_answer(asked, params, **sizes, **choice)
         requests = map(Request, range(4), image_prompts, contexts)
@@ -244,19 +244,19 @@ def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, trainer_logp
     np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)
 
 
-def test_a_seat_that_takes_over_rollouts_stops_where_the_other_seat_would_have(policy):
-    """Seat 2 takes over the last rollout of seat 0's, which end at 5; all of a prompt end at 9."""
+def test_a_slot_that_takes_over_rollouts_stops_where_the_other_slot_would_have(policy):
+    """Slot 2 takes over the last rollout of slot 0's, which end at 5; all of a prompt end at 9."""
     sizes = Sizes(4, 2, 9, 16, context_tokens=0, num_shards=1, period=8)
-    shape = dict(num_prompt_tokens=4, num_slots=8, dtype=jnp.float32)
-    seats = empty_seats(policy.config, sizes=sizes, **shape).replace(
+    shape = dict(num_prompt_tokens=4, num_positions=8, dtype=jnp.float32)
+    slots = empty_slots(policy.config, sizes=sizes, **shape).replace(
         first=jnp.arange(36).reshape(4, 9),
         next_rollout=jnp.array([2, 2, 9, 9]),
         end_rollout=jnp.array([5, 9, 9, 9]),
         rollout=jnp.array([[0, 1], [0, 1], [9, 9], [9, 9]]),
     )
     source, begin, end = jnp.array([[-1, -1, 0, -1], [0, 0, 4, 0], [4, 9, 5, 9]])
-    seats = jax.jit(functools.partial(sampler.share, num_shards=1))(seats, source, begin, end)
-    assert seats.end_rollout.tolist() == [4, 9, 5, 9]
-    assert seats.rollout.tolist() == [[0, 1], [0, 1], [4, 9], [9, 9]]
-    assert seats.next_rollout.tolist() == [2, 2, 6, 9]
-    assert seats.token[2, 0] == seats.first[0, 4]
+    slots = jax.jit(functools.partial(sampler.share, num_shards=1))(slots, source, begin, end)
+    assert slots.end_rollout.tolist() == [4, 9, 5, 9]
+    assert slots.rollout.tolist() == [[0, 1], [0, 1], [4, 9], [9, 9]]
+    assert slots.next_rollout.tolist() == [2, 2, 6, 9]
+    assert slots.token[2, 0] == slots.first[0, 4]

@@ -1,4 +1,4 @@
-"""When prompts are admitted to seats, and a schedule of given lengths."""
+"""When prompts are admitted to slots, and a schedule of given lengths."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,8 @@ from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, simulate
 BUCKETS = ((64, 16), (128, 16))
 
 
-def sizes(num_seats=8, num_rows=2, num_rollouts=4, max_tokens=512, num_shards=1, period=16):
-    return Sizes(num_seats, num_rows, num_rollouts, max_tokens, 0, num_shards, period)
+def sizes(num_slots=8, num_rows=2, num_rollouts=4, max_tokens=512, num_shards=1, period=16):
+    return Sizes(num_slots, num_rows, num_rollouts, max_tokens, 0, num_shards, period)
 
 
 def waiting(num_prompts):
@@ -19,24 +19,24 @@ def waiting(num_prompts):
 
 
 def release(scheduler, is_free, begun=4):
-    """Frees seats on whose prompts so many rollouts were begun; returns the seats."""
+    """Frees slots on whose prompts so many rollouts were begun; returns the slots."""
     is_free = np.asarray(is_free)
-    return [seat for _, seat in scheduler.release(is_free, np.full(len(is_free), begun))]
+    return [slot for _, slot in scheduler.release(is_free, np.full(len(is_free), begun))]
 
 
 def admitted(scheduler):
-    """Admits all prompts that can be now; returns their (seat, place)."""
+    """Admits all prompts that can be now; returns their (slot, place)."""
     found = []
     while (admission := scheduler.admit()) is not None:
         found += [
-            (int(seat), prompt.place)
-            for seat, prompt in zip(admission.seats, admission.prompts, strict=True)
+            (int(slot), prompt.place)
+            for slot, prompt in zip(admission.slots, admission.prompts, strict=True)
             if prompt is not None
         ]
     return found
 
 
-def test_the_shortest_prompts_are_admitted_first_and_all_seats_are_taken():
+def test_the_shortest_prompts_are_admitted_first_and_all_slots_are_taken():
     scheduler = Scheduler(waiting(20), sizes())
     lengths = sorted(waiting(20))
     assert [place for _, place in admitted(scheduler)] == [prompt.place for prompt in lengths[:8]]
@@ -49,26 +49,26 @@ def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards):
     per_shard = 16 // num_shards
     seen = []
     while scheduler.has_prompts:
-        for seat, place in admitted(scheduler):
-            assert seat // (8 // num_shards) == place % 16 // per_shard
+        for slot, place in admitted(scheduler):
+            assert slot // (8 // num_shards) == place % 16 // per_shard
             seen.append(place)
         release(scheduler, np.ones(8, bool))
     assert sorted(seen) == list(range(32))
 
 
 def test_prompts_wait_until_a_prefill_is_worth_it():
-    """Two are admitted at a time, so one is worth it; of 16 seats four are, so two are."""
-    for num_seats, few, enough in ((8, 0, 1), (16, 1, 2)):
-        scheduler = Scheduler(waiting(40), sizes(num_seats))
+    """Two are admitted at a time, so one is worth it; of 16 slots four are, so two are."""
+    for num_slots, few, enough in ((8, 0, 1), (16, 1, 2)):
+        scheduler = Scheduler(waiting(40), sizes(num_slots))
         admitted(scheduler)
         assert scheduler.num_wanted == enough
-        is_free = np.zeros(num_seats, bool)
+        is_free = np.zeros(num_slots, bool)
         is_free[:few] = True
         assert release(scheduler, is_free) == list(range(few))
         assert not admitted(scheduler) and scheduler.num_wanted == enough
         is_free[:enough] = True
         release(scheduler, is_free)
-        assert [seat for seat, _ in admitted(scheduler)] == list(range(enough))
+        assert [slot for slot, _ in admitted(scheduler)] == list(range(enough))
 
 
 def test_the_last_prompts_are_admitted_at_once():
@@ -76,10 +76,10 @@ def test_the_last_prompts_are_admitted_at_once():
     admitted(scheduler)
     assert scheduler.num_wanted == 1
     assert release(scheduler, np.arange(16) == 5) == [5]
-    assert [seat for seat, _ in admitted(scheduler)] == [5]
+    assert [slot for slot, _ in admitted(scheduler)] == [5]
     assert scheduler.num_wanted == 1  # the admitted prompt has two rollouts that were not begun
     release(scheduler, np.zeros(16, bool))
-    assert scheduler.num_wanted == 8  # nothing left to share: half of the seats could go
+    assert scheduler.num_wanted == 8  # nothing left to share: half of the slots could go
     release(scheduler, np.ones(16, bool))
     assert not scheduler.has_prompts
 
@@ -96,8 +96,8 @@ def steps_of(lengths, num_rows=2, **changes):
     return simulate(shape, waiting(len(lengths)), lengths, BUCKETS)
 
 
-def test_free_seats_take_over_what_was_not_begun():
-    """Two prompts of nine rollouts on four seats of two rows: seven each are left to share."""
+def test_free_slots_take_over_what_was_not_begun():
+    """Two prompts of nine rollouts on four slots of two rows: seven each are left to share."""
     scheduler = Scheduler(waiting(2), sizes(4, num_rollouts=9))
     admitted(scheduler)
     assert scheduler.num_wanted == 3
@@ -106,7 +106,7 @@ def test_free_seats_take_over_what_was_not_begun():
     assert shares.end.tolist() == [5, 5, 9, 9]
     assert scheduler.places.tolist() == [scheduler.places[0], scheduler.places[1]] * 2
     assert scheduler.share() is None
-    # The first seat is done; of the others the last has begun none beyond its two.
+    # The first slot is done; of the others the last has begun none beyond its two.
     released = scheduler.release(np.array([True, False, False, False]), np.array([5, 5, 8, 7]))
     assert released == [(scheduler.places[2], 0)]
     shares = scheduler.share()
@@ -131,7 +131,7 @@ def test_rollouts_are_shared_inside_a_shard():
     assert set(places[0]) == {0, 1} and set(places[1]) == {8}
 
 
-def test_half_of_the_seats_go_when_they_are_free_in_each_shard():
+def test_half_of_the_slots_go_when_they_are_free_in_each_shard():
     scheduler = Scheduler(waiting(16), sizes(16, num_shards=2))
     admitted(scheduler)
     release(scheduler, np.arange(16) % 8 < 4)
@@ -146,12 +146,12 @@ def test_half_of_the_seats_go_when_they_are_free_in_each_shard():
 
 
 def steps(*lengths, **changes):
-    return steps_of([list(lengths)], num_seats=1, **changes).num_steps
+    return steps_of([list(lengths)], num_slots=1, **changes).num_steps
 
 
 def test_rows_take_the_next_rollout_as_they_end():
     """Rows of 9 and 2 tokens; the second takes those of 5 and 6. First tokens need no step."""
-    schedule = steps_of([[9, 2, 5, 6]], num_seats=1)
+    schedule = steps_of([[9, 2, 5, 6]], num_slots=1)
     assert schedule.num_steps == max(8, 1 + 4 + 5)
     assert sum(call.num_tokens for call in schedule.calls) == 22
     assert steps(9, 2, 5, 6, num_rows=4) == 8
@@ -161,8 +161,8 @@ def test_rows_take_the_next_rollout_as_they_end():
 
 def test_shared_rollouts_are_each_decoded_once():
     lengths = np.random.default_rng(0).integers(1, 90, (11, 7)).tolist()
-    for num_seats, num_rows in ((16, 2), (4, 2), (2, 1)):
-        schedule = steps_of(lengths, num_rows=num_rows, num_seats=num_seats)
+    for num_slots, num_rows in ((16, 2), (4, 2), (2, 1)):
+        schedule = steps_of(lengths, num_rows=num_rows, num_slots=num_slots)
         assert sum(call.num_tokens for call in schedule.calls) == np.sum(lengths)
 
 
@@ -172,21 +172,21 @@ def test_a_call_ends_when_prompts_can_be_admitted():
         lengths[prompt.place] = [20] * 4
     schedule = steps_of(lengths, num_rows=4)
     assert [call.num_steps for call in schedule.calls] == [19, 29]
-    assert [call.num_seats for call in schedule.calls] == [8, 4]
+    assert [call.num_slots for call in schedule.calls] == [8, 4]
     assert sum(call.num_tokens for call in schedule.calls) == 4 * (8 * 20 + 3 * 30)
     assert len(schedule.prefills) == 4 + 2
 
 
 def test_long_answers_take_several_calls_and_larger_rings():
-    schedule = steps_of([[200, 10, 10, 10]], num_rows=4, num_seats=1)
+    schedule = steps_of([[200, 10, 10, 10]], num_rows=4, num_slots=1)
     assert [call.num_steps for call in schedule.calls] == [64, 64, 64, 7]
-    assert [call.num_slots for call in schedule.calls] == [128, 128, 256, 256]
+    assert [call.num_positions for call in schedule.calls] == [128, 128, 256, 256]
 
 
-def test_prompts_of_a_larger_bucket_widen_the_seats():
+def test_prompts_of_a_larger_bucket_widen_the_slots():
     prompts = [WaitingPrompt(100, 0, 4), WaitingPrompt(20, 1, 4)]
     lengths = {0: np.array([5]), 1: np.array([90])}
-    shape = sizes(num_seats=1, num_rollouts=1)
+    shape = sizes(num_slots=1, num_rollouts=1)
     schedule = simulate(shape, prompts, lengths, BUCKETS)
     assert schedule.prefills == ((64, 16), (128, 16))
     widths = [call.num_prompt_tokens for call in schedule.calls]
@@ -197,20 +197,20 @@ def test_what_attention_reads_grows_by_a_token_a_step():
     """Four steps see 1 to 4 tokens, 89 steps 1 to 89; the prompts have 20 and 100 tokens."""
     prompts = [WaitingPrompt(100, 0, 4), WaitingPrompt(20, 1, 4)]
     lengths = {0: np.array([90]), 1: np.array([5])}
-    schedule = simulate(sizes(num_seats=1, num_rows=1, num_rollouts=1), prompts, lengths, BUCKETS)
+    schedule = simulate(sizes(num_slots=1, num_rows=1, num_rollouts=1), prompts, lengths, BUCKETS)
     short, *long = schedule.calls
     assert (short.prefix_tokens, short.suffix_tokens) == (4 * 20, 10)
     assert sum(call.prefix_tokens for call in long) == 89 * 100
     assert sum(call.suffix_tokens for call in long) == 89 * 90 // 2
 
 
-def test_an_idle_row_attends_to_one_token_and_a_shared_seat_to_its_copy_of_the_prompt():
+def test_an_idle_row_attends_to_one_token_and_a_shared_slot_to_its_copy_of_the_prompt():
     prompts = [WaitingPrompt(10, 0, 4), WaitingPrompt(30, 1, 4)]
     lengths = {0: np.array([3, 2]), 1: np.array([3, 3])}
-    (call,) = simulate(sizes(num_seats=2, num_rollouts=2), prompts, lengths, BUCKETS).calls
+    (call,) = simulate(sizes(num_slots=2, num_rollouts=2), prompts, lengths, BUCKETS).calls
     assert (call.num_steps, call.prefix_tokens) == (2, 2 * 40)
     assert call.suffix_tokens == 3 * (1 + 2) + (1 + 1)
-    shared = simulate(sizes(num_seats=2), prompts[:1], {0: np.full(4, 3)}, BUCKETS)
-    expected = [10 * call.num_seats * call.num_steps for call in shared.calls]
+    shared = simulate(sizes(num_slots=2), prompts[:1], {0: np.full(4, 3)}, BUCKETS)
+    expected = [10 * call.num_slots * call.num_steps for call in shared.calls]
     assert [call.prefix_tokens for call in shared.calls] == expected
     assert expected[0] == 2 * 20

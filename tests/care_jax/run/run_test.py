@@ -134,7 +134,8 @@ def test_training_and_decoding_shard_by_their_own_rules(run):
         return layers.constrain(2 * x, "batch", None)
 
     x = np.ones((8, 3))
-    trained, decoded = jax.jit(run.placed(double))(x), jax.jit(run.placed_to_decode(double))(x)
+    to_decode = sharding.placed(double, run.config.decode_sharding_rules, run.mesh)
+    trained, decoded = jax.jit(run.placed(double))(x), jax.jit(to_decode)(x)
     assert trained.sharding.is_equivalent_to(run.train_batch_sharding, 2)
     assert decoded.sharding.is_equivalent_to(run.decode_batch_sharding, 2)
     places = run.train_batch_sharding, run.decode_batch_sharding

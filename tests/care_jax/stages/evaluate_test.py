@@ -55,11 +55,11 @@ def asked(policy, examples, monkeypatch):
     table[0, : len(wrong)], lengths[0] = wrong, len(wrong)
     calls = []
 
-    def compile_decoding(run, **choice):
+    def compile_decoder(run, **choice):
         calls.append(choice)
 
     class Queue:
-        def __init__(self, run, programs, sizes, clock):
+        def __init__(self, programs, prompts, sizes, clock):
             calls[-1] |= {"sizes": sizes, "asked": []}
             self.asked, self.num_samples = calls[-1]["asked"], sizes.num_rollouts
 
@@ -83,7 +83,7 @@ def asked(policy, examples, monkeypatch):
                     ),
                 )
 
-    monkeypatch.setattr(answering, "compile_decoding", compile_decoding)
+    monkeypatch.setattr(answering, "compile_decoder", compile_decoder)
     monkeypatch.setattr(answering, "DecodeQueue", Queue)
     monkeypatch.setattr(answering, "compile_to_decode_layout", lambda _: lambda params: params)
     return texts, calls
@@ -111,7 +111,7 @@ def test_one_greedy_answer_is_asked_for_each(make_run, examples, asked):
     (call,) = asked[1]
     assert (call["temperature"], call["top_p"]) == (0.0, 1.0)
     sizes = call["sizes"]
-    assert sizes.num_seats == sizes.period == 3
+    assert sizes.num_slots == sizes.period == 3
     assert (sizes.num_rows, sizes.num_rollouts, sizes.max_tokens) == (1, 1, T)
     assert call["asked"] == list(range(5))
 

@@ -62,7 +62,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     run = make_run(changes)
     seen = {}
     for module, name in (
-        (programs, "compile_decoding"),
+        (programs, "compile_decoder"),
         (credit, "select_subgroups"),
         (credit, "care_credit"),
         (credit, "care_raw_advantages"),
@@ -78,11 +78,11 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
     rollout, update = programs.compile_rollout(run, None), programs.compile_update(run, None, None)
     rng, places = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
-    assert seen["compile_decoding"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
+    assert seen["compile_decoder"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
     first, second = (program.__self__.sizes for program in (rollout.decode, rollout.reflect))
     updated = run.config.rl.prompts_per_update
     assert first == Sizes(
-        num_seats=run.config.rl.decode_prompts,
+        num_slots=run.config.rl.decode_prompts,
         num_rows=3,
         num_rollouts=6,
         max_tokens=33,

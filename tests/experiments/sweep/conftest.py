@@ -104,7 +104,7 @@ def make_outcome():
         num_steps=100,
         held_out=None,
         objective="care",
-        workdir=None,
+        workdir=pathlib.Path("nowhere"),
         shared_tokens=math.nan,
         **metrics,
     ):
@@ -118,16 +118,7 @@ def make_outcome():
         ]
         config = {"rl": {"prompts_per_step": 64, "objective": objective}, "care": {"K": 4}}
         evaluations = [{"step": step, "acc": acc} for step, acc in (held_out or {}).items()]
-        return Outcome(
-            arm,
-            seed,
-            config,
-            start or {},
-            final or {},
-            steps,
-            evaluations,
-            shared_tokens,
-            workdir,
-        )
+        ends = start or {}, final or {}
+        return Outcome(arm, seed, config, *ends, steps, evaluations, workdir, shared_tokens)
 
     return make

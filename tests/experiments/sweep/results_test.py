@@ -76,21 +76,8 @@ def role(raw, name):
 
 @pytest.mark.parametrize("num_seeds", [1, 2])
 def test_every_panel_draws_what_there_is(make_outcome, tmp_path, num_seeds):
-    alpha = list(np.linspace(0.8, 1, 100))
-    metrics = {
-        "acc": 0.5,
-        "rescue_rate": 0.1,
-        "kl_old": 0.1,
-        "decoded_tokens": [1e6 * step for step in range(100)],
-        "signature/alpha": alpha,
-        "signature/ratio": alpha,
-        "signature/anchor_1": alpha,
-        "signature/anchor_4": [2 * each for each in alpha],
-        "signature/negative_1": [-each for each in alpha],
-        "signature/negative_4": [-each / 2 for each in alpha],
-        **dict.fromkeys(("reward", "kl_ref", "clip_rate", "variance_ratio", "think_tokens"), alpha),
-        **dict.fromkeys(("a_raw/anchor", "a_raw/negative"), alpha),
-    }
+    tokens = [1e6 * step for step in range(100)]
+    metrics = {"acc": 0.5, "reward": list(np.linspace(0.8, 1, 100)), "decoded_tokens": tokens}
     rollouts = {"step": 0, "responses": [role(1.0, "anchor"), role(-1.0, "hard negative")]}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollouts) + "\n")
     metrics |= {"held_out": {0: 0.1, 100: 0.5}, "final": {"acc": 0.5}, "workdir": tmp_path}
@@ -101,7 +88,6 @@ def test_every_panel_draws_what_there_is(make_outcome, tmp_path, num_seeds):
     write_figure(tmp_path, arms, "one", tuple(PANELS), "All of them")
     rows = list(csv.DictReader((tmp_path / "figure.csv").open()))
     assert {row["panel"] for row in rows} == set(PANELS)
-    assert len([row for row in rows if row["panel"] == "alpha"]) == 2 * num_seeds * 100
     # One seed has no interval, nor has the one group of its rollouts.
     has_interval = {bool(row["low"] and row["high"]) for row in rows if not row["seed"]}
     assert has_interval == {num_seeds > 1}
@@ -128,9 +114,9 @@ def test_a_metric_over_the_steps_is_a_mean_with_its_interval(make_outcome):
 
 def test_a_bin_is_the_mean_of_the_steps_at_which_the_metric_is_defined(make_outcome):
     """Fifty steps in 25 bins; the first two are 1 and undefined, the next two both undefined."""
-    ratio = [1.0, None, None, None] + [3.0, 5.0] * 23
+    reward = [1.0, None, None, None] + [3.0, 5.0] * 23
     points, _ = points_of(
-        "variance_ratio_by_step", {"one": [make_outcome("one", num_steps=50, variance_ratio=ratio)]}
+        "reward_by_step", {"one": [make_outcome("one", num_steps=50, reward=reward)]}
     )
     of_seed, of_mean = ([each for each in points if each["seed"] is seed] for seed in (0, None))
     for drawn in (of_seed, of_mean):
@@ -138,21 +124,18 @@ def test_a_bin_is_the_mean_of_the_steps_at_which_the_metric_is_defined(make_outc
         assert len(drawn) == 24
 
 
-def test_held_out_accuracy_over_steps_and_over_tokens(make_outcome):
+def test_held_out_accuracy_over_tokens(make_outcome):
     outcome = make_outcome(
         num_steps=4, held_out={0: 0.1, 2: 0.4}, decoded_tokens=[1e6, 3e6, 4e6, 9e6]
     )
-    points, _ = points_of("held_out_by_step", {"one": [outcome]})
-    assert [(each["x"], each["y"]) for each in points] == [(0, 10), (2, 40)] * 2
     points, _ = points_of("held_out_by_tokens", {"one": [outcome]})
     assert [(each["x"], each["y"]) for each in points] == [(0, 10), (3, 40)] * 2
 
 
-@pytest.mark.parametrize("panel", ["by_tokens", *(x for x in PANELS if x.endswith("_by_step"))])
+@pytest.mark.parametrize("panel", ["by_tokens", "reward_by_step", "held_out_by_tokens"])
 def test_a_curve_says_that_an_arm_was_not_trained_and_draws_the_others(make_outcome, panel):
-    metrics = ("acc", "reward", "kl_old", "kl_ref", "clip_rate", "variance_ratio", "think_tokens")
-    metrics += ("a_raw/anchor", "a_raw/negative", "decoded_tokens")
-    one = make_outcome("one", num_steps=2, held_out={0: 0.1}, **dict.fromkeys(metrics, 0.5))
+    metrics = dict.fromkeys(("acc", "reward", "decoded_tokens"), 0.5)
+    one = make_outcome("one", num_steps=2, held_out={0: 0.1}, **metrics)
     points, text = points_of(panel, {"one": [one], "two": [make_outcome("two", num_steps=0)]})
     key = "set rl.eval_every above 0" if panel.startswith("held_out") else 'put "rl" into stages'
     assert f"two not logged: {key}" in text
@@ -186,8 +169,7 @@ def test_the_table_does_not_wait_for_the_figure(command, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("panel", "message"),
     [
-        ("held_out_by_step", "two not logged: set rl.eval_every above 0"),
-        ("kl_ref_by_step", "two not logged: set grpo.beta above 0"),
+        ("held_out_by_tokens", "two not logged: set rl.eval_every above 0"),
         ("held_out_area", "two not logged: set rl.eval_every above 0"),
         ("anchor_buckets", "two not logged: set report.rollouts_megabytes above 0"),
         ("alpha_buckets", "two not logged: set report.rollouts_megabytes above 0"),
@@ -200,7 +182,7 @@ def test_a_panel_says_what_an_arm_lacks_and_draws_the_others(
     (tmp_path / "has").mkdir()
     (tmp_path / "has" / "rollouts.jsonl").write_text(json.dumps(rollouts) + "\n")
     one = make_outcome(
-        "one", num_steps=2, held_out={0: 0.1, 2: 0.4}, kl_ref=0.1, workdir=tmp_path / "has"
+        "one", num_steps=2, held_out={0: 0.1, 2: 0.4}, decoded_tokens=9, workdir=tmp_path / "has"
     )
     two = make_outcome("two", num_steps=2, objective="grpo", workdir=tmp_path)
     points, text = points_of(panel, {"one": [one], "two": [two]})
@@ -239,7 +221,7 @@ def test_buckets_are_means_over_the_groups_of_all_seeds(make_outcome, tmp_path):
 def test_a_cell_says_that_rows_are_missing_and_the_command_which_key_to_set(
     command, tmp_path, capsys
 ):
-    assert command("--seeds=2", "--columns=acc,held_out_area,kl_ref:lead,acc:lead") == 0
+    assert command("--seeds=2", "--columns=acc,held_out_area,rescue_gain@50:lead,acc:lead") == 0
     printed = capsys.readouterr().out
     assert "| one | 2 | 70.5 ± 6.4 | not logged | – | – |" in printed
     assert "| two | 2 | 75.5 ± 6.4 | not logged | not logged | 5.0 ± 0.0 |" in printed
@@ -247,17 +229,18 @@ def test_a_cell_says_that_rows_are_missing_and_the_command_which_key_to_set(
         "not logged: held_out_area of one, two, same; set rl.eval_every above 0, and data.test or "
         "evaluate.benchmarks." in printed
     )
-    assert "not logged: kl_ref:lead of two, same; set care.beta above 0." in printed
-    assert "--seeds=2 --columns=acc,held_out_area,kl_ref:lead,acc:lead` at commit" in printed
+    lead = "rescue_gain@50:lead"
+    assert f"not logged: {lead} of two, same; set rl.num_steps above 50." in printed
+    assert f"--seeds=2 --columns=acc,held_out_area,{lead},acc:lead` at commit" in printed
     rows = list(csv.DictReader((tmp_path / "runs/some_key/table.csv").open()))
-    assert [rows[0][name] for name in ("held_out_area", "kl_ref:lead")] == ["not logged", ""]
+    assert [rows[0][name] for name in ("held_out_area", lead)] == ["not logged", ""]
 
 
 def test_a_seed_without_rows_is_counted_beside_the_others_mean(make_outcome, tmp_path):
     outcomes = [make_outcome("one", seed, held_out={0: acc} if acc else None)
                 for seed, acc in enumerate((0.2, 0.4, None))]  # fmt: skip
     table = write_table(
-        tmp_path, {"one": outcomes}, "one", columns_of(["held_out_best"], outcomes), "T", ()
+        tmp_path, {"one": outcomes}, "one", columns_of(["held_out_area"], outcomes), "T", ()
     )
     assert "| one | 3 | 30.0 ± 127.1 (1 not logged) |" in table
 
@@ -272,9 +255,9 @@ def test_equal_tokens_are_those_of_the_arms_in_the_table(command, tmp_path):
 
 
 def test_a_panel_is_chosen_on_the_command_line(command, tmp_path):
-    command("--seeds=1", "--panels=rollout_area,by_tokens")
+    command("--seeds=1", "--panels=gain,by_tokens")
     rows = list(csv.DictReader((tmp_path / "runs/some_key/figure.csv").open()))
-    assert {row["panel"] for row in rows} == {"rollout_area", "by_tokens"}
+    assert {row["panel"] for row in rows} == {"gain", "by_tokens"}
 
 
 def test_a_point_keeps_its_seed_where_the_reference_lacks_another(make_outcome, tmp_path):
@@ -339,7 +322,7 @@ def test_without_the_reference_there_are_no_leads(command, tmp_path):
 
 def test_a_measure_or_panel_that_is_not_there_is_refused(command):
     for flag, message in (
-        ("--columns=acc,fun", "--columns of .* acc, .*held_out@<number>.*, got 'fun'"),
+        ("--columns=acc,fun", "--columns of .* acc, .*<any of these>:lead.*, got 'fun'"),
         ("--panels=acc@2", "--panels of .* accuracy, .*, got 'acc@2'"),
     ):
         with pytest.raises(ValueError, match=message):

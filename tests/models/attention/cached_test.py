@@ -55,7 +55,7 @@ def test_rows_that_have_just_begun_and_full_rings_are_exact(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_seat_without_a_prompt_reads_only_its_rows(name):
+def test_a_slot_without_a_prompt_reads_only_its_rows(name):
     q, prefix, suffix, on_prefix, on_suffix = step()
     on_prefix[1] = False
     out = attended(KERNELS[name], q, prefix, suffix, on_prefix, on_suffix)

@@ -1,11 +1,11 @@
-"""The decoding state of `sampler`: prompts on seats, their rows, and the caches of both.
+"""The decoding state of `sampler`: prompts on slots, their rows, and the caches of both.
 
 The KV cache of a prompt (image tokens included) is stored once and read by its R rows in one
-matmul. The KV cache of a row is a ring: at global step t every row writes slot t mod S, so no
-scatter is needed. For a row with n earlier tokens in its cache, slot j is valid if
-(t - j) mod S <= n. Keys are rotated before they are written: a slot index is not a position.
+matmul. The KV cache of a row is a ring: at global step t every row writes position t mod S, so no
+scatter is needed. For a row with n earlier tokens in its cache, position j is valid if
+(t - j) mod S <= n. Keys are rotated before they are written: an index in the ring is no rotary position.
 
-Letters: B seats, R rows of a seat, G rollouts of a prompt, P prompt tokens, S slots of the ring,
+Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of the ring,
 D model.
 """
 
@@ -43,17 +43,17 @@ class Prefix:
 
 
 @flax.struct.dataclass
-class Seats:
-    """The decoding state: prompts on seats, and their rows.
+class Slots:
+    """The decoding state: prompts on slots, and their rows.
 
     Attributes:
         prefix: of the prompts.
         rngs: a key per prompt.
         budget: most tokens that each rollout may sample.
-        first: the first token of every rollout, sampled when the prompt took its seat.
+        first: the first token of every rollout, sampled when the prompt took its slot.
         next_rollout: the rollout that the next free row takes, if it is below `end_rollout`.
-        end_rollout: end of the seat's range of rollouts; the rest of a prompt's rollouts may be on
-            other seats.
+        end_rollout: end of the slot's range of rollouts; the rest of a prompt's rollouts may be on
+            other slots.
         rationale: per rollout, the sum of the hidden states of its rationale; 0 until it ends.
         rollout: the rollout that a row decodes; G if the row is idle.
         token: the row's last token, which the next step reads.
@@ -80,22 +80,22 @@ class Seats:
     clock: Int[Array, ""]
 
 
-def empty_seats(
+def empty_slots(
     config: BackboneConfig,
     *,
     sizes: Sizes,
     num_prompt_tokens: int,
-    num_slots: int,
+    num_positions: int,
     dtype: DTypeLike,
-) -> Seats:
-    """Seats without prompts."""
-    text, B, R, G = config.text, sizes.num_seats, sizes.num_rows, sizes.num_rollouts
+) -> Slots:
+    """Slots without prompts."""
+    text, B, R, G = config.text, sizes.num_slots, sizes.num_rows, sizes.num_rollouts
     kv = (B, text.num_kv_heads)
     prefix = KeyValues(
         [jnp.zeros((*kv, text.head_dim, num_prompt_tokens), dtype)] * text.num_layers,
         [jnp.zeros((*kv, num_prompt_tokens, text.head_dim), dtype)] * text.num_layers,
     )
-    return Seats(
+    return Slots(
         prefix=Prefix(
             cache=prefix,
             is_valid=jnp.zeros((B, num_prompt_tokens), bool),
@@ -113,43 +113,43 @@ def empty_seats(
         num_read=jnp.zeros((B, R), jnp.int32),
         tag_state=jnp.zeros((B, R), jnp.uint8),
         running=jnp.zeros((B, R, text.hidden_size)),
-        cache=backbone.init_cache(config, B, R, num_slots, dtype),
+        cache=backbone.init_cache(config, B, R, num_positions, dtype),
         clock=jnp.int32(0),
     )
 
 
-def seat_axes(seats: Seats) -> Seats:
-    """The tree of `seats` with a tuple of logical axis names at every leaf."""
-    axes = jax.tree.map(lambda x: ("batch",) + (None,) * (x.ndim - 1) if x.ndim else (), seats)
-    prefix_cache = jax.tree.map(lambda _: PREFIX_AXES, seats.prefix.cache)
+def slot_axes(slots: Slots) -> Slots:
+    """The tree of `slots` with a tuple of logical axis names at every leaf."""
+    axes = jax.tree.map(lambda x: ("batch",) + (None,) * (x.ndim - 1) if x.ndim else (), slots)
+    prefix_cache = jax.tree.map(lambda _: PREFIX_AXES, slots.prefix.cache)
     return dataclasses.replace(
         axes,
-        cache=jax.tree.map(lambda _: SUFFIX_AXES, seats.cache),
+        cache=jax.tree.map(lambda _: SUFFIX_AXES, slots.cache),
         prefix=dataclasses.replace(axes.prefix, cache=prefix_cache),
     )
 
 
-def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_slots: int) -> Array:
-    """Halves or doubles the slots of an array of the rows' cache.
+def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_positions: int) -> Array:
+    """Halves or doubles the positions of an array of the rows' cache.
 
     Doubling stores every token twice. One of the two copies appears S steps older than the token
-    is, and no row has read that many tokens. Halving keeps the newer of slots j and
-    j + num_slots; no row may have read more than num_slots tokens.
+    is, and no row has read that many tokens. Halving keeps the newer of positions j and
+    j + num_positions; no row may have read more than num_positions tokens.
 
     Args:
         x: the array.
-        clock: of the seats.
-        axis: of its slots.
-        num_slots: of the result.
+        clock: of the slots.
+        axis: of its positions.
+        num_positions: of the result.
     """
     old = x.shape[axis]
-    if num_slots == 2 * old:
+    if num_positions == 2 * old:
         return jnp.concatenate([x, x], axis)
-    if old != 2 * num_slots:
+    if old != 2 * num_positions:
         raise ValueError(
-            f"a ring of {old} slots can be resized to {2 * old} or {old / 2}, got {num_slots}"
+            f"a ring of {old} positions can be resized to {2 * old} or {old / 2}, got {num_positions}"
         )
-    is_later = (clock - 1 - jnp.arange(num_slots)) % old < num_slots
+    is_later = (clock - 1 - jnp.arange(num_positions)) % old < num_positions
     first, second = jnp.split(x, 2, axis)
     return jnp.where(jnp.expand_dims(is_later, range(1, x.ndim - axis)), first, second)
 
@@ -161,8 +161,8 @@ def pad_left(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, widths)
 
 
-def keep_seats(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
-    """Selects seats of each shard from an array of the seats; see `schedule.Scheduler.halve`."""
+def keep_slots(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
+    """Selects slots of each shard from an array of the slots; see `schedule.Scheduler.halve`."""
     shards = x.reshape(num_shards, -1, *x.shape[1:])
     found = jax.vmap(lambda x, i: x[i])(shards, kept.reshape(num_shards, -1))
     return found.reshape(-1, *x.shape[1:])
@@ -170,5 +170,5 @@ def keep_seats(x: Array, kept: Int[Array, " half"], num_shards: int) -> Array:
 
 def take_in_shard(new: Array, old: Array, chosen: Int[Array, " B"], num_shards: int) -> Array:
     """Row b is row chosen[b] of b's shard of `new`, or row b of `old` if chosen[b] is negative."""
-    found = keep_seats(new, jnp.maximum(chosen, 0), num_shards)
+    found = keep_slots(new, jnp.maximum(chosen, 0), num_shards)
     return jnp.where(jnp.expand_dims(chosen >= 0, range(1, old.ndim)), found, old)
