@@ -149,10 +149,6 @@ class Rollouts:
     embedding: Float[HostOrDevice, "B R D"]
     is_complete: Bool[HostOrDevice, "B R"]
 
-    def without_text(self) -> Rollouts:
-        """The fields that metrics need, a fraction of the bytes."""
-        return dataclasses.replace(self, tokens=None, logp=None, embedding=None)
-
 
 @flax.struct.dataclass
 class Scores:
@@ -177,10 +173,6 @@ class Scores:
     num_think: Int[HostOrDevice, "B R"]
     num_answer: Int[HostOrDevice, "B R"]
     has_answer: Bool[HostOrDevice, "B R"]
-
-    def without_spans(self) -> Scores:
-        """The fields that metrics need."""
-        return dataclasses.replace(self, is_think=None, is_answer=None)
 
 
 @flax.struct.dataclass
@@ -281,10 +273,21 @@ class Groups:
         """The groups of some prompts: indices, a mask or a slice."""
         return jax.tree.map(lambda x: x[chosen], self)
 
+    def split(self, number: int) -> list[Groups]:
+        """The groups in equal parts, in order."""
+        return [self.take(part) for part in np.split(np.arange(len(self.index)), number)]
+
     @staticmethod
     def concatenate(parts: Sequence[Groups]) -> Groups:
         """The groups of several batches, of all of which the same is known."""
         return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+    @property
+    def is_judged(self) -> Bool[np.ndarray, "B R"]:
+        """False where a reward function failed."""
+        if self.components is None:
+            return np.ones(self.reasons.shape, bool)
+        return self.components.astype(bool)  # an empty dict is False
 
     @property
     def num_trained(self) -> Int[np.ndarray, "B R"]:

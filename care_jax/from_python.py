@@ -19,8 +19,7 @@ from care_jax.config import command_line
 from care_jax.config.checks import has_test
 from care_jax.data.readers import jsonl
 from care_jax.devices import xla_flags
-from care_jax.rewards.reward_function import RewardFunction, check_reward
-from care_jax.rewards.reward_pool import packed
+from care_jax.rewards.reward_function import RewardFunction, check_reward, packed
 
 
 @dataclasses.dataclass(frozen=True)

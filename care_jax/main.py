@@ -26,13 +26,12 @@ from care_jax.config.resume import TRAINING
 from care_jax.data.stages import given_stage, open_stage
 from care_jax.devices import compilation_cache, distributed, xla_flags
 from care_jax.report.metrics import MetricWriter, print_line
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, weights
 from care_jax.run.run import Run, check_workdir, open_run
 from care_jax.run.versions import write_config
 from care_jax.stages import evaluate, export, rl, sft
-from care_jax.stages.evaluated import evaluate_once
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
@@ -139,12 +138,12 @@ def _run_each(
         elif stage == "rl":
             params = rl.train(run, params, sources[stage], evaluator)
         elif stage == "evaluate":
-            results[last] = evaluate_once(run, evaluator, params, name=last)
+            results[last] = evaluate.evaluate_stage(run, evaluator, params, name=last)
         elif stage == "export":
             source = found or weights.find(run, trained)
             is_held = found or source.step is None
             export.export_stage(run, params if is_held else weights.load(run, source), source)
-        Report(run.workdir, max_megabytes=run.config.report.max_megabytes).write()
+        Report(run.workdir, **run.config.report).write()
         if stage in TRAINING:
             last, trained = stage, (*trained, stage)
     return results

@@ -17,27 +17,28 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models import decoder, lora, rope, vision_qwen2_5, vision_qwen3
-from models.attention.mask import XLA, AttentionImpl, BlockMask, block_mask
+from models import decoder, layers, lora, vision
+from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
-from models.layers import Params
+from models.layers import Params, Rotary
 from models.positions import ImagePatches
 from models.release import config_json, transfer
 from models.vision import ImageFeatures
 
 _NEVER = -1e30  # logit of a token with probability 0; finite, so that 0·logp is 0
-_TOWERS = {"qwen2_5_vl": vision_qwen2_5, "qwen3_vl": vision_qwen3}
 
-# The decoder's functions, which take the parameters and the config of the whole backbone.
-forward, unembed = decoder.forward, decoder.unembed
+# Functions of the other modules that take the parameters and the config of the whole backbone.
+encode_images = vision.encode_images
+text_mask, forward, unembed = decoder.text_mask, decoder.forward, decoder.unembed
 prefill, init_cache, extend = decoder.prefill, decoder.init_cache, decoder.extend
+export = transfer.export
 
 
 class Backbone(nnx.Module):
     """Declares every parameter; computes nothing."""
 
     def __init__(self, rngs: nnx.Rngs, config: BackboneConfig, dtype: Any):
-        self.vision = _TOWERS[config.family].VisionTower(rngs, config.vision, dtype)
+        self.vision = vision.VisionTower(rngs, config.vision, dtype)
         self.text = decoder.Decoder(rngs, config.text, dtype)
 
 
@@ -54,31 +55,6 @@ def logical_axes(config: BackboneConfig) -> Params:
     _, state = nnx.split(model)
     is_param = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     return nnx.to_pure_dict(jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=is_param))
-
-
-def encode_images(
-    params: Params,
-    images: ImagePatches,
-    config: BackboneConfig,
-    *,
-    dtype: Any,
-    remat: str = "none",
-    attention: AttentionImpl = XLA,
-) -> ImageFeatures:
-    """Image features of every prompt, computed in `dtype`.
-
-    Args:
-        params: either layout.
-        images: packed patches; P is their padded number, M patches make a feature.
-        remat: what the backward pass rematerialises, see `layers.checkpointed`.
-        attention: attention implementation.
-
-    Returns:
-        Features in prompt order; finite also at padding and in rows without images.
-    """
-    return _TOWERS[config.family].encode(
-        params["vision"], images, config.vision, dtype=dtype, remat=remat, attention=attention
-    )
 
 
 def embed(
@@ -115,23 +91,9 @@ def embed_with_images(
     """
     features = None
     if images is not None:
-        features = encode_images(
-            params, images, config, dtype=dtype, remat=remat, attention=attention
-        )
+        options = {"remat": remat, "attention": attention}
+        features = encode_images(params, images, config, dtype=dtype, **options)
     return embed(params, tokens, dtype=dtype, features=features, slots=slots), features
-
-
-def text_mask(
-    reach: Int[Array, "B S"], config: BackboneConfig, attention: AttentionImpl = XLA
-) -> BlockMask:
-    """The mask of packed text rows, for `forward`.
-
-    Args:
-        reach: the last token that attends to each token: the end of its tree for a prompt token,
-            the end of its branch for a response token, the token itself for padding.
-        attention: attention implementation.
-    """
-    return block_mask(None, reach, config.text.num_heads // config.text.num_kv_heads, attention)
 
 
 def policy_logits(
@@ -157,11 +119,9 @@ def decode_axes(config: BackboneConfig) -> Params:
     return {"vision": axes["vision"], "text": decoder.decode_axes(axes["text"], config.text)}
 
 
-def text_rotary(
-    positions: Int[Array, "*B"], config: BackboneConfig
-) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
+def text_rotary(positions: Int[Array, "*B"], config: BackboneConfig) -> Rotary:
     """Cosine and sine at text positions, which have time = height = width."""
-    return rope.text_rotary(jnp.stack([positions] * 3, axis=-1), config.text)
+    return layers.text_rotary(jnp.stack([positions] * 3, axis=-1), config.text)
 
 
 def load(
@@ -188,22 +148,3 @@ def load(
         config = config_json.from_folder(folder)
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return transfer.load(folder, config, shapes, dtype, shardings), config
-
-
-def export(
-    folder: str | pathlib.Path,
-    params: Params,
-    config: BackboneConfig,
-    dtype: Any = jnp.bfloat16,
-    max_shard_bytes: int = 5_000_000_000,
-) -> None:
-    """Writes the training layout as a Hugging Face release: config, weights, generation config.
-
-    In a multi-process run every process must call this; process 0 writes.
-
-    Args:
-        folder: created if missing; an earlier export in it is replaced.
-        dtype: of the written tensors.
-        max_shard_bytes: larger weights are split over several files.
-    """
-    transfer.export(folder, params, config, dtype=dtype, max_shard_bytes=max_shard_bytes)

@@ -6,8 +6,8 @@ function. Training scans stacked layers. Decoding unrolls a list of layers, with
 one matmul and gate, up into another: on a CPU or with a small batch, most of the time goes to
 individual matmuls.
 
-`forward`, `unembed`, `prefill`, `init_cache` and `extend` take the parameters and the config of a
-whole backbone, which offers them under the same names.
+The public functions take the parameters and the config of a whole backbone, which offers them under
+the same names.
 
 DeepStack: if the tower also returns features of intermediate layers, the l-th of them are added to
 the prompt's image tokens after decoder layer l. Responses have no images, so decoding adds none.
@@ -26,38 +26,33 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.cached import attend_cached, cache_mask
-from models.attention.mask import XLA, AttentionImpl, BlockMask, block_mask, causal_reach
-from models.attention.packed import attend
+from models.attention.packed import XLA, AttentionImpl, BlockMask, attend, block_mask, causal_reach
 from models.config import BackboneConfig, TextConfig
 from models.layers import (
     MLP,
     Linear,
     Norm,
     Params,
+    Rotary,
+    Table,
     checkpointed,
     constrain,
     linear,
     mlp,
-    normal,
     rms_norm,
+    rotate,
     stack,
+    text_rotary,
 )
-from models.rope import rotate, text_rotary
 from models.vision import ImageFeatures
 
 
 @flax.struct.dataclass
 class KeyValues:
-    """KV cache by layer.
+    """KV cache by layer: of the prefix that the rows of a prompt share, or of their suffixes."""
 
-    Attributes:
-        keys: one array per layer, stored transposed: [B, K, H, P] for the prefix that all rows of a
-            prompt share, [B, R, K, H, S] for the suffixes of the rows.
-        values: likewise, [B, K, P, H] and [B, R, K, S, H].
-    """
-
-    keys: list[Array]
-    values: list[Array]
+    keys: list[Array]  # stored transposed: [B, K, H, P] or [B, R, K, H, S]
+    values: list[Array]  # [B, K, P, H] or [B, R, K, S, H]
 
 
 # Logical axes of a layer's keys, or of its values, in the prefix and in the suffix cache.
@@ -74,51 +69,42 @@ class Attention(nnx.Module):
         self.v = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=config.qkv_bias)
         self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=False)
         if config.qk_norm:
-            self.q_norm = Norm(H, dtype, "head_dim")
-            self.k_norm = Norm(H, dtype, "head_dim")
+            self.q_norm = Norm(H, dtype=dtype, axes=("head_dim",))
+            self.k_norm = Norm(H, dtype=dtype, axes=("head_dim",))
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
         D, F = config.hidden_size, config.intermediate_size
-        self.attention_norm = Norm(D, dtype)
+        self.attention_norm = Norm(D, dtype=dtype)
         self.attention = Attention(rngs, config, dtype)
-        self.mlp_norm = Norm(D, dtype)
+        self.mlp_norm = Norm(D, dtype=dtype)
         self.mlp = MLP(rngs, D, F, dtype, bias=False)
-
-
-class Table(nnx.Module):
-    """A vector of width D for every token of the vocabulary."""
-
-    def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
-        shape = (config.vocab_size, config.hidden_size)
-        self.table = normal(rngs, shape, ("vocab", "embed"), dtype, fan_in=config.hidden_size)
 
 
 class Decoder(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
-        self.embed = Table(rngs, config, dtype)
+        V, D = config.vocab_size, config.hidden_size
+        self.embed = Table(rngs, V, D, "vocab", dtype)
         self.layers = stack(lambda r: DecoderLayer(r, config, dtype), config.num_layers, rngs)
-        self.norm = Norm(config.hidden_size, dtype)
+        self.norm = Norm(D, dtype=dtype)
         if not config.tie_embeddings:
-            self.unembed = Table(rngs, config, dtype)
+            self.unembed = Table(rngs, V, D, "vocab", dtype)
 
 
 def decoder_layer(
     p: Params,
     x: Float[Array, "... D"],
-    rotary: tuple[Array, Array],
+    rotary: Rotary,
     attend: Callable[[Array, Array, Array], tuple[Array, " Any"]],
     config: TextConfig,
 ) -> tuple[Float[Array, "... D"], Any]:
-    """One layer.
+    """One layer, with parameters of either layout.
 
     Args:
-        p: its parameters, in either layout.
         x: [B, S, D], or [B, R, T, D] in decoding.
-        rotary: cosine and sine at each token.
+        rotary: of each token.
         attend: (q [..., K, G, H], k [..., K, H], v [..., K, H]) -> (output like q, kept).
-        config: shapes and ε.
 
     Returns:
         The layer's output, and `kept` as `attend` returned it.
@@ -152,6 +138,19 @@ def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Arr
     return q, k, v
 
 
+def text_mask(
+    reach: Int[Array, "B S"], config: BackboneConfig, attention: AttentionImpl = XLA
+) -> BlockMask:
+    """The mask of packed text rows, for `forward`.
+
+    Args:
+        reach: the last token that attends to each token: the end of its tree for a prompt token,
+            the end of its branch for a response token, the token itself for padding.
+        attention: attention implementation.
+    """
+    return block_mask(None, reach, config.text.num_heads // config.text.num_kv_heads, attention)
+
+
 def forward(
     params: Params,
     x: Float[Array, "B S D"],
@@ -169,8 +168,7 @@ def forward(
         params: the training layout.
         x: embedded rows.
         positions: M-RoPE ids; a branch continues from the end of its prompt.
-        mask: attention mask and implementation, from `backbone.text_mask`.
-        config: of the backbone.
+        mask: attention mask and implementation, from `text_mask`.
         remat: what the backward pass rematerialises, see `layers.checkpointed`.
         features: of the rows' images; their DeepStack features are added to the image tokens.
         slots: index of each token's image feature, -1 for none.
@@ -212,37 +210,26 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
     def decode_layer(l):
         layer = jax.tree.map(lambda a: a[l], p["layers"])
         attention, mlp = layer["attention"], layer["mlp"]
-        qkv = jax.tree.map(fuse_qkv, attention["q"], attention["k"], attention["v"])
+        qkv = jax.tree.map(fuse_qkv, *(attention.pop(name) for name in "qkv"))
         gate_up = jax.tree.map(fuse_gate_up, mlp["gate"], mlp["up"])
-        return {
-            **layer,
-            "attention": {
-                **{name: attention[name] for name in ("q_norm", "k_norm") if name in attention},
-                "qkv": _transposed(qkv),
-                "out": _transposed(attention["out"], num_inputs=2),
-            },
-            "mlp": {"gate_up": _transposed(gate_up), "down": _transposed(mlp["down"])},
-        }
+        attention |= {"qkv": _transposed(qkv), "out": _transposed(attention["out"], num_inputs=2)}
+        mlp = {"gate_up": _transposed(gate_up), "down": _transposed(mlp["down"])}
+        return {**layer, "mlp": mlp}
 
     return {**p, "layers": [decode_layer(l) for l in range(config.num_layers)]}
 
 
 def decode_axes(axes: Params, config: TextConfig) -> Params:
     """The tree of `to_decode_layout` with logical axis names, from that of the training layout."""
-    layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=_is_axes)
-    attention = layer["attention"]
+    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
+    layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=is_axes)
+    q, _, _ = (layer["attention"].pop(name) for name in "qkv")
     qkv = ("kv_heads", None, "head_dim")
-    fused = {"transposed": (*qkv, "embed")} | ({"bias": qkv} if "bias" in attention["q"] else {})
-    layer |= {
-        "attention": {
-            **{name: attention[name] for name in ("q_norm", "k_norm") if name in attention},
-            "qkv": fused,
-            "out": {"transposed": ("embed", "heads")},
-        },
-        "mlp": {
-            "gate_up": {"transposed": (None, "mlp", "embed")},
-            "down": {"transposed": ("embed", "mlp")},
-        },
+    fused = {"transposed": (*qkv, "embed")} | ({"bias": qkv} if "bias" in q else {})
+    layer["attention"] |= {"qkv": fused, "out": {"transposed": ("embed", "heads")}}
+    layer["mlp"] = {
+        "gate_up": {"transposed": (None, "mlp", "embed")},
+        "down": {"transposed": ("embed", "mlp")},
     }
     return {**axes, "layers": [layer] * config.num_layers}
 
@@ -257,10 +244,6 @@ def at_slots(
 
 def _add_feature(deepstack: Array, slots: Array, l: int | Array, x: Array) -> Array:
     return x + at_slots(deepstack[l], slots, 0.0).astype(x.dtype)
-
-
-def _is_axes(node: Any) -> bool:
-    return isinstance(node, tuple)
 
 
 def _transposed(p: Params, num_inputs: int = 1) -> Params:
@@ -299,30 +282,38 @@ def prefill(
         params: the decode layout.
         x, positions: embedded prompts and their M-RoPE ids.
         is_valid: false at padding, which no other token attends to.
-        config: of the backbone.
         features, slots: as in `forward`.
-        attention: attention implementation.
     """
-    p, text = params["text"], config.text
-    deepstack = None if features is None else features.deepstack
-    rotary = text_rotary(positions, text)
-    reach = causal_reach(jnp.where(is_valid, 0, -1))
-    mask = block_mask(None, reach, text.num_heads // text.num_kv_heads, attention)
+    mask = text_mask(causal_reach(jnp.where(is_valid, 0, -1)), config, attention)
 
-    def attend_and_keep(q, k, v):
+    def attend_and_keep(l, q, k, v):
         kept = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
-        kept = tuple(constrain(a, *PREFIX_AXES) for a in kept)
-        return attend(q, k, v, mask), kept
+        return attend(q, k, v, mask), tuple(constrain(a, *PREFIX_AXES) for a in kept)
 
+    rotary = text_rotary(positions, config.text)
+    return _unrolled(params["text"], x, rotary, attend_and_keep, config.text, features, slots)
+
+
+def _unrolled(
+    p: Params,
+    x: Float[Array, "... D"],
+    rotary: Rotary,
+    attend: Callable[[int, Array, Array, Array], tuple[Array, tuple[Array, ...]]],
+    config: TextConfig,
+    features: ImageFeatures | None = None,
+    slots: Int[Array, "B P"] | None = None,
+) -> tuple[Float[Array, "... D"], KeyValues]:
+    """The layers of the decode layout; `attend` also takes the layer and returns its cache."""
+    deepstack = None if features is None else features.deepstack
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
-        x, (k, v) = decoder_layer(layer, x, rotary, attend_and_keep, text)
+        x, (k, v) = decoder_layer(layer, x, rotary, functools.partial(attend, l), config)
         if deepstack is not None and l < len(deepstack):
             assert slots is not None  # they come together
             x = _add_feature(deepstack, slots, l, x)
         keys.append(k)
         values.append(v)
-    return rms_norm(p["norm"], x, text.norm_eps), KeyValues(keys, values)
+    return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
 
 
 def init_cache(
@@ -330,12 +321,10 @@ def init_cache(
 ) -> KeyValues:
     """An empty cache of `num_slots` suffix tokens for each of `num_rows` rows per prompt."""
     text = config.text
-    rows = (batch_size, num_rows, text.num_kv_heads)
 
     def zeros(*shape):
-        empty = jnp.zeros(rows + shape, dtype)
-        empty = constrain(empty, *SUFFIX_AXES)
-        return [empty for _ in range(text.num_layers)]
+        empty = jnp.zeros((batch_size, num_rows, text.num_kv_heads, *shape), dtype)
+        return [constrain(empty, *SUFFIX_AXES)] * text.num_layers
 
     return KeyValues(zeros(text.head_dim, num_slots), zeros(num_slots, text.head_dim))
 
@@ -343,7 +332,7 @@ def init_cache(
 def extend(
     params: Params,
     x: Float[Array, "B R T D"],
-    rotary: tuple[Float[Array, "B R T half"], Float[Array, "B R T half"]],
+    rotary: Rotary,
     index: Int[Array, ""],
     prefix: KeyValues,
     prefix_valid: Bool[Array, "B P"],
@@ -362,32 +351,21 @@ def extend(
     Args:
         params: the decode layout.
         x: embedded tokens.
-        rotary: of the tokens' positions, see `backbone.text_rotary`.
+        rotary: of the tokens' positions, from `backbone.text_rotary`.
         index: first suffix slot to write, the same for all rows; may be traced.
         prefix, prefix_valid: KV cache from `prefill`, and which of its slots are not padding.
         suffix: KV cache of the rows.
         is_visible: which suffix slots each new token attends to, including the token's slot.
-        config: of the backbone.
-        attention: the implementation, see `cached`.
 
     Returns:
         Hidden states after the final norm, and the suffix cache with the new tokens in it.
     """
-    p, text = params["text"], config.text
     mask = cache_mask(prefix_valid, is_visible, attention)
+    write = jax.lax.dynamic_update_slice_in_dim
 
-    keys, values = [], []
-    for l, layer in enumerate(p["layers"]):
+    def attend_suffix(l, q, k, v):
+        k = write(suffix.keys[l], k.transpose(0, 1, 3, 4, 2), index, axis=4)
+        v = write(suffix.values[l], v.swapaxes(2, 3), index, axis=3)
+        return attend_cached(q, (prefix.keys[l], prefix.values[l]), (k, v), mask), (k, v)
 
-        def attend_suffix(q, k, v, l=l):
-            k = k.transpose(0, 1, 3, 4, 2)
-            k = jax.lax.dynamic_update_slice_in_dim(suffix.keys[l], k, index, axis=4)
-            v = v.swapaxes(2, 3)
-            v = jax.lax.dynamic_update_slice_in_dim(suffix.values[l], v, index, axis=3)
-            shared = prefix.keys[l], prefix.values[l]
-            return attend_cached(q, shared, (k, v), mask), (k, v)
-
-        x, (k, v) = decoder_layer(layer, x, rotary, attend_suffix, text)
-        keys.append(k)
-        values.append(v)
-    return rms_norm(p["norm"], x, text.norm_eps), KeyValues(keys, values)
+    return _unrolled(params["text"], x, rotary, attend_suffix, config.text)

@@ -3,7 +3,7 @@
 Flax NNX modules only declare parameters: shape, initial value and logical axes, the latter in the
 parameter's `axes` metadata. Functions compute: they take the plain dict that the module splits
 into, so the same code serves stacked layers under a scan and single layers in decoding. Weights are
-cast to the input's dtype when they are used; norms run in float32.
+cast to the input's dtype when they are used; norms and rotary embeddings run in float32.
 
 The dimension alphabet, here and in every einsum of this package: B batch, T query, S key, D model,
 N heads, K kv heads, G query heads per kv head, H head dim, F mlp, V vocab, P patches or prompt
@@ -23,8 +23,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from models.config import VISION_ROPE_THETA, TextConfig, VisionConfig
 
 Params = dict[str, Any]  # nested dicts of arrays
 Axes = tuple[str | None, ...]
@@ -32,25 +35,24 @@ Axes = tuple[str | None, ...]
 REMATS = ("none", "dots", "layer")
 ATTENDED = "attended"  # names attention's output and log-sum-exp, see `checkpointed`
 
-_place: contextvars.ContextVar[Callable[[Array, Axes], Array] | None] = contextvars.ContextVar(
-    "place", default=None
-)
+Shard = Callable[[Array, Axes], Array]  # (x, its logical axes) -> x with a sharding constraint
+_shard: contextvars.ContextVar[Shard | None] = contextvars.ContextVar("shard", default=None)
 
 
 @contextlib.contextmanager
-def placement(place: Callable[[Array, Axes], Array]) -> Iterator[None]:
-    """Code traced inside shards its activations with `place(x, logical axes)`."""
-    token = _place.set(place)
+def activation_sharding(shard: Shard) -> Iterator[None]:
+    """Code traced inside constrains its activations with `shard`."""
+    token = _shard.set(shard)
     try:
         yield
     finally:
-        _place.reset(token)
+        _shard.reset(token)
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """x, sharded by its logical axes inside a `placement`; otherwise x unchanged."""
-    place = _place.get()
-    return x if place is None else place(x, axes)
+    """x, sharded by its logical axes inside `activation_sharding`; otherwise x unchanged."""
+    shard = _shard.get()
+    return x if shard is None else shard(x, axes)
 
 
 def normal(
@@ -66,18 +68,12 @@ def normal(
 
 
 class Norm(nnx.Module):
-    """Scale of an RMSNorm over one axis, by default the model axis."""
+    """Scale of an RMSNorm, or scale and bias of a LayerNorm, over all axes of `shape`."""
 
-    def __init__(self, size: int, dtype: Any, axis: str = "embed"):
-        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(axis,))
-
-
-class LayerNorm(nnx.Module):
-    """Scale and bias of a LayerNorm over all axes of `shape`."""
-
-    def __init__(self, shape: tuple[int, ...], axes: Axes, dtype: Any):
+    def __init__(self, *shape: int, dtype: Any, axes: Axes = ("embed",), bias: bool = False):
         self.scale = nnx.Param(jnp.ones(shape, dtype), axes=axes)
-        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
 
 class Linear(nnx.Module):
@@ -98,13 +94,23 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(outputs, dtype), axes=axes[len(inputs) :])
 
 
-class MLP(nnx.Module):
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
+class Table(nnx.Module):
+    """A vector of the model width for each of `num_rows`."""
 
-    def __init__(self, rngs: nnx.Rngs, size: int, mlp_size: int, dtype: Any, *, bias: bool):
-        self.gate = Linear(rngs, (size,), (mlp_size,), ("embed", "mlp"), dtype, bias=bias)
-        self.up = Linear(rngs, (size,), (mlp_size,), ("embed", "mlp"), dtype, bias=bias)
-        self.down = Linear(rngs, (mlp_size,), (size,), ("mlp", "embed"), dtype, bias=bias)
+    def __init__(self, rngs: nnx.Rngs, num_rows: int, size: int, axis: str | None, dtype: Any):
+        self.table = normal(rngs, (num_rows, size), (axis, "embed"), dtype, fan_in=size)
+
+
+class MLP(nnx.Module):
+    """An MLP of width F, see `mlp`."""
+
+    def __init__(
+        self, rngs: nnx.Rngs, size: int, width: int, dtype: Any, *, bias: bool, gated: bool = True
+    ):
+        if gated:
+            self.gate = Linear(rngs, (size,), (width,), ("embed", "mlp"), dtype, bias=bias)
+        self.up = Linear(rngs, (size,), (width,), ("embed", "mlp"), dtype, bias=bias)
+        self.down = Linear(rngs, (width,), (size,), ("mlp", "embed"), dtype, bias=bias)
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -114,6 +120,11 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rng
         if isinstance(node, nnx.Param):
             node.set_metadata(axes=("layers", *node.get_metadata("axes")))
     return layers
+
+
+def norm(p: Params, x: Float[Array, "..."], eps: float) -> Float[Array, "..."]:
+    """LayerNorm if the norm has a bias, otherwise RMSNorm."""
+    return layer_norm(p, x, eps) if "bias" in p else rms_norm(p, x, eps)
 
 
 def rms_norm(p: Params, x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
@@ -195,7 +206,7 @@ def _product_bwd(num_inputs, saved, g):
     num_rows = x.ndim - num_inputs
     outputs = tuple(range(num_rows, g.ndim)), tuple(range(num_inputs, kernel.ndim))
     dx = jax.lax.dot_general(g, kernel, (outputs, ((), ())))
-    if _place.get() is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
+    if _shard.get() is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
         # XLA:CPU takes about half the time to contract one merged row axis: 58 instead of 110 ms.
         # It has no such fast matmul for bfloat16 accumulated in float32.
         num_rows, merged = 1, math.prod(x.shape[:num_rows])
@@ -222,6 +233,60 @@ def outputs_first(kernel: Array, x: Array, num_inputs: int) -> Array:
     return jnp.moveaxis(y, range(num_outputs), range(-num_outputs, 0))
 
 
+def mlp(p: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), GELU in its tanh form, without a gate.
+
+    "gate_up" is gate and up fused (the decode layout).
+    """
+    if "gate_up" in p:
+        both = linear(p["gate_up"], x)
+        gate, up = both[..., 0, :], both[..., 1, :]
+    elif "gate" in p:
+        gate, up = linear(p["gate"], x), linear(p["up"], x)
+    else:
+        return linear(p["down"], jax.nn.gelu(linear(p["up"], x), approximate=True))
+    return linear(p["down"], jax.nn.silu(gate) * up)
+
+
+Rotary = tuple[Float[Array, "... half"], Float[Array, "... half"]]  # cosine and sine
+
+
+def text_rotary(positions: Int[Array, "... 3"], config: TextConfig) -> Rotary:
+    """Cosine and sine of the angles of a text head, by M-RoPE.
+
+    Each frequency rotates with time, height or width. Sectioned, M-RoPE gives them consecutive
+    frequencies: sections (3, 2, 2) are 0 0 0 1 1 2 2. Interleaved, height and width take every
+    third frequency each, up to their section sizes, and time the rest: 0 1 2 0 1 2 0.
+    """
+    component = np.repeat(np.arange(3), config.mrope_section)
+    if config.mrope_interleaved:
+        component = np.zeros(config.head_dim // 2, int)
+        for axis in (1, 2):
+            component[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return _cos_sin(positions[..., component], config.head_dim, config.rope_theta)
+
+
+def vision_rotary(coordinates: Int[Array, "... 2"], config: VisionConfig) -> Rotary:
+    """Cosine and sine of the angles of a vision head: half rotate with rows, half with columns."""
+    component = np.repeat(np.arange(2), config.head_dim // 4)
+    return _cos_sin(coordinates[..., component], config.head_dim // 2, VISION_ROPE_THETA)
+
+
+def _cos_sin(positions: Int[Array, "... half"], dim: int, theta: float) -> Rotary:
+    """Of positions times θ^(-2i/dim) for i = 0..dim/2-1, which repeat along the last axis."""
+    frequencies = (theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
+    frequencies = np.tile(frequencies, positions.shape[-1] // len(frequencies))
+    angle = positions.astype(jnp.float32) * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Float[Array, "... heads H"], rotary: Rotary) -> Float[Array, "... heads H"]:
+    """Rotates the pairs (x_i, x_{i + H/2}) by angles that all heads share."""
+    cos, sin = (a[..., None, :] for a in rotary)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
 def checkpointed(layer: Callable, remat: str) -> Callable:
     """A scanned layer that rematerialises activations as `remat` says.
 
@@ -239,13 +304,3 @@ def checkpointed(layer: Callable, remat: str) -> Callable:
         jax.checkpoint_policies.save_only_these_names(ATTENDED),
     )
     return jax.checkpoint(layer, policy=keeps_dots if remat == "dots" else None)
-
-
-def mlp(p: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """The gated MLP, from separate weights or from gate and up fused as "gate_up"."""
-    if "gate_up" in p:
-        both = linear(p["gate_up"], x)
-        gate, up = both[..., 0, :], both[..., 1, :]
-    else:
-        gate, up = linear(p["gate"], x), linear(p["up"], x)
-    return linear(p["down"], jax.nn.silu(gate) * up)

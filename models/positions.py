@@ -30,28 +30,18 @@ class ImagePatches:
 
     Attention windows are packed into W bins of S slots. S is the number of patches in a full
     window, and several partial windows may share a bin.
-
-    Attributes:
-        patches: flattened pixels (channel, frame, row, column), normalised by the processor.
-        coordinates: (row, column) of each patch in its image, in patches.
-        segments: index of the patch's image within its row, -1 at padding.
-        window_patches: index of the patch in each slot, -1 in an empty slot; this and the next
-            two are None if the tower has no windows.
-        window_segments: index of the window in each slot, -1 in an empty slot.
-        window_slots: slot of each patch among the W * S slots; 0 at padding.
-        position_rows: the four rows of the position table that each patch interpolates; this and
-            the next are None if the tower has no position table.
-        position_weights: interpolation weights of those rows, with sum 1; 0 at padding.
     """
 
-    patches: Float[HostOrDevice, "B N C"]
-    coordinates: Int[HostOrDevice, "B N 2"]
-    segments: Int[HostOrDevice, "B N"]
-    window_patches: Int[HostOrDevice, "B W S"] | None = None
-    window_segments: Int[HostOrDevice, "B W S"] | None = None
-    window_slots: Int[HostOrDevice, "B N"] | None = None
-    position_rows: Int[HostOrDevice, "B N 4"] | None = None
-    position_weights: Float[HostOrDevice, "B N 4"] | None = None
+    patches: Float[HostOrDevice, "B N C"]  # channel, frame, row, column; normalised
+    coordinates: Int[HostOrDevice, "B N 2"]  # (row, column) in the image, in patches
+    segments: Int[HostOrDevice, "B N"]  # index of the image within its row, -1 at padding
+    # None if the tower has no windows:
+    window_patches: Int[HostOrDevice, "B W S"] | None = None  # patch in each slot, -1 for none
+    window_segments: Int[HostOrDevice, "B W S"] | None = None  # window in each slot, -1 for none
+    window_slots: Int[HostOrDevice, "B N"] | None = None  # of the W * S slots; 0 at padding
+    # None if the tower has no position table:
+    position_rows: Int[HostOrDevice, "B N 4"] | None = None  # of the table, to interpolate
+    position_weights: Float[HostOrDevice, "B N 4"] | None = None  # sum 1; 0 at padding
 
 
 def pack_images(
@@ -87,33 +77,35 @@ def pack_images(
 
 
 def _pack_row(
-    patches: np.ndarray, grids: np.ndarray, config: VisionConfig, num_patches: int
+    patches: np.ndarray, grids: np.ndarray, config: VisionConfig, N: int
 ) -> dict[str, np.ndarray]:
     """The fields of one row of `ImagePatches`."""
     total = int(grids.prod(-1).sum())
-    if total != len(patches) or total > num_patches:
+    if total != len(patches) or total > N:
         raise ValueError(
             f"grids {grids.tolist()} describe {total} patches: got {len(patches)} patches and room "
-            f"for {num_patches}; pass all patches and raise num_patches"
+            f"for {N}; pass all patches and raise num_patches"
         )
-    pixels = np.zeros((num_patches, config.patch_dim), patches.dtype)
-    pixels[:total] = patches
-    coordinates = np.zeros((num_patches, 2), np.int32)
-    segments = np.full(num_patches, -1, np.int32)
-    start = 0
-    for i, grid in enumerate(grids):
-        place = _block_order(grid, config.merge_size)
-        stop = start + len(place)
-        coordinates[start:stop] = place
-        segments[start:stop] = i
-        start = stop
-    fields = {"patches": pixels, "coordinates": coordinates, "segments": segments}
+    orders = [_block_order(grid, config.merge_size) for grid in grids]
+    coordinates = np.concatenate([np.zeros((0, 2), np.int32), *orders], dtype=np.int32)
+    images = np.repeat(np.arange(len(grids), dtype=np.int32), grids.prod(-1))
+    fields = {
+        "patches": _padded(patches, N),
+        "coordinates": _padded(coordinates, N),
+        "segments": _padded(images, N, -1),
+    }
     sizes = grids[:, 1:]
     if config.window_size:
-        fields |= _window_bins(coordinates[:total], segments, sizes, config.window_side)
+        fields |= _window_bins(coordinates, images, sizes, config.window_side, N)
     if config.num_position_embeddings:
-        fields |= _table_rows(coordinates[:total], segments, sizes, config.position_side)
+        rows, weights = _table_rows(coordinates, sizes[images], config.position_side)
+        fields |= {"position_rows": _padded(rows, N), "position_weights": _padded(weights, N)}
     return fields
+
+
+def _padded(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
+    padding = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)
+    return np.pad(array, padding, constant_values=value)
 
 
 def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
@@ -124,13 +116,13 @@ def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
             f"grid {(frames, height, width)} must be one frame of rows and columns that are "
             f"positive multiples of merge_size {merge}; resize the image"
         )
-    place = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
-    place = place.reshape(height // merge, merge, width // merge, merge, 2)
-    return place.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+    raster = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
+    blocks = raster.reshape(height // merge, merge, width // merge, merge, 2)
+    return blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
 def _window_bins(
-    coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
+    coordinates: np.ndarray, images: np.ndarray, sizes: np.ndarray, side: int, N: int
 ) -> dict[str, np.ndarray]:
     """Packs each window into the first bin with enough free slots; no window is split.
 
@@ -138,71 +130,59 @@ def _window_bins(
     and the number of bins does not depend on the images.
 
     Args:
-        coordinates: (row, column) of each patch, without padding.
-        segments: image of each of the N patches, -1 at padding.
+        coordinates: (row, column) of each patch.
+        images: image of each patch.
         sizes: (rows, columns) of each image, in patches.
         side: patches per side of a full window.
+        N: padded number of patches.
 
     Returns:
         window_patches, window_segments and window_slots of `ImagePatches`, for one row.
     """
     size = side**2  # S, slots of a bin
-    num_bins = 2 * -(-len(segments) // size) + 1
-    window_patches = np.full((num_bins, size), -1, np.int32)
-    window_segments = np.full((num_bins, size), -1, np.int32)
-    window_slots = np.zeros(len(segments), np.int32)
+    num_bins = 2 * -(-N // size) + 1
+    patches = np.full((num_bins, size), -1, np.int32)
+    segments = np.full((num_bins, size), -1, np.int32)
+    slots = np.zeros(N, np.int32)
     filled = np.zeros(num_bins, np.int64)
-    windows, num_windows = _windows(coordinates, segments, sizes, side)
-    ends = np.cumsum(np.bincount(windows, minlength=num_windows))[:-1]
-    for window, members in enumerate(np.split(np.argsort(windows, kind="stable"), ends)):
-        b = int(np.argmax(filled + len(members) <= size))
-        slots = slice(filled[b], filled[b] + len(members))
-        window_patches[b, slots] = members
-        window_segments[b, slots] = window
-        window_slots[members] = b * size + np.arange(slots.start, slots.stop)
-        filled[b] += len(members)
-    return {
-        "window_patches": window_patches,
-        "window_segments": window_segments,
-        "window_slots": window_slots,
-    }
-
-
-def _windows(
-    coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
-) -> tuple[np.ndarray, int]:
-    """Index of each patch's window, image by image and row by row, and the number of windows."""
+    # Windows are numbered image by image and row by row.
     across = -(-sizes // side)  # windows per side of each image
     first = np.cumsum([0, *across.prod(-1)])
-    image = segments[: len(coordinates)]
     row, column = coordinates.T // side
-    return first[image] + row * across[image, 1] + column, int(first[-1])
+    windows = first[images] + row * across[images, 1] + column
+    ends = np.cumsum(np.bincount(windows, minlength=first[-1]))[:-1]
+    for window, members in enumerate(np.split(np.argsort(windows, kind="stable"), ends)):
+        b = int(np.argmax(filled + len(members) <= size))
+        taken = slice(filled[b], filled[b] + len(members))
+        patches[b, taken] = members
+        segments[b, taken] = window
+        slots[members] = b * size + np.arange(taken.start, taken.stop)
+        filled[b] += len(members)
+    return {"window_patches": patches, "window_segments": segments, "window_slots": slots}
 
 
 def _table_rows(
-    coordinates: np.ndarray, segments: np.ndarray, sizes: np.ndarray, side: int
-) -> dict[str, np.ndarray]:
+    coordinates: np.ndarray, sizes: np.ndarray, side: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Bilinear interpolation of a side x side table over each image, with aligned corners.
 
     Args:
-        coordinates, segments, sizes: as in `_window_bins`.
+        coordinates: (row, column) of each patch.
+        sizes: (rows, columns) of each patch's image.
         side: rows and columns of the table.
 
     Returns:
-        position_rows and position_weights of `ImagePatches`, for one row.
+        position_rows and position_weights of `ImagePatches`, for one row, without padding.
     """
-    num = len(coordinates)
-    steps = np.maximum(sizes[segments[:num]] - 1, 1).astype(np.float32)
-    place = coordinates.astype(np.float32) * np.float32(side - 1) / steps  # in cells of the table
-    before = np.floor(place)
+    steps = np.maximum(sizes - 1, 1).astype(np.float32)
+    exact = coordinates.astype(np.float32) * np.float32(side - 1) / steps  # in cells of the table
+    before = np.floor(exact)
     after = np.minimum(before + 1, side - 1)
-    cells = np.stack([before, after], -1).astype(np.int32)  # [num, (row, column), 2]
-    shares = np.stack([1 - (place - before), place - before], -1)
-    rows = np.zeros((len(segments), 4), np.int32)
-    weights = np.zeros((len(segments), 4), np.float32)
-    rows[:num] = (cells[:, 0, :, None] * side + cells[:, 1, None]).reshape(num, 4)
-    weights[:num] = (shares[:, 0, :, None] * shares[:, 1, None]).reshape(num, 4)
-    return {"position_rows": rows, "position_weights": weights}
+    cells = np.stack([before, after], -1).astype(np.int32)  # [patches, (row, column), 2]
+    shares = np.stack([1 - (exact - before), exact - before], -1)
+    rows = cells[:, 0, :, None] * side + cells[:, 1, None]
+    weights = shares[:, 0, :, None] * shares[:, 1, None]
+    return rows.reshape(-1, 4), weights.reshape(-1, 4)
 
 
 def prompt_positions(

@@ -1,35 +1,64 @@
-"""Shared parts of the vision towers: image features, attention over patches, the merger."""
+"""The vision towers of Qwen2.5-VL and Qwen3-VL: one transformer over patches, by its parameters.
+
+Qwen2.5-VL: RMSNorm and gated SiLU, and windowed attention except in a few layers. Patches stay in
+the processor's order: a windowed layer gathers queries, keys and values into window bins and
+gathers the output back.
+
+Qwen3-VL: LayerNorm and a plain GELU MLP, whole-image attention, a learned position for each patch,
+and DeepStack: the outputs of a few intermediate layers go to the first decoder layers. Each has a
+separate merger, whose LayerNorm spans all patches of a merge block.
+
+In both, rotary embeddings run over rows and columns, a matmul replaces the release's Conv3d patch
+embedding (its stride equals its kernel size), and a merger maps merge_size² neighbouring patches to
+one feature of the text width.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention.mask import BlockMask
-from models.attention.packed import attend
-from models.config import VisionConfig
-from models.layers import Linear, Params, constrain, linear
-from models.rope import rotate
+from models.attention.packed import (
+    XLA,
+    AttentionImpl,
+    BlockMask,
+    attend,
+    block_mask,
+    segment_spans,
+)
+from models.config import BackboneConfig, VisionConfig
+from models.layers import (
+    MLP,
+    Linear,
+    Norm,
+    Params,
+    Table,
+    checkpointed,
+    constrain,
+    linear,
+    mlp,
+    norm,
+    rotate,
+    stack,
+    vision_rotary,
+)
+from models.positions import ImagePatches
 
 NORM_EPS = 1e-6  # of every norm in the towers; the same in all releases, absent from config.json
 
 
 @flax.struct.dataclass
 class ImageFeatures:
-    """Image features of B prompts, of the text width, one for each of N merge blocks.
+    """Image features of B prompts, of the text width, one for each of N merge blocks."""
 
-    Attributes:
-        merged: replaces the embeddings of the image tokens.
-        deepstack: added to the image tokens after the first L decoder layers; None without
-            DeepStack.
-    """
-
-    merged: Float[Array, "B N D"]
+    merged: Float[Array, "B N D"]  # replaces the embeddings of the image tokens
+    # Added to the image tokens after the first L decoder layers; None without DeepStack.
     deepstack: Float[Array, "L B N D"] | None = None
 
 
@@ -41,10 +70,19 @@ class VisionAttention(nnx.Module):
         self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=True)
 
 
-class Merger(nnx.Module):
-    """Maps merge_size² neighbouring patches to one feature of the text width."""
+class VisionLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
+        D, F = config.hidden_size, config.intermediate_size
+        self.attention_norm = Norm(D, dtype=dtype, bias=not config.gated)
+        self.attention = VisionAttention(rngs, config, dtype)
+        self.mlp_norm = Norm(D, dtype=dtype, bias=not config.gated)
+        self.mlp = MLP(rngs, D, F, dtype, bias=True, gated=config.gated)
 
-    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, norm: nnx.Module, dtype: Any):
+
+class Merger(nnx.Module):
+    """down(gelu(up(norm(patches)))) of every merge block."""
+
+    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any, norm: Norm):
         M, D = config.merge_size**2, config.hidden_size
         F = M * D
         self.norm = norm
@@ -52,36 +90,132 @@ class Merger(nnx.Module):
         self.down = Linear(rngs, (F,), (config.output_size,), ("mlp", "embed"), dtype, bias=True)
 
 
-def self_attention(
-    p: Params,
-    x: Float[Array, "B P D"],
-    rotary: tuple[Array, Array],
-    attend: Callable[[Array, Array, Array], Array],
-) -> Float[Array, "B P D"]:
-    """Self-attention; `attend` maps rotated q, k and v [B, P, N, H] to [B, P, N, H]."""
-    qkv = linear(p["qkv"], x)
+class VisionTower(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
+        C, D, M = config.patch_dim, config.hidden_size, config.merge_size**2
+        has_bias = not config.gated
+        self.patch_embed = Linear(rngs, (C,), (D,), (None, "embed"), dtype, bias=has_bias)
+        if config.num_position_embeddings:  # of the cells of a square grid, in raster order
+            self.positions = Table(rngs, config.num_position_embeddings, D, None, dtype)
+        self.layers = stack(lambda r: VisionLayer(r, config, dtype), config.num_layers, rngs)
+        self.merger = Merger(rngs, config, dtype, Norm(D, dtype=dtype, bias=has_bias))
+        if config.deepstack_layers:
+
+            def merger(r: nnx.Rngs) -> Merger:
+                norm = Norm(M, D, dtype=dtype, axes=(None, "embed"), bias=has_bias)
+                return Merger(r, config, dtype, norm)
+
+            self.deepstack = stack(merger, len(config.deepstack_layers), rngs)
+
+
+def encode_images(
+    params: Params,
+    images: ImagePatches,
+    config: BackboneConfig,
+    *,
+    dtype: Any,
+    remat: str = "none",
+    attention: AttentionImpl = XLA,
+) -> ImageFeatures:
+    """Image features of every prompt, computed in `dtype`.
+
+    Args:
+        params: of the backbone, in either layout.
+        images: packed patches.
+        remat: what the backward pass rematerialises, see `layers.checkpointed`.
+
+    Returns:
+        Features in prompt order; finite also at padding and in rows without images.
+    """
+    p, tower = params["vision"], config.vision
+    x = linear(p["patch_embed"], images.patches.astype(dtype))
+    if "positions" in p:
+        x = x + learned_positions(p["positions"], images).astype(dtype)
+    rotary = vision_rotary(images.coordinates, tower)
+    whole, windows = block_mask(*segment_spans(images.segments), 1, attention), None
+    if tower.window_size:
+        assert images.window_segments is not None  # the images are packed for this tower
+        segments = images.window_segments.reshape(-1, images.window_segments.shape[-1])
+        windows = block_mask(*segment_spans(segments), 1, attention)
+
+    def attend_images(q, k, v):
+        return attend_patches(q, k, v, whole)
+
+    def attend_windows(q, k, v):
+        return attend_in_bins(q, k, v, images, windows)
+
+    def layer(p, x, is_full):
+        def attend(q, k, v):
+            if windows is None:
+                return attend_images(q, k, v)
+            return jax.lax.cond(is_full, attend_images, attend_windows, q, k, v)
+
+        return vision_layer(p, x, rotary, attend)
+
+    layer = checkpointed(layer, remat)
+    is_full = np.isin(np.arange(tower.num_layers), tower.full_attention_layers)
+    num_kept = len(tower.deepstack_layers)
+
+    # The layer outputs for DeepStack are carried outside the rematerialised function; inside it,
+    # every step would save `kept` as a residual. The last index collects the unused outputs.
+    def step(carry, xs):
+        x, kept = carry
+        p, is_full, index = xs
+        x = layer(p, x, is_full)
+        if num_kept:
+            kept = jax.lax.dynamic_update_index_in_dim(kept, x, index, 0)
+        return (x, kept), None
+
+    index = np.full(tower.num_layers, num_kept)
+    index[list(tower.deepstack_layers)] = np.arange(num_kept)
+    kept = jnp.zeros((num_kept + 1, *x.shape), x.dtype) if num_kept else None
+    (x, kept), _ = jax.lax.scan(step, (x, kept), (p["layers"], is_full, index))
+
+    def merged(p, x):
+        return merge(p, x, tower)
+
+    deepstack = None if kept is None else jax.vmap(merged)(p["deepstack"], kept[:-1])
+    return ImageFeatures(merged(p["merger"], x), deepstack)
+
+
+def learned_positions(p: Params, images: ImagePatches) -> Float[Array, "B P D"]:
+    """The learned position of each patch, a float32 weighted mean of four rows of the table."""
+    assert images.position_weights is not None  # the images are packed for this tower
+    rows = p["table"][images.position_rows].astype(jnp.float32)
+    return (images.position_weights[..., None] * rows).sum(2)
+
+
+def vision_layer(p: Params, x: Float[Array, "B P D"], rotary, attend) -> Float[Array, "B P D"]:
+    """One layer; `attend` maps rotated q, k and v [B, P, N, H] to [B, P, N, H]."""
+    x = constrain(x, "batch", "tokens", None)
+    y = norm(p["attention_norm"], x, NORM_EPS)
+    qkv = linear(p["attention"]["qkv"], y)
     q, k, v = rotate(qkv[:, :, 0], rotary), rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
     q, k, v = (constrain(a, "batch", None, "attended_heads", None) for a in (q, k, v))
-    return linear(p["out"], attend(q, k, v), num_inputs=2)
+    x = x + linear(p["attention"]["out"], attend(q, k, v), num_inputs=2)
+    return x + mlp(p["mlp"], norm(p["mlp_norm"], x, NORM_EPS))
 
 
-def attend_patches(
-    q: Float[Array, "B P N H"],
-    k: Float[Array, "B P N H"],
-    v: Float[Array, "B P N H"],
-    mask: BlockMask,
-) -> Float[Array, "B P N H"]:
+def attend_patches(q: Array, k: Array, v: Array, mask: BlockMask) -> Float[Array, "B P N H"]:
     """Bidirectional attention among the patches of an image or of a window."""
     return attend(q[:, :, :, None], k, v, mask)[:, :, :, 0]
 
 
-def merge(
-    p: Params,
-    x: Float[Array, "B P D"],
-    config: VisionConfig,
-    norm: Callable[[Params, Array, float], Array],
-) -> Float[Array, "B _ D"]:
-    """down(gelu(up(norm(patches)))) of every merge block, with the exact (erf) GELU."""
+def attend_in_bins(q: Array, k: Array, v: Array, images: ImagePatches, mask) -> Array:
+    """Attention among the patches of each window: gathers them into bins, and the output back."""
+    assert images.window_patches is not None and images.window_slots is not None
+    B, W, S = images.window_patches.shape
+    slots = jnp.maximum(images.window_patches, 0).reshape(B, W * S, 1, 1)
+    q, k, v = (
+        jnp.take_along_axis(a, slots, axis=1).reshape(B * W, S, *a.shape[2:]) for a in (q, k, v)
+    )
+    out = attend_patches(q, k, v, mask)
+    out = out.reshape(B, W * S, *out.shape[2:])
+    return jnp.take_along_axis(out, images.window_slots[:, :, None, None], axis=1)
+
+
+def merge(p: Params, x: Float[Array, "B P D"], config: VisionConfig) -> Float[Array, "B _ D"]:
+    """One feature per merge block: down(gelu(up(norm(patches)))), with the exact (erf) GELU."""
     x = norm(p["norm"], x.reshape(x.shape[0], -1, config.merge_size**2, x.shape[-1]), NORM_EPS)
     x = jax.nn.gelu(linear(p["up"], x, num_inputs=2), approximate=False)
     return linear(p["down"], x)

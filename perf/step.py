@@ -45,9 +45,9 @@ from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl import dynamic_sampling
-from care_jax.rl.programs import compile_decoder, compile_rollout, compile_update, rollout_sizes
-from care_jax.rl.update_batch import copy_reference, gather_groups, train_batch, with_logprobs
+from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
+from care_jax.rl.rollout import compile_decoder, compile_rollout, gather_groups, rollout_sizes
+from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
 from care_jax.run.run import make_adamw, open_run, start_state
@@ -117,11 +117,8 @@ def draw_lengths() -> dict[str, np.ndarray]:
     quantiles = scipy.stats.norm.ppf((np.arange(num_rows) + 0.5) / num_rows)
     drawn = MEAN * np.exp(SIGMA * quantiles - SIGMA**2 / 2)
     drawn = np.clip(np.round(drawn), 1, CASES["lognormal"]).astype(int)
-    flat = {
-        "equal": np.full(num_rows, CASES["equal"]),
-        "lognormal": np.random.default_rng(0).permutation(drawn),
-    }
-    return {name: row.reshape(NUM_PROMPTS, NUM_ROLLOUTS) for name, row in flat.items()}
+    shape, shuffled = (NUM_PROMPTS, NUM_ROLLOUTS), np.random.default_rng(0).permutation(drawn)
+    return {"equal": np.full(shape, CASES["equal"]), "lognormal": shuffled.reshape(shape)}
 
 
 class Ours:
@@ -136,7 +133,7 @@ class Ours:
         _, adamw = make_adamw(self.run, "rl")
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
-        self.update = compile_update(self.run, adamw, sharding.of(self.state))
+        self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
         self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
         self.batches = Batches(
             make_examples(self.run.policy.prompts),
@@ -145,14 +142,8 @@ class Ours:
             seed=0,
             num_workers=2,
         )
-        self.verifier = stack.enter_context(
-            Verifier(
-                num_workers=1,
-                timeout=10.0,
-                think_tag=self.run.policy.think_tag,
-                reward=reward,
-            )
-        )
+        verifier = Verifier(1, 10.0, think_tag=self.run.policy.think_tag, reward=reward)
+        self.verifier = stack.enter_context(verifier)
         self.num_trained = int(lengths.sum())
 
     def _forced(self, programs, lengths):
@@ -166,7 +157,7 @@ class Ours:
         )
 
         def decode(params, rng, requests):
-            limited = [dataclasses.replace(r, limits=lengths[r.place]) for r in requests]
+            limited = [dataclasses.replace(r, limits=lengths[r.index]) for r in requests]
             return queue.decode(params, rng, limited)
 
         return dataclasses.replace(programs, decode=decode)
@@ -177,19 +168,15 @@ class Ours:
         run, update = self.run, self.update
         first = (number, *self.batches.batch(number))
         params = update.to_decode_layout(self.state.params)
-        local = np.arange(NUM_PROMPTS)
-        drawn = dynamic_sampling.fill(
-            rl.draw_groups(run, self.rollout, params, self.batches, first, local, self.verifier)
-        )
+        index = np.arange(NUM_PROMPTS)
+        draws = draw_groups(run, self.rollout, params, self.batches, first, index, self.verifier)
         del params
         rolled_out = time.perf_counter()
-        credited, raw = rl.assign_credit(run, update, drawn.groups)
-        num_tokens = gather_groups(drawn.table, drawn.groups, credited, raw).num_tokens
-        assert num_tokens.sum() == self.num_trained
-        batch, _ = train_batch(
-            run, drawn.table, drawn.prompts, drawn.groups, credited, num_tokens, 0
-        )
-        [batch] = with_logprobs(run, update, [batch], self.state.params, self.reference)
+        groups = rl.assign_credit(update, choose_mixed(draws))
+        everyone = gather_groups(groups)
+        assert everyone.num_trained.sum() == self.num_trained
+        batch, _ = train_batch(run, groups, everyone)
+        [batch] = with_logprobs(run, update.score, [batch], self.state.params, self.reference)
         placed = jax.device_put(batch, run.train_batch_sharding)
         self.state, metrics = update.update(self.state, placed)
         assert np.isfinite(jax.device_get(metrics)["grad_norm"])
@@ -215,17 +202,13 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.G
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     images = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
     processor = ImageProcessor(images, tokenizer, chat_template=tokenizer.chat_template)
+    system, num_rows = {"role": "system", "content": "Answer."}, NUM_PROMPTS * NUM_ROLLOUTS
+    asked = (example.question.removeprefix("<image>") for example in examples)
+    users = ({"role": "user", "content": question} for question in asked)
     rows = [
-        {
-            "prompt": [
-                {"role": "system", "content": "Answer."},
-                {"role": "user", "content": example.question.removeprefix("<image>")},
-            ],
-            "image": example.images[0],
-        }
-        for example in examples
+        {"prompt": [system, user], "image": example.images[0]}
+        for user, example in zip(users, examples, strict=True)
     ]
-    num_rows = NUM_PROMPTS * NUM_ROLLOUTS
     eos = model.config.eos_token_id or tokenizer.eos_token_id
     settings = trl.GRPOConfig(
         output_dir=str(workdir),
@@ -280,9 +263,7 @@ class Turns(transformers.TrainerCallback):
     """Runs our step just before each of TRL's, and times both."""
 
     def __init__(self, ours: dict[str, Ours]):
-        self.ours = ours
-        self.names = list(ours)
-        self.case = self.names[0]
+        self.ours, self.names, self.case = ours, list(ours), next(iter(ours))
         self.seconds = {name: [] for name in ours}
 
     def on_step_begin(self, args, state, control, **_):
@@ -321,11 +302,10 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = make_config(CASES["equal"], args.slots, args.rows)
-        policy = policy_of(config)
+        policy, start = policy_of(config), str(folder / "start")
         params = backbone.init(policy.config, jax.random.key(0))
-        backbone.export(folder / "start", params, policy.config, dtype=jnp.float32)
+        backbone.export(start, params, policy.config, dtype=jnp.float32)
         save_processor(policy, folder / "start")
-        start = str(folder / "start")
         ours = {
             name: Ours(start, drawn, args, folder / name, stack) for name, drawn in lengths.items()
         }

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from report_page import data_of
 from safetensors.numpy import load_file
 
 from care_jax import main
 from care_jax.data.sources import open_source
 from care_jax.devices import loaded_programs
 from care_jax.devices.sharding import make_mesh
-from care_jax.report import page
 from care_jax.rewards.verifier import Verdict, Verifier
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
@@ -107,10 +107,10 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
         ),
     ):
         assert all(name in record for record in rl), name
-    report = page.read((workdir / "report.html").read_text())
+    report = data_of(workdir)
     assert [stage["name"] for stage in report["stages"]] == ["sft", "rl", "evaluate_rl"]
-    assert [entry["step"] for entry in report["steps"]] == report["logged"] == [0, 1, 2, 3]
-    assert all(len(entry["groups"]) == 4 for entry in report["steps"])
+    assert [*report["steps"]] == report["logged"] == [0, 1, 2, 3]
+    assert all(len(groups) == 4 for groups in report["steps"].values())
     samples = [json.loads(line) for line in (workdir / "samples_rl.jsonl").read_text().splitlines()]
     assert len(samples) == results["rl"]["num_examples"] == 12
     assert np.mean([sample["acc"] for sample in samples]) == pytest.approx(results["rl"]["acc"])
@@ -203,8 +203,8 @@ def test_programs_dropped_at_every_step_change_nothing(finished, tmp_path, monke
     records = (without_times(metrics_of(workdir)) for workdir in (finished[0], tmp_path))
     assert next(records) == next(records)
     jax.tree.map(np.testing.assert_array_equal, state_of(finished[0]), state_of(tmp_path))
-    assert dropped["care_jax.stages.rl"] == 4
-    assert dropped["care_jax.stages.sft"] and dropped["care_jax.stages.answering"]
+    num_steps = sum(small_config()[stage].num_steps for stage in ("sft", "rl"))
+    assert dropped["care_jax.run.stage"] == num_steps and dropped["care_jax.stages.answering"]
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_evaluations_inside_stages_change_nothing_else(finished, evaluated):
     samples = [f"samples_rl/step_{step}.jsonl" for step in (0, 2, 4)]
     assert (workdir / samples[2]).read_text() == (workdir / "samples_rl.jsonl").read_text()
     assert (workdir / samples[0]).read_text() != (workdir / samples[2]).read_text()
-    names = [stage["name"] for stage in page.read((workdir / "report.html").read_text())["stages"]]
+    names = [stage["name"] for stage in data_of(workdir)["stages"]]
     assert names == ["sft", "sft_eval", "rl", "rl_eval", "evaluate_rl"]
 
 
@@ -446,10 +446,10 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
     config.care.beta = 0.0
     programs = {}
     for name in ("compile_rollout", "compile_update"):
-        compile_decoding = getattr(main.rl, name)
+        compile_function = getattr(main.rl, name)
 
-        def kept(*args, name=name, compile_decoding=compile_decoding):
-            programs[name] = compile_decoding(*args)
+        def kept(*args, name=name, compile_function=compile_function):
+            programs[name] = compile_function(*args)
             return programs[name]
 
         monkeypatch.setattr(main.rl, name, kept)

@@ -63,7 +63,7 @@ def test_the_command_prints_a_row_of_each_kind(monkeypatch, capsys):
     faults.main()
     rows = capsys.readouterr().out.splitlines()[2:]
     assert [row.split(" | ")[:2] for row in rows] == [["| checkpoint", "3"], ["| json", "3"]]
-    kinds = faults.fuzzing.fuzz
+    kinds = faults.fuzz
     monkeypatch.setitem(kinds.KINDS, "json", kinds.Kind(st.just(1), broken))
     with pytest.raises(SystemExit, match="failed: json"):
         faults.main()

@@ -34,9 +34,10 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
-from care_jax.rl.programs import compile_decoder, compile_update, rollout_sizes
+from care_jax.rl.rollout import compile_decoder, rollout_sizes
 from care_jax.run.run import Run, abstract_state, make_adamw, open_run
 from care_jax.stages import sft
+from care_jax.stages.rl import compile_update
 from models import lora
 from models.backbone import Params
 

@@ -22,7 +22,7 @@ from care_jax.batch import Example, Unusable
 from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
 from care_jax.devices.flops import GIB
-from care_jax.rl.programs import rollout_sizes
+from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
     Run,
@@ -177,7 +177,7 @@ def _own_bytes(program: Program) -> int:
 def _files(run: Run, sources: Mapping[str, Sequence[Example]]) -> Iterator[str]:
     config, workdir = run.config, run.workdir
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
-    yield "config.json, metrics.jsonl, tensorboard/, report.html, rollouts.jsonl" + (
+    yield "config.json, metrics.jsonl, tensorboard/, report.html, report.jsonl, rollouts.jsonl" + (
         ", compilation_cache/" if config.compilation_cache else ""
     )
     for stage in ("sft", "rl"):

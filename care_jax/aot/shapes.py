@@ -19,7 +19,7 @@ from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from care_jax.batch import ImitationBatch, Prompts, TrainBatch, TreeRows
-from care_jax.data.tokenizer import open_tokenizer
+from care_jax.data.stages import open_tokenizer
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.slots import Slots, empty_slots, slot_axes
 from care_jax.devices import sharding

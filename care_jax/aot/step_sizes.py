@@ -18,7 +18,7 @@ from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
 from care_jax.devices import flops, sharding
 from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
-from care_jax.rl.programs import rollout_sizes
+from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.run import Run
 
 _SEED = 0  # of the drawn lengths, so that two means or two topologies get the same prompts

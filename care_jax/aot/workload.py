@@ -15,7 +15,7 @@ from care_jax.devices import sharding
 from care_jax.devices.flops import Packed
 from care_jax.run.run import Run
 from models.attention.cached import slots_per_block
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 
 def layout(run: Run, is_decoding: bool = False) -> Layout:

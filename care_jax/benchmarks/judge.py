@@ -71,17 +71,12 @@ class Judge:
                 f"evaluate.judge_url must start with http:// or https://, got {url!r}; give the "
                 "endpoint up to /chat/completions"
             )
-        self._url = f"{url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._timeout = timeout
-        self._num_retries = num_retries
-        self._num_workers = num_workers
-        self._prices = prices
+        self._url, self._model = f"{url.rstrip('/')}/chat/completions", model
+        self._timeout, self._num_retries = timeout, num_retries
+        self._num_workers, self._prices = num_workers, prices
         self._lock = threading.Lock()
-        self.counts: dict[str, int] = dict.fromkeys(
-            ("requests", "retries", "timeouts", "failures", "prompt_tokens", "completion_tokens"),
-            0,
-        )
+        names = "requests retries timeouts failures prompt_tokens completion_tokens"
+        self.counts = dict.fromkeys(names.split(), 0)
 
     @property
     def cost(self) -> float:
@@ -95,24 +90,20 @@ class Judge:
             return list(pool.map(self._verdict, cases))
 
     def _verdict(self, case: Case) -> bool | None:
-        pause = _FIRST_PAUSE
         for trial in range(self._num_retries + 1):
             if trial:
                 self._count("retries")
-                time.sleep(pause)
-                pause *= 2
+                time.sleep(_FIRST_PAUSE * 2 ** (trial - 1))
             self._count("requests")
             try:
                 reply = self._post(case)
-            except TimeoutError:
-                self._count("timeouts")
-                continue
             except urllib.error.HTTPError as error:
                 if error.code in (400, 401, 403, 404):  # the same request would fail again
                     break
                 continue
             except (OSError, http.client.HTTPException, ValueError) as error:
-                self._count("timeouts", isinstance(getattr(error, "reason", None), TimeoutError))
+                causes = error, getattr(error, "reason", None)
+                self._count("timeouts", any(isinstance(each, TimeoutError) for each in causes))
                 continue
             if reply in ("0", "1"):
                 return reply == "1"

@@ -22,19 +22,16 @@ _MAX_FACTORIAL = 170
 _SPACES = re.compile(r"\\(?:displaystyle|quad|qquad|,)|[~$\s]")
 _SIZES = re.compile(r"\\(?:left|right)(?![a-zA-Z])")
 _TOKEN = re.compile(
-    r"(?P<number>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?(?:E[-+]?\d+)?|\d*\.?\d+(?:E[-+]?\d+)?)"
+    r" *(?:(?P<number>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?(?:E[-+]?\d+)?|\d*\.?\d+(?:E[-+]?\d+)?)"
     r"|(?P<command>\\(?:[a-zA-Z]+|[{}|%]))"
-    r"|(?P<sign>[-+*/:^!(){}\[\]|.'_&]|\\\\)"
+    r"|(?P<sign>[-+*/:^!(){}\[\]|.'_&]|\\\\))"
 )
 _STOPS = frozenset({")", "}", "]", ".", "_", "&", "\\}", "\\\\", "\\choose", ""})
 _CLOSING = {
-    "(": ")",
-    "{": "}",
-    "[": "]",
-    "\\{": "\\}",
-    "\\lfloor": "\\rfloor",
-    "\\lceil": "\\rceil",
-}
+    "(": ")", "{": "}", "[": "]", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil",
+}  # fmt: skip
+_TIMES = ("*", "\\times", "\\cdot")
+_OVER = ("/", "\\div", ":")
 _FUNCTIONS: dict[str, Callable[[float], float]] = {
     "\\sin": math.sin, "\\cos": math.cos, "\\tan": math.tan, "\\arcsin": math.asin,
     "\\arccos": math.acos, "\\arctan": math.atan, "\\sinh": math.sinh, "\\cosh": math.cosh,
@@ -73,54 +70,50 @@ class _Reader:
     """Parses one expression; each method consumes what it is named for and returns its value."""
 
     def __init__(self, text: str):
-        self._text = text
+        self._tokens: list[tuple[str | None, str]] = []  # kind and text
+        place = 0
+        while match := _TOKEN.match(text, place):
+            self._tokens.append((match.lastgroup, match.group().strip()))
+            place = match.end()
+        self._tokens.append(("unknown" if text[place:].strip() else "end", ""))
         self._place = 0
 
     def peek(self) -> str:
         """The next token; empty at the end."""
-        match = self._match()
-        return match.group().strip() if match else ""
-
-    def _match(self) -> re.Match | None:
-        while self._place < len(self._text) and self._text[self._place] == " ":
-            self._place += 1
-        if self._place == len(self._text):
-            return None
-        match = _TOKEN.match(self._text, self._place)
-        if match is None:
+        kind, token = self._tokens[self._place]
+        if kind == "unknown":
             raise _NoValue
-        return match
+        return token
 
-    def _take(self) -> str:
-        match = self._match()
-        if match is None:
-            raise _NoValue
-        self._place = match.end()
-        return match.group()
+    def _is_number(self) -> bool:
+        return self._tokens[self._place][0] == "number"
 
-    def _expect(self, token: str) -> None:
-        if self._take() != token:
+    def _take(self, *allowed: str) -> str:
+        """Consumes the next token, if it is one of these; empty if it is another."""
+        token = self.peek()
+        if allowed and token not in allowed:
+            return ""
+        if not token:
             raise _NoValue
+        self._place += 1
+        return token
 
     def sum(self) -> int | float:
         total = self._product()
-        while (sign := self.peek()) in ("+", "-"):
-            self._take()
+        while sign := self._take("+", "-"):
             term = self._product()
             total = total + term if sign == "+" else total - term
         return total
 
     def _product(self, *, in_function: bool = False) -> int | float:
         result = self._signed(in_function)
-        while (sign := self.peek()) in ("*", "\\times", "\\cdot", "/", "\\div", ":"):
-            self._take()
+        while sign := self._take(*_TIMES, *_OVER):
             factor = self._signed(in_function)
-            result = result * factor if sign in ("*", "\\times", "\\cdot") else result / factor
+            result = result * factor if sign in _TIMES else result / factor
         return result
 
     def _signed(self, in_function: bool) -> int | float:
-        if (sign := self.peek()) in ("+", "-"):
-            self._take()
+        if sign := self._take("+", "-"):
             return -self._signed(in_function) if sign == "-" else self._signed(in_function)
         result = self._power()
         while self._starts_factor(in_function):
@@ -128,54 +121,39 @@ class _Reader:
         return result
 
     def _starts_factor(self, in_function: bool) -> bool:
-        match = self._match()
-        if match is None or (in_function and match.group() in _FUNCTIONS):
+        token, kind = self.peek(), self._tokens[self._place][0]
+        if in_function and token in _FUNCTIONS:
             return False
-        return match.lastgroup == "number" or match.group() in _STARTS or self._is_other(match)
-
-    @staticmethod
-    def _is_other(match: re.Match) -> bool:
-        """Whether the token is a command that would be another factor, one without a value."""
-        return match.lastgroup == "command" and match.group() not in (
-            *_STOPS, "\\times", "\\cdot", "\\div", "\\rfloor", "\\rceil",
+        # A command without a value would be another factor, and ends the parse.
+        is_other = kind == "command" and token not in (
+            *_STOPS, *_TIMES, *_OVER, "\\rfloor", "\\rceil",
         )  # fmt: skip
+        return kind == "number" or token in _STARTS or is_other
 
     def _power(self) -> int | float:
         result = self._postfix(self._atom())
-        if self.peek() != "^":
-            return result
-        self._take()
-        return self._postfix(_raise(result, self._exponent()))
+        return self._postfix(_raise(result, self._exponent())) if self._take("^") else result
 
     def _exponent(self) -> int | float:
-        match = self._match()
-        if match is not None and match.lastgroup == "number":
+        if self._is_number():
             return _literal(self._take())
         if self.peek() != "{":
             raise _NoValue
         return self._group()
 
     def _postfix(self, result: int | float) -> int | float:
-        while (sign := self.peek()) in ("!", "'"):
-            self._take()
+        while sign := self._take("!", "'"):
             # A prime is a transpose, which leaves a number unchanged.
             result = math.factorial(_whole(result)) if sign == "!" else result
         return result
 
     def _atom(self) -> int | float:
-        match = self._match()
-        if match is None:
-            raise _NoValue
-        token = match.group()
-        if match.lastgroup == "number":
-            self._take()
-            if self.peek() == "\\%":
-                self._take()
-                return _literal(token) / 100
-            return _literal(token)
-        if token in _CLOSING:
+        if self._is_number():
+            number = _literal(self._take())
+            return number / 100 if self._take("\\%") else number
+        if self.peek() in _CLOSING:
             return self._group()
-        self._take()
+        token = self._take()
         if token == "\\pi":
             return math.pi
         if token == "\\frac":
@@ -191,22 +169,16 @@ class _Reader:
         raise _NoValue
 
     def _function(self, name: str) -> float:
-        power, base = None, None
-        if name == "\\log" and self.peek() == "_":
-            self._take()
-            base = self._exponent()
-        if self.peek() == "^":
-            self._take()
-            power = self._exponent()
+        base = self._exponent() if name == "\\log" and self._take("_") else None
+        power = self._exponent() if self._take("^") else None
         # An argument is one bracket, or else the whole product up to the next function.
         argument = self._group() if self.peek() == "(" else self._product(in_function=True)
         if base is not None:
             return math.log(argument) / math.log(base)
         if power == -1:
-            inverse = name.replace("\\", "\\arc")
-            if inverse not in _FUNCTIONS:
-                raise _NoValue
-            return _FUNCTIONS[inverse](argument)
+            name, power = name.replace("\\", "\\arc"), None
+        if name not in _FUNCTIONS:
+            raise _NoValue
         result = _FUNCTIONS[name](argument)
         return result if power is None else _raise(result, power)
 
@@ -215,7 +187,8 @@ class _Reader:
         if opening not in _CLOSING:
             raise _NoValue
         result = self.sum()
-        self._expect(_CLOSING[opening])
+        if not self._take(_CLOSING[opening]):
+            raise _NoValue
         if opening in ("\\lfloor", "\\lceil"):
             return math.floor(result) if opening == "\\lfloor" else math.ceil(result)
         return result

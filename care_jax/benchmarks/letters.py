@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from care_jax.benchmarks import response
 
@@ -68,31 +68,17 @@ def _by_rules(text: str, options: Sequence[str], letters: str) -> str:
     for mark in _PUNCTUATION:
         text = text.strip(mark)
     text = f" {text} "
-    # (pattern that makes a letter a candidate, pattern that locates it if there are several)
-    rules: list[tuple[Callable[[str], str], Callable[[str], str]]] = [
-        (lambda letter: f"({letter})", lambda letter: f"({letter})"),
-        (lambda letter: f"{letter} ", lambda letter: f" {letter} "),
-        (lambda letter: f"{letter}.", lambda letter: f" {letter} "),
-    ]
-    for shows, stands in rules:
-        if found := [letter for letter in letters if shows(letter) in text]:
+    # (text that makes a letter a candidate, text that locates it if there are several)
+    for shows, stands in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
+        if found := [letter for letter in letters if shows.format(letter) in text]:
             # If none is located (all at -1), the first candidate is taken, as published.
-            return max(found, key=lambda letter: text.rfind(stands(letter)))
+            return max(found, key=lambda letter: text.rfind(stands.format(letter)))
     if len(text.split()) < _MIN_WORDS:
         return ""
-    text = text.lower()
-    places = {
-        letter: place
-        for letter, option in zip(letters, options, strict=True)
-        if (place := text.rfind(option.lower())) >= 0
-    }
-    return max(places, key=places.__getitem__) if places else ""
+    places = [text.lower().rfind(option.lower()) for option in options]
+    return letters[places.index(max(places))] if max(places, default=-1) >= 0 else ""
 
 
-def with_options(question: str, options: Sequence[str]) -> str:
-    """The question and its options, one a line: "A. first"."""
-    lines = [
-        f"{letter}. {option}"
-        for letter, option in zip(string.ascii_uppercase, options, strict=False)
-    ]
-    return "\n".join([question, *lines])
+def labelled(options: Sequence[str], form: str = "{}. {}") -> list[str]:
+    """The options with their letters: "A. first"."""
+    return [form.format(*each) for each in zip(string.ascii_uppercase, options, strict=False)]

@@ -36,12 +36,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer is correct for the row.
-
-    Args:
-        answer: a letter, a value, the text of an option, an answer span or a whole response.
-        row: a row of the release.
-    """
+    """Whether the answer is correct for the row."""
     parsed, gold = parse(answer, row), gold_of(row).strip()
     if parsed is None or not gold:
         return False
@@ -74,10 +69,3 @@ def question(row: dict[str, Any]) -> Question:
     text = row.get("query_wo") or row["question"]
     images = ("image",) if row.get("image") else ()  # the text-only version has none
     return Question("<image>" * len(images) + text, images, read_choices(row))
-
-
-def categories(row: dict[str, Any]) -> list[str]:
-    """The categories a row counts towards."""
-    fields = row | (row.get("metadata") or {})
-    names = ("problem_version", "question_type", "subject", "subfield")
-    return [f"{name}/{fields[name]}" for name in names if fields.get(name)]

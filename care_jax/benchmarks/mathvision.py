@@ -14,7 +14,7 @@ import re
 import string
 from typing import Any
 
-from care_jax.benchmarks import response
+from care_jax.benchmarks import letters, response
 from care_jax.benchmarks.latex_value import value
 from care_jax.benchmarks.rows import Question, gold_of, read_options
 
@@ -45,12 +45,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer is correct for the row.
-
-    Args:
-        answer: a letter, a value, the text of an option, an answer span or a whole response.
-        row: a row of the release.
-    """
+    """Whether the answer is correct for the row."""
     gold, options = gold_of(row), read_options(row)
     golds = [gold]
     if options and gold in string.ascii_uppercase[: len(options)]:
@@ -66,14 +61,8 @@ def question(row: dict[str, Any]) -> Question:
     options = read_options(row)
     text = INSTRUCTION + row["question"]
     if options:
-        lines = [f"{a}. {b}" for a, b in zip(string.ascii_uppercase, options, strict=False)]
-        text += "\nChoices: " + "\n".join([*lines, CHOICE_INSTRUCTION])
+        text += "\nChoices: " + "\n".join([*letters.labelled(options), CHOICE_INSTRUCTION])
     return Question(f"<image>{text}", ("decoded_image",), options)
-
-
-def categories(row: dict[str, Any]) -> list[str]:
-    """The categories a row counts towards."""
-    return [f"{key}/{row[key]}" for key in ("subject", "level") if row.get(key) is not None]
 
 
 def _plain(text: str) -> str:

@@ -18,7 +18,7 @@ import string
 from fractions import Fraction
 from typing import Any
 
-from care_jax.benchmarks import response
+from care_jax.benchmarks import letters, response
 from care_jax.benchmarks.rows import Question, gold_of, read_options
 from care_jax.rewards.equivalence import notation, quantities
 
@@ -72,12 +72,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer is correct for the row.
-
-    Args:
-        answer: a letter, a value, the text of an option, an answer span or a whole response.
-        row: a row of the release.
-    """
+    """Whether the answer is correct for the row."""
     return parse(answer, row) == gold_of(row).strip()
 
 
@@ -90,43 +85,26 @@ def question(row: dict[str, Any]) -> Question:
     unit = f" (Unit: {row['unit']})" if row.get("unit") else ""
     lines.append(f"Question: {row['question']}{unit}")
     if choices:
-        lines.append("Choices:")
-        lines += [f"({a}) {b}" for a, b in zip(string.ascii_uppercase, choices, strict=False)]
+        lines += ["Choices:", *letters.labelled(choices, "({}) {}")]
     return Question("<image>" + "\n".join(lines), ("decoded_image",), choices)
 
 
-def categories(row: dict[str, Any]) -> list[str]:
-    """The categories a row counts towards; each of its skills is one."""
-    metadata = row.get("metadata") or {}
-    fields = row | metadata
-    names = ("question_type", "answer_type", "language", "source", "category", "task", "context",
-             "grade")  # fmt: skip
-    groups = [f"{name}/{fields[name]}" for name in names if fields.get(name)]
-    return groups + [f"skill/{skill}" for skill in metadata.get("skills") or ()]
-
-
 def _parse_choice(text: str, choices: tuple[str, ...]) -> str | None:
-    letters = string.ascii_uppercase[: len(choices)]
+    named = string.ascii_uppercase[: len(choices)]
     if text in choices:
         return text
-    if (bare := text.strip("(). ")) and len(bare) == 1 and bare in letters:
-        return choices[letters.index(bare)]
-    if len(text) > _MAX_EXTRACTION or "\n" in text or _is_phrase(text, choices, letters):
-        settled = _settled(text, choices, letters)
-        if settled is None:
-            return None
+    if (bare := text.strip("(). ")) and len(bare) == 1 and bare in named:
+        return choices[named.index(bare)]
+    settled = _settled(text, choices, named)
+    is_response = len(text) > _MAX_EXTRACTION or "\n" in text
+    if is_response and settled is None:
+        return None
+    if settled is not None and (is_response or not _BRACKETED.search(text)):
         text = settled
     text = text.strip()
     bracketed = _BRACKETED.findall(text)
     text = bracketed[0].upper() if bracketed else text
-    if text in letters:
-        return choices[letters.index(text)]
-    return nearest(text, choices)
-
-
-def _is_phrase(text: str, choices: tuple[str, ...], letters: str) -> bool:
-    """Whether a short text says "the answer is" before a letter or an option."""
-    return _settled(text, choices, letters) is not None and not _BRACKETED.search(text)
+    return choices[named.index(text)] if text in named else nearest(text, choices)
 
 
 def _settled(text: str, choices: tuple[str, ...], letters: str) -> str | None:
@@ -181,9 +159,7 @@ def _precision(row: dict[str, Any]) -> int:
 
 
 def _last_number(text: str) -> str:
-    found = [
-        match.group() for match in _NUMBER.finditer(text) if any(map(str.isdigit, match.group()))
-    ]
+    found = [number for number in _NUMBER.findall(text) if any(map(str.isdigit, number))]
     return found[-1].replace(",", "").replace("−", "-") if found else ""
 
 

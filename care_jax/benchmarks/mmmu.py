@@ -33,7 +33,6 @@ _NUMBERS = (
     re.compile(r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
     re.compile(r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
 )
-_ID = re.compile(r"^[^_]+_(.+)_\d+$")
 
 
 def parse(answer: str, row: dict[str, Any]) -> str | frozenset[str | float] | None:
@@ -44,12 +43,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | frozenset[str | float] | No
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer names the correct option, or contains the open gold answer.
-
-    Args:
-        answer: a letter, the text of an option, an answer span or a whole response.
-        row: a row of the release.
-    """
+    """Whether the answer names the correct option, or contains the open gold answer."""
     parsed = parse(answer, row)
     if parsed is None or isinstance(parsed, str):
         return parsed == gold_of(row).strip()
@@ -74,16 +68,8 @@ def question(row: dict[str, Any]) -> Question:
     if not is_choice(row):
         return Question(*place_images(f"{row['question']}\n\n{OPEN_INSTRUCTION}"))
     options = read_options(row)
-    text = letters.with_options(row["question"], options)
+    text = "\n".join([row["question"], *letters.labelled(options)])
     return Question(*place_images(f"{text}\n\n{CHOICE_INSTRUCTION}"), options)
-
-
-def categories(row: dict[str, Any]) -> list[str]:
-    """Categories of a row; the subject is part of its id, `validation_<subject>_<number>`."""
-    subject = _ID.match(str(row.get("id", "")))
-    groups = [f"subject/{subject.group(1)}"] if subject else []
-    names = ("question_type", "topic_difficulty")
-    return groups + [f"{name}/{row[name]}" for name in names if row.get(name)]
 
 
 def _open_golds(row: dict[str, Any]) -> list[str]:

@@ -25,12 +25,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
 
 
 def is_correct(answer: str, row: dict[str, Any]) -> bool:
-    """Whether the answer names the correct option.
-
-    Args:
-        answer: a letter, the text of an option, an answer span or a whole response.
-        row: a row of the release.
-    """
+    """Whether the answer names the correct option."""
     return parse(answer, row) == gold_of(row).strip()
 
 
@@ -39,10 +34,5 @@ def question(row: dict[str, Any]) -> Question:
     options = read_options(row)
     if "question" not in row:
         return Question(f"<image>{INSTRUCTION}", ("image",), options)
-    text = letters.with_options(row["question"], options)
+    text = "\n".join([row["question"], *letters.labelled(options)])
     return Question(*place_images(f"{text}\n\n{INSTRUCTION}"), options)
-
-
-def categories(row: dict[str, Any]) -> list[str]:
-    """The categories a row counts towards."""
-    return [f"{key}/{row[key]}" for key in ("subject", "topic_difficulty") if row.get(key)]

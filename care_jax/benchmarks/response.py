@@ -13,7 +13,6 @@ from care_jax.rewards.equivalence import notation
 
 _CLOSED = re.compile(r"</(?:think|thinking|reasoning)>")
 _OPENED = re.compile(r"<(?:think|thinking|reasoning)>")
-_BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|tt)|mbox|operatorname) ?\{([^{}]*)\}"
 )
@@ -38,25 +37,18 @@ def span_of(answer: str) -> tuple[str, bool]:
 
 def last_box(text: str) -> str | None:
     """Content of the last balanced box, nested boxes and text commands unwrapped; None without."""
-    start, content = 0, None
-    while match := _BOX.search(text, start):
-        end = notation.closing_brace(text, match.end())
-        if end < 0:
-            break
-        content, start = text[match.end() : end], end + 1
-    if content is None:
+    contents = [content for *_, content in notation.boxes(text)]
+    if not contents:
         return None
-    inner = last_box(content) if len(content) <= notation.MAX_CHARS else None
-    return _TEXT.sub(r"\1", content if inner is None else inner).strip()
+    inner = last_box(contents[-1]) if len(contents[-1]) <= notation.MAX_CHARS else None
+    return _TEXT.sub(r"\1", contents[-1] if inner is None else inner).strip()
 
 
 def is_one_box(text: str) -> bool:
     """Whether the text is a single box, apart from punctuation."""
-    match = _BOX.search(text)
-    if match is None or text[: match.start()].strip(" $*\n\\([") != "":
-        return False
-    end = notation.closing_brace(text, match.end())
-    return end >= 0 and text[end + 1 :].strip(" $*\n.\\)]") == ""
+    start, end, _ = next(notation.boxes(text), (0, 0, ""))
+    is_alone = not text[:start].strip(" $*\n\\([") and not text[end:].strip(" $*\n.\\)]")
+    return end > 0 and is_alone
 
 
 def unwrap(answer: str) -> str:

@@ -20,17 +20,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from care_jax.benchmarks.suite import RELEASES, Benchmark
+from care_jax.benchmarks.samples import Questions, Sample
+from care_jax.benchmarks.suite import RELEASES
 from care_jax.report.metrics import pass_rates, wilson_interval
 
-Sample = Mapping[str, Any]
 
-
-def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
+def score(questions: Questions, samples: Sequence[Sample]) -> dict[str, Any]:
     """The accuracies and counts of one benchmark.
 
     Args:
-        benchmark: for the categories of its rows.
+        questions: for the categories of the samples.
         samples: one per row, with doc_id (row index), acc, acc_judged or None, is_parsed,
             is_complete and is_dropped; several responses to a row also give accs.
 
@@ -40,7 +39,7 @@ def score(benchmark: Benchmark, samples: Sequence[Sample]) -> dict[str, Any]:
     """
     groups = defaultdict(list)
     for sample in samples:
-        for group in benchmark.scorer.categories(benchmark.rows[sample["doc_id"]]):
+        for group in questions.categories(sample):
             groups[group].append(sample["acc"])
     figures = _accuracy([sample["acc"] for sample in samples])
     judged = [sample["acc_judged"] for sample in samples]
@@ -88,39 +87,30 @@ def macro_average(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def to_markdown(results: Mapping[str, Any]) -> str:
     """Tables of `{"benchmarks": {name: score(...)}, "macro": macro_average(...)}`."""
-    head = (
-        "| | accuracy | 95% interval | rows | unparsable | truncated | dropped |",
-        "|---|---|---|---|---|---|---|",
-    )
-    lines = [*head]
-    for name, figures in results["benchmarks"].items():
-        counts = (figures[f"num_{key}"] for key in ("rows", "unparsable", "truncated", "dropped"))
-        lines.append(_line(name, figures, *counts))
-    macro = results["macro"]
-    lines.append(_line(f"mean of {len(macro['benchmarks'])}", macro, "", "", "", ""))
-    for name, figures in results["benchmarks"].items():
+    benchmarks, macro = results["benchmarks"], results["macro"]
+    total = {f"mean of {len(macro['benchmarks'])}": macro}
+    lines = _table(benchmarks | total, "rows", "unparsable", "truncated", "dropped")
+    for name, figures in benchmarks.items():
         if "acc_judged" in figures:
             lines += ["", f"{name} with the judge's word: {100 * figures['acc_judged']:.1f}"]
-    for name, figures in results["benchmarks"].items():
+    for name, figures in benchmarks.items():
         rates = [f"{key} {100 * rate:.1f}" for key, rate in figures.items() if "pass@" in key]
         if rates:
             lines += ["", f"{name}: {', '.join(rates)}"]
-    for name, figures in results["benchmarks"].items():
+    for name, figures in benchmarks.items():
         if figures["categories"]:
-            lines += ["", f"## {name}", ""]
-            lines += ["| | accuracy | 95% interval | rows |", "|---|---|---|---|"]
-            lines += [
-                _line(group, values, values["num_rows"])
-                for group, values in figures["categories"].items()
-            ]
+            lines += ["", f"## {name}", "", *_table(figures["categories"], "rows")]
     return "\n".join(lines) + "\n"
 
 
-def _line(name: str, figures: Mapping[str, Any], *counts: int | str) -> str:
-    cells = (
-        name.replace("|", "\\|"),
-        f"{100 * figures['acc']:.1f}",
-        f"{100 * figures['acc_low']:.1f} to {100 * figures['acc_high']:.1f}",
-        *map(str, counts),
-    )
-    return f"| {' | '.join(cells)} |"
+def _table(rows: Mapping[str, Mapping[str, Any]], *counts: str) -> list[str]:
+    lines = [
+        f"| | accuracy | 95% interval | {' | '.join(counts)} |",
+        f"|{'---|' * (3 + len(counts))}",
+    ]
+    for name, figures in rows.items():
+        acc, low, high = (f"{100 * figures[key]:.1f}" for key in ("acc", "acc_low", "acc_high"))
+        cells = [name.replace("|", "\\|"), acc, f"{low} to {high}"]
+        cells += [str(figures.get(f"num_{count}", "")) for count in counts]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

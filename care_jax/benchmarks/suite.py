@@ -5,8 +5,8 @@ to it. A folder has the layout of `huggingface-cli download --repo-type dataset`
 starts with the split, and a configuration is a parent folder. Rows are kept as released, without
 images. Images are read on access, one row group at a time.
 
-A module that scores a benchmark has `parse`, `is_correct`, `question` and `categories`; `mmmu_pro`
-is the simplest.
+A module that scores a benchmark has `parse`, `is_correct` and `question`; `mmmu_pro` is the
+simplest.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import functools
 import io
 import json
 import pathlib
+import re
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -23,8 +24,10 @@ from typing import Any
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro
+from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro, response
+from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
+from care_jax.benchmarks.samples import Answers, Sample, Verdict
 
 Row = dict[str, Any]
 
@@ -36,26 +39,35 @@ class Release:
     Attributes:
         scorer: the module that builds prompts and scores answers.
         split: file name up to the first hyphen.
+        groups: fields, of a row or of its `metadata`, whose values are its categories.
         configuration: parent folder of the files, if a release has several; empty for any.
         in_average: whether it is one of the six benchmarks whose mean is reported.
     """
 
     scorer: ModuleType
     split: str
+    groups: tuple[str, ...]
     configuration: str = ""
     in_average: bool = True
 
 
+_VISTA = ("question_type", "answer_type", "language", "source", "category", "task", "context",
+          "grade")  # fmt: skip
+_VERSE = ("problem_version", "question_type", "subject", "subfield")
+_VISION = ("subject", "level")
+_PRO = ("subject", "topic_difficulty")
 RELEASES = {
-    "mathvista": Release(mathvista, "testmini"),
-    "mathverse": Release(mathverse, "testmini"),
-    "mathvision": Release(mathvision, "test"),
+    "mathvista": Release(mathvista, "testmini", _VISTA),
+    "mathverse": Release(mathverse, "testmini", _VERSE),
+    "mathvision": Release(mathvision, "test", _VISION),
     # A subset of the one above, so excluded from the mean.
-    "mathvision_testmini": Release(mathvision, "testmini", in_average=False),
-    "mmmu": Release(mmmu, "validation"),
-    "mmmu_pro": Release(mmmu_pro, "test", "standard (10 options)"),
-    "mmmu_pro_vision": Release(mmmu_pro, "test", "vision"),
+    "mathvision_testmini": Release(mathvision, "testmini", _VISION, in_average=False),
+    "mmmu": Release(mmmu, "validation", ("question_type", "topic_difficulty")),
+    "mmmu_pro": Release(mmmu_pro, "test", _PRO, "standard (10 options)"),
+    "mmmu_pro_vision": Release(mmmu_pro, "test", _PRO, "vision"),
 }
+# The subject of a row of MMMU is part of its id, `validation_<subject>_<number>`.
+_MMMU_ID = re.compile(r"[^_]+_(.+)_\d+")
 
 
 class Benchmark(Sequence[Example]):
@@ -107,7 +119,42 @@ class Benchmark(Sequence[Example]):
             question=question.text,
             answer=gold_of(row),
             choices=question.options,
+            extra=self.rows[place],
         )
+
+    def categories(self, sample: Sample) -> list[str]:
+        """The values of the fields `Release.groups`, and each skill of MathVista."""
+        row = self.rows[sample["doc_id"]]
+        fields = row | (row.get("metadata") or {})
+        groups = [f"skill/{skill}" for skill in fields.get("skills") or ()]
+        if self.name == "mmmu" and (match := _MMMU_ID.fullmatch(sample["id"])):
+            groups.append(f"subject/{match.group(1)}")
+        names = [name for name in self.release.groups if fields.get(name) not in (None, "")]
+        return groups + [f"{name}/{fields[name]}" for name in names]
+
+    def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
+        """By the rules; a judge is asked about free answers that they parse but call wrong."""
+        scorer, verdicts, asked = self.scorer, [], []
+        for place, texts, example in zip(
+            answers.places, answers.texts, answers.examples, strict=True
+        ):
+            row = self.rows[place]
+            accs = [float(scorer.is_correct(text, row)) for text in texts]
+            is_parsed = [scorer.parse(text, row) is not None for text in texts]
+            for index, text in enumerate(texts):
+                if not accs[index] and is_parsed[index] and not example.choices:
+                    case = Case(example.question, example.answer, response.unwrap(text))
+                    asked.append((len(verdicts), index, case))
+            verdicts.append(Verdict(accs, all(is_parsed)))
+        if judge is not None:
+            words = judge.verdicts([case for *_, case in asked])
+            judged: dict[int, list[float]] = {}
+            for (place, index, _), word in zip(asked, words, strict=True):
+                if word is not None:
+                    judged.setdefault(place, list(verdicts[place].accs))[index] = float(word)
+            for place, accs in judged.items():
+                verdicts[place] = verdicts[place]._replace(acc_judged=sum(accs) / len(accs))
+        return verdicts
 
     def _image(self, row: Row, field: str) -> Image.Image:
         # `image` is the path of the image in `decoded_image`; JSON lines have only the path.

@@ -27,24 +27,20 @@ from ml_collections import ConfigDict, config_flags
 from care_jax.batch import Example, Unusable
 from care_jax.commands.dedup import Content, DuplicateIndex, content_of
 from care_jax.config import command_line
+from care_jax.config.keys import check_keys
 from care_jax.data.pipeline import TOO_LONG
-from care_jax.data.readers import hub, shards
-from care_jax.data.sources import check_section, open_source, options_of
-from care_jax.data.tokenizer import open_tokenizer
-from care_jax.prompts.builder import PromptBuilder, backbone_config
+from care_jax.data.readers import shards
+from care_jax.data.sources import check_section, open_section
+from care_jax.data.stages import open_prompts
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
-_DECISIVE = (
-    "prepare",
-    "min_pixels",
-    "max_pixels",
-    "buckets",
-    "system_prompt",
-    "instruction",
-    "think_tag",
-)
+# Keys of `data` that determine the bytes, so not those of training or `num_workers`.
+_DECISIVE = ("prepare", "min_pixels", "max_pixels", "buckets")
+_DECISIVE += ("system_prompt", "instruction", "think_tag")
 _AHEAD = 4  # rows per worker inspected in advance
+# Row, its example if it can be read, and its content or why it is unusable.
+_Inspected = tuple[int, Example | None, Content | Unusable]
 
 
 def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
@@ -60,11 +56,11 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     """
     data = config.data
     _check(config)
+    settings = {"think_tag": data.think_tag}
     sources, benchmarks = (
-        {name_of(section): _open(section, data.think_tag) for section in sections}
+        {name_of(section): open_section(section, settings) for section in sections}
         for sections in (data.prepare.sources, data.prepare.benchmarks)
     )
-    # Only the settings that determine the bytes, so not those of training or `num_workers`.
     whole = json.loads(data.to_json_best_effort())
     expected = {key: whole[key] for key in _DECISIVE} | {
         "model": {"path": config.model.path, "tokenizer": config.model.tokenizer},
@@ -78,24 +74,26 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
                 "another --out"
             )
         return manifest
+    inspect = _make_inspect(config)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir(parents=True)
-    inspect = _make_inspect(config)
     index = DuplicateIndex(data.prepare.near_bits)
     manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
     with (
         ThreadPoolExecutor(data.num_workers, "prepare") as workers,
         (partial / LEFT_OUT).open("w", encoding="utf-8") as left_out,
     ):
-        inspector = _ParallelInspector(workers, ahead=_AHEAD * data.num_workers)
+        ahead = _AHEAD * data.num_workers
         for name, examples in benchmarks.items():
-            manifest["benchmarks"][name] = _index_benchmark(name, examples, index, inspector)
+            rows = _in_order(examples, content_of, workers, ahead)
+            manifest["benchmarks"][name] = _index_benchmark(name, rows, index)
         for name, examples in sources.items():
+            rows = _in_order(examples, inspect, workers, ahead)
             writer = shards.ShardWriter(
                 partial, name, shard_bytes=data.prepare.shard_megabytes * 2**20
             )
-            report = _clean(name, examples, inspect, index, inspector, writer, left_out)
+            report = _clean(name, rows, index, writer, left_out)
             manifest["sources"][name] = report
             manifest["num_examples"] += report["kept"]
             for benchmark, count in report.pop("in_benchmarks").items():
@@ -128,19 +126,41 @@ def summary(manifest: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{manifest['num_examples']} examples in all"]
 
 
-def _clean(
-    name: str,
+def _in_order(
     examples: Sequence[Example],
     inspect: Callable[[Example], Content],
+    workers: ThreadPoolExecutor,
+    ahead: int,
+) -> Iterator[_Inspected]:
+    """Reads and inspects rows in parallel, a few ahead, and yields the results in order."""
+
+    def inspected(row: int) -> _Inspected:
+        example = None
+        try:
+            example = examples[row]
+            return row, example, inspect(example)
+        except Unusable as reason:
+            return row, example, reason
+
+    waiting: collections.deque[Future[_Inspected]] = collections.deque()
+    for row in range(len(examples)):
+        waiting.append(workers.submit(inspected, row))
+        if len(waiting) > ahead:
+            yield waiting.popleft().result()
+    yield from (each.result() for each in waiting)
+
+
+def _clean(
+    name: str,
+    rows: Iterator[_Inspected],
     index: DuplicateIndex,
-    inspector: _ParallelInspector,
     writer: shards.ShardWriter,
     left_out: TextIO,
 ) -> dict[str, Any]:
     """Writes the rows of a source that are kept, and counts the others by reason."""
     reasons, repaired, in_benchmarks = Counter(), Counter(), Counter()
     num_kept = 0
-    for row, example, content in inspector.in_order(examples, inspect):
+    for row, example, content in rows:
         benchmark = ""
         if isinstance(content, Unusable):
             reason = str(content)
@@ -161,7 +181,7 @@ def _clean(
         repaired.update([example.repair] if example.repair else [])
     writer.close()
     return {
-        "rows": len(examples),
+        "rows": num_kept + reasons.total(),
         "kept": num_kept,
         "left_out": dict(sorted(reasons.items())),
         "repaired": dict(sorted(repaired.items())),
@@ -171,78 +191,31 @@ def _clean(
 
 
 def _index_benchmark(
-    name: str, examples: Sequence[Example], index: DuplicateIndex, inspector: _ParallelInspector
+    name: str, rows: Iterator[_Inspected], index: DuplicateIndex
 ) -> dict[str, Any]:
-    reasons = Counter()
-    for _, _, content in inspector.in_order(examples, content_of):
+    reasons, num_usable = Counter(), 0
+    for _, _, content in rows:
         if isinstance(content, Unusable):
             reasons[str(content)] += 1
         else:
             index.add_benchmark(name, content)
+            num_usable += 1
     return {
-        "rows": len(examples),
-        "usable": len(examples) - sum(reasons.values()),
+        "rows": num_usable + reasons.total(),
+        "usable": num_usable,
         "left_out": dict(sorted(reasons.items())),
         "removed": {},
     }
 
 
-class _ParallelInspector:
-    """Inspects examples in parallel, a few ahead, and yields the results in order."""
-
-    def __init__(self, workers: ThreadPoolExecutor, *, ahead: int):
-        self._workers, self._ahead = workers, ahead
-
-    def in_order(
-        self, examples: Sequence[Example], inspect: Callable[[Example], Content]
-    ) -> Iterator[tuple[int, Example | None, Content | Unusable]]:
-        """Yields (row, example, its content or the reason it is unusable) for every row."""
-        waiting: collections.deque[tuple[int, Example | None, Future]] = collections.deque()
-        for row in range(len(examples)):
-            try:
-                example = examples[row]
-                waiting.append((row, example, self._workers.submit(inspect, example)))
-            except Unusable as reason:
-                refused = Future()
-                refused.set_exception(reason)
-                waiting.append((row, None, refused))
-            if len(waiting) > self._ahead:
-                yield _result(*waiting.popleft())
-        while waiting:
-            yield _result(*waiting.popleft())
-
-
-def _result(
-    row: int, example: Example | None, pending: Future
-) -> tuple[int, Example | None, Content | Unusable]:
-    try:
-        return row, example, pending.result()
-    except Unusable as reason:
-        return row, example, reason
-
-
 def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
     """The check of every row: its pictures decode, and its prompt and response fit."""
-    data, model = config.data, config.model
-    folder = None
-    if model.path:
-        folder = hub.find(model.path, ["*.json", "*.txt", "*.jinja"], kind="model")
-    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
-    prompts = PromptBuilder(
-        tokenizer,
-        backbone_config(folder, model.backbone.to_dict(), tokenizer),
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-        buckets=data.buckets,
-        system_prompt=data.system_prompt,
-        instruction=data.instruction,
-        think_tag=data.think_tag,
-    )
+    prompts, _ = open_prompts(config, patterns=["*.json", "*.txt", "*.jinja"])
 
     def inspect(example: Example) -> Content:
         content = content_of(example)
         num_tokens, num_patches = prompts.measure(example)
-        if not prompts.holds(num_tokens, num_patches):
+        if prompts.bucket_of(num_tokens, num_patches) is None:
             raise Unusable(TOO_LONG)
         if example.response:
             num_tokens += len(prompts.response_tokens(example.context + example.response))
@@ -251,10 +224,6 @@ def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
         return content
 
     return inspect
-
-
-def _open(section: ConfigDict, think_tag: str) -> Sequence[Example]:
-    return open_source(section.source, **options_of(section), think_tag=think_tag)
 
 
 def name_of(section: ConfigDict) -> str:
@@ -266,31 +235,21 @@ def name_of(section: ConfigDict) -> str:
 
 
 def _check(config: ConfigDict) -> None:
-    data = config.data
-    if not data.prepare.sources:
+    check_keys(config)
+    prepare = config.data.prepare
+    if not prepare.sources:
         raise ValueError("expected at least one source in data.prepare.sources, got none; add one")
-    sections = [*data.prepare.sources, *data.prepare.benchmarks]
+    sections = [*prepare.sources, *prepare.benchmarks]
     for section in sections:
-        check_section(
-            "data.prepare", section, min_pixels=data.min_pixels, max_pixels=data.max_pixels
-        )
+        check_section("data.prepare", section, config.data)
         if section.parts:
             raise ValueError("data.prepare.sources must be no mixtures; list their parts instead")
-    names = Counter(name_of(section) for section in sections)
-    for name, count in names.items():
+    for name, count in Counter(map(name_of, sections)).items():
         if count > 1:
             raise ValueError(
                 f"data.prepare's sources must have different names, got {count} called {name!r}; "
                 "rename their files or folders"
             )
-    for key, least in (("near_bits", 0), ("shard_megabytes", 1)):
-        if data.prepare[key] < least:
-            raise ValueError(f"data.prepare.{key} must be {least} or more, got {data.prepare[key]}")
-    if bool(config.model.path) == bool(config.model.backbone):
-        raise ValueError(
-            "prompts are measured with a tokenizer: expected either model.path or model.backbone, "
-            f"got {'both' if config.model.path else 'neither'}; set exactly one"
-        )
 
 
 def run_main() -> None:

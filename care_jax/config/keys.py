@@ -1,133 +1,344 @@
-"""The range of every numeric key of a configuration, checked before anything else is done.
+"""One table of the configuration's keys: what a value must satisfy, and whether it may change.
 
-A test demands that each key of configs/common.py has a range and that its default lies in it. What
-depends on several keys, or on the devices, is in `config.checks`.
+Every key of configs/common.py has a row, and a row that no key has is refused by a test. A check
+looks at one value; what depends on several keys or on the devices is in `config.checks`. The second
+column is for a run that goes on in its workdir, see `config.resume`.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-# Pattern of keys -> interval; of several patterns that match, the first decides. NaN is in none.
-RANGES = {
-    "seed": "[0, 2147483647]",
-    "data.*.seed": "[0, 2147483647]",
-    "log_every": "[1, inf)",
-    "checkpoint_every": "[1, inf)",
-    "keep_checkpoints": "[1, inf)",
-    "keep_best": "[0, inf)",
-    "state_check.max_*_factor": "[1, inf]",
-    "mesh.*": "[-1, inf)",
-    "model.logprob_chunk": "[0, inf)",
-    "model.lora_rank": "[0, inf)",
-    "model.lora_alpha": "(0, inf)",
-    "data.num_workers": "[1, inf)",
-    "data.teacher_error": "[0, 1]",
-    "data.misread_share": "[0, 1]",
-    "data.cue_share": "[0, 1]",
-    "data.prepare.near_bits": "[0, 144]",
-    "data.prepare.shard_megabytes": "(0, inf)",
-    "data.min_pixels": "[1, inf)",
-    "data.max_pixels": "[1, inf)",
-    "data.*.min_pixels": "[0, inf)",
-    "data.*.max_pixels": "[0, inf)",
-    "data.*.num_examples": "[0, inf)",
-    "data.*.tolerance": "[0, 1)",
-    "data.*.weight": "[0, inf)",
-    "*.num_steps": "[1, inf)",
-    "*.batch_size": "[1, inf)",
-    "*.microbatch_size": "[0, inf)",
-    "*.row_tokens": "[1, inf)",
-    "*.row_patches": "[0, inf)",
-    "*.learning_rate": "[0, 1]",
-    "*.warmup_steps": "[0, inf)",
-    "*.weight_decay": "[0, inf)",
-    "*.max_grad_norm": "(0, inf]",
-    "*.max_skipped": "[0, inf)",
-    "*.eval_every": "[0, inf)",
-    "sft.answer_weight": "[0, inf)",
-    "rl.num_rollouts": "[2, inf)",
-    "rl.prompts_per_*": "[1, inf)",
-    "*.decode_prompts": "[1, inf)",
-    "*.decode_rows": "[1, inf)",
-    "*.max_response_tokens": "[1, inf)",
-    "*.temperature": "[0, inf)",
-    "*.top_p": "(0, 1]",
-    "rl.format_weight": "[0, 1]",
-    "care.K": "[1, inf)",
-    "care.M": "[1, inf)",
-    "care.s": "[0, inf)",
-    "care.s_refl": "[0, inf)",
-    "care.delta": "[0, inf)",
-    "care.gamma_pos": "[0, 1]",
-    "care.gamma_neg": "[0, 1]",
-    "care.gamma_share": "[0, 1)",
-    "care.rescue_scale": "[0, inf)",
-    "care.max_context": "[1, inf)",
-    "dapo.max_tries": "[1, inf)",
-    "dapo.overlong_share": "[0, 1)",
-    "*.clip_low": "(0, 1]",
-    "*.clip_high": "(0, inf)",
-    "*.beta": "[0, inf)",
-    "*.ddof": "[0, 1]",
-    "*.eps": "[0, inf)",
-    "*.eps_w": "[0, inf)",
-    "evaluate.num_samples": "[1, inf)",
-    "evaluate.judge_timeout": "(0, inf)",
-    "evaluate.judge_retries": "[0, inf)",
-    "report.groups_per_step": "[0, inf)",
-    "report.max_megabytes": "[1, inf)",
-    "report.rollouts_megabytes": "[0, inf)",
-    "report.image_side": "[1, inf)",
-    "verifier.num_workers": "[1, inf)",
-    "verifier.timeout": "(0, inf)",
-    "verifier.success": "(0, 1]",
-    "verifier.concurrency": "[1, inf)",
+from care_jax.benchmarks.suite import RELEASES
+from care_jax.decoding import reflection
+from care_jax.devices import xla_flags
+from care_jax.learning.optimizer import SCHEDULES
+from care_jax.method import select
+from care_jax.method.objectives import OBJECTIVES
+from models import layers
+
+STAGES = ("sft", "rl", "evaluate", "export")
+_DTYPES = ("float32", "bfloat16")
+_MAX_INT = 2**31 - 1  # what a device's integers hold
+
+# Whether a key may change when a run goes on, in the words of docs/operations.md.
+FIXED = ""  # weights depend on it
+STEPS = (
+    "to any number that is not below the steps done; a cosine schedule is then that of the new one"
+)
+MOVED = (
+    "if the last part of the path stays: files may move, and `a/rows.jsonl` does not become "
+    "`a/other.jsonl`"
+)
+_BEFORE = "if the stages before one that has checkpoints, and that is run again, train the same"
+_BACKBONE = "if the backbone stays the same, which is compared by itself"
+_EVALUATIONS = "freely: evaluations change no weight"
+_SKIPPED = "freely: what becomes of updates that are not finite"
+_DIVIDED = "freely: how the work of a step is divided, with the same result up to rounding"
+_COMPUTED = "freely: how the same values are computed"
+_SPREAD = "freely: how the work is spread over devices and threads"
+_VERIFIED = "freely: how the verifier works"
+_TOLD = "freely: what is kept and told"
+_READ = "freely: they read weights and change none"
+
+
+class Check(NamedTuple):
+    """A check of one value.
+
+    Attributes:
+        holds: whether a value satisfies it.
+        told: what the value must do, behind "must".
+    """
+
+    holds: Callable[[Any], bool]
+    told: str
+
+
+def interval(text: str) -> Check:
+    """A number in an interval such as "(0, 1]"; NaN is in none."""
+    low, high = (float(bound) for bound in text[1:-1].split(","))
+
+    def holds(value: Any) -> bool:
+        is_above = _is_number(value) and (value >= low if text[0] == "[" else value > low)
+        return is_above and (value <= high if text[-1] == "]" else value < high)
+
+    return Check(holds, f"lie in {text}")
+
+
+def _one_of(*choices: str) -> Check:
+    return Check(lambda value: value in choices, f"be one of {', '.join(choices)}")
+
+
+def _each(
+    holds: Callable[[Any], bool], told: str, *, at_least: int = 0, is_once: bool = False
+) -> Check:
+    """A tuple whose elements satisfy a condition; with `is_once` no two begin with the same."""
+
+    def all_hold(value: Any) -> bool:
+        is_long = isinstance(value, tuple | list) and len(value) >= at_least
+        if not is_long or not all(map(holds, value)):
+            return False
+        return not is_once or len({first for first, _ in value}) == len(value)
+
+    return Check(all_hold, told)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_section(value: Any) -> bool:
+    return hasattr(value, "items")
+
+
+def _matches(value: Any, example: Any) -> bool:
+    """Whether a value has the type of an example; of a tuple, its length and types."""
+    if isinstance(example, tuple):
+        is_tuple = isinstance(value, tuple | list) and len(value) == len(example)
+        return is_tuple and all(map(_matches, value, example))
+    return _is_number(value) if isinstance(example, float) else type(value) is type(example)
+
+
+def _is_rule(value: Any) -> bool:
+    is_pair = isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str)
+    axes = value[1] if is_pair else 0
+    several = axes if isinstance(axes, tuple | list) else (axes,)
+    return axes is None or all(isinstance(name, str) for name in several)
+
+
+_ANY = Check(lambda value: not isinstance(value, float) or math.isfinite(value), "be finite")
+_RULES = _each(_is_rule, "have the form of (('batch', ('data', 'fsdp')),)")
+_SOURCES = _each(_is_section, "have the form of (common.source('jsonl', path='a.jsonl'),)")
+_STAGES = _each(
+    lambda stage: stage in STAGES,
+    f"name at least one of {', '.join(STAGES)}, as in ('sft', 'rl', 'evaluate')",
+    at_least=1,
+)
+_OFFLOADED = _each(
+    lambda name: name in ("reference", "optimizer"),
+    "have the form of ('reference', 'optimizer'), of which each may be left out",
+)
+_BUCKETS = _each(
+    lambda bucket: _matches(bucket, (512, 2048)) and bucket[0] >= 1 and bucket[1] >= 0,
+    "have the form of ((512, 2048), (1024, 4096))",
+    at_least=1,
+)
+_BENCHMARKS = _each(
+    lambda pair: _matches(pair, ("mmmu", "path")) and pair[0] in RELEASES,
+    "be pairs (name, path), as in (('mmmu', 'path/of/MMMU'),), each name once and one of "
+    + ", ".join(RELEASES),
+    is_once=True,
+)
+_WEIGHTS = _each(
+    lambda pair: _matches(pair, ("acc", 0.8)) and math.isfinite(pair[1]) and pair[0] != "fmt",
+    "be pairs of a component and its weight, each component once, as in "
+    "(('acc', 0.8), ('short', 0.2)), without fmt, whose weight is rl.format_weight",
+    at_least=1,
+    is_once=True,
+)
+_PROFILED = Check(
+    lambda value: value == () or _matches(value, (3, 5)), "have the form of (3, 5), or be ()"
+)
+_PRICES = Check(lambda value: _matches(value, (0.15, 0.6)), "have the form of (0.15, 0.6)")
+_TAG = Check(
+    lambda value: bool(re.fullmatch(r"\w+", value)) and value != "answer",
+    "be one word of letters, digits and _, other than 'answer', such as 'think', or 'reasoning' "
+    "for Qwen3-VL",
+)
+_STEP = Check(
+    lambda value: value in ("last", "best") or value.isdecimal(),
+    "be 'last', 'best' or the number of a saved step",
+)
+
+# Pattern of keys -> (check, may it change); of several patterns that match, the first decides. A
+# check is an interval, choices, or a form.
+KEYS: dict[str, tuple[str | tuple[str, ...] | Check, str]] = {
+    "stages": (_STAGES, _BEFORE),
+    "seed": ("[0, 2147483647]", FIXED),
+    "log_every": ("[1, inf)", _TOLD),
+    "checkpoint_every": ("[1, inf)", _TOLD),
+    "keep_checkpoints": ("[1, inf)", _TOLD),
+    "keep_best": ("[0, inf)", _TOLD),
+    "best_metric": (_ANY, _TOLD),
+    "xla_preset": (xla_flags.PRESETS, _TOLD),
+    "state_check.*": ("[1, inf]", _TOLD),
+    "compilation_cache": (_ANY, _TOLD),
+    "profile_steps": (_PROFILED, _TOLD),
+    "model.path": (_ANY, MOVED),
+    "model.backbone*": (_ANY, _BACKBONE),
+    "model.tokenizer": (_ANY, MOVED),
+    "model.compute_dtype": (_DTYPES, FIXED),
+    "model.attention": (("auto", "xla", "kernel"), _COMPUTED),
+    "model.logprob_chunk": ("[0, inf)", _COMPUTED),
+    "model.freeze_*": (_ANY, FIXED),
+    "model.remat": (layers.REMATS, _COMPUTED),
+    "model.*_dtype": (_DTYPES, FIXED),
+    "model.lora_rank": ("[0, inf)", FIXED),
+    "model.lora_alpha": ("(0, inf)", FIXED),
+    "model.offload": (_OFFLOADED, _COMPUTED),
+    "mesh.*": ("[-1, inf)", _SPREAD),
+    "*sharding_rules": (_RULES, _SPREAD),
+    "data.prepare.sources": (_SOURCES, _READ),
+    "data.prepare.benchmarks": (_SOURCES, _READ),
+    "data.prepare.near_bits": ("[0, 144]", _READ),
+    "data.prepare.shard_megabytes": ("(0, inf)", _READ),
+    "data.*.columns.*": (_ANY, FIXED),
+    "data.*.path": (_ANY, MOVED),
+    "data.*.images": (_ANY, MOVED),
+    "data.*.source": (_ANY, FIXED),
+    "data.*.split": (_ANY, FIXED),
+    "data.*.subset": (_ANY, FIXED),
+    "data.*.images_outside": (_ANY, FIXED),
+    "data.*.num_examples": ("[0, inf)", FIXED),
+    "data.*.seed": ("[0, 2147483647]", FIXED),
+    "data.*.weight": ("[0, inf)", FIXED),
+    "data.*.tolerance": ("[0, 1)", FIXED),
+    "data.*.m??_pixels": ("[0, inf)", FIXED),
+    "data.*.parts": (_SOURCES, FIXED),
+    "data.num_workers": ("[1, inf)", _SPREAD),
+    "data.teacher_error": ("[0, 1]", FIXED),
+    "data.misread_share": ("[0, 1]", FIXED),
+    "data.cue_share": ("[0, 1]", FIXED),
+    "data.m??_pixels": ("[1, inf)", FIXED),
+    "data.buckets": (_BUCKETS, FIXED),
+    "data.system_prompt": (_ANY, FIXED),
+    "data.instruction": (_ANY, FIXED),
+    "data.think_tag": (_TAG, FIXED),
+    "*.num_steps": ("[1, inf)", STEPS),
+    "*.eval_every": ("[0, inf)", _EVALUATIONS),
+    "evaluate.batch_size": ("[1, inf)", _READ),
+    "evaluate.max_response_tokens": ("[1, inf)", _READ),
+    "evaluate.temperature": ("[0, inf)", _READ),
+    "evaluate.top_p": ("(0, 1]", _READ),
+    "evaluate.num_samples": ("[1, inf)", _READ),
+    "evaluate.decode_rows": ("[1, inf)", _READ),
+    "evaluate.at_start": (_ANY, _READ),
+    "evaluate.benchmarks": (_BENCHMARKS, _READ),
+    "evaluate.judge_url": (_ANY, _READ),
+    "evaluate.judge_model": (_ANY, _READ),
+    "evaluate.judge_timeout": ("(0, inf)", _READ),
+    "evaluate.judge_retries": ("[0, inf)", _READ),
+    "evaluate.judge_prices": (_PRICES, _READ),
+    "export.step": (_STEP, _READ),
+    "*.batch_size": ("[1, inf)", FIXED),
+    "*.microbatch_size": ("[0, inf)", _DIVIDED),
+    "*.row_tokens": ("[1, inf)", _DIVIDED),
+    "*.row_patches": ("[0, inf)", _DIVIDED),
+    "*.decode_prompts": ("[1, inf)", _DIVIDED),
+    "*.decode_rows": ("[1, inf)", _DIVIDED),
+    "*.learning_rate": ("[0, 1]", FIXED),
+    "*.warmup_steps": ("[0, inf)", FIXED),
+    "*.schedule": (SCHEDULES, FIXED),
+    "*.weight_decay": ("[0, inf)", FIXED),
+    "*.max_grad_norm": ("(0, inf]", FIXED),
+    "*.max_skipped": ("[0, inf)", _SKIPPED),
+    "sft.answer_weight": ("[0, inf)", FIXED),
+    "rl.objective": (tuple(OBJECTIVES), FIXED),
+    "rl.num_rollouts": ("[2, inf)", FIXED),
+    "rl.prompts_per_*": ("[1, inf)", FIXED),
+    "rl.max_response_tokens": ("[1, inf)", FIXED),
+    "rl.temperature": ("[0, inf)", FIXED),
+    "rl.top_p": ("(0, 1]", FIXED),
+    "rl.format_weight": ("[0, 1]", FIXED),
+    "rl.old_logp": (("sampler", "trainer"), FIXED),
+    "care.anchor_rule": (select.ANCHOR_RULES, FIXED),
+    "care.K": ("[1, inf)", FIXED),
+    "care.M": ("[1, inf)", FIXED),
+    "care.rule": (select.RULES, FIXED),
+    "care.s": ("[0, inf)", FIXED),
+    "care.s_refl": ("[0, inf)", FIXED),
+    "care.delta": ("[0, inf)", FIXED),
+    "care.equalize": (_ANY, FIXED),
+    "care.robust": (_ANY, FIXED),
+    "care.rescue": (_ANY, FIXED),
+    "care.rescue_scale": ("[0, inf)", FIXED),
+    "care.region_weights": (_ANY, FIXED),
+    "care.gamma_share": ("[0, 1)", FIXED),
+    "care.gamma_*": ("[0, 1]", FIXED),
+    "care.reflect": (_ANY, FIXED),
+    "care.reflect_mode": (reflection.MODES, FIXED),
+    "care.reflect_credit": (("as_sampled", "prompt_only"), FIXED),
+    "care.max_context": ("[1, inf)", FIXED),
+    "care.cue": (_ANY, FIXED),
+    "dapo.max_tries": ("[1, inf)", FIXED),
+    "dapo.overlong_share": ("[0, 1)", FIXED),
+    "*.clip_low": ("(0, 1]", FIXED),
+    "*.clip_high": ("(0, inf)", FIXED),
+    "*.beta": ("[0, inf)", FIXED),
+    "*.ddof": ("[0, 1]", FIXED),
+    "*.eps": ("[0, inf)", FIXED),
+    "*.eps_w": ("[0, inf)", FIXED),
+    "report.groups_per_step": ("[0, inf)", _TOLD),
+    "report.max_megabytes": ("[1, inf)", _TOLD),
+    "report.image_side": ("[1, inf)", _TOLD),
+    "report.rollouts_megabytes": ("[0, inf)", _TOLD),
+    "metrics.wandb_project": (_ANY, _TOLD),
+    "verifier.num_workers": ("[1, inf)", _VERIFIED),
+    "verifier.timeout": ("(0, inf)", _VERIFIED),
+    "verifier.reward": (_ANY, FIXED),
+    "verifier.weights": (_WEIGHTS, FIXED),
+    "verifier.success": ("(0, 1]", FIXED),
+    "verifier.concurrency": ("[1, inf)", _VERIFIED),
 }
 
 
-def check_ranges(config: Mapping[str, Any]) -> None:
-    """Compares every numeric key with its range.
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Checks the value of every key by itself.
 
     Raises:
-        ValueError: names the first key whose value lies outside, its range and the value.
+        ValueError: names the first key whose check fails, what it must be, and its value.
     """
-    for key, value in numbers(config):
-        interval = range_of(key)
-        if interval is not None and not lies_in(value, interval):
-            raise ValueError(f"{key} must lie in {interval}, got {value}; set --config.{key}")
+    for key, value in leaves(config):
+        check = check_of(key)
+        if isinstance(value, int) and abs(value) > _MAX_INT:
+            shown = f"a number of {value.bit_length()} bits"
+            raise ValueError(f"{key} must lie within ±{_MAX_INT}, got {shown}; set --config.{key}")
+        if not check.holds(value):
+            raise ValueError(f"{key} must {check.told}, got {value!r:.200}; set --config.{key}")
 
 
-def numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """(dotted key, value) of all numbers, also in the parts of a mixture."""
-    for key, value in scalars(config):
-        if not isinstance(value, bool):
-            yield key, value
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every key that is no section, also in the parts of a mixture."""
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if _is_section(value):
+            yield from leaves(value, f"{key}.")
+            continue
+        yield key, value
+        if isinstance(value, Sequence) and value and _is_section(value[0]):
+            yield from leaves({str(number): part for number, part in enumerate(value)}, f"{key}.")
 
 
-def scalars(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
-    """(dotted key, value) of all numbers, and of True and False, which are numbers in Python."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) or hasattr(value, "items"):
-            yield from scalars(value, f"{prefix}{key}.")
-        elif isinstance(value, tuple | list) and value and hasattr(value[0], "items"):
-            for number, each in enumerate(value):
-                yield from scalars(each, f"{prefix}{key}.{number}.")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{key}", value
+def row_of(key: str) -> str:
+    """The pattern of `KEYS` that decides about a key; "" if none matches."""
+    return next((pattern for pattern in KEYS if fnmatch.fnmatchcase(key, pattern)), "")
 
 
-def range_of(key: str) -> str | None:
-    """The interval of a key; None if it has none."""
-    matching = (text for pattern, text in RANGES.items() if fnmatch.fnmatchcase(key, pattern))
-    return next(matching, None)
+def check_of(key: str) -> Check:
+    """The check of a key; of one without a row, that it is no number without end."""
+    check = KEYS.get(row_of(key), (_ANY, FIXED))[0]
+    if isinstance(check, Check):
+        return check
+    return interval(check) if isinstance(check, str) else _one_of(*check)
 
 
-def lies_in(value: float, interval: str) -> bool:
-    """Whether a value lies in an interval such as "(0, 1]"."""
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-    is_above = value >= low if interval[0] == "[" else value > low
-    is_below = value <= high if interval[-1] == "]" else value < high
-    return is_above and is_below and value == value  # NaN is not
+def change_of(key: str) -> str:
+    """Whether a key may change when a run goes on, as in `KEYS`."""
+    return KEYS.get(row_of(key), (_ANY, FIXED))[1]
+
+
+def resume_table() -> str:
+    """The table of docs/operations.md of what may change when a run goes on."""
+    keys: dict[str, list[str]] = {}
+    for pattern, (_, change) in KEYS.items():
+        keys.setdefault(change, []).append(f"`{pattern}`")
+    rows = [f"| {', '.join(keys[change])} | {change} |" for change in keys if change]
+    return "\n".join(["| key | may change |", "|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(resume_table())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
 
 from care_jax.batch import Example
+from care_jax.data.rows import locate
 
 
 class Mixture(Sequence[Example]):
@@ -15,12 +15,6 @@ class Mixture(Sequence[Example]):
     Args:
         sources: at least one, none of them empty.
         weights: one per source, all above 0; or all 0, to weight sources by their lengths.
-
-    Attributes:
-        sources, weights: the sources and the weights in use.
-
-    Raises:
-        ValueError: a source is empty, a weight is negative, or only some weights are 0.
     """
 
     def __init__(self, sources: Sequence[Sequence[Example]], weights: Sequence[float]):
@@ -38,16 +32,12 @@ class Mixture(Sequence[Example]):
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside 0..{len(self) - 1}")
-        number = bisect.bisect_right(self._ends, index)
-        return self.sources[number][index - (self._ends[number - 1] if number else 0)]
+        number, place = locate(self._ends, index)
+        return self.sources[number][place]
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Refuses weights that are neither all above 0 nor all 0.
-
-    Raises:
-        ValueError: a weight is negative, or only some weights are 0.
-    """
+    """Refuses weights that are neither all above 0 nor all 0."""
     if min(weights, default=0) < 0 or (any(weights) and not all(weights)):
         raise ValueError(
             f"expected a weight above 0 for every part of the mixture, or 0 for all of them, got "

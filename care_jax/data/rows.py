@@ -6,6 +6,8 @@ A source extracts the parts of a row. `make_example` matches placeholders to ima
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import math
 import os
 import pathlib
@@ -18,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
+from PIL import Image
 
 from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
@@ -39,25 +42,31 @@ _MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # first rows of a source that may all be unusable before it is refused
 
 
+@dataclasses.dataclass(frozen=True)
 class Rows(Sequence[Example]):
     """Rows that are read on access, and may turn out `Unusable` only then.
 
-    Args:
+    Attributes:
         num_rows: length of the sequence.
         read: maps an index in [0, num_rows) to its example; may raise `Unusable`.
     """
 
-    def __init__(self, num_rows: int, read: Callable[[int], Example]):
-        self._num_rows = num_rows
-        self._read = read
+    num_rows: int
+    read: Callable[[int], Example]
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.num_rows
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self._num_rows:
-            raise IndexError(f"index {index} is outside 0..{self._num_rows - 1}")
-        return self._read(index)
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"index {index} is outside 0..{self.num_rows - 1}")
+        return self.read(index)
+
+
+def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """(part, place in it) of an index into parts one after the other, which end at `ends`."""
+    part = bisect.bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)
 
 
 def with_text_answers(source: Sequence[Example]) -> Rows:
@@ -66,15 +75,12 @@ def with_text_answers(source: Sequence[Example]) -> Rows:
     The built-in verifier compares texts; only a reward function reads boxes and other objects.
     """
 
-    def read(index: int) -> Example:
-        example = source[index]
+    def lack(example: Example) -> str:
         if not isinstance(example.answer, str):
-            raise Unusable(NOT_TEXT)
-        if not notation.clean(example.answer):
-            raise Unusable(NO_TEXT_LEFT)
-        return example
+            return NOT_TEXT
+        return "" if notation.clean(example.answer) else NO_TEXT_LEFT
 
-    return Rows(len(source), read)
+    return _without(source, lack)
 
 
 def with_responses(source: Sequence[Example]) -> Rows:
@@ -82,11 +88,16 @@ def with_responses(source: Sequence[Example]) -> Rows:
 
     The cold start would else learn from them to say nothing.
     """
+    return _without(source, lambda example: "" if example.response else NO_RESPONSE)
+
+
+def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
+    """The source, whose examples that lack something are `Unusable`."""
 
     def read(index: int) -> Example:
         example = source[index]
-        if not example.response:
-            raise Unusable(NO_RESPONSE)
+        if reason := lack(example):
+            raise Unusable(reason)
         return example
 
     return Rows(len(source), read)
@@ -120,8 +131,7 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
             "%s: left out %d rows: %s (first is row %d)", name, count, reason, first_row[reason]
         )
     if not examples:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
-        raise ValueError(f"no row of {name} can be used: {reasons or 'it is empty'}")
+        raise ValueError(f"no row of {name} can be used: {_listed(skipped) or 'it is empty'}")
     return examples, skipped
 
 
@@ -137,8 +147,11 @@ def first_usable(source: Sequence[Example]) -> Example:
             return source[row]
         except Unusable as reason:
             reasons[str(reason)] += 1
-    listed = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    raise ValueError(f"none of the first {sum(reasons.values())} rows can be used: {listed}")
+    raise ValueError(f"none of the first {reasons.total()} rows can be used: {_listed(reasons)}")
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
 
 
 def make_example(
@@ -148,6 +161,7 @@ def make_example(
     question: Any,
     answer: Any,
     images: Sequence[AnyImage],
+    place: Any = "",
     choices: Any = (),
     rationale: Any = "",
     response: Any = "",
@@ -163,11 +177,13 @@ def make_example(
     their position in the list. If the text has no placeholder, all images are put in front.
 
     Args:
-        id, source: of the example.
+        id: text or number; None or "" for `place`.
+        source: of the example.
         question: text, with or without placeholders.
         answer: text or number; with choices a letter, or the text of one of them; for a reward
             function also a list or a dict in JSON types.
         images: in order.
+        place: of the row in its source.
         choices: a list of texts or numbers, or None.
         rationale, response, context: texts, or None.
         units: "matter", "" or None.
@@ -199,17 +215,14 @@ def make_example(
         given, target = context.lstrip(), response.rstrip()  # with the space between them
     lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=False)]
     question, images, is_repaired = _placed("\n".join([question, *lines]), list(images))
-    if len(question) > MAX_CHARS or len(gold) > MAX_CHARS:
+    is_long = max(len(question), len(gold)) > MAX_CHARS
+    if is_long or max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
         raise Unusable("text too long")
-    if max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
-        raise Unusable("text too long")
-    for text in (question, gold, rationale, given, target):
-        if SPECIAL_TOKEN.search(text):
-            raise Unusable("a special token in the text")
-        if _NOT_TEXT.search(text):
-            raise Unusable("half a character in the text")
-    id = _text(id, "id", is_number_allowed=True)
-    if _NOT_TEXT.search(id):
+    id = _text(place if id is None or id == "" else id, "id", is_number_allowed=True)
+    texts = (question, gold, rationale, given, target)
+    if any(map(SPECIAL_TOKEN.search, texts)):
+        raise Unusable("a special token in the text")
+    if any(map(_NOT_TEXT.search, (*texts, id))):
         raise Unusable("half a character in the text")
     units = _text(units, "units")
     if units not in ("", "matter"):
@@ -230,25 +243,41 @@ def make_example(
     )
 
 
-def image_path(
-    folder: AnyFolder, name: str, *, is_outside_allowed: bool = False
-) -> pathlib.Path | zipfile.Path:
-    """The image file that a row names.
-
-    Rows are untrusted, so the path must lie below the folder. Symbolic links in the folder are
-    followed: whoever made the folder made them.
+def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> list[AnyImage]:
+    """The images of a row's cell: a path, bytes, a struct {bytes, path}, or a list of these.
 
     Args:
-        folder: that relative paths start from.
-        name: as the row has it.
-        is_outside_allowed: permits other absolute paths, and "..".
+        cell: as the row has it; from Python it may be an open image. None has no images.
+        folder: that paths are relative to; may be inside an archive.
+        images_outside: see `_image_path`.
 
     Raises:
-        Unusable: the path leads out of the folder.
+        Unusable: the cell holds something else, or a path that leads out of the folder and must
+            not.
+    """
+    if cell is None:
+        return []
+    if isinstance(cell, list | tuple):
+        return [image for each in cell for image in images_of(each, folder, images_outside)]
+    if isinstance(cell, dict):
+        cell = cell.get("bytes") or cell.get("path")
+    if isinstance(cell, str) and cell:
+        return [_image_path(folder, cell, images_outside)]
+    if isinstance(cell, bytes | pathlib.Path | Image.Image):
+        return [cell]
+    raise Unusable("image of a wrong type")
+
+
+def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
+    """The image file that a row names.
+
+    Rows are untrusted, so the path must lie below the folder unless `images_outside` permits other
+    absolute paths, and "..". Symbolic links in the folder are followed: whoever made the folder
+    made them.
     """
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
-    if not is_outside_allowed and (".." in path.parts or not is_inside):
+    if not images_outside and (".." in path.parts or not is_inside):
         raise Unusable(OUTSIDE)
     return folder / name
 
@@ -286,9 +315,8 @@ def _is_finite(value: Any) -> bool:
 
 def _choices(value: Any) -> tuple[str, ...]:
     value = value or []
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(choice, str | int | float) for choice in value
-    ):
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(choice, str | int | float) for choice in value):
         raise Unusable("choices of a wrong type")
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")
@@ -309,18 +337,12 @@ def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage],
     numbers = _PLACEHOLDER.findall(question)
     if not numbers:
         return "<image>" * len(images) + question, images, bool(images)
-    if not any(numbers):
-        if len(numbers) != len(images):
-            raise Unusable("images and placeholders differ in number")
+    if not any(numbers) and len(numbers) == len(images):
         return question, images, False
     if len(images) == 1 and all(numbers):
-        head, *rest = _PLACEHOLDER.split(question)[::2]
-        pictures = [f"(picture {number})" for number in numbers[1:]]
-        tail = "".join(a + b for a, b in zip(rest, [*pictures, ""], strict=True))
-        return f"{head}<image>{tail}", images, False
-    if max(map(len, numbers)) > _MAX_DIGITS:
+        head, _, tail = question.partition(f"<image{numbers[0]}>")
+        return f"{head}<image>" + _PLACEHOLDER.sub(r"(picture \1)", tail), images, False
+    is_short = all(0 < len(number) <= _MAX_DIGITS for number in numbers)
+    if not is_short or sorted(map(int, numbers)) != list(range(1, len(images) + 1)):
         raise Unusable("images and placeholders differ in number")
-    wanted = [int(number) for number in numbers if number]
-    if len(wanted) != len(numbers) or sorted(wanted) != list(range(1, len(images) + 1)):
-        raise Unusable("images and placeholders differ in number")
-    return _PLACEHOLDER.sub("<image>", question), [images[k - 1] for k in wanted], False
+    return _PLACEHOLDER.sub("<image>", question), [images[int(k) - 1] for k in numbers], False

@@ -1,12 +1,14 @@
 """Opens a source of examples by its name in the configuration.
 
-A reader is a module with `open_rows(path, ...) -> Rows`, registered by a line of `_FILES`. A source
-that is drawn on demand is a sequence, registered by a line of `DRAWN`.
+A source is a factory: a function or class that gives a sequence of examples, registered by a line
+of `SOURCES`. The options that it takes are its parameters. One with a `path` reads files; any other
+draws its examples on demand.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,168 +20,116 @@ from care_jax.data.mixture import check_weights
 from care_jax.data.readers import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
 from care_jax.data.rows import Rows
 
-# name -> (reader, the options it takes besides the path)
-_FILES: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
-    "jsonl": (jsonl.open_rows, ("images", "images_outside")),
-    "parquet": (parquet.open_rows, ("split", "columns", "images", "images_outside")),
-    "arrayrecord": (shards.open_rows, ("subset",)),
-    "chartqa": (chartqa.open_rows, ("split", "subset")),
-    "geometry3k": (geometry3k.open_rows, ("split", "subset")),
-    "virl39k": (virl39k.open_rows, ("images", "images_outside")),
-    "vision_r1_cold": (vision_r1.open_rows, ("images", "images_outside", "think_tag")),
+SOURCES: dict[str, Callable[..., Sequence[Example]]] = {
+    "synthetic": SyntheticSource,
+    "readings": ReadingsSource,
+    "word_problems": WordProblems,
+    "jsonl": jsonl.open_rows,
+    "parquet": parquet.open_rows,
+    "arrayrecord": shards.open_rows,
+    "chartqa": chartqa.open_rows,
+    "geometry3k": geometry3k.open_rows,
+    "virl39k": virl39k.open_rows,
+    "vision_r1_cold": vision_r1.open_rows,
 }
-# name -> (sequence, the mistakes and repairs of the cold start's teacher that it can draw)
-DRAWN: dict[str, tuple[Callable[..., Sequence[Example]], tuple[str, ...]]] = {
-    "synthetic": (SyntheticSource, ("teacher_error", "cue_share")),
-    "readings": (ReadingsSource, ("misread_share", "teacher_error", "cue_share")),
-    "word_problems": (WordProblems, ("cue_share",)),
-}
-SOURCES = (*DRAWN, *_FILES)
 MIXTURE = "mixture"  # of several sources
-# Configuration keys of a source that are passed to `open_source` unchanged.
-_OPTIONS = (
-    "path",
-    "split",
-    "subset",
-    "images",
-    "images_outside",
-    "columns",
-    "num_examples",
-    "tolerance",
-    "min_pixels",
-    "max_pixels",
-    "seed",
-)
 
 
-def options_of(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for `open_source` from a source's section of the configuration."""
-    return {option: section[option] for option in _OPTIONS}
+def is_drawn(name: str) -> bool:
+    """Whether a source draws its examples on demand, and reads no file."""
+    return name in SOURCES and "path" not in inspect.signature(SOURCES[name]).parameters
 
 
-def check_section(
-    name: str, section: Mapping[str, Any], *, min_pixels: int, max_pixels: int
-) -> None:
+def parts_of(section: Any) -> Sequence[Any]:
+    """The sections of the sources of a mixture; any other section by itself."""
+    return section["parts"] if section["source"] == MIXTURE else (section,)
+
+
+def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     """Checks a source's section of the configuration.
 
     Args:
         name: of the section, for the message.
         section: one source, or a mixture of them.
-        min_pixels, max_pixels: image sizes for sources that set none (0).
+        data: has `min_pixels` and `max_pixels` for sources that set none (0).
 
     Raises:
         ValueError: the section is invalid; the message says what to change.
     """
-    is_mixture = section["source"] == MIXTURE
-    if is_mixture != bool(section["parts"]):
+    if (section["source"] == MIXTURE) != bool(section["parts"]):
         raise ValueError(
             f"{name}.parts must hold sources for a mixture and be empty for any other source, got "
             f"{len(section['parts'])} for {section['source']!r}; change source or parts"
         )
-    parts = section["parts"] if is_mixture else (section,)
+    parts = parts_of(section)
     check_weights([part["weight"] for part in parts])
     for part in parts:
         if part["source"] not in SOURCES:
             choices = ", ".join((*SOURCES, MIXTURE))
             raise ValueError(f"{name}.source must be one of {choices}, got {part['source']!r}")
-        low, high = part["min_pixels"] or min_pixels, part["max_pixels"] or max_pixels
-        if not 0 < low <= high:
+        low, high = (part[key] or data[key] for key in ("min_pixels", "max_pixels"))
+        if low > high:
             raise ValueError(
                 f"{name}: images of {part['source']} would have {low} to {high} pixels; change "
                 "its min_pixels or max_pixels, or those of data"
             )
-        if not 0 <= part["tolerance"] < 1:
-            raise ValueError(f"{name}: tolerance must lie in [0, 1), got {part['tolerance']}")
+
+
+def open_section(section: Mapping[str, Any], settings: Mapping[str, Any]) -> Sequence[Example]:
+    """The source of a section of the configuration that is no mixture.
+
+    Args:
+        section: see `source` in configs/common.py.
+        settings: of the run, by the names of a source's options, for the sources that take them.
+    """
+    own = {key: section[key] for key in section if key not in ("source", "seed", "weight", "parts")}
+    own["columns"] = {name: column for name, column in section["columns"].items() if column}
+    return open_source(section["source"], settings={"seed": section["seed"], **settings}, **own)
 
 
 def open_source(
     name: str,
     *,
-    path: str = "",
-    split: str = "",
-    subset: str = "",
-    images: str = "",
-    images_outside: bool = False,
-    columns: Mapping[str, str] | None = None,
     num_examples: int = 0,
     tolerance: float = 0.0,
     min_pixels: int = 0,
     max_pixels: int = 0,
-    seed: int = 0,
-    kinds: Sequence[str] = (),
-    teacher_error: float = 0.0,
-    misread_share: float = 0.0,
-    cue_share: float = 0.0,
-    cue: str = "",
-    think_tag: str = "think",
+    settings: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Sequence[Example]:
     """A random-access sequence of examples; reading a row of a file may raise `Unusable`.
 
     Args:
-        name: one of `DRAWN`, or the format of the files at `path`.
-        path: a file, a folder, or a hub id.
-        split, subset: parts of a release; for a drawn source, split "" is "train".
-        images: folder that image paths are relative to; empty for the release's folder.
-        images_outside: allows image paths that lead out of that folder.
-        columns: column names for the parquet source.
-        num_examples: number of examples to draw; for a release, of its first rows, 0 for all.
+        name: one of `SOURCES`.
+        num_examples: number of examples to draw; of a file, to use its first rows, 0 for all.
         tolerance, min_pixels, max_pixels: set on every example; 0 leaves the field unchanged.
-        seed, kinds, teacher_error, misread_share, cue_share, cue: of a drawn source; no kinds: all.
-        think_tag: name of the tag in responses that the source composes.
+        settings: options that are ignored if the source does not take them.
+        options: the source's own; one that is empty or 0 is not set.
 
     Raises:
-        ValueError: unknown source, or an argument that the source does not take.
+        ValueError: unknown source, or an option that the source does not take.
     """
     if name not in SOURCES:
         raise ValueError(f"source must be one of {', '.join(SOURCES)}, got {name!r}")
-    if num_examples < 0:
-        raise ValueError(f"num_examples must not be negative, got {num_examples}")
-    given: dict[str, Any] = {"split": split, "subset": subset, "images": images}
-    given |= {"images_outside": images_outside, "columns": dict(columns or {})}
-    if not any(given["columns"].values()):
-        given["columns"] = {}
-    takes = ("split",) if name in DRAWN else _FILES[name][1]
-    for option, value in given.items():
-        if value and option not in takes:
+    takes = inspect.signature(SOURCES[name]).parameters
+    if "num_examples" in takes:
+        options["num_examples"] = num_examples
+    needed = {key for key, parameter in takes.items() if parameter.default is parameter.empty}
+    options = {key: value for key, value in options.items() if value or key in needed}
+    for option, value in options.items():
+        if option not in takes:
             raise ValueError(f"source {name!r} takes no {option}, got {value!r}; clear it")
-    taught: dict[str, Any] = {"teacher_error": teacher_error, "misread_share": misread_share}
-    taught |= {"cue_share": cue_share}
-    draw, draws = DRAWN.get(name, (None, ()))
-    for option, value in taught.items():
-        if value and option not in draws:
-            takers = " and ".join(other for other in DRAWN if option in DRAWN[other][1])
+    defaults = {key: value for key, value in (settings or {}).items() if key in takes}
+    source = SOURCES[name](**defaults | options)
+    if num_examples and "num_examples" not in takes:
+        if num_examples > len(source):
             raise ValueError(
-                f"{option} {value} is for drawn sources ({takers}), not for {name!r}; set it to 0"
+                f"num_examples {num_examples} exceeds the {len(source)} rows of "
+                f"{options.get('path')!r}; lower it, or set it to 0 for all"
             )
-    if draw is not None:
-        if path:
-            raise ValueError(f"the {name} source reads no file, got path {path!r}; clear it")
-        options = {option: taught[option] for option in draws} | ({"kinds": kinds} if kinds else {})
-        source = draw(
-            num_examples,
-            seed=seed,
-            split=split or "train",
-            cue=cue,
-            think_tag=think_tag,
-            **options,
-        )
-    else:
-        source = _open_files(name, path, num_examples, given | {"think_tag": think_tag})
+        source = Rows(num_examples, source.__getitem__)
     changes = {"tolerance": tolerance, "min_pixels": min_pixels, "max_pixels": max_pixels}
     changes = {field: value for field, value in changes.items() if value}
     if not changes:
         return source
     return Rows(len(source), lambda index: dataclasses.replace(source[index], **changes))
-
-
-def _open_files(
-    name: str, path: str, num_examples: int, options: Mapping[str, Any]
-) -> Sequence[Example]:
-    reader, takes = _FILES[name]
-    rows = reader(path, **{option: options[option] for option in takes})
-    if num_examples > len(rows):
-        raise ValueError(
-            f"num_examples {num_examples} exceeds the {len(rows)} rows of {path!r}; lower it, or "
-            "set it to 0 for all"
-        )
-    return Rows(num_examples, rows.__getitem__) if num_examples else rows

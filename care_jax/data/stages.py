@@ -1,17 +1,26 @@
-"""Which source each stage reads, opened and checked."""
+"""What a configuration says of data: the examples of each stage, and the prompts."""
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
+from transformers import PreTrainedTokenizerBase
 
 from care_jax.batch import Example
+from care_jax.data.drawn import synthetic
 from care_jax.data.mixture import Mixture
+from care_jax.data.readers import hub
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
-from care_jax.data.sources import DRAWN, MIXTURE, open_source, options_of
+from care_jax.data.sources import is_drawn, open_section, parts_of
+from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts.tokenizer import build_tokenizer
+
+SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its section of data
 
 
 def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
@@ -22,33 +31,31 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
         stage: "sft", "rl" or "evaluate".
         has_reward: a reward function judges, so answers need not be texts.
     """
-    name = {"sft": "sft", "rl": "train", "evaluate": "test"}[stage]
-    section = config.data[name]
-    parts = section.parts if section.source == MIXTURE else (section,)
-    opened = [
-        open_source(part.source, **options_of(part) | _stage_options(config, part, stage))
-        for part in parts
-    ]
-    for number, source in enumerate(opened):
+    name = f"data.{SECTIONS[stage]}"
+    section = config.data[SECTIONS[stage]]
+    parts = parts_of(section)
+    sources = [_open_part(config, part, stage) for part in parts]
+    for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
         if not len(source):
-            part = f"data.{name}" + (f".parts.{number}" if len(opened) > 1 else "")
+            place = f"{name}.parts.{number}" if len(parts) > 1 else name
             raise ValueError(
-                f"{part} must have rows, got a source {parts[number].source!r} without any; change "
-                "its path, split or num_examples"
+                f"{place} must have rows, got a source {part.source!r} without any; change its "
+                "path, split or num_examples"
             )
     if stage == "sft":
-        opened = [with_responses(source) for source in opened]
-    elif not has_reward and section.source not in DRAWN:
-        opened = [with_text_answers(source) for source in opened]
-    for part, source in zip(parts, opened, strict=True):
-        if stage == "sft":
+        sources = [with_responses(source) for source in sources]
+        for part, source in zip(parts, sources, strict=True):
             _check_responses(part.source, source, config.data.think_tag)
-        elif stage == "rl":
+    elif not has_reward and not is_drawn(section.source):
+        sources = [with_text_answers(source) for source in sources]
+    if stage == "rl":
+        for source in sources:
             first_usable(source)
-    examples = Mixture(opened, [part.weight for part in parts]) if len(opened) > 1 else opened[0]
-    if stage == "evaluate" and section.source not in DRAWN:
-        examples, _ = checked(examples, f"data.{name}")
-    return examples
+    examples = sources[0]
+    if len(sources) > 1:
+        examples = Mixture(sources, [part.weight for part in parts])
+    is_checked = stage == "evaluate" and not is_drawn(section.source)
+    return checked(examples, name)[0] if is_checked else examples
 
 
 def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Sequence[Example]:
@@ -60,15 +67,62 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
     return checked(examples, "test")[0]
 
 
-def _stage_options(config: ConfigDict, part: ConfigDict, stage: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"think_tag": config.data.think_tag}
-    if part.source in DRAWN:
-        if not part.split:
-            options["split"] = "test" if stage == "evaluate" else "train"
-        if stage == "sft":
-            options |= {option: config.data[option] for option in DRAWN[part.source][1]}
-            options["cue"] = config.care.cue
-    return options
+def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer; for "" one that is trained on the texts of `synthetic` in a second.
+
+    Raises:
+        ValueError: the folder holds no tokenizer, or its templates cannot be read.
+    """
+    return load_tokenizer(folder) if folder else build_tokenizer(synthetic.texts())
+
+
+def open_prompts(
+    config: ConfigDict,
+    *,
+    patterns: Sequence[str] | None = None,
+    patch_dtype: DTypeLike = np.float32,
+) -> tuple[PromptBuilder, pathlib.Path | None]:
+    """The prompt builder of a run and the folder of its release, None for random weights.
+
+    Args:
+        config: of the run.
+        patterns: of the files to download of a release that is a hub id; None for all.
+        patch_dtype: dtype of the image patches.
+
+    Raises:
+        ValueError: no such release, or neither or both of model.path and model.backbone are set.
+    """
+    model, data = config.model, config.data
+    fields = model.backbone.to_dict()
+    if bool(model.path) == bool(fields):
+        raise ValueError(
+            f"expected either model.path or model.backbone, got path {model.path!r} and "
+            f"{len(fields)} fields of a backbone; set exactly one"
+        )
+    folder = hub.find(model.path, patterns, kind="model") if model.path else None
+    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
+    prompts = PromptBuilder(
+        tokenizer,
+        backbone_config(folder, fields, tokenizer),
+        min_pixels=data.min_pixels,
+        max_pixels=data.max_pixels,
+        buckets=data.buckets,
+        system_prompt=data.system_prompt,
+        instruction=data.instruction,
+        think_tag=data.think_tag,
+        patch_dtype=patch_dtype,
+    )
+    return prompts, folder
+
+
+def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
+    """A source of the stage. Only the cold start has a teacher, with its mistakes and the cue."""
+    settings = {"think_tag": config.data.think_tag}
+    if stage == "sft":
+        settings = {**config.data, "cue": config.care.cue}
+    if is_drawn(part.source):
+        settings["split"] = "test" if stage == "evaluate" else "train"
+    return open_section(part, settings)
 
 
 def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:

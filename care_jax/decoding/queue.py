@@ -9,31 +9,27 @@ A prompt is decoded on the batch shard that trains on it, so neither prompts nor
 network. Every process knows all waiting prompts and makes the same decisions. Nothing depends on
 how long the host takes: the same weights and prompts give the same calls.
 
-Letters: B slots, R rows of a slot, G rollouts of a prompt, T tokens of a rollout, N prompts of a
-prefill, P prompt tokens, S positions of a row's ring. `sampler` explains slots, rows and rings.
+Letters: B slots, G rollouts of a prompt, T tokens of a rollout.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
 from care_jax.decoding.programs import DecodePrograms
-from care_jax.decoding.sampler import Sampled
-from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
+from care_jax.decoding.sampler import DecodeOptions, SampledTokens
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of
 from care_jax.decoding.slots import Slots
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models import backbone
-from models.config import BackboneConfig
 
 NO_CONTEXT = np.zeros(0, np.int32)
 
@@ -43,14 +39,14 @@ class Request:
     """A prompt to decode.
 
     Attributes:
-        place: index of the prompt in the step. It is folded into the prompt's random key, so
-            samples depend on neither schedule nor mesh, and it determines the prompt's shard.
+        index: of the prompt in the step. It is folded into the prompt's random key, so samples
+            depend on neither schedule nor mesh, and it determines the prompt's shard.
         prompt: the prompt, tokenised.
         context: forced tokens at the start of each response; they count towards T.
         limits: most tokens of each response, at most T; None for T.
     """
 
-    place: int
+    index: int
     prompt: TokenizedPrompt
     context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: NO_CONTEXT)
     limits: Int[np.ndarray, " G"] | None = None
@@ -83,96 +79,84 @@ class DecodeQueue:
         Args:
             params: in the decode layout.
             rng: key of all draws.
-            requests: of this process. Each process passes different requests, with places of its
+            requests: of this process. Each process passes different requests, with indices of its
                 shards.
 
         Yields:
-            indices of n requests, and their rollouts [n, G, ...] as numpy arrays.
+            the numbers of n requests in `requests`, and their rollouts [n, G, ...] in numpy.
 
         Raises:
             distributed.Preempted: the run is to end.
         """
         scheduler = Scheduler(_gather_waiting(requests), self.sizes)
-        buffer = _RolloutBuffer(
-            requests, self.sizes, self.programs.batch_sharding, self.programs.config
-        )
+        buffer = _RolloutBuffer(requests, self.sizes, self.programs.options)
         slots, longest, num_steps, finished = None, 0, 0, None
         while scheduler.has_prompts:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                slots, first = self._admit(params, rng, requests, admission, slots, longest)
+                slots, first = self._admit(params, rng, requests, *admission, slots, longest)
                 self.clock.watch(first)
-                buffer.enqueue(first, scheduler.places)
+                buffer.enqueue(first, scheduler.indices)
             if (shares := scheduler.share()) is not None:
-                slots = self.programs.share(
-                    slots, *map(self._put_slots, (shares.source, shares.begin, shares.end))
-                )
+                slots = self.programs.share(slots, *map(self._put, shares))
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
-                slots = self._keep(slots, self._put_slots(kept))
+                slots = self._keep(slots, self._put(kept))
             slots = self._with_room(slots, slots.prefix.is_valid.shape[1], longest)
             num_wanted = np.int32(scheduler.num_wanted)
             slots, sampled, progress = self.programs.advance(params, slots, num_wanted)
             self.clock.watch(progress)
-            buffer.enqueue(sampled, scheduler.places)
+            buffer.enqueue(sampled, scheduler.indices)
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()
-            progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
-            longest, num_steps = int(progress.longest), int(progress.clock)
-            released = scheduler.release(progress.is_free, progress.next_rollout)
-            finished = buffer.collect(released, scheduler.places, slots)
+            is_free, next_rollout, *counts = (np.asarray(x.addressable_data(0)) for x in progress)
+            longest, num_steps = map(int, counts)
+            released = scheduler.release(is_free, next_rollout)
+            finished = buffer.collect(released, scheduler.indices, slots)
         self.num_steps += num_steps
         if finished is not None:
             yield finished
 
-    def _put_slots(self, array: Int[np.ndarray, " B"]) -> jax.Array:
+    def _put(self, array: Int[np.ndarray, " B"]) -> jax.Array:
         """Puts one number per slot, known to all processes, on the devices."""
-        rows = sharding.local_rows(len(array), self.programs.batch_sharding)
-        return sharding.put_batch(array[rows], self.programs.batch_sharding)
+        batch_sharding = self.programs.options.batch_sharding
+        rows = sharding.local_rows(len(array), batch_sharding)
+        return sharding.put_batch(array[rows], batch_sharding)
 
     def _admit(
         self,
         params: backbone.Params,
         rng: PRNGKeyArray,
         requests: Sequence[Request],
-        admission: Admission,
+        waiting: Sequence[WaitingPrompt | None],
+        chosen: Int[np.ndarray, " B"],
         slots: Slots | None,
         longest: int,
-    ) -> tuple[Slots, Sampled]:
+    ) -> tuple[Slots, SampledTokens]:
         """Prefills the admitted prompts and gives them their slots."""
-        sizes, put = (
-            self.sizes,
-            functools.partial(sharding.put_batch, sharding=self.programs.batch_sharding),
-        )
-        by_place = {request.place: request for request in requests}
-        padding = Request(0, self.prompts.empty_prompt)
-        admitted = [
-            padding if prompt is None else by_place[prompt.place]
-            for prompt in (
-                admission.prompts[row]
-                for row in sharding.local_rows(sizes.num_new, self.programs.batch_sharding)
-            )
-        ]
+        sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
+        by_index: dict[int | None, Request] = {request.index: request for request in requests}
+        by_index[None] = Request(0, self.prompts.empty_prompt)
+        rows = sharding.local_rows(sizes.num_new, batch_sharding).tolist()
+        admitted = [by_index[(prompt := waiting[row]) and prompt.index] for row in rows]
         prompts = self.prompts.batch(
             [request.prompt for request in admitted],
-            admission.sizes,
+            sizes_of(waiting),
             contexts=[request.context for request in admitted],
             context_tokens=sizes.context_tokens,
         )
-        full_budget = np.full(sizes.num_rollouts, sizes.max_tokens)
-        budget = [
-            (full_budget if request.limits is None else request.limits) - len(request.context)
-            for request in admitted
-        ]
-        places = np.array([request.place for request in admitted], np.int32)
+        budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
+        for row, request in zip(budget, admitted, strict=True):
+            row[:] = (row if request.limits is None else request.limits) - len(request.context)
         num_tokens = prompts.tokens.shape[1]
         if slots is None:
             slots = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
         slots = self._with_room(slots, num_tokens, longest)
-        arrays = *put((places, np.array(budget, np.int32))), self._put_slots(admission.chosen)
-        return self.programs.admit(params, slots, put(prompts), rng, *arrays)
+        indices = np.array([request.index for request in admitted], np.int32)
+        prompts, *arrays = sharding.put_batch((prompts, indices, budget), batch_sharding)
+        return self.programs.admit(params, slots, prompts, rng, *arrays, self._put(chosen))
 
     def _with_room(self, slots: Slots, num_tokens: int, longest: int) -> Slots:
         """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
@@ -205,14 +189,14 @@ def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array])
 
     One array at a time, so that no second copy of the whole cache exists.
     """
-    for place, array in enumerate(arrays):
-        arrays[place] = jax.device_put(function(array), array.sharding)
+    for number, array in enumerate(arrays):
+        arrays[number] = jax.device_put(function(array), array.sharding)
 
 
 def _gather_waiting(requests: Sequence[Request]) -> list[WaitingPrompt]:
     """The prompts of all processes."""
     local = [
-        (len(request.prompt.tokens), request.place, len(request.prompt.patches))
+        (len(request.prompt.tokens), request.index, len(request.prompt.patches))
         for request in requests
     ]
     return [WaitingPrompt(*row) for part in distributed.gather_json(local) for row in part]
@@ -221,95 +205,83 @@ def _gather_waiting(requests: Sequence[Request]) -> list[WaitingPrompt]:
 class _RolloutBuffer:
     """The rollouts of this process's requests as they accumulate (numpy)."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        sizes: Sizes,
-        batch_sharding: NamedSharding,
-        config: BackboneConfig,
-    ):
-        self._contexts = [request.context for request in requests]
-        self._index_of = {request.place: index for index, request in enumerate(requests)}
-        self._config, self._sharding = config, batch_sharding
+    def __init__(self, requests: Sequence[Request], sizes: Sizes, options: DecodeOptions):
+        self._config, self._sharding = options.config, options.batch_sharding
+        self._number_of = {request.index: number for number, request in enumerate(requests)}
+        self._num_forced = np.array([len(request.context) for request in requests], int)
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
-        self._tokens = np.full(shape, config.pad_token_id, np.int32)
+        self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
         self._is_sampled = np.zeros(shape, bool)
-        self._rationale = np.zeros((*shape[:2], config.text.hidden_size), np.float32)
-        self._queued: list[tuple[Sampled, Int[np.ndarray, " b"]]] = []
+        self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
+        for rows, request in zip(self._tokens, requests, strict=True):
+            rows[:, : len(request.context)] = request.context
+        self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
 
-    def enqueue(self, sampled: Sampled, places: Int[np.ndarray, " B"]) -> None:
-        """Queues the samples of a program that may still run.
+    def _numbers(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """The number of each slot's request; -1 if it is free or of another process."""
+        return np.array([self._number_of.get(index, -1) for index in indices.tolist()])
+
+    def enqueue(self, sampled: SampledTokens, indices: Int[np.ndarray, " B"]) -> None:
+        """Queues the tokens of a program that may still run.
 
         Args:
-            sampled: its samples.
-            places: place of the prompt on each slot, -1 if free.
+            sampled: the tokens.
+            indices: of the prompt on each slot, -1 if free.
         """
-        slots = sharding.local_rows(len(places), self._sharding)
-        indices = [self._index_of.get(place, -1) for place in places[slots].tolist()]
-        self._queued.append((sampled, np.array(indices)))
+        rows = sharding.local_rows(len(indices), self._sharding)
+        self._queued.append((sampled, self._numbers(indices)[rows]))
 
     def store(self) -> None:
-        """Waits for the queued samples and stores them."""
+        """Waits for the queued tokens and stores them."""
         queued, self._queued = self._queued, []
-        for sampled, indices in queued:
+        for sampled, numbers in queued:
             sampled = distributed.fetch(sampled)
-            slot, row, step = np.nonzero(sampled.rollout >= 0)
-            found = slot, row, step
-            target = indices[slot], sampled.rollout[found], sampled.index[found]
-            self._tokens[target], self._logp[target] = sampled.tokens[found], sampled.logp[found]
+            found = np.nonzero(sampled.rollout >= 0)
+            number = numbers[found[0]]
+            index = sampled.index[found] + self._num_forced[number]
+            target = number, sampled.rollout[found], index
+            self._tokens[target], self._logp[target] = sampled.token[found], sampled.logp[found]
             self._is_sampled[target] = True
 
     def collect(
-        self, released: Sequence[tuple[int, int]], places: Int[np.ndarray, " B"], slots: Slots
+        self, released: Sequence[tuple[int, int]], indices: Int[np.ndarray, " B"], slots: Slots
     ) -> tuple[list[int], Rollouts] | None:
         """Returns the requests that have just released their last slot, with their rollouts.
 
         Args:
-            released: (place, slot) of prompts that have just released a slot.
-            places: place of the prompt on each slot, -1 if free.
+            released: (index, slot) of prompts that have just released a slot.
+            indices: of the prompt on each slot, -1 if free.
             slots: as `advance` returned them.
 
         Returns:
             None if there are none.
         """
         released = [
-            (self._index_of[place], slot) for place, slot in released if place in self._index_of
+            (self._number_of[index], slot) for index, slot in released if index in self._number_of
         ]
         if not released:
             return None
-        local = {
-            int(slot): row
-            for row, slot in enumerate(sharding.local_rows(len(places), self._sharding))
-        }
+        rows = sharding.local_rows(len(indices), self._sharding)
         rationale = distributed.fetch(slots.rationale)
-        for index, slot in released:  # a prompt's rollouts may be spread over several slots
-            self._rationale[index] += rationale[local[slot]]
-        busy = {self._index_of.get(place) for place in places.tolist()}
-        indices = sorted({index for index, _ in released} - busy)
-        return (indices, self._rollouts(indices)) if indices else None
+        for number, slot in released:  # a prompt's rollouts may be spread over several slots
+            self._rationale[number] += rationale[np.searchsorted(rows, slot)]
+        done = {number for number, _ in released}.difference(self._numbers(indices).tolist())
+        return (sorted(done), self._rollouts(sorted(done))) if done else None
 
-    def _rollouts(self, indices: list[int]) -> Rollouts:
+    def _rollouts(self, numbers: list[int]) -> Rollouts:
         """The rollouts of some requests, each with its context in front."""
-        contexts = [self._contexts[index] for index in indices]
-        num_forced = np.array([len(context) for context in contexts])[:, None, None]
-        slots = np.arange(self._tokens.shape[-1])
-        is_forced = np.broadcast_to(slots < num_forced, self._tokens[indices].shape)
-        source = np.maximum(slots - num_forced, 0)
-        shift = functools.partial(np.take_along_axis, indices=source, axis=-1)
-        is_sampled = shift(self._is_sampled[indices]) & ~is_forced
-        tokens = np.where(is_sampled, shift(self._tokens[indices]), self._config.pad_token_id)
-        for row, context in zip(tokens, contexts, strict=True):
-            row[:, : len(context)] = context
-        is_valid = is_forced | is_sampled
+        tokens, num_forced = self._tokens[numbers], self._num_forced[numbers][:, None, None]
+        is_forced = np.broadcast_to(np.arange(tokens.shape[-1]) < num_forced, tokens.shape)
+        is_valid = is_forced | self._is_sampled[numbers]
         last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
-        rationale = self._rationale[indices]
+        rationale = self._rationale[numbers]
         norm = np.linalg.norm(rationale, axis=-1, keepdims=True)
         return Rollouts(
             tokens=tokens,
             is_valid=is_valid,
             is_forced=is_forced,
-            logp=np.where(is_sampled, shift(self._logp[indices]), 0.0),
+            logp=self._logp[numbers],
             embedding=rationale / np.maximum(norm, 1e-6),
             is_complete=np.isin(last, self._config.eos_token_ids),
         )

@@ -5,11 +5,11 @@ one rollout. A row whose response ends starts its prompt's next rollout in the s
 whose rollouts are all done leaves its slot to another prompt between two calls of `advance`. The
 state is in `slots`, the host's side is `queue`.
 
-Every draw is a function of prompt, rollout and token index alone, so samples do not depend on the
-schedule.
+Every random number is a function of prompt, rollout and token index alone, so samples do not depend
+on the schedule.
 
-Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of the ring,
-L steps of a call, N new prompts, D model, V vocab.
+Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of a row's
+ring, L steps of a call, N new prompts, D model, V vocab.
 """
 
 from __future__ import annotations
@@ -21,51 +21,82 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt8
 
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import log_probability, sample_token
+from care_jax.decoding.schedule import NUM_STEPS
 from care_jax.decoding.slots import Prefix, Slots, pad_left, take_in_shard
+from care_jax.devices import sharding
 from models import backbone
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.decoder import KeyValues
 from models.layers import constrain
 
 
-@flax.struct.dataclass
-class Sampled:
-    """Tokens that a program sampled.
+@dataclasses.dataclass(frozen=True)
+class DecodingAttention:
+    """The implementations of prefill and of decode steps."""
+
+    prefill: AttentionImpl
+    steps: AttentionImpl
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOptions:
+    """What the decoder is compiled for.
 
     Attributes:
-        tokens: their ids.
+        config: of the backbone.
+        mesh: the devices.
+        rules: the sharding rules of decoding.
+        dtype: of activations and cache.
+        closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
+            rationale is every token up to the one that closes the span (all of them if none does),
+            except the last sampled token, whose hidden state is never used.
+        temperature, top_p: see `sample_token`.
+        attention: the implementations.
+        stops: whether EOS ends a rollout; false for measuring speed at given lengths.
+    """
+
+    config: BackboneConfig
+    mesh: Mesh
+    rules: sharding.Rules
+    dtype: DTypeLike
+    closing_tag: UInt8[Any, "states V"]
+    temperature: float
+    top_p: float
+    attention: DecodingAttention
+    stops: bool = True
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of prompts and slots. A prompt takes a slot on its shard."""
+        return sharding.batch_sharding(self.mesh, self.rules)
+
+    @property
+    def num_shards(self) -> int:
+        return sharding.num_shards(self.batch_sharding)
+
+
+@flax.struct.dataclass
+class SampledTokens:
+    """The tokens that a program sampled, by row or by rollout.
+
+    Attributes:
+        token: their ids.
         logp: log-probability (nats) at temperature 1, the quantity the trainer's forward computes.
         rollout: the rollout of its prompt that a token belongs to; -1 if none was sampled.
         index: of the token in its rollout, from 0.
     """
 
-    tokens: Int[Array, "B R L"]
-    logp: Float[Array, "B R L"]
-    rollout: Int[Array, "B R L"]
-    index: Int[Array, "B R L"]
-
-
-@flax.struct.dataclass
-class Progress:
-    """State of the slots after a call of `advance`.
-
-    Attributes:
-        is_free: no row of the slot is decoding.
-        next_rollout: of the slot.
-        longest: largest `num_read` of any row.
-        clock: of the slots.
-    """
-
-    is_free: Bool[Array, " B"]
-    next_rollout: Int[Array, " B"]
-    longest: Int[Array, ""]
-    clock: Int[Array, ""]
+    token: Int[Array, "B R *L"]
+    logp: Float[Array, "B R *L"]
+    rollout: Int[Array, "B R *L"]
+    index: Int[Array, "B R *L"]
 
 
 def prefill(
@@ -75,99 +106,78 @@ def prefill(
     *,
     dtype: DTypeLike,
     attention: AttentionImpl = XLA,
-) -> Prefix:
-    """Runs prompts and images through the model once; `params` are in the decode layout."""
+) -> tuple[Float[Array, "N D"], KeyValues]:
+    """Runs prompts and images through the model once; `params` are in the decode layout.
+
+    Returns:
+        the hidden states that predict the first response tokens, and the KV cache.
+    """
+    images, slots = prompts.images, prompts.slots
     x, features = backbone.embed_with_images(
-        params,
-        prompts.tokens,
-        prompts.images,
-        prompts.slots,
-        config,
-        dtype=dtype,
-        attention=attention,
+        params, prompts.tokens, images, slots, config, dtype=dtype, attention=attention
     )
+    inputs = x, prompts.positions, prompts.is_valid
     hidden, cache = backbone.prefill(
-        params,
-        x,
-        prompts.positions,
-        prompts.is_valid,
-        config,
-        features=features,
-        slots=prompts.slots,
-        attention=attention,
+        params, *inputs, config, features=features, slots=slots, attention=attention
     )
-    return Prefix(cache, prompts.is_valid, hidden[:, -1], prompts.next_position)
+    return hidden[:, -1], cache
 
 
 def admit(
     params: backbone.Params,
     slots: Slots,
-    prefix: Prefix,
-    rngs: Key[Array, " B"],
+    prompts: Prompts,
+    rng: PRNGKeyArray,
+    indices: Int[Array, " N"],
     budget: Int[Array, "N G"],
     chosen: Int[Array, " B"],
-    config: BackboneConfig,
-    *,
-    num_shards: int,
-    temperature: float,
-    top_p: float,
-    vocab_shards: int = 1,
-) -> tuple[Slots, Sampled]:
-    """Gives prompts their slots and samples the first token of each of their rollouts.
+    options: DecodeOptions,
+) -> tuple[Slots, SampledTokens]:
+    """Prefills prompts, gives them slots and samples the first token of each of their rollouts.
 
     Args:
         params: in the decode layout.
         slots: some of them free.
-        prefix: of N prompts, not all of which need to take a slot; P at most that of the slots.
-        rngs: a key per prompt [N], so that its draws do not depend on the rest of the batch.
+        prompts: N prompts, not all of which need to take a slot; P at most that of the slots.
+        rng: key of all draws; the index of a prompt in the step is folded in.
+        indices: of the prompts.
         budget: most tokens that each of their rollouts may sample, at least 1.
         chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
             -1 for none.
-        config: of the backbone.
-        num_shards: of the batch. A prompt takes a slot on its shard.
-        temperature, top_p, vocab_shards: see `sample_token`.
+        options: of the decoder.
 
     Returns:
         the slots, and the first tokens by slot, [B, G, 1]; `rollout` is -1 on the other slots.
     """
-    num_rollouts = budget.shape[1]
-    logits = backbone.policy_logits(params, prefix.last_hidden, config)
-    logits = constrain(logits, "batch", "vocab")[:, None]
+    config, num_shards = options.config, options.num_shards
+    hidden, cache = prefill(
+        params, prompts, config, dtype=options.dtype, attention=options.attention.prefill
+    )
+    logits = constrain(backbone.policy_logits(params, hidden, config), "batch", "vocab")[:, None]
     logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
-    u = _draws(rngs, jnp.broadcast_to(jnp.arange(num_rollouts), budget.shape), 0)
-    token = sample_token(logits, u, temperature=temperature, top_p=top_p, vocab_shards=vocab_shards)
-    logp = log_probability(logits, token)
+    rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, indices)
+    rollout = jnp.broadcast_to(jnp.arange(budget.shape[1]), budget.shape)
+    first = _sample(logits, rngs, rollout, jnp.zeros_like(rollout), options)
 
     num_tokens = slots.prefix.is_valid.shape[1]
-    prefix = dataclasses.replace(
-        prefix,
-        cache=KeyValues(
-            [pad_left(x, 3, num_tokens) for x in prefix.cache.keys],
-            [pad_left(x, 2, num_tokens) for x in prefix.cache.values],
-        ),
-        is_valid=pad_left(prefix.is_valid, 1, num_tokens),
+    keys = [pad_left(x, 3, num_tokens) for x in cache.keys]
+    values = [pad_left(x, 2, num_tokens) for x in cache.values]
+    prefix = Prefix(
+        cache=KeyValues(keys, values),
+        is_valid=pad_left(prompts.is_valid, 1, num_tokens),
+        next_position=prompts.next_position,
+        rngs=rngs,
+        budget=budget,
+        first=first.token,
     )
-    take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)
-    is_new = chosen >= 0
-    first = take(token, slots.first)
-    begin, end = jnp.zeros_like(chosen), jnp.full_like(chosen, num_rollouts)
-    slots = dataclasses.replace(
-        slots,
-        prefix=jax.tree.map(take, prefix, slots.prefix),
-        rngs=take(rngs, slots.rngs),
-        budget=take(budget, slots.budget),
-        first=first,
-        end_rollout=jnp.where(is_new, end, slots.end_rollout),
-    )
-    slots = _begin(slots, is_new, begin)
-    is_sampled = is_new[:, None] & jnp.ones_like(first, bool)
-    sampled = Sampled(
-        tokens=first,
-        logp=take(logp, jnp.zeros(first.shape)),
-        rollout=jnp.where(is_sampled, jnp.arange(num_rollouts), -1),
-        index=jnp.zeros_like(first),
-    )
-    return slots, jax.tree.map(lambda x: x[..., None], sampled)
+    end = jnp.where(chosen >= 0, budget.shape[1], slots.end_rollout)
+    slots = _occupy(slots, prefix, chosen, jnp.zeros_like(chosen), end, num_shards)
+
+    def by_slot(x: Array) -> Array:
+        none = jnp.full((len(chosen), *x.shape[1:]), -1, x.dtype)
+        return take_in_shard(x, none, chosen, num_shards)[..., None]
+
+    return slots, jax.tree.map(by_slot, first)
 
 
 def share(
@@ -178,102 +188,67 @@ def share(
     *,
     num_shards: int,
 ) -> Slots:
-    """Gives free slots some rollouts of prompts on other slots; see `schedule.Shares`."""
-    take = functools.partial(take_in_shard, chosen=source, num_shards=num_shards)
-    slots = dataclasses.replace(
-        slots,
-        prefix=jax.tree.map(take, slots.prefix, slots.prefix),
-        rngs=take(slots.rngs, slots.rngs),
-        budget=take(slots.budget, slots.budget),
-        first=take(slots.first, slots.first),
-        end_rollout=end,
-    )
-    return _begin(slots, source >= 0, begin)
+    """Gives free slots some rollouts of prompts on other slots; see `Scheduler.share`."""
+    return _occupy(slots, slots.prefix, source, begin, end, num_shards)
 
 
 def advance(
-    params: backbone.Params,
-    slots: Slots,
-    closing_tag: UInt8[Array, "states V"],
-    num_wanted: Int[Array, ""],
-    config: BackboneConfig,
-    *,
-    num_steps: int,
-    temperature: float,
-    top_p: float,
-    vocab_shards: int = 1,
-    dtype: DTypeLike,
-    stops: bool = True,
-    attention: AttentionImpl = XLA,
-) -> tuple[Slots, Sampled, Progress]:
-    """Decodes until all slots are free, `num_wanted` slots are free, or `num_steps` are done.
+    params: backbone.Params, slots: Slots, num_wanted: Int[Array, ""], options: DecodeOptions
+) -> tuple[Slots, SampledTokens, tuple[Array, ...]]:
+    """Decodes until all slots are free, `num_wanted` slots are free, or L = NUM_STEPS are done.
 
     Args:
         params: in the decode layout.
         slots: as `admit`, `share` or this function returned them. No row may outgrow the ring:
-            either every `num_read` is at most S - num_steps, or S is at least every budget.
-        closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
-            rationale is every token up to the one that closes the span (all of them if none does),
-            except the last sampled token, whose hidden state is never used.
+            either every `num_read` is at most S - L, or S is at least every budget.
         num_wanted: number of free slots at which the host has something to do.
-        config: of the backbone.
-        num_steps: L, most decode steps of this call.
-        temperature, top_p, vocab_shards: see `sample_token`.
-        dtype: of activations and cache.
-        stops: whether EOS ends a rollout; false for measuring speed at given lengths.
-        attention: the implementation, see `cached`.
+        options: of the decoder.
+
+    Returns:
+        the slots, the sampled tokens, and for the host: per slot, whether no row is decoding, and
+        `next_rollout`; the largest `num_read` of any row; the steps so far.
     """
-    num_rollouts, num_positions = slots.first.shape[1], slots.cache.keys[0].shape[-1]
-    slots = jnp.arange(num_positions)
+    config, closing_tag = options.config, jnp.asarray(options.closing_tag)
+    num_rollouts, size = slots.prefix.first.shape[1], slots.cache.keys[0].shape[-1]
 
     def is_end(token):
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
-        return is_eos if stops else jnp.zeros_like(is_eos)
+        return is_eos if options.stops else jnp.zeros_like(is_eos)
 
     def read(slots: Slots) -> tuple[Float[Array, "B R D"], KeyValues]:
         """The hidden state of every row's last token, and the cache with that token added."""
         positions = slots.prefix.next_position[:, None] + slots.num_read
-        rotary = backbone.text_rotary(positions[..., None], config)
-        age = (slots.clock - slots) % num_positions
+        age = (slots.clock - jnp.arange(size)) % size
         hidden, cache = backbone.extend(
             params,
-            backbone.embed(params, slots.token[..., None], dtype=dtype),
-            rotary,
-            slots.clock % num_positions,
+            backbone.embed(params, slots.token[..., None], dtype=options.dtype),
+            backbone.text_rotary(positions[..., None], config),
+            slots.clock % size,
             slots.prefix.cache,
             slots.prefix.is_valid,
             slots.cache,
             (age <= slots.num_read[..., None])[:, :, None],
             config,
-            attention=attention,
+            attention=options.attention.steps,
         )
         return hidden[:, :, 0], cache
 
-    def step(carry: tuple[Array, Slots, Sampled]) -> tuple[Array, Slots, Sampled]:
+    def step(carry: tuple[Array, Slots, SampledTokens]) -> tuple[Array, Slots, SampledTokens]:
         i, slots, log = carry
+        prefix, index = slots.prefix, slots.num_read + 1
         hidden, cache = read(slots)
-        index = slots.num_read + 1
         is_active = slots.rollout < num_rollouts
-        limit = _rollouts_of(slots.budget, slots.rollout)
+        limit = _of_rollout(prefix.budget, slots.rollout)
         # A rollout may end with its first token.
         is_sampled = is_active & ~is_end(slots.token) & (index < limit)
-        logits = backbone.policy_logits(params, hidden, config)
-        logits = constrain(logits, "batch", None, "vocab")
-        u = _draws(slots.rngs, slots.rollout, index)
-        token = sample_token(
-            logits, u, temperature=temperature, top_p=top_p, vocab_shards=vocab_shards
-        )
-        entry = Sampled(
-            tokens=token,
-            logp=log_probability(logits, token),
-            rollout=jnp.where(is_sampled, slots.rollout, -1),
-            index=index,
-        )
+        logits = constrain(backbone.policy_logits(params, hidden, config), "batch", None, "vocab")
+        sampled = _sample(logits, prefix.rngs, slots.rollout, index, options)
+        entry = dataclasses.replace(sampled, rollout=jnp.where(is_sampled, slots.rollout, -1))
         log = jax.tree.map(lambda all, x: all.at[..., i].set(x), log, entry)
 
         is_rationale = (slots.tag_state < closing_tag.shape[0] - 1) & is_sampled
         running = slots.running + jnp.where(is_rationale[..., None], hidden, 0.0)
-        is_last = is_active & (~is_sampled | is_end(token) | (index + 1 >= limit))
+        is_last = is_active & (~is_sampled | is_end(sampled.token) | (index + 1 >= limit))
         ends_rollout = is_last[..., None] & (slots.rollout[..., None] == jnp.arange(num_rollouts))
         ended = jnp.einsum(
             "BRG,BRD->BGD", ends_rollout.astype(jnp.float32), running, precision="highest"
@@ -286,7 +261,7 @@ def advance(
             next_rollout=slots.next_rollout + is_last.sum(1),
             rationale=slots.rationale + ended,
             rollout=jnp.where(is_last, upcoming, slots.rollout),
-            token=jnp.where(is_last, _rollouts_of(slots.first, upcoming), token),
+            token=jnp.where(is_last, _of_rollout(prefix.first, upcoming), sampled.token),
             num_read=jnp.where(is_active & ~is_last, index, 0),
             tag_state=jnp.where(is_last, 0, closing_tag[slots.tag_state, slots.token]),
             running=jnp.where(is_last[..., None], 0.0, running),
@@ -301,50 +276,69 @@ def advance(
     def should_continue(carry) -> Bool[Array, ""]:
         i, slots, _ = carry
         num_free = is_free(slots).sum()
-        return (i < num_steps) & (num_free < num_wanted) & (num_free < slots.rollout.shape[0])
+        return (i < NUM_STEPS) & (num_free < num_wanted) & (num_free < slots.rollout.shape[0])
 
-    shape = (*slots.rollout.shape, num_steps)
+    shape = (*slots.rollout.shape, NUM_STEPS)
     ids = jnp.zeros(shape, jnp.int32)
-    log = Sampled(tokens=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
+    log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
     _, slots, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), slots, log))
-    return (
-        slots,
-        log,
-        Progress(is_free(slots), slots.next_rollout, slots.num_read.max(), slots.clock),
-    )
+    progress = is_free(slots), slots.next_rollout, slots.num_read.max(), slots.clock
+    return slots, log, progress
 
 
-def _begin(slots: Slots, is_new: Bool[Array, " B"], begin: Int[Array, " B"]) -> Slots:
-    """Starts the rows of new slots on rollouts `begin`, `begin` + 1, ..."""
-    num_rows, num_rollouts = slots.rollout.shape[1], slots.first.shape[1]
+def _occupy(
+    slots: Slots,
+    prefix: Prefix,
+    chosen: Int[Array, " B"],
+    begin: Int[Array, " B"],
+    end: Int[Array, " B"],
+    num_shards: int,
+) -> Slots:
+    """Gives slots the prompts `chosen` of `prefix`, and their rows rollouts from `begin` on."""
+    num_rows, num_rollouts = slots.rollout.shape[1], slots.prefix.first.shape[1]
+    take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)
+    prefix, is_new = jax.tree.map(take, prefix, slots.prefix), chosen >= 0
     taken = begin[:, None] + jnp.arange(num_rows)
-    rollout = jnp.where(taken < slots.end_rollout[:, None], taken, num_rollouts)
 
     def if_new(new: Any, old: Array) -> Array:
         return jnp.where(jnp.expand_dims(is_new, range(1, old.ndim)), new, old).astype(old.dtype)
 
     return dataclasses.replace(
         slots,
+        prefix=prefix,
         next_rollout=if_new(begin + num_rows, slots.next_rollout),
+        end_rollout=end,
         rationale=if_new(0, slots.rationale),
-        rollout=if_new(rollout, slots.rollout),
-        token=if_new(_rollouts_of(slots.first, taken), slots.token),
+        rollout=if_new(jnp.where(taken < end[:, None], taken, num_rollouts), slots.rollout),
+        token=if_new(_of_rollout(prefix.first, taken), slots.token),
         num_read=if_new(0, slots.num_read),
         tag_state=if_new(0, slots.tag_state),
         running=if_new(0, slots.running),
     )
 
 
-def _rollouts_of(values: Int[Array, "B G"], rollout: Int[Array, "B R"]) -> Int[Array, "B R"]:
+def _of_rollout(values: Int[Array, "B G"], rollout: Int[Array, "B R"]) -> Int[Array, "B R"]:
     """The value of each row's rollout; arbitrary for idle rows."""
     return jnp.take_along_axis(values, jnp.minimum(rollout, values.shape[1] - 1), 1)
 
 
-def _draws(rngs: Key[Array, " B"], rollout: Int[Array, "B R"], index: Any) -> Float[Array, "B R"]:
-    """A uniform number in [0, 1) for each prompt, rollout and token index."""
-    index = jnp.broadcast_to(index, rollout.shape)
+def _sample(
+    logits: Float[Array, "B R V"],
+    rngs: Key[Array, " B"],
+    rollout: Int[Array, "B R"],
+    index: Int[Array, "B R"],
+    options: DecodeOptions,
+) -> SampledTokens:
+    """The token at this index of each rollout."""
 
-    def draw(rng, rollout, index):
+    def uniform(rng, rollout, index):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, rollout), index))
 
-    return jax.vmap(jax.vmap(draw, (None, 0, 0)))(rngs, rollout, index)
+    token = sample_token(
+        logits,
+        jax.vmap(jax.vmap(uniform, (None, 0, 0)))(rngs, rollout, index),
+        temperature=options.temperature,
+        top_p=options.top_p,
+        vocab_shards=sharding.num_shards_of("vocab", options.rules, options.mesh),
+    )
+    return SampledTokens(token, log_probability(logits, token), rollout, index)

@@ -36,7 +36,7 @@ class Sizes:
         max_tokens: T, context included.
         context_tokens: most forced tokens at the start of a rollout.
         num_shards: of the batch; divides B.
-        period: consecutive places split evenly over the shards: the prompts of an update.
+        period: consecutive prompts split evenly over the shards: those of an update.
     """
 
     num_slots: int
@@ -69,54 +69,23 @@ class Sizes:
         needed = longest + NUM_STEPS
         return next((size for size in self.rings if size >= needed), self.max_tokens)
 
-    def shard_of(self, place: int) -> int:
-        """The shard that trains on the prompt at this place of the step."""
-        return place % self.period // (self.period // self.num_shards)
+    def shard_of(self, index: int) -> int:
+        """The shard that trains on the prompt with this index in the step."""
+        return index % self.period // (self.period // self.num_shards)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class WaitingPrompt:
-    """A waiting prompt: its tokens, its place in the step, its image patches."""
+    """A waiting prompt: its tokens, its index in the step, its image patches."""
 
     num_tokens: int
-    place: int
+    index: int
     num_patches: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Admission:
-    """Prompts that take slots together, over all processes.
-
-    Attributes:
-        prompts: the N prompts of a prefill, by shard; None for padding.
-        slots: the slot that each of the N takes; -1 for padding.
-        chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
-            -1 for none.
-    """
-
-    prompts: tuple[WaitingPrompt | None, ...]
-    slots: Int[np.ndarray, " N"]
-    chosen: Int[np.ndarray, " B"]
-
-    @property
-    def sizes(self) -> Int[np.ndarray, "n 2"]:
-        """Tokens and patches of each prompt, without padding."""
-        return np.array([(p.num_tokens, p.num_patches) for p in self.prompts if p is not None])
-
-
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """Rollouts that free slots take over from other slots.
-
-    Attributes:
-        source: per slot, index in its shard of the slot it takes over from; -1 for none.
-        begin: per slot, the first rollout that it takes over.
-        end: per slot, also the others, the end (exclusive) of its range of rollouts.
-    """
-
-    source: Int[np.ndarray, " B"]
-    begin: Int[np.ndarray, " B"]
-    end: Int[np.ndarray, " B"]
+def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
+    """Tokens and patches of each prompt; None is padding."""
+    return np.array([(p.num_tokens, p.num_patches) for p in prompts if p is not None])
 
 
 class Scheduler:
@@ -131,66 +100,74 @@ class Scheduler:
         self._sizes = sizes
         self._waiting: list[deque[WaitingPrompt]] = [deque() for _ in range(sizes.num_shards)]
         for prompt in sorted(prompts):
-            self._waiting[sizes.shard_of(prompt.place)].append(prompt)
+            self._waiting[sizes.shard_of(prompt.index)].append(prompt)
         shape = sizes.num_shards, sizes.num_slots // sizes.num_shards
-        self._places = np.full(shape, -1)  # place of the prompt on each slot
+        self._indices = np.full(shape, -1)  # of the prompt on each slot
         self._next = np.zeros(shape, int)  # the rollout that the slot's next free row takes
         self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
 
     @property
     def has_prompts(self) -> bool:
         """Whether any prompt waits or is on a slot."""
-        return bool((self._places >= 0).any() or any(self._waiting))
+        return bool((self._indices >= 0).any() or any(self._waiting))
 
     @property
-    def places(self) -> Int[np.ndarray, " B"]:
-        """Place of the prompt on each slot, -1 on free slots."""
-        return self._places.ravel()
+    def indices(self) -> Int[np.ndarray, " B"]:
+        """Index in the step of the prompt on each slot, -1 on free slots."""
+        return self._indices.ravel()
+
+    @property
+    def ends(self) -> Int[np.ndarray, " B"]:
+        """End (exclusive) of each slot's range of rollouts."""
+        return self._end.ravel()
 
     @property
     def num_wanted(self) -> int:
         """Number of free slots at which `advance` should return; more than B for never."""
-        num_slots, num_free = self._places.size, int((self._places < 0).sum())
-        if num_waiting := sum(map(len, self._waiting)):
-            missing = min(self._fewest_admitted, num_waiting) - int(self._num_admissible().sum())
-            return num_free + max(missing, 1)
+        num_slots, num_free = self._indices.size, int((self._indices < 0).sum())
+        if any(self._waiting):
+            return num_free + max(self._fewest_admitted - int(self._num_admissible().sum()), 1)
         if (self._next < self._end).any():
             return num_free + 1
         if self._can_halve:
             return max(num_slots // 2, num_free + 1)
         return num_slots + 1
 
-    def admit(self) -> Admission | None:
-        """Gives prompts their slots; None while too few can take one to be worth a prefill."""
-        num_admitted = self._num_admissible()
-        total, num_waiting = int(num_admitted.sum()), sum(map(len, self._waiting))
-        is_too_few = total < min(self._fewest_admitted, num_waiting)
-        if not total or (is_too_few and (self._places >= 0).any()):
-            return None
-        num_shards, per_shard = (
-            self._sizes.num_shards,
-            self._sizes.num_new // self._sizes.num_shards,
-        )
-        prompts: list[WaitingPrompt | None] = [None] * self._sizes.num_new
-        slots = np.full(self._sizes.num_new, -1)
-        chosen = np.full(self._places.shape, -1, np.int32)
-        for shard in range(num_shards):
-            free = np.flatnonzero(self._places[shard] < 0)[: num_admitted[shard]]
-            for number, slot in enumerate(free):
-                row = shard * per_shard + number
-                prompt = prompts[row] = self._waiting[shard].popleft()
-                slots[row] = shard * self._places.shape[1] + slot
-                chosen[shard, slot] = number
-                self._assign(shard, slot, prompt.place, 0, self._sizes.num_rollouts)
-        return Admission(tuple(prompts), slots, chosen.ravel())
+    def admit(self) -> tuple[list[WaitingPrompt | None], Int[np.ndarray, " B"]] | None:
+        """Gives prompts their slots; None while too few can take one to be worth a prefill.
 
-    def share(self) -> Shares | None:
-        """Gives free slots rollouts of the slots with the most not yet started; None if none."""
-        source, begin = np.full((2, *self._places.shape), -1, np.int32)
+        Returns:
+            the N prompts of a prefill, by shard, None for padding; and per slot, the index among
+            its shard's N / num_shards prompts of the one that takes it, -1 for none.
+        """
+        num_admitted = self._num_admissible()
+        is_too_few = num_admitted.sum() < self._fewest_admitted
+        if not num_admitted.any() or (is_too_few and (self._indices >= 0).any()):
+            return None
+        prompts: list[WaitingPrompt | None] = []
+        chosen = np.full(self._indices.shape, -1, np.int32)
+        for shard, count in enumerate(num_admitted.tolist()):
+            free = np.flatnonzero(self._indices[shard] < 0)[:count]
+            chosen[shard, free] = np.arange(count)
+            taken = [self._waiting[shard].popleft() for _ in free]
+            for slot, prompt in zip(free.tolist(), taken, strict=True):
+                self._assign(shard, slot, prompt.index, 0, self._sizes.num_rollouts)
+            prompts += taken + [None] * (self._num_new_of_shard - count)
+        return prompts, chosen.ravel()
+
+    def share(self) -> Int[np.ndarray, "3 B"] | None:
+        """Gives free slots rollouts of the slots with the most not yet started; None if none.
+
+        Returns:
+            source: per slot, index in its shard of the slot it takes over from; -1 for none.
+            begin: per slot, the first rollout that it takes over.
+            end: per slot, also the others, the end (exclusive) of its range of rollouts.
+        """
+        source, begin = np.full((2, *self._indices.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
                 continue
-            for slot in np.flatnonzero(self._places[shard] < 0).tolist():
+            for slot in np.flatnonzero(self._indices[shard] < 0).tolist():
                 left = self._end[shard] - self._next[shard]
                 donor = int(left.argmax())
                 if left[donor] < 1:
@@ -198,20 +175,20 @@ class Scheduler:
                 end = self._end[shard, donor]
                 source[shard, slot], begin[shard, slot] = donor, end - (left[donor] + 1) // 2
                 self._end[shard, donor] = begin[shard, slot]
-                self._assign(shard, slot, self._places[shard, donor], begin[shard, slot], end)
+                self._assign(shard, slot, self._indices[shard, donor], begin[shard, slot], end)
         if (source < 0).all():
             return None
-        return Shares(source.ravel(), begin.ravel(), self._end.ravel().astype(np.int32))
+        return np.stack([source.ravel(), begin.ravel(), self.ends]).astype(np.int32)
 
     def halve(self) -> Int[np.ndarray, " half"] | None:
         """Halves the slots; returns those kept, by their index in each shard; None if all are."""
-        is_free = self._places < 0
-        half = self._places.shape[1] // 2
+        is_free = self._indices < 0
+        half = self._indices.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
             return None
         kept = np.argsort(is_free, axis=1, kind="stable")[:, :half]
-        self._places, self._next, self._end = (
-            np.take_along_axis(x, kept, 1) for x in (self._places, self._next, self._end)
+        self._indices, self._next, self._end = (
+            np.take_along_axis(x, kept, 1) for x in (self._indices, self._next, self._end)
         )
         return kept.ravel().astype(np.int32)
 
@@ -221,35 +198,38 @@ class Scheduler:
         """Frees the slots that the last call of `sampler.advance` left without rollouts.
 
         Returns:
-            (place, slot) of the prompt of each.
+            (index, slot) of the prompt of each.
         """
-        shape = self._places.shape
-        self._next = np.minimum(next_rollout.reshape(shape), self._end)
-        is_released = (self._places >= 0) & is_free.reshape(shape)
-        released = [(int(self.places[slot]), int(slot)) for slot in np.flatnonzero(is_released)]
-        self._places[is_released] = -1
+        self._next = np.minimum(next_rollout.reshape(self._end.shape), self._end)
+        slots = np.flatnonzero((self.indices >= 0) & is_free)
+        released = [(int(self.indices[slot]), int(slot)) for slot in slots]
+        self._indices.flat[slots] = -1
         return released
 
-    def _assign(self, shard: int, slot: int, place: int, begin: int, end: int) -> None:
-        self._places[shard, slot] = place
+    def _assign(self, shard: int, slot: int, index: int, begin: int, end: int) -> None:
+        self._indices[shard, slot] = index
         self._next[shard, slot] = min(begin + self._sizes.num_rows, end)
         self._end[shard, slot] = end
 
     @property
     def _can_halve(self) -> bool:
         fewest = self._sizes.num_slots // self._sizes.num_shards * _FEWEST_SLOTS
-        return self._places.shape[1] % 2 == 0 and self._places.shape[1] // 2 >= fewest
+        return self._indices.shape[1] % 2 == 0 and self._indices.shape[1] // 2 >= fewest
 
     @property
     def _fewest_admitted(self) -> int:
-        """New prompts that are worth a prefill."""
-        return max(self._sizes.num_new // 2, 1)
+        """New prompts that are worth a prefill: half of those it has room for, or all."""
+        return min(max(self._sizes.num_new // 2, 1), sum(map(len, self._waiting)))
+
+    @property
+    def _num_new_of_shard(self) -> int:
+        return self._sizes.num_new // self._sizes.num_shards
 
     def _num_admissible(self) -> Int[np.ndarray, " shards"]:
         """The number of each shard's prompts that the next prefill can take."""
         waiting = np.array([len(queue) for queue in self._waiting])
-        per_shard = self._sizes.num_new // self._sizes.num_shards
-        return np.minimum(np.minimum(waiting, (self._places < 0).sum(1)), per_shard)
+        num_free = (self._indices < 0).sum(1)
+        return np.minimum(np.minimum(waiting, num_free), self._num_new_of_shard)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +238,7 @@ class Call:
 
     Attributes:
         num_steps: decode steps.
-        num_tokens: tokens sampled, with the first tokens of the prompts with slots before it.
+        num_tokens: tokens sampled, with the first tokens of the prompts admitted before it.
         num_slots, num_prompt_tokens, num_positions: B, P and S.
         prefix_tokens: tokens in the prefixes of the slots, without padding, summed over the steps.
         suffix_tokens: tokens that the rows attend to in their rings, summed over the steps.
@@ -301,66 +281,61 @@ def simulate(
     Args:
         sizes: of the programs.
         prompts: the prompts.
-        lengths: by place, tokens that each rollout of a prompt samples, at least 1.
+        lengths: by the index of a prompt, tokens that each of its rollouts samples, at least 1.
         buckets: (tokens, patches) that prompts are padded to, ascending; see `data.buckets`.
     """
-    scheduler, R = Scheduler(prompts, sizes), sizes.num_rows
-    left = np.zeros((sizes.num_slots, R), int)  # steps until each row's rollout ends; 0: idle
+    scheduler = Scheduler(prompts, sizes)
+    num_tokens_of = {prompt.index: prompt.num_tokens + sizes.context_tokens for prompt in prompts}
+    left = np.zeros((sizes.num_slots, sizes.num_rows), int)  # steps of a row's rollout; 0: idle
     read = np.zeros_like(left)  # tokens of the rollout in the row's cache
     samples = np.zeros_like(left)  # tokens per step: 0 if the first token ended the rollout, else 1
     next_rollout = np.zeros(sizes.num_slots, int)  # rollout that the slot's next free row takes
-    end = np.zeros(sizes.num_slots, int)
     prefix = np.zeros(sizes.num_slots, int)  # tokens of the slot's prompt, context included
-    num_prompt_tokens, prefills, calls, num_first = 0, [], [], 0
+    num_prompt_tokens, prefills, calls = 0, [], []
 
-    def begin(slot: int, row: int, rollout: int) -> None:
+    def take_next(slot: int, row: int) -> None:
         """Prefill samples the first token; reading it takes a step even if it is the last."""
-        steps = int(lengths[int(scheduler.places[slot])][rollout]) - 1
-        left[slot, row], samples[slot, row] = max(steps, 1), steps > 0
+        if next_rollout[slot] < scheduler.ends[slot]:
+            steps = int(lengths[int(scheduler.indices[slot])][next_rollout[slot]]) - 1
+            left[slot, row], samples[slot, row] = max(steps, 1), steps > 0
+        next_rollout[slot] += 1
 
-    def assign(slot: int, first: int, last: int) -> None:
-        left[slot], read[slot] = 0, 0
-        taken = range(first, min(first + R, last))
-        for row, rollout in enumerate(taken):
-            begin(slot, row, rollout)
-        next_rollout[slot] = first + len(taken)
+    def occupy(slot: int, begin: int) -> None:
+        left[slot], read[slot], next_rollout[slot] = 0, 0, begin
+        prefix[slot] = num_tokens_of[int(scheduler.indices[slot])]
+        for row in range(sizes.num_rows):
+            take_next(slot, row)
 
     while scheduler.has_prompts:
+        num_tokens = 0
         while (admission := scheduler.admit()) is not None:
-            largest = admission.sizes.max(0)
+            new, chosen = admission
+            largest = sizes_of(new).max(0)
             tokens, patches = next(b for b in buckets if (largest <= b).all())
-            tokens += sizes.context_tokens
-            prefills.append((tokens, patches))
-            num_prompt_tokens = max(num_prompt_tokens, tokens)
-            for prompt, slot in zip(admission.prompts, admission.slots, strict=True):
-                if prompt is None:
-                    continue
-                prefix[slot] = prompt.num_tokens + sizes.context_tokens
-                end[slot] = sizes.num_rollouts
-                num_first += sizes.num_rollouts
-                assign(slot, 0, sizes.num_rollouts)
+            prefills.append((tokens + sizes.context_tokens, patches))
+            num_prompt_tokens = max(num_prompt_tokens, prefills[-1][0])
+            for slot in np.flatnonzero(chosen >= 0).tolist():
+                occupy(slot, 0)
+                num_tokens += sizes.num_rollouts
         if (shares := scheduler.share()) is not None:
-            end[:] = shares.end
-            per_shard = len(left) // sizes.num_shards
-            for slot in np.flatnonzero(shares.source >= 0).tolist():
-                prefix[slot] = prefix[slot // per_shard * per_shard + shares.source[slot]]
-                assign(slot, shares.begin[slot], shares.end[slot])
+            source, first, _ = shares
+            for slot in np.flatnonzero(source >= 0).tolist():
+                occupy(slot, first[slot])
         while (kept := scheduler.halve()) is not None:
-            rows = (np.arange(sizes.num_shards)[:, None] * (len(left) // sizes.num_shards)) + (
-                kept.reshape(sizes.num_shards, -1)
+            shards = np.arange(len(left)).reshape(sizes.num_shards, -1)
+            slots = np.take_along_axis(shards, kept.reshape(sizes.num_shards, -1), 1).ravel()
+            left, read, samples, next_rollout, prefix = (
+                x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
-            left, read, samples, next_rollout, end, prefix = (
-                x[rows.ravel()] for x in (left, read, samples, next_rollout, end, prefix)
-            )
-        num_steps, num_tokens, longest, suffix_tokens = 0, num_first, int(read.max()), 0
-        num_first, num_wanted = 0, scheduler.num_wanted
+        num_steps, suffix_tokens = 0, 0
+        num_positions, num_wanted = sizes.ring_for(int(read.max())), scheduler.num_wanted
         while num_steps < NUM_STEPS:
             num_free = int((left == 0).all(1).sum())
             if num_free >= num_wanted or num_free == len(left):
                 break
-            passed = min(int(left[left > 0].min()), NUM_STEPS - num_steps)
-            num_steps += passed
             is_active = left > 0
+            passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
+            num_steps += passed
             num_tokens += passed * int(samples[is_active].sum())
             # A row attends to its new token and to those it has read, one more each step.
             suffix_tokens += passed * int((read + 1).sum())
@@ -369,12 +344,9 @@ def simulate(
             read += passed * is_active
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[slot, row] = 0
-                if next_rollout[slot] < end[slot]:
-                    begin(slot, row, next_rollout[slot])
-                next_rollout[slot] += 1
-        shape = len(left), num_prompt_tokens, sizes.ring_for(longest)
-        calls.append(
-            Call(num_steps, num_tokens, *shape, num_steps * int(prefix.sum()), suffix_tokens)
-        )
+                take_next(slot, row)
+        shape = len(left), num_prompt_tokens, num_positions
+        prefix_tokens = num_steps * int(prefix.sum())
+        calls.append(Call(num_steps, num_tokens, *shape, prefix_tokens, suffix_tokens))
         scheduler.release((left == 0).all(1), next_rollout)
     return Schedule(tuple(prefills), tuple(calls))

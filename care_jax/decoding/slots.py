@@ -3,10 +3,10 @@
 The KV cache of a prompt (image tokens included) is stored once and read by its R rows in one
 matmul. The KV cache of a row is a ring: at global step t every row writes position t mod S, so no
 scatter is needed. For a row with n earlier tokens in its cache, position j is valid if
-(t - j) mod S <= n. Keys are rotated before they are written: an index in the ring is no rotary position.
+(t - j) mod S <= n. Keys are rotated by their place in the response before they are written.
 
-Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of the ring,
-D model.
+Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of a row's
+ring, D model.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from models.decoder import PREFIX_AXES, SUFFIX_AXES, KeyValues
 
 @flax.struct.dataclass
 class Prefix:
-    """What decoding needs from the prefill of B prompts.
+    """What B slots keep of their prompts.
 
     Attributes:
         cache: KV cache of the prompt tokens.
         is_valid: false at the prompt's left padding.
-        last_hidden: the hidden state that predicts the first response token.
         next_position: the position of the first response token.
+        rngs: a key per prompt.
+        budget: most tokens that each rollout may sample.
+        first: the first token of every rollout, sampled when the prompt took its slot.
     """
 
     cache: KeyValues
     is_valid: Bool[Array, "B P"]
-    last_hidden: Float[Array, "B D"]
     next_position: Int[Array, " B"]
+    rngs: Key[Array, " B"]
+    budget: Int[Array, "B G"]
+    first: Int[Array, "B G"]
 
 
 @flax.struct.dataclass
@@ -48,9 +52,6 @@ class Slots:
 
     Attributes:
         prefix: of the prompts.
-        rngs: a key per prompt.
-        budget: most tokens that each rollout may sample.
-        first: the first token of every rollout, sampled when the prompt took its slot.
         next_rollout: the rollout that the next free row takes, if it is below `end_rollout`.
         end_rollout: end of the slot's range of rollouts; the rest of a prompt's rollouts may be on
             other slots.
@@ -65,9 +66,6 @@ class Slots:
     """
 
     prefix: Prefix
-    rngs: Key[Array, " B"]
-    budget: Int[Array, "B G"]
-    first: Int[Array, "B G"]
     next_rollout: Int[Array, " B"]
     end_rollout: Int[Array, " B"]
     rationale: Float[Array, "B G D"]
@@ -90,29 +88,27 @@ def empty_slots(
 ) -> Slots:
     """Slots without prompts."""
     text, B, R, G = config.text, sizes.num_slots, sizes.num_rows, sizes.num_rollouts
-    kv = (B, text.num_kv_heads)
-    prefix = KeyValues(
-        [jnp.zeros((*kv, text.head_dim, num_prompt_tokens), dtype)] * text.num_layers,
-        [jnp.zeros((*kv, num_prompt_tokens, text.head_dim), dtype)] * text.num_layers,
-    )
+    P, D, kv = num_prompt_tokens, text.hidden_size, (B, text.num_kv_heads)
     return Slots(
         prefix=Prefix(
-            cache=prefix,
-            is_valid=jnp.zeros((B, num_prompt_tokens), bool),
-            last_hidden=jnp.zeros((B, text.hidden_size), dtype),
+            cache=KeyValues(
+                [jnp.zeros((*kv, text.head_dim, P), dtype)] * text.num_layers,
+                [jnp.zeros((*kv, P, text.head_dim), dtype)] * text.num_layers,
+            ),
+            is_valid=jnp.zeros((B, P), bool),
             next_position=jnp.zeros(B, jnp.int32),
+            rngs=jax.vmap(jax.random.key)(jnp.zeros(B, jnp.uint32)),
+            budget=jnp.zeros((B, G), jnp.int32),
+            first=jnp.zeros((B, G), jnp.int32),
         ),
-        rngs=jax.vmap(jax.random.key)(jnp.zeros(B, jnp.uint32)),
-        budget=jnp.zeros((B, G), jnp.int32),
-        first=jnp.zeros((B, G), jnp.int32),
         next_rollout=jnp.zeros(B, jnp.int32),
         end_rollout=jnp.zeros(B, jnp.int32),
-        rationale=jnp.zeros((B, G, text.hidden_size)),
+        rationale=jnp.zeros((B, G, D)),
         rollout=jnp.full((B, R), G, jnp.int32),
         token=jnp.zeros((B, R), jnp.int32),
         num_read=jnp.zeros((B, R), jnp.int32),
         tag_state=jnp.zeros((B, R), jnp.uint8),
-        running=jnp.zeros((B, R, text.hidden_size)),
+        running=jnp.zeros((B, R, D)),
         cache=backbone.init_cache(config, B, R, num_positions, dtype),
         clock=jnp.int32(0),
     )
@@ -147,7 +143,7 @@ def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_positions: int) 
         return jnp.concatenate([x, x], axis)
     if old != 2 * num_positions:
         raise ValueError(
-            f"a ring of {old} positions can be resized to {2 * old} or {old / 2}, got {num_positions}"
+            f"a ring of {old} positions can become {2 * old} or {old / 2}, got {num_positions}"
         )
     is_later = (clock - 1 - jnp.arange(num_positions)) % old < num_positions
     first, second = jnp.split(x, 2, axis)

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from models import layers
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
@@ -190,7 +190,7 @@ def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
 
     @functools.wraps(function)
     def traced(*args, **kwargs):
-        with layers.placement(place):
+        with layers.activation_sharding(place):
             return function(*args, **kwargs)
 
     return traced

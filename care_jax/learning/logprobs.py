@@ -10,6 +10,7 @@ Letters: B rows, S tokens of a row, D model, V vocab.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -19,9 +20,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from care_jax.batch import TreeRows
 from models import backbone
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.layers import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOptions:
+    """How the trainer's forward pass computes.
+
+    Attributes:
+        dtype: of the activations.
+        chunk: tokens of each row whose logits are held at a time, in the backward pass too.
+        remat: what the backward pass rematerialises, see `models.backbone.forward`.
+        attention: implementation of attention over the rows.
+    """
+
+    dtype: DTypeLike
+    chunk: int
+    remat: str = "none"
+    attention: AttentionImpl = XLA
 
 
 def token_logprobs(
@@ -36,11 +54,8 @@ def token_logprobs(
     """log π(target) and the entropy of π at each token, both in nats.
 
     Args:
-        params: the backbone's.
         hidden: states that predict `targets`, after the final norm.
-        targets: token ids.
-        config: of the backbone.
-        chunk: tokens of each row whose logits are held at a time, in the backward pass too.
+        chunk: see `ForwardOptions`.
         is_wanted: with more than one chunk, those without such a token are skipped and give 0.
     """
 
@@ -81,22 +96,12 @@ def score_rows(
     params: backbone.Params,
     rows: TreeRows,
     config: BackboneConfig,
-    *,
-    dtype: DTypeLike,
-    chunk: int,
-    remat: str = "none",
-    attention: AttentionImpl = XLA,
+    options: ForwardOptions,
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """log π of every response token given prompt and earlier response tokens; the entropy of π.
 
     Args:
         params: the backbone's, in the training layout.
-        rows: packed trees.
-        config: of the backbone.
-        dtype: of the activations.
-        chunk: tokens of each row whose logits are held at a time.
-        remat: what the backward pass rematerialises, see `models.backbone.forward`.
-        attention: implementation of attention over the rows.
 
     Returns:
         log-probabilities and entropies in nats, at the positions of the tokens; 0 elsewhere.
@@ -107,29 +112,29 @@ def score_rows(
         rows.images,
         rows.slots,
         config,
-        dtype=dtype,
-        remat=remat,
-        attention=attention,
+        dtype=options.dtype,
+        remat=options.remat,
+        attention=options.attention,
     )
     hidden = backbone.forward(
         params,
         x,
         rows.positions,
-        backbone.text_mask(rows.reach, config, attention),
+        backbone.text_mask(rows.reach, config, options.attention),
         config,
-        remat=remat,
+        remat=options.remat,
         features=features,
         slots=rows.slots,
     )
     # Gather the scored tokens to the front of each row, so that chunks without any can be skipped.
-    places = jnp.maximum(rows.scored, 0)
-    predictor = jnp.maximum(jnp.take_along_axis(rows.predictor, places, axis=1), 0)
+    index = jnp.maximum(rows.scored, 0)
+    predictor = jnp.maximum(jnp.take_along_axis(rows.predictor, index, axis=1), 0)
     scored = token_logprobs(
         params,
         jnp.take_along_axis(hidden, predictor[..., None], axis=1),
-        jnp.take_along_axis(rows.tokens, places, axis=1),
+        jnp.take_along_axis(rows.tokens, index, axis=1),
         config,
-        chunk=chunk,
+        chunk=options.chunk,
         is_wanted=rows.scored >= 0,
     )
     is_scored = rows.predictor >= 0

@@ -24,10 +24,10 @@ from jaxtyping import Array, Float, Int
 
 from care_jax.batch import HostOrDevice, ImitationBatch, TrainBatch
 from care_jax.devices import sharding
-from care_jax.learning.logprobs import score_rows
+from care_jax.learning.logprobs import ForwardOptions, score_rows
 from care_jax.learning.optimizer import combine, partition, round_like, widen
-from care_jax.method import objective
-from models.attention.mask import XLA, AttentionImpl
+from care_jax.method.objective import clipped_surrogate, is_clipped, k3, sequence_log_ratio
+from care_jax.method.objectives import Objective
 from models.backbone import Params
 from models.config import BackboneConfig
 
@@ -64,8 +64,6 @@ def init_state(
     """The state before the first update.
 
     Args:
-        params: initial parameters.
-        optimizer: of the trained ones.
         partition: splits parameters into (trained, frozen), see `optimizer.partition`.
         moments_dtype: dtype the optimizer's arrays are stored in.
     """
@@ -89,17 +87,11 @@ def train_step(
     batch: TrainBatch,
     config: BackboneConfig,
     optimizer: optax.GradientTransformation,
+    objective: Objective,
+    options: ForwardOptions,
     *,
     microbatch_size: int,
-    beta: float,
-    clip_low: float,
-    clip_high: float,
-    chunk: int,
-    dtype: DTypeLike,
-    remat: str,
-    has_sequence_ratio: bool = False,
     partition: Partition = partition,
-    attention: AttentionImpl = XLA,
     skip_nonfinite: bool = False,
 ) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
     """One reinforcement learning update.
@@ -107,23 +99,12 @@ def train_step(
         L = -Σᵢ wᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
             + β · mean over is_trained of k3(π_θ, π_ref)
 
-    i runs over the responses; wᵢ is the weight of response i in its prompt's loss.
+    i runs over the responses; wᵢ is the weight of response i in its prompt's loss. ρₜ is the ratio
+    of its token, or of its response: the geometric mean over tokens (GSPO).
 
     Args:
-        state: before the update.
-        batch: B rows of packed trees.
-        config: of the backbone.
-        optimizer: of the trained parameters.
-        microbatch_size: rows of one forward and backward; divides B.
-        beta: β; 0 leaves the KL out.
-        clip_low, clip_high: ε of the clipped ratio, below and above 1.
-        chunk: tokens of each row whose logits are held at a time.
-        dtype: of the activations.
-        remat: what the backward pass rematerialises.
-        has_sequence_ratio: ρₜ is the ratio of its response, the geometric mean over tokens (GSPO).
-        partition: splits parameters into (trained, frozen).
-        attention: implementation of attention over the rows.
-        skip_nonfinite: see `update`.
+        objective: gives ε_low, ε_high, the kind of ratio, and β, of which 0 leaves the KL out.
+        microbatch_size, partition, skip_nonfinite: see `update`.
 
     Returns:
         the new state, and metrics in nats and fractions of tokens. `rationale_share` is the part
@@ -132,46 +113,35 @@ def train_step(
     total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
     num_trained = jnp.maximum(batch.is_trained.sum(), 1)
 
-    clip = dict(clip_low=clip_low, clip_high=clip_high)
-    surrogate = jax.vmap(functools.partial(objective.clipped_surrogate, **clip))
-    clips = jax.vmap(functools.partial(objective.is_clipped, **clip))
-    k3 = jax.vmap(objective.k3)
-    sequence_log_ratio = jax.vmap(objective.sequence_log_ratio)
+    beta, clip = objective.beta, dict(clip_low=objective.clip_low, clip_high=objective.clip_high)
+    surrogate = jax.vmap(functools.partial(clipped_surrogate, **clip))
+    clips = jax.vmap(functools.partial(is_clipped, **clip))
+    kl_of = jax.vmap(k3)
 
     def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Ratios]:
-        logp, entropy = score_rows(
-            params,
-            batch.rows,
-            config,
-            dtype=dtype,
-            chunk=chunk,
-            remat=remat,
-            attention=attention,
-        )
+        logp, entropy = score_rows(params, batch.rows, config, options)
         # For other tokens (prompts, forced tokens, padding) the ratio is held at 1.
         logp = jnp.where(batch.is_trained, logp, batch.old_logp)
         log_ratio = logp - batch.old_logp
-        if has_sequence_ratio:
-            log_ratio = sequence_log_ratio(
-                logp, batch.old_logp, batch.is_trained, batch.rows.branch
-            )
+        if objective.has_sequence_ratio:
+            sampled = logp, batch.old_logp, batch.is_trained, batch.rows.branch
+            log_ratio = jax.vmap(sequence_log_ratio)(*sampled)
         moved = log_ratio, jnp.zeros_like(log_ratio), batch.token_advantage
         terms = batch.row_weight * surrogate(*moved)
         loss = -terms.sum() / total_weight
         if beta:
-            kl = jnp.where(batch.is_trained, k3(logp, batch.ref_logp), 0.0)
+            kl = jnp.where(batch.is_trained, kl_of(logp, batch.ref_logp), 0.0)
             loss += beta * kl.sum() / num_trained
 
-        is_clipped = clips(*moved)
-        has_credit = batch.token_advantage != 0
+        clipped, has_credit = clips(*moved), batch.token_advantage != 0
         is_negative_answer = (batch.token_advantage < 0) & batch.is_answer
         credit = jnp.maximum(batch.row_weight * batch.token_advantage, 0.0)
         ratios = {
             "policy_loss": (-terms.sum(), batch.prompt_weight.sum()),
             "entropy": _mean(entropy, batch.is_trained),
-            "kl_old": _mean(k3(logp, batch.old_logp), batch.is_trained),
-            "clip_rate": _mean(is_clipped, has_credit),
-            "clip_rate_negative_answer": _mean(is_clipped, is_negative_answer),
+            "kl_old": _mean(kl_of(logp, batch.old_logp), batch.is_trained),
+            "clip_rate": _mean(clipped, has_credit),
+            "clip_rate_negative_answer": _mean(clipped, is_negative_answer),
             "rationale_share": (jnp.where(batch.is_answer, 0.0, credit).sum(), credit.sum()),
         }
         if beta:
@@ -202,11 +172,9 @@ def update(
     """Sums `loss_fn`'s gradients over microbatches and applies them once.
 
     Args:
-        state: before the update.
         batch: arrays with a leading axis of B rows; its trees are `batch.rows`.
         loss_fn: a microbatch's contribution to the loss (already divided by the whole batch's
             denominators), and metrics as (numerator, denominator).
-        optimizer: of the trained parameters.
         microbatch_size: rows of one forward and backward; divides B.
         partition: splits parameters into (trained, frozen).
         skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state as it

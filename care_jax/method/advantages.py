@@ -124,7 +124,6 @@ def grpo_advantages(reward: Float[Array, " G"], *, eps: float, ddof: int = 0) ->
     """A = (r - μ) / (σ + ε) over the whole group; 0 if all rewards are equal.
 
     Args:
-        reward: r of the rollouts.
         eps: ε added to σ.
         ddof: 0 for the population σ; 1 for the sample σ, as in EasyR1, verl and TRL.
     """

@@ -9,8 +9,10 @@ Letters: B prompts, G rollouts per prompt, R rows (G + 1 with a reflected slot),
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,35 @@ from jaxtyping import Array, Bool, Float, Key
 from care_jax.batch import Credit, RawAdvantages, Rollouts, Scores, Subgroup
 from care_jax.method import advantages, objective
 from care_jax.method.select import select_subgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class CareSettings:
+    """CARE's settings, see `advantages.care_advantages` and `objective.region_weights`.
+
+    Attributes:
+        region_weights: weight tokens by their span; if false all sampled tokens have weight 1.
+        eps_w: ε_w of `objective.token_advantages`.
+    """
+
+    K: int
+    s: float
+    s_refl: float
+    delta: float
+    eps: float
+    equalize: bool
+    rescue: bool
+    rescue_scale: float
+    robust: bool
+    region_weights: bool
+    gamma_pos: float
+    gamma_neg: float
+    gamma_share: float
+    eps_w: float
+
+    def only(self, *names: str) -> dict[str, Any]:
+        """Some of the settings, as keyword arguments."""
+        return {name: getattr(self, name) for name in names}
 
 
 def select_subgroups(
@@ -33,21 +64,13 @@ def select_subgroups(
 ) -> Subgroup:
     """Anchor and hard negatives of each prompt, from its G rollouts; `rngs`: one key per prompt."""
     select = functools.partial(select_subgroup, K=K, M=M, rule=rule, anchor_rule=anchor_rule)
+    lengths = scores.num_think, scores.num_answer
+    rows = scores.acc, *lengths, rollouts.logp.sum(-1), rollouts.embedding
 
-    def one(acc, num_think, num_answer, logp, embedding, is_formatted, rng):
-        return select(
-            acc, num_think, num_answer, logp, embedding, is_formatted=is_formatted, rng=rng
-        )
+    def one(rows, is_formatted, rng):
+        return select(*rows, is_formatted=is_formatted, rng=rng)
 
-    return jax.vmap(one)(
-        scores.acc,
-        scores.num_think,
-        scores.num_answer,
-        rollouts.logp.sum(-1),
-        rollouts.embedding,
-        scores.fmt == 1,
-        rngs,
-    )
+    return jax.vmap(one)(rows, scores.fmt == 1, rngs)
 
 
 def care_credit(
@@ -55,60 +78,32 @@ def care_credit(
     scores: Scores,
     subgroup: Subgroup,
     has_reflection: Bool[Array, " B"],
-    *,
-    K: int,
-    s: float,
-    s_refl: float,
-    delta: float,
-    eps: float,
-    equalize: bool,
-    rescue: bool,
-    rescue_scale: float,
-    robust: bool,
-    region_weights: bool,
-    gamma_pos: float,
-    gamma_neg: float,
-    gamma_share: float,
-    eps_w: float,
+    settings: CareSettings,
 ) -> Credit:
     """CARE: advantages within the subgroup, region weights per token, mean over S* = {A ≠ 0}.
 
     Slot G is the reflected row, unused where `has_reflection` is false. R may be G if no prompt
-    has a reflected row. Without `region_weights` all sampled tokens have weight 1.
+    has a reflected row.
     """
     num_rows = scores.reward.shape[1]
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
-    advantage = jax.vmap(
-        functools.partial(
-            advantages.care_advantages,
-            K=K,
-            s=s,
-            s_refl=s_refl,
-            delta=delta,
-            eps=eps,
-            equalize=equalize,
-            rescue=rescue,
-            rescue_scale=rescue_scale,
-            robust=robust,
-        )
-    )(reward, acc, subgroup, has_reflection)[:, :num_rows]
+    names = ("K", "s", "s_refl", "delta", "eps", "equalize", "rescue", "rescue_scale", "robust")
+    advantages_of = functools.partial(advantages.care_advantages, **settings.only(*names))
+    advantage = jax.vmap(advantages_of)(reward, acc, subgroup, has_reflection)[:, :num_rows]
     is_sampled = rollouts.is_valid & ~rollouts.is_forced
-    weights = _over_rows(
-        functools.partial(
-            objective.region_weights,
-            gamma_pos=gamma_pos,
-            gamma_neg=gamma_neg,
-            gamma_share=gamma_share,
-            is_uniform=not region_weights,
-        )
-    )(scores.is_think, scores.is_answer, is_sampled, scores.acc == 1)
+    weights_of = functools.partial(
+        objective.region_weights,
+        is_uniform=not settings.region_weights,
+        **settings.only("gamma_pos", "gamma_neg", "gamma_share"),
+    )
+    spans = scores.is_think, scores.is_answer, is_sampled
+    weights = _over_rows(weights_of)(*spans, scores.acc == 1)
+    shared_out = functools.partial(objective.token_advantages, eps_w=settings.eps_w)
     in_subgroup = advantage != 0
     num_members = in_subgroup.sum(-1, keepdims=True)
     return Credit(
         advantage=advantage,
-        token_advantage=_over_rows(functools.partial(objective.token_advantages, eps_w=eps_w))(
-            advantage, weights
-        ),
+        token_advantage=_over_rows(shared_out)(advantage, weights),
         row_weight=in_subgroup / jnp.maximum(num_members, 1),
         prompt_weight=(num_members[:, 0] > 0).astype(jnp.float32),
         is_trained=is_sampled & in_subgroup[..., None],
@@ -116,16 +111,10 @@ def care_credit(
 
 
 def care_raw_advantages(
-    scores: Scores,
-    subgroup: Subgroup,
-    has_reflection: Bool[Array, " B"],
-    *,
-    delta: float,
-    eps: float,
-    robust: bool,
+    scores: Scores, subgroup: Subgroup, has_reflection: Bool[Array, " B"], settings: CareSettings
 ) -> RawAdvantages:
     """A_raw of every prompt's R = G + 1 rows, for the diagnostics."""
-    one = functools.partial(advantages.raw_advantages, delta=delta, eps=eps, robust=robust)
+    one = functools.partial(advantages.raw_advantages, **settings.only("delta", "eps", "robust"))
     reward, acc = with_reflected_slot(scores.reward, scores.acc, subgroup)
     return jax.vmap(one)(reward, acc, subgroup, has_reflection)
 

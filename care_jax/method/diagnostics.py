@@ -14,22 +14,17 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float
 
-from care_jax.batch import Rollouts, Scores
+from care_jax.batch import Groups
 from care_jax.method import advantages
-from care_jax.method.advantages import RawAdvantages
-from care_jax.method.select import Subgroup
 
 
-def rollout_metrics(
-    rollouts: Rollouts, scores: Scores, sources: Sequence[str], num_rollouts: int
-) -> dict[str, float]:
+def rollout_metrics(groups: Groups, num_rollouts: int) -> dict[str, float]:
     """Means over the G rollouts of all prompts, without reflected rows.
 
-    Lengths are in tokens. `acc/<source>` is the mean acc of each data source in the batch;
-    `sources` names the source of each prompt.
+    Lengths are in tokens. `acc/<source>` is the mean acc of each data source in the batch.
     """
+    rollouts, scores, sources = groups.rollouts, groups.scores, groups.sources
     acc, fmt, reward = (
         getattr(scores, name)[:, :num_rollouts] for name in ("acc", "fmt", "reward")
     )
@@ -46,8 +41,7 @@ def rollout_metrics(
     }
     if len(set(sources)) > 1:
         for source in sorted(set(sources)):
-            rows = [each == source for each in sources]
-            metrics[f"acc/{source}"] = acc[rows].mean()
+            metrics[f"acc/{source}"] = acc[sources == source].mean()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -77,31 +71,25 @@ def component_means(sums: Sequence[Mapping[str, Sequence[float | int]]]) -> dict
 
 
 def dapo_metrics(
-    rollouts: Rollouts,
-    scores: Scores,
-    trained: Scores,
-    num_tries: int,
-    *,
-    max_tokens: int,
-    cache_tokens: int,
+    drawn: Groups, trained: Groups, num_draws: int, *, max_tokens: int, cache_tokens: int
 ) -> dict[str, float]:
     """DAPO's diagnostics: dynamic sampling and the overlong penalty.
 
     Args:
-        rollouts, scores: of all sampled groups.
-        trained: scores of the groups chosen for the step's updates.
-        num_tries: number of rollout batches sampled.
+        drawn: all groups of the step.
+        trained: those chosen for its updates.
+        num_draws: rollout batches.
         max_tokens, cache_tokens: see `advantages.overlong_penalty`.
     """
     is_mixed = jax.vmap(advantages.is_mixed)
-    num_kept, num_trained = (int(is_mixed(each.acc).sum()) for each in (scores, trained))
+    num_kept, num_trained = (int(is_mixed(each.scores.acc).sum()) for each in (drawn, trained))
     penalty = advantages.overlong_penalty(
-        rollouts.is_valid.sum(-1), max_tokens=max_tokens, cache_tokens=cache_tokens
+        drawn.rollouts.is_valid.sum(-1), max_tokens=max_tokens, cache_tokens=cache_tokens
     )
     return {
-        "dynamic/tries": float(num_tries),
-        "dynamic/kept_rate": num_kept / len(scores.acc),
-        "dynamic/missing": float(len(trained.acc) - num_trained),
+        "dynamic/tries": float(num_draws),
+        "dynamic/kept_rate": num_kept / len(drawn.scores.acc),
+        "dynamic/missing": float(len(trained.scores.acc) - num_trained),
         "dynamic/unused": float(num_kept - num_trained),
         "overlong_penalty": float(penalty.mean()),
     }
@@ -126,13 +114,7 @@ def predicted_alphas(num_negatives: int, variance: float, gap: float) -> tuple[f
     return (1 + (num_negatives + 1) * spread) ** -0.5, (1 + num_negatives * spread) ** -0.5
 
 
-def subgroup_metrics(
-    scores: Scores,
-    subgroup: Subgroup,
-    raw: RawAdvantages,
-    advantage: Float[np.ndarray, "B R"],
-    has_reflection: Bool[np.ndarray, " B"],
-) -> dict[str, float]:
+def subgroup_metrics(groups: Groups) -> dict[str, float]:
     """CARE's diagnostics.
 
     `reflect_success` is the mean acc of the reflected rows. `reflect_first_try` is the mean acc of
@@ -148,7 +130,9 @@ def subgroup_metrics(
     to α·√K', see `predicted_alphas`. `signature/*` reports this over the groups with a successful
     anchor and no reflected row in S.
     """
-    num_prompts = len(has_reflection)
+    scores, subgroup, has_reflection = groups.scores, groups.subgroup, groups.has_reflection
+    raw, advantage = groups.raw, groups.credit.advantage
+    assert raw is not None  # CARE's groups have it
     has_update = (advantage != 0).any(1)
     num_negatives = raw.is_negative.sum(1)
     metrics = {
@@ -162,7 +146,7 @@ def subgroup_metrics(
         metrics["reflect_success"] = tries[:, -1].mean()
         metrics["reflect_first_try"] = tries[:, :-1].mean()
     for count in range(1, int(num_negatives[has_update].max(initial=0)) + 1):
-        metrics[f"negatives/{count}"] = np.sum(has_update & (num_negatives == count)) / num_prompts
+        metrics[f"negatives/{count}"] = np.mean(has_update & (num_negatives == count))
 
     negatives = advantage[advantage < 0]
     positives = advantage[advantage > 0]

@@ -105,12 +105,12 @@ def sequence_log_ratio(
         branch: index of the response each token belongs to, -1 outside responses.
     """
     size = branch.shape[0]
-    place = jnp.where(branch < 0, size, branch)  # the extra bin collects tokens outside responses
+    index = jnp.where(branch < 0, size, branch)  # the extra bin collects tokens outside responses
     sums, counts = (
-        jnp.zeros(size + 1).at[place].add(jnp.where(is_sampled, x, 0.0))
+        jnp.zeros(size + 1).at[index].add(jnp.where(is_sampled, x, 0.0))
         for x in (logp - old_logp, jnp.ones(size))
     )
-    return jnp.where(is_sampled, (sums / jnp.maximum(counts, 1))[place], 0.0)
+    return jnp.where(is_sampled, (sums / jnp.maximum(counts, 1))[index], 0.0)
 
 
 def is_clipped(

@@ -13,9 +13,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from care_jax.batch import Credit, RawAdvantages
 from care_jax.method import credit
-from care_jax.method.advantages import RawAdvantages
-from care_jax.method.credit import Credit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +52,6 @@ def make_objective(name: str, section: Mapping[str, Any], *, max_tokens: int) ->
     """Builds an objective from the config.
 
     Args:
-        name: one of `OBJECTIVES`.
-        section: its config section.
         max_tokens: response token budget T.
     """
     clip = {key: section[key] for key in ("clip_low", "clip_high", "beta")}
@@ -62,17 +59,11 @@ def make_objective(name: str, section: Mapping[str, Any], *, max_tokens: int) ->
 
 
 def _care(section, max_tokens):
-    credit_keys = (
-        *("K", "s", "s_refl", "delta", "equalize", "rescue"),
-        *("rescue_scale", "robust", "region_weights", "gamma_pos", "gamma_neg"),
-        *("gamma_share", "eps_w"),
-    )
-    chosen = {key: section[key] for key in credit_keys}
-    raw = {key: section[key] for key in ("delta", "robust")}
-    eps = section["eps"]
+    keys = (field.name for field in dataclasses.fields(credit.CareSettings))
+    settings = credit.CareSettings(**{key: section[key] for key in keys})
     return {
-        "credit": functools.partial(credit.care_credit, eps=eps, **chosen),
-        "raw_advantages": functools.partial(credit.care_raw_advantages, eps=eps, **raw),
+        "credit": functools.partial(credit.care_credit, settings=settings),
+        "raw_advantages": functools.partial(credit.care_raw_advantages, settings=settings),
         "has_reflection": section["reflect"],
         "is_reframed": section["reflect"] and section["reflect_credit"] == "prompt_only",
     }

@@ -31,17 +31,15 @@ def lay_out(
     Args:
         prompts: by their tree numbers in the plan; only those in `plan.trees` are read.
         responses: right-padded token ids, of the lengths in `plan.sizes.branches`.
-        plan: the row of each of them.
-        config: of the backbone.
 
     Raises:
         ValueError: the plan was made for prompts of other sizes.
     """
-    which, offset = plan.places
+    which, offset = plan.token_branches
     is_response = which >= 0
     index = np.arange(plan.row_tokens)  # each token's index in its row
     length = plan.sizes.branches.reshape(-1)[which]
-    tokens = place(responses, plan, fill=config.pad_token_id)
+    tokens = at_tokens(responses, plan, fill=config.pad_token_id)
     reach = np.where(is_response, index - offset + length - 1, index).astype(np.int32)
     predictor = np.where(is_response, index - 1, -1).astype(np.int32)
     positions = np.zeros((*which.shape, 3), np.int32)
@@ -79,18 +77,17 @@ def lay_out(
     )
 
 
-def place(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np.ndarray:
+def at_tokens(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np.ndarray:
     """Values of responses, at the positions of their tokens in the rows.
 
     Args:
         values: [N, R, T], of each token; or [N, R], the same for all tokens of a branch.
-        plan: the row of each branch.
         fill: value at prompts and padding.
 
     Returns:
         [B, S], of the same dtype.
     """
-    which, offset = plan.places
+    which, offset = plan.token_branches
     by_branch = values.reshape(-1, *values.shape[2:])
     found = by_branch[which] if values.ndim == 2 else by_branch[which, offset]
     return np.where(which >= 0, found, np.asarray(fill, values.dtype))
@@ -107,21 +104,6 @@ def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray,
             sums[row] += values[tree]
             seen.add(tree)
     return sums
-
-
-def take_back(values: np.ndarray, plan: RowPlan, num_tokens: int) -> np.ndarray:
-    """Inverse of `place`: [B, S] values at response tokens as [N, R, T]; 0 for tokens in no row.
-
-    Args:
-        values: at every token of the rows.
-        plan: the row of each branch.
-        num_tokens: T.
-    """
-    which, offset = plan.places
-    is_response = which >= 0
-    found = np.zeros((plan.sizes.branches.size, num_tokens), values.dtype)
-    found[which[is_response], offset[is_response]] = values[is_response]
-    return found.reshape(*plan.sizes.branches.shape, num_tokens)
 
 
 def _images(prompts, plan: RowPlan, config: BackboneConfig) -> ImagePatches | None:

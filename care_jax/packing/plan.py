@@ -70,7 +70,7 @@ class RowPlan:
         return sorted({part.tree for row in self.rows for part in row})
 
     @functools.cached_property
-    def places(self) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
+    def token_branches(self) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
         """For each token of the rows: its branch, as tree · R + index in the tree, and its index in
         that branch. Both are -1 for prompts and padding."""
         num_branches = self.sizes.branches.shape[1]
@@ -91,7 +91,6 @@ def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str
     """The trees that do not fit a row even with a single branch, and why.
 
     Args:
-        sizes: of the trees.
         row_tokens, row_patches: of the longest row.
         section: "sft" or "rl", the config section that the message names.
     """
@@ -262,6 +261,6 @@ def _order_rows(
     rows: list[tuple[Part, ...]] = [()] * (bucket * num_rows)
     in_order = sorted(packing, key=lambda parts: _num_pairs(sizes, parts), reverse=True)
     for number, parts in enumerate(in_order):
-        microbatch, place = divmod(number, num_rows)
-        rows[place * bucket + microbatch] = tuple(sorted(parts, key=lambda part: part.tree))
+        microbatch, row = divmod(number, num_rows)
+        rows[row * bucket + microbatch] = tuple(sorted(parts, key=lambda part: part.tree))
     return tuple(rows)

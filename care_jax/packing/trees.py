@@ -135,10 +135,8 @@ def _filling(
     """What a non-empty row takes next; empty if nothing fits.
 
     Args:
-        sizes: of the trees.
         size, left: remaining tokens and branches of each tree.
         is_free: trees that remain and whose patches fit.
-        space: of the row.
     """
     whole = np.flatnonzero(is_free & (size <= space.room))
     if len(whole):
@@ -185,8 +183,8 @@ def _fullest(length: np.ndarray, branches: list[int], room: int) -> list[int]:
         sums.append(sums[-1] | sums[-1] << int(length[branch]))
     total = (sums[-1] & ((1 << int(room) + 1) - 1)).bit_length() - 1
     chosen = []
-    for place in reversed(range(len(branches))):
-        if not sums[place] >> total & 1:
-            chosen.append(branches[place])
-            total -= int(length[branches[place]])
+    for reachable, branch in zip(reversed(sums[:-1]), reversed(branches), strict=True):
+        if not reachable >> total & 1:
+            chosen.append(branch)
+            total -= int(length[branch])
     return chosen[::-1]

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from care_jax.batch import Example, Prompts
-from care_jax.prompts.images import AnyImage, image_size, open_image
+from care_jax.prompts.images import image_size, open_image
 from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from models.config import BackboneConfig
@@ -71,14 +71,10 @@ def prompt_sizes(prompts: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Opens a tokenizer folder.
+    """Opens a tokenizer folder, with the chat template that transformers' AutoProcessor uses.
 
-    The chat template is the one that transformers' AutoProcessor uses: chat_template.json or
-    chat_template.jinja take precedence over the tokenizer's template, which is text-only in the
-    releases of Qwen2.5-VL. A folder without any template gets that of Qwen2.5-VL.
-
-    Raises:
-        ValueError: the folder has no tokenizer, or its templates cannot be read.
+    chat_template.json or chat_template.jinja take precedence over the tokenizer's template, which
+    is text-only in the releases of Qwen2.5-VL. A folder without any gets that of Qwen2.5-VL.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -87,20 +83,13 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
             f"expected a tokenizer in {str(folder)!r}, got {str(error).splitlines()[0]!r}; point "
             "model.tokenizer at a folder with tokenizer.json, or vocab.json and merges.txt"
         ) from error
-    template = processor_template(folder) or tokenizer.chat_template or CHAT_TEMPLATE
-    tokenizer.chat_template = template
+    found = processor_template(folder) or tokenizer.chat_template
+    tokenizer.chat_template = found or CHAT_TEMPLATE
     return tokenizer
 
 
 def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | None:
-    """The chat template that AutoProcessor reads from a folder, apart from the tokenizer's.
-
-    Returns:
-        The template, or templates by name; None if there is none but the tokenizer's.
-
-    Raises:
-        ValueError: a file cannot be read, or there are conflicting kinds of template files.
-    """
+    """The chat template, or several by name, that AutoProcessor reads beside the tokenizer's."""
     # The import takes a second, which runs with the built-in tokenizer avoid.
     from transformers.processing_utils import ProcessorMixin
 
@@ -137,11 +126,10 @@ class PromptBuilder:
         system_prompt: text of the system turn; if empty, the template may insert its default.
         instruction: appended to every question on a new line; empty for none.
         think_tag: name of the rationale's tag; replaces `{tag}` in the two texts above.
-        patch_dtype: dtype of the image patches; the backbone's compute dtype loses no precision.
+        patch_dtype: of the image patches; the backbone's compute dtype loses no precision.
 
     Raises:
-        ValueError: the tokenizer and the backbone disagree, the template is text-only, or a size is
-            invalid.
+        ValueError: tokenizer and backbone disagree, the template is text-only, or a size is wrong.
     """
 
     def __init__(
@@ -175,11 +163,8 @@ class PromptBuilder:
                 f"the bucket with most tokens must have most patches too, got {buckets}; change "
                 "data.buckets, so that prompts that fit one by one also fit together"
             )
-        self.tokenizer = tokenizer
-        self.config = config
-        self.min_pixels = min_pixels
-        self.max_pixels = max_pixels
-        self.buckets = buckets
+        self.tokenizer, self.config, self.buckets = tokenizer, config, buckets
+        self.min_pixels, self.max_pixels = min_pixels, max_pixels
         self.system_prompt = system_prompt.replace("{tag}", think_tag)
         self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
@@ -190,11 +175,11 @@ class PromptBuilder:
 
     def chat(self, example: Example) -> str:
         """The prompt as text, one image token per image, up to the assistant's turn."""
-        texts = example.question.split(IMAGE_PLACEHOLDER)
-        if len(texts) - 1 != len(example.images):
+        num_images, num_placed = len(example.images), example.question.count(IMAGE_PLACEHOLDER)
+        if num_placed != num_images:
             raise ValueError(
-                f"example {example.id} of {example.source} has {len(example.images)} images and "
-                f"{len(texts) - 1} {IMAGE_PLACEHOLDER} in its question; make them agree"
+                f"example {example.id} of {example.source} has {num_images} images and "
+                f"{num_placed} {IMAGE_PLACEHOLDER} in its question; make them agree"
             )
         return self._chat_of(example.question)
 
@@ -206,21 +191,15 @@ class PromptBuilder:
         for text in texts[1:]:
             content += [{"type": "image"}, {"type": "text", "text": text}]
         content = [item for item in content if item.get("text") != ""]
-        messages = [{"role": "user", "content": content}]
-        if self.system_prompt:
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages.append({"role": "user", "content": content})
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
 
     def tokenize(self, example: Example) -> TokenizedPrompt:
-        """Tokens and patches of one example.
-
-        Raises:
-            ValueError: the images and the placeholders in the text disagree.
-            Unusable: an image cannot be read.
-        """
-        tokens = self._encode(self.chat(example))
+        """Tokens and patches of one example; raises `Unusable` if an image cannot be read."""
+        tokens, vision = self.context_tokens(self.chat(example)), self.config.vision
         is_image = tokens == self.config.image_token_id
         if is_image.sum() != len(example.images) or np.any(tokens == self.config.video_token_id):
             raise ValueError(
@@ -228,43 +207,42 @@ class PromptBuilder:
                 f"text; write {IMAGE_PLACEHOLDER} for an image"
             )
         if not example.images:
-            empty = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
-            return TokenizedPrompt(tokens, np.zeros((0, 3), np.int32), empty)
-        limits = self._limits(example)
-        pairs = [self._patches(image, limits) for image in example.images]
+            return self._without_images(tokens)
+        statistics: Any = {"mean": self.image_mean, "std": self.image_std}
+        settings = {**self._limits(example), **statistics, "dtype": self.patch_dtype}
+        pairs = [to_patches(open_image(image), vision, **settings) for image in example.images]
         patches, grids = zip(*pairs, strict=True)
         grids = np.stack(grids)
         repeats = np.ones(len(tokens), np.int64)
-        repeats[is_image] = grids.prod(-1) // self.config.vision.merge_size**2
+        repeats[is_image] = grids.prod(-1) // vision.merge_size**2
         # Avoid copying megabytes if there is only one image.
         patches = patches[0] if len(patches) == 1 else np.concatenate(patches)
         return TokenizedPrompt(np.repeat(tokens, repeats), grids, patches)
 
     def measure(self, example: Example) -> tuple[int, int]:
         """Number of tokens and patches that `tokenize` would give; reads only image headers."""
-        vision = self.config.vision
+        vision, limits = self.config.vision, self._limits(example)
         factor = vision.patch_size * vision.merge_size
-        sizes = [image_size(image) for image in example.images]
-        num_blocks = sum(
-            math.prod(target_size(height, width, factor=factor, **self._limits(example)))
-            for width, height in sizes
-        ) // (factor**2)
-        num_text = len(self._encode(self.chat(example))) - len(sizes)
-        return num_text + num_blocks, num_blocks * vision.merge_size**2
+        num_pixels = 0
+        for width, height in map(image_size, example.images):
+            num_pixels += math.prod(target_size(height, width, factor=factor, **limits))
+        num_features = num_pixels // factor**2
+        num_text = len(self.context_tokens(self.chat(example))) - len(example.images)
+        return num_text + num_features, num_features * vision.merge_size**2
 
     def fits(self, prompt: TokenizedPrompt) -> bool:
         """Whether some bucket holds the prompt."""
-        return self.holds(len(prompt.tokens), len(prompt.patches))
+        return self.bucket_of(len(prompt.tokens), len(prompt.patches)) is not None
 
-    def holds(self, num_tokens: int, num_patches: int) -> bool:
-        """Whether some bucket holds that many tokens and patches."""
-        return any(num_tokens <= p and num_patches <= n for p, n in self.buckets)
+    def bucket_of(self, num_tokens: int, num_patches: int) -> tuple[int, int] | None:
+        """The smallest bucket, by tokens and then by patches, that holds so many; None if none."""
+        holding = ((p, n) for p, n in self.buckets if num_tokens <= p and num_patches <= n)
+        return next(holding, None)
 
     @property
     def empty_prompt(self) -> TokenizedPrompt:
         """An empty prompt, for unused rows of a batch."""
-        patches = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
-        return TokenizedPrompt(np.zeros(0, np.int32), np.zeros((0, 3), np.int32), patches)
+        return self._without_images(np.zeros(0, np.int32))
 
     def batch(
         self,
@@ -284,17 +262,18 @@ class PromptBuilder:
             context_tokens: C, space for the contexts in addition to the bucket's P tokens.
 
         Returns:
-            Prompts of B rows of P + C tokens as numpy arrays; `images` is None if the batch has no
-            image.
-
-        Raises:
-            ValueError: no bucket holds the batch.
+            B rows of P + C tokens as numpy arrays; `images` is None if the batch has no image.
         """
         sizes = prompt_sizes(prompts) if sizes is None else sizes
         if contexts is None:
             contexts = [np.zeros(0, np.int32)] * len(prompts)
-        num_tokens, num_patches = self._bucket(sizes)
-        num_tokens += context_tokens
+        bucket = self.bucket_of(*sizes.max(0).tolist())
+        if bucket is None:
+            raise ValueError(
+                "a batch needs {} tokens and {} patches, but the buckets are {}; leave out prompts "
+                "that do not fit or enlarge data.buckets".format(*sizes.max(0), self.buckets)
+            )
+        num_tokens = bucket[0] + context_tokens
         shape = (len(prompts), num_tokens)
         tokens = np.full(shape, self.config.pad_token_id, np.int32)
         is_valid = np.zeros(shape, bool)
@@ -318,23 +297,23 @@ class PromptBuilder:
                 [prompt.patches for prompt in prompts],
                 [prompt.grids for prompt in prompts],
                 self.config.vision,
-                num_patches,
+                bucket[1],
             )
         return Prompts(tokens, is_valid, positions, next_position, slots, images)
 
     def context_tokens(self, text: str) -> Int[np.ndarray, " c"]:
         """Tokens of the beginning of a response, without an end-of-sequence token."""
-        return self._encode(text)
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
         """Tokens of a response, tags included, with the first end-of-sequence token."""
-        return np.append(self._encode(text), np.int32(self.config.eos_token_ids[0]))
+        return np.append(self.context_tokens(text), np.int32(self.config.eos_token_ids[0]))
 
     def save_processor(self, folder: str | pathlib.Path) -> None:
         """Writes the tokenizer and the image processor's settings in the layout of the releases.
 
-        `AutoTokenizer` and `AutoImageProcessor` open the folder; `AutoProcessor` also does if
-        torchvision is installed, which its video processor requires.
+        `AutoTokenizer` and `AutoImageProcessor` open the folder, and with torchvision, which its
+        video processor requires, `AutoProcessor`.
         """
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -374,9 +353,6 @@ class PromptBuilder:
                 "chat_template.json or chat_template.jinja beside its tokenizer_config.json"
             )
 
-    def _encode(self, text: str) -> Int[np.ndarray, " L"]:
-        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-
     def _limits(self, example: Example) -> dict[str, int]:
         """The pixel range its images are resized into: the example's, else the builder's."""
         return {
@@ -384,37 +360,19 @@ class PromptBuilder:
             "max_pixels": example.max_pixels or self.max_pixels,
         }
 
-    def _patches(
-        self, image: AnyImage, limits: dict[str, int]
-    ) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " 3"]]:
-        statistics = {"mean": self.image_mean, "std": self.image_std, "dtype": self.patch_dtype}
-        return to_patches(open_image(image), self.config.vision, **limits, **statistics)
-
-    def _bucket(self, sizes: Int[np.ndarray, "N 2"]) -> tuple[int, int]:
-        """The smallest bucket (P, N), by tokens and then by patches, that holds every prompt."""
-        num_tokens, num_patches = sizes.max(0).tolist()
-        for p, n in self.buckets:
-            if num_tokens <= p and num_patches <= n:
-                return p, n
-        raise ValueError(
-            f"a batch needs {num_tokens} tokens and {num_patches} patches, but the buckets are "
-            f"{self.buckets}; leave out prompts that do not fit or enlarge data.buckets"
-        )
+    def _without_images(self, tokens: Int[np.ndarray, " L"]) -> TokenizedPrompt:
+        patches = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
+        return TokenizedPrompt(tokens, np.zeros((0, 3), np.int32), patches)
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: BackboneConfig) -> None:
     """Checks that image and video tokens have the same ids in the tokenizer and the backbone."""
-    expected = {
-        _IMAGE_TOKEN: config.image_token_id,
-        "<|video_pad|>": config.video_token_id,
-        "<|vision_start|>": config.vision_start_token_id,
-        "<|vision_end|>": config.vision_end_token_id,
-    }
-    for token, token_id in expected.items():
+    for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        token, expected = _TOKEN_NAMES[key], getattr(config, key)
         actual = tokenizer.convert_tokens_to_ids(token)
-        if actual != token_id:
+        if actual != expected:
             raise ValueError(
-                f"the backbone has {token} at {token_id} and the tokenizer at {actual}; use the "
+                f"the backbone has {token} at {expected} and the tokenizer at {actual}; use the "
                 "tokenizer of the backbone's release, or change the backbone's token ids"
             )
     if len(tokenizer) > config.text.vocab_size:

@@ -10,11 +10,13 @@ black: such images are refused.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import pathlib
 import zipfile
+from collections.abc import Iterator
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -28,10 +30,8 @@ MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs
 # Modes that have a meaning as colours, by themselves or once scaled.
-_COLOR_MODES = frozenset(
-    ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
-)
-_GRAY_16_MODES = frozenset(("I;16", "I;16B", "I;16L", "I;16N"))
+_COLOR_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
+_GRAY_16_MODES = ("I;16", "I;16B", "I;16L", "I;16N")
 _NUM_BITS_TAG, _PHOTOMETRIC_TAG = 258, 262  # of TIFF
 _ORIENTATION = 0x0112  # EXIF tag
 _HASH_SIDE = 12  # lowest frequencies per axis that are hashed
@@ -60,53 +60,35 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
             this, which still reads the whole file. 0 decodes at full size.
 
     Raises:
-        Unusable: the file is missing or broken, or the image is too large, too narrow, or of pixels
-            that are no colours.
+        Unusable: it is missing, broken, too large, too narrow, or of pixels that are no colours.
     """
-    try:
-        if isinstance(image, Image.Image):
+    if isinstance(image, Image.Image):
+        with _refused_if_broken():
             _check_size(*image.size)
             image.load()  # an image that PIL has only opened
             return _as_colors(image)
-        with _opened(image) as opened:
-            _check_size(*opened.size)
-            if at_least:
-                opened.draft("RGB", (at_least, at_least))
-            opened.load()
-            if opened.getexif().get(_ORIENTATION, 1) != 1:
-                return ImageOps.exif_transpose(_as_colors(opened))
-            return _as_colors(opened)
-    except Unusable:
-        raise
-    except Image.DecompressionBombError as error:
-        raise Unusable("image too large") from error
-    except Exception as error:  # decoders raise anything on broken files
-        raise Unusable("image unreadable or truncated") from error
+    with _refused_if_broken(), _opened(image) as opened:
+        _check_size(*opened.size)
+        if at_least:
+            opened.draft("RGB", (at_least, at_least))
+        opened.load()
+        if opened.getexif().get(_ORIENTATION, 1) != 1:
+            return ImageOps.exif_transpose(_as_colors(opened))
+        return _as_colors(opened)
 
 
 def image_size(image: AnyImage) -> tuple[int, int]:
-    """(width, height) in pixels, from the file's header.
-
-    Raises:
-        Unusable: the file is missing, or its header cannot be read.
-    """
+    """(width, height) in pixels, from the file's header; raises `Unusable` if it is broken."""
     if isinstance(image, Image.Image):
         return image.size
-    try:
-        with _opened(image) as opened:
-            return opened.size
-    except Unusable:
-        raise
-    except Exception as error:
-        raise Unusable("image unreadable or truncated") from error
+    with _refused_if_broken(), _opened(image) as opened:
+        return opened.size
 
 
 def encoded(image: AnyImage) -> bytes:
     """The bytes of an image's file; a PIL image is encoded as PNG."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, pathlib.Path | zipfile.Path):
-        return image.read_bytes()
+    if not isinstance(image, Image.Image):
+        return image if isinstance(image, bytes) else image.read_bytes()
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -118,9 +100,6 @@ def fingerprint(image: AnyImage) -> Fingerprint:
     The hash has one bit for each of the 12 x 12 lowest DCT frequencies of the grey image: whether
     it is above their median. Unlike a hash of differences between neighbouring pixels, it tells
     line drawings apart, which are white nearly everywhere.
-
-    Raises:
-        Unusable: as `open_image`.
     """
     picture = open_image(image, at_least=_GRAY_SIDE).convert("RGBA")
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
@@ -139,6 +118,19 @@ def num_different_bits(one: int, other: int) -> int:
     return (one ^ other).bit_count()
 
 
+@contextlib.contextmanager
+def _refused_if_broken() -> Iterator[None]:
+    """Whatever a decoder raises becomes a reason to leave the row out."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except Image.DecompressionBombError as error:
+        raise Unusable("image too large") from error
+    except Exception as error:
+        raise Unusable("image unreadable or truncated") from error
+
+
 def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
     if not isinstance(image, bytes) and not image.is_file():
         raise Unusable("image missing")
@@ -149,11 +141,7 @@ def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
 
 
 def _as_colors(image: Image.Image) -> Image.Image:
-    """The image in a mode of 8 bits or fewer per channel.
-
-    Raises:
-        Unusable: its pixels have no defined range, or are no colours.
-    """
+    """The image in a mode of at most 8 bits per channel; `Unusable` if it has no colours."""
     if image.mode in _GRAY_16_MODES:
         return _scaled_to_8_bits(image)
     if image.mode in ("I", "F"):

@@ -1,6 +1,5 @@
-"""The run report: workdir/report.html, one file that opens from disk, updated during the run.
+"""What a run leaves to read: rollouts.jsonl, metrics.jsonl, and report.html, which shows both.
 
-`writer` maintains the file, `groups` describes the rollouts of a prompt, `pictures` and `curves`
-supply images and metrics, and `page` inserts all of it into the HTML, CSS and scripts in this
-folder.
+`groups` makes the line of a prompt, `metrics` that of a step. `report` maintains the files, with
+`pictures` and `curves`; `page` puts HTML, CSS and scripts of this folder together.
 """

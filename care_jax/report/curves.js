@@ -66,7 +66,7 @@ class Chart {
 
   x(step) {
     const { steps } = this.stage;
-    const span = steps[steps.length - 1] - steps[0] || 1;
+    const span = steps.at(-1) - steps[0] || 1;
     return EDGE.left + ((step - steps[0]) / span) * (this.width - EDGE.left - EDGE.right);
   }
 
@@ -99,7 +99,7 @@ class Chart {
         shape("text", { class: "tick", x: EDGE.left - 6, y, dy: "0.32em", "text-anchor": "end" }, format(value)),
       );
     }
-    const inner = ticks(steps[0], steps[steps.length - 1] || 1, 4).filter(Number.isInteger);
+    const inner = ticks(steps[0], steps.at(-1) || 1, 4).filter(Number.isInteger);
     for (const step of inner) {
       const place = { class: "tick", x: this.x(step).toFixed(1), y: HEIGHT - 4, "text-anchor": "middle" };
       this.svg.append(shape("text", place, format(step)));
@@ -150,7 +150,7 @@ class Stage {
       "details", { class: "stage", open: isOpen },
       element(
         "summary", {}, element("h2", {}, STAGES[stage.name] || stage.name),
-        element("span", { class: "muted" }, ` steps ${stage.steps[0]} to ${this.last()}${thinned}`), this.readout,
+        element("span", { class: "muted" }, ` steps ${stage.steps[0]} to ${stage.steps.at(-1)}${thinned}`), this.readout,
       ),
       element("div", { class: "charts" }, ...figures.slice(0, NUM_FIRST)),
       figures.length > NUM_FIRST ? element(
@@ -161,10 +161,6 @@ class Stage {
     new ResizeObserver(() => this.charts.forEach((chart) => chart.draw())).observe(this.element);
   }
 
-  last() {
-    return this.steps[this.steps.length - 1];
-  }
-
   point(index) {
     this.index = index;
     this.readout.textContent = index === null ? "" : `step ${this.steps[index]}`;
@@ -172,7 +168,7 @@ class Stage {
   }
 
   choose(index) {
-    if (this.name === "rl") document.dispatchEvent(new CustomEvent("inspect", { detail: this.steps[index] }));
+    if (this.name === "rl") inspect(this.steps[index]);
   }
 
   key(event) {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import pathlib
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from care_jax.report.metrics import read_records
@@ -64,17 +63,17 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
         a value is None if the step does not have the metric.
     """
     lines: dict[str, list[dict[str, Any]]] = {}
-    for _, record in read_records(path):
-        lines.setdefault(record.pop("stage"), []).append(record)
-    return [_stage(name, lines[name], max_points) for name in sorted(lines, key=_rank(lines))]
-
-
-def _rank(names: Iterable[str]) -> Callable[[str], tuple[int, bool]]:
-    """Sorts stages as they began, the evaluations inside a stage directly behind the stage."""
     began: dict[str, int] = {}
-    for name in names:
+    for _, record in read_records(path):
+        name = record.pop("stage", "?")
+        lines.setdefault(name, []).append(record)
         began.setdefault(name.removesuffix("_eval"), len(began))
-    return lambda name: (began[name.removesuffix("_eval")], name.endswith("_eval"))
+
+    def rank(name: str) -> tuple[int, bool]:
+        """The evaluations inside a stage come directly behind it."""
+        return began[name.removesuffix("_eval")], name.endswith("_eval")
+
+    return [_stage(name, lines[name], max_points) for name in sorted(lines, key=rank)]
 
 
 def chart_of(name: str) -> tuple[str, str, int]:

@@ -1,12 +1,12 @@
 // The rollout inspector: one prompt at a time, with all that was sampled for it.
 
-const FIRST = ["step", "source", "role", "outcome"];
 const BAR = 50; // percent of the bar on each side of zero
 
-const groups = data.steps.flatMap(({ step, groups }) =>
-  groups.map((group, index) => ({ ...group, step, key: `${step}/${index}` })));
+const groups = data.groups.map((group, at) =>
+  ({ ...group, key: `${group.step}/${at - data.groups.findIndex((each) => each.step === group.step)}` }));
 
-const state = { filters: {}, shown: [], at: 0, isWhole: false };
+const state = { shown: [], at: 0, isWhole: false };
+const selects = {}; // by what they filter
 
 const valuesOf = {
   step: (group) => [String(group.step)],
@@ -16,40 +16,33 @@ const valuesOf = {
 };
 
 function buildFilters() {
-  for (const name of FIRST) {
-    const values = [...new Set(groups.flatMap(valuesOf[name]))];
-    const select = element(
+  for (const [name, of] of Object.entries(valuesOf)) {
+    const values = [...new Set(groups.flatMap(of))];
+    if (!values.length) continue;
+    selects[name] = element(
       "select", { id: `filter-${name}` }, element("option", { value: "" }, "all"),
       ...values.map((value) => element("option", { value }, value)),
     );
-    select.addEventListener("change", () => {
-      state.filters[name] = select.value;
-      filter();
-    });
-    if (values.length) find("filters").append(element("label", {}, element("span", {}, name), select));
+    selects[name].addEventListener("change", filter);
+    find("filters").append(element("label", {}, element("span", {}, name), selects[name]));
   }
   const clear = element("button", { id: "clear", type: "button" }, "Clear");
   clear.addEventListener("click", clearFilters);
   find("filters").append(clear);
 }
 
-function setFilter(name, value) {
-  state.filters[name] = value;
-  const select = find(`filter-${name}`);
-  if (select) select.value = value;
-}
-
 function clearFilters() {
-  for (const name of FIRST) setFilter(name, "");
+  for (const select of Object.values(selects)) select.value = "";
   filter();
 }
 
 // Keeps the group in view where it passes.
 function filter() {
   const current = state.shown[state.at];
+  const chosen = Object.entries(selects).filter(([, select]) => select.value);
   state.shown = groups.filter((group) =>
-    FIRST.every((name) => !state.filters[name] || valuesOf[name](group).includes(state.filters[name])));
-  find("clear").hidden = !FIRST.some((name) => state.filters[name]);
+    chosen.every(([name, select]) => valuesOf[name](group).includes(select.value)));
+  find("clear").hidden = !chosen.length;
   find("list").replaceChildren(...state.shown.map(listed));
   show(Math.max(state.shown.indexOf(current), 0));
 }
@@ -77,14 +70,12 @@ function show(index) {
   find("place").textContent = group ? `${index + 1} of ${shown.length}` : "none";
   find("previous").disabled = index <= 0;
   find("next").disabled = index >= shown.length - 1;
-  [...find("list").children].forEach((each, i) => each.setAttribute("aria-selected", i === index));
-  const listItem = find("list").children[index];
-  if (listItem) {
-    const list = find("list");
-    const top = listItem.offsetTop - list.offsetTop;
-    if (top < list.scrollTop) list.scrollTop = top;
-    const bottom = top + listItem.offsetHeight - list.clientHeight;
-    if (bottom > list.scrollTop) list.scrollTop = bottom;
+  const list = find("list");
+  [...list.children].forEach((each, i) => each.setAttribute("aria-selected", i === index));
+  const item = list.children[index];
+  if (item) {
+    const top = item.offsetTop - list.offsetTop;
+    list.scrollTop = Math.max(Math.min(list.scrollTop, top), top + item.offsetHeight - list.clientHeight);
   }
   const empty = groups.length ? "No group passes these filters." : "No rollouts are here yet.";
   find("group").replaceChildren(...(group ? detail(group) : [element("p", { class: "muted" }, empty)]));
@@ -94,9 +85,9 @@ function show(index) {
 
 function detail(group) {
   const largest = Math.max(...group.responses.map((response) => Math.abs(response.advantage)), 1e-9);
-  const images = group.pictures.map((key, i) =>
-    data.pictures[key]
-      ? element("img", { src: data.pictures[key], alt: `image ${i + 1} of the question` })
+  const images = group.pictures.map((src, i) =>
+    src
+      ? element("img", { src, alt: `image ${i + 1} of the question` })
       : element("p", { class: "muted" }, "image not readable"));
   const choices = group.choices.length
     ? element("ol", { class: "choices" }, ...group.choices.map((choice) => element("li", {}, choice))) : null;
@@ -133,7 +124,6 @@ function card(response, group, largest) {
     element("h3", {}, isRepair ? "second try" : `#${response.number}`),
     response.role ? element("span", { class: `role ${classOf(response.role)}` }, response.role) : null,
     element("span", { class: `verdict ${classOf(response.verdict)}` }, `${mark(response)} ${response.verdict}`),
-    // A step that an earlier version wrote has none.
     response.reason ? element("span", { class: "reason muted", title: "what decided" }, response.reason) : null,
     response.answer ? element("span", { class: "said" }, response.answer) : null,
     group.repair && group.repair.of === response.number
@@ -144,7 +134,7 @@ function card(response, group, largest) {
   return element(
     "article", { class: `response ${classOf(response.role)}` },
     title, numbers(response, largest), isRepair ? change(group.repair) : null,
-    ...texts(response, isRepair),
+    ...texts(segments(response, group), isRepair),
   );
 }
 
@@ -161,8 +151,7 @@ function numbers(response, largest) {
   return element(
     "dl", { class: "numbers" },
     pair("reward", format(response.reward), "(1 − λ)·acc + λ·fmt; of a reward function the weighted components for acc"),
-    // A step that an earlier version wrote has none.
-    ...(response.components || []).map(([name, value]) => pair(name, format(value), "component of the reward")),
+    ...Object.entries(response.components).map(([name, value]) => pair(name, format(value), "component of the reward")),
     response.distance === null ? null : pair("d", format(response.distance), "cosine distance to the anchor"),
     response.raw === null ? null : pair("A raw", format(response.raw, { signed: true }), "before scaling"),
     pair("A", format(response.advantage, { signed: true }), "the advantage that trained it"),
@@ -180,17 +169,39 @@ function change(repair) {
   );
 }
 
+// Where a tag's span starts and ends, tags included; without a tag, at the text's start or end.
+function extent(text, tag) {
+  const start = Math.max(text.indexOf(`<${tag}>`), 0);
+  const end = text.indexOf(`</${tag}>`, start);
+  return [start, end < 0 ? text.length : end + tag.length + 3];
+}
+
+// The text of a response as [kind, part]: "context" and "cue" were given, the rest was sampled.
+function segments({ role, text, answer, think_tokens }, { repair, think_tag }) {
+  const numGiven = role === "reflected" ? repair.num_given : 0;
+  const given = [...text].slice(0, numGiven).join(""); // counted in code points, not in UTF-16
+  const cueStart = given.length - (given.endsWith(repair?.cue) ? repair.cue.length : 0);
+  const spans = {
+    context: [0, cueStart],
+    cue: [cueStart, given.length],
+    think: think_tokens ? extent(text, think_tag) : [0, 0],
+    answer: answer ? extent(text, "answer") : [0, 0],
+  };
+  const bounds = [...new Set([0, text.length, ...Object.values(spans).flat()])].sort((a, b) => a - b);
+  const kindAt = (at) => Object.keys(spans).find((kind) => spans[kind][0] <= at && at < spans[kind][1]);
+  return bounds.slice(1).map((end, i) => [kindAt(bounds[i]) || "text", text.slice(bounds[i], end)]);
+}
+
 // A second try stands beside what it was given.
-function texts(response, isRepair) {
+function texts(parts, isRepair) {
   const isGiven = ([kind]) => kind === "context" || kind === "cue";
-  const given = response.segments.filter(isGiven);
-  const whole = (segments) =>
-    element("div", { class: "text" }, ...segments.map(([kind, text]) => element("span", { class: kind }, text)));
-  if (!isRepair || !given.length) return [whole(response.segments)];
-  const side = (name, segments) => element("div", {}, element("h4", {}, name), whole(segments));
+  const given = parts.filter(isGiven);
+  const whole = (parts) =>
+    element("div", { class: "text" }, ...parts.map(([kind, text]) => element("span", { class: kind }, text)));
+  if (!isRepair || !given.length) return [whole(parts)];
+  const side = (name, parts) => element("div", {}, element("h4", {}, name), whole(parts));
   return [element(
-    "div", { class: "beside" }, side("given", given),
-    side("written", response.segments.filter((each) => !isGiven(each))),
+    "div", { class: "beside" }, side("given", given), side("written", parts.filter((each) => !isGiven(each))),
   )];
 }
 
@@ -216,49 +227,57 @@ function move(by) {
 
 function moveStep(by) {
   const steps = [...new Set(state.shown.map((group) => group.step))];
-  const here = steps.indexOf(state.shown[state.at]?.step);
-  const wanted = steps[here + by];
+  const wanted = steps[steps.indexOf(state.shown[state.at]?.step) + by];
   if (wanted !== undefined) show(state.shown.findIndex((group) => group.step === wanted));
 }
 
-const KEYS = {
-  j: () => move(1),
-  ArrowRight: () => move(1),
-  k: () => move(-1),
-  ArrowLeft: () => move(-1),
-  J: () => moveStep(1),
-  K: () => moveStep(-1),
-  e: () => {
-    state.isWhole = !state.isWhole;
-    show(state.at);
-  },
-  f: () => find("filters").querySelector("select")?.focus(),
-  x: clearFilters,
-  "?": () => find("help").showModal(),
-};
+// Shows the groups of the step nearest to this one.
+function inspect(step) {
+  if (!groups.length) return;
+  const away = (group) => Math.abs(group.step - step);
+  clearFilters();
+  show(groups.indexOf(groups.reduce((a, b) => (away(b) < away(a) ? b : a))));
+  find("inspector").scrollIntoView();
+}
+
+function toggleWhole() {
+  state.isWhole = !state.isWhole;
+  show(state.at);
+}
+
+// [keys, what they do, how]; the help shows them.
+const KEYS = [
+  [["j", "→"], "next group", () => move(1)],
+  [["k", "←"], "previous group", () => move(-1)],
+  [["J"], "first group of the next step", () => moveStep(1)],
+  [["K"], "first group of the previous step", () => moveStep(-1)],
+  [["e"], "whole texts, or their beginnings", toggleWhole],
+  [["f"], "to the filters", () => find("filters").querySelector("select")?.focus()],
+  [["x"], "clear the filters", clearFilters],
+  [["?"], "this help; Esc closes it", () => find("help").showModal()],
+];
+const ARROWS = { ArrowRight: "→", ArrowLeft: "←" };
 
 document.addEventListener("keydown", (event) => {
+  const [, , act] = KEYS.find(([keys]) => keys.includes(ARROWS[event.key] || event.key)) || [];
   const isTyping = event.target.closest?.("select, input, dialog");
-  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !KEYS[event.key]) return;
-  KEYS[event.key]();
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !act) return;
+  act();
   event.preventDefault();
 });
-document.addEventListener("inspect", ({ detail: step }) => {
-  const near = (group) => Math.abs(group.step - step);
-  if (!groups.length) return;
-  clearFilters();
-  const best = groups.reduce((a, b) => (near(b) < near(a) ? b : a));
-  show(groups.indexOf(best));
-  find("inspector").scrollIntoView();
-});
+for (const [keys, does] of KEYS) {
+  const names = keys.flatMap((key) => [element("kbd", {}, key), " "]);
+  find("keys").append(element("div", {}, element("dt", {}, ...names), element("dd", {}, does)));
+}
 find("previous").addEventListener("click", () => move(-1));
 find("next").addEventListener("click", () => move(1));
 find("help-button").addEventListener("click", () => find("help").showModal());
 
-const thinned = data.steps.length < data.logged.length
+const numShown = new Set(groups.map((group) => group.step)).size;
+const thinned = numShown && numShown < data.logged.length
   ? ` Older steps are thinned to keep this file within ${format(data.max_megabytes)} MB.` : "";
 find("sample").textContent =
-  `Groups of ${data.steps.length} of the ${data.logged.length} logged steps, each outcome in turn ` +
+  `Groups of ${numShown} of the ${data.logged.length} logged steps, each outcome in turn ` +
   `and so not in proportion.${thinned}`;
 find("inspector").classList.toggle("empty", !groups.length);
 buildFilters();

@@ -8,7 +8,6 @@ the lines of the steps that it will repeat, so that every step appears once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -28,27 +27,12 @@ from PIL import Image
 
 from care_jax.devices import distributed
 from care_jax.devices.whole_file import write_whole
+from care_jax.report import pictures
 
 Item = TypeVar("Item")
+# Of a response on TensorBoard and wandb.
+_COLUMNS = ("role", "acc", "reward", "advantage", "tokens", "reason", "components", "text")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
-
-
-@dataclasses.dataclass(frozen=True)
-class ShownGroup:
-    """A prompt with its responses, as TensorBoard and wandb show it.
-
-    Attributes:
-        name: source and id.
-        question, gold: of the prompt.
-        image: its first image, made small; None for none.
-        responses: values by column; the same columns in all, one of them "text".
-    """
-
-    name: str
-    question: str
-    gold: str
-    image: Image.Image | None
-    responses: Sequence[Mapping[str, str | float | None]]
 
 
 def _on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
@@ -66,8 +50,6 @@ def check_finite(
     """Stops a run that has diverged.
 
     Args:
-        step, stage: of the metrics.
-        metrics: scalars.
         advice: what else the error says.
 
     Raises:
@@ -82,11 +64,7 @@ def check_finite(
 
 
 class Pace:
-    """How long a stage will still take, at the pace of its last steps.
-
-    Args:
-        num_steps: of the stage.
-    """
+    """How long a stage of `num_steps` will still take, at the pace of its last steps."""
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
@@ -130,18 +108,9 @@ def print_line(line: str) -> None:
 
 def progress(items: Iterable[Item], name: str, start: int, stop: int) -> Iterator[Item]:
     """Yields the items under a progress bar, which is not shown if the output is no terminal."""
-    bar = tqdm.tqdm(
-        items,
-        desc=name,
-        initial=start,
-        total=stop,
-        leave=False,
-        disable=True if jax.process_index() else None,
-    )
-    try:
+    hidden = True if jax.process_index() else None  # None: unless it is a terminal
+    with tqdm.tqdm(items, name, stop, leave=False, initial=start, disable=hidden) as bar:
         yield from bar
-    finally:
-        bar.close()
 
 
 def device_memory() -> dict[str, float]:
@@ -162,15 +131,12 @@ def host_usage() -> dict[str, float]:
 
 
 def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float]:
-    """The 95% Wilson score interval of an accuracy.
+    """The 95% Wilson score interval (low, high) of an accuracy in [0, 1].
 
         (p + z²/2n ± z·√(p(1-p)/n + z²/4n²)) / (1 + z²/n),  z = 1.96
 
     Args:
         num_correct: 0 to num_examples; partial credit counts in part.
-
-    Returns:
-        (low, high) in [0, 1].
     """
     if num_examples < 1 or not 0 <= num_correct <= num_examples:
         raise ValueError(
@@ -204,6 +170,34 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
     return rates
 
 
+def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a file of JSON objects with a step, each with its object.
+
+    Left out are damaged lines, and the last one where a kill has cut it off. There may be no file.
+
+    Args:
+        says: prints a line for each damaged one.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    # Not `splitlines`, for which U+2028 in a response ends a line too.
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+            _ = str.encode(record.get("stage", "")), int(record["step"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if says:
+                print_line(f"{path}:{number} is damaged ({error!r}) and was left out")
+        else:
+            yield line, record
+
+
+def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Atomically rewrites a file without the records that are not kept; names damaged lines."""
+    if path.exists():
+        records = read_records(path, says=True)
+        write_whole(path, "".join(f"{line}\n" for line, record in records if is_kept(record)))
+
+
 def _import_wandb() -> Any:
     try:
         import wandb  # pyright: ignore[reportMissingImports]  # an extra
@@ -215,39 +209,28 @@ def _import_wandb() -> Any:
     return wandb
 
 
-def _markdown(group: ShownGroup) -> str:
+def _rows(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The responses of a group by column."""
+    return [
+        {name: response[name] for name in _COLUMNS}
+        | {"components": ", ".join(f"{key} {x}" for key, x in response["components"].items())}
+        for response in group["responses"]
+    ]
+
+
+def _markdown(group: Mapping[str, Any]) -> str:
     """A heading, and each response as an indented block below its figures."""
-    parts = [f"**{group.name}** {group.question}\n\ngold answer: {group.gold}"]
-    for response in group.responses:
-        figures = (f"{name} {value}" for name, value in response.items() if name != "text")
-        lines = str(response["text"]).splitlines() or [""]
-        parts.append(" · ".join(figures) + "\n\n" + "\n".join(f"    {line}" for line in lines))
+    name = f"{group['source']} {group['id']}"
+    parts = [f"**{name}** {group['question']}\n\ngold answer: {group['gold']}"]
+    for row in _rows(group):
+        text = "\n".join(f"    {line}" for line in row.pop("text").splitlines())
+        parts.append(" · ".join(f"{key} {x}" for key, x in row.items()) + f"\n\n{text}")
     return "\n\n".join(parts)
 
 
-def read_records(path: pathlib.Path, *, says: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """The lines of a metrics.jsonl, each with its object; [] if there is no such file.
-
-    A killed run may leave the last line incomplete, which is left out. So are damaged lines.
-
-    Args:
-        path: of the file.
-        says: prints a line for each damaged one.
-    """
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    found = []
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-            _ = str.encode(record["stage"]), int(record["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            if says:
-                print_line(f"{path}:{number} is damaged ({error!r}) and was left out")
-            continue
-        found.append((f"{line}\n", record))
-    return found
+def _image(group: Mapping[str, Any]) -> Image.Image | None:
+    """The first picture of a group, if it has one that can be read."""
+    return pictures.opened(group["pictures"][0]) if any(group["pictures"][:1]) else None
 
 
 class MetricWriter:
@@ -270,7 +253,7 @@ class MetricWriter:
         self._is_writer = jax.process_index() == 0
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
         self._refused: OSError | None = None  # the first that a board's thread met
-        self._wandb = _import_wandb() if wandb_project and self._is_writer else None
+        self._wandb: Any = _import_wandb() if wandb_project and self._is_writer else None
         self._project = wandb_project
         self._online: dict[str, Any] = {}
         self._counters: dict[str, dict[str, Counter[str]]] = {}
@@ -281,7 +264,7 @@ class MetricWriter:
             return
         if stage in self._boards:
             raise ValueError(f"stage {stage} has begun already; call begin once per stage")
-        self._drop(stage, start_step)
+        keep_records(self.path, lambda r: r.get("stage") != stage or r["step"] < start_step)
         folder = str(self.path.parent / "tensorboard" / stage)
         self._boards[stage] = tensorboardX.SummaryWriter(folder, purge_step=start_step)
         self._keep_refusals(self._boards[stage], folder)
@@ -302,7 +285,7 @@ class MetricWriter:
         found = False
         if self._is_writer:
             records = (record for _, record in read_records(self.path))
-            found = any((record["stage"], record["step"]) == (stage, step) for record in records)
+            found = any((r.get("stage"), r["step"]) == (stage, step) for r in records)
         return distributed.gather_json(found)[0]
 
     def counter(self, stage: str, name: str) -> Counter[str]:
@@ -341,29 +324,28 @@ class MetricWriter:
         if stage in self._online:
             self._online[stage].log(values, step=step)
 
-    def show(self, stage: str, step: int, groups: Sequence[ShownGroup]) -> None:
+    def show(self, stage: str, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Sends prompts and responses to TensorBoard, as images and text, and to wandb, as a table.
 
         Args:
             stage: has begun.
-            step: of the groups.
-            groups: few; each is stored whole.
+            groups: of the step, from `Report.add`; few, as each is stored whole.
         """
         if not self._is_writer or not groups:
             return
         for number, group in enumerate(groups):
             self._boards[stage].add_text(f"rollouts/{number}", _markdown(group), step)
-            if group.image is not None:
-                pixels = np.asarray(group.image.convert("RGB"))
+            if (image := _image(group)) is not None:
+                pixels = np.asarray(image.convert("RGB"))
                 self._boards[stage].add_image(f"rollouts/{number}", pixels, step, dataformats="HWC")
-        if self._wandb and stage in self._online:
-            columns = ["name", "image", "question", "gold", *groups[0].responses[0]]
-            table = self._wandb.Table(columns=columns)
+        if stage in self._online:
+            table = self._wandb.Table(columns=["name", "image", "question", "gold", *_COLUMNS])
             for group in groups:
-                image = None if group.image is None else self._wandb.Image(group.image)
-                for response in group.responses:
-                    head = group.name, image, group.question, group.gold
-                    table.add_data(*head, *response.values())
+                image = _image(group)
+                shown = None if image is None else self._wandb.Image(image)
+                head = f"{group['source']} {group['id']}", shown, group["question"], group["gold"]
+                for row in _rows(group):
+                    table.add_data(*head, *row.values())
             self._online[stage].log({"rollouts": table}, step=step)
 
     def _counted(self, stage: str) -> dict[str, int]:
@@ -411,13 +393,3 @@ class MetricWriter:
         # On a full disk closing fails too, and would hide the first error.
         with contextlib.suppress(*() if kind is None else (Exception,)):
             self.close()
-
-    def _drop(self, stage: str, start_step: int) -> None:
-        """Atomically rewrites the file without the lines that will be written again."""
-        kept = [
-            line
-            for line, record in read_records(self.path, says=True)
-            if record["stage"] != stage or record["step"] < start_step
-        ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, "".join(kept))

@@ -1,4 +1,4 @@
-"""Renders one HTML file from template, style, scripts and data, and reads the data back.
+"""Renders one HTML file from template, style, scripts and data.
 
 Text from models and datasets appears only in the data: JSON with "<" escaped, so that it cannot
 close its element. The scripts insert it as text, never as markup. As a second defence, the page's
@@ -15,8 +15,6 @@ from typing import Any
 
 _FOLDER = pathlib.Path(__file__).parent
 _SCRIPTS = ("page.js", "curves.js", "inspector.js")
-_OPENING = '<script type="application/json" id="data">'
-_CLOSING = "</script>"
 
 
 def to_json(value: Any) -> str:
@@ -40,24 +38,11 @@ def render(data: str) -> str:
     parts = {
         "{{script_hash}}": f"sha256-{digest}",
         "{{style}}": (_FOLDER / "page.css").read_text(),
-        "{{data}}": f"{_OPENING}{data}{_CLOSING}",
-        "{{script}}": f"<script>\n{script}</script>",
+        "{{data}}": data,
+        "{{script}}": script,
     }
     page = (_FOLDER / "page.html").read_text()
     for place, part in parts.items():  # from the right: the data is never searched
         before, _, after = page.rpartition(place)
         page = before + part + after
     return page
-
-
-def read(page: str) -> Any:
-    """The data of a page that `render` made.
-
-    Raises:
-        ValueError: the page has no data.
-    """
-    _, opening, rest = page.partition(_OPENING)
-    data, closing, _ = rest.partition(_CLOSING)
-    if not (opening and closing):
-        raise ValueError("expected a page with its data, got one without")
-    return json.loads(data)

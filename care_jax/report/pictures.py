@@ -19,12 +19,15 @@ def data_uri(image: AnyImage, *, max_side: int) -> str:
     """A JPEG or PNG, whichever is smaller, of at most MAX_BYTES; empty if it cannot be read.
 
     Args:
-        image: as a data source yields it.
+        image: as a data source yields it; what is transparent becomes white.
         max_side: maximum of its longer side in pixels; reduced further to meet MAX_BYTES.
     """
-    picture = thumbnail(image, max_side=max_side)
-    if picture is None:
+    try:
+        picture = open_image(image, at_least=max_side).convert("RGBA")
+    except Unusable:  # the file was removed after the prompt was built
         return ""
+    picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
+    picture = picture.convert("RGB")
     while True:
         picture.thumbnail((max_side, max_side))
         kinds = ("png", "jpeg") if picture.getcolors(_DRAWING_COLORS) else ("jpeg",)
@@ -34,16 +37,9 @@ def data_uri(image: AnyImage, *, max_side: int) -> str:
         max_side = max(max_side * 3 // 4, 1)
 
 
-def thumbnail(image: AnyImage, *, max_side: int) -> Image.Image | None:
-    """The image on white, its longer side at most `max_side` pixels; None if it cannot be read."""
-    try:
-        picture = open_image(image, at_least=max_side).convert("RGBA")
-    except Unusable:  # the file was removed after the prompt was built
-        return None
-    picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
-    picture = picture.convert("RGB")
-    picture.thumbnail((max_side, max_side))
-    return picture
+def opened(uri: str) -> Image.Image:
+    """The picture of a data URI."""
+    return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
 
 
 def _encoded(picture: Image.Image, kind: str) -> tuple[str, bytes]:

@@ -14,8 +14,8 @@ import atexit
 import functools
 import itertools
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from care_jax.rewards.equivalence import formulas, matrices, notation, quantities, relations
 from care_jax.rewards.symbolic import Question, SymbolicPool
@@ -151,14 +151,14 @@ def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Questio
         return _outcome(decided, rule)
     split = [quantities.split_unit(text) for text in (prediction, gold)]
     (body, unit), (gold_body, gold_unit) = split
-    if any(len(name) == 1 and formulas.has_variable(rest) for rest, name in split):
-        return _ask(prediction, gold, limits)  # in `\pi r^2 h` the last letter is a variable
-    if unit and gold_unit and unit != gold_unit:
-        return "different: another unit"
-    if limits.units_matter and bool(unit) != bool(gold_unit):
-        return "different: a unit on one side"
-    if (body, gold_body) != (prediction, gold):
-        return _compare_clean(body, gold_body, limits)
+    # In `\pi r^2 h` the last letter is a variable.
+    if not any(len(name) == 1 and formulas.has_variable(rest) for rest, name in split):
+        if unit and gold_unit and unit != gold_unit:
+            return "different: another unit"
+        if limits.units_matter and bool(unit) != bool(gold_unit):
+            return "different: a unit on one side"
+        if (body, gold_body) != (prediction, gold):
+            return _compare_clean(body, gold_body, limits)
     return _ask(prediction, gold, limits)
 
 
@@ -170,7 +170,11 @@ def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
         return "different: another time"
     if refusal := formulas.refusal(prediction, gold):
         return f"refused: {refusal}"
-    prediction, gold = _in_one_notation(prediction, gold)
+    # Both as intervals, or both as matrices, if both can be.
+    if regions := _certain(relations.read_region, prediction, gold):
+        prediction, gold = (region.latex() for region in regions)
+    elif pair := matrices.read_pair(prediction, gold):
+        prediction, gold = map(matrices.as_latex, pair)
     if notation.has_relation(prediction) and not (
         notation.has_relation(gold) or re.search(r"[\[(].*,.*[\])]", gold)
     ):
@@ -187,19 +191,14 @@ def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
     )
 
 
+def _certain(read: Callable[[str], Any], *texts: str) -> list[Any] | None:
+    """Both texts as `read`, if both can be and one can be nothing else."""
+    found = [read(text) for text in texts]
+    return found if all(found) and any(each.is_certain for each in found) else None
+
+
 def _are_mathematics(prediction: str, gold: str) -> bool:
     return formulas.is_mathematics(gold, prediction) and formulas.is_mathematics(prediction, gold)
-
-
-def _in_one_notation(prediction: str, gold: str) -> tuple[str, str]:
-    """Both as intervals, or both as matrices, if both can be."""
-    texts = prediction, gold
-    regions = [relations.read_region(text) for text in texts]
-    if regions[0] and regions[1] and any(region.is_certain for region in regions if region):
-        return regions[0].latex(), regions[1].latex()
-    if pair := matrices.read_pair(prediction, gold):
-        return matrices.as_latex(pair[0]), matrices.as_latex(pair[1])
-    return texts
 
 
 def _outcome(is_same: bool, what: str) -> str:
@@ -220,14 +219,15 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     numbers = quantities.read_number(prediction), quantities.read_number(gold)
     if numbers[0] and numbers[1]:
         return quantities.is_close(numbers[0], numbers[1], **limits._asdict()), "number"
-    clocks = quantities.read_clock(prediction), quantities.read_clock(gold)
-    if clocks[0] and clocks[1] and (clocks[0].is_certain or clocks[1].is_certain):
+    if clocks := _certain(quantities.read_clock, *texts):
         return clocks[0].seconds == clocks[1].seconds, "time"
-    regions = relations.read_region(prediction), relations.read_region(gold)
-    if regions[0] and regions[1] and (regions[0].is_certain or regions[1].is_certain):
-        return _compare_regions(regions[0], regions[1], limits), "set"
+    if regions := _certain(relations.read_region, *texts):
+        return _compare_regions(*regions, limits), "set"
     if pair := matrices.read_pair(prediction, gold):
-        return _compare_matrices(*pair, limits), "matrix"
+        if [len(row) for row in pair[0]] != [len(row) for row in pair[1]]:
+            return False, "matrix"
+        cells = zip(*(itertools.chain(*rows) for rows in pair), strict=True)
+        return _all(_compare_values(*each, limits) for each in cells), "matrix"
     lists = notation.split_list(prediction), notation.split_list(gold)
     if lists[0] and lists[1]:
         return _compare_lists(lists[0], lists[1], limits), "list"
@@ -242,20 +242,17 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
             one, other = (text.replace(",", ".") for text in texts)
             return _compare_values(one, other, limits), "number"
         return None if "\\pm" in prediction + gold else False, "number of values"
-    names, values = zip(
-        *(
-            ("", text) if items else notation.split_assignment(text)
-            for text, items in zip(texts, lists, strict=True)
-        ),
-        strict=True,
+    (name, value), (gold_name, gold_value) = (
+        ("", text) if items else notation.split_assignment(text)
+        for text, items in zip(texts, lists, strict=True)
     )
-    if all(names) and notation.key(names[0]) != notation.key(names[1]):
+    if name and gold_name and notation.key(name) != notation.key(gold_name):
         return False, "variable"
     # `x = value` is compared by its value; an equation on either side is left undecided.
-    is_equation = ["=" in text and not name for text, name in zip(texts, names, strict=True)]
-    if not any(names) or any(is_equation):
+    is_equation = ("=" in prediction and not name) or ("=" in gold and not gold_name)
+    if is_equation or not (name or gold_name):
         return None, ""
-    return _compare_values(values[0], values[1], limits), "value"
+    return _compare_values(value, gold_value, limits), "value"
 
 
 def _compare_regions(
@@ -265,11 +262,15 @@ def _compare_regions(
     if all(names) and notation.key(names[0]) != notation.key(names[1]):
         return False
 
+    def same_bound(one: str, other: str) -> bool | None:
+        if "\\infty" in one + other:
+            return notation.key(one) == notation.key(other)
+        return _compare_values(one, other, limits)
+
     def same(one: relations.Interval, other: relations.Interval) -> bool | None:
         if one.brackets != other.brackets:
             return False
-        return _all([_same_bound(one.low, other.low, limits),
-                     _same_bound(one.high, other.high, limits)])  # fmt: skip
+        return _all([same_bound(one.low, other.low), same_bound(one.high, other.high)])
 
     if len(prediction.intervals) != len(gold.intervals):
         return None
@@ -277,41 +278,6 @@ def _compare_regions(
     decided = _pair_off(is_equal)
     # `(1, 3)` may be written as a union of intervals that overlap.
     return None if decided is False and len(gold.intervals) > 1 else decided
-
-
-def _same_bound(prediction: str, gold: str, limits: _Limits) -> bool | None:
-    if "\\infty" in prediction + gold:
-        return notation.key(prediction) == notation.key(gold)
-    return _compare_values(prediction, gold, limits)
-
-
-def _compare_matrices(
-    prediction: matrices.Matrix, gold: matrices.Matrix, limits: _Limits
-) -> bool | None:
-    if [len(row) for row in prediction] != [len(row) for row in gold]:
-        return False
-    cells = zip(itertools.chain(*prediction), itertools.chain(*gold), strict=True)
-    return _all([_compare_values(one, other, limits) for one, other in cells])
-
-
-def _all(outcomes: Sequence[bool | None]) -> bool | None:
-    """Whether all are true; None if that is undecided."""
-    if False in outcomes:
-        return False
-    return None if None in outcomes else True
-
-
-def _pair_off(is_equal: Sequence[Sequence[bool | None]]) -> bool | None:
-    """Whether every row has a true place of its own; None if any place is undecided."""
-    if any(value is None for row in is_equal for value in row):
-        return None
-    left = set(range(len(is_equal)))
-    for row in is_equal:
-        match = next((i for i in left if row[i]), None)
-        if match is None:
-            return False
-        left.remove(match)
-    return True
 
 
 def _compare_lists(
@@ -334,5 +300,23 @@ def _compare_lists(
         )
     if brackets and gold_brackets and brackets != gold_brackets:
         return False
-    pairs = zip(items, gold_items, strict=True)
-    return _all([_compare_values(item, other, limits) for item, other in pairs])
+    return _all(_compare_values(*pair, limits) for pair in zip(items, gold_items, strict=True))
+
+
+def _all(given: Iterable[bool | None]) -> bool | None:
+    """Whether all are true; None if that is undecided."""
+    outcomes = list(given)
+    return False if False in outcomes else None if None in outcomes else True
+
+
+def _pair_off(is_equal: Sequence[Sequence[bool | None]]) -> bool | None:
+    """Whether every row has a true place of its own; None if any place is undecided."""
+    if any(value is None for row in is_equal for value in row):
+        return None
+    left = set(range(len(is_equal)))
+    for row in is_equal:
+        match = next((i for i in left if row[i]), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True

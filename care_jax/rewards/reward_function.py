@@ -1,4 +1,4 @@
-"""Reward functions of one's own: their form, and what their results say.
+"""Reward functions of one's own: their form, their worker processes, and what their results say.
 
 A reward function judges all responses of a group at once,
 
@@ -10,18 +10,28 @@ decides success; `fmt` replaces the built-in check of the format. It may be an `
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import importlib
 import inspect
+import os
+import zipfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import cloudpickle
+
 from care_jax.batch import Example
+from care_jax.rewards import worker
+from care_jax.rewards.worker_pool import Reply, WorkerPool
 
 Components = dict[str, float]
 RewardFunction = Callable[
     [str, list[str], Example],
     Sequence[Mapping[str, float]] | Awaitable[Sequence[Mapping[str, float]]],
 ]
+# An async function is stopped by its worker at the limit, and the worker killed only after these.
+_GRACE_SECONDS = 2.0
 _FORM = "def reward(question, responses, example), which returns a mapping for each response"
 
 
@@ -68,6 +78,71 @@ def check_reward(function: Any, name: str) -> None:
             f"{name} takes a single `response`; it must have the form {_FORM}: it gets all "
             "responses of a group at once"
         )
+
+
+class RewardPool:
+    """Worker processes that call a reward function, see `WorkerPool`.
+
+    Args:
+        function: the reward function.
+        name: "module:function", which workers import; empty: the function itself is sent to them.
+        num_workers: maximum number of processes.
+        timeout: seconds per group until its call is given up.
+        concurrency: groups that each worker awaits at once, for an `async def` function.
+
+    Raises:
+        ValueError: the function cannot be sent to another process.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        name: str = "",
+        *,
+        num_workers: int,
+        timeout: float,
+        concurrency: int,
+    ):
+        is_async = worker.is_async(function)
+        self._pool = WorkerPool(
+            packed(function, name),
+            num_workers=num_workers,
+            timeout=timeout,
+            grace=_GRACE_SECONDS if is_async else 0.0,
+            concurrency=concurrency if is_async else 1,
+            what="the reward function",
+            advice="correct its module",
+            environment=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
+        )
+        self.close = self._pool.close
+
+    def submit(
+        self, question: str, responses: Sequence[str], example: Example
+    ) -> concurrent.futures.Future[Reply]:
+        """Calls the function on a group; does not wait for the reply."""
+        images = tuple(
+            image.read_bytes() if isinstance(image, zipfile.Path) else image
+            for image in example.images
+        )
+        example = dataclasses.replace(example, images=images)  # a member of an archive as its bytes
+        return self._pool.submit(question, list(responses), example)
+
+
+def packed(function: RewardFunction, name: str) -> bytes:
+    """What a worker unpickles to get the function, and the class of its examples.
+
+    Raises:
+        ValueError: a function without a name cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps({"function": name or function, "example": Example})
+    except Exception as error:
+        raise ValueError(
+            "expected a reward function that can be sent to a worker process, got "
+            f"{type(error).__name__}: {error}; open what it holds (a lock, a client, a file) "
+            "inside the function, or put it into a module and set verifier.reward to "
+            "module:function"
+        ) from error
 
 
 def read_reply(

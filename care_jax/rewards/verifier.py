@@ -15,7 +15,6 @@ import concurrent.futures
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from absl import logging
 
@@ -26,12 +25,13 @@ from care_jax.rewards.equivalence import notation
 from care_jax.rewards.reward_function import (
     Components,
     RewardFunction,
+    RewardPool,
     check_reward,
     load_reward,
     read_reply,
-)
-from care_jax.rewards.reward_pool import Reply, RewardPool
+)  # fmt: skip
 from care_jax.rewards.symbolic import Question, SymbolicPool
+from care_jax.rewards.worker_pool import Reply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +91,11 @@ class Verifier:
         concurrency: int = 1,
     ):
         self.think_tag = think_tag
-        self._limits: dict[str, Any] = {"tolerance": tolerance, "num_decimals": num_decimals}
-        self._pool = SymbolicPool(num_workers, timeout)
-        self._num_fast = 0
+        self._tolerance, self._num_decimals = tolerance, num_decimals
         self._weights, self._success, self._timeout = dict(weights), success, timeout
+        self._pool = SymbolicPool(num_workers, timeout)
         self._rewards: RewardPool | None = None
-        self._lost: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._num_fast, self._lost, self._told = 0, Counter[str](), set[str]()
         if reward:
             name = reward if isinstance(reward, str) else ""
             function = load_reward(reward) if isinstance(reward, str) else reward
@@ -131,10 +129,9 @@ class Verifier:
         call took too long or ended its process are timeouts or crashes; those whose call raised an
         exception or returned something else than components are failed.
         """
+        lost = ("timeouts", "crashes", "failed") if self.has_reward else ()
         counts = {"fast_calls": self._num_fast, **self._pool.counts}
-        if self._rewards is None:
-            return counts
-        return counts | {name: self._lost[name] for name in ("timeouts", "crashes", "failed")}
+        return counts | {name: self._lost[name] for name in lost}
 
     def verify(
         self,
@@ -163,33 +160,7 @@ class Verifier:
             parse_text(text, is_complete=bool(ended), think_tag=self.think_tag)
             for text, ended in zip(responses, is_complete, strict=True)
         ]
-        return self.verify_parsed(responses, parsed, golds)
-
-    def verify_parsed(
-        self,
-        responses: Sequence[str],
-        parsed: Sequence[spans.Spans],
-        golds: Sequence[str | Example],
-    ) -> list[Verdict]:
-        """As `verify`, for responses whose spans are known."""
-        if self._rewards is not None:
-            return self.begin(responses, parsed, golds, group_size=1)()
-        outcomes: list[str | Question] = [
-            self._compare(span.answer, gold) if span.has_answer else "no answer span"
-            for span, gold in zip(parsed, golds, strict=True)
-        ]
-        questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
-        self._num_fast += len(outcomes) - len(questions)
-        replies = iter(self._pool.ask(questions))
-        answered = [next(replies) if isinstance(out, Question) else out for out in outcomes]
-        return [
-            Verdict(
-                acc=float(answers.is_equal(outcome)),
-                fmt=span.fmt,
-                reason=outcome.removeprefix("equal: ").removeprefix("different: "),
-            )
-            for span, outcome in zip(parsed, answered, strict=True)
-        ]
+        return self.begin(responses, parsed, golds, group_size=1)()
 
     def begin(
         self,
@@ -205,7 +176,8 @@ class Verifier:
         responses are judged at once.
 
         Args:
-            responses, parsed, golds: as in `verify_parsed`.
+            responses, golds: as in `verify`.
+            parsed: the spans of each response.
             group_size: consecutive responses that belong to one question.
         """
         if self._rewards is None:
@@ -222,6 +194,47 @@ class Verifier:
         return lambda: [
             verdict for group, reply in pending for verdict in self._read(group, reply.result())
         ]
+
+    def verify_parsed(
+        self,
+        responses: Sequence[str],
+        parsed: Sequence[spans.Spans],
+        golds: Sequence[str | Example],
+    ) -> list[Verdict]:
+        """The built-in verdicts of responses whose spans are known."""
+        outcomes = [
+            self._compare(span.answer, gold) if span.has_answer else "no answer span"
+            for span, gold in zip(parsed, golds, strict=True)
+        ]
+        questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
+        self._num_fast += len(outcomes) - len(questions)
+        replies = iter(self._pool.ask(questions))
+        answered = [next(replies) if isinstance(out, Question) else out for out in outcomes]
+        return [
+            Verdict(
+                acc=float(answers.is_equal(outcome)),
+                fmt=span.fmt,
+                reason=outcome.removeprefix("equal: ").removeprefix("different: "),
+            )
+            for span, outcome in zip(parsed, answered, strict=True)
+        ]
+
+    def _compare(self, answer: str, gold: str | Example) -> str | Question:
+        if isinstance(gold, str):
+            gold = Example(id="", source="", images=(), question="", answer=gold)
+        if not isinstance(gold.answer, str):
+            raise ValueError(
+                f"the answer of example {gold.id!r} is a {type(gold.answer).__name__}, and the "
+                "built-in verifier compares text; set verifier.reward to a function of your own"
+            )
+        return answers.compare(
+            answer,
+            gold.answer,
+            choices=gold.choices,
+            tolerance=gold.tolerance or self._tolerance,
+            num_decimals=self._num_decimals,
+            units_matter=gold.units == "matter",
+        )
 
     def _read(self, parsed: Sequence[spans.Spans], reply: Reply) -> list[Verdict]:
         """The verdicts of a group, from the reply of its worker."""
@@ -248,25 +261,6 @@ class Verifier:
             reason="reward function",
             components=row,
             quality=sum(weight * row[name] for name, weight in self._weights.items()),
-        )
-
-    def _compare(self, answer: str, gold: str | Example) -> str | Question:
-        if isinstance(gold, str):
-            return answers.compare(answer, gold, **self._limits)
-        if not isinstance(gold.answer, str):
-            raise ValueError(
-                f"the answer of example {gold.id!r} is a {type(gold.answer).__name__}, and the "
-                "built-in verifier compares text; set verifier.reward to a function of your own"
-            )
-        limits = dict(self._limits)
-        if gold.tolerance:
-            limits["tolerance"] = gold.tolerance
-        return answers.compare(
-            answer,
-            gold.answer,
-            choices=gold.choices,
-            units_matter=gold.units == "matter",
-            **limits,
         )
 
 

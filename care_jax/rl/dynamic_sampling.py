@@ -5,7 +5,7 @@ mixed group (some correct, some wrong) of a later batch. Each process replaces i
 groups that it decoded, so that no prompt, image or response crosses the network. All processes draw
 until each has enough mixed groups; surplus groups are not used.
 
-Letters: N prompts of a step, B prompts of this process, G rollouts per prompt.
+Letters: B prompts of this process, G rollouts per prompt.
 """
 
 from __future__ import annotations
@@ -13,83 +13,75 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import flax.struct
 import jax
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
-from care_jax.batch import Example, Rollouts, Scores
+from care_jax.batch import Example, Groups
+from care_jax.data.pipeline import Batches
 from care_jax.devices import distributed
 from care_jax.method import advantages
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.rl.rollout import Groups, PromptTable, gather_prompt_table
+from care_jax.rewards.verifier import Verifier
+from care_jax.rl.rollout import RolloutPrograms, asked, roll_out
+from care_jax.run.run import Run
+from models import backbone
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """A rollout batch and its prompts.
+def draw_groups(
+    run: Run,
+    programs: RolloutPrograms,
+    params: backbone.Params,
+    batches: Batches,
+    first: tuple[int, list[Example], list[TokenizedPrompt]],
+    index: Int[np.ndarray, " B"],
+    verifier: Verifier,
+) -> list[Groups]:
+    """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
 
-    Attributes:
-        table: sizes and sources of all N prompts.
-        examples, prompts, groups: of the B prompts of this process, in the order of `table.local`.
+    Draw t of step s uses batch s + t·num_steps of the stream and the random key of that number.
+    Both are functions of (s, t) alone, and no other draw or step uses them.
+
+    Args:
+        run, programs, batches, verifier: of the stage.
+        params: in the decode layout.
+        first: the step, and the examples and tokenised prompts of its first draw.
+        index: of this process's prompts in a batch.
     """
 
-    table: PromptTable
-    examples: list[Example]
-    prompts: list[TokenizedPrompt]
-    groups: Groups
+    def draw(number: int, examples: list[Example], prompts: list[TokenizedPrompt]) -> Groups:
+        rng = jax.random.fold_in(jax.random.key(run.config.seed), number)
+        return roll_out(run, programs, params, rng, asked(index, examples, prompts), verifier)
+
+    draws = [draw(*first)]
+    while len(draws) < run.objective.max_tries and not is_full(draws):
+        number = first[0] + len(draws) * run.config.rl.num_steps
+        draws.append(draw(number, *batches.batch(number)))
+    return draws
 
 
-def is_full(draws: Sequence[Draw]) -> bool:
+def is_full(draws: Sequence[Groups]) -> bool:
     """Whether every process has enough mixed groups; all processes get the same answer."""
-    num_missing = len(draws[0].examples) - sum(int(_is_mixed(draw).sum()) for draw in draws)
+    num_missing = len(draws[0].index) - sum(int(_is_mixed(groups).sum()) for groups in draws)
     return max(distributed.gather_json(num_missing)) <= 0
 
 
-def fill(draws: Sequence[Draw]) -> Draw:
+def choose_mixed(draws: Sequence[Groups]) -> Groups:
     """The first draw, with its unmixed groups replaced by mixed groups of the later draws.
 
     If there are too few, unmixed groups remain; `credit.dapo_credit` gives them weight 0.
     """
     if len(draws) == 1:
         return draws[0]
-    is_mixed = np.concatenate([_is_mixed(draw) for draw in draws])
-    num_places = len(draws[0].examples)
-    chosen = np.arange(num_places)
-    spare = num_places + np.flatnonzero(is_mixed[num_places:])
-    empty = np.flatnonzero(~is_mixed[:num_places])[: len(spare)]
-    chosen[empty] = spare[: len(empty)]
-    examples = [example for draw in draws for example in draw.examples]
-    examples = [examples[place] for place in chosen]
-    prompts = [prompt for draw in draws for prompt in draw.prompts]
-    prompts = [prompts[place] for place in chosen]
-    return Draw(
-        gather_prompt_table(draws[0].table.local, examples, prompts),
-        examples,
-        prompts,
-        Groups.concatenate([draw.groups for draw in draws], chosen),
-    )
+    num_prompts = len(draws[0].index)
+    drawn = Groups.concatenate(draws)
+    is_mixed = _is_mixed(drawn)
+    chosen = np.arange(num_prompts)
+    spare = num_prompts + np.flatnonzero(is_mixed[num_prompts:])
+    replaced = np.flatnonzero(~is_mixed[:num_prompts])[: len(spare)]
+    chosen[replaced] = spare[: len(replaced)]
+    return dataclasses.replace(drawn.take(chosen), index=draws[0].index)
 
 
-@flax.struct.dataclass
-class Survey:
-    """Every group that was drawn on any process, without texts and spans."""
-
-    rollouts: Rollouts
-    scores: Scores
-
-
-def survey(draws: Sequence[Draw]) -> Survey:
-    """Gathers all drawn groups for the metrics: those trained on were selected by their acc."""
-    parts = [
-        distributed.gather_rows(
-            Survey(draw.groups.rollouts.without_text(), draw.groups.scores.without_spans()),
-            draw.table.local,
-        )
-        for draw in draws
-    ]
-    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-
-
-def _is_mixed(draw: Draw) -> Bool[np.ndarray, " B"]:
-    return np.asarray(jax.vmap(advantages.is_mixed)(draw.groups.scores.acc))
+def _is_mixed(groups: Groups) -> Bool[np.ndarray, " B"]:
+    return np.asarray(jax.vmap(advantages.is_mixed)(groups.scores.acc))

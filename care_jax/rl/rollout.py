@@ -15,97 +15,175 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 
-import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int, PRNGKeyArray, Shaped
+from jaxtyping import Int, PRNGKeyArray, Shaped
 
-from care_jax.batch import Example, Rollouts, Scores
+from care_jax.batch import Example, Groups, Rollouts, Subgroup
 from care_jax.decoding import reflection
-from care_jax.decoding.queue import NO_CONTEXT, Request
-from care_jax.devices import distributed
-from care_jax.method.select import Subgroup
+from care_jax.decoding.programs import DecodePrograms, compile_decoding
+from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue, Request
+from care_jax.decoding.sampler import DecodeOptions, DecodingAttention
+from care_jax.decoding.schedule import Sizes
+from care_jax.devices import distributed, sharding
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.method import credit
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
 from care_jax.rewards.scores import start_scoring
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl.programs import RolloutPrograms
 from care_jax.run.run import Run
 from models import backbone
 
+Decode = Callable[..., Iterator[tuple[list[int], Rollouts]]]
+
 
 @dataclasses.dataclass(frozen=True)
-class PromptTable:
-    """What every process knows about all prompts of a step.
+class RolloutPrograms:
+    """The compiled functions of a rollout, see `compile_rollout`.
 
     Attributes:
-        local: indices in the step of this process's B prompts, ascending.
-        sizes: tokens and patches of each of the N prompts.
-        sources: name of the data source of each of the N prompts.
+        decode: (params, rng, requests) -> indices of requests with G rollouts of each, in order of
+            completion; see `decoding.queue.DecodeQueue.decode`.
+        reflect: likewise, with one rollout per request, which starts with the request's context.
+        select: (rollouts, scores, rng, index [B]) -> Subgroup.
     """
 
-    local: Int[np.ndarray, " B"]
-    sizes: Int[np.ndarray, "N 2"]
-    sources: list[str]
+    decode: Decode
+    reflect: Decode
+    select: Callable[..., Subgroup]
 
 
-def gather_prompt_table(
-    local: Int[np.ndarray, " B"], examples: Sequence[Example], prompts: Sequence[TokenizedPrompt]
-) -> PromptTable:
-    """Gathers the table from all processes, each of which passes its prompts."""
-    sources = [[int(place), example.source] for place, example in zip(local, examples, strict=True)]
+def compile_decoder(
+    run: Run,
+    *,
+    temperature: float,
+    top_p: float,
+    stops: bool = True,
+    attention: DecodingAttention | None = None,
+) -> DecodePrograms:
+    """`compile_decoding` for the run's policy, devices and dtype.
+
+    Without `attention`, the device's is used and not compared with XLA.
+    """
+    rules, model = run.config.decode_sharding_rules, run.config.model
+    if attention is None:
+        impl = sharding.attention_impl(model.attention, rules, run.mesh)
+        attention = DecodingAttention(impl, impl)
+    options = DecodeOptions(
+        config=run.policy.config,
+        mesh=run.mesh,
+        rules=rules,
+        dtype=jnp.dtype(model.compute_dtype),
+        closing_tag=run.policy.closing_tag,
+        temperature=temperature,
+        top_p=top_p,
+        attention=attention,
+        stops=stops,
+    )
+    return compile_decoding(options)
+
+
+def context_tokens(run: Run) -> int:
+    """Maximum number of forced tokens of a reflected row.
+
+    Without a tokenizer (programs are only compiled), four bytes of the cue count as one token.
+    """
+    care, tokenizer = run.config.care, run.policy.tokenizer
+    if care.reflect_mode == "resample":
+        return 0
+    cue = reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed)
+    if tokenizer is None:
+        return care.max_context + math.ceil(len(cue.encode()) / 4)
+    return care.max_context + len(tokenizer.encode(cue, add_special_tokens=False) if cue else ())
+
+
+def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
+    """Sizes of the first decode, and of the reflected one.
+
+    A reflected prompt has one row and takes less than half the memory, so more of them are decoded
+    at a time.
+    """
+    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_sharding)
+    tries = Sizes(
+        num_slots=rl.decode_prompts,
+        num_rows=min(rl.decode_rows, rl.num_rollouts),
+        num_rollouts=rl.num_rollouts,
+        max_tokens=rl.max_response_tokens,
+        context_tokens=0,
+        num_shards=shards,
+        period=rl.prompts_per_update,
+    )
+    repairs = dataclasses.replace(
+        tries,
+        num_slots=min(rl.decode_prompts * max(tries.num_rows // 2, 1), rl.prompts_per_step),
+        num_rows=1,
+        num_rollouts=1,
+        context_tokens=context_tokens(run),
+    )
+    return tries, repairs
+
+
+def compile_rollout(
+    run: Run, clock: DeviceClock, attention: DecodingAttention | None = None
+) -> RolloutPrograms:
+    """The jitted functions of a rollout, each compiled once per shape that occurs.
+
+    `clock` is told of what runs; for `attention` see `compile_decoder`.
+    """
+    rl, care = run.config.rl, run.config.care
+    programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
+    first, second = (
+        DecodeQueue(programs, run.policy.prompts, sizes, clock) for sizes in rollout_sizes(run)
+    )
+
+    def select(rollouts, scores, rng, index):
+        rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, index)
+        settings = {key: care[key] for key in ("K", "M", "rule", "anchor_rule")}
+        return credit.select_subgroups(rollouts, scores, rngs, **settings)
+
+    return RolloutPrograms(decode=first.decode, reflect=second.decode, select=jax.jit(select))
+
+
+def asked(
+    index: Int[np.ndarray, " B"], examples: Sequence[Example], prompts: Sequence[TokenizedPrompt]
+) -> Groups:
+    """Groups of which only the questions are known."""
+    return Groups(
+        index=np.asarray(index, np.int32),
+        examples=np.array(examples, object),
+        prompts=np.array(prompts, object),
+        sources=np.array([example.source for example in examples], object),
+        sizes=prompt_sizes(prompts),
+    )
+
+
+def gather_groups(groups: Groups) -> Groups:
+    """The groups of all processes, N prompts, with what packing and metrics need.
+
+    Texts, tokens, embeddings and spans stay where they are. In a run of one process they too are
+    left out.
+    """
+    credit = groups.credit
+    numbers = Groups(
+        index=groups.index,
+        sizes=groups.sizes,
+        rollouts=dataclasses.replace(groups.rollouts, tokens=None, logp=None, embedding=None),
+        scores=dataclasses.replace(groups.scores, is_think=None, is_answer=None),
+        subgroup=groups.subgroup,
+        has_reflection=groups.has_reflection,
+        credit=credit and dataclasses.replace(credit, token_advantage=None),
+        raw=groups.raw,
+    )
+    sources = [*zip(groups.index.tolist(), groups.sources, strict=True)]
     gathered = sorted(pair for pairs in distributed.gather_json(sources) for pair in pairs)
-    sizes = distributed.gather_rows(prompt_sizes(prompts), local)
-    return PromptTable(local, sizes, [source for _, source in gathered])
-
-
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """The results of one rollout batch, as numpy arrays over B prompts.
-
-    Attributes:
-        rollouts, scores: of all rows; a reflected row is the last.
-        subgroup: anchor and negatives.
-        has_reflection: the last row is a reflected one.
-        reasons: why the verifier judged each row as it did, see `Verdict`.
-        components: what a reward function returned for each row, see `Scored`.
-    """
-
-    rollouts: Rollouts
-    scores: Scores
-    subgroup: Subgroup
-    has_reflection: Bool[np.ndarray, " B"]
-    reasons: Shaped[np.ndarray, "B R"]
-    components: Shaped[np.ndarray, "B R"] | None = None
-
-    @staticmethod
-    def concatenate(groups: Sequence[Groups], places: Int[np.ndarray, " B"]) -> Groups:
-        """Concatenates batches of groups, then takes the groups at indices `places`, in order."""
-
-        def joined(name):
-            parts = [getattr(group, name) for group in groups]
-            return jax.tree.map(lambda *arrays: np.concatenate(arrays)[places], *parts)
-
-        return Groups(*(joined(field.name) for field in dataclasses.fields(Groups)))
-
-
-@flax.struct.dataclass
-class Verified:
-    """Rows of B prompts with the verifier's results, as numpy arrays."""
-
-    rollouts: Rollouts
-    scores: Scores
-    texts: Shaped[np.ndarray, "B R"]
-    reasons: Shaped[np.ndarray, "B R"]
-    components: Shaped[np.ndarray, "B R"] | None
-
-    @property
-    def is_judged(self) -> Bool[np.ndarray, "B R"]:
-        """False where a reward function failed."""
-        if self.components is None:
-            return np.ones(self.reasons.shape, bool)
-        return self.components.astype(bool)  # an empty dict is False
+    return dataclasses.replace(
+        distributed.gather_rows(numbers, groups.index),
+        sources=np.array([source for _, source in gathered], object),
+    )
 
 
 def roll_out(
@@ -113,82 +191,70 @@ def roll_out(
     programs: RolloutPrograms,
     params: backbone.Params,
     rng: PRNGKeyArray,
-    table: PromptTable,
-    examples: Sequence[Example],
-    prompts: Sequence[TokenizedPrompt],
+    groups: Groups,
     verifier: Verifier,
 ) -> Groups:
     """Decodes a rollout batch, verifies, selects and reflects.
 
     Args:
-        run: the run.
-        programs: compiled for the run.
+        run, programs, verifier: of the stage.
         params: in the decode layout.
         rng: key of this step.
-        table: of the step's prompts.
-        examples, prompts: questions and tokenised prompts of this process.
-        verifier: compares answers.
 
     Returns:
-        the groups of this process's prompts, in the order of `table.local`.
+        the groups with their rollouts, scores and subgroups.
 
     Raises:
         distributed.Preempted: the run was told to stop; nothing of this step is kept.
     """
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
-    places = np.asarray(table.local, np.int32)
-    requests = [Request(*pair) for pair in zip(places.tolist(), prompts, strict=True)]
-    first = verify(run, programs.decode(params, decode_rng, requests), examples, verifier)
-    assert first is not None  # every process has prompts
-    subgroup = programs.select(first.rollouts, first.scores, select_rng, places)
+    requests = [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
+    decoded = programs.decode(params, decode_rng, requests)
+    rows = verify(run, decoded, groups.examples, verifier)
+    assert rows is not None  # every process has prompts
+    subgroup = programs.select(rows.rollouts, rows.scores, select_rng, groups.index)
     subgroup = jax.device_get(subgroup)
     # Where nothing was judged, there is no failure to rescue.
-    is_judged = first.is_judged.any(1)
-    subgroup = dataclasses.replace(subgroup, has_update=subgroup.has_update & is_judged)
-    has_reflection = np.zeros(len(places), bool)
+    has_update = subgroup.has_update & rows.is_judged.any(1)
+    subgroup = dataclasses.replace(subgroup, has_update=has_update)
+    has_reflection = np.zeros(len(requests), bool)
     if run.objective.has_reflection:
-        has_reflection = subgroup.has_update & ~subgroup.is_rescue
-        repaired = np.flatnonzero(has_reflection)
-        contexts = contexts_of(
-            run,
-            first.texts[repaired, subgroup.hard_negative[repaired]],
-            run.config.care.reflect_mode,
-        )
+        has_reflection = has_update & ~subgroup.is_rescue
+        index = np.flatnonzero(has_reflection)  # of the prompts that are repaired
+        failures = rows.texts[index, subgroup.hard_negative[index]]
+        contexts = contexts_of(run, failures, run.config.care.reflect_mode)
         requests = [
             dataclasses.replace(requests[i], context=context)
-            for i, context in zip(repaired, contexts, strict=True)
+            for i, context in zip(index, contexts, strict=True)
         ]
         repairs = programs.reflect(params, reflect_rng, requests)
-        second = verify(run, repairs, [examples[i] for i in repaired.tolist()], verifier)
-        if second is not None:
-            is_judged = second.is_judged[:, 0]
-            has_reflection[repaired[~is_judged]] = False
-            repaired = repaired[is_judged]
-            second = jax.tree.map(lambda x: x[is_judged], second) if len(repaired) else None
-        first = _with_reflected(run, first, second, repaired)
-    return Groups(
-        first.rollouts,
-        first.scores,
-        subgroup,
-        has_reflection,
-        first.reasons,
-        first.components,
+        reflected = verify(run, repairs, groups.examples[index], verifier)
+        if reflected is not None:
+            is_judged = reflected.is_judged[:, 0]
+            has_reflection[index[~is_judged]] = False
+            index, reflected = index[is_judged], reflected.take(is_judged)
+        rows = _with_reflected(run, rows, reflected, index)
+    return dataclasses.replace(
+        groups,
+        rollouts=rows.rollouts,
+        scores=rows.scores,
+        texts=rows.texts,
+        reasons=rows.reasons,
+        components=rows.components,
+        subgroup=subgroup,
+        has_reflection=has_reflection,
     )
 
 
 def verify(
     run: Run,
     decoded: Iterator[tuple[list[int], Rollouts]],
-    examples: Sequence[Example],
+    examples: Sequence[Example] | Shaped[np.ndarray, " B"],
     verifier: Verifier,
-) -> Verified | None:
+) -> Groups | None:
     """Verifies rollouts as they finish; returns them in the order of `examples`, None if none.
 
-    Args:
-        run: the run.
-        decoded: (indices of examples, their rollouts) as they finish.
-        examples: the questions.
-        verifier: compares answers.
+    `decoded` gives (indices of examples, their rollouts) as they finish.
     """
     policy, started, order = run.policy, [], []
     for indices, rollouts in decoded:
@@ -207,52 +273,48 @@ def verify(
         return None
     parts = []
     for rollouts, finish in started:
-        scores, texts, reasons, components = finish()
-        texts = np.array(texts, object)
-        parts.append(Verified(rollouts, scores, texts, reasons, components))
-    return jax.tree.map(lambda *rows: np.concatenate(rows)[np.argsort(order)], *parts)
+        scored = finish()._asdict()
+        scored["texts"] = np.array(scored["texts"], object)
+        parts.append(Groups(rollouts=rollouts, **scored))
+    return Groups.concatenate(parts).take(np.argsort(order))
 
 
 def contexts_of(
     run: Run, failures: Shaped[np.ndarray, " n"], mode: str
 ) -> list[Int[np.ndarray, " c"]]:
-    """The forced tokens with which the repair of each failed response starts.
+    """The forced tokens with which the repair of each failed response, a text, starts.
 
-    Args:
-        run: the run.
-        failures: texts of the responses.
-        mode: one of `reflection.MODES`.
+    `mode` is one of `reflection.MODES`.
     """
     care, policy = run.config.care, run.policy
     if mode == "resample":
         return [NO_CONTEXT for _ in failures]
+    cue = reflection.cue_text(care.cue, mode, seed=run.config.seed)
+    encode = functools.partial(policy.tokenizer.encode, add_special_tokens=False)
+    tag, settings = policy.think_tag, dict(max_context=care.max_context)
     return [
         reflection.context_tokens(
-            reflection.rationale_of(failure, policy.think_tag),
-            reflection.cue_text(care.cue, mode, seed=run.config.seed),
-            functools.partial(policy.tokenizer.encode, add_special_tokens=False),
-            think_tag=policy.think_tag,
-            max_context=care.max_context,
+            reflection.rationale_of(failure, tag), cue, encode, think_tag=tag, **settings
         )
         for failure in failures
     ]
 
 
 def _with_reflected(
-    run: Run, first: Verified, second: Verified | None, repaired: Int[np.ndarray, " n"]
-) -> Verified:
-    """Appends the reflected row to every prompt; an empty row if nothing was repaired."""
-    last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), first)
+    run: Run, rows: Groups, reflected: Groups | None, index: Int[np.ndarray, " n"]
+) -> Groups:
+    """Appends a row to every prompt: the reflected one at `index`, an empty one elsewhere."""
+    last = jax.tree.map(lambda x: np.zeros_like(x[:, :1]), rows)
     last.rollouts.tokens[:] = run.policy.config.pad_token_id
     last.texts[:] = last.reasons[:] = ""
     if last.components is not None:
         last.components.fill({})
-    if second is not None:
+    if reflected is not None and len(index):
         if run.config.care.reflect_credit == "prompt_only":
             rollouts, scores = reflection.without_context(
-                second.rollouts, second.scores, run.policy.config.pad_token_id
+                reflected.rollouts, reflected.scores, run.policy.config.pad_token_id
             )
-            second = dataclasses.replace(second, rollouts=rollouts, scores=scores)
-        for rows, found in zip(jax.tree.leaves(last), jax.tree.leaves(second), strict=True):
-            rows[repaired] = found
-    return jax.tree.map(lambda *rows: np.concatenate(rows, 1), first, last)
+            reflected = dataclasses.replace(reflected, rollouts=rollouts, scores=scores)
+        for empty, found in zip(jax.tree.leaves(last), jax.tree.leaves(reflected), strict=True):
+            empty[index] = found
+    return jax.tree.map(lambda *parts: np.concatenate(parts, 1), rows, last)

@@ -18,14 +18,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
-from care_jax.decoding.programs import DecodingAttention
+from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.report.metrics import print_line
 from care_jax.run.run import Run
 from models.attention.cached import attend_cached, cache_mask
-from models.attention.mask import AttentionImpl
-from models.attention.packed import largest_difference
+from models.attention.packed import AttentionImpl, largest_difference
 
 # Relative to the largest entry. Rounding gives 1e-2 in bfloat16, and 1e-3 if float32 matmuls are
 # computed at reduced precision; a wrong mask gives about 1.

@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from ml_collections import ConfigDict
 
 from care_jax.data.readers import hub
-from care_jax.data.tokenizer import open_tokenizer
+from care_jax.data.stages import open_tokenizer
 from care_jax.decoding import reflection
 from care_jax.devices import sharding
 from care_jax.method import spans

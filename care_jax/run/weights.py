@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from care_jax.config.resume import TRAINING
 from care_jax.devices import sharding
-from care_jax.run import integrity, lock, state_check
+from care_jax.run import guards, integrity, lock
 from care_jax.run.run import Run, checkpoint_folder, has_checkpoint, open_checkpoints, params_of
 from models import backbone, lora
 from models.backbone import Params
@@ -86,7 +86,7 @@ def start(run: Run) -> Params:
         )
     params, _ = backbone.load(folder, shape, dtype, shardings)
     name = f"model.path {model.path}"
-    state_check.check_weights(run, params, name, "choose another, or export it again")
+    guards.check_weights(run, params, name, "choose another, or export it again")
     return params
 
 
@@ -147,5 +147,5 @@ def restore(
         params = saved.restore_params(of(params_of(run)), step)
         name = f"checkpoint {step} of {stage}"
         advice = f"set export.step to another of the saved steps {saved.steps}"
-        state_check.check_weights(run, params, name, advice)
+        guards.check_weights(run, params, name, advice)
         return params

@@ -9,21 +9,22 @@ Letters: G samples of each question.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.batch import Example, Rollouts
+from care_jax.batch import Rollouts
+from care_jax.benchmarks.samples import Answers, Questions
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, loaded_programs, sharding, streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import progress
 from care_jax.rewards.scores import row_texts
-from care_jax.rl.programs import compile_decoder
+from care_jax.rl.rollout import compile_decoder
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout
 from models import backbone
@@ -79,44 +80,26 @@ def compile_answering(run: Run) -> AnsweringPrograms:
 
 
 def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms) -> Decode:
-    """The decoder with the weights in the decode layout.
+    """The decoder; the first call brings the weights into the decode layout.
 
     Returns:
         A function from this process's requests to (indices of some requests, G rollouts of each)
-        pairs, in order of completion. A request's place determines its draws.
+        pairs, in order of completion. A request's index determines its draws.
     """
-    decode_params = programs.to_decode_layout(params)
+    decode_params = functools.cache(lambda: programs.to_decode_layout(params))
     rng = streams.key_of(run.config.seed, streams.EVALUATION)
-    return lambda requests: programs.queue.decode(decode_params, rng, requests)
-
-
-class Batch(NamedTuple):
-    """This process's share of some questions and its answers, in the order of the questions.
-
-    Attributes:
-        places: the questions' indices.
-        examples: the questions.
-        rollouts: G of each.
-        texts: the rollouts' texts, without the token that ends them.
-        dropped: indices of questions that fit no bucket and were not answered.
-    """
-
-    places: list[int]
-    examples: list[Example]
-    rollouts: Rollouts
-    texts: list[list[str]]
-    dropped: list[int]
+    return lambda requests: programs.queue.decode(decode_params(), rng, requests)
 
 
 def decode_batches(
-    run: Run, decode: Decode, examples: Sequence[Example], done: Collection[int], label: str
-) -> Iterator[Batch]:
+    run: Run, decode: Decode, questions: Questions, done: Collection[int], label: str
+) -> Iterator[Answers]:
     """Decodes the examples whose index is not in `done`, `_NUM_BATCHES` batches at a time.
 
     Args:
         run: the run.
         decode: of the run, see `make_decoder`.
-        examples: the same on all processes.
+        questions: the same on all processes.
         done: indices to leave out, the same on all processes.
         label: what is evaluated, for the terminal.
 
@@ -128,15 +111,16 @@ def decode_batches(
     local_rows = (starts[:, None] + sharding.local_rows(size, run.decode_batch_sharding)).ravel()
     # A question's batch depends on its index alone, and so does its place, from which it draws.
     num_rows = _NUM_BATCHES * size
-    todo = (place for place in range(len(examples)) if place not in done)
+    todo = (place for place in range(len(questions)) if place not in done)
     firsts = sorted({place - place % num_rows for place in todo})
     for first in progress(firsts, f"evaluate {label}", 0, len(firsts)):
         loaded_programs.drop_if_many()
         local = [
             place
             for place in (first + local_rows).tolist()
-            if place < len(examples) and place not in done
+            if place < len(questions) and place not in done
         ]
+        examples = {place: questions[place] for place in local}
         prompts = {place: policy.prompts.tokenize(examples[place]) for place in local}
         kept = [place for place, prompt in prompts.items() if policy.prompts.fits(prompt)]
         try:
@@ -148,12 +132,12 @@ def decode_batches(
         order = np.argsort(indices).astype(int)
         rollouts = jax.tree.map(lambda *rows: np.concatenate(rows)[order], *rollouts)  # noqa: B023
         texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
-        yield Batch(
+        yield Answers(
             places=kept,
             examples=[examples[place] for place in kept],
             rollouts=rollouts,
             texts=texts,
-            dropped=[place for place in local if place not in kept],
+            dropped={place: examples[place] for place in local if place not in kept},
         )
 
 

@@ -22,6 +22,7 @@ Answers = dict[Question, tuple[str, float, float]]  # source, share right, any r
 def answers_of(path: pathlib.Path) -> Answers:
     with path.open() as file:
         rows = [json.loads(line) for line in file]
+    rows = [row for row in rows if not row.get("is_dropped")]
     return {
         (row["source"], row["id"]): (
             row["source"],

@@ -25,32 +25,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from models.attention.blocks import MASKED
-from models.attention.mask import XLA, AttentionImpl, BlockPairs, block_pairs
-from models.attention.packed import matmul
+from models.attention.kernels import MASKED, BlockPairs, block_pairs
+from models.attention.packed import XLA, AttentionImpl, matmul, split_heads
 
 _TPU_BLOCK, _GPU_BLOCK = 256, 64  # slots per block
 
 
 @flax.struct.dataclass
 class CacheMask:
-    """Which slots the new tokens attend to; the same for all layers.
-
-    Attributes:
-        prefix, suffix: true for these slots.
-        prefix_blocks, suffix_blocks: the blocks to read, owned by prompts and by rows; None for
-            "xla". Under a mesh, the concatenated lists of all batch shards.
-        impl: the implementation that the lists were built for.
-    """
+    """Which slots the new tokens attend to; the same for all layers."""
 
     prefix: Bool[Array, "B P"]
     suffix: Bool[Array, "B R T S"]
+    # The blocks to read, owned by prompts and by rows; None for "xla". Under a mesh, the
+    # concatenated lists of all batch shards.
     prefix_blocks: BlockPairs | None
     suffix_blocks: BlockPairs | None
-    impl: AttentionImpl = flax.struct.field(pytree_node=False)
+    impl: AttentionImpl = flax.struct.field(pytree_node=False)  # the lists were built for it
 
 
 def cache_mask(
@@ -70,11 +64,8 @@ def cache_mask(
         suffix = suffix.reshape(-1, suffix.shape[-1])
         return _live_blocks(prefix, impl), _live_blocks(suffix, impl)
 
-    if impl.mesh is not None:
-        rows = PartitionSpec(impl.batch_axes)
-        lists = jax.shard_map(
-            lists, mesh=impl.mesh, in_specs=(rows, rows), out_specs=rows, check_vma=False
-        )
+    rows = P(impl.batch_axes)
+    lists = impl.shard_map(lists, (rows, rows), rows)
     return CacheMask(prefix, suffix, *lists(prefix, suffix), impl)
 
 
@@ -97,17 +88,11 @@ def attend_cached(
     """
     if mask.impl.name == "xla":
         return _attend_dense(q, prefix, suffix, mask)
-    attend = functools.partial(_attend_live, impl=mask.impl)
-    arguments = q, prefix, suffix, dataclasses.replace(mask, suffix=mask.suffix[:, :, 0])
-    mesh = mask.impl.mesh
-    if mesh is None:
-        return attend(*arguments)
-    rows, heads = mask.impl.batch_axes, _head_axes(q.shape[3], mesh, mask.impl.head_axes)
-    spec = PartitionSpec
-    queries, keys = spec(rows, None, None, heads), spec(rows, None, heads)
-    specs = queries, spec(rows, heads), keys, spec(rows)
-    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
-    return sharded(*arguments)
+    rows, (heads, _) = mask.impl.batch_axes, split_heads(q.shape[3], 1, mask.impl)
+    queries = P(rows, None, None, heads)
+    specs = queries, P(rows, heads), P(rows, None, heads), P(rows)
+    attend = mask.impl.shard_map(_attend_live, specs, queries)
+    return attend(q, prefix, suffix, dataclasses.replace(mask, suffix=mask.suffix[:, :, 0]))
 
 
 def _attend_dense(q, prefix, suffix, mask: CacheMask):
@@ -129,16 +114,11 @@ def _attend_dense(q, prefix, suffix, mask: CacheMask):
     return (out / total[..., None]).astype(q.dtype).swapaxes(2, 3)
 
 
-def _attend_live(q, prefix, suffix, mask: CacheMask, impl: AttentionImpl):
+def _attend_live(q, prefix, suffix, mask: CacheMask):
     """Attention over the listed blocks, on one device."""
     B, R, _, K, G, H = q.shape
-    q = q[:, :, 0]
-
-    def part(q, k, v, is_seen, blocks):
-        """The output [O, K, M, H] and the log-sum-exp [O, K, M, 1] of one part."""
-        return _RUN[impl.name](
-            q, k, v, is_seen, blocks, slots_per_block(k.shape[-1], impl), impl.interpret
-        )
+    q, part = q[:, :, 0], functools.partial(_RUN[mask.impl.name], impl=mask.impl)
+    assert mask.prefix_blocks is not None and mask.suffix_blocks is not None  # not "xla"
 
     def by_row(a):
         """[B, R, ...] -> [B * R, ...]."""
@@ -155,17 +135,6 @@ def _attend_live(q, prefix, suffix, mask: CacheMask, impl: AttentionImpl):
     share = jax.nn.sigmoid(shared_lse - row_lse)
     out = share * shared + (1 - share) * of_row
     return out.astype(q.dtype).reshape(B, R, 1, K, G, H)
-
-
-def _head_axes(num_kv_heads: int, mesh: Mesh, head_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The longest prefix of the mesh axes of the heads that divides the kv heads."""
-    axes, parts = [], 1
-    for axis in head_axes:
-        parts *= mesh.shape[axis]
-        if num_kv_heads % parts:
-            break
-        axes.append(axis)
-    return tuple(axes)
 
 
 def slots_per_block(num_slots: int, impl: AttentionImpl) -> int:
@@ -202,13 +171,18 @@ def _visit(sums, q, k, v, is_seen, scale: float):
     return decay * acc + part, new, decay * total + weights.sum(1, keepdims=True)
 
 
-def _run_tpu(q, k, v, is_seen, pairs: BlockPairs, block: int, interpret: bool):
+# A kernel computes one part: q [O, K, M, H], k [O, K, H, S], v [O, K, S, H], visible slots [O, S]
+# and the blocks to read -> output [O, K, M, H] and log-sum-exp [O, K, M, 1].
+
+
+def _run_tpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
     """A grid over a dynamic number of blocks, whose lists are prefetched.
 
     The sums of an owner stay in VMEM while the grid iterates over its blocks.
     """
     _, K, M, H = q.shape
     num_slots = k.shape[-1]
+    block = slots_per_block(num_slots, impl)
 
     def body(starts, owners, others, q, k, v, is_seen, out, lse, *sums):
         n = pl.program_id(0)
@@ -235,11 +209,13 @@ def _run_tpu(q, k, v, is_seen, pairs: BlockPairs, block: int, interpret: bool):
             out[...] = acc / total
             lse[...] = top + jnp.log(total)
 
-    def spec(shape, place):
-        return pl.BlockSpec((None, *shape), place)
+    def spec(*shape, axis=None):
+        """An owner's block of this shape; along `axis`, the block of slots of a pair."""
 
-    def owner(n, starts, owners, others):
-        return owners[n], 0, 0, 0
+        def index(n, starts, owners, others):
+            return owners[n], *(others[n] if a == axis else 0 for a in range(len(shape)))
+
+        return pl.BlockSpec((None, *shape), index)
 
     return pl.pallas_call(
         body,
@@ -248,26 +224,27 @@ def _run_tpu(q, k, v, is_seen, pairs: BlockPairs, block: int, interpret: bool):
             num_scalar_prefetch=3,
             grid=(pairs.starts[-1],),
             in_specs=[
-                spec((K, M, H), owner),
-                spec((K, H, block), lambda n, _, owners, others: (owners[n], 0, 0, others[n])),
-                spec((K, block, H), lambda n, _, owners, others: (owners[n], 0, others[n], 0)),
-                spec((1, block), lambda n, _, owners, others: (owners[n], 0, others[n])),
+                spec(K, M, H),
+                spec(K, H, block, axis=2),
+                spec(K, block, H, axis=1),
+                spec(1, block, axis=1),
             ],
-            out_specs=[spec((K, M, H), owner), spec((K, M, 1), owner)],
+            out_specs=[spec(K, M, H), spec(K, M, 1)],
             scratch_shapes=[pltpu.VMEM((K, M, size), jnp.float32) for size in (H, 1, 1)],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        interpret=interpret,
+        interpret=impl.interpret,
     )(pairs.starts, pairs.owners, pairs.others, q, k, v, is_seen[:, None].astype(jnp.int32))
 
 
-def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, block: int, interpret: bool):
+def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
     """One program per owner and kv head, which loops over the owner's blocks.
 
     Triton's arrays have powers of two as sizes; what exceeds the true sizes is masked.
     """
     O, K, M, H = q.shape
     num_slots = k.shape[-1]
+    block = slots_per_block(num_slots, impl)
     rows, dim = max(pl.next_power_of_2(M), _LEAST), max(pl.next_power_of_2(H), _LEAST)
 
     def body(starts, others, q, k, v, is_seen, out, lse):
@@ -301,7 +278,7 @@ def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, block: int, interpret: bool):
         in_specs=[*lists, spec(rows, dim), spec(dim, num_slots), spec(num_slots, dim), seen],
         out_specs=[spec(rows, dim), spec(rows, 1)],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
+        interpret=impl.interpret,
     )(pairs.starts, pairs.others, q, k, v, is_seen.astype(jnp.int32))
 
 

@@ -1,107 +1,165 @@
-"""Attention over the listed block pairs: the same walks in XLA, Pallas TPU and Pallas Triton.
+"""Attention over listed pairs of blocks: three walks, each in XLA, Pallas TPU and Pallas Triton.
 
-The rows of a batch are concatenated into one long row. On XLA and TPU the G query heads per kv head
-are folded into the query rows, [K, rows, H], so that one matmul serves all of them. GPU programs
-process one query head at a time, since GPU blocks must be powers of two and G need not be. They
-read [tokens, heads, H] with strides.
+An online softmax in float32, after FlashAttention (arXiv:2205.14135, 2307.08691). A pair is a block
+of query rows and a block of keys. The walks over the pairs compute the output with its log-sum-exp,
+the gradient of q, and the gradients of k and v.
+
+XLA and TPU fold the G query heads of a kv head into the query rows, [K, rows, H], so that one
+matmul serves all of them: row r belongs to token r // G and attends to key k iff
+G·first[k] <= r < G·(last[k] + 1). GPU programs process one query head at a time, since GPU blocks
+must be powers of two and G need not be. They read [tokens, heads, H] with strides.
+
+The side of a block is a letter for its kind and shape:
+    "q" query rows [rows, H], "a" their transpose [H, rows], "l" a number per query row [1, rows],
+    "k" keys [keys, H], "b" first and last + 1 of each key, [keys, 1] both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Int, Shaped
 
-from models.attention.blocks import DKV, DQ, FORWARD, INPUTS, OF_KEYS, Pair, Walk
-from models.attention.mask import BlockMask, BlockPairs, padded_bounds
+MASKED = -1e30  # score of a masked entry; finite, so that rows masked in a whole block stay finite
 
-
-def forward(
-    q: Float[Array, "B S K G H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    mask: BlockMask,
-) -> tuple[Float[Array, "B S K G H"], Float[Array, "K _ _"]]:
-    """The output, and the log-sum-exps in the layout that `backward` reads."""
-    assert mask.by_query is not None  # dense attention has no kernel
-    arrays, pair = _arrays(mask, q, k, v)
-    out, lse = _RUN[mask.impl.name]((FORWARD,), arrays, mask.by_query, pair, mask.impl.interpret)
-    return _unfold(out, q, mask), lse.reshape(q.shape[2], -1, lse.shape[-1])
+OF_KEYS = "kb"
+_AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}  # along which folded arrays are cut, by side
 
 
-def backward(
-    q: Float[Array, "B S K G H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    mask: BlockMask,
-    out: Float[Array, "B S K G H"],
-    lse: Float[Array, "K _ _"],
-    g: Float[Array, "B S K G H"],
-) -> tuple[Float[Array, "B S K G H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """The gradients of q, k and v, from the results of `forward` and the output's gradient g."""
-    arrays, pair = _arrays(mask, q, k, v)
-    delta = jnp.einsum("...H,...H->...", g, out, preferred_element_type=jnp.float32)
-    delta = _fold(delta[..., None], mask)
-    if mask.impl.name == "gpu":
-        delta, lse = delta[..., 0].T, lse.reshape(-1, lse.shape[-1])  # [heads, tokens]
-    else:
-        delta = delta.swapaxes(1, 2)  # [K, 1, rows], as lse
-    settings = dict(arrays=(*arrays, lse, delta, _fold(g, mask)), pair=pair)
-    run = functools.partial(_RUN[mask.impl.name], **settings, interpret=mask.impl.interpret)
-    if mask.impl.name == "xla":  # one loop, so that the compiler computes the softmax weights once
-        grads = run((DQ, DKV), pairs=mask.by_key)
-    else:
-        grads = *run((DQ,), pairs=mask.by_query), *run((DKV,), pairs=mask.by_key)
-    dq, dk, dv = (_unfold(grad, a, mask) for grad, a in zip(grads, (q, k, v), strict=True))
-    return dq, dk, dv
+@typing.no_type_check  # `shard_map` puts specs in the fields
+@flax.struct.dataclass
+class BlockPairs:
+    """The pairs of blocks to compute, grouped by one block of the pair, its owner."""
+
+    starts: Int[Array, " blocks+1"]  # the pairs of owner i are starts[i] to starts[i + 1] - 1
+    owners: Int[Array, " n"]  # the owner of each pair; 0 after the last pair
+    others: Int[Array, " n"]  # the other block of each pair
 
 
-def _arrays(mask: BlockMask, q: Array, k: Array, v: Array) -> tuple[tuple[Array, ...], Pair]:
-    """q, k, v and bounds with the rows of the batch concatenated, and the sizes of a pair."""
-    first, last = padded_bounds(mask.first, mask.last, _padding(mask))
-    start = first.shape[1] * jnp.arange(len(first), dtype=first.dtype)[:, None]
-    bounds = jnp.stack([first + start, last + start + 1], axis=-1).reshape(-1, 2)
-    assert mask.blocks is not None
-    query_block, key_block = mask.blocks
-    G, H = q.shape[3:]
-    rows_per_token = 1 if mask.impl.name == "gpu" else G
-    pair = Pair(query_block * rows_per_token, key_block, H, rows_per_token, H**-0.5)
-    return (*(_fold(a, mask) for a in (q, k, v)), bounds), pair
+def block_pairs(is_seen: Bool[Array, "B O N"], size: int) -> BlockPairs:
+    """The pairs that are seen, at most `size`; owners and others are numbered through all rows."""
+    batch, owner, other = jnp.nonzero(is_seen, size=size, fill_value=0)
+    ends = jnp.cumsum(is_seen.sum(-1).reshape(-1))
+    owner, other = batch * is_seen.shape[1] + owner, batch * is_seen.shape[2] + other
+    return BlockPairs(*(a.astype(jnp.int32) for a in (jnp.pad(ends, (1, 0)), owner, other)))
 
 
-def _padding(mask: BlockMask) -> int:
-    assert mask.blocks is not None
-    return -mask.first.shape[1] % max(mask.blocks)
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Sizes of a pair of blocks: query rows, keys, head dim, rows per token; and the scale.
+
+    If `transposed`, scores are [keys, rows], which puts rows along the vector lanes.
+    """
+
+    rows: int
+    keys: int
+    head_dim: int
+    group: int
+    scale: float
+    transposed: bool = True
+
+    def size(self, side: str) -> int:
+        """Keys or query rows in a block of this side."""
+        return self.keys if side in OF_KEYS else self.rows
+
+    def block(self, side: str) -> tuple[int, int]:
+        """The shape of a block of this side."""
+        if side == "a":
+            return self.head_dim, self.rows
+        if side == "l":
+            return 1, self.rows
+        return self.size(side), 1 if side == "b" else self.head_dim
 
 
-def _fold(a: Float[Array, "B S K ..."], mask: BlockMask) -> Array:
-    """[K, rows, H]; for a GPU, which reads with strides, [tokens, heads, H]."""
-    a = jnp.pad(a, [(0, 0), (0, _padding(mask))] + [(0, 0)] * (a.ndim - 2))
-    if mask.impl.name == "gpu":
-        return a.reshape(a.shape[0] * a.shape[1], -1, a.shape[-1])
-    return jnp.moveaxis(a, 2, 0).reshape(a.shape[2], -1, a.shape[-1])
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A reduction over the pairs of every owner block."""
+
+    inputs: str  # sides of q, k, v, bounds; then of log-sum-exp, delta, gradient of the output
+    sums: str  # sides of the accumulators; "a" and "l" are transposed if scores are not
+    initial: tuple[float, ...]  # values of the accumulators
+    outputs: str  # sides of the outputs
+    num_products: int  # matmuls per pair
+    visit: Callable  # (sums, blocks, query block, pair) -> the accumulators after a pair
+    finish: Callable = lambda sums, pair: sums  # -> the outputs
+
+    @property
+    def by_key(self) -> bool:
+        """Whether key blocks own the pairs."""
+        return self.outputs[0] in OF_KEYS
 
 
-def _unfold(a: Array, like: Float[Array, "B S K ..."], mask: BlockMask) -> Array:
-    B, S, K, *rest = like.shape
-    a = a.astype(like.dtype)
-    if mask.impl.name == "gpu":
-        return a.reshape(B, -1, K, *rest)[:, :S]
-    return jnp.moveaxis(a.reshape(K, B, -1, *rest), 0, 2)[:, :S]
+def _dot(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    axes = (((axis_a,), (axis_b,)), ((), ()))
+    return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
-# The backends: (walks over the same pairs, arrays, pairs, sizes, interpret) -> the walks' outputs.
+def _product(rows: Array, keys: Array, pair: Pair) -> Array:
+    return _dot(keys, rows, 1, 1) if pair.transposed else _dot(rows, keys, 1, 1)
 
-# The axis along which a folded array is split into blocks, by side.
-_AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}
+
+def _line(line: Shaped[Array, "1 rows"], pair: Pair) -> Array:
+    return line if pair.transposed else line.T
+
+
+def _scores(q, k, bounds, i, pair: Pair) -> Array:
+    """Scaled scores of query block i and a block of keys; `MASKED` if masked."""
+    row = i * pair.rows + lax.broadcasted_iota(jnp.int32, (1, pair.rows), 1)
+    row = _line(row, pair)
+    first, stop = (pair.group * (a if pair.transposed else a.T) for a in bounds)
+    return jnp.where((first <= row) & (row < stop), _product(q, k, pair) * pair.scale, MASKED)
+
+
+def _visit_forward(sums, blocks, i, pair: Pair):
+    q, k, v, bounds = blocks
+    acc, top, total = sums
+    keys = 0 if pair.transposed else 1
+    scores = _scores(q, k, bounds, i, pair)
+    new = jnp.maximum(top, scores.max(keys, keepdims=True))
+    weights, decay = jnp.exp(scores - new), jnp.exp(top - new)
+    low = weights.astype(v.dtype)
+    part = _dot(v, low, 0, 0) if pair.transposed else _dot(low, v, 1, 0)
+    return decay * acc + part, new, decay * total + weights.sum(keys, keepdims=True)
+
+
+def _finish_forward(sums, pair: Pair):
+    acc, top, total = sums
+    out, lse = acc / total, top + jnp.log(total)
+    return (out.T, lse) if pair.transposed else (out, lse.T)
+
+
+def _weights(blocks, i, pair: Pair) -> tuple[Array, Array]:
+    """The softmax weights, and the gradient of the unscaled scores q·k."""
+    q, k, v, bounds, lse, delta, g = blocks
+    weights = jnp.exp(_scores(q, k, bounds, i, pair) - _line(lse, pair))
+    ds = weights * (_product(g, v, pair) - _line(delta, pair)) * pair.scale
+    return weights.astype(g.dtype), ds.astype(q.dtype)
+
+
+def _visit_dq(sums, blocks, i, pair: Pair):
+    _, ds = _weights(blocks, i, pair)
+    return (sums[0] + _dot(ds, blocks[1], 0 if pair.transposed else 1, 0),)
+
+
+def _visit_dkv(sums, blocks, i, pair: Pair):
+    weights, ds = _weights(blocks, i, pair)
+    rows = 1 if pair.transposed else 0
+    return sums[0] + _dot(ds, blocks[0], rows, 0), sums[1] + _dot(weights, blocks[-1], rows, 0)
+
+
+FORWARD = Walk("qkkb", "all", (0.0, MASKED, 0.0), "ql", 2, _visit_forward, _finish_forward)
+DQ = Walk("qkkbllq", "q", (0.0,), "q", 3, _visit_dq)
+DKV = Walk("qkkbllq", "kk", (0.0, 0.0), "kk", 4, _visit_dkv)
 
 
 def _bounds(block: Array) -> tuple[Array, Array]:
@@ -112,13 +170,10 @@ def _run_xla(
     walks: Sequence[Walk], arrays: Sequence[Array], pairs: BlockPairs, pair: Pair, interpret: bool
 ) -> Sequence[Array]:
     """One loop over all pairs, vmapped over kv heads, that updates the accumulators in place."""
-    by_key = any(walk.by_key for walk in walks)
-    sides = INPUTS[: len(arrays)]
+    by_key, sides = any(walk.by_key for walk in walks), walks[0].inputs
     heads = [None if side == "b" else 0 for side in sides]
     num_heads, num_rows, _ = arrays[0].shape
-    num_keys = arrays[1].shape[1]
-    whole = dataclasses.replace(pair, rows=num_rows, keys=num_keys)
-    size = {side: pair.keys if side in OF_KEYS else pair.rows for side in _AXIS}
+    whole = dataclasses.replace(pair, rows=num_rows, keys=arrays[1].shape[1])
 
     def initial(side, value):
         return jnp.full((num_heads, *whole.block(side)), value, jnp.float32)
@@ -128,23 +183,22 @@ def _run_xla(
         i, j = (other, owner) if by_key else (owner, other)
 
         def start(side):
-            return (j if side in OF_KEYS else i) * size[side]
+            return (j if side in OF_KEYS else i) * pair.size(side)
 
         def block_of(side, a):
-            block = lax.dynamic_slice_in_dim(a, start(side), size[side], _AXIS[side])
+            block = lax.dynamic_slice_in_dim(a, start(side), pair.size(side), _AXIS[side])
             return _bounds(block) if side == "b" else block
 
         def add(walk, sums):
             visit = functools.partial(walk.visit, i=i, pair=pair)
-            parts = tuple(block_of(*a) for a in zip(walk.sums, sums, strict=True))
-            new = jax.vmap(visit, (0, heads))(parts, blocks)
+            new = jax.vmap(visit, (0, heads))(tuple(map(block_of, walk.sums, sums)), blocks)
             return tuple(
                 lax.dynamic_update_slice_in_dim(a, part, start(side), _AXIS[side])
                 for side, a, part in zip(walk.sums, sums, new, strict=True)
             )
 
-        blocks = [block_of(*a) for a in zip(sides, arrays, strict=True)]
-        return [add(*a) for a in zip(walks, totals, strict=True)]
+        blocks = list(map(block_of, sides, arrays))
+        return list(map(add, walks, totals))
 
     totals = [tuple(map(initial, walk.sums, walk.initial)) for walk in walks]
     totals = lax.fori_loop(0, pairs.starts[-1], step, totals)
@@ -163,8 +217,7 @@ def _run_tpu(
     The accumulators of an owner stay in VMEM while the grid iterates over its pairs.
     """
     (walk,) = walks
-    sides, num_heads = INPUTS[: walk.num_inputs], len(arrays[0])
-    arrays = arrays[: walk.num_inputs]
+    sides, num_heads = walk.inputs, len(arrays[0])
 
     def body(starts, owners, others, *refs):
         inputs, outputs = refs[: len(sides)], refs[len(sides) : -len(walk.sums)]
@@ -205,8 +258,8 @@ def _run_tpu(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_heads, pairs.starts[-1]),
-            in_specs=[spec(side) for side in sides],
-            out_specs=[spec(side) for side in walk.outputs],
+            in_specs=list(map(spec, sides)),
+            out_specs=list(map(spec, walk.outputs)),
             scratch_shapes=[pltpu.VMEM(pair.block(side), jnp.float32) for side in walk.sums],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -229,13 +282,12 @@ def _run_gpu(
     load.
     """
     (walk,) = walks
-    sides, arrays = INPUTS[: walk.num_inputs], arrays[: walk.num_inputs]
+    sides = walk.inputs
     num_tokens, num_heads, head_dim = arrays[0].shape
     num_kv_heads = arrays[1].shape[1]
     G = num_heads // num_kv_heads
     group = G if walk.by_key else 1  # query heads per program
     pair = dataclasses.replace(pair, head_dim=pl.next_power_of_2(head_dim), transposed=walk.by_key)
-    size = {"q": pair.rows, "l": pair.rows, "k": pair.keys, "b": pair.keys}
 
     def body(starts, others, *refs):
         owner = pl.program_id(0)
@@ -243,7 +295,7 @@ def _run_gpu(
         is_head = jnp.arange(pair.head_dim)[None] < head_dim
 
         def load(side, ref, block, g):
-            tokens = pl.ds(block * size[side], size[side])
+            tokens = pl.ds(block * pair.size(side), pair.size(side))
             if side == "b":
                 return tuple(ref[tokens, jnp.int32(n)][:, None] for n in range(2))
             if side == "l":
@@ -259,11 +311,13 @@ def _run_gpu(
             ]
             return tuple(walk.visit(sums, blocks, other if walk.by_key else owner, pair))
 
+        def initial(side, value):
+            is_turned = side in "al" and not pair.transposed
+            return jnp.full(pair.block(side)[:: -1 if is_turned else 1], value)
+
         owned = ((m, side) for m, side in enumerate(sides) if (side in OF_KEYS) == walk.by_key)
         fixed = {m: load(side, inputs[m], owner, jnp.int32(0)) for m, side in owned}
-        order = {side: 1 if pair.transposed or side in "qk" else -1 for side in walk.sums}
-        shapes = [pair.block(side)[:: order[side]] for side in walk.sums]
-        sums = tuple(map(jnp.full, shapes, walk.initial))
+        sums = tuple(map(initial, walk.sums, walk.initial))
         sums = lax.fori_loop(group * starts[owner], group * starts[owner + 1], step, sums)
         for side, ref, a in zip(walk.outputs, outputs, walk.finish(sums, pair), strict=True):
             if side == "l":
@@ -276,19 +330,15 @@ def _run_gpu(
             return pl.BlockSpec((num_tokens, 2), lambda owner, head: (0, 0))
         if side == "l":
             return pl.BlockSpec((group, num_tokens), lambda owner, head: (head, 0))
-        if side == "q":
-            return pl.BlockSpec(
-                (num_tokens, group, pair.head_dim), lambda owner, head: (0, head, 0)
-            )
-        kv_head = (lambda head: head) if walk.by_key else (lambda head: head // G)
-        return pl.BlockSpec(
-            (num_tokens, 1, pair.head_dim), lambda owner, head: (0, kv_head(head), 0)
-        )
+        heads, per_head = (group, 1) if side == "q" else (1, 1 if walk.by_key else G)
+        shape = num_tokens, heads, pair.head_dim
+        return pl.BlockSpec(shape, lambda owner, head: (0, head // per_head, 0))
 
     def owned_block(side):
         if side == "l":
             return pl.BlockSpec((None, pair.rows), lambda owner, head: (head, owner))
-        return pl.BlockSpec((size[side], None, pair.head_dim), lambda owner, head: (owner, head, 0))
+        shape = pair.size(side), None, pair.head_dim
+        return pl.BlockSpec(shape, lambda owner, head: (owner, head, 0))
 
     lists = [pl.BlockSpec(a.shape, lambda owner, head: (0,)) for a in (pairs.starts, pairs.others)]
     return pl.pallas_call(
@@ -296,7 +346,7 @@ def _run_gpu(
         _output_shapes(walk, arrays, (num_heads, num_tokens)),
         grid=(len(pairs.starts) - 1, num_kv_heads if walk.by_key else num_heads),
         in_specs=[*lists, *map(whole, sides)],
-        out_specs=[*map(owned_block, walk.outputs)],
+        out_specs=list(map(owned_block, walk.outputs)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
     )(pairs.starts, pairs.others, *arrays)
@@ -311,4 +361,5 @@ def _output_shapes(walk: Walk, arrays: Sequence[Array], lse_shape: tuple[int, ..
     return [shapes[side] for side in walk.outputs]
 
 
-_RUN = {"xla": _run_xla, "tpu": _run_tpu, "gpu": _run_gpu}
+# (walks over the same pairs, arrays, pairs, sizes of a pair, interpret) -> the walks' outputs.
+RUN = {"xla": _run_xla, "tpu": _run_tpu, "gpu": _run_gpu}

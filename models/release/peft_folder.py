@@ -13,7 +13,6 @@ names in a release do not.
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 from collections.abc import Iterator
 
@@ -41,24 +40,23 @@ def export(
     Args:
         folder: created if missing; an earlier export in it is replaced.
         adapters: the leaves that `lora.add` adds, in the tree of the training layout.
-        config: of the backbone.
         alpha: α of the adapters; their product is scaled by α/rank.
         base: folder or hub id of the weights that they adapt; empty if these have no name.
     """
-    shapes = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))
+    params = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))
     leaves = weights.leaves_by_path(adapters)
     adapted = [
         tensor
-        for path, row in weights.tensors(config, shapes).items()
+        for path, row in weights.tensors(config, params).items()
         if path.removesuffix("kernel") + "lora_a" in leaves
         for tensor in row
     ]
     rank = next(leaf.shape[-1] for path, leaf in leaves.items() if path.endswith("lora_a"))
-    tensors = {}
+    shapes = {}
     for tensor in adapted:
-        outputs, inputs = (math.prod(tensor.shape[axis] for axis in axes) for axes in tensor.axes)
-        tensors |= {f"{_module(tensor)}.lora_A.weight": (rank, inputs)}
-        tensors |= {f"{_module(tensor)}.lora_B.weight": (outputs, rank)}
+        outputs, inputs = tensor.hf_shape
+        shapes[f"{_module(tensor)}.lora_A.weight"] = (rank, inputs)
+        shapes[f"{_module(tensor)}.lora_B.weight"] = (outputs, rank)
 
     def blocks() -> Iterator[np.ndarray]:
         for tensor in adapted:
@@ -69,25 +67,7 @@ def export(
                 matrix = matrix.reshape((-1, rank) if name == "lora_a" else (rank, -1))
                 yield np.ascontiguousarray(matrix.T, _DTYPE)
 
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        tensor_files.write_file(folder / WEIGHTS, tensors, _DTYPE, blocks())
-        fields = _fields(rank, alpha, base)
-        (folder / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    else:
-        for _ in blocks():  # joins the all-gathers
-            pass
-
-
-def _module(tensor: weights.Tensor) -> str:
-    """The module of transformers' model under peft's wrapper, from its weight's name."""
-    name = weights.release_name(tensor.name, "qwen2_5_vl")  # the flat naming
-    name = name.removeprefix("model.").removesuffix(".weight")
-    return f"base_model.model.model.language_model.{name}"
-
-
-def _fields(rank: int, alpha: float, base: str) -> dict:
-    return {
+    fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
@@ -98,3 +78,14 @@ def _fields(rank: int, alpha: float, base: str) -> dict:
         "target_modules": _TARGETS,
         "inference_mode": True,
     }
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    tensor_files.write_file(folder / WEIGHTS, shapes, _DTYPE, blocks())
+
+
+def _module(tensor: weights.Tensor) -> str:
+    """The module of transformers' model under peft's wrapper, from its weight's name."""
+    name = weights.release_name(tensor.name, "qwen2_5_vl")  # the flat naming
+    name = name.removeprefix("model.").removesuffix(".weight")
+    return f"base_model.model.model.language_model.{name}"

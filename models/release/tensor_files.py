@@ -7,6 +7,7 @@ byte offsets of every tensor, and the tensors' bytes.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -15,6 +16,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, so that safetensors needs no torch
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -27,14 +29,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor as described in its file's header.
-
-    Attributes:
-        path: of the file.
-        name: in that file.
-        shape: as stored.
-        dtype: the format's name for it, such as "BF16".
-    """
+    """A tensor as described in its file's header; its dtype by the format's name, as "BF16"."""
 
     path: pathlib.Path
     name: str
@@ -149,6 +144,9 @@ def write_file(
 ) -> None:
     """Writes one safetensors file without holding it in memory.
 
+    In a multi-process run process 0 writes. The others only take the blocks, which joins the
+    all-gathers behind them.
+
     Args:
         path: replaced if it exists.
         shapes: of the tensors, by name.
@@ -159,15 +157,15 @@ def write_file(
     Raises:
         ValueError: the blocks and the tensors differ in total bytes.
     """
+    if jax.process_index():
+        collections.deque(blocks, maxlen=0)
+        return
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": DTYPES[dtype.name],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        fields = {"dtype": DTYPES[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = fields
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
     written = 0
@@ -180,11 +178,6 @@ def write_file(
 
 
 def write_index(folder: pathlib.Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Writes the index, which maps tensors to files.
-
-    Args:
-        weight_map: file of every tensor, by the tensor's name.
-        total_size: bytes of all tensors.
-    """
+    """Writes the index: the file of every tensor, and the bytes of all of them."""
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

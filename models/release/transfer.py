@@ -7,15 +7,17 @@ tensor. Export gathers and writes one tensor at a time.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
@@ -31,33 +33,19 @@ def load(
     dtype: Any,
     shardings: Params | None = None,
 ) -> Params:
-    """Reads a release's safetensors into the tree of `shapes`, cast to `dtype`.
+    """Reads a release's safetensors into the tree of `shapes`, see `backbone.load`.
 
-    Besides the devices' memory, which on CPU is host memory, the host holds at most one tensor at a
-    time.
-
-    Args:
-        shardings: a Sharding for each leaf of `shapes`; None: the default device.
-
-    Raises:
-        ValueError: files are missing, truncated or disagree with their index, or tensors are
-            missing, unused, duplicated, of the wrong shape or of a dtype other than float32,
-            bfloat16 and float16; the message lists all of them.
+    The default device takes everything without `shardings`.
     """
     table = weights.tensors(config, shapes)
     every = [tensor for row in table.values() for tensor in row]
     entries = _find(pathlib.Path(folder), every, config)
     dtype = np.dtype(dtype)
-    staged = _staged_bytes(every, dtype)
-    placed = weights.leaves_by_path(shardings) if shardings else dict.fromkeys(table)
-    params: Params = {}
-    for path, row in table.items():
-        *parents, last = path.split("/")
-        node = params
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = _load_parameter(row, entries, dtype, placed[path], staged)
-    return params
+    settings = {"entries": entries, "dtype": dtype, "staged": _staged_bytes(every, dtype)}
+    read = functools.partial(_read_part, **settings)
+    sharding_of = weights.leaves_by_path(shardings) if shardings else dict.fromkeys(table)
+    params = {path: _load_parameter(row, read, sharding_of[path]) for path, row in table.items()}
+    return unflatten_dict(params, sep="/")
 
 
 def _find(
@@ -84,10 +72,8 @@ def _find(
         entry = found[name]
         if entry.shape != shapes[name]:
             problems.append(f"{name} has shape {entry.shape}, expected {shapes[name]}")
-        if entry.dtype not in tensor_files.DTYPES.values():
-            problems.append(
-                f"{name} is {entry.dtype}, expected {list(tensor_files.DTYPES.values())}"
-            )
+        if entry.dtype not in (dtypes := list(tensor_files.DTYPES.values())):
+            problems.append(f"{name} is {entry.dtype}, expected {dtypes}")
     if problems:
         raise ValueError(
             f"{folder} does not hold this backbone: {'; '.join(problems)}; check that config.json "
@@ -103,28 +89,20 @@ def _find(
 
 
 def _load_parameter(
-    row: list[weights.Tensor],
-    entries: dict[str, tensor_files.Entry],
-    dtype: np.dtype,
-    sharding: Sharding | None,
-    staged: int | None,
+    row: list[weights.Tensor], read: Callable[..., list[jax.Array]], sharding: Sharding | None
 ) -> jax.Array:
     """One parameter; each shard is read once for all local devices that hold it."""
     shape = row[0].shape if row[0].layer is None else (len(row), *row[0].shape)
     if sharding is None:
         whole = [(0, size) for size in shape]
-        return _read_part(row, whole, entries, dtype, [None], staged)[0]
+        return read(row, whole, [None])[0]
     holders: dict[tuple, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None  # every addressable device holds a part
         part = tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
         holders.setdefault(part, []).append(device)
-    arrays = [
-        array
-        for part, devices in holders.items()
-        for array in _read_part(row, part, entries, dtype, devices, staged)
-    ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+    arrays = [array for part, devices in holders.items() for array in read(row, part, devices)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _staged_bytes(every: list[weights.Tensor], dtype: np.dtype) -> int | None:
@@ -141,9 +119,10 @@ def _staged_bytes(every: list[weights.Tensor], dtype: np.dtype) -> int | None:
 def _read_part(
     row: list[weights.Tensor],
     part: weights.Bounds,
+    devices: Sequence[jax.Device | None],
+    *,
     entries: dict[str, tensor_files.Entry],
     dtype: np.dtype,
-    devices: Sequence[jax.Device | None],
     staged: int | None,
 ) -> list[jax.Array]:
     """A shard of a parameter, on each of `devices`; None is the default device.
@@ -187,26 +166,22 @@ def export(
     folder: str | pathlib.Path,
     params: Params,
     config: BackboneConfig,
-    *,
-    dtype: Any,
-    max_shard_bytes: int,
+    dtype: Any = jnp.bfloat16,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes config.json, generation_config.json and safetensors under the releases' names.
+    """Writes the training layout as a Hugging Face release: config, weights, generation config.
 
     In a multi-process run every process must call this; process 0 writes.
 
     Args:
-        folder: created if missing; files of these names in it are replaced.
-        params: the training layout.
-        config: written as config.json.
+        folder: created if missing; an earlier export in it is replaced.
         dtype: of the written tensors.
         max_shard_bytes: larger weights are split over several files.
     """
-    folder = pathlib.Path(folder)
-    dtype = np.dtype(dtype)
+    folder, dtype = pathlib.Path(folder), np.dtype(dtype)
     is_writer = jax.process_index() == 0
     if is_writer:
-        _begin_export(folder, config, dtype)
+        _write_configs(folder, config, dtype)
     leaves = weights.leaves_by_path(params)
     table = [tensor for row in weights.tensors(config, params).values() for tensor in row]
     shards = _shards(table, dtype.itemsize, max_shard_bytes)
@@ -221,33 +196,28 @@ def export(
             for block in tensor.rows(to_host(leaves[tensor.path], tensor.layer), dtype)
         )
         shapes = {tensor.name: tensor.hf_shape for tensor in shard}
-        if is_writer:
-            tensor_files.write_file(folder / file, shapes, dtype, blocks)
-        else:
-            for _ in blocks:  # joins the all-gathers
-                pass
+        tensor_files.write_file(folder / file, shapes, dtype, blocks)
         weight_map |= dict.fromkeys(shapes, file)
     if is_writer and len(shards) > 1:
         total = sum(math.prod(tensor.shape) for tensor in table) * dtype.itemsize
         tensor_files.write_index(folder, weight_map, total)
 
 
-def _begin_export(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype) -> None:
+def _write_configs(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype) -> None:
+    """Writes config.json and generation_config.json, and removes weights of an earlier export."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**config_json.to_hf(config), "dtype": dtype.name}
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    generation = {
-        "eos_token_id": config_json.hf_eos_token_id(config),
-        "pad_token_id": config.pad_token_id,
-    }
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    for old in folder.glob("model*.safetensors*"):  # shards of an earlier export
+    generation = {name: fields[name] for name in ("eos_token_id", "pad_token_id")}
+    for name, content in (("config.json", fields), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    for old in folder.glob("model*.safetensors*"):
         old.unlink()
 
 
 def _shards(
     table: list[weights.Tensor], itemsize: int, max_bytes: int
 ) -> list[list[weights.Tensor]]:
+    """Consecutive tensors of at most `max_bytes` together, or a larger one alone."""
     shards: list[list[weights.Tensor]] = [[]]
     filled = 0
     for tensor in table:
@@ -267,10 +237,8 @@ def to_host(leaf: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
     """
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
-    if layer is None:
-        fresh = jnp.copy(leaf)
-    else:
-        fresh = jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    whole = layer is None
+    fresh = jnp.copy(leaf) if whole else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
     if not fresh.is_fully_addressable:
         return multihost_utils.process_allgather(fresh, tiled=True)
     return np.asarray(fresh)

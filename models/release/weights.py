@@ -1,10 +1,8 @@
 """Maps Hugging Face tensors to parameters: one table for both loading and export.
 
-Some rows of the table are shared by both families, the others belong to one. A row gives the name
-of a tensor in a release, the path of our parameter, and the number of input axes of its kernel. A
-release stores a kernel as [outputs, inputs] (a Conv3d with separate input axes), we store it as
-[*inputs, *outputs]. All other tensors differ only in shape. A stacked parameter has one tensor per
-layer.
+Some rows of the table are shared by both families, the others belong to one. A release stores a
+kernel as [outputs, inputs] (a Conv3d with separate input axes), we store it as [*inputs, *outputs].
+All other tensors differ only in shape. A stacked parameter has one tensor per layer.
 """
 
 from __future__ import annotations
@@ -21,73 +19,52 @@ from models.config import BackboneConfig
 from models.layers import Params
 
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
-# (name in the release, our path, number of input axes of a kernel, else 0); {} is the layer.
+# (module in the release, our module, number of input axes of a kernel, else 0); {} is the layer. A
+# module's weight is our kernel, or scale of a norm, or table; its bias, if it has one, our bias.
 _SHARED = (
-    (EMBEDDING, "text/embed/table", 0),
-    ("model.norm.weight", "text/norm/scale", 0),
-    (UNEMBEDDING, "text/unembed/table", 0),
-    ("model.layers.{}.input_layernorm.weight", "text/layers/attention_norm/scale", 0),
-    ("model.layers.{}.self_attn.q_proj.weight", "text/layers/attention/q/kernel", 1),
-    ("model.layers.{}.self_attn.q_proj.bias", "text/layers/attention/q/bias", 0),
-    ("model.layers.{}.self_attn.k_proj.weight", "text/layers/attention/k/kernel", 1),
-    ("model.layers.{}.self_attn.k_proj.bias", "text/layers/attention/k/bias", 0),
-    ("model.layers.{}.self_attn.v_proj.weight", "text/layers/attention/v/kernel", 1),
-    ("model.layers.{}.self_attn.v_proj.bias", "text/layers/attention/v/bias", 0),
-    ("model.layers.{}.self_attn.o_proj.weight", "text/layers/attention/out/kernel", 2),
-    ("model.layers.{}.post_attention_layernorm.weight", "text/layers/mlp_norm/scale", 0),
-    ("model.layers.{}.mlp.gate_proj.weight", "text/layers/mlp/gate/kernel", 1),
-    ("model.layers.{}.mlp.up_proj.weight", "text/layers/mlp/up/kernel", 1),
-    ("model.layers.{}.mlp.down_proj.weight", "text/layers/mlp/down/kernel", 1),
-    ("visual.patch_embed.proj.weight", "vision/patch_embed/kernel", 1),
-    ("visual.blocks.{}.norm1.weight", "vision/layers/attention_norm/scale", 0),
-    ("visual.blocks.{}.attn.qkv.weight", "vision/layers/attention/qkv/kernel", 1),
-    ("visual.blocks.{}.attn.qkv.bias", "vision/layers/attention/qkv/bias", 0),
-    ("visual.blocks.{}.attn.proj.weight", "vision/layers/attention/out/kernel", 2),
-    ("visual.blocks.{}.attn.proj.bias", "vision/layers/attention/out/bias", 0),
-    ("visual.blocks.{}.norm2.weight", "vision/layers/mlp_norm/scale", 0),
+    ("model.embed_tokens", "text/embed", 0),
+    ("model.norm", "text/norm", 0),
+    ("lm_head", "text/unembed", 0),
+    ("model.layers.{}.input_layernorm", "text/layers/attention_norm", 0),
+    ("model.layers.{}.self_attn.q_proj", "text/layers/attention/q", 1),
+    ("model.layers.{}.self_attn.k_proj", "text/layers/attention/k", 1),
+    ("model.layers.{}.self_attn.v_proj", "text/layers/attention/v", 1),
+    ("model.layers.{}.self_attn.o_proj", "text/layers/attention/out", 2),
+    ("model.layers.{}.post_attention_layernorm", "text/layers/mlp_norm", 0),
+    ("model.layers.{}.mlp.gate_proj", "text/layers/mlp/gate", 1),
+    ("model.layers.{}.mlp.up_proj", "text/layers/mlp/up", 1),
+    ("model.layers.{}.mlp.down_proj", "text/layers/mlp/down", 1),
+    ("visual.patch_embed.proj", "vision/patch_embed", 1),
+    ("visual.blocks.{}.norm1", "vision/layers/attention_norm", 0),
+    ("visual.blocks.{}.attn.qkv", "vision/layers/attention/qkv", 1),
+    ("visual.blocks.{}.attn.proj", "vision/layers/attention/out", 2),
+    ("visual.blocks.{}.norm2", "vision/layers/mlp_norm", 0),
 )
 _QWEN2_5_VL = (
-    ("visual.blocks.{}.mlp.gate_proj.weight", "vision/layers/mlp/gate/kernel", 1),
-    ("visual.blocks.{}.mlp.gate_proj.bias", "vision/layers/mlp/gate/bias", 0),
-    ("visual.blocks.{}.mlp.up_proj.weight", "vision/layers/mlp/up/kernel", 1),
-    ("visual.blocks.{}.mlp.up_proj.bias", "vision/layers/mlp/up/bias", 0),
-    ("visual.blocks.{}.mlp.down_proj.weight", "vision/layers/mlp/down/kernel", 1),
-    ("visual.blocks.{}.mlp.down_proj.bias", "vision/layers/mlp/down/bias", 0),
-    ("visual.merger.ln_q.weight", "vision/merger/norm/scale", 0),
-    ("visual.merger.mlp.0.weight", "vision/merger/up/kernel", 2),
-    ("visual.merger.mlp.0.bias", "vision/merger/up/bias", 0),
-    ("visual.merger.mlp.2.weight", "vision/merger/down/kernel", 1),
-    ("visual.merger.mlp.2.bias", "vision/merger/down/bias", 0),
+    ("visual.blocks.{}.mlp.gate_proj", "vision/layers/mlp/gate", 1),
+    ("visual.blocks.{}.mlp.up_proj", "vision/layers/mlp/up", 1),
+    ("visual.blocks.{}.mlp.down_proj", "vision/layers/mlp/down", 1),
+    ("visual.merger.ln_q", "vision/merger/norm", 0),
+    ("visual.merger.mlp.0", "vision/merger/up", 2),
+    ("visual.merger.mlp.2", "vision/merger/down", 1),
 )
 _QWEN3_VL = (
-    ("model.layers.{}.self_attn.q_norm.weight", "text/layers/attention/q_norm/scale", 0),
-    ("model.layers.{}.self_attn.k_norm.weight", "text/layers/attention/k_norm/scale", 0),
-    ("visual.patch_embed.proj.bias", "vision/patch_embed/bias", 0),
-    ("visual.pos_embed.weight", "vision/positions/table", 0),
-    ("visual.blocks.{}.norm1.bias", "vision/layers/attention_norm/bias", 0),
-    ("visual.blocks.{}.norm2.bias", "vision/layers/mlp_norm/bias", 0),
-    ("visual.blocks.{}.mlp.linear_fc1.weight", "vision/layers/mlp/up/kernel", 1),
-    ("visual.blocks.{}.mlp.linear_fc1.bias", "vision/layers/mlp/up/bias", 0),
-    ("visual.blocks.{}.mlp.linear_fc2.weight", "vision/layers/mlp/down/kernel", 1),
-    ("visual.blocks.{}.mlp.linear_fc2.bias", "vision/layers/mlp/down/bias", 0),
-    ("visual.merger.norm.weight", "vision/merger/norm/scale", 0),
-    ("visual.merger.norm.bias", "vision/merger/norm/bias", 0),
-    ("visual.merger.linear_fc1.weight", "vision/merger/up/kernel", 2),
-    ("visual.merger.linear_fc1.bias", "vision/merger/up/bias", 0),
-    ("visual.merger.linear_fc2.weight", "vision/merger/down/kernel", 1),
-    ("visual.merger.linear_fc2.bias", "vision/merger/down/bias", 0),
-    ("visual.deepstack_merger_list.{}.norm.weight", "vision/deepstack/norm/scale", 0),
-    ("visual.deepstack_merger_list.{}.norm.bias", "vision/deepstack/norm/bias", 0),
-    ("visual.deepstack_merger_list.{}.linear_fc1.weight", "vision/deepstack/up/kernel", 2),
-    ("visual.deepstack_merger_list.{}.linear_fc1.bias", "vision/deepstack/up/bias", 0),
-    ("visual.deepstack_merger_list.{}.linear_fc2.weight", "vision/deepstack/down/kernel", 1),
-    ("visual.deepstack_merger_list.{}.linear_fc2.bias", "vision/deepstack/down/bias", 0),
+    ("model.layers.{}.self_attn.q_norm", "text/layers/attention/q_norm", 0),
+    ("model.layers.{}.self_attn.k_norm", "text/layers/attention/k_norm", 0),
+    ("visual.pos_embed", "vision/positions", 0),
+    ("visual.blocks.{}.mlp.linear_fc1", "vision/layers/mlp/up", 1),
+    ("visual.blocks.{}.mlp.linear_fc2", "vision/layers/mlp/down", 1),
+    ("visual.merger.norm", "vision/merger/norm", 0),
+    ("visual.merger.linear_fc1", "vision/merger/up", 2),
+    ("visual.merger.linear_fc2", "vision/merger/down", 1),
+    ("visual.deepstack_merger_list.{}.norm", "vision/deepstack/norm", 0),
+    ("visual.deepstack_merger_list.{}.linear_fc1", "vision/deepstack/up", 2),
+    ("visual.deepstack_merger_list.{}.linear_fc2", "vision/deepstack/down", 1),
 )
 _TABLES = {"qwen2_5_vl": _SHARED + _QWEN2_5_VL, "qwen3_vl": _SHARED + _QWEN3_VL}
 # Qwen3-VL releases, and files of either family written by newer transformers, nest tower and
 # decoder under "model."; both namings are read.
 _RENAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
-_NESTED_FAMILIES = ("qwen3_vl",)
 
 Bounds = Sequence[tuple[int, int]]  # (start, stop) along every axis
 _BLOCK_SIZE = 2**17  # elements
@@ -95,23 +72,14 @@ _BLOCK_SIZE = 2**17  # elements
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a release and the parameter it belongs to.
+    """One tensor of a release and the parameter it belongs to."""
 
-    Attributes:
-        name: in the release.
-        path: of the parameter, "/" between keys.
-        layer: index into the parameter's leading axis, or None if it is not stacked.
-        shape: of the parameter, for one layer.
-        num_inputs: number of leading axes of `shape` that a kernel contracts; 0 for anything else.
-        spread: shape of a Conv3d's input axes in the release; empty otherwise.
-    """
-
-    name: str
-    path: str
-    layer: int | None
-    shape: tuple[int, ...]
-    num_inputs: int
-    spread: tuple[int, ...]
+    name: str  # in the release
+    path: str  # of the parameter, "/" between keys
+    layer: int | None  # index into the parameter's leading axis; None if it is not stacked
+    shape: tuple[int, ...]  # of the parameter, for one layer
+    num_inputs: int  # leading axes of `shape` that a kernel contracts; 0 for anything else
+    spread: tuple[int, ...]  # a Conv3d's input axes in the release; empty otherwise
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
@@ -141,7 +109,7 @@ class Tensor:
 
         Args:
             out: of the part's shape; values are cast to its dtype.
-            source: the release's tensor, from `release.open_tensor`.
+            source: the release's tensor, from `tensor_files.open_tensor`.
             part: (start, stop) along every axis of `shape`.
         """
         rows, *columns = self.axes
@@ -181,29 +149,31 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
     """Every tensor of a release of this config, by parameter path, layers in order.
 
     Args:
-        config: gives the family and the patch shape.
         shapes: the parameters, or a tree of the same structure whose leaves have shapes.
     """
     vision = config.vision
     conv = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
     leaves = leaves_by_path(shapes)
     table = {}
-    for name, path, num_inputs in _TABLES[config.family]:
+    for name, path, num_inputs in _rows(config.family):
         if path not in leaves:  # tied embeddings, no bias, or no DeepStack
             continue
-        name = release_name(name, config.family)
-        shape = tuple(leaves.pop(path).shape)
-        spread = conv if path == "vision/patch_embed/kernel" else ()
+        layers, shape = [None], tuple(leaves.pop(path).shape)
         if "{}" in name:
-            table[path] = [
-                Tensor(name.format(l), path, l, shape[1:], num_inputs, spread)
-                for l in range(shape[0])
-            ]
-        else:
-            table[path] = [Tensor(name, path, None, shape, num_inputs, spread)]
+            layers, shape = range(shape[0]), shape[1:]
+        spread = conv if path == "vision/patch_embed/kernel" else ()
+        table[path] = [Tensor(name.format(l), path, l, shape, num_inputs, spread) for l in layers]
     if leaves:
         raise ValueError(f"parameters {sorted(leaves)} have no row in the weight table; add them")
     return table
+
+
+def _rows(family: str) -> Iterator[tuple[str, str, int]]:
+    """(tensor in the release, our path, number of input axes) of every module's parameters."""
+    for module, path, num_inputs in _TABLES[family]:
+        leaf = "kernel" if num_inputs else "scale" if path.endswith("norm") else "table"
+        yield release_name(f"{module}.weight", family), f"{path}/{leaf}", num_inputs
+        yield release_name(f"{module}.bias", family), f"{path}/bias", 0
 
 
 def release_name(name: str, family: str) -> str:
@@ -211,7 +181,7 @@ def release_name(name: str, family: str) -> str:
     for nested, flat in _RENAMES:
         if name.startswith(nested):
             name = flat + name[len(nested) :]
-    if family in _NESTED_FAMILIES:
+    if family == "qwen3_vl":
         for nested, flat in _RENAMES:
             if name.startswith(flat):
                 return nested + name[len(flat) :]

@@ -34,7 +34,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,18 +50,7 @@ BACKBONES = ("qwen25vl_3b", "qwen25vl_7b")
 CASES = {"worst case": None, "mean 600": 600.0}
 QUICK_CASES = {"mean 150": 150.0}
 GRACE = 60  # seconds for a part to end before it is killed
-COLUMNS = (
-    "part",
-    "lengths",
-    "seconds",
-    "tokens/s",
-    "of products",
-    "of copies",
-    "peak GiB",
-    "predicted",
-    "compiled",
-    "in",
-)
+COLUMNS = "part,lengths,seconds,tokens/s,of products,of copies,peak GiB,predicted,compiled,in"
 # Slices of TPUs by the chips of one host.
 _SHAPES = {1: "1x1", 4: "2x2", 8: "2x4"}
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
@@ -78,56 +67,41 @@ def topology_of(device_kind: str, num_devices: int) -> str | None:
     return f"{_TPUS[device_kind]}:{shape}"
 
 
-def run_part(name: str, *, is_quick: bool, until: float) -> None:
-    """Prints a line of JSON for each row of a part, on the devices of this machine."""
+def rows_of(part: str, *, is_quick: bool, until: float) -> Iterator[dict[str, Any]]:
+    """The rows of a part: "rates", "kernels|<backbone>", "step|<backbone>" on these devices, or
+    "predict|<backbone>|<topology>|<bytes>", what `care_jax.aot` predicts of a program in bytes."""
+    name, *rest = part.split("|")
+    if name == "predict":
+        from care_jax.aot.compile import fit
 
-    def emit(row: dict[str, Any]) -> None:
-        print(json.dumps(row), flush=True)
-
+        backbone, topology, num_bytes = rest
+        config = step.configuration(backbone, float(num_bytes), is_quick=is_quick)
+        yield {program.name: program.total for program in fit(config, topology).programs}
+        return
     xla_flags.set_defaults()
     devices = jax.local_devices()
+    kind, limit = devices[0].device_kind, (devices[0].memory_stats() or {}).get("bytes_limit")
     if name == "rates":
-        stats = devices[0].memory_stats() or {}
-        kind = devices[0].device_kind
-        emit({"devices": len(devices), "device_kind": kind, "bytes": stats.get("bytes_limit")})
-        if devices[0].platform == "cpu":
-            return
-        emit({"matmul_rate": rates.matmul_rate(devices[0]), "peak_flops": PEAK_FLOPS.get(kind)})
-        emit({"copy_bandwidth": rates.copy_bandwidth(devices[0])})
+        yield {"devices": len(devices), "device_kind": kind, "bytes": limit}
+        if devices[0].platform != "cpu":
+            rate = rates.matmul_rate(devices[0])
+            yield {"matmul_rate": rate, "peak_flops": PEAK_FLOPS.get(kind)}
+            yield {"copy_bandwidth": rates.copy_bandwidth(devices[0])}
         return
-    part, _, backbone = name.partition(":")
-    stats = devices[0].memory_stats() or {}
-    num_bytes = len(devices) * stats.get("bytes_limit", 0)
-    run = open_run(step.configuration(backbone, num_bytes, is_quick=is_quick), pathlib.Path())
-    if part == "kernels":
-        for row in kernels.measure(run):
-            emit(row)
-        return
-    for row in step.measure(run, QUICK_CASES if is_quick else CASES, until):
-        emit(row)
-
-
-def predict(backbone: str, topology: str, num_bytes: float, *, is_quick: bool) -> None:
-    """Prints the bytes of each program of a step as `care_jax.aot` predicts them, as JSON."""
-    from care_jax.aot.compile import fit
-
-    config = step.configuration(backbone, num_bytes, is_quick=is_quick)
-    result = fit(config, topology)
-    print(json.dumps({program.name: program.total for program in result.programs}))
+    num_bytes = len(devices) * (limit or 0)
+    run = open_run(step.configuration(rest[0], num_bytes, is_quick=is_quick), pathlib.Path())
+    if name == "kernels":
+        yield from kernels.measure(run)
+    else:
+        yield from step.measure(run, QUICK_CASES if is_quick else CASES, until)
 
 
 def start(part: str, args: argparse.Namespace, until: float, **environment: str):
     """Starts this program anew for one part."""
     command = [sys.executable, "-m", "perf.accelerator", f"--part={part}", f"--until={until}"]
-    if args.quick:
-        command.append("--quick")
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    flags = ["--quick"] if args.quick else []
+    return subprocess.Popen([*command, *flags], env={**os.environ, **environment}, **pipes)
 
 
 def finish(process: subprocess.Popen, until: float) -> list[dict[str, Any]]:
@@ -161,70 +135,58 @@ def table(result: dict[str, Any]) -> list[str]:
         share = f" ({rate / peak:.0%} of the published peak)" if peak else ""
         lines += [f"Products {rate / 1e12:.0f} TFLOP/s{share}, copies {copies / 1e9:.0f} GB/s.", ""]
     for backbone, part in result["backbones"].items():
-        lines += [f"{backbone}{_training(part['rows'])}", ""]
+        title, steps = backbone, [COLUMNS.split(",")]
+        for row in part["rows"]:
+            if row.get("part") == "start":
+                rank = row["lora_rank"]
+                trained = f"adapters of rank {rank}" if rank else "all parameters"
+                title += f", {row['parameters'] / 1e9:.2f} G parameters, {trained} trained"
+        lines += [title, ""]
         if "failed" in part["predicted"]:
             lines += [f"No prediction: {part['predicted']['failed']}", ""]
-        lines += _kernel_lines(part["kernels"])
-        lines += _markdown([COLUMNS, *_step_rows(part, device)])
-        lines += [""]
+        lines += [*_kernel_lines(part["kernels"]), ""]
+        lines += [*_markdown(steps + _step_rows(part, device)), ""]
     return lines
 
 
-def _training(rows: Sequence[dict[str, Any]]) -> str:
-    for row in rows:
-        if row.get("part") == "start":
-            rank = row["lora_rank"]
-            trained = f"adapters of rank {rank} trained" if rank else "all parameters trained"
-            return f", {row['parameters'] / 1e9:.2f} G parameters, {trained}"
-    return ""
-
-
 def _kernel_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    cells = [("attention", "forward", "backward", "ms", "ms of XLA")]
+    cells = [["attention", "forward", "backward", "ms", "ms of XLA"]]
     for row in rows:
         if "kernel" not in row:
-            cells.append((row["failed"], "", "", "", ""))
+            cells.append([row["failed"], "", "", "", ""])
             continue
         apart = ("" if row[key] is None else f"{row[key]:.1e}" for key in ("forward", "backward"))
         times = (f"{1e3 * row[key]:.2f}" for key in ("seconds", "XLA's seconds"))
-        cells.append((row["kernel"], *apart, *times))
-    return [*_markdown(cells), ""]
+        cells.append([row["kernel"], *apart, *times])
+    return _markdown(cells)
 
 
-def _step_rows(part: dict[str, Any], device: dict[str, Any]) -> list[tuple[str, ...]]:
-    predicted, reached, cells = part["predicted"], 0.0, []
-    chips = device["devices"]
+def _step_rows(part: dict[str, Any], device: dict[str, Any]) -> list[list[str]]:
+    reached, cells = 0.0, []
     for row in part["rows"]:
         if row.get("part") == "start":
             continue
         if "failed" in row:
-            cells.append((row.get("part", ""), row.get("case", ""), row["failed"], *[""] * 7))
+            cells.append([row.get("part", ""), row.get("case", ""), row["failed"], *[""] * 7])
             continue
         seconds = row["seconds"]
         # The peak is that of the process so far, and prefill and decode run together.
         names = ["rl reshard", f"rl {row['part']}"]
         if row["part"] in ("prefill", "decode"):
             names += ["rl decode prefill", "rl decode"]
-        reached = max([reached, *(predicted.get(name, 0.0) for name in names)])
-
-        def share(amount: float, rate: float | None, seconds: float = seconds) -> str:
-            return f"{amount / seconds / rate:.0%}" if rate and seconds and amount else ""
-
-        peak = row.get("peak_bytes")
-        cells.append(
-            (
-                row["part"],
-                row["case"],
-                f"{seconds:.2f}",
-                f"{row['tokens'] / seconds:.0f}" if seconds else "",
-                share(row["flops"] / chips, device.get("matmul_rate")),
-                share(row["hbm_bytes"], device.get("copy_bandwidth")),
-                f"{peak / GIB:.1f}" if peak else "",
-                f"{reached / GIB:.1f}" if reached else "",
-                str(row["compiled"]),
-                f"{row['compiled_s']:.0f} s",
+        reached = max([reached, *(part["predicted"].get(name, 0.0) for name in names)])
+        shares = (
+            f"{amount / seconds / rate:.0%}" if rate and seconds and amount else ""
+            for amount, rate in (
+                (row["flops"] / device["devices"], device.get("matmul_rate")),
+                (row["hbm_bytes"], device.get("copy_bandwidth")),
             )
         )
+        peaks = (f"{x / GIB:.1f}" if x else "" for x in (row.get("peak_bytes"), reached))
+        speed = f"{row['tokens'] / seconds:.0f}" if seconds else ""
+        compiled = str(row["compiled"]), f"{row['compiled_s']:.0f} s"
+        row = [row["part"], row["case"], f"{seconds:.2f}", speed, *shares, *peaks, *compiled]
+        cells.append(row)
     return cells
 
 
@@ -235,7 +197,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        "python -m perf.accelerator", description=__doc__.splitlines()[0]
+        "python -m perf.accelerator", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--quick", action="store_true", help="the 3B, short answers: 3 minutes")
     parser.add_argument("--only", choices=BACKBONES, help="one backbone")
@@ -244,16 +206,12 @@ def main() -> int:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.part and args.part.startswith("predict"):
-        _, backbone, topology, num_bytes = args.part.split("|")
-        predict(backbone, topology, float(num_bytes), is_quick=args.quick)
-        return 0
     if args.part:
-        run_part(args.part, is_quick=args.quick, until=args.until)
+        for row in rows_of(args.part, is_quick=args.quick, until=args.until):
+            print(json.dumps(row), flush=True)
         return 0
 
-    minutes = args.minutes or (3 if args.quick else 10)
-    until = time.time() + 60 * minutes
+    until = time.time() + 60 * (args.minutes or (3 if args.quick else 10))
     # A child asks for the devices, so that this process never takes their memory.
     device: dict[str, Any] = {}
     for row in finish(start("rates", args, until), until):
@@ -274,12 +232,13 @@ def main() -> int:
         if topology is not None:
             part = f"predict|{backbone}|{topology}|{num_bytes}"
             predicting = start(part, args, until, JAX_PLATFORMS="cpu")
-        print(f"{backbone}: kernels", file=sys.stderr, flush=True)
-        compared = finish(start(f"kernels:{backbone}", args, until), until)
-        print(f"{backbone}: a step", file=sys.stderr, flush=True)
-        rows = finish(start(f"step:{backbone}", args, until), until)
+        measured = {}
+        for name in ("kernels", "step"):
+            print(f"{backbone}: {name}", file=sys.stderr, flush=True)
+            measured[name] = finish(start(f"{name}|{backbone}", args, until), until)
         predicted = finish(predicting, until)[0] if predicting else {}
-        backbones[backbone] = {"kernels": compared, "rows": rows, "predicted": predicted}
+        found = {"kernels": measured["kernels"], "rows": measured["step"], "predicted": predicted}
+        backbones[backbone] = found
     result = {"device": device, "versions": versions(), "backbones": backbones}
     print("\n".join(table(result)))
     print(json.dumps(result))

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from care_jax.devices import sharding
-from care_jax.rl.programs import rollout_sizes
+from care_jax.rl.rollout import rollout_sizes
 from care_jax.run import attention_check
 from care_jax.run.run import Run
-from models.attention.mask import AttentionImpl
-from models.attention.packed import attend, block_mask
+from models.attention.packed import AttentionImpl, attend, block_mask
 from perf.accelerator.rates import best_seconds
 
 DENSE_TOKENS = 2048  # of a row, whose dense logits fit on a device
@@ -26,51 +25,53 @@ def measure(run: Run) -> list[dict[str, Any]]:
     gradients of queries, keys and values ("backward").
     """
     text, vision = run.policy.config.text, run.policy.config.vision
-    impl = sharding.attention_impl("auto", run.config.sharding_rules, run.mesh)
-    xla = sharding.attention_impl("xla", run.config.sharding_rules, run.mesh)
-    num_tokens, num_patches = run.config.rl.row_tokens, run.config.rl.row_patches
-    heads = text.num_kv_heads, text.num_heads // text.num_kv_heads, text.head_dim
-    few = min(DENSE_TOKENS, num_tokens)
-    text_row = None, attention_check.trial_reach(num_tokens)
-    few_text = None, attention_check.trial_reach(few)
-    image_row = attention_check.trial_images(num_patches)
-    few_patches = attention_check.trial_images(min(few, num_patches))
+    impl, xla = (
+        sharding.attention_impl(name, run.config.sharding_rules, run.mesh)
+        for name in ("auto", "xla")
+    )
+
+    text_heads = text.num_kv_heads, text.num_heads // text.num_kv_heads, text.head_dim
     image_heads = vision.num_heads, 1, vision.head_dim
     rows = []
-    for name, whole, part, shape in (
-        (f"rows of {num_tokens} tokens", text_row, few_text, heads),
-        (f"rows of {num_patches} patches", image_row, few_patches, image_heads),
+    for unit, size, row_of, heads in (
+        ("tokens", run.config.rl.row_tokens, _trial_text, text_heads),
+        ("patches", run.config.rl.row_patches, attention_check.trial_images, image_heads),
     ):
-        forward, backward = differences(run, impl, *part, shape)
-        times = {side: seconds(run, each, *whole, shape) for side, each in _sides(impl, xla)}
-        rows.append({"kernel": name, "forward": forward, "backward": backward, **times})
-    apart, ours, theirs = attention_check.compare_steps(
-        run, rollout_sizes(run)[0], max(run.policy.prompts.buckets)[0]
-    )
-    row = {"kernel": "a decode step, of one layer", "forward": apart, "backward": None}
-    return [*rows, {**row, "seconds": ours / 1e3, "XLA's seconds": theirs / 1e3}]
+        forward, backward = differences(run, impl, *row_of(min(DENSE_TOKENS, size)), heads)
+        times = [seconds(run, each, *row_of(size), heads) for each in (impl, xla)]
+        rows.append((f"rows of {size} {unit}", forward, backward, *times))
+    sizes, bucket = rollout_sizes(run)[0], max(run.policy.prompts.buckets)
+    apart, ours, theirs = attention_check.compare_steps(run, sizes, bucket[0])
+    rows.append(("a decode step, of one layer", apart, None, ours / 1e3, theirs / 1e3))
+    names = "kernel", "forward", "backward", "seconds", "XLA's seconds"
+    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def _sides(impl: AttentionImpl, xla: AttentionImpl) -> tuple[tuple[str, AttentionImpl], ...]:
-    return ("seconds", impl), ("XLA's seconds", xla)
+def _trial_text(num_tokens: int):
+    return None, attention_check.trial_reach(num_tokens)
 
 
-def _arrays(run: Run, last, heads):
-    """q, k, v and a gradient of the output, in the compute dtype, a row for each shard."""
+def _arrays(run: Run, first, last, heads):
+    """first, last, q, k, v and a gradient of the output, in the compute dtype, a row per shard."""
     K, G, H = heads
     num_rows = sharding.num_shards(run.train_batch_sharding)
+    spans = (
+        None if row is None else sharding.replicate(np.tile(row, (num_rows, 1)), run.mesh)
+        for row in (first, last)
+    )
     dtype = jnp.dtype(run.config.model.compute_dtype)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (K, G, H), (K, H), (K, H), (K, G, H)
-    return [
+    arrays = (
         jax.random.normal(key, (num_rows, len(last), *shape), dtype)
         for key, shape in zip(keys, shapes, strict=True)
-    ]
+    )
+    return *spans, *arrays
 
 
-def _rows(run: Run, row):
-    num_rows = sharding.num_shards(run.train_batch_sharding)
-    return None if row is None else sharding.replicate(np.tile(row, (num_rows, 1)), run.mesh)
+def _with_gradients(function, q, k, v, g):
+    out, pull_back = jax.vjp(function, q, k, v)
+    return out, *pull_back(g.astype(out.dtype))
 
 
 def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[float, float]:
@@ -82,26 +83,17 @@ def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[floa
         first, last: of one row, as in `models.attention.packed.block_mask`.
         heads: kv heads, query heads per kv head, head dim.
     """
-    q, k, v, g = _arrays(run, last, heads)
 
     @jax.jit
-    def apart(first, last, q, k, v, g):
-        def kernel(q, k, v):
-            return attend(q, k, v, block_mask(first, last, heads[1], impl))
+    def apart(first, last, *arrays):
+        mask = block_mask(first, last, heads[1], impl)
+        ours = _with_gradients(lambda q, k, v: attend(q, k, v, mask), *arrays)
+        theirs = _with_gradients(lambda q, k, v: dense(q, k, v, first, last), *arrays)
+        pairs = ((x.astype(jnp.float32) for x in pair) for pair in zip(ours, theirs, strict=True))
+        return [jnp.abs(a - b).max() / jnp.abs(b).max() for a, b in pairs]
 
-        def reference(q, k, v):
-            return dense(q, k, v, first, last)
-
-        ours, theirs = ([*_with_gradients(f, q, k, v, g)] for f in (kernel, reference))
-        return [jnp.abs(a - b).max() / jnp.abs(b).max() for a, b in zip(ours, theirs, strict=True)]
-
-    forward, *backward = map(float, apart(_rows(run, first), _rows(run, last), q, k, v, g))
+    forward, *backward = map(float, apart(*_arrays(run, first, last, heads)))
     return forward, max(backward)
-
-
-def _with_gradients(function, q, k, v, g):
-    out, pull_back = jax.vjp(function, q, k, v)
-    return (x.astype(jnp.float32) for x in (out, *pull_back(g.astype(out.dtype))))
 
 
 def dense(q, k, v, first, last):
@@ -127,15 +119,11 @@ def dense(q, k, v, first, last):
 
 def seconds(run: Run, impl: AttentionImpl, first, last, heads) -> float:
     """Seconds of forward and backward over one row a shard."""
-    q, k, v, g = _arrays(run, last, heads)
 
     @jax.jit
-    def both(first, last, q, k, v, g):
-        def kernel(q, k, v):
-            return attend(q, k, v, block_mask(first, last, heads[1], impl))
+    def both(first, last, *arrays):
+        mask = block_mask(first, last, heads[1], impl)
+        return _with_gradients(lambda q, k, v: attend(q, k, v, mask), *arrays)
 
-        out, pull_back = jax.vjp(kernel, q, k, v)
-        return out, pull_back(g)
-
-    rows = _rows(run, first), _rows(run, last)
-    return best_seconds(lambda: both(*rows, q, k, v, g))
+    arrays = _arrays(run, first, last, heads)
+    return best_seconds(lambda: both(*arrays))

@@ -28,12 +28,13 @@ from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
 from care_jax.devices import flops, sharding
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import RowPlan
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
-from care_jax.rl.programs import compile_decoder, compile_update, rollout_sizes
+from care_jax.rl.rollout import compile_decoder, rollout_sizes
 from care_jax.rl.update_batch import copy_reference
 from care_jax.run.run import Run, make_adamw, params_of, start_state
+from care_jax.stages.rl import compile_update
 from models import lora
 from models.backbone import Params
 from models.config import RELEASES, BackboneConfig
@@ -86,11 +87,7 @@ class Compilations:
 
 
 class Timed:
-    """A compiled function that waits for its result, and the seconds of each call.
-
-    Attributes:
-        calls: seconds of each call, None where it compiled.
-    """
+    """A compiled function that waits for its result; `calls` has seconds, None if it compiled."""
 
     def __init__(self, function: Callable, compilations: Compilations):
         self._function, self._compilations = function, compilations
@@ -103,17 +100,23 @@ class Timed:
         self.calls.append(seconds if number == self._compilations.number else None)
         return result
 
+    def row(self, part: str, works: Sequence[Work], num_tokens: Sequence[int]) -> dict[str, Any]:
+        """The sums over the calls that compiled nothing, of each call's work and tokens."""
+        row = {"part": part, "calls": 0, "seconds": 0, "tokens": 0, "flops": 0, "hbm_bytes": 0}
+        for seconds, work, tokens in zip(self.calls, works, num_tokens, strict=True):
+            if seconds is not None:
+                call = 1, seconds, tokens, work.flops, work.hbm_bytes
+                row |= {name: row[name] + x for name, x in zip([*row][1:], call, strict=True)}
+        return row
+
 
 def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[dict[str, Any]]:
-    """Rows of measurements: prefill, decode, score and update in each case.
+    """Rows of measurements: prefill, decode, score and update; of one that did not run, why.
 
     Args:
         run: the run.
         cases: mean tokens of a response by name; None for the worst case.
         until: `time.time()` after which no further part is begun.
-
-    Yields:
-        the row of a part; of one that did not run, why.
     """
     compilations = Compilations()
     step = Step(run, compilations)
@@ -137,10 +140,11 @@ def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[
             if part == "update":
                 return  # its state was donated
             continue
+        stats = [device.memory_stats() or {} for device in run.mesh.local_devices]
         counted = {
             "compiled": compilations.number - number,
             "compiled_s": compilations.seconds - spent,
-            "peak_bytes": peak_bytes(run),
+            "peak_bytes": max(each.get("peak_bytes_in_use", 0) for each in stats) or None,
         }
         yield from ({**labels, **row, **counted} for row in rows)
 
@@ -185,8 +189,8 @@ class Step:
         steps = [workload.decode(run, first, call, impl) for call in schedule.calls]
         prompt_tokens = [first.num_new * num_tokens for num_tokens, _ in schedule.prefills]
         return [
-            _row("prefill", admit, prefills, prompt_tokens),
-            _row("decode", advance, steps, [call.num_tokens for call in schedule.calls]),
+            admit.row("prefill", prefills, prompt_tokens),
+            advance.row("decode", steps, [call.num_tokens for call in schedule.calls]),
         ]
 
     def score(self, mean: float | None) -> list[dict[str, Any]]:
@@ -198,7 +202,7 @@ class Step:
         for _ in range(2):
             timed(params, batch)
         num_flops = flops.model_flops(self._run.policy.config, sizes, responses) / 3
-        return [_row("score", timed, [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)]
+        return [timed.row("score", [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)]
 
     def update(self, mean: float | None) -> list[dict[str, Any]]:
         """An update of all its prompts."""
@@ -207,13 +211,10 @@ class Step:
         for _ in range(2):
             self.state, _ = timed(self.state, batch)
         model = self._run.config.model
-        trained = dict(
-            freeze_vision=model.freeze_vision,
-            freeze_decoder=model.freeze_decoder,
-            has_adapters=bool(model.lora_rank),
-        )
-        num_flops = flops.model_flops(self._run.policy.config, sizes, responses, **trained)
-        row = _row("update", timed, [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)
+        frozen = {"freeze_vision": model.freeze_vision, "freeze_decoder": model.freeze_decoder}
+        frozen["has_adapters"] = bool(model.lora_rank)
+        num_flops = flops.model_flops(self._run.policy.config, sizes, responses, **frozen)
+        row = timed.row("update", [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)
         return [row | {"fill": plan.real_tokens / plan.computed_tokens}]
 
     def _batch(self, mean: float | None):
@@ -226,27 +227,6 @@ class Step:
         return batch, prompt_sizes(prompts), responses, plan
 
 
-def _row(
-    part: str, timed: Timed, works: Sequence[Work], num_tokens: Sequence[int]
-) -> dict[str, Any]:
-    """The sums over the calls that compiled nothing."""
-    kept = [place for place, seconds in enumerate(timed.calls) if seconds is not None]
-    return {
-        "part": part,
-        "calls": len(kept),
-        "seconds": sum(timed.calls[place] or 0 for place in kept),
-        "tokens": sum(num_tokens[place] for place in kept),
-        "flops": sum(works[place].flops for place in kept),
-        "hbm_bytes": sum(works[place].hbm_bytes for place in kept),
-    }
-
-
-def peak_bytes(run: Run) -> int | None:
-    """The most memory in use on a device so far; None where the device does not tell."""
-    stats = [device.memory_stats() or {} for device in run.mesh.local_devices]
-    return max((each.get("peak_bytes_in_use", 0) for each in stats), default=0) or None
-
-
 def random_params(run: Run) -> Params:
     """Parameters of the stage's shapes and shardings, without adapters.
 
@@ -257,8 +237,8 @@ def random_params(run: Run) -> Params:
         def values():
             index = jnp.zeros(leaf.shape, jnp.uint32)
             for axis in range(len(leaf.shape)):
-                place = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-                index = index * np.uint32(2654435761) + place
+                along = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+                index = index * np.uint32(2654435761) + along
             index = (index ^ (index >> 15)) * np.uint32(2246822519)
             return (((index >> 8).astype(jnp.float32) / 2**23 - 1) / 25).astype(leaf.dtype)
 
@@ -319,11 +299,11 @@ def update_batch(
     shape = (*responses.shape, run.config.rl.max_response_tokens)
     is_valid = np.arange(shape[-1]) < responses[..., None]
     tokens = np.where(is_valid, rng.integers(0, 256, shape), config.pad_token_id)
-    ones = place(is_valid.astype(np.float32), plan)
+    ones = at_tokens(is_valid.astype(np.float32), plan)
     zeros = np.zeros((len(plan.rows), plan.row_tokens), np.float32)
     return TrainBatch(
         rows=lay_out(prompts, tokens.astype(np.int32), plan, config),
-        token_advantage=place(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
+        token_advantage=at_tokens(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
         old_logp=-10 * ones,
         ref_logp=zeros - 10 * ones,
         row_weight=ones,

@@ -20,30 +20,50 @@ import argparse
 import pathlib
 import sys
 import tempfile
+import traceback
+from collections.abc import Sequence
 
 from absl import logging
 
-from perf.faults import fuzzing, killing, soaking
+from perf.faults import killing, soaking
+from tests import fuzz
+
+
+def fuzzed(kinds: Sequence[str], num_examples: int, seed: int) -> list[str]:
+    """Prints a row of a table for each kind of malformed input; returns the kinds that failed."""
+    columns, failed = ("kind", "examples", *fuzz.OUTCOMES, "seconds"), []
+    print(f"| {' | '.join(columns)} |\n| --- |{' ---: |' * (len(columns) - 1)}")
+    for kind in kinds:
+        try:
+            outcomes, seconds = fuzz.timed(kind, num_examples, seed)
+        except Exception:
+            print(f"| {kind} | {num_examples} | **failed** |\n", flush=True)
+            traceback.print_exc()
+            failed.append(kind)
+            continue
+        counts = " | ".join(f"{outcomes[name]}" for name in fuzz.OUTCOMES)
+        print(f"| {kind} | {num_examples} | {counts} | {seconds:.0f} |", flush=True)
+    return failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m perf.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--fuzz", type=int, default=0, help="examples of each kind")
-    parser.add_argument("--kinds", default=",".join(fuzzing.KINDS), help="separated by commas")
+    parser.add_argument("--kinds", default=",".join(fuzz.KINDS), help="separated by commas")
     parser.add_argument("--kills", type=int, default=0, help="of all cases together")
     parser.add_argument("--soak", type=int, default=0, help="RL steps")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     args = parser.parse_args()
     kinds = args.kinds.split(",")
-    if unknown := sorted(set(kinds) - set(fuzzing.KINDS)):
-        parser.error(f"--kinds must be some of {', '.join(fuzzing.KINDS)}, got {unknown[0]}")
+    if unknown := sorted(set(kinds) - set(fuzz.KINDS)):
+        parser.error(f"--kinds must be some of {', '.join(fuzz.KINDS)}, got {unknown[0]}")
     numbers = args.fuzz, args.kills, args.soak
     if min(numbers) < 0 or not any(numbers):
         parser.error(f"--fuzz, --kills or --soak must be at least 1, got {numbers}")
     if 0 < args.soak <= soaking.SETTLED:
         parser.error(f"--soak must be above {soaking.SETTLED}, got {args.soak}")
     logging.set_verbosity(logging.ERROR)
-    failed = fuzzing.run(kinds, args.fuzz, args.seed) if args.fuzz else []
+    failed = fuzzed(kinds, args.fuzz, args.seed) if args.fuzz else []
     rows = []
     folder = pathlib.Path(tempfile.mkdtemp(prefix="care_faults_"))
     for number, case in enumerate(killing.CASES if args.kills else ()):

@@ -90,8 +90,8 @@ def _restart(case: Case, workdir: pathlib.Path, cache: pathlib.Path, metrics, su
     if set(statuses) != {0}:
         return f"the restart ended with {statuses}: {told}"
     found = runs.metrics(workdir)
-    steps = [(line["stage"], line["step"]) for line in found]
-    if steps != [(line["stage"], line["step"]) for line in metrics]:
+    steps, expected = ([(x["stage"], x["step"]) for x in lines] for lines in (found, metrics))
+    if steps != expected:
         return f"the lines are of other steps: {steps}"
     if case.restart_devices:
         return ""

@@ -62,8 +62,7 @@ class Launched:
         num_devices: int = 1,
     ):
         command = [sys.executable, "-m", "care_jax.main", f"--workdir={workdir}"]
-        command += ["--config=configs/tiny.py"]
-        command += [f"--config.{name}={value}" for name, value in keys.items()]
+        command += ["--config=configs/tiny.py", *(f"--config.{k}={v}" for k, v in keys.items())]
         who: list[list[str]] = [[]]
         if num_processes > 1:
             num_devices = 2
@@ -81,14 +80,9 @@ class Launched:
         }
         self.began = time.monotonic()
         self._errors = [tempfile.TemporaryFile("w+") for _ in who]  # noqa: SIM115, closed by finish
+        settings = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL}
         self.processes = [
-            subprocess.Popen(
-                [*command, *flags],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-            )
+            subprocess.Popen([*command, *flags], stderr=errors, **settings)
             for flags, errors in zip(who, self._errors, strict=True)
         ]
 
@@ -126,10 +120,8 @@ def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
         ValueError: a line is torn.
     """
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {name: value for name, value in json.loads(line).items() if not _TIMES.search(name)}
-        for line in lines
-    ]
+    rows = map(json.loads, lines)
+    return [{name: row[name] for name in row if not _TIMES.search(name)} for row in rows]
 
 
 def exported_sums(workdir: pathlib.Path) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from care_jax.batch import Example, Rollouts
 from care_jax.commands.reopened import Reopened
 from care_jax.data.sources import open_source
 from care_jax.devices.sharding import make_mesh
-from care_jax.prompts.builder import load_tokenizer, prompt_sizes
+from care_jax.prompts.builder import load_tokenizer
 from care_jax.report.metrics import MetricWriter
-from care_jax.rl.rollout import PromptTable
+from care_jax.rl import dynamic_sampling, update_batch
+from care_jax.rl.rollout import asked, gather_groups
 from care_jax.run.policy import policy_of
 from care_jax.run.run import Run
 from care_jax.stages import rl
@@ -221,25 +222,20 @@ def opened(make_run, questions, policy):
 
 
 @pytest.fixture
-def groups(responses):
-    return groups_of(responses)
+def groups(responses, policy, questions):
+    examples = questions((7, 0, 5, 2))
+    prompts = [policy.prompts.tokenize(example) for example in examples]
+    return groups_of(responses, questions=asked(np.arange(B), examples, prompts))
 
 
 @pytest.fixture
-def tokenized(policy, questions):
-    return [policy.prompts.tokenize(example) for example in questions((7, 0, 5, 2))]
-
-
-@pytest.fixture
-def whole_batch(tokenized):
+def whole_batch():
     """Makes the batch of one update over all B prompts, of one process, and its plan."""
 
     def whole_batch(run, groups):
         run.config.rl.update(prompts_per_step=B, prompts_per_update=B)
-        credited = credit_of(groups.rollouts.tokens.shape)
-        table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
-        num_tokens = groups.rollouts.is_valid.sum(-1) * credited.is_trained.any(-1)
-        return rl.train_batch(run, table, tokenized, groups, credited, num_tokens, 0)
+        groups = groups.replace(credit=credit_of(groups.rollouts.tokens.shape))
+        return update_batch.train_batch(run, groups, gather_groups(groups))
 
     return whole_batch
 
@@ -251,7 +247,7 @@ def run_loop(make_run, questions, responses, monkeypatch):
     def run_loop(folder="run", dies_at=None, make_script=Script, changes=(), evaluate=None):
         script = make_script(responses, dies_at)
         run = make_run(LOOP | dict(changes), folder)
-        monkeypatch.setattr(rl, "roll_out", script.roll_out)
+        monkeypatch.setattr(dynamic_sampling, "roll_out", script.roll_out)
         monkeypatch.setattr(rl, "compile_rollout", lambda *_: None)
         monkeypatch.setattr(rl, "compile_update", lambda *_: script.programs())
         params = {"vision": {"w": jnp.zeros(2)}, "text": {"w": jnp.float32(10)}}

@@ -8,11 +8,11 @@ import threading
 import jax
 import pytest
 from PIL import Image
+from report_page import data_of
 
 import care_jax
 from care_jax import main
 from care_jax.devices.sharding import make_mesh
-from care_jax.report import page
 from configs import common, tiny
 
 
@@ -79,10 +79,9 @@ def test_a_run_on_rows_and_a_closure_of_the_caller(tmp_path):
     assert evaluated["num_examples"] == 1 and evaluated["reward/brief"] == 0.25
     assert 1e-4 < evaluated["reward/acc"] < 0.5 and evaluated["acc"] == 1
     sample = json.loads((trained.workdir / "samples_rl.jsonl").read_text())
-    assert sample["answer"] == [0, 0, 4, 4] and sample["components"]["brief"] == 0.25
-    report = page.read((trained.workdir / "report.html").read_text())
-    responses = [r for s in report["steps"] for g in s["groups"] for r in g["responses"]]
-    found = {tuple(name for name, _ in response["components"]) for response in responses}
+    assert sample["target"] == [0, 0, 4, 4] and sample["components"][0]["brief"] == 0.25
+    groups = data_of(trained.workdir)["groups"]
+    found = {tuple(response["components"]) for group in groups for response in group["responses"]}
     assert ("acc", "brief") in found
 
     again = care_jax.train_on(config, rows, rows[:1], graded, workdir=tmp_path / "run")

@@ -26,7 +26,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def opened(monkeypatch):
     """How each source was opened."""
     seen = []
-    monkeypatch.setattr(main.evaluate.Evaluator, "stamp", lambda *_: None)
 
     def open_source(name, **options):
         seen.append(options)
@@ -45,7 +44,7 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
     def trained(stage):
         return lambda run, params, examples, evaluate: [*params, stage]
 
-    def evaluate(run, params, examples, *, name, **_):
+    def evaluate(evaluator, params, *, name):
         seen.append((name, params))
         return {"acc": len(params) / 2}
 
@@ -54,7 +53,7 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
     monkeypatch.setattr(main.weights, "start", lambda *_, **__: [])
     monkeypatch.setattr(main.sft, "train", trained("sft"))
     monkeypatch.setattr(main.rl, "train", trained("rl"))
-    monkeypatch.setattr(main.evaluate, "evaluate", evaluate)
+    monkeypatch.setattr(main.evaluate.Evaluator, "__call__", evaluate)
     monkeypatch.setattr(main.export, "export", lambda run, params, folder: seen.append(params))
     config = tiny.get_config()
     config.stages = ("evaluate", "sft", "evaluate", "export", "evaluate", "rl", "evaluate")
@@ -101,14 +100,13 @@ def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
-    monkeypatch.setattr(main.evaluate, "evaluate", lambda *_, name, **__: {"acc": 0.5})
-    monkeypatch.setattr(
-        main.evaluate,
-        "evaluate_benchmarks",
-        lambda run, params, benchmarks, *, name, **_: {
-            f"{benchmarks[0][0]}/{name}": float(params == "weights")
-        },
-    )
+
+    def evaluate(evaluator, params, *, name):
+        held_out = {} if evaluator._examples is None else {"acc": 0.5}
+        (benchmark,) = evaluator._benchmarks
+        return held_out | {f"{benchmark[0]}/{name}": float(params == "weights")}
+
+    monkeypatch.setattr(main.evaluate.Evaluator, "__call__", evaluate)
     monkeypatch.setattr(main.evaluate, "open_benchmarks", lambda config: config.evaluate.benchmarks)
     config = tiny.get_config()
     config.stages = ("evaluate",)

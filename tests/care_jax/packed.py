@@ -3,7 +3,7 @@
 import numpy as np
 
 from care_jax.batch import TrainBatch
-from care_jax.packing.layout import at_rows, lay_out, place
+from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import Part, RowPlan, TreeSizes, plan_rows
 
 
@@ -58,9 +58,24 @@ def train_batch(policy, tokenized, plan, tokens, fields, prompt_weight):
         fields: of `TrainBatch`, [N, R, T] or [N, R], by name.
         prompt_weight: [N].
     """
-    at_tokens = {name: place(np.asarray(values), plan) for name, values in fields.items()}
+    laid_out = {name: at_tokens(np.asarray(values), plan) for name, values in fields.items()}
     return TrainBatch(
         rows=lay_out(tokenized, np.asarray(tokens), plan, policy.config),
         prompt_weight=at_rows(np.asarray(prompt_weight), plan),
-        **at_tokens,
+        **laid_out,
     )
+
+
+def take_back(values: np.ndarray, plan: RowPlan, num_tokens: int) -> np.ndarray:
+    """Inverse of `at_tokens`: [B, S] values as [N, R, T]; 0 for tokens that are in no row.
+
+    Args:
+        values: at every token of the rows.
+        plan: the row of each branch.
+        num_tokens: T.
+    """
+    which, offset = plan.token_branches
+    is_response = which >= 0
+    found = np.zeros((plan.sizes.branches.size, num_tokens), values.dtype)
+    found[which[is_response], offset[is_response]] = values[is_response]
+    return found.reshape(*plan.sizes.branches.shape, num_tokens)

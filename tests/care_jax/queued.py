@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.decoding.programs import DecodingAttention, compile_decoding
+from care_jax.decoding.programs import compile_decoding
 from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.sampler import DecodeOptions, DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.devices.sharding import attention_impl, make_mesh, num_shards
+from care_jax.devices.sharding import attention_impl, make_mesh
 from configs import tiny
 from models import backbone
 
@@ -35,19 +36,19 @@ def make_answer(
     mesh = mesh or make_mesh(1, 1, 1, devices=jax.devices()[:1])
     rules = tiny.get_config().decode_sharding_rules
     xla = attention_impl("xla", rules, mesh)
-    programs = compile_decoding(
-        policy.config,
-        mesh,
-        rules,
+    options = DecodeOptions(
+        config=policy.config,
+        mesh=mesh,
+        rules=rules,
         dtype=jnp.float32,
         closing_tag=policy.closing_tag,
         temperature=temperature,
         top_p=top_p,
-        stops=stops,
         attention=attention or DecodingAttention(xla, xla),
+        stops=stops,
     )
-    shards = num_shards(programs.batch_sharding)
-    sizes = Sizes(num_slots, num_rows, num_rollouts, max_tokens, context_tokens, shards, period)
+    shape = num_slots, num_rows, num_rollouts, max_tokens, context_tokens
+    sizes, programs = Sizes(*shape, options.num_shards, period), compile_decoding(options)
     queue = DecodeQueue(programs, policy.prompts, sizes, DeviceClock())
     decode_params = backbone.to_decode_layout(params, policy.config, jnp.float32)
 

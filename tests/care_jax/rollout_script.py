@@ -11,9 +11,8 @@ from collections import defaultdict
 import jax
 import numpy as np
 
-from care_jax.batch import Rollouts
-from care_jax.method.select import Subgroup
-from care_jax.rl.programs import RolloutPrograms
+from care_jax.batch import Rollouts, Subgroup
+from care_jax.rl.rollout import RolloutPrograms
 
 T = 48
 LENGTHS = (7, 0, 5, 2, 9, 3)  # of the questions, none of them in order
@@ -54,7 +53,7 @@ class Script:
 
     def decode(self, params, rng, requests):
         """Two prompts at a time, the last first."""
-        self.note("decode", rng, [request.place for request in requests])
+        self.note("decode", rng, [request.index for request in requests])
         assert not any(len(request.context) for request in requests)
         numbers = list(range(len(requests)))[::-1]
         for pair in zip(numbers[::2], numbers[1::2], strict=True):
@@ -71,7 +70,7 @@ class Script:
         self.at_end()
 
     def reflect(self, params, rng, requests):
-        self.note("reflect", rng, [request.place for request in requests])
+        self.note("reflect", rng, [request.index for request in requests])
         for number, request in list(enumerate(requests))[::-1]:
             self.calls.append("reflect")
             i = self.index_of[len(request.prompt.tokens)]

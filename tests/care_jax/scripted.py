@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.batch import Scores
-from care_jax.method.credit import Credit
+from care_jax.batch import Credit, Groups, Scores
 from care_jax.prompts.builder import prompt_sizes
-from care_jax.rl.programs import UpdatePrograms
-from care_jax.rl.rollout import Groups
+from care_jax.stages.rl import UpdatePrograms
 
 STEPS, B, R, T = 4, 4, 3, 9
 
 
-def groups_of(rollouts, seed=0):
+def groups_of(rollouts, seed=0, questions=None):
     """Groups of B prompts; no two numbers in them are alike."""
     rng = np.random.default_rng(seed)
     shape = rollouts.tokens.shape
@@ -31,7 +29,12 @@ def groups_of(rollouts, seed=0):
         has_answer=np.ones((B, R), bool),
     )
     reasons = np.array([[f"reason {seed}.{b}.{r}" for r in range(R)] for b in range(B)], object)
-    return Groups(jax.tree.map(np.asarray, rollouts), scores, None, np.zeros(B, bool), reasons)
+    return (questions or Groups(index=np.arange(B))).replace(
+        rollouts=jax.tree.map(np.asarray, rollouts),
+        scores=scores,
+        has_reflection=np.zeros(B, bool),
+        reasons=reasons,
+    )
 
 
 def credit_of(shape, seed=0):
@@ -74,26 +77,21 @@ class Script:
         self.responses, self.dies_at = responses, dies_at
         self.seen = defaultdict(list)
 
-    def roll_out(self, run, programs, params, rng, table, examples, prompts, verifier):
+    def roll_out(self, run, programs, params, rng, questions, verifier):
         step = len(self.seen["rng"])
         if step == self.dies_at:
             raise KeyboardInterrupt
         self.seen["rng"].append(jax.random.key_data(rng).tolist())
         self.seen["decoded_with"].append(float(params["text"]["w"]))
-        self.seen["examples"].append([example.id for example in examples])
-        self.seen["prompts"].append([prompt.tokens.tolist() for prompt in prompts])
-        assert table.local.tolist() == list(range(B)) and table.sources == ["made"] * B
-        np.testing.assert_array_equal(table.sizes, prompt_sizes(prompts))
+        self.seen["examples"].append([example.id for example in questions.examples])
+        self.seen["prompts"].append([prompt.tokens.tolist() for prompt in questions.prompts])
+        assert questions.index.tolist() == list(range(B))
+        assert questions.sources.tolist() == ["made"] * B
+        np.testing.assert_array_equal(questions.sizes, prompt_sizes(questions.prompts))
         verifier.verify(["<answer>1</answer>"] * 3, ["1"] * 3)
-        groups = groups_of(self.responses, step)
+        groups = groups_of(self.responses, step, questions)
         is_forced = groups.rollouts.is_valid & (np.arange(R) == 1)[:, None] & (np.arange(T) < 2)
-        return Groups(
-            groups.rollouts.replace(is_forced=is_forced),
-            groups.scores,
-            None,
-            groups.has_reflection,
-            groups.reasons,
-        )
+        return groups.replace(rollouts=groups.rollouts.replace(is_forced=is_forced))
 
     def score(self, params, batch):
         self.seen["reference"].append(float(params["text"]["w"]))

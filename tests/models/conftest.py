@@ -75,6 +75,7 @@ def qwen3_vl() -> BackboneConfig:
         full_attention_layers=(),
         num_position_embeddings=25,
         deepstack_layers=(0, 2),
+        gated=False,
     )
     text = dataclasses.replace(
         other.text,

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from models import backbone, decoder
-from models.attention.mask import causal_reach
-from models.attention.packed import attend
-from models.layers import rms_norm
-from models.rope import text_rotary
+from models.attention.packed import attend, causal_reach
+from models.layers import rms_norm, text_rotary
 from models.vision import ImageFeatures
 
 B, R, T = 2, 3, 5

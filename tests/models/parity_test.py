@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from models import backbone
-from models.attention.mask import causal_reach
+from models.attention.packed import causal_reach
 from models.release import config_json
 
 torch = pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models import backbone, layers
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 from models.positions import pack_images
 
 SIZES = [(10, 6), (4, 4), (2, 6)]
@@ -94,7 +94,7 @@ def test_a_mesh_changes_no_feature_and_no_gradient(params, make_batch, config, d
             )
             return sum(jnp.sin(leaf * used).sum() for leaf in jax.tree.leaves(features)), features
 
-        with layers.placement(place):
+        with layers.activation_sharding(place):
             return jax.jit(jax.grad(loss, has_aux=True))(params["vision"])
 
     ours = gradient(sharded, place)

@@ -13,7 +13,7 @@ import pytest
 
 from care_jax.devices import flops, sharding
 from configs import tiny
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 from perf.accelerator import __main__ as accelerator
 from perf.accelerator import kernels, rates, step
 

@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Collection
+from typing import Any
+
+import numpy as np
 
 SPLITS = ("train", "test")
 _TEST_SHARE = 8  # one in this many keys belongs to the test split
 
 
-def check(
-    num_examples: int,
-    split: str,
-    *,
-    kinds: Collection[str],
-    known: Collection[str],
-    **shares: float,
-) -> None:
+def check(source: Any, known: Collection[str]) -> None:
     """Refuses the settings of a source that cannot be drawn.
 
     Args:
-        num_examples: length of the source.
-        split: one of `SPLITS`.
-        kinds: of question that it is to ask.
-        known: those that it can ask.
-        shares: probabilities by name.
+        source: a dataclass with `num_examples`, `split` and `kinds`; all of its other fields that
+            are floats are probabilities.
+        known: the kinds of question that it can ask.
 
     Raises:
         ValueError: naming the setting and its value.
     """
-    if num_examples < 1:
-        raise ValueError(f"num_examples must be at least 1, got {num_examples}")
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    if not kinds or not set(kinds) <= set(known):
-        raise ValueError(f"kinds must be taken from {', '.join(known)}, got {kinds}")
-    for name, share in shares.items():
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{name} must lie in [0, 1], got {share}")
+    if source.num_examples < 1:
+        raise ValueError(f"num_examples must be at least 1, got {source.num_examples}")
+    if source.split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {source.split!r}")
+    if not source.kinds or not set(source.kinds) <= set(known):
+        raise ValueError(f"kinds must be taken from {', '.join(known)}, got {source.kinds}")
+    for field in dataclasses.fields(source):
+        share = getattr(source, field.name)
+        if field.type == "float" and not 0.0 <= share <= 1.0:
+            raise ValueError(f"{field.name} must lie in [0, 1], got {share}")
 
 
-def check_index(index: int, num_examples: int) -> None:
-    """Raises IndexError if there is no such example, which also ends a loop over a source."""
-    if not 0 <= index < num_examples:
-        raise IndexError(f"index {index} is outside 0..{num_examples - 1}")
+def rng_of(source: Any, index: int) -> np.random.Generator:
+    """The random numbers of an example: a function of seed, split and index.
+
+    Raises:
+        IndexError: there is no such example, which also ends a loop over a source.
+    """
+    if not 0 <= index < source.num_examples:
+        raise IndexError(f"index {index} is outside 0..{source.num_examples - 1}")
+    return np.random.default_rng((source.seed, SPLITS.index(source.split), index))
 
 
 def split_of(key: str) -> str:

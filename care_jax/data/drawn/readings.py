@@ -29,15 +29,14 @@ import numpy as np
 
 from care_jax.batch import Example
 from care_jax.data.drawn import noise
-from care_jax.data.drawn.noise import SPLITS
 from care_jax.data.drawn.synthetic import (
-    COLOURS,
-    DIAGRAM_GRIDS,
     MAX_COUNT,
     SHAPES,
     Diagram,
     draw,
+    lowest_count,
     mistake,
+    sample_diagram,
     split_of,
 )
 
@@ -53,6 +52,8 @@ _QUESTIONS = {
     "missing": "How many {a}s are missing to {b}?",
     "twice": "How many are twice the {a}s?",
 }
+# kind -> range of the number `b`, without its end; "twice" does not name it.
+_NUMBERS = {"sum": (1, 4), "difference": (1, 4), "missing": (MAX_COUNT, 10), "twice": (2, 3)}
 # The reading `n` and the operation, each in several wordings of different lengths.
 _READINGS = (
     "I look at the picture and count the {a}s one by one. There are {n}.",
@@ -89,18 +90,14 @@ class ReadingsSource(Sequence[Example]):
     """A random-access sequence of drawn examples.
 
     Attributes:
-        num_examples: length of the sequence.
-        seed: different seeds draw different examples of the same split.
-        split: "train" or "test".
-        kinds: kinds of question, asked in turn; a subset of `KINDS`.
         misread_share: probability in [0, 1] that the response of a `MISREAD` kind, in a row that is
             no repair, states a wrong reading. `Example.rationale` and `Example.answer` are always
             right.
         teacher_error: probability in [0, 1] that the response of a `MISCOMPUTED` kind, in a row
             that is no repair, ends in a wrong result.
         cue_share: probability in [0, 1] that a response is a repair, with the right answer.
-        cue: the repair cue.
-        think_tag: name of the tag around the rationale.
+
+    The others are those of `SyntheticSource`.
     """
 
     num_examples: int
@@ -114,25 +111,16 @@ class ReadingsSource(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        noise.check(
-            self.num_examples,
-            self.split,
-            kinds=self.kinds,
-            known=KINDS,
-            misread_share=self.misread_share,
-            teacher_error=self.teacher_error,
-            cue_share=self.cue_share,
-        )
+        noise.check(self, KINDS)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        noise.check_index(index, self.num_examples)
+        rng = noise.rng_of(self, index)
         kind = self.kinds[index % len(self.kinds)]
-        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         while True:
-            diagram, b = _sample(rng, kind)
+            diagram, b = sample_diagram(rng, kind, _NUMBERS[kind])
             question = _QUESTIONS[kind].format(a=diagram.shape, b=b)
             if split_of(diagram, question) == self.split:
                 break
@@ -174,22 +162,6 @@ def texts() -> Iterator[str]:
             yield from (text.format(a=a, n=n) for text in _READINGS)
 
 
-def _sample(rng: np.random.Generator, kind: str) -> tuple[Diagram, int]:
-    columns, rows = DIAGRAM_GRIDS[rng.integers(len(DIAGRAM_GRIDS))]
-    shape = SHAPES[rng.integers(len(SHAPES))]
-    colour = list(COLOURS)[rng.integers(len(COLOURS))]
-    b = {
-        "sum": lambda: int(rng.integers(1, 4)),
-        "difference": lambda: int(rng.integers(1, 4)),
-        "missing": lambda: int(rng.integers(MAX_COUNT, 10)),
-        "twice": lambda: 2,  # not in the texts
-    }[kind]()
-    lowest = b if kind == "difference" else 1
-    count = int(rng.integers(lowest, MAX_COUNT + 1))
-    cells = tuple(sorted(rng.permutation(columns * rows)[:count].tolist()))
-    return Diagram(columns, rows, shape, colour, cells), b
-
-
 def _result(kind: str, count: int, b: int) -> str:
     return str(
         {"sum": count + b, "difference": count - b, "missing": b - count, "twice": 2 * count}[kind]
@@ -198,17 +170,16 @@ def _result(kind: str, count: int, b: int) -> str:
 
 def _misreading(rng: np.random.Generator, kind: str, count: int, b: int) -> int:
     """One too many or one too few, inside what can be drawn."""
-    lowest = b if kind == "difference" else 1
-    near = [n for n in (count - 1, count + 1) if lowest <= n <= MAX_COUNT]
+    near = [n for n in (count - 1, count + 1) if lowest_count(kind, b) <= n <= MAX_COUNT]
     return int(rng.choice(near))
 
 
 def _rationale(rng: np.random.Generator, kind: str, diagram: Diagram, b: int, reading: int) -> str:
     """States the reading and the operation, in either order."""
-    parts = [_READINGS[rng.integers(len(_READINGS))]]
+    text = _READINGS[rng.integers(len(_READINGS))]
     operations = _OPERATIONS[kind]
     operation = operations[rng.integers(len(operations))]
     # "Then ..." cannot come first.
-    first = not operation.startswith("Then") and rng.random() < 0.5
-    parts.insert(0 if first else 1, operation)
-    return " ".join(parts).format(a=diagram.shape, b=b, n=reading)
+    is_first = not operation.startswith("Then") and rng.random() < 0.5
+    text = f"{operation} {text}" if is_first else f"{text} {operation}"
+    return text.format(a=diagram.shape, b=b, n=reading)

@@ -19,14 +19,13 @@ that demonstrate the repair cue: they end in the true answer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from care_jax.batch import Example
 from care_jax.data.drawn import noise
-from care_jax.data.drawn.noise import SPLITS
 
 CELL = 16  # pixels
 UNIT = 12  # pixels per unit of a bar
@@ -101,8 +100,8 @@ class SyntheticSource(Sequence[Example]):
         seed: different seeds draw different examples of the same split.
         split: "train" or "test"; the two share no (picture, question), whatever the seeds.
         kinds: kinds of question, asked in turn; a subset of `KINDS`.
-        teacher_error: probability in [0, 1] that the response's answer is wrong, for kinds outside
-            `CLEAN_KINDS` and rows without a cue. `Example.answer` is always right.
+        teacher_error: probability in [0, 1] that the response's answer is wrong, where the teacher
+            computes. `Example.answer` is always right.
         cue_share: probability in [0, 1] that the rationale is a wrong one, the cue, a right one.
         cue: the repair cue.
         think_tag: name of the tag around the rationale.
@@ -118,24 +117,17 @@ class SyntheticSource(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        noise.check(
-            self.num_examples,
-            self.split,
-            kinds=self.kinds,
-            known=KINDS,
-            teacher_error=self.teacher_error,
-            cue_share=self.cue_share,
-        )
+        noise.check(self, KINDS)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        noise.check_index(index, self.num_examples)
+        rng = noise.rng_of(self, index)
         kind = self.kinds[index % len(self.kinds)]
-        rng = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
+        sample = _sample_chart if kind in CHART_KINDS else _sample_count
         while True:
-            picture, names, answer = _SAMPLERS[kind](rng)
+            picture, names, answer = sample(rng, kind)
             question, rationale, wrong = (text.format(**names) for text in _TEXTS[kind])
             if split_of(picture, question) == self.split:
                 break
@@ -187,21 +179,30 @@ def mistake(answer: str) -> str:
     return str(value + 2 if value <= 5 else value - 2)
 
 
-def _sample_diagram(rng: np.random.Generator, kind: str) -> tuple[Diagram, dict[str, str], str]:
+def sample_diagram(
+    rng: np.random.Generator, kind: str, numbers: tuple[int, int]
+) -> tuple[Diagram, int]:
+    """A diagram for a kind of question, and the number b, drawn from a range without its end."""
     columns, rows = DIAGRAM_GRIDS[rng.integers(len(DIAGRAM_GRIDS))]
     shape = SHAPES[rng.integers(len(SHAPES))]
     colour = list(COLOURS)[rng.integers(len(COLOURS))]
-    b = int(rng.integers(1, _MAX_OPERAND + 1))
-    lowest = b if kind == "difference" else 1
-    count = int(rng.integers(lowest, MAX_COUNT + 1))
+    b = int(rng.integers(*numbers))
+    count = int(rng.integers(lowest_count(kind, b), MAX_COUNT + 1))
     cells = tuple(sorted(rng.permutation(columns * rows)[:count].tolist()))
-    answer = {
-        "colour": colour,
-        "count": str(count),
-        "sum": str(count + b),
-        "difference": str(count - b),
-    }[kind]
-    return Diagram(columns, rows, shape, colour, cells), {"a": shape, "b": str(b)}, answer
+    return Diagram(columns, rows, shape, colour, cells), b
+
+
+def lowest_count(kind: str, b: int) -> int:
+    """The fewest shapes that a kind of question can be asked about."""
+    return b if kind == "difference" else 1
+
+
+def _sample_count(rng: np.random.Generator, kind: str) -> tuple[Diagram, dict[str, str], str]:
+    diagram, b = sample_diagram(rng, kind, (1, _MAX_OPERAND + 1))
+    count = len(diagram.cells)
+    answers = {"count": count, "sum": count + b, "difference": count - b}
+    answer = diagram.colour if kind == "colour" else str(answers[kind])
+    return diagram, {"a": diagram.shape, "b": str(b)}, answer
 
 
 def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str, str], str]:
@@ -221,13 +222,6 @@ def _sample_chart(rng: np.random.Generator, kind: str) -> tuple[_Chart, dict[str
     }[kind]
     bars = tuple(zip(colours, values.tolist(), strict=True))
     return _Chart(bars), {"a": colours[a], "b": colours[b]}, answer
-
-
-_Sample = tuple[Diagram | _Chart, dict[str, str], str]
-_SAMPLERS: dict[str, Callable[[np.random.Generator], _Sample]] = {
-    **{kind: lambda rng, kind=kind: _sample_diagram(rng, kind) for kind in DIAGRAM_KINDS},
-    **{kind: lambda rng, kind=kind: _sample_chart(rng, kind) for kind in CHART_KINDS},
-}
 
 
 def _draw_diagram(diagram: Diagram) -> Image.Image:

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from care_jax.batch import Example
 from care_jax.data.drawn import noise
-from care_jax.data.drawn.noise import SPLITS
 
 FAR = "_far"  # end of the source of an example with numbers outside those of the training split
 NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
@@ -107,14 +106,11 @@ class WordProblems(Sequence[Example]):
     """A random-access sequence of drawn word problems.
 
     Attributes:
-        num_examples: length of the sequence.
-        seed: different seeds draw different examples of the same split.
         split: "train" or "test"; the two share no calculation, whatever the seeds.
-        kinds: kinds of problem, asked in turn; a subset of `KINDS`.
         cue_share: probability in [0, 1] that the response repairs a wrong rationale, where a slip
             makes it wrong.
-        cue: the repair cue.
-        think_tag: name of the tag around the rationale.
+
+    The others are those of `SyntheticSource`.
     """
 
     num_examples: int
@@ -126,17 +122,14 @@ class WordProblems(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        noise.check(
-            self.num_examples, self.split, kinds=self.kinds, known=KINDS, cue_share=self.cue_share
-        )
+        noise.check(self, KINDS)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        noise.check_index(index, self.num_examples)
+        rng = noise.rng_of(self, index)
         kind, is_far = self._kind_of(index)
-        rng = self._rng(index)
         problem = self._distinct[index] if self.split == "test" else self._problem(rng, index)
         x, y = _draw_names(rng)
         fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
@@ -164,9 +157,6 @@ class WordProblems(Sequence[Example]):
         turn, place = divmod(index, len(self.kinds))
         return self.kinds[place], self.split == "test" and turn % 2 == 1
 
-    def _rng(self, index: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, SPLITS.index(self.split), index))
-
     def _problem(self, rng: np.random.Generator, index: int) -> _Problem:
         kind, is_far = self._kind_of(index)
         while True:
@@ -181,7 +171,7 @@ class WordProblems(Sequence[Example]):
         asked: dict[tuple[str, bool], set[tuple[int, ...]]] = {}
         num_all: dict[tuple[str, bool], int] = {}  # of those of which there are no others
         for index in range(self.num_examples):
-            rng, kind = self._rng(index), self._kind_of(index)
+            rng, kind = noise.rng_of(self, index), self._kind_of(index)
             seen = asked.setdefault(kind, set())
             if len(seen) == num_all.get(kind):
                 seen.clear()
@@ -240,11 +230,11 @@ def _wrong_rationales(problem: _Problem) -> list[str]:
     ]
 
 
-def _draw(rng: np.random.Generator, low: int, high: int, *, is_round: bool = True) -> int:
-    """A number in [low, high]; without `is_round` no multiple of ten, which lies inside."""
+def _draw(rng: np.random.Generator, low: int, high: int, *, step: int = 0) -> int:
+    """A number in [low, high] that is no multiple of `step`, if there is one."""
     while True:
         number = int(rng.integers(low, high + 1))
-        if is_round or number % 10:
+        if not step or number % step:
             return number
 
 
@@ -254,8 +244,8 @@ def _draw_names(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def _total(rng: np.random.Generator, is_far: bool) -> _Problem:
-    a = _draw(rng, *((71, 99) if is_far else (11, 69)), is_round=False)
-    b = _draw(rng, *((11, 99) if is_far else (11, 69)), is_round=False)
+    a = _draw(rng, *((71, 99) if is_far else (11, 69)), step=10)
+    b = _draw(rng, 11, 99 if is_far else 69, step=10)
     if rng.random() < 0.5:
         a, b = b, a
 
@@ -269,7 +259,7 @@ def _total(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 def _left(rng: np.random.Generator, is_far: bool) -> _Problem:
     a = _draw(rng, *((71, 99) if is_far else (31, 69)))
-    b = _draw(rng, 11, a - 5, is_round=False)
+    b = _draw(rng, 11, a - 5, step=10)
 
     def solve(step: Step) -> tuple[str, str]:
         tens = b - b % 10
@@ -281,7 +271,7 @@ def _left(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 def _groups(rng: np.random.Generator, is_far: bool) -> _Problem:
     n = _draw(rng, 2, 6)
-    a = _draw(rng, *((41, 69) if is_far else (12, 39)), is_round=False)
+    a = _draw(rng, *((41, 69) if is_far else (12, 39)), step=10)
 
     def solve(step: Step) -> tuple[str, str]:
         tens = step(f"Tens: {n} x {a - a % 10}", n * (a - a % 10))
@@ -324,10 +314,7 @@ def _compare(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 def _calendar(rng: np.random.Generator, is_far: bool) -> _Problem:
     today = int(rng.integers(7))
-    while True:
-        d = _draw(rng, *((31, 60) if is_far else (8, 30)))
-        if d % 7:
-            break
+    d = _draw(rng, *((31, 60) if is_far else (8, 30)), step=7)
 
     def solve(step: Step) -> tuple[str, str]:
         days = step(f"{d // 7} weeks: {d // 7} x 7", d - d % 7)
@@ -338,8 +325,7 @@ def _calendar(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 
 def _units(rng: np.random.Generator, is_far: bool) -> _Problem:
-    unit = int(rng.integers(len(UNITS)))
-    large, small, size = UNITS[unit]
+    large, small, size = UNITS[rng.integers(len(UNITS))]
     n = _draw(rng, *((6, 9) if is_far else (2, 5)))
     b = _draw(rng, 2, size - 1)
 
@@ -351,12 +337,6 @@ def _units(rng: np.random.Generator, is_far: bool) -> _Problem:
     return _Problem((size, n, b), {"large": large, "small": small, "n": n, "b": b}, solve)
 
 
-_SAMPLERS: dict[str, Callable[[np.random.Generator, bool], _Problem]] = {
-    "total": _total,
-    "left": _left,
-    "groups": _groups,
-    "change": _change,
-    "compare": _compare,
-    "calendar": _calendar,
-    "units": _units,
-}
+_SAMPLERS: Mapping[str, Callable[[np.random.Generator, bool], _Problem]] = dict(
+    zip(KINDS, (_total, _left, _groups, _change, _compare, _calendar, _units), strict=True)
+)

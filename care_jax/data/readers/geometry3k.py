@@ -17,18 +17,15 @@ from typing import Any
 from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import parse_object
-from care_jax.data.readers.parquet import ParquetRows, find_files, images_of
-from care_jax.data.rows import Rows, make_example
-from care_jax.prompts.images import AnyImage
+from care_jax.data.readers.parquet import ParquetRows, find_files
+from care_jax.data.rows import Rows, images_of, make_example
 
-SPLITS = ("train", "val", "test")
 SUBSETS = ("", "choices", "logic")
 NAME = "geometry3k"
-_PARQUET_NAMES = {"val": "validation"}
 _LETTERS = "ABCD"
 
 
-def open_rows(path: str, *, split: str, subset: str) -> Rows:
+def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
     """The problems of a split.
 
     Args:
@@ -40,31 +37,31 @@ def open_rows(path: str, *, split: str, subset: str) -> Rows:
     Raises:
         ValueError: unknown split or subset, or the folder holds neither release.
     """
-    if split not in SPLITS:
-        raise ValueError(f"geometry3k's split must be one of {', '.join(SPLITS)}, got {split!r}")
+    hub.check_split(NAME, split)
     if subset not in SUBSETS:
         raise ValueError(f"geometry3k's subset must be one of {SUBSETS}, got {subset!r}")
-    place = hub.find(path, ["data/*.parquet"])
-    folder = place / split if (place / split).is_dir() else place
+    root = hub.find(path, ["data/*.parquet"])
+    folder = root / split if (root / split).is_dir() else root
     problems = sorted(folder.glob("*/data.json"), key=lambda file: _in_order(file.parent.name))
     if problems:
         return Rows(len(problems), lambda index: _problem(problems[index].parent, subset))
     if subset == "logic":
         raise ValueError(
-            f"no logic forms in {str(place)!r}: they come with InterGPS's folders "
+            f"no logic forms in {str(root)!r}: they come with InterGPS's folders "
             "(train/0/data.json); change the source's path, or its subset to ''"
         )
-    table = ParquetRows(find_files(place, _PARQUET_NAMES.get(split, split)))
+    table = ParquetRows(find_files(root, "validation" if split == "val" else split))
 
     def example(index: int) -> Example:
         row = table[index]
         has_choices = subset == "choices"
         return make_example(
-            id=row.get("id") if row.get("id") is not None else f"{split}-{index}",
+            id=row.get("id"),
+            place=f"{split}-{index}",
             source=NAME,
             question=row.get("problem"),
-            answer=row.get("ground_truth") if has_choices else row.get("answer"),
-            images=images_of(row.get("images"), place),
+            answer=row.get("ground_truth" if has_choices else "answer"),
+            images=images_of(row.get("images"), root),
             choices=row.get("choices") if has_choices else (),
             needs_placeholder=True,
         )
@@ -87,21 +84,16 @@ def _problem(folder: pathlib.Path, subset: str) -> Example:
         source=NAME,
         question=question,
         answer=letter if subset == "choices" else choices[_LETTERS.index(letter)],
-        images=_diagram(folder),
+        images=[folder / "img_diagram.png"],
         choices=choices if subset == "choices" else (),
     )
 
 
-def _diagram(folder: pathlib.Path) -> list[AnyImage]:
-    return [folder / "img_diagram.png"]
-
-
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        text = path.read_bytes()
+        return parse_object(path.read_bytes())
     except FileNotFoundError as error:
         raise Unusable(f"{path.name} missing") from error
-    return parse_object(text)
 
 
 def _in_order(name: str) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import jax
 
 from care_jax.devices import distributed
 
+SPLITS = ("train", "val", "test")
 # By kind: the config key that gives the path, and an example of a hub id.
 _KEYS = {
     "dataset": ("the source's path", "HuggingFaceM4/ChartQA"),
@@ -33,17 +34,27 @@ def find(
     Raises:
         ValueError: the path does not exist and cannot be downloaded, or is no model.
     """
-    # Without jax.distributed (`data.prepare`) no device is to be touched.
-    if not _may_be_id(path) or not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return _find(path, patterns, kind)
-    is_first = jax.process_index() == 0
-    if not is_first:
+    # Without jax.distributed (`commands.prepare`) no device is to be touched.
+    is_shared = _may_be_id(path) and jax.distributed.is_initialized() and jax.process_count() > 1
+    is_first = is_shared and jax.process_index() == 0
+    if is_shared and not is_first:
         distributed.gather_json(path)  # a barrier: the first one is done
     try:
         return _find(path, patterns, kind)
     finally:
         if is_first:
             distributed.gather_json(path)
+
+
+def check_split(name: str, split: str) -> None:
+    """Refuses a split that no release of a source has."""
+    if split not in SPLITS:
+        raise ValueError(f"{name}'s split must be one of {', '.join(SPLITS)}, got {split!r}")
+
+
+def image_folder(images: str, release: pathlib.Path) -> pathlib.Path:
+    """The folder that image paths are relative to: `images`; if empty, that of the release."""
+    return pathlib.Path(images or (release.parent if release.is_file() else release))
 
 
 def _may_be_id(path: str) -> bool:

@@ -28,12 +28,10 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from PIL import Image
-
 from care_jax.batch import Example, Unusable
+from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
-from care_jax.data.rows import Rows, image_path, make_example
-from care_jax.prompts.images import AnyImage
+from care_jax.data.rows import Rows, images_of, make_example
 
 FIELDS = (
     *("id", "question", "answer", "image", "images", "options", "choices"),
@@ -47,17 +45,17 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
     Args:
         path: the file.
         images: folder that image paths are relative to; empty for that of the file.
-        images_outside: allows image paths that lead out of that folder.
+        images_outside: see `rows.images_of`.
 
     Raises:
         ValueError: the file does not exist, or a `.json` file is not one complete array.
     """
     table = JsonRows(path)
-    folder = pathlib.Path(images) if images else table.path.parent
+    folder = hub.image_folder(images, table.path)
 
     def example(index: int) -> Example:
-        row, number = table[index], table.numbers[index]
-        return _example(row, number, table.path.stem, folder, images_outside)
+        number = table.numbers[index]
+        return _example(table[index], number, table.path.stem, folder, images_outside)
 
     return Rows(len(table), example)
 
@@ -92,13 +90,16 @@ def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
 def _example(
     row: Mapping[str, Any], number: int, source: str, folder: pathlib.Path, images_outside: bool
 ) -> Example:
-    id = row.get("id")
+    single, several = row.get("image"), row.get("images")
+    if single is not None and several is not None:
+        raise Unusable("both image and images")
     return make_example(
-        id=number if id is None or id == "" else id,
+        id=row.get("id"),
+        place=number,
         source=source,
         question=row.get("question"),
         answer=row.get("answer"),
-        images=_images(row, folder, images_outside),
+        images=images_of(several if single is None else single, folder, images_outside),
         choices=row.get("options") or row.get("choices"),
         rationale=row.get("rationale"),
         response=row.get("response"),
@@ -107,19 +108,3 @@ def _example(
         extra={name: value for name, value in row.items() if name not in FIELDS},
         needs_image=False,
     )
-
-
-def _images(row: Mapping[str, Any], folder: pathlib.Path, images_outside: bool) -> list[AnyImage]:
-    single, several = row.get("image"), row.get("images")
-    if single is not None and several is not None:
-        raise Unusable("both image and images")
-    found = [single] if single is not None else several if several is not None else []
-    kinds = str | pathlib.Path | bytes | Image.Image  # JSON has the first alone
-    if not isinstance(found, list | tuple) or not all(isinstance(x, kinds) and x for x in found):
-        raise Unusable("image of a wrong type")
-    return [
-        image_path(folder, image, is_outside_allowed=images_outside)
-        if isinstance(image, str)
-        else image
-        for image in found
-    ]

@@ -7,8 +7,7 @@ sequential access is cheap and random access is not: train on shards from `comma
 
 from __future__ import annotations
 
-import bisect
-import collections
+import functools
 import itertools
 import json
 import pathlib
@@ -19,23 +18,18 @@ from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
-from care_jax.data.rows import AnyFolder, Rows, image_path, make_example
-from care_jax.prompts.images import AnyImage
+from care_jax.data.rows import Rows, images_of, locate, make_example
 
 COLUMNS = ("id", "question", "answer", "images", "choices", "rationale", "response")
 _NUM_CACHED = 2  # row groups
-_Cells = dict[str, Any]  # column -> pyarrow array
 
 
 class ParquetRows:
-    """Random access to the rows of several files; caches a few row groups.
+    """Random access to the rows of several files of one schema; caches a few row groups.
 
     Args:
-        paths: files with the same schema.
+        paths: the files.
         columns: columns to read; None for all.
-
-    Raises:
-        ValueError: a file is incomplete, or a column is absent.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], columns: Sequence[str] | None = None):
@@ -54,16 +48,16 @@ class ParquetRows:
                 self._groups.append((path, group))
                 counts.append(file.metadata.row_group(group).num_rows)
         self._ends = list(itertools.accumulate(counts))
-        self._read: collections.OrderedDict[int, _Cells] = collections.OrderedDict()
+        self._group = functools.lru_cache(_NUM_CACHED)(self._read)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        group = bisect.bisect_right(self._ends, index)
-        cells = self._group(group)
-        place = index - (self._ends[group - 1] if group else 0)
+        group, place = locate(self._ends, index)
+        with self._lock:  # else threads read the same group
+            cells = self._group(group)
         try:
             return {name: column[place].as_py() for name, column in cells.items()}
         except UnicodeDecodeError as error:
@@ -71,29 +65,24 @@ class ParquetRows:
         except (ValueError, ArithmeticError) as error:  # a date or time that Python has not
             raise Unusable("a cell that Python has no value for") from error
 
-    def _group(self, group: int) -> _Cells:
-        with self._lock:
-            if group not in self._read:
-                path, number = self._groups[group]
-                try:
-                    table = _open(path).read_row_group(number, columns=self._columns)
-                except (OSError, ValueError) as error:
-                    raise ValueError(
-                        f"row group {number} of {path} cannot be read ({_first_line(error)}); "
-                        "fetch the file again"
-                    ) from error
-                self._read[group] = dict(zip(table.column_names, table.columns, strict=True))
-                while len(self._read) > _NUM_CACHED:
-                    self._read.popitem(last=False)
-            self._read.move_to_end(group)
-            return self._read[group]
+    def _read(self, group: int) -> dict[str, Any]:
+        """The row group's pyarrow columns by name."""
+        path, number = self._groups[group]
+        try:
+            table = _open(path).read_row_group(number, columns=self._columns)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"row group {number} of {path} cannot be read ({_first_line(error)}); fetch the "
+                "file again"
+            ) from error
+        return dict(zip(table.column_names, table.columns, strict=True))
 
 
 def open_rows(
     path: str,
     *,
-    split: str,
-    columns: Mapping[str, str],
+    split: str = "",
+    columns: Mapping[str, str] | None = None,
     images: str = "",
     images_outside: bool = False,
 ) -> Rows:
@@ -103,39 +92,38 @@ def open_rows(
         path: a file, a folder, or a hub id.
         split: selects files with that prefix (train-00000-of-00001.parquet) or in a folder of that
             name; empty for all files.
-        columns: maps each of `COLUMNS` to a column of the files, or to "" for none; question and
-            answer are required. Several image columns are separated by commas.
+        columns: maps some of `COLUMNS` to a column of the files; question and answer are required.
+            Several image columns are separated by commas.
         images: folder that image paths are relative to; empty for the release's.
-        images_outside: allows image paths that lead out of that folder.
+        images_outside: see `rows.images_of`.
 
     Raises:
         ValueError: the files or columns do not exist.
     """
-    absent = [name for name in ("question", "answer") if not columns.get(name)]
-    if absent:
-        raise ValueError(f"the source's columns.{absent[0]} must name a column, got ''; set it")
-    named = {name: column for name, column in columns.items() if column}
+    named = {name: column for name, column in (columns or {}).items() if column}
+    for name in ("question", "answer"):
+        if name not in named:
+            raise ValueError(f"the source's columns.{name} must name a column, got ''; set it")
     image_columns = list(filter(None, named.pop("images", "").split(",")))
-    place = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
-    files, used = find_files(place, split), [*dict.fromkeys(named.values()), *image_columns]
+    release = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
+    files, used = find_files(release, split), [*dict.fromkeys(named.values()), *image_columns]
     others = [name for name in _columns_without_bytes(files) if name not in used]
     table = ParquetRows(files, [*used, *others])
-    release = place.parent if place.is_file() else place
-    folder = pathlib.Path(images) if images else release
+    folder = hub.image_folder(images, release)
 
     def example(index: int) -> Example:
         row = table[index]
         parts = {name: row[column] for name, column in named.items()}
-        cells = [row[column] for column in image_columns]
         answer = parts["answer"]
         if isinstance(answer, list) and all(isinstance(each, str) for each in answer):
             parts["answer"] = ", ".join(answer)
         elif isinstance(answer, list | dict):
             parts["answer"] = _plain(answer)
         return make_example(
-            **{"id": index, **parts},
-            source=place.stem,
-            images=images_of(cells, folder, is_outside_allowed=images_outside),
+            **{"id": None, **parts},
+            place=index,
+            source=release.stem,
+            images=images_of([row[column] for column in image_columns], folder, images_outside),
             extra={name: _plain(row[name]) for name in others},
             needs_image=bool(image_columns),
         )
@@ -143,40 +131,16 @@ def open_rows(
     return Rows(len(table), example)
 
 
-def _columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
-    """The columns that all files have, in order."""
-    schemas = [_open(path).schema_arrow for path in paths]
-    import pyarrow.types as kinds
-
-    def has_bytes(kind: Any) -> bool:
-        is_bytes = kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary
-        if any(test(kind) for test in is_bytes):
-            return True
-        return any(has_bytes(kind.field(i).type) for i in range(kind.num_fields))
-
-    common = set.intersection(*(set(schema.names) for schema in schemas))
-    return [each.name for each in schemas[0] if each.name in common and not has_bytes(each.type)]
-
-
-def _plain(value: Any) -> Any:
-    """A cell in JSON types; dates and the like become text."""
-    return json.loads(json.dumps(value, default=str))
-
-
 def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
-    """The parquet files of a release, sorted by path.
-
-    Raises:
-        ValueError: the split has no files.
-    """
+    """The parquet files of a release and its split, at least one, sorted by path."""
     if place.is_file():
         return [place]
     files = sorted(place.rglob("*.parquet"))
-    found = [
-        path
-        for path in files
-        if not split or split in (re.split("[-.]", path.name)[0], path.parent.name)
-    ]
+
+    def is_of_split(path: pathlib.Path) -> bool:
+        return not split or split in (re.split("[-.]", path.name)[0], path.parent.name)
+
+    found = list(filter(is_of_split, files))
     if not found:
         names = ", ".join(str(path.relative_to(place)) for path in files[:8])
         raise ValueError(
@@ -186,25 +150,23 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
     return found
 
 
-def images_of(cell: Any, folder: AnyFolder, *, is_outside_allowed: bool = False) -> list[AnyImage]:
-    """The images of a cell; paths are relative to the folder, which may be inside an archive.
+def _columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
+    """The columns that all files have, in order."""
+    schemas = [_open(path).schema_arrow for path in paths]
+    import pyarrow.types as kinds
 
-    Raises:
-        Unusable: the cell holds no image or path, or a path that leads out of the folder and
-            must not.
-    """
-    if cell is None:
-        return []
-    if isinstance(cell, list):
-        found = (images_of(one, folder, is_outside_allowed=is_outside_allowed) for one in cell)
-        return [image for several in found for image in several]
-    if isinstance(cell, dict):
-        cell = cell.get("bytes") or cell.get("path")
-    if isinstance(cell, bytes):
-        return [cell]
-    if isinstance(cell, str) and cell:
-        return [image_path(folder, cell, is_outside_allowed=is_outside_allowed)]
-    raise Unusable("image of a wrong type")
+    def has_bytes(kind: Any) -> bool:
+        tests = kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary
+        inner = (kind.field(i).type for i in range(kind.num_fields))
+        return any(test(kind) for test in tests) or any(map(has_bytes, inner))
+
+    common = set.intersection(*(set(schema.names) for schema in schemas))
+    return [each.name for each in schemas[0] if each.name in common and not has_bytes(each.type)]
+
+
+def _plain(value: Any) -> Any:
+    """A cell in JSON types; dates and the like become text."""
+    return json.loads(json.dumps(value, default=str))
 
 
 def _open(path: pathlib.Path) -> Any:

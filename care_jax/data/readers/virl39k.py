@@ -14,41 +14,44 @@ from typing import Any
 from care_jax.batch import Example
 from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
-from care_jax.data.readers.parquet import ParquetRows, find_files, images_of
-from care_jax.data.rows import AnyFolder, Rows, make_example
-from care_jax.prompts.images import AnyImage
+from care_jax.data.readers.parquet import ParquetRows, find_files
+from care_jax.data.rows import AnyFolder, Rows, images_of, make_example
 from care_jax.rewards.equivalence import notation
 
-NAME = "virl39k"
-_COLUMNS = ("question", "answer", "qid", "image")
 _BOX = "\\boxed{"
 
 
-def open_rows(path: str, *, images: str, images_outside: bool = False) -> Rows:
+def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
     """The questions.
 
     Args:
         path: the release's folder, its parquet or JSONL file, or its hub id.
         images: folder or archive that image paths are relative to; empty for the release's folder.
-        images_outside: allows image paths that lead out of that folder.
+        images_outside: see `rows.images_of`.
 
     Raises:
         ValueError: the path has no rows, or the archive is broken.
     """
-    place = hub.find(path, ["*.parquet", "images.zip"])
-    file = place if place.is_file() else next(iter(sorted(place.glob("*.jsonl"))), place)
-    table: JsonRows | ParquetRows
+    release = hub.find(path, ["*.parquet", "images.zip"])
+    is_folder = release.is_dir()
+    file = next(iter(sorted(release.glob("*.jsonl"))), release) if is_folder else release
     if file.suffix in (".jsonl", ".json"):
         table = JsonRows(file)
     else:
-        table = ParquetRows(find_files(file, ""), _COLUMNS)
-    release = place.parent if place.is_file() else place
-    folder = _image_folder(pathlib.Path(images) if images else release)
+        table = ParquetRows(find_files(file, ""), ("question", "answer", "qid", "image"))
+    folder = _image_folder(hub.image_folder(images, release))
 
     def example(index: int) -> Example:
         row = table[index]
-        found = images_of(row.get("image"), folder, is_outside_allowed=images_outside)
-        return _example(row, index, found)
+        return make_example(
+            id=row.get("qid"),
+            place=index,
+            source="virl39k",
+            question=row.get("question"),
+            answer=_unboxed(row.get("answer")),
+            images=images_of(row.get("image"), folder, images_outside),
+            needs_placeholder=True,
+        )
 
     return Rows(len(table), example)
 
@@ -64,21 +67,10 @@ def _image_folder(place: pathlib.Path) -> AnyFolder:
         raise ValueError(f"{archive} is not a whole archive ({error}); fetch it again") from error
 
 
-def _example(row: dict[str, Any], index: int, images: list[AnyImage]) -> Example:
-    return make_example(
-        id=row.get("qid") if row.get("qid") is not None else index,
-        source=NAME,
-        question=row.get("question"),
-        answer=_unboxed(row.get("answer")),
-        images=images,
-        needs_placeholder=True,
-    )
-
-
 def _unboxed(answer: Any) -> Any:
     """The content of the box if there is exactly one; any other answer unchanged."""
     if not isinstance(answer, str) or answer.count(_BOX) != 1:
         return answer
     start = answer.index(_BOX) + len(_BOX)
-    end = notation.closing_brace(answer, start)
+    end = notation.closing(answer, start)
     return answer if end < 0 else answer[start:end]

@@ -8,71 +8,62 @@ ends in an answer. It becomes `<{think_tag}>rationale</{think_tag}><answer>answe
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import pathlib
 from typing import Any
 
 from care_jax.batch import Example, Unusable
 from care_jax.data.readers import hub
 from care_jax.data.readers.json_rows import JsonRows
-from care_jax.data.readers.parquet import images_of
-from care_jax.data.rows import Rows, make_example
-from care_jax.prompts.images import AnyImage
+from care_jax.data.rows import Rows, images_of, locate, make_example
 from care_jax.rewards.equivalence import notation
 
-NAME = "vision_r1_cold"
 _ASKING, _ANSWERING = ("human", "user"), ("gpt", "assistant")
 _MAX_ANSWER_CHARS = 300  # longer ones are explanations
 
 
-def open_rows(path: str, *, images: str, think_tag: str, images_outside: bool = False) -> Rows:
+def open_rows(
+    path: str, *, images: str = "", images_outside: bool = False, think_tag: str = "think"
+) -> Rows:
     """The questions with their rationales.
 
     Args:
         path: the release's folder, one of its files, or its hub id.
         images: folder that image paths are relative to; empty for the release's folder.
+        images_outside: see `rows.images_of`.
         think_tag: name of the tag to put around the rationale.
-        images_outside: allows image paths that lead out of that folder.
 
     Raises:
         ValueError: there is no JSON file, or a `.json` file is not one complete array.
     """
-    place = hub.find(path, ["*.json", "**/*.json"])
-    files = [place]
-    if place.is_dir():
-        files = sorted(place.glob("*.json")) + sorted(place.glob("*.jsonl"))
+    release = hub.find(path, ["*.json", "**/*.json"])
+    files = [release]
+    if release.is_dir():
+        files = sorted(release.glob("*.json")) + sorted(release.glob("*.jsonl"))
     if not files:
-        raise ValueError(f"expected JSON files in {str(place)!r}, got none; change the path")
+        raise ValueError(f"expected JSON files in {str(release)!r}, got none; change the path")
     tables = [JsonRows(file) for file in files]
     ends = list(itertools.accumulate(map(len, tables)))
-    folder = pathlib.Path(images) if images else place.parent if place.is_file() else place
+    folder = hub.image_folder(images, release)
 
     def example(index: int) -> Example:
-        number = bisect.bisect_right(ends, index)
-        row = index - (ends[number - 1] if number else 0)
-        id = f"{files[number].stem}-{tables[number].numbers[row]}"
-        fields = tables[number][row]
-        cell = fields.get("image") if fields.get("image") is not None else fields.get("images")
-        found = images_of(cell, folder, is_outside_allowed=images_outside)
-        return _example(fields, id, found, think_tag)
+        number, place = locate(ends, index)
+        row = tables[number][place]
+        question, response = _turns(row)
+        rationale, answer = _parts(response)
+        cell = row.get("image") if row.get("image") is not None else row.get("images")
+        return make_example(
+            id=row.get("id"),
+            place=f"{files[number].stem}-{tables[number].numbers[place]}",
+            source="vision_r1_cold",
+            question=question,
+            answer=answer,
+            images=images_of(cell, folder, images_outside),
+            rationale=rationale,
+            response=f"<{think_tag}>{rationale}</{think_tag}><answer>{answer}</answer>",
+            needs_placeholder=True,
+        )
 
     return Rows(ends[-1], example)
-
-
-def _example(row: dict[str, Any], id: str, images: list[AnyImage], think_tag: str) -> Example:
-    question, response = _turns(row)
-    rationale, answer = _parts(response)
-    return make_example(
-        id=row.get("id") or id,
-        source=NAME,
-        question=question,
-        answer=answer,
-        images=images,
-        rationale=rationale,
-        response=f"<{think_tag}>{rationale}</{think_tag}><answer>{answer}</answer>",
-        needs_placeholder=True,
-    )
 
 
 def _turns(row: dict[str, Any]) -> tuple[str, str]:

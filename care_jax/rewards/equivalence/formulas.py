@@ -101,7 +101,7 @@ def as_latex(text: str) -> str:
 def _brace_roots(text: str) -> str:
     """`\\sqrt(x)` as `\\sqrt{x}`."""
     while match := _ROOT_OF_BRACKET.search(text):
-        end = notation.closing_bracket(text, match.end())
+        end = notation.closing(text, match.end(), "(")
         if end < 0:
             break
         text = f"{text[: match.start()]}\\sqrt{{{text[match.end() : end]}}}{text[end + 1 :]}"

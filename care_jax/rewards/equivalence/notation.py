@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import re
 import unicodedata
+from collections.abc import Callable, Iterator
 
 MAX_CHARS = 2000  # of an answer with whitespace collapsed; longer ones are truncated and marked
 _MAX_ITEMS = 64  # of a list
@@ -40,32 +41,11 @@ _NUMERAL_BEFORE = re.compile(
 _NUMERAL_AFTER = re.compile(
     rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{_TEXT_NAMES} ?\{{ ?[\d.,/])"
 )
-_SWITCHES = re.compile(
-    rf"(?:{_FONT_NAMES}|\\(?:bf|it|rm|sf|tt|em|(?:bf|it|sl)(?:series|shape)|(?:text|script)style"
-    r"|tiny|small|normalsize|large|Large|LARGE|huge|Huge))(?![a-zA-Z{])(?! \{) ?"
-    r"|\\(?:bf|it|rm|sf|tt|em|large|Large|LARGE|huge|Huge|textstyle)(?=[ {])"
-    r"|\\(?:text)?color(?:box)? ?\{[^{}]*\}|\\(?:[hv]space\*?|[hv]?phantom) ?\{[^{}]*\}"
-)
-_WORD_IN_BRACES = re.compile(r"(?<=[\d ])\{([a-zA-Z ]+)\}")
-_SIZES = re.compile(r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?")
-_SPACES = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~")
-_DELIMITERS = re.compile(r"(?<!\\)\\[()\[\]]|\\?\$|^\*\*|\*\*$")
-_THOUSANDS = re.compile(r"\{,\}|, ?\\! ?")
-_FRACTION_NAME = re.compile(r"\\[dtc]frac(?![a-z])")
-_FRACTION = re.compile(r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})")
-_ROOT = re.compile(r"\\sqrt ?(\d)")
-_PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
-_LINE = re.compile(r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}")
-_BRACED = re.compile(r"\{([^{},;]*)\}")
-_DEGREES = re.compile(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])")
-_PERCENT = re.compile(r"\\?%|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])")
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
 _PREFIX = re.compile(
     r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: :)? | ?:(?: :)? ?))?",
     re.IGNORECASE,
 )
-_AT_LEAST = re.compile(r"\\geq(?:q|slant)?(?![a-zA-Z])|(?<![<>=])>=")
-_AT_MOST = re.compile(r"\\leq(?:q|slant)?(?![a-zA-Z])|(?<![<>=])<=(?!>)")
 # What stands before or behind an answer and is no part of it.
 _OPENER = re.compile(
     r"(?:\\\\|\\(?:therefore|Rightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
@@ -84,6 +64,54 @@ _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
 _PLAIN = re.compile(
     r"(?!.*(?:pi|pct|percent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
+)
+
+
+def _brace_fraction(match: re.Match) -> str:
+    top, bottom = (part.strip("{}").strip() for part in match.groups())
+    return f"\\frac{{{top}}}{{{bottom}}}"
+
+
+def _unwrap_text(match: re.Match) -> str:
+    """The content of `\\text{}`; in quotes if a numeral in it would go on outside."""
+    name, content = match.groups()
+    before = match.string[max(0, match.start() - 40) : match.start()]
+    is_joined = re.match(_TEXT_NAMES, name) and (
+        (re.match(r" *[\d.,/]", content) and _NUMERAL_BEFORE.search(before))
+        or (re.search(r"[\d.,/] *$", content) and _NUMERAL_AFTER.match(match.string, match.end()))
+    )
+    return f' "{content}" ' if is_joined else f" {content} "
+
+
+# What `clean` rewrites, in this order.
+_REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
+    (r"\{,\}|, ?\\! ?", ","),
+    (r"\\!", ""),
+    (r"!=", r"\\ne "),
+    (r"(?<!\\)\\[()\[\]]|\\?\$|^\*\*|\*\*$", ""),  # delimiters of mathematics
+    (r"\\(?:left|right|displaystyle|[bB]igg?[lr]?)(?![a-zA-Z])\.?", ""),
+    (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-zA-Z])|~", " "),
+    (_TEXT.pattern, _unwrap_text),
+    (_TEXT.pattern, _unwrap_text),  # \text can be nested
+    (  # switches of font and size, colours and phantoms
+        rf"(?:{_FONT_NAMES}|\\(?:bf|it|rm|sf|tt|em|(?:bf|it|sl)(?:series|shape)"
+        r"|(?:text|script)style|tiny|small|normalsize|large|Large|LARGE|huge|Huge))"
+        r"(?![a-zA-Z{])(?! \{) ?"
+        r"|\\(?:bf|it|rm|sf|tt|em|large|Large|LARGE|huge|Huge|textstyle)(?=[ {])"
+        r"|\\(?:text)?color(?:box)? ?\{[^{}]*\}|\\(?:[hv]space\*?|[hv]?phantom) ?\{[^{}]*\}",
+        "",
+    ),
+    (r"\\geq(?:q|slant)?(?![a-zA-Z])|(?<![<>=])>=", r"\\ge "),
+    (r"\\leq(?:q|slant)?(?![a-zA-Z])|(?<![<>=])<=(?!>)", r"\\le "),
+    (r"(?<=[\d ])\{([a-zA-Z ]+)\}", r" \1 "),
+    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
+    (r"\\frac ?(\d|\{[^{}]*\}) ?(\d|\{[^{}]*\})", _brace_fraction),
+    (r"\\sqrt ?(\d)", r"\\sqrt{\1}"),
+    (r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|\\degree(?![a-z])", " degrees "),
+    (r"\\?%|(?<![a-zA-Z])(?:percent|pct)(?![a-zA-Z])", "%"),
+    (r"\\(?:underline|overline(?=\{[A-Z]{2}\})) ?\{([^{}]*)\}", r"\1"),
+    (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+    (r"\\varnothing", r"\\emptyset"),
 )
 
 
@@ -107,27 +135,9 @@ def clean(text: str) -> str:
     text = "".join(f" {c}" if unicodedata.numeric(c, 0) % 1 else c for c in text)
     text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
     text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Cc"))
-    text = _THOUSANDS.sub(",", text).replace("\\!", "").replace("!=", "\\ne ")
-    text = _SPACES.sub(" ", _SIZES.sub("", _DELIMITERS.sub("", text)))
-    text = _TEXT.sub(_unwrap_text, _TEXT.sub(_unwrap_text, text))  # \text can be nested
-    text = _AT_MOST.sub(r"\\le ", _AT_LEAST.sub(r"\\ge ", _SWITCHES.sub("", text)))
-    text = _WORD_IN_BRACES.sub(r" \1 ", text)
-    text = _FRACTION.sub(_brace_fraction, _FRACTION_NAME.sub(r"\\frac", text))
-    text = _ROOT.sub(r"\\sqrt{\1}", text)
-    text = _PERCENT.sub("%", _DEGREES.sub(" degrees ", text))
-    text = _PI.sub(r"\\pi ", _LINE.sub(r"\1", text)).replace("\\varnothing", "\\emptyset")
+    for pattern, replacement in _REWRITTEN:
+        text = re.sub(pattern, replacement, text)
     return _undecorated(" ".join(text.split()))
-
-
-def _unwrap_text(match: re.Match) -> str:
-    """The content of `\\text{}`; in quotes if a numeral in it would go on outside."""
-    name, content = match.groups()
-    before = match.string[max(0, match.start() - 40) : match.start()]
-    is_joined = re.match(_TEXT_NAMES, name) and (
-        (re.match(r" *[\d.,/]", content) and _NUMERAL_BEFORE.search(before))
-        or (re.search(r"[\d.,/] *$", content) and _NUMERAL_AFTER.match(match.string, match.end()))
-    )
-    return f' "{content}" ' if is_joined else f" {content} "
 
 
 def _undecorated(text: str) -> str:
@@ -150,28 +160,16 @@ def _is_wrapped(text: str) -> bool:
         is_alone = text[0] not in inner and text[-1] not in inner
         return is_alone or text[0] == inner[:1] == "*"
     is_one_value = not any(c in ",;" for c in inner) or inner[:1] == "{"
-    return is_one_value and closing_brace(text, 1) == len(text) - 1
-
-
-def _brace_fraction(match: re.Match) -> str:
-    top, bottom = (part.strip("{}").strip() for part in match.groups())
-    return f"\\frac{{{top}}}{{{bottom}}}"
+    return is_one_value and closing(text, 1) == len(text) - 1
 
 
 def _unbox(text: str) -> str:
     """The content of the last `\\boxed{}`, joined with boxes that only a few words separate."""
-    boxes: list[tuple[int, int, str]] = []
-    start = 0
-    while match := _BOX.search(text, start):
-        end = closing_brace(text, match.end())
-        if end < 0:
-            break
-        boxes.append((match.start(), end + 1, text[match.end() : end]))
-        start = end + 1
-    if not boxes:
+    found = list(boxes(text))
+    if not found:
         return text.replace("\\boxed", "").replace("\\fbox", "")
-    contents = [boxes[-1][2]]
-    for (_, end, content), (begin, _, _) in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
+    contents = [found[-1][2]]
+    for (_, end, content), (begin, _, _) in zip(found[-2::-1], found[:0:-1], strict=True):
         gap = _TEXT.sub(r" \1 ", text[end:begin]) if begin - end <= 80 else ". "
         if _SENTENCE_END.search(gap) or len(_PLAIN_WORD.findall(gap)) > 4:
             break
@@ -181,26 +179,27 @@ def _unbox(text: str) -> str:
     return _unbox(inner) if _BOX.match(inner) and len(inner) <= MAX_CHARS else inner
 
 
-def closing_brace(text: str, start: int) -> int:
-    """Index of the brace that closes the one just before `start`; -1 if there is none."""
+def boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """Start, end and content of each balanced box, up to one that is not closed."""
+    start = 0
+    while match := _BOX.search(text, start):
+        end = closing(text, match.end())
+        if end < 0:
+            return
+        yield match.start(), (start := end + 1), text[match.end() : end]
+
+
+def closing(text: str, start: int, opening: str = "{") -> int:
+    """Index of the brace, or round bracket, that closes the one just before `start`; -1 if none."""
     depth = 1
-    for match in re.compile(r"\\.|[{}]").finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+    for match in _BRACKETS[opening].finditer(text, start):
+        depth += (match.group() == opening) - (match.group() in ("}", ")"))
         if depth == 0:
             return match.start()
     return -1
 
 
-def closing_bracket(text: str, start: int) -> int:
-    """Index of the round bracket that closes the one just before `start`; -1 if there is none."""
-    depth = 1
-    for index in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[index], 0)
-        if depth == 0:
-            return index
-    return -1
-
-
+_BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
 _LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 
 

@@ -245,7 +245,7 @@ def test_command_prints_the_counts_and_mistakes_are_one_line(tmp_path, write_jso
             "different names, got 2 called 'x'",
         ),
         ({"sources": (common.source("jsonl", path="gone.jsonl"),)}, "gone.jsonl"),
-        ({"shard_megabytes": 0}, "shard_megabytes must be 1 or more, got 0"),
+        ({"shard_megabytes": 0}, r"shard_megabytes must lie in \(0, inf\), got 0"),
     ],
 )
 def test_configuration_that_cannot_be_followed_is_refused(config, tmp_path, changes, message):

@@ -21,7 +21,7 @@ from care_jax.run.integrity import find_damage
 from care_jax.run.policy import policy_of
 from configs import common, smollm_words
 from models import backbone
-from models.attention.mask import causal_reach
+from models.attention.packed import causal_reach
 
 gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")

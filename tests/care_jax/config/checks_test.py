@@ -15,9 +15,6 @@ MMMU = (("mmmu", "releases/MMMU"),)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"benchmarks": ("mmmu",)}, r"must be pairs \(name, path\), got 'mmmu'; write"),
-        ({"benchmarks": (("chartqa", "x"),)}, "must be one of mathvista, .* got 'chartqa'"),
-        ({"benchmarks": MMMU + MMMU}, "names a benchmark twice: mmmu, mmmu"),
         ({"benchmarks": MMMU, "judge_url": "http://x"}, "needs evaluate.judge_model"),
         ({"judge_url": "http://x", "judge_model": "m"}, "needs .* and evaluate.benchmarks"),
     ],
@@ -72,19 +69,6 @@ def test_objective_by_its_name_alone_has_the_published_settings(objective):
 
 
 @pytest.mark.parametrize(
-    ("objective", "changes", "message"),
-    [
-        ("ppo", {}, "rl.objective must be one of care, grpo, dapo, gspo, dr_grpo, rloo, got 'ppo'"),
-        ("care", {"care.anchor_rule": "longest"}, "care.anchor_rule must be one of shortest, rand"),
-    ],
-)
-def test_objective_that_cannot_run_is_refused(objective, changes, message):
-    with pytest.raises(ValueError, match=message) as error:
-        check_rl(objective, changes)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("mode", "key"),
     [("no_cue", "care.cue"), ("resample", "care.max_context"), ("resample", "care.reflect_credit")],
 )
@@ -126,7 +110,7 @@ def test_rationale_weights_have_no_effect_under_uniform_weights(key):
         check_rl("care", {key: 0.5, "care.region_weights": False}, overridden=[key])
 
 
-@pytest.mark.parametrize("steps", [(3,), (5, 3), (-1, 2), (0, 100), (1.5, 2)])
+@pytest.mark.parametrize("steps", [(5, 3), (-1, 2), (0, 100)])
 def test_steps_that_cannot_be_traced_are_refused(steps):
     check_rl("grpo", {"profile_steps": (3, 99), "rl.num_steps": 100})
     with pytest.raises(ValueError, match=r"must be the first and the last step to trace"):
@@ -162,8 +146,6 @@ def test_sampling_that_means_nothing_is_refused(changes, message):
         ({"best_metric": "pass@2"}, "best_metric must be one of acc, .* got 'pass@2'"),
         ({"best_metric": "mean/acc"}, "best_metric must be one of acc, .* got 'mean/acc'"),
         ({"data.test.source": ""}, "data.test.source"),
-        ({"export.step": "first"}, "must be 'last', 'best' or the number .* got 'first'"),
-        ({"export.step": "-1"}, "or the number of a saved step, got '-1'"),
         ({"export.step": "101"}, "export.step 101 lies behind the last of rl.num_steps 100"),
         (
             {"export.step": "best", "rl.eval_every": 0, "keep_best": 0},
@@ -196,12 +178,6 @@ def reward(question, responses, example):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": ()}, r"verifier.weights must be pairs .* got \(\); write \(\('acc', 0.8\)"),
-        ({"weights": ("acc", 1.0)}, "must be pairs of a component and its weight"),
-        ({"weights": (("acc", "1"),)}, "must be pairs of a component and its weight"),
-        ({"weights": (("acc", float("nan")),)}, "must be pairs of a component and its weight"),
-        ({"weights": (("acc", 1.0), ("acc", 2.0))}, "each component once"),
-        ({"weights": (("acc", 1.0), ("fmt", 0.1))}, "whose weight is rl.format_weight; set that"),
         ({"reward": "no_such:f"}, "expected verifier.reward as module:function"),
     ],
 )
@@ -238,12 +214,8 @@ def test_keys_of_a_reward_function_need_one(key):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": ()}, r"stages must name at least one of sft, rl, evaluate, export, got \(\)"),
         ({"stages": ("rl", "sft", "rl")}, r"stages must name 'rl' once, got .*; set rl\.num_steps"),
         ({"stages": ("sft", "sft")}, "stages must name 'sft' once"),
-        ({"data.think_tag": ""}, "data.think_tag must be one word .*, got ''; set it to 'think'"),
-        ({"data.think_tag": "answer"}, "data.think_tag must be one word .* got 'answer'"),
-        ({"data.think_tag": "<think>"}, "data.think_tag must be one word .* got '<think>'"),
         (
             {"model.freeze_decoder": True, "model.freeze_vision": True},
             "model.freeze_decoder leaves nothing to train with model.freeze_vision True",
@@ -252,11 +224,6 @@ def test_keys_of_a_reward_function_need_one(key):
             {"model.freeze_decoder": True, "model.lora_rank": 4},
             "and model.lora_rank 4, whose adapters are the decoder's; set freeze_decoder to False",
         ),
-        ({"data.buckets": (48,)}, r"data.buckets must have .* of \(\(512, .* got \(48,\)"),
-        ({"data.buckets": ()}, r"data.buckets must have the form .* got \(\)"),
-        ({"data.buckets": ((48, 64, 2),)}, "data.buckets must have the form of"),
-        ({"data.buckets": (("a", 2),)}, "data.buckets must have the form of"),
-        ({"data.buckets": ((0, 64),)}, "data.buckets must have the form of"),
     ],
 )
 def test_a_run_that_would_train_wrongly_or_fail_late_is_refused(changes, message):

@@ -11,11 +11,11 @@ from plain_decode import plain_decode
 from queued import make_answer
 
 from care_jax.decoding import schedule as decode_schedule
-from care_jax.decoding.programs import DecodingAttention
 from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
 HOT = 1.5  # temperature
@@ -37,8 +37,8 @@ def requests(policy, image_prompts, questions):
     texts = [policy.prompts.tokenize(example) for example in questions((30, 2, 9))]
     tokenized = [*image_prompts, *texts]
     contexts = [np.arange(300, 300 + n, dtype=np.int32) for n in (0, 3, 0, 5, 1, 0, 4)]
-    places = (0, 9, 3, 6, 13, 7, 10)
-    return [Request(*row) for row in zip(places, tokenized, contexts, strict=True)]
+    indices = (0, 9, 3, 6, 13, 7, 10)
+    return [Request(*row) for row in zip(indices, tokenized, contexts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def expected(params, ending, requests):
             params,
             ending,
             request.prompt,
-            jax.random.fold_in(RNG, request.place),
+            jax.random.fold_in(RNG, request.index),
             num_rollouts=G,
             max_tokens=T,
             temperature=HOT,
@@ -119,10 +119,10 @@ def test_tokens_do_not_depend_on_the_schedule(
     answered, queue = answer(num_slots, num_rows)
     assert_equal(answered, expected, requests, ending)
     waiting = [
-        WaitingPrompt(len(r.prompt.tokens), r.place, len(r.prompt.patches)) for r in requests
+        WaitingPrompt(len(r.prompt.tokens), r.index, len(r.prompt.patches)) for r in requests
     ]
     lengths = {
-        request.place: [len(tokens) for tokens, *_ in plain]
+        request.index: [len(tokens) for tokens, *_ in plain]
         for request, plain in zip(requests, expected, strict=True)
     }
     schedule = simulate(queue.sizes, waiting, lengths, ending.prompts.buckets)
@@ -133,7 +133,7 @@ def test_rings_grow_and_shrink_with_what_is_in_flight(
     answer, expected, requests, ending, monkeypatch
 ):
     """Calls of three steps, rings of 4, 8 and 16 positions."""
-    monkeypatch.setattr("care_jax.decoding.programs.NUM_STEPS", 3)
+    monkeypatch.setattr("care_jax.decoding.sampler.NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "NUM_STEPS", 3)
     monkeypatch.setattr(decode_schedule, "FEWEST_POSITIONS", 4)
     seen = []

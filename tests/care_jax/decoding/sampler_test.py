@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed import packed_plan
+from packed import packed_plan, take_back
 from queued import make_answer
 
 from care_jax.decoding import sampler
@@ -13,7 +13,7 @@ from care_jax.decoding.queue import Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.slots import empty_slots
 from care_jax.learning import logprobs
-from care_jax.packing.layout import lay_out, take_back
+from care_jax.packing.layout import lay_out
 from models import backbone
 
 MAX_TOKENS = 14
@@ -248,8 +248,9 @@ def test_a_slot_that_takes_over_rollouts_stops_where_the_other_slot_would_have(p
     """Slot 2 takes over the last rollout of slot 0's, which end at 5; all of a prompt end at 9."""
     sizes = Sizes(4, 2, 9, 16, context_tokens=0, num_shards=1, period=8)
     shape = dict(num_prompt_tokens=4, num_positions=8, dtype=jnp.float32)
-    slots = empty_slots(policy.config, sizes=sizes, **shape).replace(
-        first=jnp.arange(36).reshape(4, 9),
+    slots = empty_slots(policy.config, sizes=sizes, **shape)
+    slots = slots.replace(
+        prefix=slots.prefix.replace(first=jnp.arange(36).reshape(4, 9)),
         next_rollout=jnp.array([2, 2, 9, 9]),
         end_rollout=jnp.array([5, 9, 9, 9]),
         rollout=jnp.array([[0, 1], [0, 1], [9, 9], [9, 9]]),
@@ -259,4 +260,4 @@ def test_a_slot_that_takes_over_rollouts_stops_where_the_other_slot_would_have(p
     assert slots.end_rollout.tolist() == [4, 9, 5, 9]
     assert slots.rollout.tolist() == [[0, 1], [0, 1], [4, 9], [9, 9]]
     assert slots.next_rollout.tolist() == [2, 2, 6, 9]
-    assert slots.token[2, 0] == slots.first[0, 4]
+    assert slots.token[2, 0] == slots.prefix.first[0, 4]

@@ -15,7 +15,7 @@ def sizes(num_slots=8, num_rows=2, num_rollouts=4, max_tokens=512, num_shards=1,
 
 def waiting(num_prompts):
     """Prompts whose lengths are in no order."""
-    return [WaitingPrompt(10 + 37 * place % 50, place, 4) for place in range(num_prompts)]
+    return [WaitingPrompt(10 + 37 * index % 50, index, 4) for index in range(num_prompts)]
 
 
 def release(scheduler, is_free, begun=4):
@@ -25,21 +25,21 @@ def release(scheduler, is_free, begun=4):
 
 
 def admitted(scheduler):
-    """Admits all prompts that can be now; returns their (slot, place)."""
+    """Admits all prompts that can be now; returns their (slot, index)."""
     found = []
     while (admission := scheduler.admit()) is not None:
-        found += [
-            (int(slot), prompt.place)
-            for slot, prompt in zip(admission.slots, admission.prompts, strict=True)
-            if prompt is not None
-        ]
+        prompts, chosen = admission
+        slots = np.flatnonzero(chosen >= 0).tolist()
+        given = [prompt.index for prompt in prompts if prompt is not None]
+        assert scheduler.indices[slots].tolist() == given
+        found += zip(slots, given, strict=True)
     return found
 
 
 def test_the_shortest_prompts_are_admitted_first_and_all_slots_are_taken():
     scheduler = Scheduler(waiting(20), sizes())
     lengths = sorted(waiting(20))
-    assert [place for _, place in admitted(scheduler)] == [prompt.place for prompt in lengths[:8]]
+    assert [index for _, index in admitted(scheduler)] == [prompt.index for prompt in lengths[:8]]
     assert scheduler.admit() is None and scheduler.has_prompts
 
 
@@ -49,9 +49,9 @@ def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards):
     per_shard = 16 // num_shards
     seen = []
     while scheduler.has_prompts:
-        for slot, place in admitted(scheduler):
-            assert slot // (8 // num_shards) == place % 16 // per_shard
-            seen.append(place)
+        for slot, index in admitted(scheduler):
+            assert slot // (8 // num_shards) == index % 16 // per_shard
+            seen.append(index)
         release(scheduler, np.ones(8, bool))
     assert sorted(seen) == list(range(32))
 
@@ -91,7 +91,7 @@ def test_rings_double_up_to_the_longest_answer():
 
 
 def steps_of(lengths, num_rows=2, **changes):
-    lengths = {place: np.array(row) for place, row in enumerate(lengths)}
+    lengths = {index: np.array(row) for index, row in enumerate(lengths)}
     shape = sizes(num_rows=num_rows, num_rollouts=len(lengths[0]), **changes)
     return simulate(shape, waiting(len(lengths)), lengths, BUCKETS)
 
@@ -101,17 +101,15 @@ def test_free_slots_take_over_what_was_not_begun():
     scheduler = Scheduler(waiting(2), sizes(4, num_rollouts=9))
     admitted(scheduler)
     assert scheduler.num_wanted == 3
-    shares = scheduler.share()
-    assert shares.source.tolist() == [-1, -1, 0, 1] and shares.begin.tolist()[2:] == [5, 5]
-    assert shares.end.tolist() == [5, 5, 9, 9]
-    assert scheduler.places.tolist() == [scheduler.places[0], scheduler.places[1]] * 2
+    source, begin, end = scheduler.share().tolist()
+    assert source == [-1, -1, 0, 1] and begin[2:] == [5, 5] and end == [5, 5, 9, 9]
+    assert scheduler.indices.tolist() == [scheduler.indices[0], scheduler.indices[1]] * 2
     assert scheduler.share() is None
     # The first slot is done; of the others the last has begun none beyond its two.
     released = scheduler.release(np.array([True, False, False, False]), np.array([5, 5, 8, 7]))
-    assert released == [(scheduler.places[2], 0)]
-    shares = scheduler.share()
-    assert shares.source.tolist() == [3, -1, -1, -1]
-    assert (shares.begin[0], shares.end.tolist()) == (8, [9, 5, 9, 8])
+    assert released == [(scheduler.indices[2], 0)]
+    source, begin, end = scheduler.share().tolist()
+    assert source == [3, -1, -1, -1] and begin[0] == 8 and end == [9, 5, 9, 8]
 
 
 def test_no_rollouts_are_shared_while_prompts_wait():
@@ -122,13 +120,12 @@ def test_no_rollouts_are_shared_while_prompts_wait():
 
 
 def test_rollouts_are_shared_inside_a_shard():
-    prompts = [WaitingPrompt(10, place, 4) for place in (0, 1, 8)]  # two of the first shard's
+    prompts = [WaitingPrompt(10, index, 4) for index in (0, 1, 8)]  # two of the first shard's
     scheduler = Scheduler(prompts, sizes(8, num_rollouts=9, num_shards=2))
     admitted(scheduler)
-    shares = scheduler.share()
-    source, places = shares.source.reshape(2, 4), scheduler.places.reshape(2, 4)
+    source, indices = scheduler.share()[0].reshape(2, 4), scheduler.indices.reshape(2, 4)
     assert (source[0, 2:] >= 0).all() and (source[1, 1:] >= 0).all()
-    assert set(places[0]) == {0, 1} and set(places[1]) == {8}
+    assert set(indices[0]) == {0, 1} and set(indices[1]) == {8}
 
 
 def test_half_of_the_slots_go_when_they_are_free_in_each_shard():
@@ -137,10 +134,10 @@ def test_half_of_the_slots_go_when_they_are_free_in_each_shard():
     release(scheduler, np.arange(16) % 8 < 4)
     kept = scheduler.halve()
     assert kept.tolist() == [4, 5, 6, 7] * 2
-    assert (scheduler.places >= 0).all() and len(scheduler.places) == 8
+    assert (scheduler.indices >= 0).all() and len(scheduler.indices) == 8
     release(scheduler, [False, True, True, True, False, False, True, True])
     assert scheduler.halve().tolist() == [0, 1] * 2
-    assert scheduler.places[0] >= 0 and scheduler.places[1] < 0
+    assert scheduler.indices[0] >= 0 and scheduler.indices[1] < 0
     release(scheduler, [False, False, True, True])
     assert scheduler.halve() is None  # a quarter of all stays
 
@@ -169,7 +166,7 @@ def test_shared_rollouts_are_each_decoded_once():
 def test_a_call_ends_when_prompts_can_be_admitted():
     lengths = [[30] * 4] * 11
     for prompt in sorted(waiting(11))[:8]:
-        lengths[prompt.place] = [20] * 4
+        lengths[prompt.index] = [20] * 4
     schedule = steps_of(lengths, num_rows=4)
     assert [call.num_steps for call in schedule.calls] == [19, 29]
     assert [call.num_slots for call in schedule.calls] == [8, 4]

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from updates import SGD, Update, log_probabilities
 
+from care_jax.learning.logprobs import ForwardOptions
 from care_jax.learning.train_step import init_state, train_step
+from care_jax.method.objectives import Objective
 
 
 @pytest.fixture(scope="package")
@@ -49,14 +51,9 @@ def step(policy):
             batch,
             policy.config,
             SGD,
+            Objective(None, clip_low, clip_high, beta, has_sequence_ratio=sequence),
+            ForwardOptions(jnp.float32, chunk=7),
             microbatch_size=microbatch_size,
-            beta=beta,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            chunk=7,
-            dtype=jnp.float32,
-            remat="none",
-            has_sequence_ratio=sequence,
         )
 
     static = ("microbatch_size", "beta", "clip_low", "clip_high", "sequence")

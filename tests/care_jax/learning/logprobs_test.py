@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed import packed_plan, replicated_plan, split_plan
+from packed import packed_plan, replicated_plan, split_plan, take_back
 
 from care_jax.learning import logprobs
-from care_jax.packing.layout import lay_out, place, take_back
+from care_jax.packing.layout import at_tokens, lay_out
 from models import backbone
 
 
@@ -16,8 +16,8 @@ def score(policy):
     """(params, rows) to log-probabilities and entropies at the rows' places."""
 
     def score(params, rows, chunk=1000, remat="none"):
-        settings = dict(dtype=jnp.float32, chunk=chunk, remat=remat)
-        return logprobs.score_rows(params, rows, policy.config, **settings)
+        options = logprobs.ForwardOptions(jnp.float32, chunk, remat)
+        return logprobs.score_rows(params, rows, policy.config, options)
 
     return jax.jit(score, static_argnames=("chunk", "remat"))
 
@@ -44,7 +44,7 @@ def test_packed_trees_give_the_log_probabilities_and_gradient_of_replicated_rows
     found = []
     for layout in (name, "replicated"):
         plan, rows = lay(layout)
-        weight = place(np.asarray(weights), plan)
+        weight = at_tokens(np.asarray(weights), plan)
 
         def total(params, rows=rows, weight=weight):
             logp, entropy = score(params, rows)

@@ -60,6 +60,7 @@ def test_packing_and_microbatches_change_nothing_under_any_baseline(step, params
 CARE = dict(K=1, s=0.5, s_refl=0.25, delta=0.1, eps=1e-6)
 CARE |= dict(equalize=True, rescue=True, rescue_scale=1.0, robust=False, region_weights=True)
 CARE |= dict(gamma_pos=0.005, gamma_neg=0.0, gamma_share=0.0, eps_w=1e-6)
+CARE = credit.CareSettings(**CARE)
 
 
 @pytest.mark.parametrize("reflect_credit", ["as_sampled", "prompt_only"])
@@ -85,7 +86,7 @@ def test_packing_changes_nothing_under_care_with_reflected_rows(
     if reflect_credit == "prompt_only":
         slot = reflection.without_context(*slot, policy.config.pad_token_id)
     responses, scores = jax.tree.map(lambda *x: np.concatenate(x, 1), group, slot)
-    credited = credit.care_credit(responses, scores, subgroup, has_reflection, **CARE)
+    credited = credit.care_credit(responses, scores, subgroup, has_reflection, CARE)
     assert (
         credited.is_trained[0, 2].sum() == (responses.is_valid & ~responses.is_forced)[0, 2].sum()
     )

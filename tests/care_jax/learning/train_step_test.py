@@ -16,6 +16,7 @@ from updates import SGD, assert_same_update, credited_by, log_probabilities
 
 from care_jax.devices import sharding
 from care_jax.learning import optimizer
+from care_jax.learning.logprobs import ForwardOptions
 from care_jax.learning.train_step import (
     BROKEN_GRADIENTS,
     init_state,
@@ -24,8 +25,9 @@ from care_jax.learning.train_step import (
     train_step,
     update,
 )
+from care_jax.method.objectives import Objective
 from models import lora
-from models.attention.mask import AttentionImpl
+from models.attention.packed import AttentionImpl
 
 
 def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
@@ -118,13 +120,9 @@ def updated(policy, batch, state, adamw, partition=optimizer.partition, **settin
             train_step,
             config=policy.config,
             optimizer=adamw,
+            objective=Objective(None, clip_low=0.2, clip_high=0.28, beta=0.0),
+            options=ForwardOptions(jnp.float32, chunk=1000, remat="dots"),
             microbatch_size=8,
-            beta=0.0,
-            clip_low=0.2,
-            clip_high=0.28,
-            chunk=1000,
-            dtype=jnp.float32,
-            remat="dots",
             partition=partition,
             **settings,
         )
@@ -201,20 +199,20 @@ def test_moments_on_the_host_give_the_same_update(policy, params, batch, adamw):
 
 
 def test_scorer_is_called_as_the_step_was(policy, batch, monkeypatch):
-    seen = {}
+    seen = []
 
-    def score_rows(params, rows, config, **settings):
-        seen.update(settings)
+    def score_rows(params, rows, config, options):
+        seen.append(options)
         return (params["w"] * jnp.zeros(rows.tokens.shape),) * 2
 
     monkeypatch.setattr(sys.modules[train_step.__module__], "score_rows", score_rows)
     attention = AttentionImpl("xla", query_block=64)
-    settings = dict(chunk=7, dtype=jnp.bfloat16, remat="layer", attention=attention)
+    options = ForwardOptions(jnp.bfloat16, chunk=7, remat="layer", attention=attention)
     state = init_state({"w": jnp.ones(())}, SGD)
-    clip = dict(clip_low=0.2, clip_high=0.28)
-    step = functools.partial(train_step, microbatch_size=2, beta=0.1, **clip, **settings)
-    jax.eval_shape(lambda state, batch: step(state, batch, policy.config, SGD), state, batch)
-    assert seen == settings
+    fixed = policy.config, SGD, Objective(None, clip_low=0.2, clip_high=0.28, beta=0.1), options
+    step = functools.partial(train_step, microbatch_size=2)
+    jax.eval_shape(lambda state, batch: step(state, batch, *fixed), state, batch)
+    assert set(seen) == {options}
 
 
 @flax.struct.dataclass

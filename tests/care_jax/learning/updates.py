@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from packed import packed_plan, replicated_plan, train_batch
+from packed import packed_plan, replicated_plan, take_back, train_batch
 
 from care_jax.batch import Rollouts, Scores
 from care_jax.learning import logprobs
 from care_jax.method import credit
-from care_jax.packing.layout import lay_out, take_back
+from care_jax.packing.layout import lay_out
 
 SGD = optax.sgd(1024.0)
 
@@ -49,8 +49,9 @@ def log_probabilities(policy, params, tokenized, responses):
     """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
     plan = replicated_plan(tokenized, np.asarray(responses.is_valid).sum(-1))
     rows = lay_out(tokenized, np.asarray(responses.tokens), plan, policy.config)
-    settings = dict(config=policy.config, dtype=jnp.float32, chunk=1000)
-    scored = jax.jit(functools.partial(logprobs.score_rows, **settings))(params, rows)
+    options = logprobs.ForwardOptions(jnp.float32, chunk=1000)
+    score = functools.partial(logprobs.score_rows, config=policy.config, options=options)
+    scored = jax.jit(score)(params, rows)
     return [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in scored]
 
 

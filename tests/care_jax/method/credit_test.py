@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ from care_jax.batch import Rollouts, Scores
 from care_jax.method import credit
 
 B, G, T, D = 3, 4, 6, 5
-CARE = dict(
+CARE = credit.CareSettings(
     K=2,
     s=0.5,
     s_refl=0.25,
@@ -124,7 +125,7 @@ def test_random_anchors_are_drawn_for_each_prompt_anew():
 def test_care_weights_members_equally_and_leaves_out_prompts_without_update(jit):
     rollouts, scores = rows(G, ACC)
     subgroup = select(rollouts, scores)
-    care = functools.partial(credit.care_credit, **CARE)
+    care = functools.partial(credit.care_credit, settings=CARE)
     out = (jax.jit(care) if jit else care)(rollouts, scores, subgroup, jnp.zeros(B, bool))
     np.testing.assert_array_equal(out.prompt_weight, [1, 1, 0])
     np.testing.assert_array_equal(subgroup.is_rescue, [False, True, False])
@@ -140,7 +141,7 @@ def test_care_weights_members_equally_and_leaves_out_prompts_without_update(jit)
 def test_care_credit_of_a_row_is_its_advantage_shared_by_region():
     rollouts, scores = rows(G, ACC)
     subgroup = select(rollouts, scores)
-    out = credit.care_credit(rollouts, scores, subgroup, jnp.zeros(B, bool), **CARE)
+    out = credit.care_credit(rollouts, scores, subgroup, jnp.zeros(B, bool), CARE)
     np.testing.assert_allclose(out.token_advantage.sum(-1), out.advantage, rtol=1e-5)
     total = 4 * 0.005 + 2
     np.testing.assert_allclose(
@@ -167,7 +168,8 @@ def test_rows_share_out_their_advantage_by_the_weights_that_were_chosen(jit, cha
     """Of an anchor, and of two wrong rows; the advantages are the same under all of them."""
     rollouts, scores = rows(G, ACC)
     subgroup = select(rollouts, scores)
-    care = functools.partial(credit.care_credit, **CARE | changes)
+    settings = dataclasses.replace(CARE, **changes)
+    care = functools.partial(credit.care_credit, settings=settings)
     out = (jax.jit(care) if jit else care)(rollouts, scores, subgroup, jnp.zeros(B, bool))
     first, second = np.flatnonzero(subgroup.is_negative[0])
     A, root = np.zeros(G), 2**0.5
@@ -183,7 +185,7 @@ def test_forced_tokens_of_a_reflected_row_get_no_credit():
     group = jax.tree.map(lambda x: x[:, :G], (rollouts, scores))
     subgroup = select(*group)
     has_reflection = jnp.array([True, True, False])
-    out = credit.care_credit(rollouts, scores, subgroup, has_reflection, **CARE)
+    out = credit.care_credit(rollouts, scores, subgroup, has_reflection, CARE)
     np.testing.assert_array_equal(out.token_advantage[:, -1, :3], 0)
     assert not out.is_trained[:, -1, :3].any()
     np.testing.assert_allclose(out.token_advantage.sum(-1), out.advantage, rtol=1e-4)
@@ -217,13 +219,13 @@ def test_anchors_are_pushed_as_the_objectives_options_say(changes, anchors):
     if "robust" in changes:
         first = int(jnp.argmax(subgroup.is_negative[0]))
         scores = scores.replace(reward=scores.reward.at[0, first].set(0))
-    care = jax.jit(functools.partial(credit.care_credit, **CARE | changes))
+    settings = dataclasses.replace(CARE, **changes)
+    care = jax.jit(functools.partial(credit.care_credit, settings=settings))
     out = care(rollouts, scores, subgroup, jnp.zeros(B, bool))
     advantage = np.take_along_axis(np.asarray(out.advantage), subgroup.anchor[:, None], 1)[:, 0]
     np.testing.assert_allclose(advantage, anchors, rtol=1e-4)
     np.testing.assert_array_equal(out.prompt_weight, np.array(anchors) != 0)
-    options = {name: (CARE | changes)[name] for name in ("delta", "eps", "robust")}
-    raw = jax.jit(functools.partial(credit.care_raw_advantages, **options))
+    raw = jax.jit(functools.partial(credit.care_raw_advantages, settings=settings))
     value = np.asarray(raw(scores, subgroup, jnp.zeros(B, bool)).value)
     value = np.take_along_axis(value, subgroup.anchor[:, None], 1)[:, 0]
     np.testing.assert_allclose(value, [anchors[0], 2**0.5, 1], rtol=1e-4)
@@ -234,8 +236,8 @@ def test_rows_without_a_reflected_slot_get_what_an_empty_slot_gives():
     group = jax.tree.map(lambda x: x[:, :G], (rollouts, scores))
     subgroup = select(*group)
     none = jnp.zeros(B, bool)
-    with_slot = credit.care_credit(rollouts, scores, subgroup, none, **CARE)
-    without = credit.care_credit(*group, subgroup, none, **CARE)
+    with_slot = credit.care_credit(rollouts, scores, subgroup, none, CARE)
+    without = credit.care_credit(*group, subgroup, none, CARE)
     np.testing.assert_array_equal(with_slot.advantage[:, :G], without.advantage)
     np.testing.assert_array_equal(with_slot.token_advantage[:, :G], without.token_advantage)
 
@@ -243,8 +245,8 @@ def test_rows_without_a_reflected_slot_get_what_an_empty_slot_gives():
 def test_padding_changes_no_credit():
     subgroup = select(*rows(G, ACC))
     none = jnp.zeros(B, bool)
-    short = credit.care_credit(*rows(G, ACC), subgroup, none, **CARE)
-    long = credit.care_credit(*rows(G, ACC, T + 3), subgroup, none, **CARE)
+    short = credit.care_credit(*rows(G, ACC), subgroup, none, CARE)
+    long = credit.care_credit(*rows(G, ACC, T + 3), subgroup, none, CARE)
     np.testing.assert_allclose(long.token_advantage[..., :T], short.token_advantage)
     np.testing.assert_array_equal(long.token_advantage[..., T:], 0)
 

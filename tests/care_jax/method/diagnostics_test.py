@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from care_jax.batch import Rollouts, Scores
+from care_jax.batch import Credit, Groups, Rollouts, Scores
 from care_jax.method import credit, diagnostics
 
 
@@ -43,9 +43,12 @@ select = jax.jit(
         anchor_rule="shortest",
     )
 )
-raw_advantages = jax.jit(
-    functools.partial(credit.care_raw_advantages, delta=0.1, eps=1e-6, robust=False)
+CARE = credit.CareSettings(
+    *(4, 1.0, 1.0, 0.1, 1e-6),  # K, s, s_refl, delta, eps
+    *(True, True, 1.0, False),  # equalize, rescue, rescue_scale, robust
+    *(True, 0.0, 0.0, 0.0, 1e-6),  # region_weights, gamma_pos, gamma_neg, gamma_share, eps_w
 )
+raw_advantages = jax.jit(functools.partial(credit.care_raw_advantages, settings=CARE))
 
 
 def care_metrics(acc, fmt, has_reflection, advantage=None):
@@ -58,7 +61,14 @@ def care_metrics(acc, fmt, has_reflection, advantage=None):
     raw = raw_advantages(scores, subgroup, np.array(has_reflection))
     subgroup, raw = jax.device_get((subgroup, raw))
     advantage = raw.value if advantage is None else np.array(advantage, np.float32)
-    return diagnostics.subgroup_metrics(scores, subgroup, raw, advantage, np.array(has_reflection))
+    groups = Groups(
+        scores=scores,
+        subgroup=subgroup,
+        has_reflection=np.array(has_reflection),
+        credit=Credit(advantage, None, None, None, None),
+        raw=raw,
+    )
+    return diagnostics.subgroup_metrics(groups)
 
 
 def test_rates_count_anchors_rescues_reflections_and_skips():
@@ -159,7 +169,8 @@ def test_means_leave_the_reflected_row_out_and_split_by_source():
     scores.num_think[:, 4], scores.num_answer[:, 4] = 30, 40
     rollouts.is_valid[:, 4, 2], rollouts.is_complete[:, 4] = False, False
     rollouts.is_complete[0, 0] = False
-    metrics = diagnostics.rollout_metrics(rollouts, scores, "ab", num_rollouts=4)
+    groups = Groups(rollouts=rollouts, scores=scores, sources=np.array(["a", "b"], object))
+    metrics = diagnostics.rollout_metrics(groups, num_rollouts=4)
     assert metrics["acc"] == pytest.approx(5 / 8)
     assert metrics["fmt"] == pytest.approx(7 / 8)
     assert metrics["reward"] == pytest.approx((0.9 * 5 + 0.1 * 7) / 8)
@@ -176,7 +187,8 @@ def test_dapo_counts_what_was_drawn_kept_and_missing_and_what_length_cost():
     rollouts = rollouts_of((5, 2))
     rollouts.is_valid[0, 0, 2] = False
     limits = dict(max_tokens=4, cache_tokens=2)
-    metrics = diagnostics.dapo_metrics(rollouts, drawn, trained, 2, **limits)
+    drawn, trained = Groups(rollouts=rollouts, scores=drawn), Groups(scores=trained)
+    metrics = diagnostics.dapo_metrics(drawn, trained, 2, **limits)
     assert metrics == {
         "dynamic/tries": 2,
         "dynamic/kept_rate": 0.6,

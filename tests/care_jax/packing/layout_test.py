@@ -2,15 +2,17 @@
 
 Mutations that must fail here: reach of a prompt token one short or long; a response that sees its
 sibling; positions or image features counted on from the tree before; a first token predicted by its
-sibling's last; a split tree without its image; `place` and `take_back` by row instead of branch.
+sibling's last; a split tree without its image; `at_tokens` and `take_back` by row instead of
+branch.
 """
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import take_back
 
-from care_jax.packing.layout import lay_out, place, take_back
+from care_jax.packing.layout import at_tokens, lay_out
 from care_jax.packing.plan import plan_rows
 from care_jax.packing.trees import TreeSizes
 from care_jax.prompts.builder import TokenizedPrompt
@@ -179,13 +181,13 @@ def test_values_return_from_the_places_of_their_tokens(policy, tokenized, length
     plan, rows = laid_out(policy, tokenized, lengths, row_tokens=row_tokens)
     is_valid = np.arange(T) < np.array(lengths)[..., None]
     values = np.random.default_rng(0).normal(size=is_valid.shape).astype(np.float32)
-    placed = place(values, plan)
+    placed = at_tokens(values, plan)
     assert placed.dtype == np.float32 and not placed[rows.predictor < 0].any()
     np.testing.assert_array_equal(take_back(placed, plan, T), np.where(is_valid, values, 0))
-    np.testing.assert_array_equal(place(is_valid, plan), rows.predictor >= 0)
-    of_branch = place(values[..., 0], plan, fill=-1)
+    np.testing.assert_array_equal(at_tokens(is_valid, plan), rows.predictor >= 0)
+    of_branch = at_tokens(values[..., 0], plan, fill=-1)
     np.testing.assert_array_equal(
-        of_branch, np.where(rows.predictor >= 0, place(values[..., :1].repeat(T, 2), plan), -1)
+        of_branch, np.where(rows.predictor >= 0, at_tokens(values[..., :1].repeat(T, 2), plan), -1)
     )
 
 
@@ -206,7 +208,7 @@ def test_two_processes_score_all_branches_between_them(policy, tokenized):
         own = {tree: tokenized[tree] for tree in plan.trees}  # no other prompt is there
         rows = lay_out(own, values, plan, policy.config)
         np.testing.assert_array_equal(
-            rows.tokens[rows.predictor >= 0], place(values, plan)[rows.predictor >= 0]
+            rows.tokens[rows.predictor >= 0], at_tokens(values, plan)[rows.predictor >= 0]
         )
         found = found + take_back(rows.tokens, plan, T)
     np.testing.assert_array_equal(found, np.where(values >= 0, values, 0))

@@ -8,13 +8,14 @@ import pytest
 from PIL import Image
 from sampled_group import CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
 
-from care_jax.report.writer import Report
+from care_jax.report.report import Report
 
 pytestmark = pytest.mark.skipif(
     not browser.executable(),
     reason=f"needs a browser, none of {', '.join(browser.NAMES)} is installed",
 )
 LATER = dict.fromkeys(("loss", "grad_norm", "learning_rate", "decoded_tokens", "device_idle"), 1.0)
+SETTINGS = {"groups_per_step": 1, "max_megabytes": 4, "image_side": 200, "rollouts_megabytes": 0}
 LONG = "<think>" + "a very long rationale " * 200 + "</think><answer>5</answer>"
 
 
@@ -31,13 +32,13 @@ def report(tmp_path_factory):
         ),
     ]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = Report(workdir, max_megabytes=4, groups_per_step=1, max_side=200, wording=WORDING)
+    report = Report(workdir, **SETTINGS, wording=WORDING)
     noise = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
-    report.add(0, make_sampled(name=HOSTILE, images=(Image.fromarray(noise),)))
-    report.add(2, make_sampled(repair=None, is_rescue=True, name="q2"))
+    report.add(0, make_sampled(name=HOSTILE, images=(Image.fromarray(noise),)), is_logged=True)
+    report.add(2, make_sampled(repair=None, is_rescue=True, name="q2"), is_logged=True)
     sampled = make_sampled(texts=(RIGHT, WRONG, LONG, RIGHT), repair=None, name="q4")
     sampled.reasons[:] = HOSTILE  # a rule's own words, but of a function of the user's who knows
-    report.add(4, sampled)
+    report.add(4, sampled, is_logged=True)
     return report.path
 
 
@@ -78,13 +79,6 @@ def test_a_hostile_reason_is_shown_as_text(opened):
     choose(opened, "step", "4")
     assert text_of(opened, ".response .reason") == [HOSTILE] * 4
     assert opened.run("document.querySelectorAll('.response img, .response script').length") == 0
-
-
-def test_a_response_without_a_reason_shows_none(opened):
-    """As those that an earlier version wrote."""
-    opened.run("groups[0].responses.forEach((response) => delete response.reason)")
-    opened.run("show(0)")
-    assert text_of(opened, ".reason") == [] and len(text_of(opened, ".verdict")) == 5
 
 
 def test_a_script_that_got_in_would_not_run(opened, report, tmp_path):
@@ -128,18 +122,64 @@ def test_spans_roles_and_numbers_stand_at_each_response(opened):
     assert len(set(colors)) == 4
 
 
+def parts(page, text, *, given=0, **changes):
+    """[kind, text] of the spans of a response that is a repair."""
+    response = {"role": "reflected", "text": text, "answer": "2", "think_tokens": 3} | changes
+    group = {"repair": {"num_given": given, "cue": CUE}, "think_tag": "think"}
+    return page.run(f"segments({json.dumps(response)}, {json.dumps(group)})")
+
+
+PIECES = (
+    "<think>",
+    "</think>",
+    "<answer>",
+    "</answer>",
+    "é😀",
+    "<!--",
+    "</script>",
+    "a",
+    "\n",
+    CUE,
+)
+
+
+def test_parts_rejoin_to_the_whole_text(opened):
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        context, written = ("".join(rng.choice(PIECES, rng.integers(8))) for _ in range(2))
+        known = {"answer": str(rng.choice(["", "2"])), "think_tokens": int(rng.integers(2))}
+        found = parts(opened, context + written, given=len(context), **known)
+        assert "".join(text for _, text in found) == context + written
+        assert all(text for _, text in found)
+        assert "".join(text for kind, text in found if kind in ("context", "cue")) == context
+
+
+def test_spans_take_in_their_tags_and_nothing_else(opened):
+    text = "a<think>b</think>c<answer>d</answer>"
+    assert parts(opened, text) == [
+        ["text", "a"],
+        ["think", "<think>b</think>"],
+        ["text", "c"],
+        ["answer", "<answer>d</answer>"],
+    ]
+    assert parts(opened, text, answer="", think_tokens=0) == [["text", text]]
+
+
+def test_a_context_that_is_not_in_the_row_leaves_the_rest_of_the_rationale(opened):
+    """As under `care.reflect_credit = "prompt_only"`."""
+    found = parts(opened, REPAIR)
+    assert found == [["think", " so two</think>"], ["answer", "<answer>2</answer>"]]
+
+
 def test_components_of_a_reward_function_stand_behind_the_reward(opened):
-    """Names come from the function, so they are shown as text; an older step has none."""
-    opened.run(
-        f"groups[0].responses[0].components = [['acc', 0.75], [{HOSTILE!r}, null]];"
-        "delete groups[0].responses[1].components; show(0)"
-    )
+    """Names come from the function, so they are shown as text."""
+    opened.run(f"groups[0].responses[0].components = {{acc: 0.75, {HOSTILE!r}: null}}; show(0)")
     names = opened.run(
         """[...document.querySelectorAll('.response')].map((x) =>
           [...x.querySelectorAll('dt')].map((y) => y.textContent))"""
     )
     assert names[0][:4] == ["reward", "acc", HOSTILE, "d"]
-    assert names[1][:2] == names[2][:2] == ["reward", "d"]
+    assert names[1][:2] == ["reward", "d"]
     assert text_of(opened, ".response dd")[1] == "0.75"
 
 
@@ -259,7 +299,7 @@ def test_evaluations_inside_the_last_stage_stand_open_above_it(opened, tmp_path)
         {"stage": "rl_eval", "step": 1, "acc": 0.75},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    report = Report(tmp_path, max_megabytes=1)
+    report = Report(tmp_path, **SETTINGS)
     report.write()
     opened.open(report.path)
     open_ones = ["Evaluation during reinforcement learning", "Reinforcement learning"]
@@ -312,8 +352,8 @@ def test_text_stands_out_by_day_and_night(opened, report, is_dark):
 
 def test_groups_without_roles_show_what_there_is(page, tmp_path):
     """As under GRPO."""
-    report = Report(tmp_path, max_megabytes=4, groups_per_step=1, max_side=200, wording=WORDING)
-    report.add(0, make_sampled(repair=None, has_roles=False))
+    report = Report(tmp_path, **SETTINGS, wording=WORDING)
+    report.add(0, make_sampled(repair=None, has_roles=False), is_logged=True)
     page.open(report.path)
     assert text_of(page, ".role") == [] and len(text_of(page, ".response")) == 4
     numbers = (
@@ -327,9 +367,11 @@ def test_groups_without_roles_show_what_there_is(page, tmp_path):
 
 
 def test_a_thinned_report_says_so(page, tmp_path):
-    report = Report(tmp_path, max_megabytes=0.1, groups_per_step=1, max_side=200, wording=WORDING)
+    report = Report(tmp_path, **(SETTINGS | {"max_megabytes": 0.1}), wording=WORDING)
     for step in range(9):
-        report.add(step, make_sampled(texts=(RIGHT, WRONG, LONG * 3, RIGHT), repair=None))
+        report.add(
+            step, make_sampled(texts=(RIGHT, WRONG, LONG * 3, RIGHT), repair=None), is_logged=True
+        )
     page.open(report.path)
     (told,) = text_of(page, "#sample")
     assert "of the 9 logged steps" in told

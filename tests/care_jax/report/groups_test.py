@@ -2,8 +2,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sampled_group import CONTEXT, CUE, EOS, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
 
 from care_jax.report import groups
@@ -11,8 +9,8 @@ from care_jax.report import groups
 PAD = EOS + 1
 
 
-def joined(segments):
-    return "".join(text for _, text in segments)
+def describe(sampled):
+    return groups.describe(7, sampled, 0, WORDING)
 
 
 def test_no_end_of_sequence_is_text():
@@ -23,12 +21,12 @@ def test_no_end_of_sequence_is_text():
     wording = dataclasses.replace(
         WORDING, eos_token_ids=(EOS, PAD), token_bytes=[*WORDING.token_bytes, b"<pad>"]
     )
-    sampled = dataclasses.replace(sampled, rollouts=sampled.rollouts.replace(tokens=tokens))
-    assert groups.describe(sampled, 0, wording) == groups.describe(make_sampled(), 0, WORDING)
+    sampled = sampled.replace(rollouts=sampled.rollouts.replace(tokens=tokens))
+    assert groups.describe(0, sampled, 0, wording) == describe(make_sampled())
 
 
 def test_roles_numbers_and_texts_of_a_repaired_group():
-    group = groups.describe(make_sampled(), 0, WORDING)
+    group = describe(make_sampled())
     found = [
         (each["number"], each["role"], each["verdict"], each["distance"])
         for each in group["responses"]
@@ -43,7 +41,7 @@ def test_roles_numbers_and_texts_of_a_repaired_group():
     assert [each["raw"] for each in group["responses"]] == [1.5, -0.5, -0.75, 1.0, 0.0]
     assert [each["advantage"] for each in group["responses"]] == [0.75, -0.25, -0.375, 0.5, 0.0]
     assert [each["reward"] for each in group["responses"]] == [1, 0.1, 0, 1, 1]
-    assert [joined(each["segments"]) for each in group["responses"]] == [
+    assert [each["text"] for each in group["responses"]] == [
         *(RIGHT, WRONG, HOSTILE, CONTEXT + CUE + REPAIR, RIGHT + " ")
     ]
     assert [each["answer"] for each in group["responses"]] == ["2", "3", "", "2", "2"]
@@ -56,7 +54,7 @@ def test_roles_numbers_and_texts_of_a_repaired_group():
 
 def test_a_missing_answer_is_noted_where_it_did_not_decide():
     """As under a reward function of one's own."""
-    group = groups.describe(make_sampled(reasons=("reward function",) * 5), 0, WORDING)
+    group = describe(make_sampled(reasons=("reward function",) * 5))
     assert group["responses"][2]["notes"] == ["no answer span", "format not kept"]
 
 
@@ -64,27 +62,21 @@ def test_components_of_a_reward_function_stand_with_their_response():
     """Also where it failed for one, and where the answer is a box."""
     components = [{"acc": 0.25, "near": 1 / 3}, {}, {"acc": 0}, {"acc": 1}, {"acc": 0.5}]
     sampled = make_sampled(components=components, answer=[1, 2, 3.5, 4])
-    group = groups.describe(sampled, 0, WORDING)
+    group = describe(sampled)
     found = {each["number"]: each["components"] for each in group["responses"]}
-    assert found[1] == [["acc", 0.25], ["near", 0.3333]]
-    assert found[2] == [] and found[5] == [["acc", 0.5]]
+    assert found[1] == {"acc": 0.25, "near": 0.3333}
+    assert found[2] == {} and found[5] == {"acc": 0.5}
     assert group["gold"] == "[1, 2, 3.5, 4]"
-    plain = groups.describe(make_sampled(), 0, WORDING)
-    assert all(each["components"] == [] for each in plain["responses"])
+    plain = describe(make_sampled())
+    assert all(each["components"] == {} for each in plain["responses"])
 
 
 def test_what_the_reflection_changed_is_told_apart_from_what_it_was_given():
-    group = groups.describe(make_sampled(), 0, WORDING)
+    group = describe(make_sampled())
     assert group["repair"] == {
         "of": 2, "cue": CUE, "before": "3", "after": "2", "has_context": True,
         "num_given": len(CONTEXT + CUE),
     }  # fmt: skip
-    assert group["responses"][3]["segments"] == [
-        ["context", CONTEXT],
-        ["cue", CUE],
-        ["think", " so two</think>"],
-        ["answer", "<answer>2</answer>"],
-    ]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +92,7 @@ def test_what_the_reflection_changed_is_told_apart_from_what_it_was_given():
     ],
 )
 def test_roles_are_those_of_the_objective(changes, roles, outcome):
-    group = groups.describe(make_sampled(**changes), 0, WORDING)
+    group = describe(make_sampled(**changes))
     assert [each["role"] for each in group["responses"]] == roles
     assert group["outcome"] == outcome and group["repair"] is None
     if not changes.get("has_roles", True):
@@ -112,13 +104,13 @@ def test_roles_are_those_of_the_objective(changes, roles, outcome):
 )
 def test_a_group_without_an_update_says_why(acc, outcome):
     sampled = make_sampled(acc=acc, repair=None)
-    without = dataclasses.replace(sampled, advantage=np.zeros((1, 4)))
-    assert groups.outcome(without, 0) == outcome
+    without = sampled.replace(credit=sampled.credit.replace(advantage=np.zeros((1, 4))))
+    assert groups.outcome(without.take(0)) == outcome
 
 
 def test_a_slot_without_a_reflected_row_is_left_out():
-    sampled = dataclasses.replace(make_sampled(), has_reflection=np.array([False]))
-    group = groups.describe(sampled, 0, WORDING)
+    sampled = make_sampled().replace(has_reflection=np.array([False]))
+    group = describe(sampled)
     assert [each["number"] for each in group["responses"]] == [1, 2, 3, 4]
     assert group["outcome"] == "contrasted"
 
@@ -126,49 +118,11 @@ def test_a_slot_without_a_reflected_row_is_left_out():
 def test_a_failed_repair_is_told_by_the_last_row():
     sampled = make_sampled()
     sampled.scores.acc[0, -1] = 0
-    assert groups.outcome(sampled, 0) == "not repaired"
-
-
-PIECES = st.sampled_from(
-    ["<think>", "</think>", "<answer>", "</answer>", "é", "<!--", "</script>", "a", "\n", CUE]
-)
-TEXTS = st.lists(PIECES, max_size=8).map("".join)
-
-
-@given(context=TEXTS, written=TEXTS, has_think=st.booleans(), has_answer=st.booleans())
-def test_segments_rejoin_to_the_whole_text(context, written, has_think, has_answer):
-    found = groups.segments(
-        context, written, think_tag="think", has_think=has_think, has_answer=has_answer, cue=CUE
-    )
-    assert joined(found) == context + written
-    assert all(text for _, text in found)
-    given_text = joined([each for each in found if each[0] in ("context", "cue")])
-    assert given_text == context
-
-
-def test_spans_take_in_their_tags_and_nothing_else():
-    found = groups.segments(
-        "", "a<think>b</think>c<answer>d</answer>", think_tag="think",
-        has_think=True, has_answer=True, cue="",
-    )  # fmt: skip
-    assert found == [
-        ["text", "a"],
-        ["think", "<think>b</think>"],
-        ["text", "c"],
-        ["answer", "<answer>d</answer>"],
-    ]
-
-
-def test_a_context_that_is_not_in_the_row_leaves_the_rest_of_the_rationale():
-    """As under `care.reflect_credit = "prompt_only"`."""
-    found = groups.segments(
-        "", REPAIR, think_tag="think", has_think=True, has_answer=True, cue=CUE
-    )  # fmt: skip
-    assert found == [["think", " so two</think>"], ["answer", "<answer>2</answer>"]]
+    assert groups.outcome(sampled.take(0)) == "not repaired"
 
 
 def test_nothing_is_given_where_the_context_is_not_in_the_row():
-    repair = groups.describe(make_sampled(given="", repair=REPAIR + CUE), 0, WORDING)["repair"]
+    repair = describe(make_sampled(given="", repair=REPAIR + CUE))["repair"]
     assert (repair["has_context"], repair["num_given"]) == (False, 0)
 
 
@@ -182,10 +136,12 @@ def test_groups_are_taken_from_each_outcome_in_turn():
 
 
 def test_distance_is_one_minus_the_cosine():
-    h = np.array([[2, 0], [0, 3], [-1, 0], [0, 0]], np.float32)
-    np.testing.assert_allclose(groups.distances(h, 0), [0, 1, 2, 1], atol=1e-6)
+    h = np.array([[[2, 0], [0, 3], [-1, 0], [0, 0]]], np.float32)
+    sampled = make_sampled(repair=None)
+    sampled = sampled.replace(rollouts=sampled.rollouts.replace(embedding=h))
+    assert groups.distances(sampled.take(0)) == [0, 1, 2, 1]
 
 
 def test_numbers_that_json_cannot_say_are_none():
-    assert groups.number(float("nan")) is groups.number(None) is groups.number(-np.inf) is None
+    assert groups.number(float("nan")) is groups.number(-np.inf) is None
     assert groups.number(np.float32(1 / 3)) == 0.3333

@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import json
 import math
@@ -11,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+from sampled_group import WORDING, make_sampled
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from care_jax.report import metrics
-from care_jax.report.metrics import MetricWriter, ShownGroup, pass_rates
+from care_jax.report.groups import describe
+from care_jax.report.metrics import MetricWriter, pass_rates
+from care_jax.report.pictures import data_uri
 
 
 def lines(workdir):
@@ -122,40 +124,34 @@ def test_wandb_gets_the_same_names_and_a_resumed_stage_its_own_run(tmp_path, mon
     assert stub.finished == ["rl", "evaluate_rl"] * 2
 
 
-GROUP = ShownGroup(
-    name="made q1",
-    question="How many?",
-    gold="2",
-    image=Image.new("RGB", (8, 6), "red"),
-    responses=[
-        {"role": "anchor", "acc": 1.0, "text": "<think>two\n```</think>"},
-        {"role": "", "acc": 0.0, "text": ""},
-    ],
-)
-
-
 def test_prompts_and_responses_are_a_table_on_wandb_and_text_and_images_on_tensorboard(
     tmp_path, monkeypatch
 ):
     stub = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
-    bare = dataclasses.replace(GROUP, image=None, name="made q2")
+    texts = ("<think>two\n```</think>", "", "x", "y")
+    components = [{"acc": 1.0, "brief": 0.25}, {}, {}, {}]
+    group = describe(3, make_sampled(texts, repair=None, components=components), 0, WORDING)
+    group["pictures"] = [data_uri(Image.new("RGB", (8, 6), "red"), max_side=8), ""]
     with MetricWriter(tmp_path, "project") as writer:
         writer.write("rl", 3, {"acc": 1})
-        writer.show("rl", 3, [GROUP, bare])
+        writer.show("rl", 3, [group, group | {"id": "q2", "pictures": [""]}])
         writer.show("rl", 3, [])
     (stage, step, values) = stub.logged[-1]
     table = values["rollouts"]
     assert (stage, step, len(stub.logged)) == ("rl", 3, 2)
-    assert table.columns == ["name", "image", "question", "gold", "role", "acc", "text"]
-    assert [row[0] for row in table.rows] == ["made q1"] * 2 + ["made q2"] * 2
-    assert table.rows[0][1:] == (
-        *(("image", GROUP.image), "How many?", "2", "anchor", 1.0, "<think>two\n```</think>"),
-    )
-    assert table.rows[2][1] is None
+    assert table.columns == [
+        *("name", "image", "question", "gold", "role", "acc", "reward", "advantage"),
+        *("tokens", "reason", "components", "text"),
+    ]
+    assert [row[0] for row in table.rows] == ["made q0"] * 4 + ["made q2"] * 4
+    (_, (kind, image), question, gold, *row) = table.rows[0]
+    assert (kind, image.size, question, gold) == ("image", (8, 6), group["question"], "2")
+    assert row == ["anchor", 1.0, 0.9, 0.75, 23, "same number", "acc 1.0, brief 0.25", texts[0]]
+    assert table.rows[4][1] is None
     (path,) = (tmp_path / "tensorboard" / "rl").glob("events*")
     data = path.read_bytes()
-    assert b"**made q1** How many?" in data and b"role anchor \xc2\xb7 acc 1.0" in data
+    assert b"**made q0** <image>How many?" in data and b"role anchor \xc2\xb7 acc 1.0" in data
     assert b"    <think>two\n    ```</think>" in data  # a block that no text can end
     assert data.count(b"\x89PNG") == 1
 

@@ -20,7 +20,8 @@ def test_hostile_text_stays_data_and_comes_back_as_it_was(text):
     data = page.to_json({"text": text, text: [text]})
     assert "<" not in data and data.isascii()
     rendered = page.render(data)
-    assert page.read(rendered) == {"text": text, text: [text]}
+    (found,) = re.findall(r'id="data">(.*?)</script>', rendered)
+    assert json.loads(found) == {"text": text, text: [text]}
     empty = page.render("{}")
     for mark in ("<script", "</script", "<!--", "<img", "{{"):
         assert rendered.lower().replace(data.lower(), "{}").count(mark) == empty.count(mark)
@@ -44,10 +45,3 @@ def test_the_file_asks_for_nothing_from_outside():
     rendered = page.render("{}")
     assert not re.search(r"""(src|href)=["'](?!#)|@import|url\(|fetch\(|innerHTML""", rendered)
     assert re.findall(r"https?://[^\"']+", rendered) == ["http://www.w3.org/2000/svg"]
-
-
-def test_a_file_of_something_else_is_refused():
-    for text in ("", "<html></html>", page.render("{}").partition("</script>")[0]):
-        with pytest.raises(ValueError):
-            page.read(text)
-    assert page.read(page.render(json.dumps({"a": 1}))) == {"a": 1}

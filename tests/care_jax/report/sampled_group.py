@@ -3,10 +3,8 @@
 import numpy as np
 from PIL import Image
 
-from care_jax.batch import Example, Rollouts, Scores
-from care_jax.method.advantages import RawAdvantages
-from care_jax.method.select import Subgroup
-from care_jax.report.groups import Sampled, Wording
+from care_jax.batch import Credit, Example, Groups, RawAdvantages, Rollouts, Scores, Subgroup
+from care_jax.report.groups import Wording
 from care_jax.rewards.verifier import parse_text
 
 EOS = 256
@@ -61,17 +59,11 @@ def make_sampled(
     is_negative = np.array([[False, True, True, False]])
     value = np.array([[1.5, -0.5, -0.75, 0, 1.0]][:1], np.float32)
     raw = RawAdvantages(value, value > 0, value < 0, np.arange(5)[None] == 4)
-    return Sampled(
-        examples=[
-            Example(
-                name,
-                "made",
-                (Image.new("RGB", (40, 30), "red"),) if images is None else images,
-                question,
-                answer,
-                ("1", "2"),
-            )
-        ],
+    if images is None:
+        images = (Image.new("RGB", (40, 30), "red"),)
+    example = Example(name, "made", images, question, answer, ("1", "2"))
+    return Groups(
+        examples=np.array([example], object),
         rollouts=Rollouts(tokens, is_valid, is_forced, -1.0 * is_valid, h[:, :num_rows], acc >= 0),
         scores=Scores(
             acc=acc,
@@ -79,11 +71,11 @@ def make_sampled(
             reward=0.9 * acc + 0.1 * fmt,
             is_think=is_think,
             is_answer=is_answer,
-            num_think=np.full(acc.shape, 3),
-            num_answer=np.full(acc.shape, 1),
+            num_think=3 * is_think.any(-1),
+            num_answer=1 * is_answer.any(-1),
             has_answer=np.array([[span.has_answer for span in parsed]]),
         ),
-        advantage=value[:, :num_rows] / 2,
+        credit=Credit(value[:, :num_rows] / 2, *[None] * 4),
         has_reflection=np.array([repair is not None]),
         reasons=np.array([reasons[: acc.shape[1]]], object),
         subgroup=Subgroup(

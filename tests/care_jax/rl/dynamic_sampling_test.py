@@ -12,8 +12,7 @@ from care_jax.batch import Example, Scores
 from care_jax.devices import distributed
 from care_jax.prompts.builder import prompt_sizes
 from care_jax.rl import dynamic_sampling
-from care_jax.rl.dynamic_sampling import Draw
-from care_jax.rl.rollout import Groups, gather_prompt_table
+from care_jax.rl.rollout import asked, gather_groups
 
 G = R
 ACC = {"mixed": [1, 0, 0], "right": [1, 1, 1], "wrong": [0, 0, 0]}
@@ -21,7 +20,7 @@ ACC = {"mixed": [1, 0, 0], "right": [1, 1, 1], "wrong": [0, 0, 0]}
 
 @pytest.fixture
 def draw(responses, policy):
-    """Makes draw number t of B prompts; tokens, examples and prompts say t and the place."""
+    """Makes draw number t of B prompts; tokens, examples and prompts say t and the index."""
 
     def draw(t, *kinds):
         rollouts = jax.tree.map(np.array, responses)
@@ -36,10 +35,9 @@ def draw(responses, policy):
             for i in range(B)
         ]
         prompts = [policy.prompts.tokenize(example) for example in examples]
-        table = gather_prompt_table(np.arange(B), examples, prompts)
         reasons = np.array([[f"{t}.{i}"] * G for i in range(B)], object)
-        groups = Groups(rollouts, scores, None, np.zeros(B, bool), reasons)
-        return Draw(table, examples, prompts, groups)
+        groups = asked(np.arange(B), examples, prompts)
+        return groups.replace(rollouts=rollouts, scores=scores, reasons=reasons)
 
     return draw
 
@@ -47,31 +45,32 @@ def draw(responses, policy):
 def test_mixed_groups_keep_their_places_and_later_ones_fill_the_rest_in_order(draw):
     first = draw(0, "wrong", "mixed", "right", "wrong")
     draws = [first, draw(1, "right", "wrong", "wrong", "mixed"), draw(2, *["mixed"] * 4)]
-    filled = dynamic_sampling.fill(draws)
+    filled = dynamic_sampling.choose_mixed(draws)
     expected = [(1, 3), (0, 1), (2, 0), (2, 1)]
     assert [example.id for example in filled.examples] == [f"{t} {i}" for t, i in expected]
     np.testing.assert_array_equal(
-        filled.groups.rollouts.tokens[:, 0, 0], [10 * t + i for t, i in expected]
+        filled.rollouts.tokens[:, 0, 0], [10 * t + i for t, i in expected]
     )
-    np.testing.assert_array_equal(filled.groups.scores.acc, [ACC["mixed"]] * B)
-    assert filled.groups.reasons.tolist() == [[f"{t}.{i}"] * G for t, i in expected]
+    np.testing.assert_array_equal(filled.scores.acc, [ACC["mixed"]] * B)
+    assert filled.reasons.tolist() == [[f"{t}.{i}"] * G for t, i in expected]
     lengths = [len(prompt.tokens) for prompt in filled.prompts]
     assert lengths == [len(draws[t].prompts[i].tokens) for t, i in expected]
-    np.testing.assert_array_equal(filled.table.sizes, prompt_sizes(filled.prompts))
-    assert filled.table.sources == [f"source {t}" for t, _ in expected]
+    np.testing.assert_array_equal(filled.sizes, prompt_sizes(filled.prompts))
+    assert filled.sources.tolist() == [f"source {t}" for t, _ in expected]
+    assert filled.index.tolist() == list(range(B))
 
 
 def test_what_cannot_be_filled_stays_where_it_is(draw):
     draws = [draw(0, "wrong", "right", "mixed", "wrong"), draw(1, "wrong", "mixed", *["right"] * 2)]
-    filled = dynamic_sampling.fill(draws)
+    filled = dynamic_sampling.choose_mixed(draws)
     assert [example.id for example in filled.examples] == ["1 1", "0 1", "0 2", "0 3"]
     kinds = ["mixed", "right", "mixed", "wrong"]
-    np.testing.assert_array_equal(filled.groups.scores.acc, [ACC[kind] for kind in kinds])
+    np.testing.assert_array_equal(filled.scores.acc, [ACC[kind] for kind in kinds])
 
 
 def test_one_draw_is_the_step_whatever_it_holds(draw):
     only = draw(0, *["wrong"] * 4)
-    assert dynamic_sampling.fill([only]) is only
+    assert dynamic_sampling.choose_mixed([only]) is only
 
 
 @pytest.mark.parametrize(
@@ -87,19 +86,18 @@ def test_processes_go_on_until_the_last_of_them_is_full(draw, monkeypatch, other
     assert dynamic_sampling.is_full(draws) == expected
 
 
-def test_survey_counts_every_group_that_was_drawn(draw):
-    draws = [draw(0, "wrong", *["mixed"] * 3), draw(1, *["right"] * 4)]
-    seen = dynamic_sampling.survey(draws)
-    np.testing.assert_array_equal(
-        seen.scores.acc, [ACC["wrong"], *[ACC["mixed"]] * 3] + [[1] * 3] * 4
-    )
-    np.testing.assert_array_equal(seen.rollouts.is_valid.sum(-1), [[1] * 3] * 4 + [[2] * 3] * 4)
+def test_gathered_groups_leave_texts_and_spans_behind(draw):
+    seen = gather_groups(draw(1, "wrong", *["mixed"] * 3))
+    np.testing.assert_array_equal(seen.scores.acc, [ACC["wrong"], *[ACC["mixed"]] * 3])
+    np.testing.assert_array_equal(seen.rollouts.is_valid.sum(-1), [[2] * 3] * 4)
+    assert seen.sources.tolist() == ["source 1"] * B and seen.sizes.shape == (B, 2)
     assert seen.rollouts.tokens is None and seen.scores.is_think is None
+    assert seen.examples is None and seen.reasons is None
 
 
 MAX_TRIES = 4
 DAPO = {"rl.objective": "dapo", "dapo.max_tries": MAX_TRIES, "dapo.overlong_share": 0.0}
-# Places whose group is mixed, by draw and step; elsewhere all rollouts are right.
+# Prompts whose group is mixed, by draw and step; elsewhere all rollouts are right.
 MIXED = (
     ((0, 2), (0, 1, 2, 3), (), ()),
     ((1,), (), (0, 1, 2, 3), ()),
@@ -109,7 +107,7 @@ MIXED = (
 
 
 class DynamicScript:
-    """Stands in for rollout and update; a response's first token says draw, step and place."""
+    """Stands in for rollout and update; a response's first token says draw, step and prompt."""
 
     def __init__(self, responses, dies_at=None):
         self.responses, self.dies_at = responses, dies_at
@@ -119,25 +117,21 @@ class DynamicScript:
         }
         self.numbers, self.prompts, self.updated = [], {}, []
 
-    def roll_out(self, run, programs, params, rng, table, examples, prompts, verifier):
+    def roll_out(self, run, programs, params, rng, questions, verifier):
         number = self.number_of[str(jax.random.key_data(rng))]
         if len(self.numbers) == self.dies_at:
             raise KeyboardInterrupt
         self.run = run
         self.numbers.append(number)
-        self.prompts[number] = [prompt.tokens.tolist() for prompt in prompts]
+        self.prompts[number] = [p.tokens.tolist() for p in questions.prompts]
         acc = np.ones((B, R), np.float32)
         acc[list(MIXED[number // STEPS][number % STEPS]), 1] = 0
-        groups = groups_of(self.responses)
+        groups = groups_of(self.responses, questions=questions)
         tokens = groups.rollouts.tokens.copy()
         tokens[:, :, 0] = 10 * number + np.arange(B)[:, None]
-        scores = groups.scores.replace(acc=acc, reward=acc)
-        return Groups(
-            groups.rollouts.replace(tokens=tokens),
-            scores,
-            None,
-            groups.has_reflection,
-            groups.reasons,
+        return groups.replace(
+            rollouts=groups.rollouts.replace(tokens=tokens),
+            scores=groups.scores.replace(acc=acc, reward=acc),
         )
 
     def update(self, state, batch):

@@ -8,7 +8,7 @@ import pytest
 from rollout_script import CUE, LENGTHS, Script, said
 
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl.rollout import gather_prompt_table, roll_out
+from care_jax.rl.rollout import asked, roll_out
 
 ACCS = ((1, 0, 0),) * len(LENGTHS)
 
@@ -24,10 +24,10 @@ def roll(make_run, questions, policy):
         script.at_end = at_end or script.at_end
         run = make_run({"care.cue": CUE, **dict(changes)})
         prompts = [policy.prompts.tokenize(example) for example in examples]
-        table = gather_prompt_table(np.arange(len(examples)), examples, prompts)
+        given = asked(np.arange(len(examples)), examples, prompts)
         rng = jax.random.key(seed)
         with Verifier(reward=reward) as verifier:
-            groups = roll_out(run, script.programs(), None, rng, table, examples, prompts, verifier)
+            groups = roll_out(run, script.programs(), None, rng, given, verifier)
         return groups, script, examples
 
     return roll

@@ -1,29 +1,22 @@
 """The batch of an update: which responses it holds, and whose log-probabilities it has."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import B, credit_of, groups_of, scripted_update
+from scripted import B, credit_of, groups_of
 
 from care_jax.batch import Example
-from care_jax.prompts.builder import prompt_sizes
 from care_jax.rl import update_batch
-from care_jax.rl.rollout import Groups, PromptTable
+from care_jax.rl.rollout import asked, gather_groups
 
 PARTS = {"rl.prompts_per_step": B, "rl.prompts_per_update": 2}
 FIELDS = ("token_advantage", "old_logp", "row_weight", "is_trained", "is_answer")
 
 
-def lengths_of(rollouts, credited):
-    """Tokens of the responses that are trained."""
-    return np.asarray(rollouts.is_valid).sum(-1) * credited.is_trained.any(-1)
-
-
-def numbers_of(groups, credited, prompts):
+def numbers_of(groups, prompts):
     """What each token of some prompts' trained responses should carry, by token id and field."""
     found = {}
-    rollouts, scores = groups.rollouts, groups.scores
+    rollouts, scores, credited = groups.rollouts, groups.scores, groups.credit
     values = {
         "token_advantage": credited.token_advantage,
         "old_logp": rollouts.logp,
@@ -49,25 +42,20 @@ def numbers_in(batch):
     return found
 
 
-def test_an_update_gets_its_part_of_the_prompts_and_their_trained_responses(
-    make_run, groups, tokenized
-):
+def test_an_update_gets_its_prompts_and_their_trained_responses(make_run, groups):
     """A response without any trained token, and a prompt without any such, take no place."""
     credited = credit_of(groups.rollouts.tokens.shape)
     is_trained = credited.is_trained & groups.rollouts.is_valid
     is_trained[2, 1] = is_trained[0] = False
     is_trained[2, 0, 0] = True
-    credited = credited.replace(is_trained=is_trained)
-    run = make_run(PARTS)
-    table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
-    num_tokens = lengths_of(groups.rollouts, credited)
-    for index, prompts in enumerate(((0, 1), (2, 3))):
-        batch, plan = update_batch.train_batch(
-            run, table, tokenized, groups, credited, num_tokens, index
-        )
-        assert numbers_in(batch) == numbers_of(groups, credited, prompts)
+    groups = groups.replace(credit=credited.replace(is_trained=is_trained))
+    everyone, run = gather_groups(groups), make_run(PARTS)
+    parts = zip(groups.split(2), everyone.split(2), strict=True)
+    for prompts, (part, whole) in zip(((0, 1), (2, 3)), parts, strict=True):
+        batch, plan = update_batch.train_batch(run, part, whole)
+        assert numbers_in(batch) == numbers_of(groups, prompts)
         used = [n for n in prompts if is_trained[n].any()]
-        num_real = sum(len(tokenized[n].tokens) for n in used) + num_tokens[list(prompts)].sum()
+        num_real = sum(len(groups.prompts[n].tokens) for n in used) + whole.num_trained.sum()
         assert (plan.real_tokens, plan.computed_tokens) == (num_real, batch.rows.tokens.size)
         assert (
             not batch.ref_logp.any() and not batch.token_advantage[batch.rows.predictor < 0].any()
@@ -81,35 +69,19 @@ def test_every_process_plans_the_rows_of_all(make_run, responses, policy, monkey
     """Two processes take every second prompt; microbatches and shapes are the same on both."""
     questions = [Example(f"q{i}", "made", (), "1?" + " 1" * i, "") for i in (15, 0, 15, 0)]
     tokenized = [policy.prompts.tokenize(example) for example in questions]
-    sizes, credited = prompt_sizes(tokenized), credit_of(responses.tokens.shape)
-    groups = groups_of(responses)
-    num_tokens = lengths_of(responses, credited)
+    groups = groups_of(responses, questions=asked(np.arange(B), questions, tokenized))
+    groups = groups.replace(credit=credit_of(responses.tokens.shape))
+    second = gather_groups(groups).take(slice(2, 4))
     run = make_run(PARTS | {"rl.microbatch_size": 2})
     monkeypatch.setattr(update_batch.jax, "process_count", lambda: 2)
     monkeypatch.setattr(update_batch.sharding, "owners", lambda size, place: np.arange(size) % 2)
     found, shapes = [], []
     for process in range(2):
         monkeypatch.setattr(update_batch.jax, "process_index", lambda process=process: process)
-        local = np.arange(process, B, 2)
-        local_rows = jax.tree.map(
-            lambda x, local=local: np.asarray(x)[local],
-            (groups.rollouts, groups.scores, credited),
-        )
-        part = Groups(local_rows[0], local_rows[1], None, np.zeros(2, bool), groups.reasons[local])
-        batch, plan = update_batch.train_batch(
-            run,
-            PromptTable(local, sizes, ["made"] * B),
-            [tokenized[place] for place in local],
-            part,
-            local_rows[2],
-            num_tokens,
-            1,
-        )
+        batch, plan = update_batch.train_batch(run, groups.take([2 + process]), second)
         found.append(numbers_in(batch))
         shapes.append((batch.rows.tokens.shape, plan.num_microbatches, plan.computed_tokens))
-    whole = jax.tree.map(np.asarray, groups.rollouts)
-    groups = Groups(whole, groups.scores, None, groups.has_reflection, groups.reasons)
-    assert found == [numbers_of(groups, credited, (2,)), numbers_of(groups, credited, (3,))]
+    assert found == [numbers_of(groups, (2,)), numbers_of(groups, (3,))]
     assert shapes[0] == shapes[1]
 
 
@@ -133,14 +105,17 @@ def test_log_probabilities_come_from_whom_they_should(
     run = make_run(beta(0.1) | changes)
     batch, _ = whole_batch(run, groups)
     shape, sampled = batch.rows.tokens.shape, batch.old_logp
-    programs = scripted_update(score=lambda params, batch: jnp.full(shape, params))
-    for scored in update_batch.with_logprobs(run, programs, [batch] * 2, 5.0, 7.0):
+
+    def score(params, batch):
+        return jnp.full(shape, params)
+
+    for scored in update_batch.with_logprobs(run, score, [batch] * 2, 5.0, 7.0):
         np.testing.assert_array_equal(scored.ref_logp, np.full(shape, 7.0))
         np.testing.assert_array_equal(
             scored.old_logp, np.full(shape, 5.0) if is_recomputed else sampled
         )
     without_kl = make_run(beta(0.0) | changes, "without_kl")
-    (scored,) = update_batch.with_logprobs(without_kl, programs, [batch], 5.0, None)
+    (scored,) = update_batch.with_logprobs(without_kl, score, [batch], 5.0, None)
     np.testing.assert_array_equal(scored.ref_logp, np.zeros(shape))
 
 
@@ -150,6 +125,10 @@ def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
     assert update_batch.copy_reference(run, params) is None
     batch, _ = whole_batch(run, groups)
     seen = []
-    programs = scripted_update(score=lambda params, batch: seen.append(params) or batch.ref_logp)
-    update_batch.with_logprobs(run, programs, [batch], params, None)
+
+    def score(params, batch):
+        seen.append(params)
+        return batch.ref_logp
+
+    update_batch.with_logprobs(run, score, [batch], params, None)
     assert seen == [{"text": {"kernel": 3.0}}]

@@ -13,8 +13,8 @@ from care_jax.run.attention_check import (
     trial_images,
     trial_reach,
 )
-from models.attention import cached, kernels
-from models.attention.mask import AttentionImpl
+from models.attention import cached, packed
+from models.attention.packed import AttentionImpl
 
 
 @pytest.fixture
@@ -87,26 +87,26 @@ def test_a_measured_time_is_that_of_a_call():
 
 
 def test_a_kernel_that_errs_on_images_alone_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
-    forward = kernels.forward
+    forward = packed._forward
 
     def wrong(q, k, v, mask):
         out, lse = forward(q, k, v, mask)
         is_tower = q.shape[-2] == 1 and mask.impl.name == "tpu"
         return (out.at[:, -1].multiply(0.5), lse) if is_tower else (out, lse)
 
-    monkeypatch.setattr("models.attention.kernels.forward", wrong)
+    monkeypatch.setattr("models.attention.packed._forward", wrong)
     assert training_attention(run_on_a_tpu, 256, 64).name == "xla"
     assert capsys.readouterr().out.endswith("so XLA is used\n")
 
 
 def test_a_kernel_that_differs_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
-    forward = kernels.forward
+    forward = packed._forward
 
     def wrong(q, k, v, mask):
         out, lse = forward(q, k, v, mask)
         return (out.at[:, -1].multiply(0.5), lse) if mask.impl.name == "tpu" else (out, lse)
 
-    monkeypatch.setattr("models.attention.kernels.forward", wrong)
+    monkeypatch.setattr("models.attention.packed._forward", wrong)
     assert training_attention(run_on_a_tpu, 256, 64).name == "xla"
     assert capsys.readouterr().out.endswith("so XLA is used\n")
 

@@ -10,6 +10,7 @@ from scripted import B, Script
 
 from care_jax.batch import Example
 from care_jax.learning.train_step import BROKEN_GRADIENTS
+from care_jax.run import stage
 from care_jax.stages import sft
 
 
@@ -111,6 +112,7 @@ def imitate(make_run, monkeypatch):
 
         monkeypatch.setattr(sft, "update", update)
         monkeypatch.setattr(sft, "score_rows", score_rows)
+        monkeypatch.setattr(stage, "score_rows", score_rows)
         run = make_run(SFT | {"sft.max_skipped": most})
         examples = [Example(f"e{i}", "made", (), "?", "1", response=RESPONSE) for i in range(30)]
         params = sft.train(run, {"text": {"seen": jnp.float32(0)}}, examples)

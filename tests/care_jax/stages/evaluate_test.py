@@ -65,7 +65,7 @@ def asked(policy, examples, monkeypatch):
 
         def decode(self, params, rng, requests):
             """The last first, one at a time."""
-            self.asked += [request.place for request in requests]
+            self.asked += [request.index for request in requests]
             for index, request in reversed(list(enumerate(requests))):
                 length = len(request.prompt.tokens)
                 rows = [0 if sample % 2 else length for sample in range(self.num_samples)]
@@ -89,6 +89,13 @@ def asked(policy, examples, monkeypatch):
     return texts, calls
 
 
+PARAMS = {"w": jnp.arange(3.0)}
+
+
+def held_out(run, examples, name="rl", params=PARAMS):
+    return evaluate.Evaluator(run, examples, [])(params, name=name)
+
+
 SETTINGS = {"evaluate.batch_size": 3, "evaluate.max_response_tokens": T, "rl.temperature": 0.7}
 
 
@@ -96,7 +103,7 @@ def test_figures_are_over_the_examples_that_fit_and_no_padding(make_run, example
     """Five fit; the second batch of three is filled up, and a prompt too long is left out."""
     too_long = Example("long", "a", (), "1?" + " 1" * 300, "0")
     run = make_run(SETTINGS)
-    metrics = evaluate.evaluate(run, {}, [*examples[:2], too_long, *examples[2:]], name="rl")
+    metrics = held_out(run, [*examples[:2], too_long, *examples[2:]])
     assert (metrics["num_examples"], metrics["num_dropped"]) == (5, 1)
     assert metrics["acc"] == pytest.approx(3 / 5)
     np.testing.assert_allclose(
@@ -107,7 +114,7 @@ def test_figures_are_over_the_examples_that_fit_and_no_padding(make_run, example
 
 
 def test_one_greedy_answer_is_asked_for_each(make_run, examples, asked):
-    evaluate.evaluate(make_run(SETTINGS), {}, examples, name="rl")
+    held_out(make_run(SETTINGS), examples)
     (call,) = asked[1]
     assert (call["temperature"], call["top_p"]) == (0.0, 1.0)
     sizes = call["sizes"]
@@ -118,13 +125,13 @@ def test_one_greedy_answer_is_asked_for_each(make_run, examples, asked):
 
 def test_samples_hold_each_example_with_its_own_response(make_run, examples, asked):
     run = make_run(SETTINGS)
-    evaluate.evaluate(run, {}, examples, name="sft")
+    held_out(run, examples, "sft")
     lines = (run.workdir / "samples_sft.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     assert [sample["id"] for sample in samples] == [example.id for example in examples]
-    assert [sample["response"] for sample in samples] == asked[0]
+    assert [sample["resps"] for sample in samples] == [[text] for text in asked[0]]
     assert [sample["acc"] for sample in samples] == [1, 0, 1, 1, 0]
-    assert [sample["answer"] for sample in samples] == ["0", "1", "2", "3", "4"]
+    assert [sample["target"] for sample in samples] == ["0", "1", "2", "3", "4"]
 
 
 SAMPLED = {
@@ -138,7 +145,7 @@ SAMPLED = {
 def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked, capsys):
     """Of the three questions that are answered at all, two of four samples are right."""
     run = make_run(SETTINGS | SAMPLED)
-    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    metrics = held_out(run, examples)
     (call,) = asked[1]
     assert (call["temperature"], call["top_p"]) == (0.7, 0.9)
     assert (call["sizes"].num_rows, call["sizes"].num_rollouts) == (3, 4)
@@ -153,7 +160,7 @@ def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked
         (metrics["acc_low"], metrics["acc_high"]), wilson_interval(1.5, 5), rtol=1e-6
     )
     first = json.loads((run.workdir / "samples_rl.jsonl").read_text().splitlines()[0])
-    assert first["responses"] == [asked[0][0], "<answer>9</answer>"] * 2
+    assert first["resps"] == [asked[0][0], "<answer>9</answer>"] * 2
     assert (first["acc"], first["accs"]) == (0.5, [1, 0, 1, 0])
 
 
@@ -165,7 +172,7 @@ def graded(question, responses, example):
 def test_a_reward_function_judges_every_sample(make_run, examples, asked):
     reward = {"verifier.reward": f"{__name__}:graded"}
     run = make_run(SETTINGS | SAMPLED | reward)
-    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    metrics = held_out(run, examples)
     samples = [
         json.loads(line) for line in (run.workdir / "samples_rl.jsonl").read_text().splitlines()
     ]
@@ -174,15 +181,15 @@ def test_a_reward_function_judges_every_sample(make_run, examples, asked):
     assert [[each["acc"] for each in sample["components"]] for sample in samples] == rights
     assert metrics["reward/half"] == 0.5
     run = make_run(SETTINGS | reward)
-    evaluate.evaluate(run, {}, examples, name="sft")
+    held_out(run, examples, "sft")
     first = json.loads((run.workdir / "samples_sft.jsonl").read_text().splitlines()[0])
-    assert first["components"] == {"acc": first["acc"], "half": 0.5}
+    assert first["components"] == [{"acc": first["acc"], "half": 0.5}]
 
 
 def test_one_sample_may_be_drawn(make_run, examples, asked):
     """As the paper evaluates; there is no pass@k of it."""
     run = make_run(SETTINGS | SAMPLED | {"evaluate.num_samples": 1})
-    metrics = evaluate.evaluate(run, {}, examples, name="rl")
+    metrics = held_out(run, examples)
     assert metrics["acc"] == pytest.approx(3 / 5) and "pass@1" not in metrics
     assert (asked[1][0]["temperature"], asked[1][0]["sizes"].num_rows) == (0.7, 1)
 
@@ -207,8 +214,8 @@ def test_an_evaluation_inside_a_stage_leaves_the_files_of_its_step(benchmark_run
 
 def test_prompts_that_all_exceed_the_buckets_are_refused(make_run, asked):
     too_long = Example("long", "a", (), "1?" + " 1" * 300, "0")
-    with pytest.raises(ValueError, match=r"none of the 1 held-out prompts fits data\.buckets"):
-        evaluate.evaluate(make_run(SETTINGS), {}, [too_long], name="rl")
+    with pytest.raises(ValueError, match=r"none of the 1 prompts of held_out fits data\.buckets"):
+        held_out(make_run(SETTINGS), [too_long])
 
 
 @pytest.fixture
@@ -238,12 +245,9 @@ def benchmark_run(make_run, release, monkeypatch):
     return make
 
 
-PARAMS = {"w": jnp.arange(3.0)}
-
-
 def benchmarked(run, params=PARAMS):
     benchmarks = evaluate.open_benchmarks(run.config)
-    return evaluate.evaluate_benchmarks(run, params, benchmarks, name="rl")
+    return evaluate.Evaluator(run, None, benchmarks)(params, name="rl")
 
 
 def samples_of(run):
@@ -295,10 +299,9 @@ def test_samples_of_other_weights_or_settings_are_not_believed(
     benchmarked(benchmark_run())
     run = benchmark_run(**changes)
     path = run.workdir / "benchmarks_rl" / "samples_mathvision_testmini.jsonl"
-    whole = path.read_text()
-    path.write_text(whole.replace('"acc": 1.0', '"acc": 0.0'))
+    path.write_text(path.read_text().replace('"acc": 1.0', '"acc": 0.0'))
     benchmarked(run, weights)
-    assert path.read_text() == whole
+    assert [sample["acc"] for sample in samples_of(run)] == [1, 0, 1, 1, 0]
 
 
 def test_benchmarks_count_the_mean_of_a_rows_samples(benchmark_run, asked):
@@ -385,11 +388,12 @@ def test_draws_depend_on_question_and_sample_alone(make_run, params, questions):
     for size, rows in ((1, 1), (4, 3)):
         changes = {"evaluate.batch_size": size, "evaluate.decode_rows": rows}
         run = make_run(REAL | changes, f"{size}")
-        programs = answering.compile_answering(run)
+        evaluator = evaluate.Evaluator(run, held_out, [])
+        programs = evaluator._programs()
         for step in (0, 1):
-            evaluate.evaluate(run, params, held_out, name="rl", step=step, programs=programs)
+            evaluator(params, name="rl", step=step)
             lines = (run.workdir / "samples_rl" / f"step_{step}.jsonl").read_text().splitlines()
-            responses.append([json.loads(line)["responses"] for line in lines])
+            responses.append([json.loads(line)["resps"] for line in lines])
             decoding = programs.queue.programs
             counts = [f._cache_size() for f in (decoding.admit, decoding.advance)]
             if step == 0:
@@ -398,3 +402,83 @@ def test_draws_depend_on_question_and_sample_alone(make_run, params, questions):
         assert programs.to_decode_layout._cache_size() == 1
     assert all(each == responses[0] for each in responses[1:])
     assert len({text for texts in responses[0] for text in texts}) > 10  # 15 draws
+
+
+@pytest.fixture
+def staged(make_run, examples, asked):
+    """Runs the stage in a workdir: metrics, indices decoded, and the stages of all lines."""
+
+    def staged(changes=None, params=PARAMS, run=None):
+        asked[1].clear()
+        run = run or make_run(SETTINGS | (changes or {}))
+        evaluator = evaluate.Evaluator(run, examples, [])
+        metrics = evaluate.evaluate_stage(run, evaluator, params, name="rl")
+        lines = [json.loads(line) for line in run.metrics.path.read_text().splitlines()]
+        decoded = [place for call in asked[1] for place in call["asked"]]
+        return metrics, decoded, [line["stage"] for line in lines]
+
+    return staged
+
+
+def test_a_result_of_the_same_weights_keeps_its_line_and_its_place(staged, make_run, capsys):
+    first, decoded, _ = staged()
+    assert decoded == list(range(5))
+    run = make_run(SETTINGS)
+    run.metrics.write("rl", 0, {"acc": 1})
+    capsys.readouterr()
+    assert staged(run=run) == (first, [], ["evaluate_rl", "rl"])
+    path = run.workdir / "samples_rl.jsonl"
+    assert f"done already, with these weights and settings; remove {path} to" in (
+        capsys.readouterr().out
+    )
+    other = {"w": jnp.arange(3.0) + 1e-4}
+    assert staged(params=other)[1] == list(range(5))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["settings"] for line in lines}) == 1  # none is left of the first weights
+
+
+@pytest.mark.parametrize(("left", "again"), [("damaged", [2, 3, 4]), ("", [0, 1, 2, 3, 4])])
+def test_what_is_lost_of_the_samples_is_decoded_again(staged, make_run, left, again):
+    first, _, stages = staged()
+    path = make_run(SETTINGS).workdir / "samples_rl.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], '{"doc_id": 2, "id\n', *lines[3:]]) if left else "")
+    assert staged() == (first, again, stages)
+    assert path.read_text().splitlines(keepends=True) == lines
+
+
+def test_a_lost_line_is_written_again_without_decoding(staged, make_run):
+    first, _, stages = staged()
+    make_run(SETTINGS).metrics.path.unlink()
+    assert staged() == (first, [], stages)
+
+
+def test_a_line_of_other_metrics_is_replaced(staged, make_run):
+    """A run may be killed between the last sample of new weights and their line."""
+    first, _, _ = staged()
+    path = make_run(SETTINGS).metrics.path
+    path.write_text(path.read_text().replace('"acc": 0.6', '"acc": 0.5'))
+    run = make_run(SETTINGS)
+    run.metrics.write("rl", 0, {"acc": 1})
+    assert staged(run=run) == (first, [], ["rl", "evaluate_rl"])
+
+
+def test_what_a_result_depends_on(staged, make_run, examples, monkeypatch):
+    """Weights, settings, and rows that were read; a reward function may be anything."""
+    monkeypatch.setattr(evaluate, "versions", lambda: {"jax": "1"})
+    run = make_run(SETTINGS)
+
+    def is_read(changes=None, params=PARAMS):
+        staged()
+        return not staged(changes, params)[1]
+
+    assert is_read() and is_read({"rl.learning_rate": 0.1, "log_every": 9})
+    assert not is_read({"evaluate.max_response_tokens": 9})
+    assert not is_read({"data.test.seed": 9})
+    assert not is_read({"data.system_prompt": "1"})
+    assert not is_read({"verifier.timeout": 9.0})
+    assert not is_read(params={"w": jnp.arange(3.0) + 1})
+    evaluator = evaluate.Evaluator(run, examples[1:], [])
+    assert evaluator._held_out_settings != evaluate.Evaluator(run, examples, [])._held_out_settings
+    reward = {"verifier.reward": f"{__name__}:graded"}
+    assert staged(reward)[1] == staged(reward)[1] == list(range(5))

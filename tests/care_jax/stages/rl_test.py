@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from report_page import data_of
 from scripted import LOOP, STEPS, B, R, T, credit_of
 
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import flops, sharding
 from care_jax.learning import optimizer
+from care_jax.learning.logprobs import ForwardOptions
 from care_jax.method import credit
-from care_jax.prompts.builder import prompt_sizes
-from care_jax.report import page
-from care_jax.rl import programs
-from care_jax.rl.rollout import PromptTable
+from care_jax.rl import rollout, step_metrics
 from care_jax.run import checkpoint, weights
+from care_jax.run import stage as run_stage
 from care_jax.stages import rl, sft
 
 CARE = dict(
@@ -60,26 +60,25 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes |= {"care.anchor_rule": "random"}
     changes |= {"model.remat": "layer", "model.logprob_chunk": 77, "rl.max_skipped": 2}
     run = make_run(changes)
-    seen = {}
+    seen, given = {}, {}
     for module, name in (
-        (programs, "compile_decoder"),
+        (rollout, "compile_decoder"),
         (credit, "select_subgroups"),
         (credit, "care_credit"),
         (credit, "care_raw_advantages"),
-        (programs, "train_step"),
-        (programs, "score_rows"),
+        (rl, "train_step"),
     ):
 
         def noted(*args, name=name, **kwargs):
-            seen[name] = kwargs
+            seen[name], given[name] = kwargs, args
             return jnp.zeros((2, R, T)), None
 
         monkeypatch.setattr(module, name, noted)
 
-    rollout, update = programs.compile_rollout(run, None), programs.compile_update(run, None, None)
-    rng, places = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
+    rolled, update = rollout.compile_rollout(run, None), rl.compile_update(run, None, None)
+    rng, index = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
     assert seen["compile_decoder"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
-    first, second = (program.__self__.sizes for program in (rollout.decode, rollout.reflect))
+    first, second = (program.__self__.sizes for program in (rolled.decode, rolled.reflect))
     updated = run.config.rl.prompts_per_update
     assert first == Sizes(
         num_slots=run.config.rl.decode_prompts,
@@ -90,23 +89,25 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
         num_shards=1,
         period=updated,
     )
-    context = programs.context_tokens(run)
+    context = rollout.context_tokens(run)
     one = {"num_rows": 1, "num_rollouts": 1, "context_tokens": context}
     assert second == dataclasses.replace(first, **one) and context > 11
-    jax.eval_shape(rollout.select, 0, 0, rng, places)
+    jax.eval_shape(rolled.select, 0, 0, rng, index)
     selection = {"K": 3, "M": 5, "rule": "mixed", "anchor_rule": "random"}
     assert seen["select_subgroups"] == selection
     jax.eval_shape(update.credit, 0, 0, 0, 0)
-    assert seen["care_credit"] == CARE | {"eps": 3e-6}
+    settings = credit.CareSettings(**CARE, eps=3e-6)
+    assert seen["care_credit"] == {"settings": settings}
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
-    assert seen["care_raw_advantages"] == {"delta": 0.11, "eps": 3e-6, "robust": True}
+    assert seen["care_raw_advantages"] == {"settings": settings}
     attention = sharding.attention_impl("xla", run.config.sharding_rules, run.mesh)
     # 77 tokens on a device, which has both rows of a microbatch.
-    scoring = {"dtype": jnp.float32, "chunk": 38, "remat": "layer", "attention": attention}
-    rest = {"microbatch_size": 2, "has_sequence_ratio": False, "partition": run.partition}
-    rest["skip_nonfinite"] = True
+    options = ForwardOptions(jnp.dtype("float32"), chunk=38, remat="layer", attention=attention)
+    rest = {"microbatch_size": 2, "partition": run.partition, "skip_nonfinite": True}
     jax.eval_shape(update.update, 0, 0)
-    assert seen["train_step"] == scoring | CLIP | rest
+    assert seen["train_step"] == rest
+    assert given["train_step"][-2:] == (run.objective, options)
+    assert {key: getattr(run.objective, key) for key in CLIP} == CLIP
 
 
 @pytest.mark.parametrize(
@@ -137,14 +138,11 @@ def test_each_baseline_is_called_with_the_keys_of_its_section(
 
     for called in ("care_credit", "grpo_credit", "dapo_credit", "dr_grpo_credit", "rloo_credit"):
         monkeypatch.setattr(credit, called, noted(called))
-    monkeypatch.setattr(programs, "train_step", noted("train_step"))
-    update = programs.compile_update(run, None, None)
+    update = rl.compile_update(run, None, None)
     jax.eval_shape(update.credit, 0, 0)
-    jax.eval_shape(update.update, 0, 0)
-    settings = seen.pop("train_step")
     assert seen == {function: keys}
-    assert {key: settings[key] for key in CLIP} == CLIP
-    assert settings["has_sequence_ratio"] == (name == "gspo")
+    assert {key: getattr(run.objective, key) for key in CLIP} == CLIP
+    assert run.objective.has_sequence_ratio == (name == "gspo")
 
 
 def test_log_probabilities_come_back_in_the_order_of_the_rows(
@@ -158,8 +156,8 @@ def test_log_probabilities_come_back_in_the_order_of_the_rows(
     def score_rows(params, rows, *args, **kwargs):
         return jnp.where(rows.predictor >= 0, rows.tokens, 0).astype(jnp.float32), None
 
-    monkeypatch.setattr(programs, "score_rows", score_rows)
-    logp = programs.compile_update(run, None, None).score(0, batch)
+    monkeypatch.setattr(run_stage, "score_rows", score_rows)
+    logp = rl.compile_update(run, None, None).score(0, batch)
     is_scored = batch.rows.predictor >= 0
     np.testing.assert_array_equal(logp, np.where(is_scored, batch.rows.tokens, 0))
 
@@ -180,14 +178,13 @@ def test_each_stage_makes_its_optimizer_of_its_own_keys(make_run, monkeypatch, s
     assert seen == keys
 
 
-def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, tokenized, monkeypatch):
+def test_utilisation_is_the_share_of_all_devices_peak(make_run, groups, monkeypatch):
     run = make_run({})
-    table = PromptTable(np.arange(B), prompt_sizes(tokenized), ["made"] * B)
-    num_tokens = groups.rollouts.is_valid.sum(-1)
-    worth = flops.model_flops(run.policy.config, table.sizes, num_tokens)
+    groups = groups.replace(credit=credit_of(groups.rollouts.tokens.shape))
+    worth = flops.model_flops(run.policy.config, groups.sizes, groups.num_trained)
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(flops.PEAK_FLOPS, kind, worth)
-    metrics = rl.utilisation(run, table, num_tokens, 4.0)
+    metrics = step_metrics.utilisation(run, groups, 4.0)
     assert metrics == {"train_tflops_per_second": pytest.approx(worth / 4e12), "train_mfu": 0.25}
 
 
@@ -297,23 +294,19 @@ def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch
         run_loop()
 
 
-def report_of(tmp_path):
-    return page.read((tmp_path / "run" / "report.html").read_text())
-
-
 def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loop, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_loop(dies_at=3)
-    before = report_of(tmp_path)
-    assert [entry["step"] for entry in before["steps"]] == before["logged"] == [0, 2]
+    before = data_of(tmp_path / "run")
+    assert [*before["steps"]] == before["logged"] == [0, 2]
     script, _, metrics = run_loop()
-    data = report_of(tmp_path)
+    data = data_of(tmp_path / "run")
     assert data["logged"] == [0, 2, 3] and len(data["steps"]) == 3
     assert data["stages"][0]["steps"] == [record["step"] for record in metrics]
-    shown = [group["id"] for group in data["steps"][-1]["groups"]]
+    shown = [group["id"] for group in data["steps"][3]]
     assert len(shown) == 2 and set(shown) <= set(script.seen["examples"][-1])
     advantages = np.sort(credit_of((B, R, T)).advantage.ravel()).round(3)
-    for group in data["steps"][-1]["groups"]:
+    for group in data["steps"][3]:
         for response in group["responses"]:
             assert round(response["advantage"], 3) in advantages
         place = script.seen["examples"][-1].index(group["id"])
@@ -332,18 +325,15 @@ def test_the_report_is_made_of_the_keys_of_its_section(make_run, monkeypatch):
         def __init__(self, workdir, **settings):
             seen.update(settings, workdir=workdir)
 
-        def begin(self, start):
-            seen["start"] = start
-
-    monkeypatch.setattr(rl, "Report", Noted)
-    rl.open_report(run, 5)
+    monkeypatch.setattr(step_metrics, "Report", Noted)
+    step_metrics.open_report(run)
     wording = seen.pop("wording")
     assert seen == {
         "workdir": run.workdir,
-        "start": 5,
         "groups_per_step": 3,
         "max_megabytes": 7.5,
-        "max_side": 99,
+        "image_side": 99,
+        "rollouts_megabytes": run.config.report.rollouts_megabytes,
     }
     assert (wording.cue, wording.think_tag) == (" No.", "think")
 
@@ -359,8 +349,8 @@ def test_the_steps_asked_for_are_traced(run_loop, monkeypatch, steps):
         return updated(*args)
 
     monkeypatch.setattr(rl, "train_batch", watched)
-    monkeypatch.setattr(rl.jax.profiler, "start_trace", lambda path: calls.append(path.name))
-    monkeypatch.setattr(rl.jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda path: calls.append(path.name))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
     run_loop(changes={"profile_steps": steps})
     first, last = steps
     traced = calls[calls.index("profile") + 1 : calls.index("stop")]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from care_jax.batch import Example
+from care_jax.run import stage
 from care_jax.stages import sft
 
 B, ROW = 4, 80
@@ -123,10 +124,10 @@ def scripted(monkeypatch):
     logp = -np.arange(2000) / 100
     seen = []
 
-    def score_rows(params, rows, config, **settings):
-        assert settings.pop("attention").name == "xla"
+    def score_rows(params, rows, config, options):
+        assert options.attention.name == "xla"
         # 77 tokens on a device, which has both rows of a microbatch.
-        assert settings == {"dtype": jnp.float32, "chunk": 38, "remat": "layer"}
+        assert (options.dtype, options.chunk, options.remat) == (jnp.float32, 38, "layer")
         return jnp.where(rows.predictor >= 0, jnp.asarray(logp)[rows.tokens], 0.0), None
 
     def update(state, batch, loss_fn, optimizer, *, microbatch_size, partition, skip_nonfinite):
@@ -141,11 +142,12 @@ def scripted(monkeypatch):
 
     make_batch = sft.packed_batch
 
-    def noted(run, places, examples, tokenized):
+    def noted(run, index, examples, tokenized):
         seen.append([example.id for example in examples])
-        return make_batch(run, places, examples, tokenized)
+        return make_batch(run, index, examples, tokenized)
 
     monkeypatch.setattr(sft, "score_rows", score_rows)
+    monkeypatch.setattr(stage, "score_rows", score_rows)
     monkeypatch.setattr(sft, "update", update)
     monkeypatch.setattr(sft, "packed_batch", noted)
     return logp, seen

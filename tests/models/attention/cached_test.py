@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from models.attention.cached import attend_cached, cache_mask
-from models.attention.mask import XLA, AttentionImpl
+from models.attention.packed import XLA, AttentionImpl
 
 B, R, K, G, H, P, S = 4, 3, 2, 3, 24, 45, 40  # no power of two, no multiple of a block
 KERNELS = {name: AttentionImpl(name, interpret=True, key_block=16) for name in ("tpu", "gpu")}

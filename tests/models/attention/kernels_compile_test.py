@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 # (rows, tokens, kv heads, query heads of each, head size), is it text
 CASES = {
     "decoder of 7B": ((2, 8192, 4, 7, 128), True),
@@ -83,8 +83,7 @@ def main(compiler: str, topology: str) -> None:
     from jax.sharding import PartitionSpec as P
 
     from models.attention.cached import attend_cached, cache_mask
-    from models.attention.mask import AttentionImpl, block_mask
-    from models.attention.packed import attend
+    from models.attention.packed import AttentionImpl, attend, block_mask
 
     platform = "tpu" if compiler == "libtpu" else "cuda"
     if platform == "tpu":

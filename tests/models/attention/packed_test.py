@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from models.attention import kernels, packed
-from models.attention.mask import AttentionImpl, block_mask, causal_reach, segment_spans
-from models.attention.packed import attend, largest_difference
+from models.attention.packed import (
+    AttentionImpl,
+    attend,
+    block_mask,
+    causal_reach,
+    largest_difference,
+    segment_spans,
+)
 
 B, S, K = 2, 60, 2
 # Blocks that do not divide the row, of different sizes on either side.
@@ -220,12 +226,12 @@ def test_largest_difference_sees_a_wrong_kernel(name, monkeypatch):
         return float(compare(text()[1]))
 
     assert difference() < 2e-2
-    run = kernels._RUN[name]
+    run = kernels.RUN[name]
 
     def wrong(walks, *args, **kwargs):
         return [1.1 * a for a in run(walks, *args, **kwargs)]
 
-    monkeypatch.setitem(kernels._RUN, name, wrong)
+    monkeypatch.setitem(kernels.RUN, name, wrong)
     assert difference() > 5e-2
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from models import backbone, lora
-from models.attention.mask import causal_reach
+from models.attention.packed import causal_reach
 from models.release import config_json, peft_folder
 
 torch = pytest.importorskip("torch")

@@ -21,7 +21,7 @@ from models.release import tensor_files, transfer, weights
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 LAYOUTS = {
     "as trained": {
         **{"embed": "fsdp", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor"},

@@ -219,8 +219,8 @@ def test_it_is_a_source_by_name():
         ({"split": "val"}, "split must be one of train, test, got 'val'"),
         ({"kinds": ("sum",)}, "kinds must be taken from"),
         ({"cue_share": 2.0}, r"cue_share must lie in \[0, 1\]"),
-        ({"teacher_error": 0.5}, "is for drawn sources"),
-        ({"path": "a.jsonl"}, "reads no file"),
+        ({"teacher_error": 0.5}, "takes no teacher_error"),
+        ({"path": "a.jsonl"}, "takes no path"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -10,7 +10,7 @@ from care_jax.rewards.equivalence.notation import (
     MAX_CHARS,
     choice_letter,
     clean,
-    closing_brace,
+    closing,
     final_answer,
     has_relation,
     key,
@@ -100,8 +100,8 @@ BALANCED = st.recursive(
 def test_a_brace_is_closed_behind_everything_that_opens_inside_it(one, other, rest):
     """Braces behind a backslash are characters."""
     inside = one + other
-    assert closing_brace("{" + inside + "}" + rest, 1) == 1 + len(inside)
-    assert closing_brace("{" + inside, 1) == -1
+    assert closing("{" + inside + "}" + rest, 1) == 1 + len(inside)
+    assert closing("{" + inside, 1) == -1
 
 
 def test_keys_forget_case_quotes_and_spaces_but_those_between_numbers():

@@ -13,10 +13,9 @@ from scripted import LOOP, Script
 from care_jax.config.checks import check_config, fill_in
 from care_jax.devices import distributed, sharding
 from care_jax.devices.sharding import make_mesh
-from care_jax.rl import programs
-from care_jax.run import state_check, weights
+from care_jax.run import guards, weights
+from care_jax.run.guards import Measured
 from care_jax.run.run import make_adamw, open_checkpoints, params_of, start_state
-from care_jax.run.state_check import Measured
 from configs import tiny
 
 FACTORS = dict(log_vocabulary=math.log(600), max_norm_factor=10.0, max_loss_factor=2.0)
@@ -37,7 +36,7 @@ FACTORS = dict(log_vocabulary=math.log(600), max_norm_factor=10.0, max_loss_fact
     ],
 )
 def test_worse_is_a_multiple_of_the_last_state_and_of_a_uniform_guess(now, last, told):
-    found = state_check.worse(now, last, **FACTORS)
+    found = guards.worse(now, last, **FACTORS)
     assert re.search(told, found) if told else found == ""
 
 
@@ -54,9 +53,9 @@ def test_the_sums_are_those_of_every_tensor_on_any_mesh(make_run, params, dtype,
     broken = table.at[1, :3].set(jnp.nan).at[2, 0].set(-jnp.inf)
     state.params["text"]["embed"]["table"] = jax.device_put(broken, table.sharding)
     trees = {"params": state.params, "optimizer": state.opt_state}
-    sums = programs.compile_tensor_sums(run)(trees)
+    sums = guards.compile_tensor_sums(run)(trees)
     assert sums.sharding.is_fully_replicated
-    found = state_check._named(sums, trees)
+    found = guards._named(sums, trees)
     bad = {name: count for name, (count, _) in found.items() if count}
     assert bad == {"params.text.embed.table": 4}
     name = "params.vision.merger.norm.scale"
@@ -156,8 +155,8 @@ def test_a_resumed_run_compares_with_what_was_saved(run_loop, make_run):
 def test_a_saved_state_that_is_broken_is_not_gone_on_from(run_loop, tmp_path, monkeypatch):
     """As an earlier version saved it; the step before is named."""
     with monkeypatch.context() as patch:
-        patch.setattr(state_check, "not_finite", lambda found: "")
-        patch.setattr(state_check, "worse", lambda *_, **__: "")
+        patch.setattr(guards, "not_finite", lambda found: "")
+        patch.setattr(guards, "worse", lambda *_, **__: "")
         run_loop(make_script=Breaks)
     assert saved_in(tmp_path) == [2, 4]
     with pytest.raises(FloatingPointError) as error:
@@ -183,11 +182,11 @@ def test_factors_that_mean_nothing_are_refused():
 def test_weights_of_a_file_must_be_numbers(make_run, params):
     run = make_run({})
     params = jax.device_put(params, sharding.replicated(run.mesh))
-    state_check.check_weights(run, params, "model.path x", "change it")
+    guards.check_weights(run, params, "model.path x", "change it")
     broken = jax.tree.map(lambda x: x, params)
     broken["text"]["norm"] = {"scale": jnp.full_like(params["text"]["norm"]["scale"], jnp.nan)}
     with pytest.raises(ValueError, match=r"model\.path x has weights .*: text\.norm\.scale \(96 v"):
-        state_check.check_weights(run, broken, "model.path x", "change it")
+        guards.check_weights(run, broken, "model.path x", "change it")
 
 
 def test_a_broken_checkpoint_is_neither_exported_nor_evaluated(make_run, params):

@@ -11,9 +11,8 @@ from scripted import LOOP, STEPS, Script
 
 from care_jax.devices import distributed
 from care_jax.learning.train_step import TrainState
-from care_jax.run.milestones import Milestones
 from care_jax.run.run import open_checkpoints
-from care_jax.run.state_check import StateCheck
+from care_jax.run.stage import open_stage
 
 EVERY_OTHER = {"rl.eval_every": 2, "checkpoint_every": 100, "keep_checkpoints": 1}
 
@@ -139,13 +138,16 @@ def test_a_step_saved_late_keeps_its_evaluation(run_loop, make_run, tmp_path):
 
 
 def test_the_cold_start_has_its_own_steps(make_run):
-    run = make_run({"sft.eval_every": 5, "sft.num_steps": 12, "checkpoint_every": 6})
+    changes = {"sft.eval_every": 5, "sft.num_steps": 12, "sft.warmup_steps": 0}
+    run = make_run(changes | {"checkpoint_every": 6, "keep_checkpoints": 9})
+    state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
+    with open_stage(run, "sft", state, None, evaluate := Evaluate()) as stage:
+        for step in range(12):
+            stage.finish(step)
+    assert evaluate.seen == [("sft", step, 1.0) for step in (0, 5, 10, 12)]
+    records = map(json.loads, run.metrics.path.read_text().splitlines())
+    assert [(record["stage"], record["step"]) for record in records] == [
+        ("sft_eval", step) for step in (0, 5, 10, 12)
+    ]
     with open_checkpoints(run, "sft") as saved:
-        check = StateCheck(run, "sft", saved)
-        milestones = Milestones(run, "sft", saved, evaluate := Evaluate(), check)
-        state = TrainState({"text": {"w": jnp.float32(1)}}, (), jnp.int32(0))
-        milestones.begin(0, state, {})
-        assert [step for step in range(1, 13) if milestones.is_due(step)] == [5, 6, 10, 12]
-    assert evaluate.seen == [("sft", 0, 1.0)]
-    record = json.loads(run.metrics.path.read_text())
-    assert (record["stage"], record["step"], record["acc"]) == ("sft_eval", 0, 0.5)
+        assert list(saved.steps) == [6, 12]

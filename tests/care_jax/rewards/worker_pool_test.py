@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.rewards import reward_pool
-from care_jax.rewards.reward_pool import RewardPool
+from care_jax.rewards import reward_function
+from care_jax.rewards.reward_function import RewardPool
 
 EXAMPLE = Example("0", "made", (), "?", [0, 0, 4, 4], extra={"unit": "cm"})
 
@@ -120,7 +120,7 @@ def test_a_module_that_fails_in_the_worker_stops_the_run(tmp_path, monkeypatch):
 )
 def test_a_lost_group_costs_no_other_its_reward(make_pool, monkeypatch, function, program, outcome):
     """Nor those that were awaited in the process that it ended."""
-    monkeypatch.setattr(reward_pool, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(reward_function, "_GRACE_SECONDS", 0.2)
     pool = make_pool(function, timeout=1.0)
     (first,) = map(kind_of, ask(pool, "pass"))
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Runs a reward function in a process of its own, which `reward_pool` starts as a script.
+"""Calls a function in a process of its own, which `worker_pool` starts as a script.
 
 Calls come on standard input and replies go to standard output, each a length and so many bytes. An
 `async def` function is awaited for several calls at once. Nothing of ours is imported before the
@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-_HEADER = struct.Struct("<QQ")  # number of the call, bytes that follow
+HEADER = struct.Struct("<QQ")  # number of the call, bytes that follow
 _MAX_CHARS = 200  # of a wrong result, in a message
 _Reply = Callable[[int, dict[str, Any]], None]
 
@@ -43,7 +43,7 @@ def main() -> None:
     def reply(number: int, content: dict[str, Any]) -> None:
         text = json.dumps(content).encode()
         with lock:
-            replies.write(_HEADER.pack(number, len(text)) + text)
+            replies.write(HEADER.pack(number, len(text)) + text)
             replies.flush()
 
     try:
@@ -54,6 +54,8 @@ def main() -> None:
         if isinstance(function, str):
             module, _, name = function.partition(":")
             function = getattr(importlib.import_module(module), name)
+        if settings["makes"]:
+            function = function(settings["timeout"])
     except BaseException:
         reply(0, {"error": traceback.format_exc()})
         return
@@ -122,15 +124,17 @@ def _read_ahead(calls: BinaryIO, deliver: Callable[[int, bytes], object]) -> Non
 
 
 def _read(calls: BinaryIO) -> tuple[int, bytes]:
-    header = calls.read(_HEADER.size)
-    if len(header) < _HEADER.size:
+    header = calls.read(HEADER.size)
+    if len(header) < HEADER.size:
         raise EOFError
-    number, size = _HEADER.unpack(header)
+    number, size = HEADER.unpack(header)
     return number, calls.read(size)
 
 
 def _plain(result: Any) -> dict[str, Any]:
-    """The result in JSON types: a mapping per response, or what came in its place as text."""
+    """The result in JSON types: text, a mapping per response, or what came in its place."""
+    if isinstance(result, str):
+        return {"text": result, "result": repr(result)[:_MAX_CHARS]}
     if not isinstance(result, list | tuple):
         return {"result": repr(result)[:_MAX_CHARS]}
     return {"rows": [_row(row) for row in result], "result": repr(result)[:_MAX_CHARS]}

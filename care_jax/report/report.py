@@ -1,0 +1,169 @@
+"""Maintains what a run leaves to read: rollouts.jsonl, report.jsonl and report.html in its workdir.
+
+rollouts.jsonl has a line for every prompt of every step: the step, and the group as
+`groups.describe` gives it. Its size is bounded: a file that has half of the allowed bytes becomes
+rollouts.1.jsonl, in place of the former one. A process that is not the first appends its number to
+the name.
+
+report.jsonl has a line for every logged step and, with their pictures, some of its lines of
+rollouts.jsonl. report.html is drawn from it and from metrics.jsonl alone. To keep report.html
+within its size, the groups of whole steps are dropped from both, those of older steps more often
+than those of recent ones, and the page says so. Curves are thinned separately.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from care_jax.batch import Groups
+from care_jax.devices.whole_file import write_whole
+from care_jax.report import curves, page, pictures
+from care_jax.report.groups import Wording, choose, describe
+from care_jax.report.metrics import keep_records, read_records
+
+_MAX_POINTS = 600  # per curve, more than a screen resolves
+
+
+class Report:
+    """The report of one run. The first process writes it; each logs the prompts it decoded.
+
+    Args:
+        workdir: folder of the files.
+        groups_per_step: prompts shown per logged step.
+        max_megabytes: maximum size of report.html, MiB.
+        image_side: maximum pixels of a picture's longer side.
+        rollouts_megabytes: of rollouts.jsonl and rollouts.1.jsonl together, MiB; 0 writes none. A
+            step is never divided, so that one step may exceed it.
+        wording: how tokens become text; None if `add` is never called.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        *,
+        groups_per_step: int,
+        max_megabytes: float,
+        image_side: int,
+        rollouts_megabytes: float,
+        wording: Wording | None = None,
+    ):
+        number = jax.process_index()
+        stem = f"rollouts_{number}" if number else "rollouts"
+        self._rollouts, self._former = workdir / f"{stem}.jsonl", workdir / f"{stem}.1.jsonl"
+        self._rollouts_bytes = int(rollouts_megabytes * 2**20 / 2)  # of one file
+        self.path, self._shown = workdir / "report.html", workdir / "report.jsonl"
+        self._is_writer = number == 0
+        self._max_bytes = int(max_megabytes * 2**20)
+        self._groups_per_step = groups_per_step
+        self._image_side = image_side
+        self._wording = wording
+        # Of each logged step, in order, its groups as JSON; none where they were dropped.
+        self._steps: dict[int, list[str]] = {}
+        for line, record in read_records(self._shown) if self._is_writer else ():
+            groups = self._steps.setdefault(record["step"], [])
+            if "responses" in record:
+                groups.append(line)
+
+    def begin(self, start_step: int) -> None:
+        """Drops the steps that the run will repeat."""
+        for path in (self._former, self._rollouts, *([self._shown] if self._is_writer else [])):
+            keep_records(path, lambda record: record["step"] < start_step)
+        self._steps = {step: shown for step, shown in self._steps.items() if step < start_step}
+
+    def add(self, step: int, groups: Groups, *, is_logged: bool) -> list[dict[str, Any]]:
+        """Logs the groups of a step; at a logged step, shows some of them and writes the report.
+
+        Returns:
+            the groups shown: lines of rollouts.jsonl, each with "pictures", data URIs.
+        """
+        is_shown = is_logged and self._is_writer
+        if not (is_shown or self._rollouts_bytes):
+            return []
+        wording = self._wording
+        assert wording is not None
+        count = len(groups.examples)
+        lines = [describe(step, groups, index, wording) for index in range(count)]
+        if self._rollouts_bytes:
+            if self._rollouts.exists() and self._rollouts.stat().st_size >= self._rollouts_bytes:
+                os.replace(self._rollouts, self._former)
+            _append(self._rollouts, (json.dumps(line, ensure_ascii=False) for line in lines))
+        if not is_shown:
+            return []
+        shown, outcomes = [], [line["outcome"] for line in lines]
+        for index in choose(outcomes, self._groups_per_step, turn=len(self._steps)):
+            images = groups.examples[index].images
+            uris = [pictures.data_uri(image, max_side=self._image_side) for image in images]
+            shown.append(lines[index] | {"think_tag": wording.think_tag, "pictures": uris})
+        self._steps[step] = [page.to_json(group) for group in shown]
+        _append(self._shown, self._lines(step))
+        self.write()
+        return shown
+
+    def write(self) -> None:
+        """Replaces report.html atomically."""
+        if not self._is_writer:
+            return
+        metrics = self.path.with_name("metrics.jsonl")
+        head = page.to_json(
+            {
+                "title": self.path.parent.resolve().name,
+                "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+                "max_megabytes": self._max_bytes / 2**20,
+                "stages": curves.read_stages(metrics, max_points=_MAX_POINTS),
+                "logged": list(self._steps),
+                "groups": [],
+            }
+        )
+        self._thin(self._max_bytes - len(page.render(head).encode()))
+        groups = ",".join(line for groups in self._steps.values() for line in groups)
+        write_whole(self.path, page.render(f"{head[:-2]}{groups}]}}"))
+
+    def _lines(self, step: int) -> list[str]:
+        """Of report.jsonl: the logged step, then its groups."""
+        return [page.to_json({"step": step}), *self._steps[step]]
+
+    def _thin(self, max_bytes: int) -> None:
+        """Drops the groups of steps until the rest fits; of the last one, its last groups first."""
+        steps = [step for step, groups in self._steps.items() if groups]
+        size = sum(len(line) + 1 for step in steps for line in self._steps[step])
+        if size <= max_bytes:
+            return
+        while steps and size > max_bytes:
+            step = next_to_go(steps)
+            kept = self._steps[step][:-1] if len(steps) == 1 else []
+            size -= sum(len(line) + 1 for line in self._steps[step][len(kept) :])
+            self._steps[step] = kept
+            if not kept:
+                steps.remove(step)
+        lines = (line for step in self._steps for line in self._lines(step))
+        write_whole(self._shown, "".join(f"{line}\n" for line in lines))
+
+
+def _append(path: pathlib.Path, lines: Iterable[str]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+def next_to_go(steps: Sequence[int]) -> int:
+    """The step to drop next: argmin of gap / age over all but the first and the newest.
+
+    gap is the distance between the two neighbours of a step, age its distance to the newest step.
+    The remaining steps are then spread evenly in log(age).
+
+    Args:
+        steps: ascending; of one or two, the first is dropped.
+    """
+    if len(steps) < 3:
+        return steps[0]
+    newest = steps[-1]
+    return min(
+        zip(steps, steps[1:], steps[2:], strict=False),
+        key=lambda three: ((three[2] - three[0]) / (newest - three[1]), three[1]),
+    )[1]

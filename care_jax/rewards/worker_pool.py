@@ -1,0 +1,248 @@
+"""Functions called in worker processes, with a time limit for each call.
+
+A call that hangs or crashes costs its own result, not the run: its process is killed and the next
+call starts another one. An `async def` function is awaited for several calls at once in each
+worker; if one of them ends the process, the others are called again, each alone.
+
+Workers run `worker.py` as a script: no fork under JAX, and no import of the caller's main module. A
+thread with an event loop of its own talks to them, so callers submit and go on. Only the standard
+library is imported here, as `symbolic` is by its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from care_jax.rewards import worker
+
+Reply = dict[str, Any]  # what `worker` made of the result, "error" and "name", "timeout" or "crash"
+
+_START_SECONDS = 120.0  # importing the function's module on a busy machine
+
+
+class WorkerPool:
+    """Worker processes that call a function; started when needed, ended by `close`.
+
+    Args:
+        function: pickled, or pickled "module:function", which workers import.
+        num_workers: maximum number of processes.
+        timeout: seconds until a call is given up; the limit of an awaited one in its worker.
+        grace: seconds after which the pool kills a worker whose call should have been given up.
+        concurrency: calls that each worker awaits at once, of an `async def` function.
+        makes: the function is called with `timeout` and returns the one to call.
+        what: is imported in the workers, for messages.
+        advice: what to do if it cannot be imported.
+        environment: of the workers.
+        is_quiet: their standard error is dropped.
+
+    Attributes:
+        limit: seconds that the pool waits for a reply, `timeout` + `grace`.
+    """
+
+    def __init__(
+        self,
+        function: bytes,
+        *,
+        num_workers: int,
+        timeout: float,
+        grace: float = 0.0,
+        concurrency: int = 1,
+        makes: bool = False,
+        what: str,
+        advice: str,
+        environment: Mapping[str, str],
+        is_quiet: bool = False,
+    ):
+        path = [os.path.abspath(entry) for entry in sys.path]  # "" is the current folder
+        settings = {"path": path, "timeout": timeout, "makes": makes}
+        self.boot = json.dumps(settings).encode(), function
+        self.limit = timeout + grace
+        self.what, self.advice = what, advice
+        self.environment, self.is_quiet = environment, is_quiet
+        self._num_workers, self._concurrency = num_workers, concurrency
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._is_started = threading.Event()
+
+    def submit(self, *arguments: Any) -> concurrent.futures.Future[Reply]:
+        """Calls the function; does not wait for the reply."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=lambda: asyncio.run(self._main()), name="workers", daemon=True
+            )
+            self._thread.start()
+            self._is_started.wait()
+        return asyncio.run_coroutine_threadsafe(self._call(pickle.dumps(arguments)), self._loop)
+
+    def close(self) -> None:
+        """Ends the workers. A later `submit` starts new ones."""
+        if self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._is_ended.set)
+        self._thread.join()
+        self._thread = None
+        self._is_started.clear()
+
+    async def _main(self) -> None:
+        self._loop, self._is_ended = asyncio.get_running_loop(), asyncio.Event()
+        self.workers = [_Worker(self) for _ in range(self._num_workers)]
+        # Takes one call at a time: those whose worker ended while it had several.
+        self._single, self._single_lock = _Worker(self), asyncio.Lock()
+        # Last in, first out: few calls start few processes.
+        self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+        for each in self.workers * self._concurrency:
+            self._free.put_nowait(each)
+        self._is_started.set()
+        await self._is_ended.wait()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in (*self.workers, self._single):
+            await each.stop()
+
+    async def _call(self, call: bytes) -> Reply:
+        free = await self._free.get()
+        try:
+            return await free.ask(call)
+        except _Ended as ended:
+            reply = ended.reply
+        finally:
+            self._free.put_nowait(free)
+        if self._concurrency == 1:
+            return reply
+        async with self._single_lock:
+            try:
+                return await self._single.ask(call)
+            except _Ended as ended:
+                return ended.reply
+
+
+class _Ended(Exception):
+    """A worker process ended, or was killed, during a call."""
+
+    def __init__(self, reply: Reply):
+        self.reply = reply
+
+
+class _Worker:
+    """The pool's handle of one worker process, in the pool's event loop."""
+
+    def __init__(self, pool: WorkerPool):
+        self._pool = pool
+        self.process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task | None = None
+        self._is_alive = False
+        self._replies: dict[int, asyncio.Future[Reply | None]] = {}  # of the living process
+        self._numbers = itertools.count(1)
+        self._start_lock = asyncio.Lock()
+
+    async def ask(self, call: bytes) -> Reply:
+        """The reply to a call.
+
+        Raises:
+            _Ended: the process ended, or was killed as there was no reply in time.
+            ValueError: the process could not start.
+        """
+        async with self._start_lock:
+            if not self._is_alive:
+                await self._start()
+        number, replies = next(self._numbers), self._replies
+        reply = replies[number] = asyncio.get_running_loop().create_future()
+        self._send(number, call)
+        try:
+            if not await _is_done(reply, self._pool.limit):
+                if replies is self._replies:
+                    await self.stop()
+                raise _Ended({"timeout": True})
+            if reply.result() is None:
+                raise _Ended({"crash": True})
+            return reply.result()
+        finally:
+            replies.pop(number, None)
+
+    async def stop(self) -> None:
+        """Kills the process, if there is one."""
+        process, self.process, self._is_alive = self.process, None, False
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _start(self) -> None:
+        await self.stop()
+        pool = self._pool
+        # -P keeps this folder off the worker's path until it is told the caller's.
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", str(pathlib.Path(worker.__file__))),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if pool.is_quiet else None,
+            env=pool.environment,
+        )
+        for frame in pool.boot:
+            self._send(0, frame)
+        assert self.process.stdout is not None
+        ready = asyncio.ensure_future(_read(self.process.stdout))
+        is_ready = await _is_done(ready, _START_SECONDS)
+        if not is_ready or ready.exception() is not None:
+            ready.cancel()
+            await self.stop()
+            raise ValueError(
+                f"a worker process {'ended' if is_ready else f'took {_START_SECONDS:g} s'} while "
+                f"it imported {pool.what}; what its module does when it is imported must work in a "
+                "process of its own"
+            )
+        if "error" in (answer := ready.result()[1]):
+            await self.stop()
+            raise ValueError(
+                f"{pool.what} cannot be imported in a worker process; {pool.advice}:\n"
+                f"{answer['error']}"
+            )
+        self._replies, self._is_alive = {}, True
+        self._reader = asyncio.create_task(self._hand_out(self.process.stdout, self._replies))
+
+    async def _hand_out(
+        self, stream: asyncio.StreamReader, replies: dict[int, asyncio.Future[Reply | None]]
+    ) -> None:
+        """Hands replies to those who wait until the process ends, then None to the rest."""
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                number, reply = await _read(stream)
+                if number in replies and not replies[number].done():
+                    replies[number].set_result(reply)
+        if replies is self._replies:
+            self._is_alive = False
+        for future in replies.values():
+            if not future.done():
+                future.set_result(None)
+
+    def _send(self, number: int, content: bytes) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        # To a process that has died this writes nothing; `_hand_out` sees its end.
+        self.process.stdin.write(worker.HEADER.pack(number, len(content)) + content)
+
+
+async def _is_done(future: asyncio.Future, seconds: float) -> bool:
+    """Whether a future is done in time."""
+    await asyncio.wait({future}, timeout=seconds)
+    # A run that was suspended resumes past every deadline with unread replies.
+    await asyncio.wait({future}, timeout=0.05)
+    return future.done()
+
+
+async def _read(stream: asyncio.StreamReader) -> tuple[int, Reply]:
+    number, size = worker.HEADER.unpack(await stream.readexactly(worker.HEADER.size))
+    return number, json.loads(await stream.readexactly(size))

@@ -1,0 +1,213 @@
+"""Measures and logs the steps of RL: their groups and updates, and where their time went.
+
+Letters: N prompts of a step, R rows per prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+import optax
+
+from care_jax.batch import Groups
+from care_jax.decoding import reflection
+from care_jax.devices import distributed
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.devices.flops import PEAK_FLOPS, model_flops
+from care_jax.method import diagnostics
+from care_jax.packing.plan import RowPlan
+from care_jax.report.groups import Wording
+from care_jax.report.metrics import device_memory
+from care_jax.report.report import Report
+from care_jax.rewards.verifier import Verifier
+from care_jax.rl.rollout import gather_groups
+from care_jax.run.run import Run
+from care_jax.run.stage import Stage
+
+_SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
+
+
+class StepLog:
+    """The clocks of a step, and the metrics, rollouts and report that are written of it.
+
+    Args:
+        verifier: whose calls are counted.
+        learning_rate_at: of the number of an update.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        clock: DeviceClock,
+        verifier: Verifier,
+        learning_rate_at: optax.Schedule,
+    ):
+        self._run, self._stage, self._clock, self._verifier = run, stage, clock, verifier
+        self._learning_rate_at = learning_rate_at
+        self._report = open_report(run)
+        self._report.begin(stage.start)
+        self._tail = 0.0  # seconds for which the log of the step before kept the host busy
+
+    def begin(self, step: int) -> None:
+        """Called before the rollouts."""
+        self._began, self._counted = time.perf_counter(), dict(self._verifier.counts)
+        self._busy = self._clock.busy_seconds()
+        profile_steps(self._run, step)
+
+    def rolled_out(self) -> None:
+        """Called between rollouts and updates."""
+        self._rolled_out = time.perf_counter()
+
+    def write(
+        self,
+        step: int,
+        draws: Sequence[Groups],
+        groups: Groups,
+        everyone: Groups,
+        plans: Sequence[RowPlan],
+        updates: Sequence[Mapping[str, float]],
+    ) -> None:
+        """Called after the updates.
+
+        Args:
+            step: of the stage.
+            draws: the rollout batches of this process.
+            groups: those trained on, of this process.
+            everyone: those trained on, of all processes.
+            plans: of the updates.
+            updates: their metrics, {} of a skipped one.
+
+        Raises:
+            FloatingPointError: a metric is not finite.
+        """
+        run, ended = self._run, time.perf_counter()
+        drawn = everyone
+        if len(draws) > 1:  # those trained on were selected by their acc
+            drawn = Groups.concatenate([gather_groups(each) for each in draws])
+        num_sampled = int((drawn.rollouts.is_valid & ~drawn.rollouts.is_forced).sum())
+        self._stage.counters["num_decoded"] += num_sampled
+        rolling, training = self._rolled_out - self._began, ended - self._rolled_out
+        busy = self._clock.busy_seconds() - self._busy
+        applied = [metrics for metrics in updates if metrics]
+        metrics = (
+            group_metrics(run, drawn, everyone, len(draws))
+            | {name: float(np.mean([of[name] for of in applied])) for name in [*updates, {}][0]}
+            | self._verifier_metrics(draws)
+            | device_memory()
+            | {
+                "learning_rate": float(self._learning_rate_at(step * len(plans))),
+                "decoded_tokens": self._stage.counters["num_decoded"],
+                "rollout_tokens_per_second": num_sampled / rolling,
+                "train_tokens_per_second": int(everyone.num_trained.sum()) / training,
+                "rollout_seconds": rolling,
+                "train_seconds": training,
+                "device_idle": 1 - busy / (self._tail + rolling + training),
+            }
+            | fill_of(plans)
+            | utilisation(run, everyone, training)
+        )
+        self._stage.log(step, metrics, _SHOWN)
+        shown = self._report.add(step, groups, is_logged=self._stage.is_logged(step))
+        run.metrics.show("rl", step, shown)
+        self._tail = time.perf_counter() - ended
+
+    def close(self) -> None:
+        """Called after the last step."""
+        profile_steps(self._run, self._run.config.rl.num_steps)
+
+    def _verifier_metrics(self, draws: Sequence[Groups]) -> dict[str, float]:
+        """Means of the reward function's components, and the calls of the step."""
+        verifier, metrics = self._verifier, {}
+        if verifier.has_reward:
+            judged = [groups.components for groups in draws]
+            sums = diagnostics.component_sums(judged, self._run.config.rl.num_rollouts)
+            metrics = diagnostics.component_means(distributed.gather_json(sums))
+        counts = {name: n - self._counted.get(name, 0) for name, n in verifier.counts.items()}
+        everywhere = distributed.gather_json(counts)
+        return metrics | {
+            f"verifier/{name}": sum(counts[name] for counts in everywhere) for name in counts
+        }
+
+
+def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> dict[str, float]:
+    """What the groups of all processes are like.
+
+    Args:
+        drawn: all groups of the step.
+        trained: those chosen for the updates.
+        num_draws: rollout batches.
+    """
+    metrics = diagnostics.rollout_metrics(drawn, run.config.rl.num_rollouts)
+    if run.objective.overlong is not None:
+        metrics |= diagnostics.dapo_metrics(drawn, trained, num_draws, **run.objective.overlong)
+    if trained.raw is not None:
+        metrics |= diagnostics.subgroup_metrics(trained)
+    return metrics
+
+
+def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
+    """Model TFLOPs per second and device during the updates, and their share of the peak (MFU).
+
+    Padding and rematerialisation do not count. The MFU is left out if the device's peak is not
+    known.
+
+    Args:
+        groups: trained on, of all processes.
+    """
+    model = run.config.model
+    flops = model_flops(
+        run.policy.config,
+        groups.sizes,
+        groups.num_trained,
+        freeze_vision=model.freeze_vision,
+        freeze_decoder=model.freeze_decoder,
+        has_adapters=bool(model.lora_rank),
+    )
+    rate = flops / seconds / run.mesh.size
+    peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
+    return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
+
+
+def fill_of(plans: Sequence[RowPlan]) -> dict[str, float]:
+    """Share of the tokens and of the patches computed in a step's updates that are real.
+
+    The others are padding and repeated prompts.
+    """
+    fill = {}
+    for name, of in (("train_fill", "tokens"), ("patch_fill", "patches")):
+        real, computed = (
+            sum(getattr(plan, f"{kind}_{of}") for plan in plans) for kind in ("real", "computed")
+        )
+        if computed:
+            fill[name] = real / computed
+    return fill
+
+
+def profile_steps(run: Run, step: int) -> None:
+    """Starts or stops the trace of `config.profile_steps`; called before each step.
+
+    The trace is written to `workdir/profile`, for TensorBoard's profiler or Perfetto.
+    """
+    if not run.config.profile_steps:
+        return
+    first, last = run.config.profile_steps
+    if step == first:
+        jax.profiler.start_trace(run.workdir / "profile")
+    elif step == last + 1:
+        jax.profiler.stop_trace()
+
+
+def open_report(run: Run) -> Report:
+    """The report of rollouts, worded for the run."""
+    care, policy = run.config.care, run.policy
+    wording = Wording(
+        token_bytes=policy.token_bytes,
+        eos_token_ids=policy.config.eos_token_ids,
+        think_tag=policy.think_tag,
+        cue=reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
+    )
+    return Report(run.workdir, **run.config.report, wording=wording)

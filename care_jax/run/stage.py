@@ -1,0 +1,298 @@
+"""A training stage: its state, its steps, and the steps after which it is evaluated or saved.
+
+Step k of a checkpoint or an evaluation means: after k steps; 0 is before the first. An evaluation
+is a line of metrics.jsonl, of stage "rl_eval" or "sft_eval" at step k. It has random keys and
+clocks of its own, so that training goes on as without it.
+
+A state is checked before it is evaluated or saved (`guards`): a broken one ends the stage. An
+evaluation comes before the save of its step, which it decides about. A run that is stopped
+inside an evaluation saves the step first; the resumed run evaluates it and adds the result to the
+checkpoint. A result that is written is not computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from care_jax.batch import Example, ImitationBatch, TrainBatch
+from care_jax.data.pipeline import Batches
+from care_jax.devices import distributed, loaded_programs, sharding
+from care_jax.learning.logprobs import ForwardOptions, score_rows
+from care_jax.learning.train_step import TrainState, map_microbatches
+from care_jax.prompts.builder import TokenizedPrompt
+from care_jax.report.metrics import Pace, format_line, host_usage, print_line, progress
+from care_jax.run.checkpoint import Checkpoints
+from care_jax.run.guards import SkippedUpdates, StateCheck, UpdateBatch
+from care_jax.run.run import Run, open_checkpoints
+from models.attention.packed import AttentionImpl
+from models.backbone import Params
+
+# (params, name=stage, step=step) -> metrics, as `evaluate.Evaluator`.
+Evaluate = Callable[..., dict[str, float]]
+
+
+@contextlib.contextmanager
+def open_stage(
+    run: Run,
+    name: str,
+    state: TrainState,
+    nll: Callable[[Params, Any], Any],
+    evaluate: Evaluate | None = None,
+    remake: Callable[[int], UpdateBatch] | None = None,
+) -> Iterator[Stage]:
+    """Begins a stage, or resumes it from its last checkpoint; evaluates it if that is due.
+
+    Args:
+        name: "sft" or "rl".
+        state: before the first step. The caller must drop it, as the stage may go on from another.
+        nll: (params, batch) -> mean of -log π over the batch's responses, for `guards`.
+        evaluate: gives the metrics of weights; not called if the stage's eval_every is 0.
+        remake: gives the batch of an earlier step; needed if several updates are read at a time.
+
+    Raises:
+        distributed.Preempted: the run was told to stop; the state reached is saved.
+        FloatingPointError: an update or a state is broken; says which checkpoint is good.
+    """
+    with open_checkpoints(run, name) as checkpoints:
+        start, metadata = 0, {}
+        if checkpoints.latest_step is not None:
+            restored = checkpoints.restore(sharding.abstract(state))
+            state, start, metadata = restored.state, restored.data_position, restored.metadata
+        run.metrics.begin(name, start)
+        stage = Stage(run, name, checkpoints, state, nll, evaluate, remake)
+        del state
+        stage.begin(start, metadata)
+        try:
+            yield stage
+        except distributed.Preempted as place:
+            stage.save()
+            where = place.args or (f"before {name} step {stage.num_done}",)
+            raise distributed.Preempted(*where) from None
+
+
+class Stage:
+    """One training stage, see `open_stage`.
+
+    Attributes:
+        state: the newest.
+        start: step that it began with: 0, or that of the restored checkpoint.
+        num_done: steps that are done.
+        counters: sums that are saved with every checkpoint.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        name: str,
+        checkpoints: Checkpoints,
+        state: TrainState,
+        nll: Callable[[Params, Any], Any],
+        evaluate: Evaluate | None = None,
+        remake: Callable[[int], UpdateBatch] | None = None,
+    ):
+        self._run, self._name, self._checkpoints = run, name, checkpoints
+        self._nll, self._remake = nll, remake
+        section = run.config[name]
+        self._num_steps, self._eval_every = section.num_steps, section.eval_every
+        self._evaluate = evaluate if section.eval_every else None
+        self._check = StateCheck(run, name, checkpoints)
+        self._updates = SkippedUpdates(run, name, state.params, self._check.advice)
+        self._pace = Pace(self._num_steps)
+        self._unread: list[tuple[int, Any]] = []  # steps and metrics, on the devices
+        self._last: tuple[int, UpdateBatch] | None = None  # the last step, and what it was made of
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
+        self.state, self.start, self.num_done = state, 0, 0
+        self.counters: Counter[str] = Counter()
+        self._timed = time.perf_counter(), 0  # since when, and the step, of the next line
+
+    def begin(self, start: int, metadata: Mapping[str, Any]) -> None:
+        """Checks the state that the stage starts from, and evaluates it if due and not done yet.
+
+        Args:
+            start: 0, or the step of the restored checkpoint.
+            metadata: of that checkpoint.
+        """
+        self.start = self.num_done = start
+        self.counters.update({k: v for k, v in metadata.items() if isinstance(v, int)})
+        self._check.begin(start, self.state, metadata)
+        if self._evaluate is None:
+            return
+        stage = f"{self._name}_eval"
+        self._run.metrics.begin(stage, start + 1)
+        if self._is_evaluated() and not self._run.metrics.has_line(stage, start):
+            metrics = self._measure()
+            if start == self._checkpoints.latest_step:
+                self._checkpoints.add_metrics(start, metrics)
+
+    def steps(self, batches: Batches) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
+        """The number, examples and prompts of every step that is left."""
+        self._timed = time.perf_counter(), self.start
+        left = batches.iterate(self.start, self._num_steps)
+        for step, examples, prompts in progress(left, self._name, self.start, self._num_steps):
+            if distributed.is_preempted():
+                raise distributed.Preempted
+            loaded_programs.drop_if_many()
+            yield step, examples, prompts
+
+    def updated(
+        self,
+        step: int,
+        metrics: Any,
+        batch: TrainBatch | ImitationBatch,
+        examples: Sequence[Example],
+    ) -> None:
+        """Notes an update that `state` has.
+
+        Args:
+            step: of the stage.
+            metrics: of the update, on the devices until they are read.
+            batch, examples: that it was made of, this process's rows on the host.
+        """
+        self._last = step, (batch, examples)
+        self._unread.append((step, metrics))
+
+    def read(self) -> list[dict[str, float]]:
+        """The metrics of each update since the last call; {} of one that was skipped."""
+        unread, self._unread = self._unread, []
+        fetched = ((step, jax.device_get(metrics)) for step, metrics in unread)
+        return [self._updates.applied(*update, self._made_of) for update in fetched]
+
+    def _made_of(self, step: int) -> UpdateBatch:
+        """What the update of a step was made of, if it was not read before the next one."""
+        assert self._last is not None  # there was an update
+        last, made_of = self._last
+        return made_of if step == last or self._remake is None else self._remake(step)
+
+    def is_logged(self, step: int) -> bool:
+        """Whether the step has a line on the console."""
+        return step % self._run.config.log_every == 0 or step == self._num_steps - 1
+
+    def log(
+        self, step: int, metrics: Mapping[str, Any], shown: Sequence[str] | None = None
+    ) -> None:
+        """Writes the metrics of a step, and prints some of them if it is logged.
+
+        Args:
+            step: of the stage.
+            metrics: finite scalars.
+            shown: names of those printed; None: all.
+        """
+        metrics = {**metrics, **self._updates.counted()}
+        self._run.metrics.write(self._name, step, metrics | host_usage())
+        left = self._pace.left(step)
+        if self.is_logged(step):
+            began, first = self._timed
+            self._timed = time.perf_counter(), step + 1
+            seconds = (self._timed[0] - began) / (step + 1 - first)
+            metrics = {name: metrics[name] for name in shown or metrics if name in metrics}
+            line = format_line(self._name, step, self._num_steps, metrics, seconds, left)
+            print_line(line)
+
+    def finish(self, step: int) -> None:
+        """Checks, evaluates and saves the state after this step, if that is due."""
+        self.num_done = step + 1
+        is_saved = self.num_done % self._run.config.checkpoint_every == 0
+        is_saved |= self.num_done == self._num_steps
+        if not (is_saved or self._is_evaluated()):
+            return
+        self.read()
+        began = time.perf_counter()
+        self._check.check(self.num_done, self.state, self._loss)
+        if self._is_evaluated():
+            is_saved |= self._checkpoints.is_among_best(self._measure())
+        self._timed = self._timed[0] + time.perf_counter() - began, self._timed[1]
+        if is_saved:
+            self.save()
+
+    def save(self) -> None:
+        """Saves the state with its evaluation, if any, unless it is saved."""
+        if self.num_done <= (self._checkpoints.latest_step or 0):
+            return
+        self.read()
+        self._check.check(self.num_done, self.state, self._loss)
+        step, metrics = self._evaluated
+        self._checkpoints.save(
+            self.num_done,
+            self.state,
+            self.num_done,
+            self._run.config.seed,
+            {**self.counters, **self._check.saved()},
+            metrics if step == self.num_done else None,
+        )
+
+    def _loss(self) -> float | None:
+        """Of the newest policy on what was trained on last, in nats per token."""
+        if self._last is None:
+            return None
+        placed = sharding.put_batch(self._last[1][0], self._run.train_batch_sharding)
+        return float(self._nll(self.state.params, placed))
+
+    def _is_evaluated(self) -> bool:
+        if self._evaluate is None:
+            return False
+        if self.num_done == 0:
+            return self._run.config.evaluate.at_start
+        return self.num_done % self._eval_every == 0 or self.num_done == self._num_steps
+
+    def _measure(self) -> dict[str, float]:
+        assert self._evaluate is not None  # `_is_evaluated` is False without it
+        began, step = time.perf_counter(), self.num_done
+        metrics = self._evaluate(self.state.params, name=self._name, step=step)
+        timed = metrics | {"seconds": time.perf_counter() - began}
+        self._run.metrics.write(f"{self._name}_eval", step, timed)
+        self._evaluated = step, metrics
+        return metrics
+
+
+def forward_options(run: Run, stage: str, attention: AttentionImpl | None = None) -> ForwardOptions:
+    """How the forward pass of a stage computes.
+
+    Args:
+        stage: "sft" or "rl".
+        attention: the attention implementation; None: that of `model.attention`, unchecked.
+    """
+    model = run.config.model
+    if attention is None:
+        rules = run.config.sharding_rules
+        attention = sharding.attention_impl(model.attention, rules, run.mesh)
+    chunk = run.chunk_of_row(run.config[stage].microbatch_size)
+    return ForwardOptions(jnp.dtype(model.compute_dtype), chunk, model.remat, attention)
+
+
+def compile_score(run: Run, stage: str, options: ForwardOptions) -> Callable:
+    """The jitted (params, batch) -> log-probabilities at the tokens of the batch's rows."""
+
+    def score(params, batch):
+        def one(batch):
+            return score_rows(params, batch.rows, run.policy.config, options)[0]
+
+        return map_microbatches(one, batch, run.config[stage].microbatch_size)
+
+    return jax.jit(run.placed(score), out_shardings=run.train_batch_sharding)
+
+
+def compile_nll(run: Run, score: Callable) -> Callable[[Params, Any], jax.Array]:
+    """(params, batch) -> mean of -log π, in nats, over the tokens that are trained on.
+
+    Args:
+        score: see `compile_score`.
+    """
+
+    def mean(logp, is_trained):
+        return -jnp.where(is_trained, logp, 0.0).sum() / jnp.maximum(is_trained.sum(), 1)
+
+    mean_program = jax.jit(mean, out_shardings=sharding.replicated(run.mesh))
+
+    def nll(params, batch):
+        is_imitated = isinstance(batch, ImitationBatch)
+        is_trained = batch.rows.predictor >= 0 if is_imitated else batch.is_trained
+        return mean_program(score(params, batch), is_trained)
+
+    return nll
