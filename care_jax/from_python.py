@@ -68,7 +68,7 @@ def train_on(
     folder = command_line.folder_of(workdir, flag="workdir")
     if reward is not None:
         check_reward(reward, "reward")
-        packed(reward, "")  # in the first second
+        packed(reward)  # in the first second
     config = config.copy_and_resolve_references()
     examples = {"rl": jsonl.in_memory(train, "train")}
     if test is not None:

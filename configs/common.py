@@ -29,20 +29,18 @@ def source(name: str = "", **options) -> ConfigDict:
     section.split = ""  # split of a release: train, val, test
     section.subset = ""  # part of a release (chartqa: human, augmented), see its reader
     section.images = ""  # folder that image paths are relative to; empty: the release's folder
-    # Image paths of rows may be absolute, or lead out of that folder by "..". False: such rows are
-    # left out, so that no file of data can show the model a file of yours.
+    # False: rows whose image paths lead out of that folder are left out, so that no data can show
+    # the model a file of yours.
     section.images_outside = False
-    # Drawn sources: number of examples; else: use only the first rows, 0 for all of them.
-    section.num_examples = 0
+    section.num_examples = 0  # of a drawn source; else: use only the first rows, 0 for all of them
     section.seed = 0  # of a drawn source
     section.weight = 0.0  # share in a mixture; 0 in all of its parts: proportional to their sizes
     section.tolerance = 0.0  # relative error allowed between numbers; the ChartQA benchmark: 0.05
     section.min_pixels = 0  # per image, height x width; 0: data.min_pixels
     section.max_pixels = 0  # likewise; 0: data.max_pixels
     # Column names of the parquet source; empty: it has no such column.
-    section.columns = columns = ConfigDict()
-    for column in ("id", "question", "answer", "images", "choices", "rationale", "response"):
-        columns[column] = ""
+    columns = ("id", "question", "answer", "images", "choices", "rationale", "response")
+    section.columns = ConfigDict(dict.fromkeys(columns, ""))
     section.parts = ()  # the sources of a mixture
     section.lock()
     section.update(options)
@@ -58,40 +56,33 @@ def get_config() -> ConfigDict:
     config.log_every = 1  # steps between console lines, and in SFT between logged metrics
     config.checkpoint_every = 50  # steps; the last step of a stage is always saved
     config.keep_checkpoints = 2  # newest checkpoints kept, per stage
-    # Checkpoints kept besides, per stage: those with the highest best_metric. Needs eval_every.
-    config.keep_best = 0
+    config.keep_best = 0  # checkpoints kept besides, per stage: those of the highest best_metric
     # Metric of the evaluations inside a stage: acc, fmt, pass@2 and the like of data.test;
     # <benchmark>/acc, <benchmark>/pass@2, or mean/acc of the benchmarks.
     config.best_metric = "acc"
-    # What XLA is told, beside the environment: "auto", see `care_jax.devices.xla_flags`, or "none".
-    config.xla_preset = "auto"
+    config.xla_preset = "auto"  # XLA flags, see `care_jax.devices.xla_flags`, or "none"
     # A state is checked before it is saved or evaluated. If it is broken, the run ends and the last
     # good checkpoint stays. Broken: not finite, or worse than the last state by these factors.
     config.state_check = state_check = ConfigDict()
-    # Maximum loss on the last batch, as a multiple of log(vocabulary) or, if that is larger, of the
-    # last loss; inf: any.
+    # Maximum loss on the last batch, as a multiple of the larger of log(vocabulary) and the last
+    # loss; inf: any.
     state_check.max_loss_factor = 2.0
     state_check.max_norm_factor = 10.0  # maximum growth of the parameters' norm; inf: any
-    # Keep compiled programs in workdir/compilation_cache, so that a restarted run compiles none.
-    config.compilation_cache = True
-    # (first, last) RL step that jax.profiler traces to workdir/profile; empty: none.
-    config.profile_steps = ()
+    config.compilation_cache = True  # keep compiled programs in workdir/compilation_cache
+    config.profile_steps = ()  # (first, last) RL step that is traced to workdir/profile
 
     config.model = model = ConfigDict()
     model.path = ""  # folder or hub id of a Hugging Face release; empty: random weights
     model.backbone = ConfigDict()  # config.json fields for random weights; needs an empty path
     model.tokenizer = ""  # folder of a tokenizer; empty: that of model.path, or the built-in one
     model.compute_dtype = "bfloat16"  # dtype of activations and of the weights used in decoding
-    # Attention of training and prefill. "auto": the kernel of the device if it has one (TPU, GPU)
-    # and it agrees with XLA when a stage starts. "xla": XLA matmuls. "kernel": the kernel, without
-    # the comparison.
+    # Attention of training and prefill: "xla"; "kernel", that of the device (TPU, GPU); "auto", the
+    # kernel if there is one and it agrees with XLA when a stage starts.
     model.attention = "auto"
-    # Tokens per device whose logits are in memory at a time. 0: 4096 on GPUs that share the
-    # parameters (fsdp), else 1024.
+    # Tokens per device whose logits are in memory at a time. 0: 4096 on GPUs with FSDP, else 1024.
     model.logprob_chunk = 0
     model.freeze_vision = False  # (open) False: the vision tower is trained
-    # True: the text decoder is not, so that the tower and its merger learn to be read by it.
-    model.freeze_decoder = False
+    model.freeze_decoder = False  # True: only the vision tower and its merger are trained
     # The next keys trade speed or precision for memory.
     # What the backward pass rematerialises: "none"; "dots", everything except the outputs of weight
     # matmuls and attention; "layer", each layer from its input.
@@ -162,21 +153,16 @@ def get_config() -> ConfigDict:
     sft.num_steps = 1000
     sft.eval_every = 0  # steps between evaluations inside the stage, and after its last; 0: none
     sft.batch_size = 128  # examples per step
-    # Packed rows per forward and backward pass, over all devices. 0: one per shard of the batch,
-    # which by default is one per device.
-    sft.microbatch_size = 0
+    sft.microbatch_size = 0  # packed rows per pass on all devices; 0: one per shard of the batch
     sft.learning_rate = 1e-5  # peak
     sft.warmup_steps = 50
     sft.schedule = "cosine"  # "constant" or "cosine" (to 0)
     sft.weight_decay = 0.01
     sft.max_grad_norm = 1.0  # the global gradient norm is clipped to this
-    # Updates in a row that are skipped if loss or gradient is not finite; one more ends the run.
-    sft.max_skipped = 0
+    sft.max_skipped = 0  # updates in a row that are skipped if not finite; one more ends the run
     sft.answer_weight = 1.0  # loss weight of answer tokens; all other response tokens weigh 1
-    # Maximum tokens and image patches of a row, into which examples are packed. An example that
-    # exceeds a row is left out.
-    sft.row_tokens = 4096
-    sft.row_patches = 8192
+    sft.row_tokens = 4096  # of a row, into which examples are packed; longer examples are left out
+    sft.row_patches = 8192  # image patches of a row
 
     config.rl = rl = ConfigDict()
     rl.objective = "care"  # "care", "grpo", "dapo", "gspo", "dr_grpo", "rloo"
@@ -185,11 +171,11 @@ def get_config() -> ConfigDict:
     rl.num_rollouts = 8  # G, rollouts per prompt
     rl.prompts_per_step = 512  # (open) prompts per rollout batch
     rl.prompts_per_update = 128  # (open) prompts per optimizer update
-    rl.microbatch_size = 0  # packed rows per forward and backward pass, see sft.microbatch_size
-    # Maximum tokens and image patches of a row, into which prompts are packed with their responses.
-    # A prompt whose responses do not fit in one row is repeated in several.
+    rl.microbatch_size = 0  # as sft.microbatch_size
+    # Maximum tokens of a row, into which prompts are packed with their responses. A prompt whose
+    # responses do not fit in one row is repeated in several.
     rl.row_tokens = 8192
-    rl.row_patches = 8192
+    rl.row_patches = 8192  # image patches of a row
     rl.decode_prompts = 64  # prompts decoded at a time; the next one replaces a finished one
     rl.decode_rows = 4  # rollouts decoded at a time per prompt; the next replaces a finished one
     rl.max_response_tokens = 2048  # (open) T, including the forced tokens of a reflected row
@@ -203,8 +189,7 @@ def get_config() -> ConfigDict:
     rl.max_skipped = 0  # updates in a row, see sft.max_skipped
     rl.format_weight = 0.1  # λ of the reward (eq:overall)
     # Log-probabilities under π_old: "sampler", as recorded during sampling; "trainer", recomputed
-    # by the trainer. "trainer" costs one forward pass and hides numerical differences between the
-    # two programs.
+    # by the trainer, which costs a forward pass and hides differences of the two programs.
     rl.old_logp = "sampler"
 
     # One section per objective, each with its clip range and KL weight. Only the section of
@@ -228,8 +213,8 @@ def get_config() -> ConfigDict:
     care.rescue_scale = 1.0  # advantages of a rescued group are multiplied by this
     care.region_weights = True  # False: weight 1 on every sampled token
     care.gamma_pos = 0.005  # weight of a correct rollout's rationale tokens; its answer weighs 1
-    # Above 0, instead of gamma_pos: the rationale's share of a correct rollout's credit, at any
-    # length. gamma_pos 0.005 gives 400 rationale tokens a share of 0.17 beside 10 answer tokens.
+    # Above 0, instead of gamma_pos: the rationale's share of a correct rollout's credit. gamma_pos
+    # 0.005 gives 400 rationale tokens a share of 0.17 beside 10 answer tokens.
     care.gamma_share = 0.0
     care.gamma_neg = 0.0  # weight of rationale tokens in all other rollouts
     care.eps_w = 1e-6  # ε_w, added to the sum of a rollout's token weights
@@ -255,13 +240,12 @@ def get_config() -> ConfigDict:
     dapo.beta = 0.0
     dapo.ddof = 0  # as grpo.ddof
     dapo.eps = 1e-6
-    # Dynamic sampling: maximum number of rollout batches per step; 1 draws no further batch. They
-    # are drawn until rl.prompts_per_step groups have both correct and wrong rollouts. If the
-    # maximum is reached first, the other groups get weight 0.
+    # Dynamic sampling: maximum number of rollout batches per step. They are drawn until
+    # rl.prompts_per_step groups have both correct and wrong rollouts. If the maximum is reached
+    # first, the other groups get weight 0.
     dapo.max_tries = 10
-    # Soft overlong penalty: it grows from 0 to -1 over the last L_cache tokens of
-    # rl.max_response_tokens. This is L_cache as a share of them; 0 for no penalty. Published: 4096
-    # of 20480 tokens.
+    # L_cache as a share of rl.max_response_tokens (published: 4096 of 20480), over which the soft
+    # overlong penalty grows from 0 to -1; 0: no penalty.
     dapo.overlong_share = 0.2
 
     config.gspo = gspo = ConfigDict()
@@ -287,22 +271,17 @@ def get_config() -> ConfigDict:
     config.evaluate = evaluate = ConfigDict()
     evaluate.batch_size = 64  # questions decoded at a time
     evaluate.max_response_tokens = 2048
-    # Of the stage "evaluate" and of evaluations inside a stage. 0: greedy. The paper evaluates with
-    # the training's decoding, rl.temperature and rl.top_p.
-    evaluate.temperature = 0.0
+    evaluate.temperature = 0.0  # 0: greedy. The paper evaluates with rl.temperature and rl.top_p
     evaluate.top_p = 1.0  # as rl.top_p; needs a temperature above 0
-    # Samples per question; above 1, accuracy is their mean, and pass@k is estimated from them.
-    evaluate.num_samples = 1
+    evaluate.num_samples = 1  # per question; above 1, accuracy is their mean, pass@k estimated
     evaluate.decode_rows = 4  # samples decoded at a time per question, at most num_samples
-    # With sft.eval_every or rl.eval_every: evaluate before the stage's first step too.
-    evaluate.at_start = True
+    evaluate.at_start = True  # with eval_every: evaluate before the stage's first step too
     # (name, path of the downloaded release) pairs, evaluated in addition to data.test, or alone if
     # data.test is not set. Names: mathvista, mathverse, mathvision, mathvision_testmini, mmmu,
     # mmmu_pro, mmmu_pro_vision.
     evaluate.benchmarks = ()
-    # URL of an OpenAI-compatible endpoint, without /chat/completions. It judges the free-form
-    # benchmark answers that the rules call wrong. The environment variable JUDGE_API_KEY holds its
-    # key. Empty: no judge.
+    # URL of an OpenAI-compatible endpoint, without /chat/completions, that judges the free-form
+    # benchmark answers that the rules call wrong; JUDGE_API_KEY holds its key. Empty: no judge.
     evaluate.judge_url = ""
     evaluate.judge_model = ""
     evaluate.judge_timeout = 60.0  # seconds per request
@@ -324,15 +303,13 @@ def get_config() -> ConfigDict:
     report.rollouts_megabytes = 256.0
 
     config.metrics = metrics = ConfigDict()
-    # wandb project that gets the metrics of metrics.jsonl and TensorBoard, under the same names
-    # (needs the extra care_jax[wandb]). Empty: wandb is not used.
-    metrics.wandb_project = ""
+    metrics.wandb_project = ""  # also gets the metrics (needs care_jax[wandb]); empty: not used
 
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # worker processes for computer algebra or the reward function
-    # Seconds after which a worker is killed and its answer scores 0; of a reward function: seconds
-    # per group.
-    verifier.timeout = 5.0
+    verifier.timeout = (
+        5.0  # seconds per answer, which then scores 0; of a reward function per group
+    )
     # "module:function" that replaces the built-in verifier: called with (question, responses,
     # Example), it returns a mapping of components in [0, 1] for each response of the group. Empty:
     # compare with the gold answer.

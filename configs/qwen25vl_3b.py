@@ -9,11 +9,11 @@ from ml_collections import ConfigDict
 from configs import common
 
 
-def get_config() -> ConfigDict:
-    """Cold start, CARE, evaluation and export."""
+def get_config(path: str = "Qwen/Qwen2.5-VL-3B-Instruct") -> ConfigDict:
+    """Cold start, CARE, evaluation and export of the release at a hub id or in a folder."""
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
-    config.model.path = "Qwen/Qwen2.5-VL-3B-Instruct"
+    config.model.path = path
     # Decoding shards the weights over these axes, to fit the 16 GB of a v5e. Training is FSDP over
     # the whole mesh.
     config.mesh.tensor = config.mesh.sequence = 2

@@ -1,24 +1,13 @@
-"""Qwen2.5-VL-7B-Instruct: CARE on a file of verifiable questions with images.
-
-Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
-`data.test`; `care_jax/data/readers/jsonl.py` describes a row.
-"""
+"""Qwen2.5-VL-7B-Instruct: CARE on a file of questions, as in `configs/qwen25vl_3b.py`."""
 
 from ml_collections import ConfigDict
 
-from configs import common
+from configs import qwen25vl_3b
 
 
 def get_config() -> ConfigDict:
     """Cold start, CARE, evaluation and export."""
-    config = common.get_config()
-    config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
-    config.model.path = "Qwen/Qwen2.5-VL-7B-Instruct"
-    # Decoding shards the weights over these axes, to fit the 16 GB of a v5e. Training is FSDP over
-    # the whole mesh.
-    config.mesh.tensor = config.mesh.sequence = 2
+    config = qwen25vl_3b.get_config("Qwen/Qwen2.5-VL-7B-Instruct")
     # All prompts of a step. Compiled for v5e:8x8 they leave 3.4 of 15.75 GiB free in prefill.
     config.rl.decode_prompts = 512
-    for section in ("sft", "train", "test"):
-        config.data[section].source = "jsonl"
     return config

@@ -8,45 +8,25 @@ from typing import Any
 import numpy as np
 
 from care_jax.batch import Example
-from care_jax.benchmarks.judge import Judge
-from care_jax.benchmarks.samples import Answers, Sample, Verdict
+from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
 from care_jax.method import diagnostics
 from care_jax.rewards.scores import Scored
 
 
-class HeldOut:
-    """Held-out `samples.Questions`.
+def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]) -> Questions:
+    """The held-out examples; `score` gives what `rewards.scores.start_scoring` does."""
 
-    Args:
-        examples: held out.
-        score: gives the scores of answers, see `rewards.scores.start_scoring`.
-    """
-
-    name = "held_out"
-
-    def __init__(self, examples: Sequence[Example], score: Callable[[Answers], Scored]):
-        self._examples, self._score = examples, score
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, place: int) -> Example:
-        return self._examples[place]
-
-    def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
-        """The verifier's; no language model is asked."""
-        scores, _, _, components = self._score(answers)
-        verdicts = []
+    def verdicts(answers: Answers) -> list[Verdict]:
+        scores, _, _, components = score(answers)
+        found = []
         for row, (accs, fmts) in enumerate(zip(scores.acc, scores.fmt, strict=True)):
             more: dict[str, Any] = {"fmt": float(fmts.mean())}
             if components is not None:
                 more["components"] = list(components[row])
-            is_parsed = bool(scores.has_answer[row].all())
-            verdicts.append(Verdict(accs.tolist(), is_parsed, more=more))
-        return verdicts
+            found.append(Verdict(accs.tolist(), bool(scores.has_answer[row].all()), more=more))
+        return found
 
-    def categories(self, sample: Sample) -> list[str]:
-        return [sample["source"]]
+    return Questions("held_out", examples, verdicts, lambda sample: [sample["source"]])
 
 
 def metrics_of(figures: Mapping[str, Any], answered: Sequence[Sample]) -> dict[str, float]:

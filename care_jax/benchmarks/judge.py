@@ -76,7 +76,7 @@ class Judge:
         self._num_workers, self._prices = num_workers, prices
         self._lock = threading.Lock()
         names = "requests retries timeouts failures prompt_tokens completion_tokens"
-        self.counts = dict.fromkeys(names.split(), 0)
+        self.counts: dict[str, int] = dict.fromkeys(names.split(), 0)
 
     @property
     def cost(self) -> float:

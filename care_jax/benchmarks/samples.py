@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from care_jax.batch import Example, Rollouts, answer_text
 from care_jax.benchmarks import response
-from care_jax.benchmarks.judge import Judge
 
 Sample = dict[str, Any]
 
@@ -43,7 +42,7 @@ class Verdict(NamedTuple):
     Attributes:
         accs: 1.0 for a success, else 0.0, of each response.
         is_parsed: whether all have an answer.
-        acc_judged: mean over the responses with the word of a `Judge`; None if it gave none.
+        acc_judged: mean over the responses with the word of a `judge.Judge`; None if it gave none.
         more: further fields of the sample.
     """
 
@@ -53,29 +52,26 @@ class Verdict(NamedTuple):
     more: Mapping[str, Any] = {}
 
 
-class Questions(Protocol):
-    """What is evaluated and how answers are judged: `suite.Benchmark` and `held_out.HeldOut`."""
+class Questions(NamedTuple):
+    """What is evaluated and how: the held-out questions, or those of a benchmark.
+
+    Attributes:
+        name: for messages.
+        examples: the questions.
+        verdicts: judges answers, one verdict per answered question.
+        categories: gives the categories that a sample counts towards.
+    """
 
     name: str
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, place: int, /) -> Example: ...
-
-    def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
-        """One per answered question; a judge may be asked about answers that seem wrong."""
-        ...
-
-    def categories(self, sample: Sample) -> list[str]:
-        """The categories that a sample counts towards."""
-        ...
+    examples: Sequence[Example]
+    verdicts: Callable[[Answers], list[Verdict]]
+    categories: Callable[[Sample], list[str]]
 
 
-def samples_of(questions: Questions, answers: Answers, judge: Judge | None) -> list[Sample]:
+def samples_of(answers: Answers, verdicts: Sequence[Verdict]) -> list[Sample]:
     """A sample per question, with the fields that `scoreboard.score` needs."""
     num_samples = answers.rollouts.tokens.shape[1]
     is_complete = [bool(row.all()) for row in np.asarray(answers.rollouts.is_complete)]
-    verdicts = questions.verdicts(answers, judge)
     columns = answers.places, answers.examples, answers.texts, verdicts, is_complete
     unasked = [""] * num_samples, Verdict([0.0] * num_samples, is_parsed=False), False
     return [_sample(*row) for row in zip(*columns, strict=True)] + [

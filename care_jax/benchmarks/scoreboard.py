@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from care_jax.benchmarks.samples import Questions, Sample
+from care_jax.benchmarks.samples import Sample
 from care_jax.benchmarks.suite import RELEASES
 from care_jax.report.metrics import pass_rates, wilson_interval
 
 
-def score(questions: Questions, samples: Sequence[Sample]) -> dict[str, Any]:
+def score(samples: Sequence[Sample], categories: Callable[[Sample], list[str]]) -> dict[str, Any]:
     """The accuracies and counts of one benchmark.
 
     Args:
-        questions: for the categories of the samples.
         samples: one per row, with doc_id (row index), acc, acc_judged or None, is_parsed,
             is_complete and is_dropped; several responses to a row also give accs.
 
@@ -39,7 +38,7 @@ def score(questions: Questions, samples: Sequence[Sample]) -> dict[str, Any]:
     """
     groups = defaultdict(list)
     for sample in samples:
-        for group in questions.categories(sample):
+        for group in categories(sample):
             groups[group].append(sample["acc"])
     figures = _accuracy([sample["acc"] for sample in samples])
     judged = [sample["acc_judged"] for sample in samples]

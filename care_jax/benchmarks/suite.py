@@ -27,7 +27,8 @@ from care_jax.batch import Example
 from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro, response
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
-from care_jax.benchmarks.samples import Answers, Sample, Verdict
+from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
+from care_jax.data.readers.parquet import ParquetRows, columns_without_bytes
 
 Row = dict[str, Any]
 
@@ -90,8 +91,7 @@ class Benchmark(Sequence[Example]):
             raise ValueError(
                 f"evaluate.benchmarks names {name!r}; it must be one of {', '.join(RELEASES)}"
             )
-        self.name = name
-        self.release = RELEASES[name]
+        self.name, self.release = name, RELEASES[name]
         self.scorer = self.release.scorer
         self.rows: list[Row] = []
         self._images: list[Callable[[], Row]] = []
@@ -104,7 +104,7 @@ class Benchmark(Sequence[Example]):
             raise ValueError(
                 f"expected rows of {name} in {str(path)!r}, got none; download it again"
             )
-        self.ids = [str(_first(row, "pid", "id", "sample_index")) for row in self.rows]
+        self.ids = [_id_of(row) for row in self.rows]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -122,6 +122,11 @@ class Benchmark(Sequence[Example]):
             extra=self.rows[place],
         )
 
+    def questions(self, judge: Judge | None) -> Questions:
+        """For an evaluation; a judge is asked about free answers that the rules call wrong."""
+        verdicts = functools.partial(self.verdicts, judge=judge)
+        return Questions(self.name, self, verdicts, self.categories)
+
     def categories(self, sample: Sample) -> list[str]:
         """The values of the fields `Release.groups`, and each skill of MathVista."""
         row = self.rows[sample["doc_id"]]
@@ -134,26 +139,24 @@ class Benchmark(Sequence[Example]):
 
     def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
         """By the rules; a judge is asked about free answers that they parse but call wrong."""
-        scorer, verdicts, asked = self.scorer, [], []
-        for place, texts, example in zip(
-            answers.places, answers.texts, answers.examples, strict=True
-        ):
+        scorer, verdicts, cases = self.scorer, [], {}
+        columns = answers.places, answers.texts, answers.examples
+        for number, (place, texts, example) in enumerate(zip(*columns, strict=True)):
             row = self.rows[place]
             accs = [float(scorer.is_correct(text, row)) for text in texts]
             is_parsed = [scorer.parse(text, row) is not None for text in texts]
-            for index, text in enumerate(texts):
-                if not accs[index] and is_parsed[index] and not example.choices:
-                    case = Case(example.question, example.answer, response.unwrap(text))
-                    asked.append((len(verdicts), index, case))
             verdicts.append(Verdict(accs, all(is_parsed)))
-        if judge is not None:
-            words = judge.verdicts([case for *_, case in asked])
-            judged: dict[int, list[float]] = {}
-            for (place, index, _), word in zip(asked, words, strict=True):
-                if word is not None:
-                    judged.setdefault(place, list(verdicts[place].accs))[index] = float(word)
-            for place, accs in judged.items():
-                verdicts[place] = verdicts[place]._replace(acc_judged=sum(accs) / len(accs))
+            for index, text in enumerate(texts):
+                if is_parsed[index] and not accs[index] and not example.choices:
+                    case = Case(example.question, example.answer, response.unwrap(text))
+                    cases[number, index] = case
+        words = judge.verdicts(list(cases.values())) if judge is not None else [None] * len(cases)
+        judged: dict[int, list[float]] = {}
+        for (number, index), word in zip(cases, words, strict=True):
+            if word is not None:
+                judged.setdefault(number, list(verdicts[number].accs))[index] = float(word)
+        for number, accs in judged.items():
+            verdicts[number] = verdicts[number]._replace(acc_judged=sum(accs) / len(accs))
         return verdicts
 
     def _image(self, row: Row, field: str) -> Image.Image:
@@ -165,15 +168,16 @@ class Benchmark(Sequence[Example]):
             image = Image.open(row["folder"] / path)
         else:
             raise ValueError(
-                f"row {_first(row, 'pid', 'id', 'sample_index')} of {self.name} has no image in "
-                f"its field {field!r}; download the release again"
+                f"row {_id_of(row)} of {self.name} has no image in its field {field!r}; download "
+                "the release again"
             )
         with image:
             return image.convert("RGB")  # as the official harness does
 
 
-def _first(row: Row, *fields: str) -> Any:
-    return next((row[field] for field in fields if row.get(field) is not None), "")
+def _id_of(row: Row) -> str:
+    found = (row.get(field) for field in ("pid", "id", "sample_index"))
+    return str(next((value for value in found if value is not None), ""))
 
 
 def _files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
@@ -212,34 +216,10 @@ def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], R
 
 
 def _read_parquet(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"reading {str(path)!r} needs pyarrow; install the data extra: pip install -e '.[data]'"
-        ) from error
-    file = pyarrow.parquet.ParquetFile(path)
-    names = file.schema_arrow.names
-    images = [name for name in names if _is_image(file.schema_arrow.field(name).type)]
-    rows = file.read(columns=[name for name in names if name not in images]).to_pylist()
+    texts, whole = ParquetRows([path], columns_without_bytes([path])), ParquetRows([path])
 
-    @functools.lru_cache(maxsize=1)  # examples are read in order
-    def group_of(group: int) -> list[Row]:
-        return file.read_row_group(group, columns=images).to_pylist()
+    def images(place: int) -> Row:
+        return whole[place] | {"folder": path.parent}
 
-    def image_of(group: int, place: int) -> Row:
-        return group_of(group)[place] | {"folder": path.parent}
-
-    places = [
-        functools.partial(image_of, group, place)
-        for group in range(file.num_row_groups)
-        for place in range(file.metadata.row_group(group).num_rows)
-    ]
-    return rows, places
-
-
-def _is_image(kind: Any) -> bool:
-    """Whether a column holds images, as structs of {bytes, path}."""
-    import pyarrow
-
-    return pyarrow.types.is_struct(kind) and {"bytes", "path"} <= {field.name for field in kind}
+    places = range(len(texts))
+    return [texts[place] for place in places], [functools.partial(images, x) for x in places]

@@ -18,7 +18,6 @@ from care_jax.batch import Example, answer_text
 from care_jax.prompts.images import Fingerprint, fingerprint, num_different_bits
 from care_jax.rewards.equivalence import notation, quantities
 
-_PLACEHOLDER = re.compile(r"<image>")
 _KEPT = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
 
 
@@ -30,40 +29,33 @@ class Content:
         exact: digest of the question (whitespace collapsed) and the pictures' pixels.
         text: digest of the question without choices, case, spaces and punctuation.
         answer: digest of the normalised answer, a letter resolved to its choice.
-        digests: digest of each picture's pixels.
-        hashes: perceptual hash of each picture, in order.
+        pictures: fingerprint of each picture, in order.
     """
 
     exact: bytes
     text: bytes
     answer: bytes
-    digests: tuple[bytes, ...]
-    hashes: tuple[int, ...]
+    pictures: tuple[Fingerprint, ...]
 
 
 def content_of(example: Example) -> Content:
-    """Decodes the pictures of an example and computes its digests.
-
-    Raises:
-        Unusable: a picture cannot be decoded.
-    """
-    fingerprints: list[Fingerprint] = [fingerprint(image) for image in example.images]
-    digests = tuple(one.digest for one in fingerprints)
-    question = example.question
+    """Decodes the pictures of an example, which may be `Unusable`, and computes its digests."""
+    pictures, question = tuple(map(fingerprint, example.images)), example.question
     if example.choices:
         question = "\n".join(question.split("\n")[: -len(example.choices)]) or question
     return Content(
-        exact=_digest(" ".join(example.question.split()).encode(), *digests),
+        exact=_digest(
+            " ".join(example.question.split()).encode(), *(picture.digest for picture in pictures)
+        ),
         text=_digest(normalized_text(question).encode()),
         answer=_digest(_answer_key(example).encode()),
-        digests=digests,
-        hashes=tuple(one.hash for one in fingerprints),
+        pictures=pictures,
     )
 
 
 def normalized_text(text: str) -> str:
     """The text without case, spaces, punctuation and placeholders; keeps numbers and operators."""
-    text = unicodedata.normalize("NFKC", _PLACEHOLDER.sub(" ", text)).casefold()
+    text = unicodedata.normalize("NFKC", text.replace("<image>", " ")).casefold()
     return "".join(_KEPT.findall(text))
 
 
@@ -84,16 +76,16 @@ class DuplicateIndex:
     def add_benchmark(self, name: str, content: Content) -> None:
         """Adds a benchmark question, which must not be trained on."""
         self._benchmark.setdefault(content.text, []).append((name, content))
-        for digest in content.digests:
-            self._benchmark_pictures.setdefault(digest, name)
+        for picture in content.pictures:
+            self._benchmark_pictures.setdefault(picture.digest, name)
 
     def in_benchmark(self, content: Content) -> tuple[str, str]:
         """(reason, name) of the benchmark that has the question or a picture; empty if none."""
         for name, other in self._benchmark.get(content.text, ()):
             if self._has_similar_pictures(content, other):
                 return f"question of benchmark {name}", name
-        for digest in content.digests:
-            if name := self._benchmark_pictures.get(digest):
+        for picture in content.pictures:
+            if name := self._benchmark_pictures.get(picture.digest):
                 return f"picture of benchmark {name}", name
         return "", ""
 
@@ -114,9 +106,9 @@ class DuplicateIndex:
         self._near.setdefault(content.text, []).append((name, content))
 
     def _has_similar_pictures(self, one: Content, other: Content) -> bool:
-        return len(one.hashes) == len(other.hashes) and all(
-            num_different_bits(a, b) <= self._near_bits
-            for a, b in zip(one.hashes, other.hashes, strict=True)
+        return len(one.pictures) == len(other.pictures) and all(
+            num_different_bits(a.hash, b.hash) <= self._near_bits
+            for a, b in zip(one.pictures, other.pictures, strict=True)
         )
 
 

@@ -29,9 +29,9 @@ from care_jax.commands.dedup import Content, DuplicateIndex, content_of
 from care_jax.config import command_line
 from care_jax.config.keys import check_keys
 from care_jax.data.pipeline import TOO_LONG
-from care_jax.data.readers import hub, shards
-from care_jax.data.sources import check_section, open_section, open_tokenizer
-from care_jax.prompts.builder import PromptBuilder, backbone_config
+from care_jax.data.readers import shards
+from care_jax.data.sources import check_section, open_section
+from care_jax.data.stages import open_prompts
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
@@ -74,10 +74,10 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
                 "another --out"
             )
         return manifest
+    inspect = _make_inspect(config)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir(parents=True)
-    inspect = _make_inspect(config)
     index = DuplicateIndex(data.prepare.near_bits)
     manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
     with (
@@ -210,21 +210,7 @@ def _index_benchmark(
 
 def _make_inspect(config: ConfigDict) -> Callable[[Example], Content]:
     """The check of every row: its pictures decode, and its prompt and response fit."""
-    data, model = config.data, config.model
-    folder = None
-    if model.path:
-        folder = hub.find(model.path, ["*.json", "*.txt", "*.jinja"], kind="model")
-    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
-    prompts = PromptBuilder(
-        tokenizer,
-        backbone_config(folder, model.backbone.to_dict(), tokenizer),
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-        buckets=data.buckets,
-        system_prompt=data.system_prompt,
-        instruction=data.instruction,
-        think_tag=data.think_tag,
-    )
+    prompts, _ = open_prompts(config, patterns=["*.json", "*.txt", "*.jinja"])
 
     def inspect(example: Example) -> Content:
         content = content_of(example)
@@ -264,11 +250,6 @@ def _check(config: ConfigDict) -> None:
                 f"data.prepare's sources must have different names, got {count} called {name!r}; "
                 "rename their files or folders"
             )
-    if bool(config.model.path) == bool(config.model.backbone):
-        raise ValueError(
-            "prompts are measured with a tokenizer: expected either model.path or model.backbone, "
-            f"got {'both' if config.model.path else 'neither'}; set exactly one"
-        )
 
 
 def run_main() -> None:

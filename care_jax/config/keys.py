@@ -73,97 +73,85 @@ def _one_of(*choices: str) -> Check:
     return Check(lambda value: value in choices, f"be one of {', '.join(choices)}")
 
 
-def _form(holds: Callable[[Any], bool], example: str) -> Check:
-    return Check(holds, f"have the form of {example}")
+def _each(
+    holds: Callable[[Any], bool], told: str, *, at_least: int = 0, is_once: bool = False
+) -> Check:
+    """A tuple whose elements satisfy a condition; with `is_once` no two begin with the same."""
 
+    def all_hold(value: Any) -> bool:
+        is_long = isinstance(value, tuple | list) and len(value) >= at_least
+        if not is_long or not all(map(holds, value)):
+            return False
+        return not is_once or len({first for first, _ in value}) == len(value)
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return Check(all_hold, told)
 
 
 def _is_number(value: Any) -> bool:
-    return _is_whole(value) or isinstance(value, float)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_section(value: Any) -> bool:
     return hasattr(value, "items")
 
 
-def _is_several(value: Any, of: Callable[[Any], bool]) -> bool:
-    return isinstance(value, tuple | list) and all(map(of, value))
-
-
-def _is_pair(value: Any, *kinds: Callable[[Any], bool]) -> bool:
-    is_two = isinstance(value, tuple | list) and len(value) == 2
-    return is_two and all(of(each) for of, each in zip(kinds, value, strict=True))
-
-
-def _is_bucket(value: Any) -> bool:
-    return _is_pair(value, _is_whole, _is_whole) and value[0] >= 1 and value[1] >= 0
+def _matches(value: Any, example: Any) -> bool:
+    """Whether a value has the type of an example; of a tuple, its length and types."""
+    if isinstance(example, tuple):
+        is_tuple = isinstance(value, tuple | list) and len(value) == len(example)
+        return is_tuple and all(map(_matches, value, example))
+    return _is_number(value) if isinstance(example, float) else type(value) is type(example)
 
 
 def _is_rule(value: Any) -> bool:
-    def is_axes(axes: Any) -> bool:
-        return axes is None or _is_text(axes) or _is_several(axes, _is_text)
-
-    return _is_pair(value, _is_text, is_axes)
-
-
-def _are_benchmarks(value: Any) -> bool:
-    is_pairs = _is_several(value, lambda pair: _is_pair(pair, _is_text, _is_text))
-    names = [name for name, _ in value] if is_pairs else [""]
-    return set(names) <= set(RELEASES) and len(set(names)) == len(names)
-
-
-def _are_weights(value: Any) -> bool:
-    def is_weight(pair: Any) -> bool:
-        return _is_pair(pair, _is_text, _is_number) and math.isfinite(pair[1]) and pair[0] != "fmt"
-
-    return _is_several(value, is_weight) and 0 < len(value) == len({name for name, _ in value})
+    is_pair = isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str)
+    axes = value[1] if is_pair else 0
+    several = axes if isinstance(axes, tuple | list) else (axes,)
+    return axes is None or all(isinstance(name, str) for name in several)
 
 
 _ANY = Check(lambda value: not isinstance(value, float) or math.isfinite(value), "be finite")
-_RULES = _form(lambda value: _is_several(value, _is_rule), "(('batch', ('data', 'fsdp')),)")
-_SOURCES = _form(
-    lambda value: _is_several(value, _is_section), "(common.source('jsonl', path='a.jsonl'),)"
-)
-_STAGES = Check(
-    lambda value: _is_several(value, lambda stage: stage in STAGES) and len(value) > 0,
+_RULES = _each(_is_rule, "have the form of (('batch', ('data', 'fsdp')),)")
+_SOURCES = _each(_is_section, "have the form of (common.source('jsonl', path='a.jsonl'),)")
+_STAGES = _each(
+    lambda stage: stage in STAGES,
     f"name at least one of {', '.join(STAGES)}, as in ('sft', 'rl', 'evaluate')",
+    at_least=1,
 )
-_PROFILED = _form(
-    lambda value: _is_several(value, _is_whole) and len(value) in (0, 2), "(3, 5), or be ()"
+_OFFLOADED = _each(
+    lambda name: name in ("reference", "optimizer"),
+    "have the form of ('reference', 'optimizer'), of which each may be left out",
 )
-_OFFLOADED = _form(
-    lambda value: _is_several(value, lambda name: name in ("reference", "optimizer")),
-    "('reference', 'optimizer'), of which each may be left out",
+_BUCKETS = _each(
+    lambda bucket: _matches(bucket, (512, 2048)) and bucket[0] >= 1 and bucket[1] >= 0,
+    "have the form of ((512, 2048), (1024, 4096))",
+    at_least=1,
 )
-_BUCKETS = _form(
-    lambda value: _is_several(value, _is_bucket) and len(value) > 0, "((512, 2048), (1024, 4096))"
+_BENCHMARKS = _each(
+    lambda pair: _matches(pair, ("mmmu", "path")) and pair[0] in RELEASES,
+    "be pairs (name, path), as in (('mmmu', 'path/of/MMMU'),), each name once and one of "
+    + ", ".join(RELEASES),
+    is_once=True,
 )
+_WEIGHTS = _each(
+    lambda pair: _matches(pair, ("acc", 0.8)) and math.isfinite(pair[1]) and pair[0] != "fmt",
+    "be pairs of a component and its weight, each component once, as in "
+    "(('acc', 0.8), ('short', 0.2)), without fmt, whose weight is rl.format_weight",
+    at_least=1,
+    is_once=True,
+)
+_PROFILED = Check(
+    lambda value: value == () or _matches(value, (3, 5)), "have the form of (3, 5), or be ()"
+)
+_PRICES = Check(lambda value: _matches(value, (0.15, 0.6)), "have the form of (0.15, 0.6)")
 _TAG = Check(
     lambda value: bool(re.fullmatch(r"\w+", value)) and value != "answer",
     "be one word of letters, digits and _, other than 'answer', such as 'think', or 'reasoning' "
     "for Qwen3-VL",
 )
-_BENCHMARKS = Check(
-    _are_benchmarks,
-    "be pairs (name, path), as in (('mmmu', 'path/of/MMMU'),), each name once and one of "
-    f"{', '.join(RELEASES)}",
-)
-_PRICES = _form(lambda value: _is_pair(value, _is_number, _is_number), "(0.15, 0.6)")
 _STEP = Check(
     lambda value: value in ("last", "best") or value.isdecimal(),
     "be 'last', 'best' or the number of a saved step",
-)
-_WEIGHTS = Check(
-    _are_weights,
-    "be pairs of a component and its weight, each component once, as in "
-    "(('acc', 0.8), ('short', 0.2)), without fmt, whose weight is rl.format_weight",
 )
 
 # Pattern of keys -> (check, may it change); of several patterns that match, the first decides. A

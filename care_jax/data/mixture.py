@@ -15,12 +15,6 @@ class Mixture(Sequence[Example]):
     Args:
         sources: at least one, none of them empty.
         weights: one per source, all above 0; or all 0, to weight sources by their lengths.
-
-    Attributes:
-        sources, weights: the sources and the weights in use.
-
-    Raises:
-        ValueError: a source is empty, a weight is negative, or only some weights are 0.
     """
 
     def __init__(self, sources: Sequence[Sequence[Example]], weights: Sequence[float]):
@@ -43,11 +37,7 @@ class Mixture(Sequence[Example]):
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Refuses weights that are neither all above 0 nor all 0.
-
-    Raises:
-        ValueError: a weight is negative, or only some weights are 0.
-    """
+    """Refuses weights that are neither all above 0 nor all 0."""
     if min(weights, default=0) < 0 or (any(weights) and not all(weights)):
         raise ValueError(
             f"expected a weight above 0 for every part of the mixture, or 0 for all of them, got "

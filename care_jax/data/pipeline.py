@@ -11,12 +11,12 @@ order.
 
 from __future__ import annotations
 
-import queue
+import collections
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import grain
 from absl import logging
@@ -27,6 +27,8 @@ from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 
 TOO_LONG = "prompt fits no bucket"
 _MAX_TRIES = 64  # epochs that a position tries for a usable prompt before the run fails
+_AHEAD = 2  # batches that are prepared or ready while the loop works on another
+_Batch = tuple[list[Example], list[TokenizedPrompt]]
 
 
 class Batches:
@@ -43,9 +45,6 @@ class Batches:
             transfer megabytes, which took longer than preparing them.
         left_out: counts unusable examples by reason, as they are met; `iterate` meets them up to
             two batches ahead.
-
-    Attributes:
-        left_out: the counter that was passed in, or a new one.
     """
 
     def __init__(
@@ -67,71 +66,44 @@ class Batches:
             )
         self.left_out = Counter() if left_out is None else left_out
         self._lock = threading.Lock()
-        is_mixture = isinstance(examples, Mixture)
-        sources, weights = (
-            (examples.sources, examples.weights) if is_mixture else ([examples], [1.0])
-        )
-        self._stream = grain.MapDataset.mix(
-            [
-                grain.MapDataset.source(_Stream(source, builder, seed + number, self._leave_out))
-                for number, source in enumerate(sources)
-            ],
-            weights,
-        )
+        sources, weights = [examples], [1.0]
+        if isinstance(examples, Mixture):
+            sources, weights = examples.sources, examples.weights
+        streams = [
+            _Stream(source, builder, seed + number, self._leave_out)
+            for number, source in enumerate(sources)
+        ]
+        self._stream = grain.MapDataset.mix(list(map(grain.MapDataset.source, streams)), weights)
         self._batch_size = batch_size
         self._rows = range(batch_size) if rows is None else [int(row) for row in rows]
         self._num_workers = num_workers
 
-    @property
-    def num_dropped(self) -> int:
-        """Number of unusable examples met so far."""
-        return sum(self.left_out.values())
-
-    def batch(self, step: int) -> tuple[list[Example], list[TokenizedPrompt]]:
+    def batch(self, step: int) -> _Batch:
         """The examples of a step and their prompts, a pure function of the step."""
         places = [step * self._batch_size + row for row in self._rows]
         if self._num_workers == 1:
-            return _columns(map(self._stream.__getitem__, places))
-        with ThreadPoolExecutor(self._num_workers, "prompts") as workers:
-            return _columns(workers.map(self._stream.__getitem__, places))
+            pairs = list(map(self._stream.__getitem__, places))
+        else:
+            with ThreadPoolExecutor(self._num_workers, "prompts") as workers:
+                pairs = list(workers.map(self._stream.__getitem__, places))
+        return [example for example, _ in pairs], [prompt for _, prompt in pairs]
 
     def iterate(
-        self, start_step: int, stop_step: int, *, ahead: int = 1
+        self, start_step: int, stop_step: int
     ) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """Yields (step, examples, prompts) from start_step up to but not including stop_step.
 
-        A background thread keeps `ahead` batches ready; its exceptions are re-raised here.
+        A background thread keeps batches ready; its exceptions are re-raised here.
         """
-        ready: queue.Queue = queue.Queue(ahead)
-        is_stopped = threading.Event()
-
-        def put(item: object) -> None:
-            while not is_stopped.is_set():
-                try:
-                    return ready.put(item, timeout=0.1)
-                except queue.Full:
-                    continue
-
-        def prepare() -> None:
-            try:
-                for step in range(start_step, stop_step):
-                    if is_stopped.is_set():
-                        return
-                    put((step, *self.batch(step)))
-                put(None)
-            except Exception as error:
-                put(error)
-
-        thread = threading.Thread(target=prepare, name="prompts", daemon=True)
-        thread.start()
+        waiting: collections.deque[Future[_Batch]] = collections.deque()
+        background = ThreadPoolExecutor(1, "prompts")
         try:
-            while (item := ready.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            for step in range(start_step, stop_step):
+                for ahead in range(step + len(waiting), min(step + 1 + _AHEAD, stop_step)):
+                    waiting.append(background.submit(self.batch, ahead))
+                yield step, *waiting.popleft().result()
         finally:
-            is_stopped.set()
-            thread.join()
+            background.shutdown(cancel_futures=True)
 
     def _leave_out(self, reason: str) -> None:
         with self._lock:
@@ -139,13 +111,6 @@ class Batches:
             count = self.left_out[reason]
         if count & (count - 1) == 0:  # at 1, 2, 4, 8, ...
             logging.warning("left out %d examples so far: %s", count, reason)
-
-
-def _columns(
-    pairs: Iterator[tuple[Example, TokenizedPrompt]],
-) -> tuple[list[Example], list[TokenizedPrompt]]:
-    examples, prompts = zip(*pairs, strict=True)
-    return list(examples), list(prompts)
 
 
 class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):

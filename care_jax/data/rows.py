@@ -7,6 +7,7 @@ A source extracts the parts of a row. `make_example` matches placeholders to ima
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 import os
 import pathlib
@@ -41,25 +42,25 @@ _MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # first rows of a source that may all be unusable before it is refused
 
 
+@dataclasses.dataclass(frozen=True)
 class Rows(Sequence[Example]):
     """Rows that are read on access, and may turn out `Unusable` only then.
 
-    Args:
+    Attributes:
         num_rows: length of the sequence.
         read: maps an index in [0, num_rows) to its example; may raise `Unusable`.
     """
 
-    def __init__(self, num_rows: int, read: Callable[[int], Example]):
-        self._num_rows = num_rows
-        self._read = read
+    num_rows: int
+    read: Callable[[int], Example]
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.num_rows
 
     def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < self._num_rows:
-            raise IndexError(f"index {index} is outside 0..{self._num_rows - 1}")
-        return self._read(index)
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"index {index} is outside 0..{self.num_rows - 1}")
+        return self.read(index)
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
@@ -103,17 +104,12 @@ def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
 
 
 def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
-    """The usable examples of a source; decodes every image once and logs a warning per reason.
+    """The usable examples of a source, and the number of rows left out by reason.
 
-    Args:
-        source: few enough rows to hold in memory; decoded images are not kept.
-        name: of the source, for the messages.
-
-    Returns:
-        the usable examples in order, and the number of rows left out by reason.
+    Decodes every image once, without keeping it, and logs a warning per reason.
 
     Raises:
-        ValueError: no row can be used.
+        ValueError: no row can be used; `name` is that of the source.
     """
     examples, skipped, first_row = [], Counter(), {}
     for row in range(len(source)):
@@ -130,8 +126,7 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
             "%s: left out %d rows: %s (first is row %d)", name, count, reason, first_row[reason]
         )
     if not examples:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
-        raise ValueError(f"no row of {name} can be used: {reasons or 'it is empty'}")
+        raise ValueError(f"no row of {name} can be used: {_listed(skipped) or 'it is empty'}")
     return examples, skipped
 
 
@@ -147,8 +142,11 @@ def first_usable(source: Sequence[Example]) -> Example:
             return source[row]
         except Unusable as reason:
             reasons[str(reason)] += 1
-    listed = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    raise ValueError(f"none of the first {sum(reasons.values())} rows can be used: {listed}")
+    raise ValueError(f"none of the first {reasons.total()} rows can be used: {_listed(reasons)}")
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
 
 
 def make_example(
@@ -174,22 +172,16 @@ def make_example(
     their position in the list. If the text has no placeholder, all images are put in front.
 
     Args:
-        id: text or number; None or "" for `place`.
-        source: of the example.
+        id: text or number; None or "" for `place`, that of the row in its source.
         question: text, with or without placeholders.
         answer: text or number; with choices a letter, or the text of one of them; for a reward
             function also a list or a dict in JSON types.
-        images: in order.
-        place: of the row in its source.
         choices: a list of texts or numbers, or None.
         rationale, response, context: texts, or None.
         units: "matter", "" or None.
         extra: the other columns of the row, in JSON types.
         needs_image: refuses rows without an image.
         needs_placeholder: records adding missing placeholders as a repair.
-
-    Raises:
-        Unusable: the row cannot be used.
     """
     question = _text(question, "question")
     if not question:
@@ -246,11 +238,7 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
     Args:
         cell: as the row has it; from Python it may be an open image. None has no images.
         folder: that paths are relative to; may be inside an archive.
-        images_outside: see `_image_path`.
-
-    Raises:
-        Unusable: the cell holds something else, or a path that leads out of the folder and must
-            not.
+        images_outside: allows paths that lead out of the folder: other absolute ones, and "..".
     """
     if cell is None:
         return []
@@ -266,11 +254,9 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
 
 
 def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
-    """The image file that a row names.
+    """The image file that a row names; rows are untrusted, so it must lie below the folder.
 
-    Rows are untrusted, so the path must lie below the folder unless `images_outside` permits other
-    absolute paths, and "..". Symbolic links in the folder are followed: whoever made the folder
-    made them.
+    Symbolic links in the folder are followed: whoever made the folder made them.
     """
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
@@ -312,9 +298,8 @@ def _is_finite(value: Any) -> bool:
 
 def _choices(value: Any) -> tuple[str, ...]:
     value = value or []
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(choice, str | int | float) for choice in value
-    ):
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(choice, str | int | float) for choice in value):
         raise Unusable("choices of a wrong type")
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")

@@ -12,20 +12,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from care_jax.batch import Example
-from care_jax.data.drawn import synthetic
 from care_jax.data.drawn.readings import ReadingsSource
+from care_jax.data.drawn.synthetic import SyntheticSource
 from care_jax.data.drawn.word_problems import WordProblems
 from care_jax.data.mixture import check_weights
 from care_jax.data.readers import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
 from care_jax.data.rows import Rows
-from care_jax.prompts.builder import load_tokenizer
-from care_jax.prompts.tokenizer import build_tokenizer
 
 SOURCES: dict[str, Callable[..., Sequence[Example]]] = {
-    "synthetic": synthetic.SyntheticSource,
+    "synthetic": SyntheticSource,
     "readings": ReadingsSource,
     "word_problems": WordProblems,
     "jsonl": jsonl.open_rows,
@@ -44,21 +40,18 @@ def is_drawn(name: str) -> bool:
     return name in SOURCES and "path" not in inspect.signature(SOURCES[name]).parameters
 
 
-def parts_of(section: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def parts_of(section: Any) -> Sequence[Any]:
     """The sections of the sources of a mixture; any other section by itself."""
     return section["parts"] if section["source"] == MIXTURE else (section,)
 
 
 def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Checks a source's section of the configuration.
+    """Refuses a section of the configuration that is neither a source nor a mixture of several.
 
     Args:
         name: of the section, for the message.
         section: one source, or a mixture of them.
         data: has `min_pixels` and `max_pixels` for sources that set none (0).
-
-    Raises:
-        ValueError: the section is invalid; the message says what to change.
     """
     if (section["source"] == MIXTURE) != bool(section["parts"]):
         raise ValueError(
@@ -137,12 +130,3 @@ def open_source(
     if not changes:
         return source
     return Rows(len(source), lambda index: dataclasses.replace(source[index], **changes))
-
-
-def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer; for "" one that is trained on the texts of `synthetic` in a second.
-
-    Raises:
-        ValueError: the folder holds no tokenizer, or its templates cannot be read.
-    """
-    return load_tokenizer(folder) if folder else build_tokenizer(synthetic.texts())

@@ -1,16 +1,24 @@
-"""The examples of each stage: which section of the configuration it reads, opened and checked."""
+"""What a configuration says of data: the examples of each stage, and the prompts."""
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Sequence
 
+import numpy as np
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
+from transformers import PreTrainedTokenizerBase
 
 from care_jax.batch import Example
+from care_jax.data.drawn import synthetic
 from care_jax.data.mixture import Mixture
+from care_jax.data.readers import hub
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
 from care_jax.data.sources import is_drawn, open_section, parts_of
+from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
+from care_jax.prompts.tokenizer import build_tokenizer
 
 SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its section of data
 
@@ -57,6 +65,46 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
         first_usable(examples)
         return examples
     return checked(examples, "test")[0]
+
+
+def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The folder's tokenizer; for "" one trained on the texts of `synthetic` in about a second."""
+    return load_tokenizer(folder) if folder else build_tokenizer(synthetic.texts())
+
+
+def open_prompts(
+    config: ConfigDict,
+    *,
+    patterns: Sequence[str] | None = None,
+    patch_dtype: DTypeLike = np.float32,
+) -> tuple[PromptBuilder, pathlib.Path | None]:
+    """The prompt builder of a run and the folder of its release, None for random weights.
+
+    Args:
+        config: of the run.
+        patterns: of the files to download of a release that is a hub id; None for all.
+        patch_dtype: dtype of the image patches.
+
+    Raises:
+        ValueError: no such release, or neither or both of model.path and model.backbone are set.
+    """
+    model, data = config.model, config.data
+    fields = model.backbone.to_dict()
+    if bool(model.path) == bool(fields):
+        raise ValueError(
+            f"expected either model.path or model.backbone, got path {model.path!r} and "
+            f"{len(fields)} fields of a backbone; set exactly one"
+        )
+    folder = hub.find(model.path, patterns, kind="model") if model.path else None
+    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
+    keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")
+    prompts = PromptBuilder(
+        tokenizer,
+        backbone_config(folder, fields, tokenizer),
+        patch_dtype=patch_dtype,
+        **{key: data[key] for key in keys},
+    )
+    return prompts, folder
 
 
 def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:

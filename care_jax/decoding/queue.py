@@ -15,6 +15,7 @@ Letters: B slots, G rollouts of a prompt, T tokens of a rollout.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -24,7 +25,7 @@ from jaxtyping import Int, PRNGKeyArray
 from care_jax.batch import Rollouts
 from care_jax.decoding.programs import DecodePrograms
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
-from care_jax.decoding.schedule import Admission, Scheduler, Sizes, WaitingPrompt
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of
 from care_jax.decoding.slots import Slots
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
@@ -90,21 +91,19 @@ class DecodeQueue:
         """
         scheduler = Scheduler(_gather_waiting(requests), self.sizes)
         buffer = _RolloutBuffer(requests, self.sizes, self.programs.options)
-        slots, longest, num_steps, finished = None, 0, 0, None
+        slots, num_steps, finished = None, 0, None
         while scheduler.has_prompts:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                slots, first = self._admit(params, rng, requests, admission, slots, longest)
+                slots, first = self._admit(params, rng, requests, *admission, slots)
                 self.clock.watch(first)
                 buffer.enqueue(first, scheduler.indices)
             if (shares := scheduler.share()) is not None:
-                arrays = map(self._put, (shares.source, shares.begin, shares.end))
-                slots = self.programs.share(slots, *arrays)
+                slots = self.programs.share(slots, *map(self._put, shares))
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
                 slots = self._keep(slots, self._put(kept))
-            slots = self._with_room(slots, slots.prefix.is_valid.shape[1], longest)
             num_wanted = np.int32(scheduler.num_wanted)
             slots, sampled, progress = self.programs.advance(params, slots, num_wanted)
             self.clock.watch(progress)
@@ -112,11 +111,10 @@ class DecodeQueue:
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()
-            progress = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), progress)
-            longest, num_steps = int(progress.longest), int(progress.clock)
-            released = scheduler.release(progress.is_free, progress.next_rollout)
+            *progress, num_steps = (np.asarray(x.addressable_data(0)) for x in progress)
+            released = scheduler.release(*progress)
             finished = buffer.collect(released, scheduler.indices, slots)
-        self.num_steps += num_steps
+        self.num_steps += int(num_steps)
         if finished is not None:
             yield finished
 
@@ -131,20 +129,19 @@ class DecodeQueue:
         params: backbone.Params,
         rng: PRNGKeyArray,
         requests: Sequence[Request],
-        admission: Admission,
+        waiting: Sequence[WaitingPrompt | None],
+        chosen: Int[np.ndarray, " B"],
         slots: Slots | None,
-        longest: int,
     ) -> tuple[Slots, SampledTokens]:
         """Prefills the admitted prompts and gives them their slots."""
         sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
-        by_index: dict[int | None, Request] = {request.index: request for request in requests}
-        by_index[None] = Request(0, self.prompts.empty_prompt)
-        rows = sharding.local_rows(sizes.num_new, batch_sharding).tolist()
-        indices = [prompt and prompt.index for prompt in admission.prompts]
-        admitted = [by_index[indices[row]] for row in rows]
+        by_index = {request.index: request for request in requests}
+        padding = Request(0, self.prompts.empty_prompt)
+        local = [waiting[row] for row in sharding.local_rows(sizes.num_new, batch_sharding)]
+        admitted = [padding if prompt is None else by_index[prompt.index] for prompt in local]
         prompts = self.prompts.batch(
             [request.prompt for request in admitted],
-            admission.sizes,
+            sizes_of(waiting),
             contexts=[request.context for request in admitted],
             context_tokens=sizes.context_tokens,
         )
@@ -153,29 +150,19 @@ class DecodeQueue:
             row[:] = (row if request.limits is None else request.limits) - len(request.context)
         num_tokens = prompts.tokens.shape[1]
         if slots is None:
-            slots = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
-        slots = self._with_room(slots, num_tokens, longest)
+            slots = self.programs.empty(sizes, num_tokens)
+        elif num_tokens > slots.prefix.is_valid.shape[1]:
+            slots = self._widen(slots, num_tokens)
         indices = np.array([request.index for request in admitted], np.int32)
-        prompts, indices, budget = sharding.put_batch((prompts, indices, budget), batch_sharding)
-        chosen = self._put(admission.chosen)
-        return self.programs.admit(params, slots, prompts, rng, indices, budget, chosen)
+        prompts, *arrays = sharding.put_batch((prompts, indices, budget), batch_sharding)
+        return self.programs.admit(params, slots, prompts, rng, *arrays, self._put(chosen))
 
-    def _with_room(self, slots: Slots, num_tokens: int, longest: int) -> Slots:
-        """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
-        prefix, cache, programs = slots.prefix, slots.cache, self.programs
-        if num_tokens > prefix.is_valid.shape[1]:
-            _change(prefix.cache.keys, lambda x: programs.pad(x, 3, num_tokens))
-            _change(prefix.cache.values, lambda x: programs.pad(x, 2, num_tokens))
-            is_valid = [prefix.is_valid]
-            _change(is_valid, lambda x: programs.pad(x, 1, num_tokens))
-            prefix = dataclasses.replace(prefix, is_valid=is_valid[0])
-            slots = dataclasses.replace(slots, prefix=prefix)
-        wanted = self.sizes.ring_for(longest)
-        while (size := cache.keys[0].shape[4]) != wanted:
-            size = size * 2 if size < wanted else size // 2
-            _change(cache.keys, lambda x: programs.resize(x, slots.clock, 4, size))  # noqa: B023
-            _change(cache.values, lambda x: programs.resize(x, slots.clock, 3, size))  # noqa: B023
-        return slots
+    def _widen(self, slots: Slots, num_tokens: int) -> Slots:
+        """Makes room for prompts of `num_tokens` tokens."""
+        prefix, is_valid = slots.prefix, [slots.prefix.is_valid]
+        for arrays, axis in ((prefix.cache.keys, 3), (prefix.cache.values, 2), (is_valid, 1)):
+            _change(arrays, functools.partial(self.programs.pad, axis=axis, size=num_tokens))
+        return dataclasses.replace(slots, prefix=dataclasses.replace(prefix, is_valid=is_valid[0]))
 
     def _keep(self, slots: Slots, kept: jax.Array) -> Slots:
         """Keeps half of the slots; see `Scheduler.halve`."""
@@ -214,11 +201,10 @@ class _RolloutBuffer:
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
         self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
-        self._is_forced, self._is_sampled = np.zeros((2, *shape), bool)
+        self._is_sampled = np.zeros(shape, bool)
         self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
-        for number, request in enumerate(requests):
-            self._tokens[number, :, : len(request.context)] = request.context
-            self._is_forced[number, :, : len(request.context)] = True
+        for rows, request in zip(self._tokens, requests, strict=True):
+            rows[:, : len(request.context)] = request.context
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
 
     def _numbers(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
@@ -274,7 +260,8 @@ class _RolloutBuffer:
 
     def _rollouts(self, numbers: list[int]) -> Rollouts:
         """The rollouts of some requests, each with its context in front."""
-        tokens, is_forced = self._tokens[numbers], self._is_forced[numbers]
+        tokens, num_forced = self._tokens[numbers], self._num_forced[numbers][:, None, None]
+        is_forced = np.broadcast_to(np.arange(tokens.shape[-1]) < num_forced, tokens.shape)
         is_valid = is_forced | self._is_sampled[numbers]
         last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
         rationale = self._rationale[numbers]

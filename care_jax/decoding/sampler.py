@@ -99,23 +99,6 @@ class SampledTokens:
     index: Int[Array, "B R *L"]
 
 
-@flax.struct.dataclass
-class Progress:
-    """State of the slots after a call of `advance`.
-
-    Attributes:
-        is_free: no row of the slot is decoding.
-        next_rollout: of the slot.
-        longest: largest `num_read` of any row.
-        clock: of the slots.
-    """
-
-    is_free: Bool[Array, " B"]
-    next_rollout: Int[Array, " B"]
-    longest: Int[Array, ""]
-    clock: Int[Array, ""]
-
-
 def prefill(
     params: backbone.Params,
     prompts: Prompts,
@@ -205,21 +188,24 @@ def share(
     *,
     num_shards: int,
 ) -> Slots:
-    """Gives free slots some rollouts of prompts on other slots; see `schedule.Shares`."""
+    """Gives free slots some rollouts of prompts on other slots; see `Scheduler.share`."""
     return _occupy(slots, slots.prefix, source, begin, end, num_shards)
 
 
 def advance(
     params: backbone.Params, slots: Slots, num_wanted: Int[Array, ""], options: DecodeOptions
-) -> tuple[Slots, SampledTokens, Progress]:
+) -> tuple[Slots, SampledTokens, tuple[Array, ...]]:
     """Decodes until all slots are free, `num_wanted` slots are free, or L = NUM_STEPS are done.
 
     Args:
         params: in the decode layout.
-        slots: as `admit`, `share` or this function returned them. No row may outgrow the ring:
-            either every `num_read` is at most S - L, or S is at least every budget.
+        slots: as `admit`, `share` or this function returned them.
         num_wanted: number of free slots at which the host has something to do.
         options: of the decoder.
+
+    Returns:
+        the slots, the sampled tokens, and for the host: per slot, whether no row is decoding, and
+        `next_rollout`; the steps so far.
     """
     config, closing_tag = options.config, jnp.asarray(options.closing_tag)
     num_rollouts, size = slots.prefix.first.shape[1], slots.cache.keys[0].shape[-1]
@@ -295,7 +281,7 @@ def advance(
     ids = jnp.zeros(shape, jnp.int32)
     log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
     _, slots, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), slots, log))
-    progress = Progress(is_free(slots), slots.next_rollout, slots.num_read.max(), slots.clock)
+    progress = is_free(slots), slots.next_rollout, slots.clock
     return slots, log, progress
 
 

@@ -12,7 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 _BLOCK = 128  # ids of a block; a TPU would pad narrower arrays to 128
 
@@ -36,9 +36,10 @@ def sample_token(
     """
     if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    weights = _weights(logits / temperature)
+    logits = logits / temperature
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
     if top_p < 1:
-        weights = jnp.where(weights >= _threshold(weights, top_p), weights, 0.0)
+        weights = nucleus(weights, top_p)
     return _invert(weights, u, vocab_shards)
 
 
@@ -48,34 +49,19 @@ def log_probability(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Fl
     return jnp.where(is_token, logits, 0.0).sum(-1) - jax.nn.logsumexp(logits, -1)
 
 
-def is_nucleus(logits: Float[Array, "*B V"], *, top_p: float) -> Bool[Array, "*B V"]:
-    """The smallest set of most likely tokens whose probability reaches `top_p`; never empty.
+def nucleus(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B V"]:
+    """The weights of the smallest set of largest ones that sum to at least `top_p` of all; else 0.
 
-    Ties with its least likely token are included.
-    """
-    weights = _weights(logits)
-    return weights >= _threshold(weights, top_p)
-
-
-def _weights(logits: Array) -> Array:
-    """exp(logits), scaled so that the largest of each row is 1."""
-    return jnp.exp(logits - logits.max(-1, keepdims=True))
-
-
-def _threshold(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B 1"]:
-    """The largest threshold such that the weights at or above it sum to at least `top_p` of all.
-
-    Non-negative floats are ordered as their bits, so bisection over the bits finds the threshold
-    exactly, in as many sums over the vocabulary as a float has bits. Sorting 152064 ids takes
-    longer, and needs all of them on one device.
+    Ties with its least weight are included. The largest weight is 1. Non-negative floats are
+    ordered as their bits, so bisection over the bits finds the least weight exactly, in as many
+    sums over the vocabulary as a float has bits. Sorting 152064 ids takes longer, and needs all of
+    them on one device.
     """
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     wanted = top_p * weights.sum(-1, keepdims=True)
 
     def halve(_, bounds):
-        reaches, misses = (
-            bounds  # the weights from `reaches` on suffice, those from `misses` on do not
-        )
+        reaches, misses = bounds  # weights from `reaches` on suffice, those from `misses` do not
         middle = reaches + (misses - reaches) // 2
         total = jnp.where(bits >= middle, weights, 0.0).sum(-1, keepdims=True)
         is_enough = total >= wanted
@@ -84,7 +70,8 @@ def _threshold(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B 
     top = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)  # the largest weight
     start = jnp.zeros_like(wanted, jnp.int32), jnp.full_like(wanted, top + 1, jnp.int32)
     reaches, _ = jax.lax.fori_loop(0, 31, halve, start)
-    return jax.lax.bitcast_convert_type(jnp.minimum(reaches, top), jnp.float32)
+    least = jax.lax.bitcast_convert_type(jnp.minimum(reaches, top), jnp.float32)
+    return jnp.where(weights >= least, weights, 0.0)
 
 
 def _invert(

@@ -7,7 +7,7 @@ Once all queues are empty and every shard uses at most half of its slots, the sl
 of a run.
 
 Letters: B slots, R rows of a slot, G rollouts of a prompt, T tokens of a rollout, N prompts of a
-prefill, P prompt tokens, S positions of a row's ring. `sampler` explains slots, rows and rings.
+prefill, P prompt tokens. `sampler` explains slots and rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 NUM_STEPS = 64  # most decode steps of a call of `sampler.advance`
-FEWEST_POSITIONS = 128  # least positions of a ring that is smaller than T; also at least T / 4
 _NUM_PREFILLS = 4  # prefills that fill all slots
 _FEWEST_SLOTS = 1 / 4  # least share of the slots that is kept; each halving is one more compile
 
@@ -52,23 +51,6 @@ class Sizes:
         """N, equally many on every shard."""
         return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
 
-    @property
-    def rings(self) -> tuple[int, ...]:
-        """The possible S, ascending, each twice the one before; T is the largest.
-
-        Each is one more program to compile, so there are three at most.
-        """
-        sizes = [self.max_tokens]
-        fewest = max(FEWEST_POSITIONS, self.max_tokens // 4)
-        while sizes[0] % 2 == 0 and sizes[0] // 2 >= fewest:
-            sizes.insert(0, sizes[0] // 2)
-        return tuple(sizes)
-
-    def ring_for(self, longest: int) -> int:
-        """The least S with room for one more call if a row has read `longest` tokens; at most T."""
-        needed = longest + NUM_STEPS
-        return next((size for size in self.rings if size >= needed), self.max_tokens)
-
     def shard_of(self, index: int) -> int:
         """The shard that trains on the prompt with this index in the step."""
         return index % self.period // (self.period // self.num_shards)
@@ -83,38 +65,9 @@ class WaitingPrompt:
     num_patches: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Admission:
-    """Prompts that take slots together, over all processes.
-
-    Attributes:
-        prompts: the N prompts of a prefill, by shard; None for padding.
-        chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
-            -1 for none.
-    """
-
-    prompts: tuple[WaitingPrompt | None, ...]
-    chosen: Int[np.ndarray, " B"]
-
-    @property
-    def sizes(self) -> Int[np.ndarray, "n 2"]:
-        """Tokens and patches of each prompt, without padding."""
-        return np.array([(p.num_tokens, p.num_patches) for p in self.prompts if p is not None])
-
-
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """Rollouts that free slots take over from other slots.
-
-    Attributes:
-        source: per slot, index in its shard of the slot it takes over from; -1 for none.
-        begin: per slot, the first rollout that it takes over.
-        end: per slot, also the others, the end (exclusive) of its range of rollouts.
-    """
-
-    source: Int[np.ndarray, " B"]
-    begin: Int[np.ndarray, " B"]
-    end: Int[np.ndarray, " B"]
+def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
+    """Tokens and patches of each prompt; None is padding."""
+    return np.array([(p.num_tokens, p.num_patches) for p in prompts if p is not None])
 
 
 class Scheduler:
@@ -162,8 +115,13 @@ class Scheduler:
             return max(num_slots // 2, num_free + 1)
         return num_slots + 1
 
-    def admit(self) -> Admission | None:
-        """Gives prompts their slots; None while too few can take one to be worth a prefill."""
+    def admit(self) -> tuple[list[WaitingPrompt | None], Int[np.ndarray, " B"]] | None:
+        """Gives prompts their slots; None while too few can take one to be worth a prefill.
+
+        Returns:
+            the N prompts of a prefill, by shard, None for padding; and per slot, the index among
+            its shard's N / num_shards prompts of the one that takes it, -1 for none.
+        """
         num_admitted = self._num_admissible()
         is_too_few = num_admitted.sum() < self._fewest_admitted
         if not num_admitted.any() or (is_too_few and (self._indices >= 0).any()):
@@ -177,10 +135,16 @@ class Scheduler:
             for slot, prompt in zip(free.tolist(), taken, strict=True):
                 self._assign(shard, slot, prompt.index, 0, self._sizes.num_rollouts)
             prompts += taken + [None] * (self._num_new_of_shard - count)
-        return Admission(tuple(prompts), chosen.ravel())
+        return prompts, chosen.ravel()
 
-    def share(self) -> Shares | None:
-        """Gives free slots rollouts of the slots with the most not yet started; None if none."""
+    def share(self) -> Int[np.ndarray, "3 B"] | None:
+        """Gives free slots rollouts of the slots with the most not yet started; None if none.
+
+        Returns:
+            source: per slot, index in its shard of the slot it takes over from; -1 for none.
+            begin: per slot, the first rollout that it takes over.
+            end: per slot, also the others, the end (exclusive) of its range of rollouts.
+        """
         source, begin = np.full((2, *self._indices.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
             if self._waiting[shard]:
@@ -196,7 +160,7 @@ class Scheduler:
                 self._assign(shard, slot, self._indices[shard, donor], begin[shard, slot], end)
         if (source < 0).all():
             return None
-        return Shares(source.ravel(), begin.ravel(), self.ends.astype(np.int32))
+        return np.stack([source.ravel(), begin.ravel(), self.ends]).astype(np.int32)
 
     def halve(self) -> Int[np.ndarray, " half"] | None:
         """Halves the slots; returns those kept, by their index in each shard; None if all are."""
@@ -257,7 +221,7 @@ class Call:
     Attributes:
         num_steps: decode steps.
         num_tokens: tokens sampled, with the first tokens of the prompts admitted before it.
-        num_slots, num_prompt_tokens, num_positions: B, P and S.
+        num_slots, num_prompt_tokens: B and P.
         prefix_tokens: tokens in the prefixes of the slots, without padding, summed over the steps.
         suffix_tokens: tokens that the rows attend to in their rings, summed over the steps.
     """
@@ -266,7 +230,6 @@ class Call:
     num_tokens: int
     num_slots: int
     num_prompt_tokens: int
-    num_positions: int
     prefix_tokens: int
     suffix_tokens: int
 
@@ -327,24 +290,25 @@ def simulate(
     while scheduler.has_prompts:
         num_tokens = 0
         while (admission := scheduler.admit()) is not None:
-            largest = admission.sizes.max(0)
+            new, chosen = admission
+            largest = sizes_of(new).max(0)
             tokens, patches = next(b for b in buckets if (largest <= b).all())
             prefills.append((tokens + sizes.context_tokens, patches))
             num_prompt_tokens = max(num_prompt_tokens, prefills[-1][0])
-            num_tokens += len(admission.sizes) * sizes.num_rollouts
-            for slot in np.flatnonzero(admission.chosen >= 0).tolist():
+            for slot in np.flatnonzero(chosen >= 0).tolist():
                 occupy(slot, 0)
+                num_tokens += sizes.num_rollouts
         if (shares := scheduler.share()) is not None:
-            for slot in np.flatnonzero(shares.source >= 0).tolist():
-                occupy(slot, shares.begin[slot])
+            source, first, _ = shares
+            for slot in np.flatnonzero(source >= 0).tolist():
+                occupy(slot, first[slot])
         while (kept := scheduler.halve()) is not None:
             shards = np.arange(len(left)).reshape(sizes.num_shards, -1)
             slots = np.take_along_axis(shards, kept.reshape(sizes.num_shards, -1), 1).ravel()
             left, read, samples, next_rollout, prefix = (
                 x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
-        num_steps, suffix_tokens = 0, 0
-        num_positions, num_wanted = sizes.ring_for(int(read.max())), scheduler.num_wanted
+        num_steps, suffix_tokens, num_wanted = 0, 0, scheduler.num_wanted
         while num_steps < NUM_STEPS:
             num_free = int((left == 0).all(1).sum())
             if num_free >= num_wanted or num_free == len(left):
@@ -361,8 +325,7 @@ def simulate(
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[slot, row] = 0
                 take_next(slot, row)
-        shape = len(left), num_prompt_tokens, num_positions
-        prefix_tokens = num_steps * int(prefix.sum())
-        calls.append(Call(num_steps, num_tokens, *shape, prefix_tokens, suffix_tokens))
+        read_tokens = num_steps * int(prefix.sum()), suffix_tokens
+        calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *read_tokens))
         scheduler.release((left == 0).all(1), next_rollout)
     return Schedule(tuple(prefills), tuple(calls))

@@ -71,14 +71,10 @@ def prompt_sizes(prompts: Sequence[TokenizedPrompt]) -> Int[np.ndarray, "B 2"]:
 
 
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Opens a tokenizer folder.
+    """Opens a tokenizer folder, with the chat template that transformers' AutoProcessor uses.
 
-    The chat template is the one that transformers' AutoProcessor uses: chat_template.json or
-    chat_template.jinja take precedence over the tokenizer's template, which is text-only in the
-    releases of Qwen2.5-VL. A folder without any template gets that of Qwen2.5-VL.
-
-    Raises:
-        ValueError: the folder has no tokenizer, or its templates cannot be read.
+    chat_template.json or chat_template.jinja take precedence over the tokenizer's template, which
+    is text-only in the releases of Qwen2.5-VL. A folder without any gets that of Qwen2.5-VL.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -93,14 +89,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | None:
-    """The chat template that AutoProcessor reads from a folder, apart from the tokenizer's.
-
-    Returns:
-        The template, or templates by name; None if there is none but the tokenizer's.
-
-    Raises:
-        ValueError: a file cannot be read, or there are conflicting kinds of template files.
-    """
+    """The chat template, or several by name, that AutoProcessor reads beside the tokenizer's."""
     # The import takes a second, which runs with the built-in tokenizer avoid.
     from transformers.processing_utils import ProcessorMixin
 
@@ -137,11 +126,10 @@ class PromptBuilder:
         system_prompt: text of the system turn; if empty, the template may insert its default.
         instruction: appended to every question on a new line; empty for none.
         think_tag: name of the rationale's tag; replaces `{tag}` in the two texts above.
-        patch_dtype: dtype of the image patches; the backbone's compute dtype loses no precision.
+        patch_dtype: of the image patches; the backbone's compute dtype loses no precision.
 
     Raises:
-        ValueError: the tokenizer and the backbone disagree, the template is text-only, or a size is
-            invalid.
+        ValueError: tokenizer and backbone disagree, the template is text-only, or a size is wrong.
     """
 
     def __init__(
@@ -175,11 +163,8 @@ class PromptBuilder:
                 f"the bucket with most tokens must have most patches too, got {buckets}; change "
                 "data.buckets, so that prompts that fit one by one also fit together"
             )
-        self.tokenizer = tokenizer
-        self.config = config
-        self.min_pixels = min_pixels
-        self.max_pixels = max_pixels
-        self.buckets = buckets
+        self.tokenizer, self.config, self.buckets = tokenizer, config, buckets
+        self.min_pixels, self.max_pixels = min_pixels, max_pixels
         self.system_prompt = system_prompt.replace("{tag}", think_tag)
         self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
@@ -190,11 +175,11 @@ class PromptBuilder:
 
     def chat(self, example: Example) -> str:
         """The prompt as text, one image token per image, up to the assistant's turn."""
-        texts = example.question.split(IMAGE_PLACEHOLDER)
-        if len(texts) - 1 != len(example.images):
+        num_images, num_placed = len(example.images), example.question.count(IMAGE_PLACEHOLDER)
+        if num_placed != num_images:
             raise ValueError(
-                f"example {example.id} of {example.source} has {len(example.images)} images and "
-                f"{len(texts) - 1} {IMAGE_PLACEHOLDER} in its question; make them agree"
+                f"example {example.id} of {example.source} has {num_images} images and "
+                f"{num_placed} {IMAGE_PLACEHOLDER} in its question; make them agree"
             )
         return self._chat_of(example.question)
 
@@ -206,20 +191,15 @@ class PromptBuilder:
         for text in texts[1:]:
             content += [{"type": "image"}, {"type": "text", "text": text}]
         content = [item for item in content if item.get("text") != ""]
-        messages = [{"role": "user", "content": content}]
-        if self.system_prompt:
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            [*system, {"role": "user", "content": content}],
+            tokenize=False,
+            add_generation_prompt=True,
         )
 
     def tokenize(self, example: Example) -> TokenizedPrompt:
-        """Tokens and patches of one example.
-
-        Raises:
-            ValueError: the images and the placeholders in the text disagree.
-            Unusable: an image cannot be read.
-        """
+        """Tokens and patches of one example; raises `Unusable` if an image cannot be read."""
         tokens, vision = self.context_tokens(self.chat(example)), self.config.vision
         is_image = tokens == self.config.image_token_id
         if is_image.sum() != len(example.images) or np.any(tokens == self.config.video_token_id):
@@ -229,8 +209,8 @@ class PromptBuilder:
             )
         if not example.images:
             return self._without_images(tokens)
-        statistics = {"mean": self.image_mean, "std": self.image_std, "dtype": self.patch_dtype}
-        settings = self._limits(example) | statistics
+        statistics: Any = {"mean": self.image_mean, "std": self.image_std}
+        settings = {**self._limits(example), **statistics, "dtype": self.patch_dtype}
         pairs = [to_patches(open_image(image), vision, **settings) for image in example.images]
         patches, grids = zip(*pairs, strict=True)
         grids = np.stack(grids)
@@ -283,11 +263,7 @@ class PromptBuilder:
             context_tokens: C, space for the contexts in addition to the bucket's P tokens.
 
         Returns:
-            Prompts of B rows of P + C tokens as numpy arrays; `images` is None if the batch has no
-            image.
-
-        Raises:
-            ValueError: no bucket holds the batch.
+            B rows of P + C tokens as numpy arrays; `images` is None if the batch has no image.
         """
         sizes = prompt_sizes(prompts) if sizes is None else sizes
         if contexts is None:
@@ -337,8 +313,8 @@ class PromptBuilder:
     def save_processor(self, folder: str | pathlib.Path) -> None:
         """Writes the tokenizer and the image processor's settings in the layout of the releases.
 
-        `AutoTokenizer` and `AutoImageProcessor` open the folder; `AutoProcessor` also does if
-        torchvision is installed, which its video processor requires.
+        `AutoTokenizer` and `AutoImageProcessor` open the folder, and with torchvision, which its
+        video processor requires, `AutoProcessor`.
         """
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

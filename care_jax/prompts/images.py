@@ -30,10 +30,8 @@ MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs
 # Modes that have a meaning as colours, by themselves or once scaled.
-_COLOR_MODES = frozenset(
-    ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
-)
-_GRAY_16_MODES = frozenset(("I;16", "I;16B", "I;16L", "I;16N"))
+_COLOR_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
+_GRAY_16_MODES = ("I;16", "I;16B", "I;16L", "I;16N")
 _NUM_BITS_TAG, _PHOTOMETRIC_TAG = 258, 262  # of TIFF
 _ORIENTATION = 0x0112  # EXIF tag
 _HASH_SIDE = 12  # lowest frequencies per axis that are hashed
@@ -62,8 +60,7 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
             this, which still reads the whole file. 0 decodes at full size.
 
     Raises:
-        Unusable: the file is missing or broken, or the image is too large, too narrow, or of pixels
-            that are no colours.
+        Unusable: it is missing, broken, too large, too narrow, or of pixels that are no colours.
     """
     if isinstance(image, Image.Image):
         with _refused_if_broken():
@@ -81,11 +78,7 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
 
 
 def image_size(image: AnyImage) -> tuple[int, int]:
-    """(width, height) in pixels, from the file's header.
-
-    Raises:
-        Unusable: the file is missing, or its header cannot be read.
-    """
+    """(width, height) in pixels, from the file's header; raises `Unusable` if it is broken."""
     if isinstance(image, Image.Image):
         return image.size
     with _refused_if_broken(), _opened(image) as opened:
@@ -107,9 +100,6 @@ def fingerprint(image: AnyImage) -> Fingerprint:
     The hash has one bit for each of the 12 x 12 lowest DCT frequencies of the grey image: whether
     it is above their median. Unlike a hash of differences between neighbouring pixels, it tells
     line drawings apart, which are white nearly everywhere.
-
-    Raises:
-        Unusable: as `open_image`.
     """
     picture = open_image(image, at_least=_GRAY_SIDE).convert("RGBA")
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
@@ -151,11 +141,7 @@ def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
 
 
 def _as_colors(image: Image.Image) -> Image.Image:
-    """The image in a mode of 8 bits or fewer per channel.
-
-    Raises:
-        Unusable: its pixels have no defined range, or are no colours.
-    """
+    """The image in a mode of at most 8 bits per channel; `Unusable` if it has no colours."""
     if image.mode in _GRAY_16_MODES:
         return _scaled_to_8_bits(image)
     if image.mode in ("I", "F"):

@@ -20,10 +20,7 @@ from models.config import VisionConfig
 # (mean, standard deviation) per channel of pixels in [0, 1], from the published processor of each
 # family; those of Qwen2.5-VL are CLIP's.
 IMAGE_STATISTICS = {
-    "qwen2_5_vl": (
-        (0.48145466, 0.4578275, 0.40821073),
-        (0.26862954, 0.26130258, 0.27577711),
-    ),
+    "qwen2_5_vl": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 MAX_ASPECT_RATIO = 200
@@ -57,8 +54,7 @@ def target_size(
         columns = max(1, math.floor(width / shrink / factor))
     elif rows * columns * factor**2 < min_pixels:
         grow = math.sqrt(min_pixels / (height * width))
-        rows = math.ceil(height * grow / factor)
-        columns = math.ceil(width * grow / factor)
+        rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
     return rows * factor, columns * factor
 
 
@@ -86,13 +82,8 @@ def to_patches(
         (frames, rows, columns) in patches; a still image is one frame of repeated pixels.
     """
     patch, merge, frames = config.patch_size, config.merge_size, config.temporal_patch_size
-    height, width = target_size(
-        image.height,
-        image.width,
-        factor=patch * merge,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-    )
+    limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    height, width = target_size(image.height, image.width, factor=patch * merge, **limits)
     image = to_rgb(image)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -106,10 +97,8 @@ def to_patches(
     unit = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     for channel in range(config.in_channels):
         table = (unit - np.float32(mean[channel])) / np.float32(std[channel])
-        values = (
-            table.astype(dtype)[pixels[..., channel]].reshape(blocks).transpose(0, 3, 1, 4, 2, 5)
-        )
-        patches[:, :, :, :, channel] = values[:, :, :, :, None]
+        values = table.astype(dtype)[pixels[..., channel]].reshape(blocks)
+        patches[:, :, :, :, channel] = values.transpose(0, 3, 1, 4, 2, 5)[:, :, :, :, None]
     return patches.reshape(rows * columns, -1), np.array((1, rows, columns), np.int32)
 
 

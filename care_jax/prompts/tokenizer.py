@@ -16,14 +16,8 @@ from transformers import PreTrainedTokenizerFast
 # In Qwen's order. They get the last ids: in a vocabulary of V tokens <|endoftext|> is V - 8 and
 # <|video_pad|> is V - 1.
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 MAX_VOCAB_SIZE = 1024  # slightly fewer than the texts below yield by themselves
 
@@ -146,6 +140,4 @@ def _corpus(texts: Iterable[str]) -> Iterator[str]:
     for _ in range(50):
         yield from _TAGS
     yield from texts
-    for text in _ENGLISH:
-        yield text
-        yield " " + text
+    yield from (f"{space}{text}" for text in _ENGLISH for space in ("", " "))

@@ -222,12 +222,12 @@ def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | 
     if clocks := _certain(quantities.read_clock, *texts):
         return clocks[0].seconds == clocks[1].seconds, "time"
     if regions := _certain(relations.read_region, *texts):
-        return _compare_regions(*regions, limits), "set"
+        return _compare_regions(regions[0], regions[1], limits), "set"
     if pair := matrices.read_pair(prediction, gold):
         if [len(row) for row in pair[0]] != [len(row) for row in pair[1]]:
             return False, "matrix"
         cells = zip(*(itertools.chain(*rows) for rows in pair), strict=True)
-        return _all(_compare_values(*each, limits) for each in cells), "matrix"
+        return _all(_compare_values(one, other, limits) for one, other in cells), "matrix"
     lists = notation.split_list(prediction), notation.split_list(gold)
     if lists[0] and lists[1]:
         return _compare_lists(lists[0], lists[1], limits), "list"
@@ -300,7 +300,8 @@ def _compare_lists(
         )
     if brackets and gold_brackets and brackets != gold_brackets:
         return False
-    return _all(_compare_values(*pair, limits) for pair in zip(items, gold_items, strict=True))
+    pairs = zip(items, gold_items, strict=True)
+    return _all(_compare_values(one, other, limits) for one, other in pairs)
 
 
 def _all(given: Iterable[bool | None]) -> bool | None:

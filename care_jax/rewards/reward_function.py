@@ -30,8 +30,6 @@ RewardFunction = Callable[
     [str, list[str], Example],
     Sequence[Mapping[str, float]] | Awaitable[Sequence[Mapping[str, float]]],
 ]
-# An async function is stopped by its worker at the limit, and the worker killed only after these.
-_GRACE_SECONDS = 2.0
 _FORM = "def reward(question, responses, example), which returns a mapping for each response"
 
 
@@ -84,35 +82,28 @@ class RewardPool:
     """Worker processes that call a reward function, see `WorkerPool`.
 
     Args:
-        function: the reward function.
-        name: "module:function", which workers import; empty: the function itself is sent to them.
+        reward: "module:function", which workers import; or the function, which is sent to them.
         num_workers: maximum number of processes.
         timeout: seconds per group until its call is given up.
         concurrency: groups that each worker awaits at once, for an `async def` function.
 
     Raises:
-        ValueError: the function cannot be sent to another process.
+        ValueError: there is no such function, or it cannot be sent to another process.
     """
 
     def __init__(
-        self,
-        function: RewardFunction,
-        name: str = "",
-        *,
-        num_workers: int,
-        timeout: float,
-        concurrency: int,
+        self, reward: str | RewardFunction, *, num_workers: int, timeout: float, concurrency: int
     ):
-        is_async = worker.is_async(function)
+        function = load_reward(reward) if isinstance(reward, str) else reward
+        check_reward(function, "reward")
         self._pool = WorkerPool(
-            packed(function, name),
+            packed(reward),
             num_workers=num_workers,
             timeout=timeout,
-            grace=_GRACE_SECONDS if is_async else 0.0,
-            concurrency=concurrency if is_async else 1,
+            concurrency=concurrency if worker.is_async(function) else 0,
+            environment=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
             what="the reward function",
             advice="correct its module",
-            environment=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
         )
         self.close = self._pool.close
 
@@ -128,14 +119,14 @@ class RewardPool:
         return self._pool.submit(question, list(responses), example)
 
 
-def packed(function: RewardFunction, name: str) -> bytes:
+def packed(reward: str | RewardFunction) -> bytes:
     """What a worker unpickles to get the function, and the class of its examples.
 
     Raises:
         ValueError: a function without a name cannot be pickled.
     """
     try:
-        return cloudpickle.dumps({"function": name or function, "example": Example})
+        return cloudpickle.dumps({"function": reward, "example": Example})
     except Exception as error:
         raise ValueError(
             "expected a reward function that can be sent to a worker process, got "
@@ -159,28 +150,31 @@ def read_reply(
     Returns:
         an entry per response; and a message about the first thing that is wrong, or "".
     """
-    if "timeout" in reply:
-        return (
-            ["timeout"] * num_responses,
-            f"took longer than verifier.timeout, {timeout:g} s for a group of {num_responses} "
-            "responses; set it higher, or make the function faster",
-        )
-    if "crash" in reply:
-        return ["crash"] * num_responses, "ended its worker process"
-    if "error" in reply:
-        return [f"failed: {reply['name']}"] * num_responses, f"failed:\n{reply['error'].rstrip()}"
     rows = reply.get("rows")
-    if rows is None or len(rows) != num_responses:
-        return (
-            ["failed: result"] * num_responses,
-            f"must return a list of {num_responses} mappings, one for each response of the group, "
-            f"got {reply['result']}; correct the function",
+    if "timeout" in reply:
+        kind = "timeout"
+        problem = (
+            f"took longer than verifier.timeout, {timeout:g} s for a group of {num_responses} "
+            "responses; set it higher, or make the function faster"
         )
-    problems = [_problem(row, names) for row in rows]
-    message = next(filter(None, problems), "")
-    return [
-        "failed: result" if problem else row for row, problem in zip(rows, problems, strict=True)
-    ], message and f"{message}; correct the function"
+    elif "crash" in reply:
+        kind, problem = "crash", "ended its worker process"
+    elif "error" in reply:
+        kind, problem = f"failed: {reply['name']}", f"failed:\n{reply['error'].rstrip()}"
+    elif rows is None or len(rows) != num_responses:
+        kind = "failed: result"
+        problem = (
+            f"must return a list of {num_responses} mappings, one for each response of the group, "
+            f"got {reply['result']}; correct the function"
+        )
+    else:
+        problems = [_problem(row, names) for row in rows]
+        first = next(filter(None, problems), "")
+        return [
+            "failed: result" if problem else row
+            for problem, row in zip(problems, rows, strict=True)
+        ], first and f"{first}; correct the function"
+    return [kind] * num_responses, problem
 
 
 def _problem(row: Any, names: Sequence[str]) -> str:

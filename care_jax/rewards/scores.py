@@ -114,10 +114,8 @@ def start_scoring(
             num_answer=table([span.num_answer for span in parsed], np.int32),
             has_answer=table([span.has_answer for span in parsed], bool),
         )
-        components = None
-        if verifier.has_reward:
-            components = table([dict(verdict.components) for verdict in verdicts], object)
         reasons = table([verdict.reason for verdict in verdicts], object)
-        return Scored(scores, texts, reasons, components)
+        components = table([dict(verdict.components) for verdict in verdicts], object)
+        return Scored(scores, texts, reasons, components if verifier.has_reward else None)
 
     return finish

@@ -59,14 +59,12 @@ class SymbolicPool:
         names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME")
         given = {name: os.environ[name] for name in names if name in os.environ}
         self._pool = WorkerPool(
-            pickle.dumps({"function": f"{__name__}:start"}),
+            pickle.dumps({"maker": f"{__name__}:start"}),
             num_workers=num_workers,
             timeout=timeout,
-            makes=True,
+            environment=given | {"SYMPY_GROUND_TYPES": "python", "PYTHONIOENCODING": "utf-8"},
             what="math_verify",
             advice="install it",
-            environment=given | {"SYMPY_GROUND_TYPES": "python", "PYTHONIOENCODING": "utf-8"},
-            is_quiet=True,
         )
         self._outcomes: collections.OrderedDict[Question, str] = collections.OrderedDict()
         self._lock = threading.Lock()
@@ -180,6 +178,8 @@ def _reply(question: Question, cpu_seconds: float) -> str:
 
 def start(timeout: float) -> Callable[..., str]:
     """Limits this process, a worker, and returns the function that answers questions in it."""
+    for stream in (1, 2):  # parsers print
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     import math_verify  # noqa: F401
 
     def out_of_time(signum, frame):

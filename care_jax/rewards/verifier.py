@@ -11,7 +11,6 @@ where the component `acc` reaches the threshold for success, else 0.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +21,7 @@ from care_jax.batch import Example
 from care_jax.method import spans
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation
-from care_jax.rewards.reward_function import (
-    Components,
-    RewardFunction,
-    RewardPool,
-    check_reward,
-    load_reward,
-    read_reply,
-)  # fmt: skip
+from care_jax.rewards.reward_function import RewardFunction, RewardPool, read_reply
 from care_jax.rewards.symbolic import Question, SymbolicPool
 from care_jax.rewards.worker_pool import Reply
 
@@ -94,14 +86,11 @@ class Verifier:
         self._tolerance, self._num_decimals = tolerance, num_decimals
         self._weights, self._success, self._timeout = dict(weights), success, timeout
         self._pool = SymbolicPool(num_workers, timeout)
-        self._rewards: RewardPool | None = None
         self._num_fast, self._lost, self._told = 0, Counter[str](), set[str]()
+        self._rewards = None
         if reward:
-            name = reward if isinstance(reward, str) else ""
-            function = load_reward(reward) if isinstance(reward, str) else reward
-            check_reward(function, "reward")
             self._rewards = RewardPool(
-                function, name, num_workers=num_workers, timeout=timeout, concurrency=concurrency
+                reward, num_workers=num_workers, timeout=timeout, concurrency=concurrency
             )
 
     def __enter__(self) -> Verifier:
@@ -160,13 +149,19 @@ class Verifier:
             parse_text(text, is_complete=bool(ended), think_tag=self.think_tag)
             for text, ended in zip(responses, is_complete, strict=True)
         ]
-        return self.begin(responses, parsed, golds, group_size=1)()
+        examples = [
+            Example(id="", source="", images=(), question="", answer=gold)
+            if isinstance(gold, str)
+            else gold
+            for gold in golds
+        ]
+        return self.begin(responses, parsed, examples, group_size=1)()
 
     def begin(
         self,
         responses: Sequence[str],
         parsed: Sequence[spans.Spans],
-        golds: Sequence[str | Example],
+        examples: Sequence[Example],
         *,
         group_size: int,
     ) -> Callable[[], list[Verdict]]:
@@ -176,20 +171,18 @@ class Verifier:
         responses are judged at once.
 
         Args:
-            responses, golds: as in `verify`.
+            responses: whole texts.
             parsed: the spans of each response.
+            examples: the question of each response.
             group_size: consecutive responses that belong to one question.
         """
         if self._rewards is None:
-            verdicts = self.verify_parsed(responses, parsed, golds)
+            verdicts = self.verify_parsed(responses, parsed, examples)
             return lambda: verdicts
-        pending: list[tuple[Sequence[spans.Spans], concurrent.futures.Future[Reply]]] = []
+        pending = []
         for start in range(0, len(responses), group_size):
-            group = slice(start, start + group_size)
-            gold = golds[start]
-            if isinstance(gold, str):
-                gold = Example(id="", source="", images=(), question="", answer=gold)
-            reply = self._rewards.submit(gold.question, responses[group], gold)
+            group, example = slice(start, start + group_size), examples[start]
+            reply = self._rewards.submit(example.question, responses[group], example)
             pending.append((parsed[group], reply))
         return lambda: [
             verdict for group, reply in pending for verdict in self._read(group, reply.result())
@@ -199,12 +192,12 @@ class Verifier:
         self,
         responses: Sequence[str],
         parsed: Sequence[spans.Spans],
-        golds: Sequence[str | Example],
+        examples: Sequence[Example],
     ) -> list[Verdict]:
         """The built-in verdicts of responses whose spans are known."""
         outcomes = [
-            self._compare(span.answer, gold) if span.has_answer else "no answer span"
-            for span, gold in zip(parsed, golds, strict=True)
+            self._compare(span.answer, example) if span.has_answer else "no answer span"
+            for span, example in zip(parsed, examples, strict=True)
         ]
         questions = [outcome for outcome in outcomes if isinstance(outcome, Question)]
         self._num_fast += len(outcomes) - len(questions)
@@ -219,21 +212,19 @@ class Verifier:
             for span, outcome in zip(parsed, answered, strict=True)
         ]
 
-    def _compare(self, answer: str, gold: str | Example) -> str | Question:
-        if isinstance(gold, str):
-            gold = Example(id="", source="", images=(), question="", answer=gold)
-        if not isinstance(gold.answer, str):
+    def _compare(self, answer: str, example: Example) -> str | Question:
+        if not isinstance(gold := example.answer, str):
             raise ValueError(
-                f"the answer of example {gold.id!r} is a {type(gold.answer).__name__}, and the "
+                f"the answer of example {example.id!r} is a {type(gold).__name__}, and the "
                 "built-in verifier compares text; set verifier.reward to a function of your own"
             )
         return answers.compare(
             answer,
-            gold.answer,
-            choices=gold.choices,
-            tolerance=gold.tolerance or self._tolerance,
+            gold,
+            choices=example.choices,
+            tolerance=example.tolerance or self._tolerance,
             num_decimals=self._num_decimals,
-            units_matter=gold.units == "matter",
+            units_matter=example.units == "matter",
         )
 
     def _read(self, parsed: Sequence[spans.Spans], reply: Reply) -> list[Verdict]:
@@ -248,20 +239,17 @@ class Verifier:
                 "for each kind of failure): the reward function %s",
                 problem,
             )
-        return [self._verdict(span, row) for span, row in zip(parsed, rows, strict=True)]
-
-    def _verdict(self, span: spans.Spans, row: Components | str) -> Verdict:
-        if isinstance(row, str):
-            self._lost[{"timeout": "timeouts", "crash": "crashes"}.get(row, "failed")] += 1
-            return Verdict(acc=0.0, fmt=0.0, reason=row, quality=0.0)
-        self._num_fast += 1
-        return Verdict(
-            acc=float(row["acc"] >= self._success),
-            fmt=row.get("fmt", span.fmt),
-            reason="reward function",
-            components=row,
-            quality=sum(weight * row[name] for name, weight in self._weights.items()),
-        )
+        verdicts = []
+        for span, row in zip(parsed, rows, strict=True):
+            if isinstance(row, str):
+                self._lost[{"timeout": "timeouts", "crash": "crashes"}.get(row, "failed")] += 1
+                verdicts.append(Verdict(acc=0.0, fmt=0.0, reason=row, quality=0.0))
+                continue
+            self._num_fast += 1
+            acc, fmt = float(row["acc"] >= self._success), row.get("fmt", span.fmt)
+            quality = sum(weight * row[name] for name, weight in self._weights.items())
+            verdicts.append(Verdict(acc, fmt, "reward function", row, quality))
+        return verdicts
 
 
 def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think") -> spans.Spans:

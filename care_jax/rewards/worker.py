@@ -28,7 +28,11 @@ _Reply = Callable[[int, dict[str, Any]], None]
 
 
 def main() -> None:
-    """Answers calls until standard input is closed."""
+    """Answers calls until standard input is closed.
+
+    The first two frames are settings, and a pickled dict of "function" or of "maker", which is
+    called with the time limit and returns the function. Either may be "module:function".
+    """
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # What the function prints goes to standard error, and it has no input.
     null = os.open(os.devnull, os.O_RDONLY)
@@ -50,11 +54,12 @@ def main() -> None:
         settings = json.loads(_read(calls)[1])
         sys.path[:] = settings["path"]
         # Unpickling imports what calls are made of, so that no call's time is spent on it.
-        function = pickle.loads(_read(calls)[1])["function"]
+        loaded = pickle.loads(_read(calls)[1])
+        function = loaded.get("function") or loaded["maker"]
         if isinstance(function, str):
             module, _, name = function.partition(":")
             function = getattr(importlib.import_module(module), name)
-        if settings["makes"]:
+        if "maker" in loaded:
             function = function(settings["timeout"])
     except BaseException:
         reply(0, {"error": traceback.format_exc()})
@@ -75,7 +80,7 @@ def is_async(function: Callable) -> bool:
 def _serve(function: Callable, calls: BinaryIO, reply: _Reply) -> None:
     """One call at a time, in the main thread, where functions may set signal handlers."""
     waiting: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
-    _read_ahead(calls, lambda number, call: waiting.put((number, call)))
+    _read_ahead(calls, lambda *call: waiting.put(call))
     while True:
         number, call = waiting.get()
         try:
@@ -103,7 +108,7 @@ async def _serve_async(function: Callable, timeout: float, calls: BinaryIO, repl
         tasks.add(task)  # the loop itself keeps no reference
         task.add_done_callback(tasks.discard)
 
-    _read_ahead(calls, lambda number, call: loop.call_soon_threadsafe(start, number, call))
+    _read_ahead(calls, lambda *call: loop.call_soon_threadsafe(start, *call))
     await loop.create_future()
 
 
@@ -132,18 +137,18 @@ def _read(calls: BinaryIO) -> tuple[int, bytes]:
 
 
 def _plain(result: Any) -> dict[str, Any]:
-    """The result in JSON types: text, a mapping per response, or what came in its place."""
+    """The result in JSON types: `text`, `rows` of components, and what came in their place."""
+    content: dict[str, Any] = {"result": repr(result)[:_MAX_CHARS]}
     if isinstance(result, str):
-        return {"text": result, "result": repr(result)[:_MAX_CHARS]}
-    if not isinstance(result, list | tuple):
-        return {"result": repr(result)[:_MAX_CHARS]}
-    return {"rows": [_row(row) for row in result], "result": repr(result)[:_MAX_CHARS]}
-
-
-def _row(row: Any) -> dict[str, float | str] | str:
-    if not isinstance(row, Mapping):
-        return repr(row)[:_MAX_CHARS]
-    return {str(name): _number(value) for name, value in row.items()}
+        content["text"] = result
+    elif isinstance(result, list | tuple):
+        content["rows"] = [
+            {str(name): _number(value) for name, value in row.items()}
+            if isinstance(row, Mapping)
+            else repr(row)[:_MAX_CHARS]
+            for row in result
+        ]
+    return content
 
 
 def _number(value: Any) -> float | str:

@@ -30,25 +30,24 @@ from care_jax.rewards import worker
 Reply = dict[str, Any]  # what `worker` made of the result, "error" and "name", "timeout" or "crash"
 
 _START_SECONDS = 120.0  # importing the function's module on a busy machine
+# An awaited call is given up by its worker at the limit, and the worker killed only after these.
+_GRACE_SECONDS = 2.0
 
 
 class WorkerPool:
     """Worker processes that call a function; started when needed, ended by `close`.
 
     Args:
-        function: pickled, or pickled "module:function", which workers import.
+        function: the pickled function or its "module:function", see `worker.main`.
         num_workers: maximum number of processes.
-        timeout: seconds until a call is given up; the limit of an awaited one in its worker.
-        grace: seconds after which the pool kills a worker whose call should have been given up.
-        concurrency: calls that each worker awaits at once, of an `async def` function.
-        makes: the function is called with `timeout` and returns the one to call.
+        timeout: seconds until a call is given up.
+        concurrency: calls that each worker awaits at once, of an `async def` function; 0 of others.
+        environment: of the workers.
         what: is imported in the workers, for messages.
         advice: what to do if it cannot be imported.
-        environment: of the workers.
-        is_quiet: their standard error is dropped.
 
     Attributes:
-        limit: seconds that the pool waits for a reply, `timeout` + `grace`.
+        limit: seconds that the pool waits for a reply.
     """
 
     def __init__(
@@ -57,21 +56,16 @@ class WorkerPool:
         *,
         num_workers: int,
         timeout: float,
-        grace: float = 0.0,
-        concurrency: int = 1,
-        makes: bool = False,
+        concurrency: int = 0,
+        environment: Mapping[str, str],
         what: str,
         advice: str,
-        environment: Mapping[str, str],
-        is_quiet: bool = False,
     ):
         path = [os.path.abspath(entry) for entry in sys.path]  # "" is the current folder
-        settings = {"path": path, "timeout": timeout, "makes": makes}
-        self.boot = json.dumps(settings).encode(), function
-        self.limit = timeout + grace
-        self.what, self.advice = what, advice
-        self.environment, self.is_quiet = environment, is_quiet
-        self._num_workers, self._concurrency = num_workers, concurrency
+        self.boot = json.dumps({"path": path, "timeout": timeout}).encode(), function
+        self.limit = timeout + (_GRACE_SECONDS if concurrency else 0.0)
+        self.environment, self.what, self.advice = environment, what, advice
+        self._num_workers, self._concurrency = num_workers, max(concurrency, 1)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._is_started = threading.Event()
@@ -189,7 +183,6 @@ class _Worker:
             *(sys.executable, "-P", str(pathlib.Path(worker.__file__))),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if pool.is_quiet else None,
             env=pool.environment,
         )
         for frame in pool.boot:

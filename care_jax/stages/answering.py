@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.batch import Rollouts
-from care_jax.benchmarks.samples import Answers, Questions
+from care_jax.batch import Example, Rollouts
+from care_jax.benchmarks.samples import Answers
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, loaded_programs, sharding, streams
@@ -92,7 +92,7 @@ def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms)
 
 
 def decode_batches(
-    run: Run, decode: Decode, questions: Questions, done: Collection[int], label: str
+    run: Run, decode: Decode, questions: Sequence[Example], done: Collection[int], label: str
 ) -> Iterator[Answers]:
     """Decodes the examples whose index is not in `done`, `_NUM_BATCHES` batches at a time.
 

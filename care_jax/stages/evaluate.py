@@ -26,7 +26,6 @@ from ml_collections import ConfigDict
 
 from care_jax.batch import Example
 from care_jax.benchmarks import held_out, scoreboard
-from care_jax.benchmarks.held_out import HeldOut
 from care_jax.benchmarks.judge import Judge
 from care_jax.benchmarks.samples import Answers, Questions, Sample, samples_of
 from care_jax.benchmarks.suite import Benchmark
@@ -130,13 +129,12 @@ class Evaluator:
                     format_weight=0.0,
                 )()
 
-            questions = HeldOut(examples, score)
+            questions = held_out.questions_of(examples, score)
             # Nothing is known of what a reward function depends on.
-            is_known = not verifier.has_reward
-            digest = _digest(settings | self._held_out_settings) if is_known else None
-            samples = _answer(run, decode, questions, path, digest, label)
+            of = None if verifier.has_reward else _digest(settings | self._held_out_settings)
+            samples = _answer(run, decode, questions, path, of, label)
         answered = [sample for sample in samples if not sample["is_dropped"]]
-        metrics = held_out.metrics_of(scoreboard.score(questions, answered), answered)
+        metrics = held_out.metrics_of(scoreboard.score(answered, questions.categories), answered)
         metrics["num_dropped"] = len(samples) - len(answered)
         rates = [f", {key} {rate:.1%}" for key, rate in metrics.items() if key.startswith("pass@")]
         print_line(
@@ -176,10 +174,10 @@ class Evaluator:
         folder.mkdir(exist_ok=True)
         results: dict[str, Any] = {"benchmarks": {}}
         for benchmark in self._benchmarks:
-            path = folder / f"samples_{benchmark.name}.jsonl"
-            digest = _digest(settings)
-            samples = _answer(self._run, decode, benchmark, path, digest, benchmark.name, judge)
-            results["benchmarks"][benchmark.name] = scoreboard.score(benchmark, samples)
+            path, digest = folder / f"samples_{benchmark.name}.jsonl", _digest(settings)
+            questions = benchmark.questions(judge)
+            samples = _answer(self._run, decode, questions, path, digest, benchmark.name)
+            results["benchmarks"][benchmark.name] = scoreboard.score(samples, benchmark.categories)
         results["macro"] = scoreboard.macro_average(results["benchmarks"])
         results["settings"] = settings
         if judge is not None:
@@ -216,23 +214,20 @@ def _settings(run: Run, checksum: jax.Array) -> dict[str, Any]:
     """What samples of all benchmarks depend on: weights, prompts, sampling and judge."""
     config = run.config
     sampling = {key: config.evaluate[key] for key in ("temperature", "top_p", "num_samples")}
+    prompts = ("min_pixels", "max_pixels", "system_prompt", "instruction", "think_tag")
     return {
         "model": config.model.path,
         "weights": repr(float(np.asarray(checksum.addressable_data(0)))),
         "max_response_tokens": config.evaluate.max_response_tokens,
-        "min_pixels": config.data.min_pixels,
-        "max_pixels": config.data.max_pixels,
         "buckets": [list(bucket) for bucket in run.policy.prompts.buckets],
-        "system_prompt": config.data.system_prompt,
-        "instruction": config.data.instruction,
-        "think_tag": config.data.think_tag,
+        **{key: config.data[key] for key in prompts},
         "judge": [config.evaluate.judge_url, config.evaluate.judge_model],
         **(sampling | {"seed": config.seed} if sampling["temperature"] else {}),
     }
 
 
 def _digest(settings: Any) -> str:
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _answer(
@@ -242,7 +237,6 @@ def _answer(
     path: pathlib.Path,
     digest: str | None,
     label: str,
-    judge: Judge | None = None,
 ) -> list[Sample]:
     """A sample per question: read from the file, or decoded and appended to it.
 
@@ -254,7 +248,7 @@ def _answer(
     kept = _kept_lines(path, digest) if is_writer else []
     samples: list[Sample] = distributed.gather_json([json.loads(line) for line in kept])[0]
     done = {sample["doc_id"] for sample in samples}
-    if len(done) == len(questions) > 0:
+    if len(done) == len(questions.examples) > 0:
         print_line(
             f"the evaluation {label} is done already, with these weights and settings; remove "
             f"{path} to repeat it"
@@ -262,8 +256,8 @@ def _answer(
     if is_writer:
         path.write_text("".join(kept))
     with path.open("a") if is_writer else contextlib.nullcontext() as out:
-        for answers in decode_batches(run, decode, questions, done, label):
-            parts = distributed.gather_json(samples_of(questions, answers, judge))
+        for answers in decode_batches(run, decode, questions.examples, done, label):
+            parts = distributed.gather_json(samples_of(answers, questions.verdicts(answers)))
             fresh = [sample | {"settings": digest} for part in parts for sample in part]
             fresh.sort(key=lambda sample: sample["doc_id"])
             samples += fresh
@@ -272,7 +266,7 @@ def _answer(
                 out.flush()
     if all(sample["is_dropped"] for sample in samples):
         raise ValueError(
-            f"none of the {len(questions)} prompts of {questions.name} fits data.buckets "
+            f"none of the {len(questions.examples)} prompts of {questions.name} fits data.buckets "
             f"{run.policy.prompts.buckets}; enlarge them or lower data.max_pixels"
         )
     return samples

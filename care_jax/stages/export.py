@@ -28,19 +28,11 @@ from models.release import peft_folder
 
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
 )
 _PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
 
 
@@ -120,18 +112,11 @@ def save_processor(policy: Policy, folder: pathlib.Path) -> None:
     if source and has_own_tokenizer and (source / _MORE_TEMPLATES).is_dir():
         shutil.copytree(source / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
     if not has_own_tokenizer and "processor_config.json" in present:
-        _drop_chat_template(folder / "processor_config.json")
-    if not _has_chat_template(folder):
-        (folder / "chat_template.jinja").write_text(policy.tokenizer.chat_template)
-
-
-def _drop_chat_template(path: pathlib.Path) -> None:
-    """Removes the release's template, which AutoProcessor would prefer to the run's."""
-    fields = json.loads(path.read_text())
-    if fields.pop("chat_template", None) is not None:
-        path.write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def _has_chat_template(folder: pathlib.Path) -> bool:
+        # The release's template, which AutoProcessor would prefer to the run's, is removed.
+        path = folder / "processor_config.json"
+        fields = json.loads(path.read_text())
+        if fields.pop("chat_template", None) is not None:
+            path.write_text(json.dumps(fields, indent=2) + "\n")
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    return bool(processor_template(folder) or config.get("chat_template"))
+    if not processor_template(folder) and not config.get("chat_template"):
+        (folder / "chat_template.jinja").write_text(policy.tokenizer.chat_template)

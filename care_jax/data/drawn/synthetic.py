@@ -100,8 +100,8 @@ class SyntheticSource(Sequence[Example]):
         seed: different seeds draw different examples of the same split.
         split: "train" or "test"; the two share no (picture, question), whatever the seeds.
         kinds: kinds of question, asked in turn; a subset of `KINDS`.
-        teacher_error: probability in [0, 1] that the response's answer is wrong, for kinds outside
-            `CLEAN_KINDS` and rows without a cue. `Example.answer` is always right.
+        teacher_error: probability in [0, 1] that the response's answer is wrong, where the teacher
+            computes. `Example.answer` is always right.
         cue_share: probability in [0, 1] that the rationale is a wrong one, the cue, a right one.
         cue: the repair cue.
         think_tag: name of the tag around the rationale.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -230,11 +230,11 @@ def _wrong_rationales(problem: _Problem) -> list[str]:
     ]
 
 
-def _draw(rng: np.random.Generator, low: int, high: int, *, is_round: bool = True) -> int:
-    """A number in [low, high]; without `is_round` no multiple of ten, which lies inside."""
+def _draw(rng: np.random.Generator, low: int, high: int, *, step: int = 0) -> int:
+    """A number in [low, high] that is no multiple of `step`, if there is one."""
     while True:
         number = int(rng.integers(low, high + 1))
-        if is_round or number % 10:
+        if not step or number % step:
             return number
 
 
@@ -244,8 +244,8 @@ def _draw_names(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def _total(rng: np.random.Generator, is_far: bool) -> _Problem:
-    a = _draw(rng, *((71, 99) if is_far else (11, 69)), is_round=False)
-    b = _draw(rng, *((11, 99) if is_far else (11, 69)), is_round=False)
+    a = _draw(rng, *((71, 99) if is_far else (11, 69)), step=10)
+    b = _draw(rng, 11, 99 if is_far else 69, step=10)
     if rng.random() < 0.5:
         a, b = b, a
 
@@ -259,7 +259,7 @@ def _total(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 def _left(rng: np.random.Generator, is_far: bool) -> _Problem:
     a = _draw(rng, *((71, 99) if is_far else (31, 69)))
-    b = _draw(rng, 11, a - 5, is_round=False)
+    b = _draw(rng, 11, a - 5, step=10)
 
     def solve(step: Step) -> tuple[str, str]:
         tens = b - b % 10
@@ -271,7 +271,7 @@ def _left(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 def _groups(rng: np.random.Generator, is_far: bool) -> _Problem:
     n = _draw(rng, 2, 6)
-    a = _draw(rng, *((41, 69) if is_far else (12, 39)), is_round=False)
+    a = _draw(rng, *((41, 69) if is_far else (12, 39)), step=10)
 
     def solve(step: Step) -> tuple[str, str]:
         tens = step(f"Tens: {n} x {a - a % 10}", n * (a - a % 10))
@@ -314,10 +314,7 @@ def _compare(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 def _calendar(rng: np.random.Generator, is_far: bool) -> _Problem:
     today = int(rng.integers(7))
-    while True:
-        d = _draw(rng, *((31, 60) if is_far else (8, 30)))
-        if d % 7:
-            break
+    d = _draw(rng, *((31, 60) if is_far else (8, 30)), step=7)
 
     def solve(step: Step) -> tuple[str, str]:
         days = step(f"{d // 7} weeks: {d // 7} x 7", d - d % 7)
@@ -328,8 +325,7 @@ def _calendar(rng: np.random.Generator, is_far: bool) -> _Problem:
 
 
 def _units(rng: np.random.Generator, is_far: bool) -> _Problem:
-    unit = int(rng.integers(len(UNITS)))
-    large, small, size = UNITS[unit]
+    large, small, size = UNITS[rng.integers(len(UNITS))]
     n = _draw(rng, *((6, 9) if is_far else (2, 5)))
     b = _draw(rng, 2, size - 1)
 
@@ -341,12 +337,6 @@ def _units(rng: np.random.Generator, is_far: bool) -> _Problem:
     return _Problem((size, n, b), {"large": large, "small": small, "n": n, "b": b}, solve)
 
 
-_SAMPLERS: dict[str, Callable[[np.random.Generator, bool], _Problem]] = {
-    "total": _total,
-    "left": _left,
-    "groups": _groups,
-    "change": _change,
-    "compare": _compare,
-    "calendar": _calendar,
-    "units": _units,
-}
+_SAMPLERS: Mapping[str, Callable[[np.random.Generator, bool], _Problem]] = dict(
+    zip(KINDS, (_total, _left, _groups, _change, _compare, _calendar, _units), strict=True)
+)

@@ -55,10 +55,8 @@ class JsonRows:
                 "UTF-32; convert it: iconv -f UTF-16 -t UTF-8"
             )
         self._starts, self._stops, self.numbers = array("Q"), array("Q"), array("Q")
-        if self.path.suffix == ".json":
-            self._find_elements()
-        else:
-            self._find_lines()
+        find = self._find_elements if self.path.suffix == ".json" else self._find_lines
+        find()
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -102,12 +100,7 @@ class JsonRows:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object.
-
-    Raises:
-        Unusable: the text is not a JSON object in UTF-8, is nested more than 64 deep, or holds half
-            a character.
-    """
+    """Parses a JSON object; raises `Unusable` for what is none, or is nested more than 64 deep."""
     try:
         row = json.loads(_without_mark(text).decode())
     except UnicodeDecodeError as error:
@@ -116,19 +109,19 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise Unusable("not JSON") from error
     if not isinstance(row, dict):
         raise Unusable("not an object")
-    if is_deeper(row, _MAX_DEPTH):
+    if _is_deeper(row, _MAX_DEPTH):
         raise Unusable(f"nested more than {_MAX_DEPTH} deep")
     if _ESCAPED_SURROGATE.search(text) and _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
         raise Unusable("half a character in the text")
     return row
 
 
-def is_deeper(value: Any, depth: int) -> bool:
+def _is_deeper(value: Any, depth: int) -> bool:
     """Whether lists and objects are nested in the value more than `depth` deep."""
     if not isinstance(value, list | dict):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return depth == 0 or any(is_deeper(each, depth - 1) for each in inner)
+    return depth == 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
 def _without_mark(text: bytes) -> bytes:

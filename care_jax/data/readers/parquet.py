@@ -25,14 +25,11 @@ _NUM_CACHED = 2  # row groups
 
 
 class ParquetRows:
-    """Random access to the rows of several files; caches a few row groups.
+    """Random access to the rows of several files of one schema; caches a few row groups.
 
     Args:
-        paths: files with the same schema.
+        paths: the files.
         columns: columns to read; None for all.
-
-    Raises:
-        ValueError: a file is incomplete, or a column is absent.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], columns: Sequence[str] | None = None):
@@ -110,7 +107,7 @@ def open_rows(
     image_columns = list(filter(None, named.pop("images", "").split(",")))
     release = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
     files, used = find_files(release, split), [*dict.fromkeys(named.values()), *image_columns]
-    others = [name for name in _columns_without_bytes(files) if name not in used]
+    others = [name for name in columns_without_bytes(files) if name not in used]
     table = ParquetRows(files, [*used, *others])
     folder = hub.image_folder(images, release)
 
@@ -135,19 +132,15 @@ def open_rows(
 
 
 def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
-    """The parquet files of a release, sorted by path.
-
-    Raises:
-        ValueError: the split has no files.
-    """
+    """The parquet files of a release and its split, at least one, sorted by path."""
     if place.is_file():
         return [place]
     files = sorted(place.rglob("*.parquet"))
-    found = [
-        path
-        for path in files
-        if not split or split in (re.split("[-.]", path.name)[0], path.parent.name)
-    ]
+
+    def is_of_split(path: pathlib.Path) -> bool:
+        return not split or split in (re.split("[-.]", path.name)[0], path.parent.name)
+
+    found = list(filter(is_of_split, files))
     if not found:
         names = ", ".join(str(path.relative_to(place)) for path in files[:8])
         raise ValueError(
@@ -157,7 +150,7 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
     return found
 
 
-def _columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
+def columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
     """The columns that all files have, in order."""
     schemas = [_open(path).schema_arrow for path in paths]
     import pyarrow.types as kinds

@@ -38,8 +38,7 @@ class ShardWriter:
         source: prefix of the file names.
         shard_bytes: a shard is closed once its records reach this size.
 
-    Attributes:
-        shards: file, number of records, bytes and sha256 of each closed shard.
+    `shards` has file, number of records, bytes and sha256 of each closed shard.
     """
 
     def __init__(self, folder: pathlib.Path, source: str, *, shard_bytes: int):
@@ -67,14 +66,9 @@ class ShardWriter:
             return
         self._writer.close()
         self._writer = None
-        self.shards.append(
-            {
-                "file": self._path.name,
-                "num_records": self._num_records,
-                "num_bytes": self._path.stat().st_size,
-                "sha256": sha256(self._path),
-            }
-        )
+        entry = {"file": self._path.name, "num_records": self._num_records}
+        entry |= {"num_bytes": self._path.stat().st_size, "sha256": sha256(self._path)}
+        self.shards.append(entry)
 
 
 def open_rows(path: str, *, subset: str = "") -> Rows:
@@ -92,17 +86,15 @@ def open_rows(path: str, *, subset: str = "") -> Rows:
     sources = manifest["sources"]
     if subset and subset not in sources:
         raise ValueError(f"{path!r} holds {', '.join(sources)}, not {subset!r}; change subset")
-    shards = [
-        shard for name in ([subset] if subset else sources) for shard in sources[name]["shards"]
-    ]
-    readers = [_Shard(folder / shard["file"], shard) for shard in shards]
-    ends = list(itertools.accumulate(shard["num_records"] for shard in shards))
+    names = [subset] if subset else sources
+    shards = [_Shard(folder, entry) for name in names for entry in sources[name]["shards"]]
+    ends = list(itertools.accumulate(shard.num_records for shard in shards))
     if not ends:
         raise ValueError(f"{path!r} has no example of {subset or 'any source'}; prepare it anew")
 
     def example(index: int) -> Example:
         number, place = locate(ends, index)
-        return readers[number].read(place)
+        return shards[number].read(place)
 
     return Rows(ends[-1], example)
 
@@ -110,7 +102,8 @@ def open_rows(path: str, *, subset: str = "") -> Rows:
 class _Shard:
     """One shard. Its size is checked at once; it is opened, and its sum compared, on first use."""
 
-    def __init__(self, path: pathlib.Path, entry: dict[str, Any]):
+    def __init__(self, folder: pathlib.Path, entry: dict[str, Any]):
+        path = folder / entry["file"]
         num_bytes = path.stat().st_size if path.is_file() else -1
         if num_bytes != entry["num_bytes"]:
             found = "which is missing" if num_bytes < 0 else f"got {num_bytes}"
@@ -118,7 +111,7 @@ class _Shard:
                 f"expected shard {path} of {entry['num_bytes']} bytes, {found}; copy it again, or "
                 "prepare the folder anew"
             )
-        self._path, self._num_records, self._sha256 = path, entry["num_records"], entry["sha256"]
+        self._path, self.num_records, self._sha256 = path, entry["num_records"], entry["sha256"]
         self._reader = None
         self._lock = threading.Lock()
 
@@ -129,13 +122,13 @@ class _Shard:
                     if sha256(self._path) != self._sha256:
                         raise RuntimeError(f"it has another SHA-256 than in {MANIFEST}")
                     self._reader = ArrayRecordReader(str(self._path))
-                if self._reader.num_records() != self._num_records:
+                if self._reader.num_records() != self.num_records:
                     raise RuntimeError(f"it has {self._reader.num_records()} records")
                 (record,) = self._reader.read([index])
             return from_record(record)
         except (RuntimeError, ValueError, KeyError, TypeError, struct.error) as error:
             raise ValueError(
-                f"shard {self._path} is corrupt at record {index} of {self._num_records} "
+                f"shard {self._path} is corrupt at record {index} of {self.num_records} "
                 f"({str(error).splitlines()[0][:120]}); copy it again, or prepare the folder anew"
             ) from error
 
@@ -153,11 +146,7 @@ def to_record(example: Example) -> bytes:
 
 
 def from_record(record: bytes) -> Example:
-    """Inverse of `to_record`.
-
-    Raises:
-        ValueError: the record is malformed.
-    """
+    """Inverse of `to_record`."""
     (length,) = _LENGTH.unpack_from(record)
     start = _LENGTH.size + length
     header = json.loads(record[_LENGTH.size : start])
@@ -175,11 +164,7 @@ def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
-    """The manifest of a prepared folder.
-
-    Raises:
-        ValueError: the manifest is missing, unreadable, or of another format.
-    """
+    """The manifest of a prepared folder; refuses one that is unreadable or of another format."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(

@@ -78,11 +78,6 @@ def has_variable(text: str) -> bool:
     return _LETTER.search(text) is not None
 
 
-def has_angle(text: str) -> bool:
-    """Whether the text takes a trigonometric function, so that degrees belong to its argument."""
-    return _TRIGONOMETRIC.search(text) is not None
-
-
 def as_latex(text: str) -> str:
     """The same formula with functions, roots, powers, products and degrees written out in LaTeX."""
     text = _PLAIN_ROOT.sub(
@@ -91,7 +86,7 @@ def as_latex(text: str) -> str:
     )
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
-    if has_angle(text):
+    if _TRIGONOMETRIC.search(text):  # degrees belong to its argument
         text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text)
     if "," not in text:
         text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)

@@ -42,6 +42,8 @@ _NUMERAL_AFTER = re.compile(
     rf"[ }}]*(?:[\d.,/^+*-]|\\(?:times|cdot)(?![a-z])|{_TEXT_NAMES} ?\{{ ?[\d.,/])"
 )
 _BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
+_BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
+_LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
 _PREFIX = re.compile(
     r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: :)? | ?:(?: :)? ?))?",
     re.IGNORECASE,
@@ -58,8 +60,6 @@ _QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "`": "`", "*": "*", "
            "【": "】", "「": "」", "{": "}"}  # fmt: skip
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
-
-
 # Text that `clean` changes only in its spaces and the full stop at its end.
 _PLAIN = re.compile(
     r"(?!.*(?:pi|pct|percent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
@@ -199,10 +199,6 @@ def closing(text: str, start: int, opening: str = "{") -> int:
     return -1
 
 
-_BRACKETS = {"{": re.compile(r"\\.|[{}]"), "(": re.compile(r"[()]")}
-_LOOSE_SPACE = re.compile(r"(?<!\d) +| +(?!\d)")
-
-
 def key(text: str) -> str:
     """Comparison key: without case, spaces, outer quotes, or brackets around one character."""
     # A space between two digits is kept: it separates two numbers.
@@ -210,9 +206,6 @@ def key(text: str) -> str:
     if len(text) == 3 and text[0] in "([" and text[2] in ")]":
         return text[1]
     return text[0] if len(text) == 2 and text[0].isalnum() and text[1] == ")" else text
-
-
-# Assignments and lists
 
 
 _RELATION = re.compile(r"\\(?:lt|gt|leq?|geq?|neq?)(?![a-zA-Z])|[<>]|!=|\\(?:not|in)(?![a-zA-Z])")
@@ -288,9 +281,6 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
     return (brackets, items) if is_list and len(items) <= _MAX_ITEMS else None
 
 
-# Choices
-
-
 _LETTER = re.compile(r"[(\[]?([A-Z])[)\]]?[.:)]?")
 _LABELLED = re.compile(r"[(\[]?([A-Z])(?:[)\]][.:]?|[.:)])(?= ?\S)")
 # An A or I before a lower-case word, except a few such as "is", is an article or a pronoun.
@@ -321,9 +311,6 @@ def choice_letter(text: str, num_choices: int) -> str:
 def _affirmed(text: str) -> str:
     """The text without the part of each clause that follows a negation."""
     return " . ".join(_NEGATION.split(clause, maxsplit=1)[0] for clause in _CLAUSE.split(text))
-
-
-# Whole texts
 
 
 _PHRASE = re.compile(

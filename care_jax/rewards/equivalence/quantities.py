@@ -5,7 +5,6 @@ Converts text to exact Fractions and evaluates nothing. Every scan is linear in 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from fractions import Fraction
@@ -47,7 +46,6 @@ _SIZES_OF_UNITS = (
     {"ml": 1, "l": 1000},
     {"cents": 1, "$": 100},
 )
-# Other short units that are written right behind a number.
 # Other units of three or four letters; what else stands right behind a number is a product.
 _SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal", "rad", "psi",
                 "rpm", "bpm", "fps", "kph", "bit", "bits", "byte", "yuan", "euro", "yen", "rmb",
@@ -62,13 +60,10 @@ _NOT_UNITS = frozenset({
 _VAGUE = re.compile(rf".*ish|(?:hundred|dozen|{'|'.join(_SCALES)}).*")  # 4 thousandish
 _PRODUCT = re.compile(r"(?!(?:" + "|".join((*_UNIT_NAMES, *_SHORT_UNITS)) + r")$)[a-z]{3,4}")
 _UNIT_WORD = re.compile(r"([^\W\d_]+)(?: ?\^ ?\{? ?([23]) ?\}?|([23])(?![\d\w]))?$")
-
-
 _CURRENCY = re.compile(r"(?:[€£¥ ]|(?:USD|EUR|GBP|CNY|Rs\.?|US) ?(?=[\d.]))*")
 
 
-@dataclasses.dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     """A number as written.
 
     Attributes:
@@ -99,17 +94,15 @@ def read_number(text: str) -> Number | None:
         return None
     value, end = read
     tail = body[end:].strip()
-    is_percent, unit = False, ""
-    if tail:
-        while scale := _SCALE.match(tail):
-            whole, part = scale.groups()
-            value = value * _SCALES[whole] if whole else value / _PARTS[part]
-            tail = tail[scale.end() :]
-        is_percent = tail.startswith("%")
-        unit = _read_unit(tail[is_percent:].strip())
-        # In 4xyz and 4abc the word behind the number is a product of variables.
-        if unit is None or (unit == tail and tail == body[end:] and _PRODUCT.fullmatch(unit)):
-            return None
+    while scale := _SCALE.match(tail):
+        whole, part = scale.groups()
+        value = value * _SCALES[whole] if whole else value / _PARTS[part]
+        tail = tail[scale.end() :]
+    is_percent = tail.startswith("%")
+    unit = _read_unit(tail[is_percent:].strip())
+    # In 4xyz and 4abc the word behind the number is a product of variables.
+    if unit is None or (unit == tail and tail == body[end:] and _PRODUCT.fullmatch(unit)):
+        return None
     return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
 
 
@@ -188,15 +181,16 @@ def is_close(
         factor = _conversion(prediction.unit, gold.unit)
         if factor is None:
             return False
-        prediction = dataclasses.replace(prediction, value=prediction.value * factor)
+        prediction = prediction._replace(value=prediction.value * factor)
     pairs = [(prediction.value, gold.value)]
     if prediction.is_percent != gold.is_percent:
-        shift = [value / 100 if number.is_percent else value
-                 for number in (prediction, gold) for value in (number.value,)]  # fmt: skip
-        pairs.append((shift[0], shift[1]))
+        one, other = (each.value / (100 if each.is_percent else 1) for each in (prediction, gold))
+        pairs.append((one, other))
     if num_decimals is None and prediction.is_decimal != gold.is_decimal:
         exact = gold.value if prediction.is_decimal else prediction.value
-        num_decimals = None if _is_finite(exact) else 6
+        # A finite decimal expansion: no prime but 2 and 5 divides the denominator.
+        is_finite = 10 ** exact.denominator.bit_length() % exact.denominator == 0
+        num_decimals = None if is_finite else 6
     for p, g in pairs:
         if p == g or (tolerance > 0 and abs(p - g) <= Fraction(tolerance) * abs(g)):
             return True
@@ -207,14 +201,12 @@ def is_close(
 
 def _conversion(unit: str, other: str) -> Fraction | None:
     """Factor from `unit` to `other`; None if they measure different things."""
-    powers = {"square ": 2, "cubic ": 3}
-    power = next((n for word, n in powers.items() if unit.startswith(word)), 1)
-    if power != next((n for word, n in powers.items() if other.startswith(word)), 1):
-        return None
-    unit, other = (name.removeprefix("square ").removeprefix("cubic ") for name in (unit, other))
-    for sizes in _SIZES_OF_UNITS:
-        if unit in sizes and other in sizes:
-            return Fraction(sizes[unit], sizes[other]) ** power
+    for prefix, power in (("square ", 2), ("cubic ", 3), ("", 1)):
+        if unit.startswith(prefix) and other.startswith(prefix):
+            unit, other = unit.removeprefix(prefix), other.removeprefix(prefix)
+            for sizes in _SIZES_OF_UNITS:
+                if unit in sizes and other in sizes:
+                    return Fraction(sizes[unit], sizes[other]) ** power
     return None
 
 
@@ -267,15 +259,6 @@ def read_clock(text: str) -> Clock | None:
     if half in ("a", "p"):
         hours = hours % 12 + 12 * (half == "p")
     return Clock(3600 * hours + 60 * minutes + seconds, is_certain)
-
-
-def _is_finite(value: Fraction) -> bool:
-    """Whether the fraction has a finite decimal expansion."""
-    denominator = value.denominator
-    for prime in (2, 5):
-        while denominator % prime == 0:
-            denominator //= prime
-    return denominator == 1
 
 
 _ALIASES = sorted((alias for alias in _UNIT_NAMES if alias not in ("per", "square", "sq", "cubic")),

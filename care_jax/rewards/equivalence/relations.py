@@ -17,6 +17,7 @@ _UNION = re.compile(r"\\cup(?![a-z])|(?<![a-zA-Z\\])(?:or|U)(?![a-zA-Z])|\\(?:ve
 _BOTH = re.compile(r"(?<![a-zA-Z\\])and(?![a-zA-Z])|\\(?:wedge|land)(?![a-z])|∧|&&|,")
 _SIGN = re.compile(r"\\(le|ge|neq?|lt|gt)(?![a-zA-Z])|([<>])")
 _SIGNS = {"le": "<=", "ge": ">=", "ne": "!=", "neq": "!=", "lt": "<", "gt": ">", "<": "<", ">": ">"}
+_MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 _VARIABLE = re.compile(r"(?:[a-zA-Z]|\\(?:alpha|beta|theta|lambda))(?:_(?:\w|\{\w+\}))?")
 _INTERVAL = re.compile(r"([(\[\]]) ?([^,;]+?) ?[,;] ?([^,;]+?) ?([)\]\[])")
 _INFINITY = re.compile(r"\+? ?(-?) ?(?:\\infty|\\infin|oo|inf|infinity|infty)(?![a-zA-Z])")
@@ -123,9 +124,6 @@ def _read_chain(text: str) -> tuple[str, list[Interval]] | None:
     if _VARIABLE.fullmatch(right):
         return _one_sided(right, _MIRRORED[signs[0]], left)
     return None
-
-
-_MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "!=": "!="}
 
 
 def _one_sided(variable: str, sign: str, bound: str) -> tuple[str, list[Interval]] | None:

@@ -31,7 +31,7 @@ def test_accuracy_is_over_all_rows_and_by_category(benchmark):
         sample(0, 1.0, is_complete=False),
         sample(2, 0.0, is_parsed=False),
     ]
-    figures = scoreboard.score(benchmark, samples)
+    figures = scoreboard.score(samples, benchmark.categories)
     assert (figures["acc"], figures["num_rows"]) == (0.5, 4)
     assert (figures["acc_low"], figures["acc_high"]) == wilson_interval(2, 4)
     names = ("num_unparsable", "num_truncated", "num_dropped")
@@ -43,7 +43,7 @@ def test_accuracy_is_over_all_rows_and_by_category(benchmark):
 
 def test_the_judge_adds_to_what_the_rules_found(benchmark):
     samples = [sample(0, 1.0), sample(1, 0.0, acc_judged=1.0), sample(2, 0.0, acc_judged=0.0)]
-    figures = scoreboard.score(benchmark, [*samples, sample(3, 0.0)])
+    figures = scoreboard.score([*samples, sample(3, 0.0)], benchmark.categories)
     assert (figures["acc"], figures["acc_judged"]) == (0.25, 0.5)
 
 
@@ -63,7 +63,7 @@ def test_the_mean_counts_benchmarks_alike_and_no_part_twice():
 
 
 def test_the_tables_hold_the_figures(benchmark):
-    figures = scoreboard.score(benchmark, [sample(i, float(i < 3)) for i in range(4)])
+    figures = scoreboard.score([sample(i, float(i < 3)) for i in range(4)], benchmark.categories)
     scores = {"mathvision_testmini": figures}
     text = scoreboard.to_markdown({"benchmarks": scores, "macro": scoreboard.macro_average(scores)})
     assert "| mathvision_testmini | 75.0 | 30.1 to 95.4 | 4 | 0 | 0 | 0 |" in text

@@ -84,7 +84,7 @@ def test_unusable_row_gives_its_place_to_its_own_source_and_is_counted_by_reason
     assert {one for one, _ in replaced} == {"b2", "b5"}
     assert all(other[0] == "b" and other not in ("b2", "b5") for _, other in replaced)
     assert set(counts) == {"no answer", "image unreadable or truncated"}
-    assert batches.num_dropped == sum(counts.values()) >= len(replaced)
+    assert batches.left_out is counts and counts.total() >= len(replaced)
 
 
 def test_source_of_nothing_but_unusable_rows_is_refused_with_the_reason():

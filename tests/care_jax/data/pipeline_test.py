@@ -83,7 +83,7 @@ def test_prompt_too_long_gives_its_place_to_the_next_pass_and_is_counted():
     assert following[place] != 2
     expected = [*planned[:place], following[place], *planned[place + 1 :]]
     assert ids(batches.batch(0)[0]) == expected
-    assert batches.num_dropped == 1
+    assert batches.left_out.total() == 1
 
 
 def test_source_of_nothing_but_too_long_prompts_is_refused():

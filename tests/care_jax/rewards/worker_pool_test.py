@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from care_jax.batch import Example
-from care_jax.rewards import reward_function
+from care_jax.rewards import worker_pool
 from care_jax.rewards.reward_function import RewardPool
 
 EXAMPLE = Example("0", "made", (), "?", [0, 0, 4, 4], extra={"unit": "cm"})
@@ -83,9 +83,7 @@ def test_a_function_is_imported_by_its_name_from_the_path_of_the_run(tmp_path, m
         "    return [{'acc': started == os.getpid(), 'here': is_cpu}]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from named_rewards import reward
-
-    pool = RewardPool(reward, "named_rewards:reward", num_workers=1, timeout=20.0, concurrency=1)
+    pool = RewardPool("named_rewards:reward", num_workers=1, timeout=20.0, concurrency=1)
     assert pool.submit("?", ["a"], EXAMPLE).result(60)["rows"] == [{"acc": 1.0, "here": 1.0}]
     pool.close()
     assert pool.submit("?", ["a"], EXAMPLE).result(60)["rows"] == [{"acc": 1.0, "here": 1.0}]
@@ -98,9 +96,7 @@ def test_a_module_that_fails_in_the_worker_stops_the_run(tmp_path, monkeypatch):
         "def reward(question, responses, example): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from main_only import reward
-
-    pool = RewardPool(reward, "main_only:reward", num_workers=1, timeout=20.0, concurrency=1)
+    pool = RewardPool("main_only:reward", num_workers=1, timeout=20.0, concurrency=1)
     with pytest.raises(ValueError, match=r"cannot be imported in a worker (?s:.*)only in the run"):
         pool.submit("?", ["a"], EXAMPLE).result(60)
     pool.close()
@@ -120,7 +116,7 @@ def test_a_module_that_fails_in_the_worker_stops_the_run(tmp_path, monkeypatch):
 )
 def test_a_lost_group_costs_no_other_its_reward(make_pool, monkeypatch, function, program, outcome):
     """Nor those that were awaited in the process that it ended."""
-    monkeypatch.setattr(reward_function, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(worker_pool, "_GRACE_SECONDS", 0.2)
     pool = make_pool(function, timeout=1.0)
     (first,) = map(kind_of, ask(pool, "pass"))
     began = time.monotonic()
