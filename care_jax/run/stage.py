@@ -104,6 +104,7 @@ class Stage:
         self._check = StateCheck(self.run, self.name, self.checkpoints)
         self._updates = SkippedUpdates(self.run, self.name, self.state.params, self._check.advice)
         self._pace = Pace(self._num_steps)
+        self._timed = time.perf_counter(), self.start  # since when, and the step, of the next line
         self._unread: list[tuple[int, Any]] = []  # steps and metrics, on the devices
         self._last: tuple[int, UpdateBatch] | None = None  # the last step, and what it was made of
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
@@ -126,7 +127,7 @@ class Stage:
 
     def steps(self, batches: Batches) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """The number, examples and prompts of every step that is left."""
-        self._timed = time.perf_counter(), self.start  # since when, and the step, of the next line
+        self._timed = time.perf_counter(), self.start
         left = batches.iterate(self.start, self._num_steps)
         for step, examples, prompts in progress(left, self.name, self.start, self._num_steps):
             if distributed.is_preempted():
