@@ -69,7 +69,7 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         return laid_out(slots), by_slot(first)
 
     def share(slots, source, begin, end):
-        return laid_out(sampler.share(slots, source, begin, end, num_shards=num_shards))
+        return laid_out(sampler.occupy(slots, slots.prefix, source, begin, end, num_shards))
 
     def advance(params, slots, num_wanted):
         slots, sampled, progress = sampler.advance(params, slots, num_wanted, options)

@@ -171,25 +171,13 @@ def admit(
         first=first.token,
     )
     end = jnp.where(chosen >= 0, budget.shape[1], slots.end_rollout)
-    slots = _occupy(slots, prefix, chosen, jnp.zeros_like(chosen), end, num_shards)
+    slots = occupy(slots, prefix, chosen, jnp.zeros_like(chosen), end, num_shards)
 
     def by_slot(x: Array) -> Array:
         none = jnp.full((len(chosen), *x.shape[1:]), -1, x.dtype)
         return take_in_shard(x, none, chosen, num_shards)[..., None]
 
     return slots, jax.tree.map(by_slot, first)
-
-
-def share(
-    slots: Slots,
-    source: Int[Array, " B"],
-    begin: Int[Array, " B"],
-    end: Int[Array, " B"],
-    *,
-    num_shards: int,
-) -> Slots:
-    """Gives free slots some rollouts of prompts on other slots; see `Scheduler.share`."""
-    return _occupy(slots, slots.prefix, source, begin, end, num_shards)
 
 
 def advance(
@@ -199,7 +187,7 @@ def advance(
 
     Args:
         params: in the decode layout.
-        slots: as `admit`, `share` or this function returned them.
+        slots: as `admit`, `occupy` or this function returned them.
         num_wanted: number of free slots at which the host has something to do.
         options: of the decoder.
 
@@ -285,7 +273,7 @@ def advance(
     return slots, log, progress
 
 
-def _occupy(
+def occupy(
     slots: Slots,
     prefix: Prefix,
     chosen: Int[Array, " B"],
@@ -293,7 +281,15 @@ def _occupy(
     end: Int[Array, " B"],
     num_shards: int,
 ) -> Slots:
-    """Gives slots the prompts `chosen` of `prefix`, and their rows rollouts from `begin` on."""
+    """Gives slots prompts and some of their rollouts.
+
+    Args:
+        slots: some of them free.
+        prefix: of new prompts, or of the slots themselves: free slots share others' rollouts.
+        chosen: per slot, index in its shard of `prefix` of the prompt that it takes; -1 for none.
+        begin, end: per slot, its range of rollouts; `begin` counts on slots that take a prompt.
+        num_shards: of the batch.
+    """
     num_rows, num_rollouts = slots.rollout.shape[1], slots.prefix.first.shape[1]
     take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)
     prefix, is_new = jax.tree.map(take, prefix, slots.prefix), chosen >= 0

@@ -255,7 +255,8 @@ def test_a_slot_that_takes_over_rollouts_stops_where_the_other_slot_would_have(p
         rollout=jnp.array([[0, 1], [0, 1], [9, 9], [9, 9]]),
     )
     source, begin, end = jnp.array([[-1, -1, 0, -1], [0, 0, 4, 0], [4, 9, 5, 9]])
-    slots = jax.jit(functools.partial(sampler.share, num_shards=1))(slots, source, begin, end)
+    occupy = jax.jit(functools.partial(sampler.occupy, num_shards=1))
+    slots = occupy(slots, slots.prefix, source, begin, end)
     assert slots.end_rollout.tolist() == [4, 9, 5, 9]
     assert slots.rollout.tolist() == [[0, 1], [0, 1], [4, 9], [9, 9]]
     assert slots.next_rollout.tolist() == [2, 2, 6, 9]
