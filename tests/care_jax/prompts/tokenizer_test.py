@@ -46,7 +46,7 @@ def test_saved_folder_opens_as_the_same_tokenizer(tmp_path):
 
 def test_another_process_builds_the_same_tokenizer():
     code = (
-        "from care_jax.data import synthetic;"
+        "from care_jax.data.drawn import synthetic;"
         "from care_jax.prompts.tokenizer import build_tokenizer;"
         "print(build_tokenizer(synthetic.texts()).backend_tokenizer.to_str(), end='')"
     )
