@@ -26,6 +26,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags
 _PACKAGE = pathlib.Path(__file__).parent
+_IS_INSTALLED = (_PACKAGE / "configs").is_dir()  # inside the package, see setup.py
+_ROOT = _PACKAGE if _IS_INSTALLED else _PACKAGE.parent
 _DEFAULT = "tiny"  # configuration of the commands that train or evaluate, if none is given
 
 
@@ -43,11 +45,11 @@ def main() -> None:
         )
         sys.exit(0 if is_help else 2)
     module, first = COMMANDS[command]
-    if (_PACKAGE / "configs").is_dir():  # an installation, see setup.py
+    if _IS_INSTALLED:
         module = module if module.startswith("care_jax.") else f"care_jax.{module}"
-    else:  # the checkout, whose files import `configs`
-        sys.path.insert(0, str(_PACKAGE.parent))
-        folders = filter(None, (str(_PACKAGE.parent), os.environ.get("PYTHONPATH")))
+    else:  # files of the checkout import `configs`
+        sys.path.insert(0, str(_ROOT))
+        folders = filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     try:
         flags = resolved(command, given)
@@ -88,17 +90,12 @@ def path_of(folder: str, name: str) -> str:
             f"no file {stem!r} in {folder}; give a path that ends with .py, or one of "
             f"{', '.join(names(folder))}"
         )
-    return f"{_folder(folder) / stem}.py{colon}{argument}"
+    return f"{_ROOT / folder / stem}.py{colon}{argument}"
 
 
 def names(folder: str) -> list[str]:
     """What is installed in `configs` or `experiments`."""
-    return sorted(path.stem for path in _folder(folder).glob("*.py") if path.stem[0] != "_")
-
-
-def _folder(name: str) -> pathlib.Path:
-    """Inside the package in an installation, beside it in the checkout; see setup.py."""
-    return _PACKAGE / name if (_PACKAGE / name).is_dir() else _PACKAGE.parent / name
+    return sorted(path.stem for path in (_ROOT / folder).glob("*.py") if path.stem[0] != "_")
 
 
 if __name__ == "__main__":

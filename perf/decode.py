@@ -28,12 +28,11 @@ import transformers
 from care_jax.aot.lengths import draw_responses
 from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes, WaitingPrompt, simulate
-from care_jax.devices import sharding, xla_flags
+from care_jax.devices import xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.rl.rollout import compile_decoder
-from care_jax.run.policy import policy_of
-from care_jax.run.run import Run
+from care_jax.run.run import Run, open_run
 from configs import tiny
 from models import backbone
 from models.config import BackboneConfig
@@ -47,10 +46,11 @@ MEAN, SIGMA, CAP = 128, 0.8, 512  # of log-normal response lengths
 def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
     """A run of the medium backbone; only its decoding is used."""
     config = tiny.get_config()
+    config.stages = ("evaluate",)
     config.model.backbone = config_json.to_hf(medium_config())
     config.model.compute_dtype = dtype
     config.data.buckets = ((num_tokens, num_patches),)
-    return Run(config, policy_of(config), sharding.make_mesh(1, 1, 1), pathlib.Path())
+    return open_run(config, pathlib.Path())
 
 
 def make_prompts(config: BackboneConfig, num_prompts: int, rng) -> list[TokenizedPrompt]:

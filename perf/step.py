@@ -78,6 +78,7 @@ def _hash(text: str) -> float:
 def make_config(cap: int, num_slots: int, num_rows: int, folder: str = ""):
     """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
+    config.stages = ("rl",)
     config.model.backbone = {} if folder else config_json.to_hf(medium_config())
     config.model.path = folder
     config.data.buckets = ((PROMPT_TOKENS, (IMAGE_SIDE // 14) ** 2),)

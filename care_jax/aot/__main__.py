@@ -43,22 +43,8 @@ from care_jax.config import command_line
 from care_jax.devices.flops import GIB
 from care_jax.devices.sharding import MESH_AXES
 
-_COLUMNS = (
-    "program",
-    "arguments",
-    "outputs",
-    "temporaries",
-    "beside",
-    "total",
-    "headroom",
-    "TFLOPs",
-    "least time",
-    "bound",
-    "tokens/s",
-    "compiled in",
-)
-
-
+_COLUMNS = "program,arguments,outputs,temporaries,beside,total,headroom"
+_COLUMNS += ",TFLOPs,least time,bound,tokens/s,compiled in"
 _GPU_LIMITS = (
     "The GPU compiler refuses no program for its size and does not count cuDNN's workspace; a chip "
     "is taken to have 90% of its memory for programs. No kernel is autotuned. Between nodes every "
@@ -68,60 +54,58 @@ _GPU_LIMITS = (
 
 def report(result: Fit) -> str:
     """The tables, as Markdown with aligned columns, and the conclusions."""
-    programs = [_COLUMNS, *(_row(result, program) for program in result.programs)]
-    lines = [_heading(result), "", *_table(programs), ""]
-    if received := _received_rows(result):
+    sizes = result.mesh.shape
+    mesh_shape = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
+    is_named = result.num_slices > 1 and not _is_gpu(result)
+    lines = [
+        f"{f'{result.num_slices} slices of ' if is_named else ''}{result.topology}: "
+        f"{result.mesh.size} chips ({mesh_shape or 'one'}), {result.chip.hbm / GIB:.2f} GiB each",
+        "",
+        *_table([_COLUMNS.split(","), *(_row(result, program) for program in result.programs)]),
+        "",
+    ]
+    if received := [_received_row(result, each) for each in result.programs if each.received]:
+        names = ["program", *COLLECTIVES, "total", "calls", "worst step"]
+        names += ["mean step"] * bool(result.expected)
+        names += ["of it from other slices"] * (result.num_slices > 1)
         unit = "GB received by one chip, in the largest call of a program and in all of a step"
-        lines += [f"{unit}:", "", *_table(received), ""]
+        lines += [f"{unit}:", "", *_table([names, *received]), ""]
     return "\n".join([*lines, *_conclusions(result)])
+
+
+def _is_gpu(result: Fit) -> bool:
+    return result.topology.startswith(tuple(GPUS))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_line(row, widths) for row in rows]
-    lines.insert(1, _line(["-" * widths[0], *("-" * (w - 1) + ":" for w in widths[1:])], widths))
+    head, *body = rows
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = []
+    for first, *rest in (head, rule, *body):
+        aligned = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append(f"| {' | '.join([first.ljust(widths[0]), *aligned])} |")
     return lines
 
 
-def _received_rows(result: Fit) -> list[tuple[str, ...]]:
-    """Bytes received by one chip, program x collective; empty if no program compiled."""
-    rows: list[tuple[str, ...]] = [("program", *COLLECTIVES, "total", "calls", "worst step")]
-    if result.expected:
-        rows[0] += ("mean step",)
+def _received_row(result: Fit, program: Program) -> list[str]:
+    """Bytes received by one chip, by collective."""
+    assert program.received is not None
+    sizes = program.received.by_collective(program.work.num_passes).values()
+    call = (f"{size / 1e9:.2f}" for size in (*sizes, sum(sizes)))
+    cases = [program.works(is_mean) for is_mean in (False, True)[: 1 + bool(result.expected)]]
+    steps = [f"{sum(work.ici_bytes for work in works) / 1e9:.1f}" for works in cases]
     if result.num_slices > 1:
-        rows[0] += ("of it from other slices",)
-    for program in result.programs:
-        if program.received is None:
-            continue
-        sizes = program.received.by_collective(program.work.num_passes).values()
-        cases = (False, True) if result.expected else (False,)
-        steps = [sum(work.ici_bytes for work in program.works(is_mean)) for is_mean in cases]
-        call = (f"{size / 1e9:.2f}" for size in (*sizes, sum(sizes)))
-        step = (f"{size / 1e9:.1f}" for size in steps)
-        if result.num_slices > 1:
-            works = program.works(is_expected=bool(result.expected))
-            step = (*step, f"{sum(work.dcn_bytes for work in works) / 1e9:.2f}")
-        rows.append((program.name, *call, str(program.num_calls), *step))
-    return rows if len(rows) > 1 else []
+        steps.append(f"{sum(work.dcn_bytes for work in cases[-1]) / 1e9:.2f}")
+    return [program.name, *call, str(program.num_calls), *steps]
 
 
-def _heading(result: Fit) -> str:
-    sizes = result.mesh.shape
-    mesh_shape = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
-    is_named = result.num_slices > 1 and not result.topology.startswith(tuple(GPUS))
-    slices = f"{result.num_slices} slices of " if is_named else ""
-    return (
-        f"{slices}{result.topology}: {result.mesh.size} chips ({mesh_shape or 'one'}), "
-        f"{result.chip.hbm / GIB:.2f} GiB each"
-    )
-
-
-def _row(result: Fit, program: Program) -> tuple[str, ...]:
+def _row(result: Fit, program: Program) -> list[str]:
     bounds = program.work.bounds(result.chip, result.mesh.size)
     seconds = max(bounds.values())
     sizes = program.arguments, program.outputs, program.temporaries, program.beside, program.total
-    return (
+    return [
         program.name,
         *(f"{size / GIB:.2f}" for size in sizes),
         f"{(result.chip.hbm - program.total) / GIB:+.2f}",
@@ -130,13 +114,7 @@ def _row(result: Fit, program: Program) -> tuple[str, ...]:
         max(bounds, key=bounds.__getitem__),
         f"{program.work.tokens / seconds:.0f}" if program.work.tokens else "",
         f"{program.seconds:.0f} s",
-    )
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = zip(cells, widths, strict=True)
-    aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
-    return f"| {' | '.join(aligned)} |"
+    ]
 
 
 def _conclusions(result: Fit) -> list[str]:
@@ -160,7 +138,7 @@ def _conclusions(result: Fit) -> list[str]:
         if step is not None:
             counts = f"{step.num_microbatches} microbatches in {len(step.updates)} updates"
             lines.append(f"The {name} step of 'rl': {counts}, train_fill {step.train_fill:.3f}.")
-    return lines + ([_GPU_LIMITS] if result.topology.startswith(tuple(GPUS)) else [])
+    return lines + [_GPU_LIMITS] * _is_gpu(result)
 
 
 def _step_line(result: Fit, stage: str) -> str:

@@ -102,22 +102,18 @@ def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Receive
                 once["reduce-scatter" if is_fused else operation] += size
                 if num_slices > 1:
                     once[_BETWEEN] += int(size * _share_between(groups, chips_per_slice))
-                continue
-            if operation == "send":
+            elif operation == "send":
                 once[_BETWEEN] += _bytes_to_slices(line, shape, num_slices)
-                continue
-            inner = _called(line, operation)
-            if operation == "while":
-                condition, body = inner
-                passes = of(condition), of(body)
+            elif operation == "while":
+                condition, body = _LOOP.findall(line)[0]
                 number = _num_passes(line, computations[condition])
-                for part in passes:
+                for part in (of(condition), of(body)):
                     if number is None:
                         each_pass.update(part.once + part.each_pass)
-                    else:
-                        once.update(_times(part.once, number))
-                        each_pass.update(_times(part.each_pass, number))
-            elif inner:
+                        continue
+                    for total, sizes in ((once, part.once), (each_pass, part.each_pass)):
+                        total.update({kind: number * size for kind, size in sizes.items()})
+            elif inner := _called(line):
                 parts = [of(other) for other in inner]
                 part = max(parts, key=lambda x: x.total(1))  # a conditional takes one branch
                 once.update(part.once)
@@ -125,10 +121,6 @@ def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Receive
         return Received(once, each_pass)
 
     return of(entry)
-
-
-def _times(sizes: Counter[str], number: int) -> Counter[str]:
-    return Counter({kind: number * size for kind, size in sizes.items()})
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
@@ -144,13 +136,10 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
     return computations, entry
 
 
-def _called(line: str, operation: str) -> Sequence[str]:
-    """Names of the computations that an instruction calls; (condition, body) of a loop."""
-    if operation == "while":
-        return _LOOP.findall(line)[0]
-    if branches := _BRANCHES.search(line):
-        return re.findall(r"[\w.-]+", branches[1])
-    return _CALLED.findall(line)
+def _called(line: str) -> Sequence[str]:
+    """Names of the computations that an instruction calls."""
+    branches = _BRANCHES.search(line)
+    return re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(line)
 
 
 def _num_passes(line: str, condition: Sequence[str]) -> int | None:
@@ -177,11 +166,8 @@ def _bytes_received(shape: str, operation: str, is_start: bool, group: int) -> i
     # The shape of a -start is (operands, results, ...); that of all-reduce-start is its result.
     if is_start and operation != "all-reduce":
         shape = _elements(shape)[1]
-    factors = {
-        "reduce-scatter": group - 1,
-        "all-reduce": 2 * (group - 1) / group,
-        "collective-permute": 1,
-    }
+    factors = {"reduce-scatter": group - 1, "all-reduce": 2 * (group - 1) / group}
+    factors["collective-permute"] = 1
     return int(_num_bytes(shape) * factors.get(operation, (group - 1) / group))
 
 
@@ -195,12 +181,9 @@ def _bytes_to_slices(line: str, shape: str, num_slices: int) -> int:
     """Bytes that a chip receives from other slices for what it sends to the host, else 0."""
     if (transfer := _TRANSFER.search(line)) is None:
         return 0
-    factors = {
-        "ALL_REDUCE": 2 * (num_slices - 1) / num_slices,
-        "ALL_GATHER": num_slices - 1,
-        "REDUCE_SCATTER": (num_slices - 1) / num_slices,
-        "ALL_TO_ALL": (num_slices - 1) / num_slices,
-    }
+    share = (num_slices - 1) / num_slices
+    factors = {"ALL_REDUCE": 2 * share, "ALL_GATHER": num_slices - 1}
+    factors |= {"REDUCE_SCATTER": share, "ALL_TO_ALL": share}
     return int(_num_bytes(_elements(shape)[0]) * factors.get(transfer[1], 1))
 
 

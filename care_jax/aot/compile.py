@@ -10,7 +10,6 @@ drawn around a mean; its bytes between chips are those of the compiled programs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pathlib
 import re
 import time
@@ -51,34 +50,39 @@ class Program:
 
     Attributes:
         name: its stage and what it does.
+        work: what it computes and moves in its largest call.
+        num_calls: calls in one step of its stage.
+        expected: the work of every call of a step at the mean length; empty if no mean was given.
+        beside: bytes of other arrays that the run keeps on one chip meanwhile.
         arguments, outputs, temporaries: bytes on one chip; an output aliased to a donated argument
             is counted once. If the compiler refused the program for its size, only the sum is
             known, as temporaries.
-        beside: bytes of other arrays that the run keeps on one chip meanwhile.
-        work: what it computes and moves in its largest call.
-        num_calls: calls in one step of its stage.
-        seconds: compile time.
-        is_refused: the program alone is too large for the chip.
         received: bytes from other chips, as compiled; None if it was refused.
-        expected: the work of every call of a step at the mean length; empty if no mean was given.
+        is_refused: the program alone is too large for the chip.
+        seconds: compile time.
     """
 
     name: str
-    arguments: int
-    outputs: int
-    temporaries: int
-    beside: int
     work: Work
-    num_calls: int
-    seconds: float
-    is_refused: bool = False
-    received: Received | None = None
+    num_calls: int = 1
     expected: tuple[Work, ...] = ()
+    beside: int = 0
+    arguments: int = 0
+    outputs: int = 0
+    temporaries: int = 0
+    received: Received | None = None
+    is_refused: bool = False
+    seconds: float = 0.0
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes on one chip of the program alone."""
+        return self.arguments + self.outputs + self.temporaries
 
     @property
     def total(self) -> int:
         """Bytes on one chip while it runs."""
-        return self.arguments + self.outputs + self.temporaries + self.beside
+        return self.own_bytes + self.beside
 
     def works(self, is_expected: bool) -> tuple[Work, ...]:
         """The work of every call of a step, for the largest or the expected step."""
@@ -92,10 +96,10 @@ class Fit:
     Attributes:
         topology: its name.
         chip: its kind of chip.
-        num_slices: slices of TPUs or nodes of GPUs among its chips.
         mesh: its chips.
         programs: in the order of a run; if one is refused, those that need its results are missing.
         decode_prompts: most prompts in flight that should fit; None without rollouts.
+        num_slices: slices of TPUs or nodes of GPUs among its chips.
         largest, expected: what a step of "rl" computes at worst and at the mean length; None
             without rollouts, or without a mean.
         mean_response: that mean, in tokens of a response.
@@ -154,33 +158,24 @@ def fit(
         largest = step_sizes.largest_step(run)
         expected = step_sizes.expected_step(run, mean_response) if mean_response else None
     if "sft" in config.stages:
-        programs += _sft_programs(run, mean_response)
+        programs.append(_sft_program(run, mean_response))
     if largest is not None:
         rollout, decode_prompts = _rollout_programs(run, chips.chip, largest, expected)
         programs += rollout + _update_programs(run, largest, expected)
     if not programs:
         raise ValueError(f'stages must contain "sft" or "rl", got {tuple(config.stages)}; add one')
-    return Fit(
-        topology,
-        chips.chip,
-        mesh,
-        tuple(programs),
-        decode_prompts,
-        len(set(chips.slices)),
-        largest,
-        expected,
-        mean_response,
-    )
+    found = tuple(programs), decode_prompts, len(set(chips.slices)), largest, expected
+    return Fit(topology, chips.chip, mesh, *found, mean_response)
 
 
 def update_program(run: Run, stage: str) -> Program:
     """The largest update of "sft" or "rl", compiled for the devices of the run."""
     if stage == "sft":
-        return _sft_programs(run, None)[-1]
+        return _sft_program(run, None)
     return _update_programs(run, step_sizes.largest_step(run), None)[-1]
 
 
-def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
+def _sft_program(run: Run, mean_response: float | None) -> Program:
     _, adamw = make_adamw(run, "sft")
     state = abstract_state(run, adamw)
     num_microbatches, packed = step_sizes.largest_imitation(run)
@@ -188,11 +183,11 @@ def _sft_programs(run: Run, mean_response: float | None) -> list[Program]:
     if mean_response:
         expected = (workload.train(run, *step_sizes.expected_imitation(run, mean_response)),)
     batch = shapes.imitation_batch(run, num_microbatches * run.config.sft.microbatch_size)
-    step = sft.compile_step(run, adamw, jax.tree.map(lambda x: x.sharding, state))
-    # The next batch is already on the devices while a step runs.
-    beside = shapes.num_bytes(batch)
     work = workload.train(run, num_microbatches, packed)
-    return [_compile("sft step", step, (state, batch), beside, work, 1, expected)[0]]
+    # The next batch is already on the devices while a step runs.
+    program = Program("sft step", work, 1, expected, beside=shapes.num_bytes(batch))
+    step = sft.compile_step(run, adamw, sharding.of(state))
+    return _compile(program, step, (state, batch))[0]
 
 
 def _rollout_programs(
@@ -204,29 +199,27 @@ def _rollout_programs(
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
     layout = workload.layout(run, is_decoding=True)
-    reshard = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
     beside = kept - shapes.num_bytes(state.params)
-    once = (moved,) if expected else ()
-    reshard = reshard.to_decode_layout, (state.params,), beside, moved, 1, once
-    program, params = _compile("rl reshard", *reshard)
-    compiled = [program]
+    reshard = Program("rl reshard", moved, 1, (moved,) if expected else (), beside)
+    to_decode_layout = compile_update(run, adamw, sharding.of(state)).to_decode_layout
+    reshard, params = _compile(reshard, to_decode_layout, (state.params,))
     if params is None:
-        return compiled, None
+        return [reshard], None
     programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p)
     first, second = rollout_sizes(run)
-    passes = [("decode", first, lambda step: step.decoding)]
+    expected_decoding = expected and expected.decoding
+    arguments = run, programs, params, kept
+    compiled = _decode_programs(*arguments, "decode", first, largest.decoding, expected_decoding)
     if shapes.num_rows(run) > rl.num_rollouts:
-        passes.append(("reflect", second, lambda step: step.reflecting))
-    for name, sizes, schedule_of in passes:
-        schedules = schedule_of(largest), schedule_of(expected) if expected else None
-        compiled += _decode_programs(run, programs, params, kept, name, sizes, *schedules)
+        schedules = largest.reflecting, expected and expected.reflecting
+        compiled += _decode_programs(*arguments, "reflect", second, *schedules)
 
     # Assumes that the memory per prompt does not depend on the number of slots.
     fixed = kept + shapes.num_bytes(params)
-    per_prompt = (max(p.total for p in compiled[1:]) - fixed) / rl.decode_prompts
+    per_prompt = (max(p.total for p in compiled) - fixed) / rl.decode_prompts
     most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
-    return compiled, max(most // layout.batch_parts * layout.batch_parts, 0)
+    return [reshard, *compiled], max(most // layout.batch_parts * layout.batch_parts, 0)
 
 
 def _decode_programs(
@@ -250,98 +243,80 @@ def _decode_programs(
         sizes: of its programs.
         largest, expected: its calls in the largest step, and at the mean length.
     """
-    place, compiled = run.decode_batch_sharding, []
+    place = run.decode_batch_sharding
     rules = run.config.decode_sharding_rules
     impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
-    slots = shapes.slots(run, sizes, num_tokens, sizes.max_tokens)
+    slots = shapes.slots(run, sizes, num_tokens)
 
-    def add(kind, jitted, arguments, beside, work_of, calls_of):
-        """Compiles one program; every call of the worst step counts as its largest call."""
+    def compiled(kind: str, jitted, arguments: tuple, work_of, calls_of) -> Program:
+        """One program; every call of the worst step counts as its largest call."""
         calls = calls_of(largest)
         work = max(map(work_of, calls), key=lambda work: (work.hbm_bytes, work.flops))
         works = tuple(map(work_of, calls_of(expected))) if expected else ()
-        arguments = jitted, arguments, beside, work, len(calls), works
-        program, results = _compile(f"rl {name}{kind}", *arguments)
-        compiled.append(program)
-        return results
+        program = Program(f"rl {name}{kind}", work, len(calls), works, kept)
+        return _compile(program, jitted, arguments)[0]
 
     rng = jax.eval_shape(lambda: jax.random.key(0))
     budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
     chosen = shapes.on_batch(place, sizes.num_slots)(jnp.int32)
-    arguments = params, slots, prompts, rng, per_prompt(jnp.int32), budget, chosen
-    add(
-        " prefill",
-        programs.admit,
-        arguments,
-        kept,
-        lambda bucket: workload.prefill(run, sizes, bucket),
-        lambda schedule: schedule.prefills,
-    )
-    advance = programs.advance, (params, slots, jax.ShapeDtypeStruct((), jnp.int32)), kept
-    add(
-        "",
-        *advance,
-        lambda call: workload.decode(run, sizes, call, impl),
-        lambda schedule: schedule.calls,
-    )
-    return compiled
+    return [
+        compiled(
+            " prefill",
+            programs.admit,
+            (params, slots, prompts, rng, per_prompt(jnp.int32), budget, chosen),
+            lambda bucket: workload.prefill(run, sizes, bucket),
+            lambda schedule: schedule.prefills,
+        ),
+        compiled(
+            "",
+            programs.advance,
+            (params, slots, jax.ShapeDtypeStruct((), jnp.int32)),
+            lambda call: workload.decode(run, sizes, call, impl),
+            lambda schedule: schedule.calls,
+        ),
+    ]
 
 
 def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -> list[Program]:
     """The update, and the forward that scores its batch under the reference or π_old."""
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
-    plan, _ = largest.updates[0]
+    plan, packed = largest.updates[0]
     batch = shapes.train_batch(run, len(plan.rows) * step_sizes.num_processes(run))
     num_updates = len(largest.updates)
-    programs = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, state))
+    programs = compile_update(run, adamw, sharding.of(state))
     # The next batch is already on the devices while an update runs.
     later = shapes.num_bytes(batch) if num_updates > 1 else 0
 
-    def add(name, jitted, arguments, beside, work_of, num_scores=1):
-        """Compiles a program that every update calls `num_scores` times."""
-        work, *works = (
-            work_of(plan.num_microbatches, packed)
-            for step in (largest, expected)
-            if step is not None
-            for plan, packed in (step.updates[:1] if step is largest else step.updates)
-        )
-        num_calls, works = num_updates * num_scores, tuple(works) * num_scores
-        return _compile(name, jitted, arguments, beside, work, num_calls, works)[0]
+    def compiled(name, jitted, params, beside, work_of, num_scores=1) -> Program:
+        """A program that every update calls `num_scores` times."""
+        work = work_of(run, plan.num_microbatches, packed)
+        updates = expected.updates if expected else ()
+        works = tuple(work_of(run, plan.num_microbatches, packed) for plan, packed in updates)
+        calls = num_updates * num_scores, works * num_scores
+        return _compile(Program(name, work, *calls, beside + later), jitted, (params, batch))[0]
 
-    compiled = []
-    num_scores = bool(run.objective.beta) + run.has_trainer_logp
-    if num_scores:
+    scored = []
+    if num_scores := bool(run.objective.beta) + run.has_trainer_logp:
         params = lora.without(state.params)
-        beside = shapes.num_bytes(state) + later
+        beside = shapes.num_bytes(state)
         if not run.has_reference_copy:  # scored with the parameters of the state
             beside -= shapes.num_bytes(params)
-
-        work_of = functools.partial(workload.score, run)
-        score = programs.score, (params, batch), beside, work_of, num_scores
-        compiled.append(add("rl score", *score))
-    beside = _reference_bytes(run, state) + later
-    work_of = functools.partial(workload.train, run)
-    return [*compiled, add("rl update", programs.update, (state, batch), beside, work_of)]
+        arguments = programs.score, params, beside, workload.score, num_scores
+        scored = [compiled("rl score", *arguments)]
+    beside = _reference_bytes(run, state)
+    return [*scored, compiled("rl update", programs.update, state, beside, workload.train)]
 
 
-def _compile(
-    name: str,
-    jitted: Callable,
-    arguments: tuple,
-    beside: int,
-    work: Work,
-    num_calls: int,
-    expected: tuple[Work, ...],
-) -> tuple[Program, Any]:
-    """The program, and its results as abstract arrays; None if it was refused for its size.
+def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Program, Any]:
+    """The program with what its compiler says of it, and its results as abstract arrays.
 
-    For the arguments see `Program`.
+    There are no results if the compiler refused it for its size.
     """
-    logging.info("compiling %s", name)
+    logging.info("compiling %s", program.name)
     began = time.perf_counter()
     devices = jax.tree.leaves(arguments)[0].sharding.mesh.devices.flat
     platform = {"gpu": "cuda"}.get(devices[0].platform, devices[0].platform)
@@ -352,33 +327,34 @@ def _compile(
         needed = _EXHAUSTED.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
             raise
-        size, unit = (part for part in needed.groups() if part)
-        sizes = 0, 0, int(float(size) * _UNITS[unit])
-        seconds = time.perf_counter() - began
-        program = Program(name, *sizes, beside, work, num_calls, seconds, True, None, expected)
-        return program, None
+        size, unit = filter(None, needed.groups())
+        temporaries, seconds = int(float(size) * _UNITS[unit]), time.perf_counter() - began
+        refused = {"temporaries": temporaries, "is_refused": True, "seconds": seconds}
+        return dataclasses.replace(program, **refused), None
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
-    results = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        lowered.out_info,
-        compiled.output_shardings,
-    )
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    temporaries = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    sizes = memory.argument_size_in_bytes, outputs, temporaries
+    results = shapes.sharded(lowered.out_info, compiled.output_shardings)
     num_slices = len(set(map(slice_of, devices)))
     received = collectives.received(compiled.as_text(), num_slices, len(devices) // num_slices)
-    work, *mean_works = (
+    work, *expected = (
         dataclasses.replace(
             each,
             ici_bytes=received.total(each.num_passes),
             dcn_bytes=received.between_slices(each.num_passes),
         )
-        for each in (work, *expected)
+        for each in (program.work, *program.expected)
     )
-    fields = beside, work, num_calls, seconds, False, received, tuple(mean_works)
-    return Program(name, *sizes, *fields), results
+    program = dataclasses.replace(
+        program,
+        work=work,
+        expected=tuple(expected),
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
+        received=received,
+        seconds=seconds,
+    )
+    return program, results
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:

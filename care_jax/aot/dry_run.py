@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from care_jax.aot import shapes
-from care_jax.aot.compile import Program, update_program
+from care_jax.aot.compile import update_program
 from care_jax.batch import Example, Unusable
 from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
@@ -53,17 +53,12 @@ def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
         "Configuration": _configuration(run.config),
         "Devices": _devices(run),
         "Model": _model(run),
-        **{
-            f"Data of {stage!r}": _data(run, stage, examples) for stage, examples in sources.items()
-        },
+        **{f"Data of {stage!r}": _data(run, stage, each) for stage, each in sources.items()},
         "Memory of a device": _memory(run),
-        "Files": _files(run, sources),
+        "Files": _files(run),
     }
-    return "\n".join(
-        line
-        for title, lines in sections.items()
-        for line in (f"## {title}", *(f"  {line}" for line in lines), "")
-    )
+    texts = ((f"## {title}", *(f"  {line}" for line in sections[title]), "") for title in sections)
+    return "\n".join(itertools.chain.from_iterable(texts))
 
 
 def _configuration(config: ConfigDict, prefix: str = "") -> Iterator[str]:
@@ -82,13 +77,11 @@ def _devices(run: Run) -> Iterator[str]:
 
 
 def _model(run: Run) -> Iterator[str]:
-    policy, model = run.policy, run.config.model
-    where = policy.folder if policy.folder is not None else "random weights"
-    yield f"{policy.config.family}, {where}"
-    params = params_of(run)
-    trained, _ = run.partition(params)
-    total, of_them = (_num_parameters(tree) for tree in (params, trained))
-    yield f"{total:,} parameters, {of_them:,} trained; master weights {model.param_dtype}"
+    policy, params = run.policy, params_of(run)
+    yield f"{policy.config.family}, {policy.folder or 'random weights'}"
+    total, trained = (_num_parameters(tree) for tree in (params, run.partition(params)[0]))
+    param_dtype = run.config.model.param_dtype
+    yield f"{total:,} parameters, {trained:,} trained; master weights {param_dtype}"
 
 
 def _data(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
@@ -106,14 +99,12 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
         try:
             example = examples[index]
             prompt = builder.tokenize(example)
+            if stage != "sft" and not builder.fits(prompt):
+                raise Unusable("prompt fits no bucket")
         except Unusable as reason:
             left_out[str(reason)] += 1
             continue
-        size = len(prompt.tokens), len(prompt.patches)
-        if stage != "sft" and not builder.fits(prompt):
-            left_out["prompt fits no bucket"] += 1
-            continue
-        lengths = f"{size[0]} tokens, {size[1]} patches"
+        lengths = f"{len(prompt.tokens)} tokens, {len(prompt.patches)} patches"
         if stage == "sft":
             lengths += f", response {len(builder.response_tokens(example.response))} tokens"
             if example.context:
@@ -150,7 +141,7 @@ def _memory(run: Run) -> Iterator[str]:
             yield f"{_gib(params)} reference policy"
         yield f"{_gib(shapes.num_bytes(_decode_params(run)))} weights for decoding"
         most = max(
-            shapes.num_bytes(shapes.slots(run, sizes, num_tokens, sizes.max_tokens))
+            shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
             for sizes in rollout_sizes(run)
             for num_tokens in [shapes.largest_bucket(run)[0] + sizes.context_tokens]
         )
@@ -162,7 +153,7 @@ def _memory(run: Run) -> Iterator[str]:
         began = time.perf_counter()
         program = update_program(run, stages[-1])
         seconds = time.perf_counter() - began
-        yield f"{_gib(_own_bytes(program))} largest {program.name}, compiled in {seconds:.0f} s"
+        yield f"{_gib(program.own_bytes)} largest {program.name}, compiled in {seconds:.0f} s"
     else:
         yield (
             "python -m care_jax.aot with the same --config and --topology=<chips> compiles all "
@@ -170,48 +161,36 @@ def _memory(run: Run) -> Iterator[str]:
         )
 
 
-def _own_bytes(program: Program) -> int:
-    return program.arguments + program.outputs + program.temporaries
-
-
-def _files(run: Run, sources: Mapping[str, Sequence[Example]]) -> Iterator[str]:
+def _files(run: Run) -> Iterator[str]:
     config, workdir = run.config, run.workdir
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
     yield "config.json, metrics.jsonl, tensorboard/, report.html, report.jsonl, rollouts.jsonl" + (
         ", compilation_cache/" if config.compilation_cache else ""
     )
-    for stage in ("sft", "rl"):
-        if stage not in config.stages:
-            continue
+    for stage in (stage for stage in TRAINING if stage in config.stages):
         _, adamw = make_adamw(run, stage)
         folder = checkpoint_folder(run, stage)
-        saved = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+        saved = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(run, adamw)))
         yield (
             f"checkpoints/{stage}/: every {config.checkpoint_every} of {config[stage].num_steps} "
             f"steps, {_gib(size).strip()} each, the last {config.keep_checkpoints} kept; "
-            + (f"goes on from step {saved[-1]}" if saved else "none yet")
+            + (f"goes on from step {max(saved)}" if saved else "none yet")
         )
-    if "evaluate" in config.stages:
-        names = itertools.accumulate(config.stages, _last_trained, initial=_evaluated_first(run))
-        after = {
-            name for name, stage in zip(names, config.stages, strict=False) if stage == "evaluate"
-        }
+    # What is evaluated before any training, see `run.weights.find`.
+    found = [stage for stage in TRAINING if has_checkpoint(run, stage)]
+    last = f"{found[-1]} (export.step {config.export.step!r})" if found else "start"
+    if any(stage in TRAINING for stage in config.stages):
+        last = "start"
+    after = set()
+    for stage in config.stages:
+        last = stage if stage in TRAINING else last
+        if stage == "evaluate":
+            after.add(last)
+    if after:
         yield "samples of the evaluations after " + ", ".join(sorted(after))
     if "export" in config.stages:
         yield "export/, a Hugging Face release"
-
-
-def _evaluated_first(run: Run) -> str:
-    """What an evaluation before any training is of, see `run.weights.find`."""
-    if any(stage in TRAINING for stage in run.config.stages):
-        return "start"
-    saved = [stage for stage in TRAINING if has_checkpoint(run, stage)]
-    return f"{saved[-1]} (export.step {run.config.export.step!r})" if saved else "start"
-
-
-def _last_trained(last: str, stage: str) -> str:
-    return stage if stage in TRAINING else last
 
 
 def _decode_params(run: Run) -> backbone.Params:
@@ -221,10 +200,8 @@ def _decode_params(run: Run) -> backbone.Params:
         lambda key: backbone.to_decode_layout(backbone.init(config, key), config, dtype),
         jax.random.key(0),
     )
-    places = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), layout, places
-    )
+    rules = run.config.decode_sharding_rules
+    return shapes.sharded(layout, decode_shardings(run.policy, run.mesh, rules))
 
 
 def _num_parameters(params: Any) -> int:

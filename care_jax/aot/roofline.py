@@ -102,15 +102,9 @@ def train_work(
     # Weights, two Adam moments and the gradient in float32, each read and written.
     is_trained = not (has_adapters or freeze_decoder)
     state = is_trained * 32 * num_weights / layout.weight_parts / layout.product_parts
+    frozen = {"freeze_vision": freeze_vision, "freeze_decoder": freeze_decoder}
     return Work(
-        flops=train_flops(
-            config,
-            packed,
-            remat=remat,
-            freeze_vision=freeze_vision,
-            freeze_decoder=freeze_decoder,
-            has_adapters=has_adapters,
-        ),
+        flops=train_flops(config, packed, remat=remat, has_adapters=has_adapters, **frozen),
         hbm_bytes=num_microbatches * num_passes * gathered + state,
         ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),
         tokens=packed.scored,
@@ -167,12 +161,8 @@ def decode_work(
     """
     text = config.text
     num_rows = rows.prompts * rows.rows
-    if num_read is None:
-        num_read = (
-            num_steps * rows.prompts * rows.prompt_tokens,
-            num_steps * num_rows * rows.row_tokens,
-        )
-    of_prompts, of_rows = num_read
+    allocated = rows.prompts * rows.prompt_tokens, num_rows * rows.row_tokens
+    of_prompts, of_rows = num_read or (num_steps * allocated[0], num_steps * allocated[1])
     cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * (of_prompts + of_rows)
     cache *= layout.itemsize
     cache /= layout.batch_parts * math.gcd(text.num_kv_heads, layout.product_parts)

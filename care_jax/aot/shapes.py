@@ -5,7 +5,6 @@ Every prompt fills the largest bucket and has an image; every response has the m
 
 from __future__ import annotations
 
-import functools
 import math
 import pathlib
 from collections.abc import Callable
@@ -51,17 +50,10 @@ def policy(config: ConfigDict) -> Policy:
             f"model.path {model.path!r} must be a folder with a config.json or one of "
             f"{', '.join(RELEASES)}"
         )
-    no_bytes = [b""] * backbone.text.vocab_size
+    no_bytes, think_tag = [b""] * backbone.text.vocab_size, config.data.think_tag
+    tag_table = spans.closing_tag_table(no_bytes, think_tag)
     no_text: Any = None  # no program reads any
-    return Policy(
-        config=backbone,
-        tokenizer=no_text,
-        prompts=no_text,
-        token_bytes=no_bytes,
-        closing_tag=spans.closing_tag_table(no_bytes, config.data.think_tag),
-        think_tag=config.data.think_tag,
-        folder=None,
-    )
+    return Policy(backbone, no_text, no_text, no_bytes, tag_table, think_tag, folder=None)
 
 
 def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
@@ -69,18 +61,19 @@ def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtyp
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
-def slots(run: Run, sizes: Sizes, num_prompt_tokens: int, num_positions: int) -> Slots:
-    """The decoder's slots, for prompts and responses of these lengths."""
-    shape = dict(num_prompt_tokens=num_prompt_tokens, num_positions=num_positions)
-    dtype = jnp.dtype(run.config.model.compute_dtype)
-    empty = jax.eval_shape(
-        functools.partial(empty_slots, run.policy.config, sizes=sizes, dtype=dtype, **shape)
-    )
-    rules = run.config.decode_sharding_rules
-    places = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
+def sharded(shapes: Any, shardings: Any) -> Any:
+    """Abstract arrays with these shapes, dtypes and shardings."""
     return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), empty, places
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, shardings
     )
+
+
+def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
+    """The decoder's slots, for prompts of this length."""
+    dtype = jnp.dtype(run.config.model.compute_dtype)
+    empty = jax.eval_shape(lambda: empty_slots(run.policy.config, sizes, num_prompt_tokens, dtype))
+    rules = run.config.decode_sharding_rules
+    return sharded(empty, sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh))
 
 
 def largest_bucket(run: Run) -> tuple[int, int]:
@@ -119,16 +112,11 @@ def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
 def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRows:
     """`size` rows of packed trees."""
     place = run.train_batch_sharding
-    tokens = on_batch(place, size, num_tokens)
+    names = ("tokens", "reach", "slots", "predictor", "branch", "scored")
     return TreeRows(
-        tokens=tokens(jnp.int32),
-        reach=tokens(jnp.int32),
+        **dict.fromkeys(names, on_batch(place, size, num_tokens)(jnp.int32)),
         positions=on_batch(place, size, num_tokens, 3)(jnp.int32),
-        slots=tokens(jnp.int32),
         images=_images(run, place, size, num_patches),
-        predictor=tokens(jnp.int32),
-        branch=tokens(jnp.int32),
-        scored=tokens(jnp.int32),
     )
 
 
@@ -143,14 +131,11 @@ def train_batch(run: Run, size: int) -> TrainBatch:
     """`size` rows of an update."""
     rl, place = run.config.rl, run.train_batch_sharding
     tokens = on_batch(place, size, rl.row_tokens)
+    values = ("token_advantage", "old_logp", "ref_logp", "row_weight")
     return TrainBatch(
         rows=tree_rows(run, size, rl.row_tokens, rl.row_patches),
-        token_advantage=tokens(jnp.float32),
-        old_logp=tokens(jnp.float32),
-        ref_logp=tokens(jnp.float32),
-        row_weight=tokens(jnp.float32),
-        is_trained=tokens(jnp.bool),
-        is_answer=tokens(jnp.bool),
+        **dict.fromkeys(values, tokens(jnp.float32)),
+        **dict.fromkeys(("is_trained", "is_answer"), tokens(jnp.bool)),
         prompt_weight=on_batch(place, size)(jnp.float32),
     )
 

@@ -63,7 +63,7 @@ def largest_step(run: Run) -> StepSizes:
     responses = np.full((rl.prompts_per_step, shapes.num_rows(run)), rl.max_response_tokens)
     return StepSizes(
         (update,) * (rl.prompts_per_step // rl.prompts_per_update),
-        *_schedules(run, prompts, responses),
+        *schedules(run, prompts, responses),
     )
 
 
@@ -82,7 +82,7 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
         plan_update(run, "rl", prompts[part], responses[part])
         for part in np.arange(rl.prompts_per_step).reshape(-1, rl.prompts_per_update)
     )
-    return StepSizes(updates, *_schedules(run, prompts, responses))
+    return StepSizes(updates, *schedules(run, prompts, responses))
 
 
 def largest_imitation(run: Run) -> tuple[int, Packed]:
@@ -164,7 +164,7 @@ def plan_update(
     )
 
 
-def _schedules(
+def schedules(
     run: Run, prompts: Int[np.ndarray, "N 2"], responses: Int[np.ndarray, "N R"]
 ) -> tuple[Schedule, Schedule]:
     """The schedules of the first decode, and of the reflected one.

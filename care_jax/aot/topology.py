@@ -56,12 +56,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Chips of one kind.
-
-    Attributes:
-        chip: the kind.
-        devices: compile-only devices.
-    """
+    """Compile-only devices, all of one kind of chip."""
 
     chip: Chip
     devices: Sequence[jax.Device]
@@ -74,9 +69,8 @@ class Topology:
 
 def slice_of(device: jax.Device) -> int:
     """The slice or node of a compile-only device. GPUs know only their process, one per node."""
-    if device.platform == "gpu":
-        return device.process_index
-    return getattr(device, "slice_index", None) or 0
+    is_gpu = device.platform == "gpu"
+    return device.process_index if is_gpu else getattr(device, "slice_index", None) or 0
 
 
 def find_topology(name: str, num_slices: int = 1) -> Topology:
@@ -127,11 +121,8 @@ def _tpus(kind: str, shape: str, num_slices: int) -> topologies.TopologyDescript
 def _gpus(kind: str, shape: str, _: int) -> topologies.TopologyDescription:
     if not (sizes := re.fullmatch(r"(?:(\d+)x)?(\d+)", shape)):
         raise ValueError(f"its shape must be GPUs or nodes x GPUs, such as 8 or 2x8, got {shape!r}")
-    name, memory, architecture = GPUS[kind]
-    bandwidth = CHIPS[kind].hbm_bandwidth
-    target = _TARGET.format(
-        name=name, memory=memory, architecture=architecture, bandwidth=bandwidth
-    )
+    fields = dict(zip(("name", "memory", "architecture"), GPUS[kind], strict=True))
+    target = _TARGET.format(bandwidth=CHIPS[kind].hbm_bandwidth, **fields)
     return topologies.get_topology_desc(
         platform="cuda", target_config=target, topology=f"1x{sizes[1] or 1}x{sizes[2]}"
     )

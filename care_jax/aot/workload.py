@@ -46,31 +46,31 @@ def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
         run: the run.
         sizes: of its programs.
         call: of the schedule.
-        impl: attention of decode steps; XLA reads all slots of the caches.
+        impl: attention of decode steps; XLA reads all positions of the caches.
     """
-    rows = Rows(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, call.num_positions)
+    rows = Rows(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, sizes.max_tokens)
     return roofline.decode_work(
         run.policy.config,
         rows,
         layout(run, is_decoding=True),
         num_steps=call.num_steps,
         num_tokens=call.num_tokens,
-        num_read=None if impl.name == "xla" else _slots_read(call, rows, impl),
+        num_read=None if impl.name == "xla" else _positions_read(call, rows, impl),
     )
 
 
-def _slots_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
-    """Cache slots that the steps of a call read of the prompts and of the rows, in whole blocks.
+def _positions_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
+    """Cache positions that the steps of a call read of prompts and rows, in whole blocks.
 
-    Prompts end where a block ends. The slots of a row begin and end anywhere, so that on average
+    Prompts end where a block ends. Those of a row begin and end anywhere, so that on average
     they touch a block more than they fill.
     """
 
-    def read(num_owners, num_tokens, num_slots, num_partial):
-        block = slots_per_block(num_slots, impl)
+    def read(num_owners, num_tokens, num_positions, num_partial):
+        block = slots_per_block(num_positions, impl)
         owner_steps = call.num_steps * num_owners
         touched = num_tokens + num_partial * owner_steps * (block - 1)
-        return int(min(touched, owner_steps * num_slots))
+        return int(min(touched, owner_steps * num_positions))
 
     return (
         read(rows.prompts, call.prefix_tokens, rows.prompt_tokens, 0.5),

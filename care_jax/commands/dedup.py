@@ -39,11 +39,7 @@ class Content:
 
 
 def content_of(example: Example) -> Content:
-    """Decodes the pictures of an example and computes its digests.
-
-    Raises:
-        Unusable: a picture cannot be decoded.
-    """
+    """Decodes the pictures of an example, which may be `Unusable`, and computes its digests."""
     pictures, question = tuple(map(fingerprint, example.images)), example.question
     if example.choices:
         question = "\n".join(question.split("\n")[: -len(example.choices)]) or question

@@ -136,25 +136,19 @@ def sample_groups(
     function failed to judge are left out.
 
     Args:
-        run: of one process.
-        programs: compiled for the run.
+        run: of one process, for which `programs` are compiled.
         params: in the decode layout.
         rng: of the draws.
-        examples: the source.
-        num_questions: how many to draw.
+        examples: the source, of which `num_questions` are drawn.
         verifier: compares answers.
 
     Raises:
         ValueError: no group has both outcomes.
     """
     decode_rng, select_rng = jax.random.split(rng)
-    asked, prompts = Batches(
-        examples,
-        run.policy.prompts,
-        batch_size=num_questions,
-        seed=run.config.seed,
-        num_workers=run.config.data.num_workers,
-    ).batch(0)
+    options = {"seed": run.config.seed, "num_workers": run.config.data.num_workers}
+    stream = Batches(examples, run.policy.prompts, batch_size=num_questions, **options)
+    asked, prompts = stream.batch(0)
     drawn = {(example.source, example.id): i for i, example in reversed([*enumerate(asked)])}
     first = sorted(drawn.values())  # of each question
     asked, prompts = [asked[i] for i in first], [prompts[i] for i in first]
@@ -164,12 +158,10 @@ def sample_groups(
     assert tried is not None
     subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, select_rng, places))
     is_judged = tried.is_judged.all(1)
-    for number, what in (
-        (num_questions - len(asked), "drawn questions, which were drawn before"),
-        (int((~is_judged).sum()), "groups, in which the reward function judged not every answer"),
-    ):
-        if number:
-            logging.warning("leaving out %d %s", number, what)
+    if again := num_questions - len(asked):
+        logging.warning("leaving out %d drawn questions, which were drawn before", again)
+    if unjudged := int((~is_judged).sum()):
+        logging.warning("leaving out %d groups with answers that nothing judged", unjudged)
     kept = np.flatnonzero(subgroup.has_update & ~subgroup.is_rescue & is_judged)
     if not len(kept):
         raise ValueError(

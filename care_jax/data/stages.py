@@ -68,11 +68,7 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
 
 
 def open_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """The folder's tokenizer; for "" one that is trained on the texts of `synthetic` in a second.
-
-    Raises:
-        ValueError: the folder holds no tokenizer, or its templates cannot be read.
-    """
+    """The folder's tokenizer; for "" one trained on the texts of `synthetic` in about a second."""
     return load_tokenizer(folder) if folder else build_tokenizer(synthetic.texts())
 
 
@@ -101,16 +97,12 @@ def open_prompts(
         )
     folder = hub.find(model.path, patterns, kind="model") if model.path else None
     tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
+    keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")
     prompts = PromptBuilder(
         tokenizer,
         backbone_config(folder, fields, tokenizer),
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-        buckets=data.buckets,
-        system_prompt=data.system_prompt,
-        instruction=data.instruction,
-        think_tag=data.think_tag,
         patch_dtype=patch_dtype,
+        **{key: data[key] for key in keys},
     )
     return prompts, folder
 

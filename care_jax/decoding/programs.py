@@ -1,7 +1,6 @@
 """The compiled functions of the continuous decoder, each compiled once per shape that occurs.
 
-Letters: B slots, G rollouts of a prompt, P prompt tokens, N prompts of a prefill, S positions of a
-row's ring.
+Letters: B slots, G rollouts of a prompt, P prompt tokens, N prompts of a prefill.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from care_jax.decoding.slots import (
     empty_slots,
     keep_slots,
     pad_left,
-    resize_ring,
     slot_axes,
 )
 from care_jax.devices import sharding
@@ -31,13 +29,12 @@ class DecodePrograms:
 
     Attributes:
         options: what they are compiled for.
-        empty: (sizes, P, S) -> Slots.
+        empty: (sizes, P) -> Slots.
         admit: (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]) ->
             (Slots, SampledTokens), prefill included.
         share: (slots, source [B], begin [B], end [B]) -> Slots.
         advance: (params, slots, num_wanted) -> (Slots, SampledTokens, progress).
-        resize: (array of the rows' cache, clock, axis of its positions, S) -> the resized array.
-        pad: (array of the prefix's cache, axis of its tokens, P) -> the padded array.
+        pad: (array of the prefix, axis of its tokens, size P) -> the padded array.
         keep: (array of the slots, indices of the slots to keep) -> the smaller array.
     """
 
@@ -46,7 +43,6 @@ class DecodePrograms:
     admit: Callable[..., tuple[Slots, SampledTokens]]
     share: Callable[..., Slots]
     advance: Callable[..., tuple[Slots, SampledTokens, tuple[jax.Array, ...]]]
-    resize: Callable[..., jax.Array]
     pad: Callable[..., jax.Array]
     keep: Callable[..., jax.Array]
 
@@ -64,9 +60,8 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
     def by_slot(sampled: SampledTokens) -> SampledTokens:
         return jax.lax.with_sharding_constraint(sampled, options.batch_sharding)
 
-    def empty(sizes, num_prompt_tokens, num_positions):
-        lengths = dict(num_prompt_tokens=num_prompt_tokens, num_positions=num_positions)
-        return laid_out(empty_slots(options.config, sizes=sizes, dtype=options.dtype, **lengths))
+    def empty(sizes, num_prompt_tokens):
+        return laid_out(empty_slots(options.config, sizes, num_prompt_tokens, options.dtype))
 
     def admit(params, slots, prompts, rng, indices, budget, chosen):
         arguments = params, slots, prompts, rng, indices, budget, chosen
@@ -83,11 +78,10 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
 
     return DecodePrograms(
         options=options,
-        empty=jax.jit(placed(empty), static_argnums=(0, 1, 2)),
+        empty=jax.jit(placed(empty), static_argnums=(0, 1)),
         admit=jax.jit(placed(admit), donate_argnums=1),
         share=jax.jit(share, donate_argnums=0),
         advance=jax.jit(placed(advance), donate_argnums=1),
-        resize=jax.jit(resize_ring, static_argnums=(2, 3)),
-        pad=jax.jit(pad_left, static_argnums=(1, 2)),
+        pad=jax.jit(pad_left, static_argnames=("axis", "size")),
         keep=jax.jit(functools.partial(keep_slots, num_shards=num_shards)),
     )

@@ -15,6 +15,7 @@ Letters: B slots, G rollouts of a prompt, T tokens of a rollout.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -90,12 +91,12 @@ class DecodeQueue:
         """
         scheduler = Scheduler(_gather_waiting(requests), self.sizes)
         buffer = _RolloutBuffer(requests, self.sizes, self.programs.options)
-        slots, longest, num_steps, finished = None, 0, 0, None
+        slots, num_steps, finished = None, 0, None
         while scheduler.has_prompts:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                slots, first = self._admit(params, rng, requests, *admission, slots, longest)
+                slots, first = self._admit(params, rng, requests, *admission, slots)
                 self.clock.watch(first)
                 buffer.enqueue(first, scheduler.indices)
             if (shares := scheduler.share()) is not None:
@@ -103,7 +104,6 @@ class DecodeQueue:
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
                 slots = self._keep(slots, self._put(kept))
-            slots = self._with_room(slots, slots.prefix.is_valid.shape[1], longest)
             num_wanted = np.int32(scheduler.num_wanted)
             slots, sampled, progress = self.programs.advance(params, slots, num_wanted)
             self.clock.watch(progress)
@@ -111,11 +111,10 @@ class DecodeQueue:
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()
-            is_free, next_rollout, *counts = (np.asarray(x.addressable_data(0)) for x in progress)
-            longest, num_steps = map(int, counts)
-            released = scheduler.release(is_free, next_rollout)
+            *progress, num_steps = (np.asarray(x.addressable_data(0)) for x in progress)
+            released = scheduler.release(*progress)
             finished = buffer.collect(released, scheduler.indices, slots)
-        self.num_steps += num_steps
+        self.num_steps += int(num_steps)
         if finished is not None:
             yield finished
 
@@ -133,14 +132,13 @@ class DecodeQueue:
         waiting: Sequence[WaitingPrompt | None],
         chosen: Int[np.ndarray, " B"],
         slots: Slots | None,
-        longest: int,
     ) -> tuple[Slots, SampledTokens]:
         """Prefills the admitted prompts and gives them their slots."""
         sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
-        by_index: dict[int | None, Request] = {request.index: request for request in requests}
-        by_index[None] = Request(0, self.prompts.empty_prompt)
-        rows = sharding.local_rows(sizes.num_new, batch_sharding).tolist()
-        admitted = [by_index[(prompt := waiting[row]) and prompt.index] for row in rows]
+        by_index = {request.index: request for request in requests}
+        padding = Request(0, self.prompts.empty_prompt)
+        local = [waiting[row] for row in sharding.local_rows(sizes.num_new, batch_sharding)]
+        admitted = [padding if prompt is None else by_index[prompt.index] for prompt in local]
         prompts = self.prompts.batch(
             [request.prompt for request in admitted],
             sizes_of(waiting),
@@ -152,28 +150,19 @@ class DecodeQueue:
             row[:] = (row if request.limits is None else request.limits) - len(request.context)
         num_tokens = prompts.tokens.shape[1]
         if slots is None:
-            slots = self.programs.empty(sizes, num_tokens, sizes.ring_for(0))
-        slots = self._with_room(slots, num_tokens, longest)
+            slots = self.programs.empty(sizes, num_tokens)
+        elif num_tokens > slots.prefix.is_valid.shape[1]:
+            slots = self._widen(slots, num_tokens)
         indices = np.array([request.index for request in admitted], np.int32)
         prompts, *arrays = sharding.put_batch((prompts, indices, budget), batch_sharding)
         return self.programs.admit(params, slots, prompts, rng, *arrays, self._put(chosen))
 
-    def _with_room(self, slots: Slots, num_tokens: int, longest: int) -> Slots:
-        """Makes room for prompts of `num_tokens` tokens, and in the ring for one `advance` call."""
-        prefix, cache, programs = slots.prefix, slots.cache, self.programs
-        if num_tokens > prefix.is_valid.shape[1]:
-            _change(prefix.cache.keys, lambda x: programs.pad(x, 3, num_tokens))
-            _change(prefix.cache.values, lambda x: programs.pad(x, 2, num_tokens))
-            is_valid = [prefix.is_valid]
-            _change(is_valid, lambda x: programs.pad(x, 1, num_tokens))
-            prefix = dataclasses.replace(prefix, is_valid=is_valid[0])
-            slots = dataclasses.replace(slots, prefix=prefix)
-        wanted = self.sizes.ring_for(longest)
-        while (size := cache.keys[0].shape[4]) != wanted:
-            size = size * 2 if size < wanted else size // 2
-            _change(cache.keys, lambda x: programs.resize(x, slots.clock, 4, size))  # noqa: B023
-            _change(cache.values, lambda x: programs.resize(x, slots.clock, 3, size))  # noqa: B023
-        return slots
+    def _widen(self, slots: Slots, num_tokens: int) -> Slots:
+        """Makes room for prompts of `num_tokens` tokens."""
+        prefix, is_valid = slots.prefix, [slots.prefix.is_valid]
+        for arrays, axis in ((prefix.cache.keys, 3), (prefix.cache.values, 2), (is_valid, 1)):
+            _change(arrays, functools.partial(self.programs.pad, axis=axis, size=num_tokens))
+        return dataclasses.replace(slots, prefix=dataclasses.replace(prefix, is_valid=is_valid[0]))
 
     def _keep(self, slots: Slots, kept: jax.Array) -> Slots:
         """Keeps half of the slots; see `Scheduler.halve`."""

@@ -199,14 +199,13 @@ def advance(
 
     Args:
         params: in the decode layout.
-        slots: as `admit`, `share` or this function returned them. No row may outgrow the ring:
-            either every `num_read` is at most S - L, or S is at least every budget.
+        slots: as `admit`, `share` or this function returned them.
         num_wanted: number of free slots at which the host has something to do.
         options: of the decoder.
 
     Returns:
         the slots, the sampled tokens, and for the host: per slot, whether no row is decoding, and
-        `next_rollout`; the largest `num_read` of any row; the steps so far.
+        `next_rollout`; the steps so far.
     """
     config, closing_tag = options.config, jnp.asarray(options.closing_tag)
     num_rollouts, size = slots.prefix.first.shape[1], slots.cache.keys[0].shape[-1]
@@ -282,7 +281,7 @@ def advance(
     ids = jnp.zeros(shape, jnp.int32)
     log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
     _, slots, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), slots, log))
-    progress = is_free(slots), slots.next_rollout, slots.num_read.max(), slots.clock
+    progress = is_free(slots), slots.next_rollout, slots.clock
     return slots, log, progress
 
 

@@ -7,7 +7,7 @@ Once all queues are empty and every shard uses at most half of its slots, the sl
 of a run.
 
 Letters: B slots, R rows of a slot, G rollouts of a prompt, T tokens of a rollout, N prompts of a
-prefill, P prompt tokens, S positions of a row's ring. `sampler` explains slots, rows and rings.
+prefill, P prompt tokens. `sampler` explains slots and rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 NUM_STEPS = 64  # most decode steps of a call of `sampler.advance`
-FEWEST_POSITIONS = 128  # least positions of a ring that is smaller than T; also at least T / 4
 _NUM_PREFILLS = 4  # prefills that fill all slots
 _FEWEST_SLOTS = 1 / 4  # least share of the slots that is kept; each halving is one more compile
 
@@ -51,23 +50,6 @@ class Sizes:
     def num_new(self) -> int:
         """N, equally many on every shard."""
         return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
-
-    @property
-    def rings(self) -> tuple[int, ...]:
-        """The possible S, ascending, each twice the one before; T is the largest.
-
-        Each is one more program to compile, so there are three at most.
-        """
-        sizes = [self.max_tokens]
-        fewest = max(FEWEST_POSITIONS, self.max_tokens // 4)
-        while sizes[0] % 2 == 0 and sizes[0] // 2 >= fewest:
-            sizes.insert(0, sizes[0] // 2)
-        return tuple(sizes)
-
-    def ring_for(self, longest: int) -> int:
-        """The least S with room for one more call if a row has read `longest` tokens; at most T."""
-        needed = longest + NUM_STEPS
-        return next((size for size in self.rings if size >= needed), self.max_tokens)
 
     def shard_of(self, index: int) -> int:
         """The shard that trains on the prompt with this index in the step."""
@@ -239,7 +221,7 @@ class Call:
     Attributes:
         num_steps: decode steps.
         num_tokens: tokens sampled, with the first tokens of the prompts admitted before it.
-        num_slots, num_prompt_tokens, num_positions: B, P and S.
+        num_slots, num_prompt_tokens: B and P.
         prefix_tokens: tokens in the prefixes of the slots, without padding, summed over the steps.
         suffix_tokens: tokens that the rows attend to in their rings, summed over the steps.
     """
@@ -248,7 +230,6 @@ class Call:
     num_tokens: int
     num_slots: int
     num_prompt_tokens: int
-    num_positions: int
     prefix_tokens: int
     suffix_tokens: int
 
@@ -327,8 +308,7 @@ def simulate(
             left, read, samples, next_rollout, prefix = (
                 x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
-        num_steps, suffix_tokens = 0, 0
-        num_positions, num_wanted = sizes.ring_for(int(read.max())), scheduler.num_wanted
+        num_steps, suffix_tokens, num_wanted = 0, 0, scheduler.num_wanted
         while num_steps < NUM_STEPS:
             num_free = int((left == 0).all(1).sum())
             if num_free >= num_wanted or num_free == len(left):
@@ -345,8 +325,7 @@ def simulate(
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[slot, row] = 0
                 take_next(slot, row)
-        shape = len(left), num_prompt_tokens, num_positions
-        prefix_tokens = num_steps * int(prefix.sum())
-        calls.append(Call(num_steps, num_tokens, *shape, prefix_tokens, suffix_tokens))
+        read_tokens = num_steps * int(prefix.sum()), suffix_tokens
+        calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *read_tokens))
         scheduler.release((left == 0).all(1), next_rollout)
     return Schedule(tuple(prefills), tuple(calls))

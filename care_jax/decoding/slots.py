@@ -6,7 +6,7 @@ scatter is needed. For a row with n earlier tokens in its cache, position j is v
 (t - j) mod S <= n. Keys are rotated by their place in the response before they are written.
 
 Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of a row's
-ring, D model.
+ring (the most tokens of a rollout), D model.
 """
 
 from __future__ import annotations
@@ -79,12 +79,7 @@ class Slots:
 
 
 def empty_slots(
-    config: BackboneConfig,
-    *,
-    sizes: Sizes,
-    num_prompt_tokens: int,
-    num_positions: int,
-    dtype: DTypeLike,
+    config: BackboneConfig, sizes: Sizes, num_prompt_tokens: int, dtype: DTypeLike
 ) -> Slots:
     """Slots without prompts."""
     text, B, R, G = config.text, sizes.num_slots, sizes.num_rows, sizes.num_rollouts
@@ -109,7 +104,7 @@ def empty_slots(
         num_read=jnp.zeros((B, R), jnp.int32),
         tag_state=jnp.zeros((B, R), jnp.uint8),
         running=jnp.zeros((B, R, D)),
-        cache=backbone.init_cache(config, B, R, num_positions, dtype),
+        cache=backbone.init_cache(config, B, R, sizes.max_tokens, dtype),
         clock=jnp.int32(0),
     )
 
@@ -123,31 +118,6 @@ def slot_axes(slots: Slots) -> Slots:
         cache=jax.tree.map(lambda _: SUFFIX_AXES, slots.cache),
         prefix=dataclasses.replace(axes.prefix, cache=prefix_cache),
     )
-
-
-def resize_ring(x: Array, clock: Int[Array, ""], axis: int, num_positions: int) -> Array:
-    """Halves or doubles the positions of an array of the rows' cache.
-
-    Doubling stores every token twice. One of the two copies appears S steps older than the token
-    is, and no row has read that many tokens. Halving keeps the newer of positions j and
-    j + num_positions; no row may have read more than num_positions tokens.
-
-    Args:
-        x: the array.
-        clock: of the slots.
-        axis: of its positions.
-        num_positions: of the result.
-    """
-    old = x.shape[axis]
-    if num_positions == 2 * old:
-        return jnp.concatenate([x, x], axis)
-    if old != 2 * num_positions:
-        raise ValueError(
-            f"a ring of {old} positions can become {2 * old} or {old / 2}, got {num_positions}"
-        )
-    is_later = (clock - 1 - jnp.arange(num_positions)) % old < num_positions
-    first, second = jnp.split(x, 2, axis)
-    return jnp.where(jnp.expand_dims(is_later, range(1, x.ndim - axis)), first, second)
 
 
 def pad_left(x: Array, axis: int, size: int) -> Array:

@@ -170,7 +170,6 @@ def model_flops(
         config: of the backbone.
         prompt_sizes: tokens and patches of each prompt.
         num_row_tokens: tokens of each response; a prompt with none counts nothing.
-        freeze_vision, freeze_decoder, has_adapters: what is trained.
     """
     is_trained = num_row_tokens.any(-1)
     (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]

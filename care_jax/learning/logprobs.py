@@ -11,7 +11,6 @@ Letters: B rows, S tokens of a row, D model, V vocab.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ def token_logprobs(
     config: BackboneConfig,
     *,
     chunk: int,
-    is_wanted: Bool[Array, "B S"] | None = None,
+    is_wanted: Bool[Array, "B S"],
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """log π(target) and the entropy of π at each token, both in nats.
 
@@ -62,10 +61,8 @@ def token_logprobs(
     @jax.checkpoint
     def score(hidden, targets):
         hidden = constrain(hidden, "batch", "tokens", None)
-        logits = constrain(
-            backbone.policy_logits(params, hidden, config), "batch", "tokens", "vocab"
-        )
-        logp = jax.nn.log_softmax(logits)
+        logits = backbone.policy_logits(params, hidden, config)
+        logp = jax.nn.log_softmax(constrain(logits, "batch", "tokens", "vocab"))
         entropy = -(jnp.exp(logp) * logp).sum(-1)
         return jnp.take_along_axis(logp, targets[..., None], -1)[..., 0], entropy
 
@@ -73,20 +70,15 @@ def token_logprobs(
     if num_tokens <= chunk:
         return score(hidden, targets)
 
-    padding = -num_tokens % chunk
-    in_chunks = functools.partial(_split_tokens, chunk=chunk, padding=padding)
-
     def skip(hidden, targets):
         return (jnp.zeros(targets.shape),) * 2
 
     def step(_, x):
         hidden, targets, is_wanted = x
-        if is_wanted is None:
-            return None, score(hidden, targets)
         return None, jax.lax.cond(is_wanted.any(), score, skip, hidden, targets)
 
-    xs = jax.tree.map(in_chunks, (hidden, targets, is_wanted))
-    _, scored = jax.lax.scan(step, None, xs)
+    in_chunks = [_split_tokens(x, chunk) for x in (hidden, targets, is_wanted)]
+    _, scored = jax.lax.scan(step, None, in_chunks)
     return jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :num_tokens], scored
     )
@@ -145,7 +137,7 @@ def score_rows(
     return logp, entropy
 
 
-def _split_tokens(x: Array, *, chunk: int, padding: int) -> Array:
+def _split_tokens(x: Array, chunk: int) -> Array:
     """Reshapes [B, S, ...] to [S / chunk, B, chunk, ...], the last chunk zero-padded."""
-    x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk), *[(0, 0)] * (x.ndim - 2)])
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -48,14 +47,11 @@ class Objective:
     overlong: Mapping[str, int] | None = None
 
 
-def make_objective(name: str, section: Mapping[str, Any], *, max_tokens: int) -> Objective:
-    """Builds an objective from the config.
-
-    Args:
-        max_tokens: response token budget T.
-    """
-    clip = {key: section[key] for key in ("clip_low", "clip_high", "beta")}
-    return Objective(**_MAKERS[name](section, max_tokens), **clip)
+def objective_of(config: ConfigDict) -> Objective:
+    """The objective that `rl.objective` names, as set by the config section of that name."""
+    name = config.rl.objective
+    clip = {key: config[name][key] for key in ("clip_low", "clip_high", "beta")}
+    return Objective(**OBJECTIVES[name](config[name], config.rl.max_response_tokens), **clip)
 
 
 def _care(section, max_tokens):
@@ -74,15 +70,9 @@ def _grpo(section, max_tokens):
     return {"credit": functools.partial(credit.grpo_credit, **moments)}
 
 
-def _gspo(section, max_tokens):
-    return _grpo(section, max_tokens) | {"has_sequence_ratio": True}
-
-
 def _dapo(section, max_tokens):
-    overlong = {
-        "max_tokens": max_tokens,
-        "cache_tokens": round(section["overlong_share"] * max_tokens),
-    }
+    cache_tokens = round(section["overlong_share"] * max_tokens)
+    overlong = {"max_tokens": max_tokens, "cache_tokens": cache_tokens}
     moments = {"eps": section["eps"], "ddof": section["ddof"]}
     return {
         "credit": functools.partial(credit.dapo_credit, **moments, **overlong),
@@ -95,22 +85,12 @@ def _dr_grpo(section, max_tokens):
     return {"credit": functools.partial(credit.dr_grpo_credit, max_tokens=max_tokens)}
 
 
-def _rloo(section, max_tokens):
-    return {"credit": credit.rloo_credit}
-
-
-_MAKERS = {
+# (config section, tokens that a response may have) -> fields of `Objective`, by name.
+OBJECTIVES = {
     "care": _care,
     "grpo": _grpo,
     "dapo": _dapo,
-    "gspo": _gspo,
+    "gspo": lambda *arguments: _grpo(*arguments) | {"has_sequence_ratio": True},
     "dr_grpo": _dr_grpo,
-    "rloo": _rloo,
+    "rloo": lambda *_: {"credit": credit.rloo_credit},
 }
-OBJECTIVES = tuple(_MAKERS)
-
-
-def objective_of(config: ConfigDict) -> Objective:
-    """The objective of a configuration."""
-    name = config.rl.objective
-    return make_objective(name, config[name], max_tokens=config.rl.max_response_tokens)

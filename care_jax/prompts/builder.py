@@ -191,10 +191,11 @@ class PromptBuilder:
         for text in texts[1:]:
             content += [{"type": "image"}, {"type": "text", "text": text}]
         content = [item for item in content if item.get("text") != ""]
-        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        messages.append({"role": "user", "content": content})
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            [*system, {"role": "user", "content": content}],
+            tokenize=False,
+            add_generation_prompt=True,
         )
 
     def tokenize(self, example: Example) -> TokenizedPrompt:

@@ -5,6 +5,7 @@ Letters: N prompts of a step, R rows per prompt.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 
@@ -30,33 +31,32 @@ from care_jax.run.stage import Stage
 _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
 
 
+@dataclasses.dataclass
 class StepLog:
     """The clocks of a step, and the metrics, rollouts and report that are written of it.
 
-    Args:
+    Attributes:
+        clock: of the devices.
         verifier: whose calls are counted.
         learning_rate_at: of the number of an update.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        stage: Stage,
-        clock: DeviceClock,
-        verifier: Verifier,
-        learning_rate_at: optax.Schedule,
-    ):
-        self._run, self._stage, self._clock, self._verifier = run, stage, clock, verifier
-        self._learning_rate_at = learning_rate_at
-        self._report = open_report(run)
-        self._report.begin(stage.start)
+    run: Run
+    stage: Stage
+    clock: DeviceClock
+    verifier: Verifier
+    learning_rate_at: optax.Schedule
+
+    def __post_init__(self):
+        self._report = open_report(self.run)
+        self._report.begin(self.stage.start)
         self._tail = 0.0  # seconds for which the log of the step before kept the host busy
 
     def begin(self, step: int) -> None:
         """Called before the rollouts."""
-        self._began, self._counted = time.perf_counter(), dict(self._verifier.counts)
-        self._busy = self._clock.busy_seconds()
-        profile_steps(self._run, step)
+        self._began, self._counted = time.perf_counter(), dict(self.verifier.counts)
+        self._busy = self.clock.busy_seconds()
+        profile_steps(self.run, step)
 
     def rolled_out(self) -> None:
         """Called between rollouts and updates."""
@@ -84,23 +84,23 @@ class StepLog:
         Raises:
             FloatingPointError: a metric is not finite.
         """
-        run, ended = self._run, time.perf_counter()
+        run, ended = self.run, time.perf_counter()
         drawn = everyone
         if len(draws) > 1:  # those trained on were selected by their acc
             drawn = Groups.concatenate([gather_groups(each) for each in draws])
         num_sampled = int((drawn.rollouts.is_valid & ~drawn.rollouts.is_forced).sum())
-        self._stage.counters["num_decoded"] += num_sampled
+        self.stage.counters["num_decoded"] += num_sampled
         rolling, training = self._rolled_out - self._began, ended - self._rolled_out
-        busy = self._clock.busy_seconds() - self._busy
+        busy = self.clock.busy_seconds() - self._busy
         applied = [metrics for metrics in updates if metrics]
         metrics = (
             group_metrics(run, drawn, everyone, len(draws))
-            | {name: float(np.mean([of[name] for of in applied])) for name in [*updates, {}][0]}
+            | {name: float(np.mean([of[name] for of in applied])) for name in (applied or [{}])[0]}
             | self._verifier_metrics(draws)
             | device_memory()
             | {
-                "learning_rate": float(self._learning_rate_at(step * len(plans))),
-                "decoded_tokens": self._stage.counters["num_decoded"],
+                "learning_rate": float(self.learning_rate_at(step * len(plans))),
+                "decoded_tokens": self.stage.counters["num_decoded"],
                 "rollout_tokens_per_second": num_sampled / rolling,
                 "train_tokens_per_second": int(everyone.num_trained.sum()) / training,
                 "rollout_seconds": rolling,
@@ -110,21 +110,21 @@ class StepLog:
             | fill_of(plans)
             | utilisation(run, everyone, training)
         )
-        self._stage.log(step, metrics, _SHOWN)
-        shown = self._report.add(step, groups, is_logged=self._stage.is_logged(step))
+        self.stage.log(step, metrics, _SHOWN)
+        shown = self._report.add(step, groups, is_logged=self.stage.is_logged(step))
         run.metrics.show("rl", step, shown)
         self._tail = time.perf_counter() - ended
 
     def close(self) -> None:
         """Called after the last step."""
-        profile_steps(self._run, self._run.config.rl.num_steps)
+        profile_steps(self.run, self.run.config.rl.num_steps)
 
     def _verifier_metrics(self, draws: Sequence[Groups]) -> dict[str, float]:
         """Means of the reward function's components, and the calls of the step."""
-        verifier, metrics = self._verifier, {}
+        verifier, metrics = self.verifier, {}
         if verifier.has_reward:
             judged = [groups.components for groups in draws]
-            sums = diagnostics.component_sums(judged, self._run.config.rl.num_rollouts)
+            sums = diagnostics.component_sums(judged, self.run.config.rl.num_rollouts)
             metrics = diagnostics.component_means(distributed.gather_json(sums))
         counts = {name: n - self._counted.get(name, 0) for name, n in verifier.counts.items()}
         everywhere = distributed.gather_json(counts)

@@ -13,13 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import UInt8
 from ml_collections import ConfigDict
 
-from care_jax.data.readers import hub
-from care_jax.data.stages import open_tokenizer
+from care_jax.data.stages import open_prompts
 from care_jax.decoding import reflection
 from care_jax.devices import sharding
 from care_jax.method import spans
 from care_jax.method.objectives import objective_of
-from care_jax.prompts.builder import PromptBuilder, backbone_config
+from care_jax.prompts.builder import PromptBuilder
 from models import backbone
 from models.config import BackboneConfig
 from models.release import config_json
@@ -64,27 +63,16 @@ def policy_of(config: ConfigDict) -> Policy:
     Raises:
         ValueError: no such folder, or neither or both of model.path and model.backbone are given.
     """
-    model, data = config.model, config.data
-    fields = model.backbone.to_dict()
-    if bool(model.path) == bool(fields):
-        raise ValueError(
-            f"expected either model.path or model.backbone, got path {model.path!r} and "
-            f"{len(fields)} fields of a backbone; set exactly one"
-        )
-    folder = hub.find(model.path, kind="model") if model.path else None
-    tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
-    shape = backbone_config(folder, fields, tokenizer)
-    token_bytes = spans.token_bytes(tokenizer, shape.text.vocab_size)
-    keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")
-    options = {key: data[key] for key in keys}
-    patch_dtype = jnp.dtype(model.compute_dtype)
+    dtype = jnp.dtype(config.model.compute_dtype)
+    prompts, folder = open_prompts(config, patch_dtype=dtype)
+    token_bytes = spans.token_bytes(prompts.tokenizer, prompts.config.text.vocab_size)
     return Policy(
-        config=shape,
-        tokenizer=tokenizer,
-        prompts=PromptBuilder(tokenizer, shape, patch_dtype=patch_dtype, **options),
+        config=prompts.config,
+        tokenizer=prompts.tokenizer,
+        prompts=prompts,
         token_bytes=token_bytes,
-        closing_tag=spans.closing_tag_table(token_bytes, data.think_tag),
-        think_tag=data.think_tag,
+        closing_tag=spans.closing_tag_table(token_bytes, config.data.think_tag),
+        think_tag=config.data.think_tag,
         folder=folder,
     )
 

@@ -13,6 +13,7 @@ checkpoint. A result that is written is not computed again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from care_jax.batch import Example, ImitationBatch, TrainBatch
+from care_jax.batch import Example, ImitationBatch
 from care_jax.data.pipeline import Batches
 from care_jax.devices import distributed, loaded_programs, sharding
 from care_jax.learning.logprobs import ForwardOptions, score_rows
@@ -66,9 +67,9 @@ def open_stage(
             restored = checkpoints.restore(sharding.abstract(state))
             state, start, metadata = restored.state, restored.data_position, restored.metadata
         run.metrics.begin(name, start)
-        stage = Stage(run, name, checkpoints, state, nll, evaluate, remake)
+        stage = Stage(run, name, checkpoints, state, nll, evaluate, remake, start)
         del state
-        stage.begin(start, metadata)
+        stage.begin(metadata)
         try:
             yield stage
         except distributed.Preempted as place:
@@ -77,8 +78,9 @@ def open_stage(
             raise distributed.Preempted(*where) from None
 
 
+@dataclasses.dataclass
 class Stage:
-    """One training stage, see `open_stage`.
+    """One training stage, as `open_stage` yields it.
 
     Attributes:
         state: the newest.
@@ -87,75 +89,57 @@ class Stage:
         counters: sums that are saved with every checkpoint.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        name: str,
-        checkpoints: Checkpoints,
-        state: TrainState,
-        nll: Callable[[Params, Any], Any],
-        evaluate: Evaluate | None = None,
-        remake: Callable[[int], UpdateBatch] | None = None,
-    ):
-        self._run, self._name, self._checkpoints = run, name, checkpoints
-        self._nll, self._remake = nll, remake
-        section = run.config[name]
+    run: Run
+    name: str
+    checkpoints: Checkpoints
+    state: TrainState
+    nll: Callable[[Params, Any], Any]
+    evaluate: Evaluate | None
+    remake: Callable[[int], UpdateBatch] | None
+    start: int
+
+    def __post_init__(self):
+        section = self.run.config[self.name]
         self._num_steps, self._eval_every = section.num_steps, section.eval_every
-        self._evaluate = evaluate if section.eval_every else None
-        self._check = StateCheck(run, name, checkpoints)
-        self._updates = SkippedUpdates(run, name, state.params, self._check.advice)
+        self._check = StateCheck(self.run, self.name, self.checkpoints)
+        self._updates = SkippedUpdates(self.run, self.name, self.state.params, self._check.advice)
         self._pace = Pace(self._num_steps)
         self._unread: list[tuple[int, Any]] = []  # steps and metrics, on the devices
         self._last: tuple[int, UpdateBatch] | None = None  # the last step, and what it was made of
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
-        self.state, self.start, self.num_done = state, 0, 0
-        self.counters: Counter[str] = Counter()
-        self._timed = time.perf_counter(), 0  # since when, and the step, of the next line
+        self.num_done, self.counters = self.start, Counter()
 
-    def begin(self, start: int, metadata: Mapping[str, Any]) -> None:
+    def begin(self, metadata: Mapping[str, Any]) -> None:
         """Checks the state that the stage starts from, and evaluates it if due and not done yet.
 
-        Args:
-            start: 0, or the step of the restored checkpoint.
-            metadata: of that checkpoint.
+        `metadata` is that of the restored checkpoint.
         """
-        self.start = self.num_done = start
         self.counters.update({k: v for k, v in metadata.items() if isinstance(v, int)})
-        self._check.begin(start, self.state, metadata)
-        if self._evaluate is None:
-            return
-        stage = f"{self._name}_eval"
-        self._run.metrics.begin(stage, start + 1)
-        if self._is_evaluated() and not self._run.metrics.has_line(stage, start):
-            metrics = self._measure()
-            if start == self._checkpoints.latest_step:
-                self._checkpoints.add_metrics(start, metrics)
+        self._check.begin(self.start, self.state, metadata)
+        if self._eval_every and self.evaluate:
+            name = f"{self.name}_eval"
+            self.run.metrics.begin(name, self.start + 1)
+            if self._is_evaluated() and not self.run.metrics.has_line(name, self.start):
+                metrics = self._measure()
+                if self.start == self.checkpoints.latest_step:
+                    self.checkpoints.add_metrics(self.start, metrics)
 
     def steps(self, batches: Batches) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
         """The number, examples and prompts of every step that is left."""
-        self._timed = time.perf_counter(), self.start
+        self._timed = time.perf_counter(), self.start  # since when, and the step, of the next line
         left = batches.iterate(self.start, self._num_steps)
-        for step, examples, prompts in progress(left, self._name, self.start, self._num_steps):
+        for step, examples, prompts in progress(left, self.name, self.start, self._num_steps):
             if distributed.is_preempted():
                 raise distributed.Preempted
             loaded_programs.drop_if_many()
             yield step, examples, prompts
 
-    def updated(
-        self,
-        step: int,
-        metrics: Any,
-        batch: TrainBatch | ImitationBatch,
-        examples: Sequence[Example],
-    ) -> None:
-        """Notes an update that `state` has.
+    def updated(self, step: int, metrics: Any, made_of: UpdateBatch) -> None:
+        """Notes an update that `state` has; its metrics stay on the devices until they are read.
 
-        Args:
-            step: of the stage.
-            metrics: of the update, on the devices until they are read.
-            batch, examples: that it was made of, this process's rows on the host.
+        `made_of` are this process's rows on the host, and their examples.
         """
-        self._last = step, (batch, examples)
+        self._last = step, made_of
         self._unread.append((step, metrics))
 
     def read(self) -> list[dict[str, float]]:
@@ -168,37 +152,28 @@ class Stage:
         """What the update of a step was made of, if it was not read before the next one."""
         assert self._last is not None  # there was an update
         last, made_of = self._last
-        return made_of if step == last or self._remake is None else self._remake(step)
+        return made_of if step == last or self.remake is None else self.remake(step)
 
     def is_logged(self, step: int) -> bool:
         """Whether the step has a line on the console."""
-        return step % self._run.config.log_every == 0 or step == self._num_steps - 1
+        return step % self.run.config.log_every == 0 or step == self._num_steps - 1
 
-    def log(
-        self, step: int, metrics: Mapping[str, Any], shown: Sequence[str] | None = None
-    ) -> None:
-        """Writes the metrics of a step, and prints some of them if it is logged.
-
-        Args:
-            step: of the stage.
-            metrics: finite scalars.
-            shown: names of those printed; None: all.
-        """
+    def log(self, step: int, metrics: Mapping[str, Any], shown: Sequence[str] = ()) -> None:
+        """Writes the metrics of a step; prints them, or those `shown`, if the step is logged."""
         metrics = {**metrics, **self._updates.counted()}
-        self._run.metrics.write(self._name, step, metrics | host_usage())
+        self.run.metrics.write(self.name, step, metrics | host_usage())
         left = self._pace.left(step)
         if self.is_logged(step):
             began, first = self._timed
             self._timed = time.perf_counter(), step + 1
             seconds = (self._timed[0] - began) / (step + 1 - first)
             metrics = {name: metrics[name] for name in shown or metrics if name in metrics}
-            line = format_line(self._name, step, self._num_steps, metrics, seconds, left)
-            print_line(line)
+            print_line(format_line(self.name, step, self._num_steps, metrics, seconds, left))
 
     def finish(self, step: int) -> None:
         """Checks, evaluates and saves the state after this step, if that is due."""
         self.num_done = step + 1
-        is_saved = self.num_done % self._run.config.checkpoint_every == 0
+        is_saved = self.num_done % self.run.config.checkpoint_every == 0
         is_saved |= self.num_done == self._num_steps
         if not (is_saved or self._is_evaluated()):
             return
@@ -206,23 +181,23 @@ class Stage:
         began = time.perf_counter()
         self._check.check(self.num_done, self.state, self._loss)
         if self._is_evaluated():
-            is_saved |= self._checkpoints.is_among_best(self._measure())
+            is_saved |= self.checkpoints.is_among_best(self._measure())
         self._timed = self._timed[0] + time.perf_counter() - began, self._timed[1]
         if is_saved:
             self.save()
 
     def save(self) -> None:
         """Saves the state with its evaluation, if any, unless it is saved."""
-        if self.num_done <= (self._checkpoints.latest_step or 0):
+        if self.num_done <= (self.checkpoints.latest_step or 0):
             return
         self.read()
         self._check.check(self.num_done, self.state, self._loss)
         step, metrics = self._evaluated
-        self._checkpoints.save(
+        self.checkpoints.save(
             self.num_done,
             self.state,
             self.num_done,
-            self._run.config.seed,
+            self.run.config.seed,
             {**self.counters, **self._check.saved()},
             metrics if step == self.num_done else None,
         )
@@ -231,22 +206,22 @@ class Stage:
         """Of the newest policy on what was trained on last, in nats per token."""
         if self._last is None:
             return None
-        placed = sharding.put_batch(self._last[1][0], self._run.train_batch_sharding)
-        return float(self._nll(self.state.params, placed))
+        placed = sharding.put_batch(self._last[1][0], self.run.train_batch_sharding)
+        return float(self.nll(self.state.params, placed))
 
     def _is_evaluated(self) -> bool:
-        if self._evaluate is None:
+        if not self._eval_every or self.evaluate is None:
             return False
         if self.num_done == 0:
-            return self._run.config.evaluate.at_start
+            return self.run.config.evaluate.at_start
         return self.num_done % self._eval_every == 0 or self.num_done == self._num_steps
 
     def _measure(self) -> dict[str, float]:
-        assert self._evaluate is not None  # `_is_evaluated` is False without it
+        assert self.evaluate is not None  # `_is_evaluated` is False without it
         began, step = time.perf_counter(), self.num_done
-        metrics = self._evaluate(self.state.params, name=self._name, step=step)
+        metrics = self.evaluate(self.state.params, name=self.name, step=step)
         timed = metrics | {"seconds": time.perf_counter() - began}
-        self._run.metrics.write(f"{self._name}_eval", step, timed)
+        self.run.metrics.write(f"{self.name}_eval", step, timed)
         self._evaluated = step, metrics
         return metrics
 
@@ -279,11 +254,7 @@ def compile_score(run: Run, stage: str, options: ForwardOptions) -> Callable:
 
 
 def compile_nll(run: Run, score: Callable) -> Callable[[Params, Any], jax.Array]:
-    """(params, batch) -> mean of -log π, in nats, over the tokens that are trained on.
-
-    Args:
-        score: see `compile_score`.
-    """
+    """(params, batch) -> mean of -log π, in nats, over the tokens that are trained on."""
 
     def mean(logp, is_trained):
         return -jnp.where(is_trained, logp, 0.0).sum() / jnp.maximum(is_trained.sum(), 1)

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from care_jax.devices.whole_file import write_whole
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PACKAGES = (
     *("care_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers"),
     *("tokenizers", "grain", "ml_collections", "safetensors", "math-verify", "sympy"),

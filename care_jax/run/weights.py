@@ -33,10 +33,8 @@ class Source(NamedTuple):
 def find(run: Run, trained: tuple[str, ...]) -> Source:
     """What `export.step` means: for an export, and for an evaluation without training.
 
-    Args:
-        run: the run.
-        trained: the training stages of this run so far; if there are none, those that have
-            checkpoints in its workdir.
+    `trained` are the training stages of this run so far. If there are none, those that have
+    checkpoints in its workdir are taken.
 
     Raises:
         ValueError: there is no such checkpoint; the message names those that there are.
@@ -130,10 +128,7 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
 
 
 def restore(
-    run: Run,
-    stage: str,
-    step: int | None,
-    of: Callable[[Params], Params] = lambda params: params,
+    run: Run, stage: str, step: int | None, of: Callable[[Params], Params] = lambda params: params
 ) -> Params:
     """The parameters of a checkpoint of a stage, or a part of them, in the training layout.
 

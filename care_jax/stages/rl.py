@@ -97,7 +97,7 @@ def train(
             for batch, part, on_devices in zip(packed, parts, placed, strict=True):
                 stage.state, metrics = programs.update(stage.state, on_devices)
                 clock.watch(metrics)
-                stage.updated(step, metrics, batch, part.examples.tolist())
+                stage.updated(step, metrics, (batch, part.examples.tolist()))
                 updates += stage.read()
 
             log.write(step, draws, groups, everyone, plans, updates)

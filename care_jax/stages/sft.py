@@ -85,7 +85,7 @@ def train(
             batch, plan = packed_batch(run, index, imitated, prompts)
             placed = sharding.put_batch(batch, run.train_batch_sharding)
             stage.state, metrics = sft_step(stage.state, placed)
-            stage.updated(step, metrics, batch, imitated)
+            stage.updated(step, metrics, (batch, imitated))
             if stage.is_logged(step):  # dispatch is asynchronous between logged steps
                 metrics = stage.read()[-1] | {"learning_rate": float(learning_rate_at(step))}
                 metrics |= {"train_fill": plan.train_fill, "patch_fill": plan.patch_fill}

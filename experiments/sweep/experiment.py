@@ -27,11 +27,10 @@ class Experiment:
     """What a file of `experiments/` declares.
 
     Attributes:
-        path: of the file.
-        title: first line of its docstring.
+        path, title: of the file; the first line of its docstring.
         arms: ARMS, arm name to changed configuration keys, in the order of the table.
         reference: REFERENCE, the arm that others are compared with, seed by seed.
-        columns: COLUMNS of the table, names of measures, see `measures`.
+        columns: COLUMNS of the table, names of measures.
         panels: PANELS of the figure, names of `figures.PANELS` or of measures.
         get_config: "arm@base" to its configuration, see `configs/arms.py`.
     """
@@ -57,7 +56,7 @@ def load_experiment(
     Args:
         path: of the file.
         arms: some of the file's, separated by commas; empty: all of them.
-        columns, panels: in place of those that the file declares, likewise.
+        columns, panels: in place of the file's, likewise.
 
     Raises:
         ValueError: the file is missing, lacks a declaration, or there is an unknown name in one or

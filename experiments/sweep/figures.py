@@ -51,11 +51,8 @@ def write_figure(
 def _draw_arms(axes: Axes, arms: Arms, values_of: Callable, draw: Callable) -> list[Point]:
     """Draws each arm by the values of its outcomes; says in the panel what arms lack.
 
-    Args:
-        axes: of the panel.
-        arms: outcomes by arm.
-        values_of: maps an outcome to its value; raises `NotLogged` where it lacks rows.
-        draw: maps arm, value by seed, and the style (color) to the plotted points.
+    `values_of` maps an outcome to its value, or raises `NotLogged`; `draw` maps an arm, the values
+    by seed and the style to the plotted points.
     """
     points, lacking = [], {}
     for index, (arm, outcomes) in enumerate(arms.items()):
@@ -114,10 +111,8 @@ def _curve(
 ) -> Panel:
     """A curve of every arm, mean and 95% interval over the seeds; the points have each seed's too.
 
-    Args:
-        curve_of: (x, y) of a run; y may be NaN where it is undefined.
-        x_label, y_label: of the axes.
-        num_bins: of neighbouring points of a run, each plotted as its mean; 0: every point.
+    y of a run may be NaN where it is undefined. Neighbouring points of a run are plotted as the
+    means of `num_bins` bins; 0: every point.
     """
 
     def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:

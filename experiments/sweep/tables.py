@@ -17,23 +17,6 @@ from experiments.sweep.outcome import NotLogged, Outcome
 NOT_LOGGED = "not logged"
 
 
-def value_of(
-    measure: Measure, outcome: Outcome, references: Mapping[int, Outcome]
-) -> float | NotLogged | None:
-    """A measure of one run, None if it is undefined, or what it lacks.
-
-    Args:
-        measure: what is measured.
-        outcome: of the run.
-        references: outcome of the reference arm by seed; empty without it.
-    """
-    try:
-        value = measure.of(outcome, references.get(outcome.seed))
-    except NotLogged as lacking:
-        return lacking
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def write_table(
     folder: pathlib.Path,
     arms: Mapping[str, Sequence[Outcome]],
@@ -42,25 +25,22 @@ def write_table(
     title: str,
     notes: Sequence[str],
 ) -> str:
-    """Writes `table.md` and `table.csv`; the CSV has the value of every seed.
+    """Writes `table.md`, which it returns, and `table.csv`, which has the value of every seed.
 
-    Args:
-        folder: for both.
-        arms: outcomes by arm, rows in this order.
-        reference: the arm that leads are measured against.
-        columns: by name; a column that is undefined in every cell is left out.
-        title, notes: above and below the markdown's table.
-
-    Returns:
-        the markdown.
+    Leads are over the arm `reference`. A column that is undefined in every cell is left out.
     """
     references = {outcome.seed: outcome for outcome in arms.get(reference, ())}
+
+    def value_of(measure: Measure, outcome: Outcome) -> float | NotLogged | None:
+        try:
+            value = measure.of(outcome, references.get(outcome.seed))
+        except NotLogged as lacking:
+            return lacking
+        return None if value is None or not math.isfinite(value) else float(value)
+
     shown, cells, lacking = {}, {}, {}  # measures, (arm, name) to values, (name, key) to arms
     for name, measure in columns.items():
-        found = {
-            arm: [value_of(measure, outcome, references) for outcome in outcomes]
-            for arm, outcomes in arms.items()
-        }
+        found = {arm: [value_of(measure, each) for each in arms[arm]] for arm in arms}
         if all(value is None for values in found.values() for value in values):
             continue
         shown[name] = measure

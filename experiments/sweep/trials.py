@@ -83,8 +83,7 @@ def plan(
         folder: of this and other experiments; a trial is in `folder/experiment/arm/seed_i`, or
             where an equal one already is.
         base: configuration that the arms modify, a file of `configs/`, such as "tiny".
-        seeds: each arm has one trial per seed.
-        overrides: flags `--config.key=value` for all trials.
+        seeds, overrides: one trial per seed; flags `--config.key=value` for all of them.
 
     Raises:
         ValueError: the workdir of a trial is taken by one with other settings.
@@ -139,16 +138,10 @@ def _stages_flag(stages: Sequence[str]) -> str:
 def run_all(
     trials: Iterable[Trial], *, num_processes: int, on_done: Callable[[Trial], None]
 ) -> list[TrialFailed]:
-    """Runs all unfinished trials, cold starts first.
+    """Runs all unfinished trials, cold starts first; `on_done` is called when one succeeds.
 
-    Args:
-        trials: from `plan`.
-        num_processes: runs at a time; each gets its share of the cores, and of the devices that
-            CUDA_VISIBLE_DEVICES names.
-        on_done: called when a trial succeeds.
-
-    Returns:
-        the failures; trials that do not depend on a failed one still run.
+    Of `num_processes` runs at a time each gets its share of the cores, and of the devices that
+    CUDA_VISIBLE_DEVICES names. Returns the failures; what does not depend on one still runs.
     """
     todo = {trial.workdir: trial for trial in trials if not trial.is_done}
     starts = [trial.cold_start for trial in todo.values() if trial.cold_start is not None]
@@ -174,9 +167,8 @@ def run_all(
             begun[workdir] = pool.submit(work, trial)
         concurrent.futures.wait(begun.values())
     failures = dict.fromkeys(filter(None, (future.exception() for future in begun.values())))
-    for failure in failures:
-        if not isinstance(failure, TrialFailed):
-            raise failure
+    if other := [failure for failure in failures if not isinstance(failure, TrialFailed)]:
+        raise other[0]
     return [failure for failure in failures if isinstance(failure, TrialFailed)]
 
 

@@ -25,7 +25,6 @@ from care_jax.aot import roofline, shapes, step_sizes, workload
 from care_jax.aot.roofline import Work
 from care_jax.batch import TrainBatch
 from care_jax.decoding.queue import DecodeQueue, Request
-from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
 from care_jax.devices import flops, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.packing.layout import at_rows, at_tokens, lay_out
@@ -161,7 +160,7 @@ class Step:
         _, adamw = make_adamw(run, "rl")
         self.state = start_state(run, random_params(run), adamw)
         self._reference = copy_reference(run, self.state.params)
-        self._programs = compile_update(run, adamw, jax.tree.map(lambda x: x.sharding, self.state))
+        self._programs = compile_update(run, adamw, sharding.of(self.state))
         self._decode_params = self._programs.to_decode_layout(self.state.params)
 
     def decode(self, mean: float | None) -> list[dict[str, Any]]:
@@ -181,7 +180,7 @@ class Step:
         queue = DecodeQueue(programs, run.policy.prompts, first, DeviceClock())
         decoded = queue.decode(self._decode_params, jax.random.key(0), requests)
         num_tokens = sum(int(rollouts.is_valid.sum()) for _, rollouts in decoded)
-        schedule = schedule_of(run, prompts, responses)
+        schedule, _ = step_sizes.schedules(run, prompt_sizes(prompts), responses)
         assert (num_tokens, queue.num_steps) == (responses.sum(), schedule.num_steps)
         rules = run.config.decode_sharding_rules
         impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
@@ -217,14 +216,28 @@ class Step:
         row = timed.row("update", [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)
         return [row | {"fill": plan.real_tokens / plan.computed_tokens}]
 
-    def _batch(self, mean: float | None):
-        """A batch on the devices, the sizes of its prompts and responses, and its packing."""
-        run, rl = self._run, self._run.config.rl
+    def _batch(self, mean: float | None) -> tuple[TrainBatch, np.ndarray, np.ndarray, RowPlan]:
+        """Random tokens and advantages on the devices; sizes of prompts and responses; packing."""
+        run, rl, config = self._run, self._run.config.rl, self._run.policy.config
         sizes, responses = draw(run, rl.prompts_per_update, shapes.num_rows(run), mean)
-        prompts = prompts_of(run.policy.config, sizes)
-        batch, plan = update_batch(run, prompts, responses)
-        batch = sharding.put_batch(batch, run.train_batch_sharding)
-        return batch, prompt_sizes(prompts), responses, plan
+        prompts, rng = prompts_of(config, sizes), np.random.default_rng(1)
+        sizes = prompt_sizes(prompts)
+        plan, _ = step_sizes.plan_update(run, "rl", sizes, responses)
+        shape = (*responses.shape, rl.max_response_tokens)
+        is_valid = np.arange(shape[-1]) < responses[..., None]
+        tokens = np.where(is_valid, rng.integers(0, 256, shape), config.pad_token_id)
+        ones = at_tokens(is_valid.astype(np.float32), plan)
+        batch = TrainBatch(
+            rows=lay_out(prompts, tokens.astype(np.int32), plan, config),
+            token_advantage=at_tokens(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
+            old_logp=-10 * ones,
+            ref_logp=-10 * ones,
+            row_weight=ones,
+            is_trained=ones.astype(bool),
+            is_answer=np.zeros_like(ones, bool),
+            prompt_weight=at_rows(np.ones(len(prompts), np.float32), plan),
+        )
+        return sharding.put_batch(batch, run.train_batch_sharding), sizes, responses, plan
 
 
 def random_params(run: Run) -> Params:
@@ -276,38 +289,3 @@ def prompts_of(config: BackboneConfig, sizes: Int[np.ndarray, "N 2"]) -> list[To
         patches = rng.normal(size=(num_patches, vision.patch_dim)).astype(np.float32)
         prompts.append(TokenizedPrompt(tokens, grid, patches))
     return prompts
-
-
-def schedule_of(
-    run: Run, prompts: list[TokenizedPrompt], responses: Int[np.ndarray, "N R"]
-) -> Schedule:
-    """The calls of decoding these prompts."""
-    waiting = [
-        WaitingPrompt(int(tokens), place, int(patches))
-        for place, (tokens, patches) in enumerate(prompt_sizes(prompts))
-    ]
-    buckets = sorted(map(tuple, run.config.data.buckets))
-    return simulate(rollout_sizes(run)[0], waiting, dict(enumerate(responses)), buckets)
-
-
-def update_batch(
-    run: Run, prompts: Sequence[TokenizedPrompt], responses: Int[np.ndarray, "N R"]
-) -> tuple[TrainBatch, RowPlan]:
-    """A batch of random tokens and advantages, on the host, and its packing."""
-    rng, config = np.random.default_rng(1), run.policy.config
-    plan, _ = step_sizes.plan_update(run, "rl", prompt_sizes(prompts), responses)
-    shape = (*responses.shape, run.config.rl.max_response_tokens)
-    is_valid = np.arange(shape[-1]) < responses[..., None]
-    tokens = np.where(is_valid, rng.integers(0, 256, shape), config.pad_token_id)
-    ones = at_tokens(is_valid.astype(np.float32), plan)
-    zeros = np.zeros((len(plan.rows), plan.row_tokens), np.float32)
-    return TrainBatch(
-        rows=lay_out(prompts, tokens.astype(np.int32), plan, config),
-        token_advantage=at_tokens(rng.normal(size=shape).astype(np.float32) * is_valid, plan),
-        old_logp=-10 * ones,
-        ref_logp=zeros - 10 * ones,
-        row_weight=ones,
-        is_trained=ones.astype(bool),
-        is_answer=zeros.astype(bool),
-        prompt_weight=at_rows(np.ones(len(prompts), np.float32), plan),
-    ), plan

@@ -41,11 +41,7 @@ CASES = (
 
 
 def run(case: Case, number: int, folder: pathlib.Path, seed: int) -> tuple[int, list[str]]:
-    """Kills `number` runs of a case.
-
-    Returns:
-        how many were killed before they had ended, and what did not hold, a line each.
-    """
+    """Kills runs of a case: how many before they had ended, and what did not hold, a line each."""
     rng, cache = random.Random(seed), folder / "cache"
     whole = folder / "whole"
     for name in ("compiling", "whole"):  # the second finds all programs in the cache

@@ -27,11 +27,11 @@ def opened(monkeypatch):
     """How each source was opened."""
     seen = []
 
-    def open_source(name, **options):
-        seen.append(options)
+    def open_source(name, *, settings, **options):
+        seen.append({**settings, **{key: value for key, value in options.items() if value}})
         return [Example("e", name, (), "?", "1", response="1")]
 
-    monkeypatch.setattr("care_jax.data.stages.open_source", open_source)
+    monkeypatch.setattr("care_jax.data.sources.open_source", open_source)
     return seen
 
 
@@ -247,7 +247,7 @@ def test_a_source_without_rows_is_told_before_the_cold_start(monkeypatch, tmp_pa
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(
-        "care_jax.data.stages.open_source", lambda name, **_: [] if name == "jsonl" else [EXAMPLE]
+        "care_jax.data.sources.open_source", lambda name, **_: [] if name == "jsonl" else [EXAMPLE]
     )
     config = tiny.get_config()
     config.stages = stages

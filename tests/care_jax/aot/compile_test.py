@@ -159,10 +159,9 @@ def test_a_mistake_in_the_flags_is_one_line(flags, message):
 
 
 def program(name, *sizes, seconds=1.0, **fields):
-    arguments, outputs, temporaries, beside = (int(size * GIB) for size in sizes)
-    work = Work(flops=20 * seconds, tokens=10)
-    defaults = {"num_calls": 1, "seconds": 3.0}
-    return Program(name, arguments, outputs, temporaries, beside, work, **defaults | fields)
+    names = "arguments", "outputs", "temporaries", "beside"
+    held = {key: int(size * GIB) for key, size in zip(names, sizes, strict=True)}
+    return Program(name, Work(flops=20 * seconds, tokens=10), **held, **fields)
 
 
 def fit_of(*programs, **fields):

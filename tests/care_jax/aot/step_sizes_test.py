@@ -45,7 +45,7 @@ def test_the_largest_step_is_full(run):
     assert decoding.prefills == ((128, 64),) * 16
     assert sum(call.num_tokens for call in decoding.calls) == 64 * 8 * 36
     assert decoding.num_steps == 64 // 16 * 2 * 35
-    assert {(call.num_prompt_tokens, call.num_positions) for call in decoding.calls} == {(128, 36)}
+    assert {call.num_prompt_tokens for call in decoding.calls} == {128}
     context = context_tokens(run)
     assert reflecting.prefills == ((128 + context, 64),) * 8  # of 32 slots, with a row each
     assert sum(call.num_tokens for call in reflecting.calls) == 64 * (36 - context)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from care_jax.batch import Unusable
+from care_jax.batch import Example, Unusable
 from care_jax.data.mixture import Mixture
 from care_jax.data.rows import first_usable
-from care_jax.data.sources import check_section, open_source
+from care_jax.data.sources import SOURCES, check_section, is_drawn, open_source
 from care_jax.data.stages import open_stage
 from configs import common, tiny
 
@@ -158,3 +158,32 @@ def test_responses_in_another_tag_are_refused(rows):
     config.data.sft.path = rows("b.jsonl", {"answer": ""}, {})
     with pytest.raises(ValueError, match="has no responses to imitate"):
         open_stage(config, "sft")
+
+
+def test_each_stage_reads_its_own_section_and_the_cold_start_alone_has_a_teacher():
+    config = tiny.get_config()
+    config.data.teacher_error = 1.0
+    for section, seed in (("sft", 11), ("train", 12), ("test", 13)):
+        config.data[section] = common.source("synthetic", num_examples=80, seed=seed)
+    stages = {stage: open_stage(config, stage) for stage in ("sft", "rl", "evaluate")}
+    ids = {stage: examples[0].id for stage, examples in stages.items()}
+    assert ids == {"sft": "train-11-0", "rl": "train-12-0", "evaluate": "test-13-0"}
+    is_taught_right = {
+        stage: all(f"<answer>{each.answer}<" in each.response for each in examples)
+        for stage, examples in stages.items()
+    }
+    assert is_taught_right == {"sft": False, "rl": True, "evaluate": True}
+
+
+def test_the_options_of_a_source_are_the_parameters_of_its_factory(monkeypatch):
+    """A setting of the run goes to the sources that take it; an option of its own must be taken."""
+
+    def numbers(num_examples, seed=0, think_tag="think", low=1):
+        return [Example(f"{seed}-{low + i}", think_tag, (), "?", "1") for i in range(num_examples)]
+
+    monkeypatch.setitem(SOURCES, "numbers", numbers)
+    settings = {"think_tag": "reasoning", "cue": "Wait.", "low": 5}
+    (example,) = open_source("numbers", num_examples=1, low=7, settings=settings)
+    assert (example.id, example.source) == ("0-7", "reasoning") and is_drawn("numbers")
+    with pytest.raises(ValueError, match="source 'numbers' takes no split, got 'test'; clear it"):
+        open_source("numbers", num_examples=1, split="test")

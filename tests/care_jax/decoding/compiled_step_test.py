@@ -99,7 +99,7 @@ def main(topology: str) -> None:
     )
     advance = compile_decoder(run, temperature=1.0, top_p=1.0).advance
     traced = advance.trace(
-        params, shapes.slots(run, sizes, PROMPT, RING), jax.ShapeDtypeStruct((), jnp.int32)
+        params, shapes.slots(run, sizes, PROMPT), jax.ShapeDtypeStruct((), jnp.int32)
     )
     platform = "tpu" if topology.startswith("v") else "cuda"
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()

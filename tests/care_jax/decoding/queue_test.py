@@ -1,7 +1,6 @@
 """Continuous decoding gives what plain decoding gives, whatever the slots, rows, rings and mesh."""
 
 import dataclasses
-import itertools
 import operator
 
 import jax
@@ -10,8 +9,7 @@ import pytest
 from plain_decode import plain_decode
 from queued import make_answer
 
-from care_jax.decoding import schedule as decode_schedule
-from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.decoding.queue import Request
 from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
@@ -127,28 +125,6 @@ def test_tokens_do_not_depend_on_the_schedule(
     }
     schedule = simulate(queue.sizes, waiting, lengths, ending.prompts.buckets)
     assert schedule.num_steps == queue.num_steps
-
-
-def test_rings_grow_and_shrink_with_what_is_in_flight(
-    answer, expected, requests, ending, monkeypatch
-):
-    """Calls of three steps, rings of 4, 8 and 16 positions."""
-    monkeypatch.setattr("care_jax.decoding.sampler.NUM_STEPS", 3)
-    monkeypatch.setattr(decode_schedule, "NUM_STEPS", 3)
-    monkeypatch.setattr(decode_schedule, "FEWEST_POSITIONS", 4)
-    seen = []
-    with_room = DecodeQueue._with_room
-
-    def watched(*args):
-        slots = with_room(*args)
-        seen.append(slots.cache.keys[0].shape[-1])
-        return slots
-
-    monkeypatch.setattr(DecodeQueue, "_with_room", watched)
-    answered, _ = answer(3, 2)
-    assert_equal(answered, expected, requests, ending)
-    changes = {pair for pair in itertools.pairwise(seen) if pair[0] != pair[1]}
-    assert {(4, 8), (8, 16), (16, 8)} <= changes
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 2, 2, 1)])

@@ -247,8 +247,7 @@ def test_log_probabilities_of_qwen3_vl_are_the_trainers_own(policy, trainer_logp
 def test_a_slot_that_takes_over_rollouts_stops_where_the_other_slot_would_have(policy):
     """Slot 2 takes over the last rollout of slot 0's, which end at 5; all of a prompt end at 9."""
     sizes = Sizes(4, 2, 9, 16, context_tokens=0, num_shards=1, period=8)
-    shape = dict(num_prompt_tokens=4, num_positions=8, dtype=jnp.float32)
-    slots = empty_slots(policy.config, sizes=sizes, **shape)
+    slots = empty_slots(policy.config, sizes, 4, jnp.float32)
     slots = slots.replace(
         prefix=slots.prefix.replace(first=jnp.arange(36).reshape(4, 9)),
         next_rollout=jnp.array([2, 2, 9, 9]),

@@ -84,12 +84,6 @@ def test_the_last_prompts_are_admitted_at_once():
     assert not scheduler.has_prompts
 
 
-def test_rings_double_up_to_the_longest_answer():
-    assert sizes(max_tokens=2048).rings == (512, 1024, 2048)
-    assert sizes(max_tokens=36).rings == (36,) and sizes(max_tokens=300).rings == (150, 300)
-    assert [sizes().ring_for(n) for n in (0, 64, 65, 300, 511)] == [128, 128, 256, 512, 512]
-
-
 def steps_of(lengths, num_rows=2, **changes):
     lengths = {index: np.array(row) for index, row in enumerate(lengths)}
     shape = sizes(num_rows=num_rows, num_rollouts=len(lengths[0]), **changes)
@@ -174,10 +168,9 @@ def test_a_call_ends_when_prompts_can_be_admitted():
     assert len(schedule.prefills) == 4 + 2
 
 
-def test_long_answers_take_several_calls_and_larger_rings():
+def test_long_answers_take_several_calls():
     schedule = steps_of([[200, 10, 10, 10]], num_rows=4, num_slots=1)
     assert [call.num_steps for call in schedule.calls] == [64, 64, 64, 7]
-    assert [call.num_positions for call in schedule.calls] == [128, 128, 256, 256]
 
 
 def test_prompts_of_a_larger_bucket_widen_the_slots():

@@ -96,6 +96,7 @@ def test_entropy_is_that_of_the_distribution(policy, params):
     probability /= probability.sum(-1, keepdims=True)
     logs = np.log(np.maximum(probability, 1e-300))
     targets = jnp.array([[3, 7, 11]])
-    logp, entropy = logprobs.token_logprobs(params, hidden, targets, policy.config, chunk=8)
+    every = dict(chunk=8, is_wanted=targets > 0)
+    logp, entropy = logprobs.token_logprobs(params, hidden, targets, policy.config, **every)
     np.testing.assert_allclose(entropy, -(probability * logs).sum(-1), rtol=1e-4)
     np.testing.assert_allclose(logp[0], logs[0, [0, 1, 2], [3, 7, 11]], rtol=1e-4)
