@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import json
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -23,11 +22,12 @@ from typing import Any
 
 from PIL import Image
 
-from care_jax.batch import Example
+from care_jax.batch import Example, Unusable
 from care_jax.benchmarks import mathverse, mathvision, mathvista, mmmu, mmmu_pro, response
 from care_jax.benchmarks.judge import Case, Judge
 from care_jax.benchmarks.rows import gold_of
 from care_jax.benchmarks.samples import Answers, Questions, Sample, Verdict
+from care_jax.data.readers.json_rows import JsonRows
 from care_jax.data.readers.parquet import ParquetRows, columns_without_bytes
 
 Row = dict[str, Any]
@@ -201,17 +201,14 @@ def _files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
 
 
 def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
-    rows = []
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
+    rows, table = [], JsonRows(path)
+    for place, number in enumerate(table.numbers):
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            rows.append(table[place])
+        except Unusable as error:
             raise ValueError(
                 f"expected JSON on line {number} of {str(path)!r}, got {error}; repair the file"
             ) from error
-        rows.append(row)
     return rows, [lambda: {"folder": path.parent}] * len(rows)
 
 

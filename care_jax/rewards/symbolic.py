@@ -160,22 +160,6 @@ def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -
     return is_rounded or error <= tolerance * abs(expected)
 
 
-def _reply(question: Question, cpu_seconds: float) -> str:
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    try:
-        return _compare(question)
-    except _OutOfTime:
-        return "timeout"
-    except MemoryError:
-        return "refused: memory"
-    except RecursionError:
-        return "refused: nesting"
-    except Exception as error:
-        return f"refused: {type(error).__name__}"
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
 def start(timeout: float) -> Callable[..., str]:
     """Limits this process, a worker, and returns the function that answers questions in it."""
     for stream in (1, 2):  # parsers print
@@ -186,11 +170,20 @@ def start(timeout: float) -> Callable[..., str]:
         raise _OutOfTime
 
     def answer(*question: Any) -> str:
-        # If the pool has died, this alarm still ends a stuck worker.
-        signal.alarm(int(timeout) + 10)
+        signal.alarm(int(timeout) + 10)  # ends a stuck worker even if the pool has died
+        signal.setitimer(signal.ITIMER_PROF, 0.4 * timeout)
         try:
-            return _reply(Question(*question), cpu_seconds=0.4 * timeout)
+            return _compare(Question(*question))
+        except _OutOfTime:
+            return "timeout"
+        except MemoryError:
+            return "refused: memory"
+        except RecursionError:
+            return "refused: nesting"
+        except Exception as error:
+            return f"refused: {type(error).__name__}"
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.alarm(0)
 
     sys.dont_write_bytecode = True
