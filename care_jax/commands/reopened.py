@@ -31,23 +31,14 @@ from models import backbone
 
 
 class Reopened(NamedTuple):
-    """What a command is given.
-
-    Attributes:
-        run: of one process.
-        params: of the checkpoint, in the training layout.
-        stage: that the checkpoint is of: "sft", "rl", or "start" for the weights before both.
-        name: of the checkpoint: "sft 1600", or where the run started from.
-        examples: the training data of RL.
-        num_questions: how many of them to ask.
-    """
+    """What a command is given; see `weights.last_of` for the checkpoint."""
 
     run: Run
     params: backbone.Params
     stage: str
     name: str
-    examples: Sequence[Example]
-    num_questions: int
+    examples: Sequence[Example]  # the training data of RL
+    num_questions: int  # of them, to be asked
 
 
 def run_command(act: Callable[[Reopened], None]) -> None:
@@ -102,22 +93,13 @@ def questions_of(run: Run, num_questions: int) -> Sequence[Example]:
 
 
 class Tried(NamedTuple):
-    """Groups with both outcomes: N questions, G rollouts of each.
+    """Groups with both outcomes: N questions, G rollouts of each."""
 
-    Attributes:
-        num_asked: different questions, of which N had both.
-        asked: the questions.
-        requests: for decoding them again.
-        texts: of the rollouts.
-        accs: their correctness in [0, 1].
-        subgroup: anchor and negatives.
-    """
-
-    num_asked: int
+    num_asked: int  # different questions, of which N had both
     asked: list[Example]
-    requests: list[Request]
+    requests: list[Request]  # for decoding them again
     texts: Shaped[np.ndarray, "N G"]
-    accs: Float[np.ndarray, "N G"]
+    accs: Float[np.ndarray, "N G"]  # in [0, 1]
     subgroup: Subgroup
 
 

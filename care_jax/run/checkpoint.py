@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
@@ -49,17 +50,6 @@ class Restored(NamedTuple):
     data_position: int
     rng: int
     metadata: dict[str, Any]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested config dicts to dotted keys, with values as JSON restores them."""
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
-    return flat
 
 
 class _Manager(ocp.CheckpointManager):
@@ -105,7 +95,8 @@ class Checkpoints:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}")
         self.folder = pathlib.Path(folder).absolute()
         self.best_metric = best_metric
-        self._fingerprint = _flat(fingerprint)
+        # By dotted key, with values as JSON restores them.
+        self._fingerprint = flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
         self._settings = dict(settings or {})
         self._keep_best = keep_best
 

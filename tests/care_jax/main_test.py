@@ -203,15 +203,15 @@ def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch
         seen.append(evaluate(params, name="rl", step=3))
         return params
 
+    def evaluate(evaluator, params, *, name, step):
+        held_out = evaluator._examples
+        return {} if held_out is None else {params: held_out[0].source, name: step}
+
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
     monkeypatch.setattr(main.rl, "train", train)
-    monkeypatch.setattr(
-        main.evaluate,
-        "evaluate",
-        lambda run, params, examples, *, name, step, **_: {params: examples[0].source, name: step},
-    )
+    monkeypatch.setattr(main.evaluate.Evaluator, "__call__", evaluate)
     config = tiny.get_config()
     config.stages = ("rl",)
     main.run_stages(config, tmp_path / "without")
