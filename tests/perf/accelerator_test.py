@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from care_jax.devices import flops, sharding
+from care_jax.run.run import open_run
 from configs import tiny
 from models.attention.packed import AttentionImpl
 from perf.accelerator import __main__ as accelerator
@@ -30,7 +32,7 @@ def run():
     devices = jax.devices
     try:
         jax.devices = lambda *_: devices()[:1]
-        return step.open_run(config)
+        return open_run(config, pathlib.Path())
     finally:
         jax.devices = devices
 
