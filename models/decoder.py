@@ -115,9 +115,8 @@ def decoder_layer(
     q, k, v = _project(p["attention"], y, config)
     q = rotate(q.reshape(*q.shape[:-3], -1, q.shape[-1]), rotary).reshape(q.shape)
     q = constrain(q, "batch", *spread, None, "attended_heads", None, None)
-    k, v = (
-        constrain(a, "batch", *spread, None, "attended_heads", None) for a in (rotate(k, rotary), v)
-    )
+    kv_axes = ("batch", *spread, None, "attended_heads", None)
+    k, v = constrain(rotate(k, rotary), *kv_axes), constrain(v, *kv_axes)
     y, kept = attend(q, k, v)
     y = y.reshape(*y.shape[:-3], config.num_heads, config.head_dim)
     x = x + linear(p["attention"]["out"], y, num_inputs=2)
@@ -174,17 +173,12 @@ def forward(
         slots: index of each token's image feature, -1 for none.
     """
     p, text = params["text"], config.text
-    deepstack = None if features is None else features.deepstack
     rotary = text_rotary(positions, text)
 
     def layer(x, xs):
         p, l = xs
         x, _ = decoder_layer(p, x, rotary, lambda q, k, v: (attend(q, k, v, mask), None), text)
-        if deepstack is not None:
-            assert slots is not None  # they come together
-            added = functools.partial(_add_feature, deepstack, slots, l)
-            x = jax.lax.cond(l < len(deepstack), added, lambda x: x, x)
-        return x, None
+        return _with_deepstack(x, l, features, slots), None
 
     layers = p["layers"], jnp.arange(text.num_layers)
     x, _ = jax.lax.scan(checkpointed(layer, remat), x, layers)
@@ -242,8 +236,21 @@ def at_slots(
     return jnp.where((slots >= 0)[..., None], named, elsewhere)
 
 
-def _add_feature(deepstack: Array, slots: Array, l: int | Array, x: Array) -> Array:
-    return x + at_slots(deepstack[l], slots, 0.0).astype(x.dtype)
+def _with_deepstack(
+    x: Array, l: int | Array, features: ImageFeatures | None, slots: Array | None
+) -> Array:
+    """Adds the DeepStack features of layer l, which may be traced, to the tokens of their slots."""
+    if features is None or features.deepstack is None:
+        return x
+    assert slots is not None  # they come together
+    deepstack = features.deepstack
+
+    def added(x):
+        return x + at_slots(deepstack[l], slots, 0.0).astype(x.dtype)
+
+    if isinstance(l, int):
+        return added(x) if l < len(deepstack) else x
+    return jax.lax.cond(l < len(deepstack), added, lambda x: x, x)
 
 
 def _transposed(p: Params, num_inputs: int = 1) -> Params:
@@ -304,13 +311,10 @@ def _unrolled(
     slots: Int[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "... D"], KeyValues]:
     """The layers of the decode layout; `attend` also takes the layer and returns its cache."""
-    deepstack = None if features is None else features.deepstack
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
         x, (k, v) = decoder_layer(layer, x, rotary, functools.partial(attend, l), config)
-        if deepstack is not None and l < len(deepstack):
-            assert slots is not None  # they come together
-            x = _add_feature(deepstack, slots, l, x)
+        x = _with_deepstack(x, l, features, slots)
         keys.append(k)
         values.append(v)
     return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)

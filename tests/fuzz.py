@@ -53,7 +53,7 @@ from care_jax.report.pictures import data_uri
 from care_jax.rewards.verifier import Verifier
 from care_jax.run import integrity
 from configs import tiny
-from models.release import tensor_files
+from models.release import transfer
 
 ACCEPTED, REFUSED, SKIPPED = "accepted", "refused", "skipped"
 OUTCOMES = (ACCEPTED, REFUSED, SKIPPED)
@@ -489,14 +489,14 @@ def _headers() -> st.SearchStrategy[bytes]:
 
 def read_release(drawn: tuple[bytes, bytes | None], folder: pathlib.Path) -> Counter[str]:
     data, index = drawn
-    name = tensor_files.SINGLE if index is None else "part.safetensors"
+    name = transfer.SINGLE if index is None else "part.safetensors"
     (folder / name).write_bytes(data)
     if index is not None:
-        (folder / tensor_files.INDEX).write_bytes(index)
+        (folder / transfer.INDEX).write_bytes(index)
 
     def read() -> None:
-        for entry in tensor_files.read_headers(folder).values():
-            with tensor_files.open_tensor(entry) as tensor:
+        for entry in transfer.read_headers(folder).values():
+            with transfer.open_tensor(entry) as tensor:
                 assert tuple(tensor.get_shape()) == entry.shape
 
     return Counter([outcome_of(read, names=(str(folder),))])

@@ -22,7 +22,7 @@ import numpy as np
 from models import backbone
 from models.config import BackboneConfig
 from models.layers import Params
-from models.release import tensor_files, transfer, weights
+from models.release import transfer, weights
 
 WEIGHTS = "adapter_model.safetensors"
 _DTYPE = np.dtype(np.float32)
@@ -81,7 +81,7 @@ def export(
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
-    tensor_files.write_file(folder / WEIGHTS, shapes, _DTYPE, blocks())
+    transfer.write_file(folder / WEIGHTS, shapes, _DTYPE, blocks())
 
 
 def _module(tensor: weights.Tensor) -> str:

@@ -1,4 +1,8 @@
-"""Loads a release onto devices and exports it, one tensor at a time.
+"""Loads a release onto devices and exports it: safetensors read by slice, written as a stream.
+
+A release keeps its tensors in `model.safetensors`, or in several such files with an index that maps
+tensors to files. A file is eight bytes of header length, a JSON header with the dtype, shape and
+byte offsets of every tensor, and the tensors' bytes.
 
 The whole release is checked before any parameter is loaded. Each device's shard of a parameter is
 then read separately, slice by slice: besides the devices' memory, the host holds at most one
@@ -7,23 +11,43 @@ tensor. Export gathers and writes one tensor at a time.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
 import functools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, so that safetensors needs no torch
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Sharding
+from safetensors import SafetensorError, safe_open
 
 from models.config import BackboneConfig
 from models.layers import Params
-from models.release import config_json, tensor_files, weights
+from models.release import config_json, weights
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_BLOCK_SIZE = 2**22  # elements read at a time when tensors are compared
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's name
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor as described in its file's header; its dtype by the format's name, as "BF16"."""
+
+    path: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def load(
@@ -50,16 +74,16 @@ def load(
 
 def _find(
     folder: pathlib.Path, expected: list[weights.Tensor], config: BackboneConfig
-) -> dict[str, tensor_files.Entry]:
+) -> dict[str, Entry]:
     """The header entry of each tensor, by its name in the family's releases.
 
     If the embeddings are tied and the release also stores an unembedding, it must equal the
     embedding table and is left out.
     """
     family = config.family
-    found: dict[str, tensor_files.Entry] = {}
+    found: dict[str, Entry] = {}
     problems = []
-    for entry in tensor_files.read_headers(folder).values():
+    for entry in read_headers(folder).values():
         name = weights.release_name(entry.name, family)
         if name in found:
             problems.append(f"{name} is there twice, as {found[name].name} and {entry.name}")
@@ -72,7 +96,7 @@ def _find(
         entry = found[name]
         if entry.shape != shapes[name]:
             problems.append(f"{name} has shape {entry.shape}, expected {shapes[name]}")
-        if entry.dtype not in (dtypes := list(tensor_files.DTYPES.values())):
+        if entry.dtype not in (dtypes := list(DTYPES.values())):
             problems.append(f"{name} is {entry.dtype}, expected {dtypes}")
     if problems:
         raise ValueError(
@@ -80,12 +104,111 @@ def _find(
             "belongs to the weights"
         )
     embedding = found[weights.release_name(weights.EMBEDDING, family)]
-    if copy is not None and not tensor_files.is_equal(copy, embedding):
+    if copy is not None and not is_equal(copy, embedding):
         raise ValueError(
             f"{copy.name} must equal {embedding.name}, as config.json ties them, and differs in "
             f"{folder}; set tie_word_embeddings to false in config.json, or remove {copy.name}"
         )
     return found
+
+
+def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
+    """Every tensor of a release by its name; reads no data.
+
+    Raises:
+        ValueError: there are no weights, a file is missing or truncated, two files hold the same
+            tensor, or the index and the files disagree; the message lists all such faults.
+    """
+    folder = pathlib.Path(folder)
+    index = None if (folder / SINGLE).exists() else _read_index(folder)
+    entries: dict[str, Entry] = {}
+    problems, unread = [], set()
+    for file in [SINGLE] if index is None else sorted(set(index.values())):
+        try:
+            header = _read_header(folder / file)
+        except (OSError, SafetensorError) as error:
+            unread.add(file)
+            problems.append(f"{file} is missing or cut short ({error})")
+            continue
+        problems += [
+            f"{name} is in {entries[name].path.name} and in {file}"
+            for name in sorted(header.keys() & entries.keys())
+        ]
+        entries |= header
+    if index is not None:
+        problems += [
+            f"{name} is not in {file}, where the index has it"
+            for name, file in sorted(index.items())
+            if file not in unread and (name not in entries or entries[name].path.name != file)
+        ]
+        problems += [
+            f"{name} is in {entries[name].path.name} and not in the index"
+            for name in sorted(entries.keys() - index.keys())
+        ]
+    if problems:
+        found = " ".join("; ".join(problems).split())  # names in headers may hold line breaks
+        raise ValueError(f"{folder} is no complete release: {found}; fetch or export it again")
+    return entries
+
+
+def _read_index(folder: pathlib.Path) -> dict[str, str]:
+    """File name of every tensor, by the tensor's name."""
+    path = folder / INDEX
+    if not path.exists():
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no folder"
+        raise ValueError(
+            f"{folder} must hold {SINGLE} or {INDEX}, got {found}; pass the folder of a release"
+        )
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        index = {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} must be JSON with a weight_map of names to files, got {error!r}; fetch or "
+            "export the release again"
+        ) from error
+    for file in index.values():
+        # Untrusted text: a path would lead out of the folder.
+        if not file.isprintable() or "/" in file or file in ("", ".", ".."):
+            raise ValueError(
+                f"{path} must map tensors to files beside it, got {file!r:.100}; fetch or export "
+                "the release again"
+            )
+    return index
+
+
+def _read_header(path: pathlib.Path) -> dict[str, Entry]:
+    with safe_open(path, framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {
+            name: Entry(path, name, tuple(each.get_shape()), each.get_dtype())
+            for name, each in slices.items()
+        }
+
+
+def is_equal(one: Entry, other: Entry) -> bool:
+    """Whether two float tensors hold the same values; reads a block of rows at a time."""
+    if one.shape != other.shape:
+        return False
+    num_rows, row_size = one.shape[0], math.prod(one.shape[1:])
+    step = max(1, _BLOCK_SIZE // row_size)
+    with open_tensor(one) as ours, open_tensor(other) as theirs:
+        for i in range(0, num_rows, step):
+            block = slice(i, min(i + step, num_rows))
+            if not np.array_equal(ours[block].astype(np.float32), theirs[block].astype(np.float32)):
+                return False
+    return True
+
+
+@contextlib.contextmanager
+def open_tensor(entry: Entry) -> Iterator[Any]:
+    """Opens a tensor for reading: `source[i:j, k:l]` reads only that slice.
+
+    The file is memory-mapped only while this is open, so that its pages do not accumulate in the
+    process.
+    """
+    with safe_open(entry.path, framework="numpy") as file:
+        yield file.get_slice(entry.name)
 
 
 def _load_parameter(
@@ -121,7 +244,7 @@ def _read_part(
     part: weights.Bounds,
     devices: Sequence[jax.Device | None],
     *,
-    entries: dict[str, tensor_files.Entry],
+    entries: dict[str, Entry],
     dtype: np.dtype,
     staged: int | None,
 ) -> list[jax.Array]:
@@ -144,7 +267,7 @@ def _read_part(
     for i in range(0, len(row), step):
         host = _aligned_empty((len(row[i : i + step]), *shape), dtype)
         for tensor, out in zip(row[i : i + step], host, strict=True):
-            with tensor_files.open_tensor(entries[tensor.name]) as source:
+            with open_tensor(entries[tensor.name]) as source:
                 tensor.read(out, source, part)
         host = host if is_stacked else host[0]
         groups.append(jax.block_until_ready([jax.device_put(host, each) for each in devices]))
@@ -187,7 +310,7 @@ def export(
     shards = _shards(table, dtype.itemsize, max_shard_bytes)
     weight_map = {}
     for i, shard in enumerate(shards):
-        file = tensor_files.SINGLE
+        file = SINGLE
         if len(shards) > 1:
             file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         blocks = (
@@ -196,11 +319,12 @@ def export(
             for block in tensor.rows(to_host(leaves[tensor.path], tensor.layer), dtype)
         )
         shapes = {tensor.name: tensor.hf_shape for tensor in shard}
-        tensor_files.write_file(folder / file, shapes, dtype, blocks)
+        write_file(folder / file, shapes, dtype, blocks)
         weight_map |= dict.fromkeys(shapes, file)
     if is_writer and len(shards) > 1:
         total = sum(math.prod(tensor.shape) for tensor in table) * dtype.itemsize
-        tensor_files.write_index(folder, weight_map, total)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_configs(folder: pathlib.Path, config: BackboneConfig, dtype: np.dtype) -> None:
@@ -242,3 +366,44 @@ def to_host(leaf: jax.Array | np.ndarray, layer: int | None) -> np.ndarray:
     if not fresh.is_fully_addressable:
         return multihost_utils.process_allgather(fresh, tiled=True)
     return np.asarray(fresh)
+
+
+def write_file(
+    path: pathlib.Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    blocks: Iterable[np.ndarray],
+) -> None:
+    """Writes one safetensors file without holding it in memory.
+
+    In a multi-process run process 0 writes. The others only take the blocks, which joins the
+    all-gathers behind them.
+
+    Args:
+        path: replaced if it exists.
+        shapes: of the tensors, by name.
+        dtype: of all of them.
+        blocks: their values in the order of `shapes`, of this dtype and contiguous; a block may
+            start and end anywhere.
+
+    Raises:
+        ValueError: the blocks and the tensors differ in total bytes.
+    """
+    if jax.process_index():
+        collections.deque(blocks, maxlen=0)
+        return
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        fields = {"dtype": DTYPES[dtype.name], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = fields
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
+    written = 0
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for block in blocks:
+            written += file.write(block.reshape(-1).view(np.uint8).data)
+    if written != end:
+        raise ValueError(f"{path} needs {end} bytes of tensors, got {written}; check the blocks")

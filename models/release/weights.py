@@ -109,7 +109,7 @@ class Tensor:
 
         Args:
             out: of the part's shape; values are cast to its dtype.
-            source: the release's tensor, from `tensor_files.open_tensor`.
+            source: the release's tensor, from `transfer.open_tensor`.
             part: (start, stop) along every axis of `shape`.
         """
         rows, *columns = self.axes

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from models import backbone
-from models.release import tensor_files, transfer, weights
+from models.release import transfer, weights
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -84,7 +84,7 @@ def test_transformers_opens_an_export_from_eight_devices(released, tmp_path):
     shardings = make_shardings(config, LAYOUTS["as trained"])
     loaded, _ = backbone.load(folder, dtype=jnp.bfloat16, shardings=shardings)
     backbone.export(tmp_path, loaded, config, max_shard_bytes=40_000)
-    index = json.loads((tmp_path / tensor_files.INDEX).read_text())
+    index = json.loads((tmp_path / transfer.INDEX).read_text())
     files = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
     stored = {name: array for tensors in files.values() for name, array in tensors.items()}
     assert {name: f for f, tensors in files.items() for name in tensors} == index["weight_map"]
@@ -116,14 +116,14 @@ def test_a_bfloat16_release_comes_back_bit_for_bit(released, tmp_path, master):
     shardings = make_shardings(config, LAYOUTS["as trained"])
     loaded, _ = backbone.load(first, dtype=master, shardings=shardings)
     backbone.export(second, loaded, config, max_shard_bytes=50_000)
-    for path in [*first.glob("*.safetensors"), first / tensor_files.INDEX]:
+    for path in [*first.glob("*.safetensors"), first / transfer.INDEX]:
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
 def test_no_more_is_read_than_the_shards_hold(released, monkeypatch):
     folder, _, config = released
     read = {}
-    opened = tensor_files.open_tensor
+    opened = transfer.open_tensor
 
     class Counted:
         def __init__(self, entry):
@@ -141,11 +141,11 @@ def test_no_more_is_read_than_the_shards_hold(released, monkeypatch):
             read.setdefault(self.name, []).append(array.size)
             return array
 
-    monkeypatch.setattr(tensor_files, "open_tensor", Counted)
+    monkeypatch.setattr(transfer, "open_tensor", Counted)
     monkeypatch.setattr(weights, "_BLOCK_SIZE", 500)
     backbone.load(folder, shardings=make_shardings(config, LAYOUTS["as trained"]))
     part_wise = ("embed_tokens.weight", "patch_embed.proj.weight", "mlp.up_proj.weight")
-    for name, entry in tensor_files.read_headers(folder).items():
+    for name, entry in transfer.read_headers(folder).items():
         if name.endswith((*part_wise, "mlp.down_proj.weight", "o_proj.weight")):
             assert sum(read[name]) == np.prod(entry.shape), name
             assert len(read[name]) >= 4 and max(read[name]) <= 500, name
@@ -230,7 +230,7 @@ def test_tensors_of_integers_or_under_two_names_are_refused(released, tmp_path):
     for prefix in ("model.", "model.language_model."):
         stored[f"{prefix}layers.0.mlp.up_proj.weight"] = stored[up]
     stored[norm] = stored[norm].astype(np.int8)
-    save_file(stored, tmp_path / tensor_files.SINGLE)
+    save_file(stored, tmp_path / transfer.SINGLE)
     with pytest.raises(ValueError) as error:
         backbone.load(tmp_path, config)
     assert f"{up} is there twice, as model." in str(error.value)

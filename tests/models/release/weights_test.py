@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import backbone
-from models.release import config_json, tensor_files
+from models.release import config_json, transfer
 
 # Where a family's releases put the decoder and the tower.
 PREFIXES = {
@@ -130,11 +130,11 @@ def with_copy(folder, change=0.0):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("block_size", [tensor_files._BLOCK_SIZE, 100])
+@pytest.mark.parametrize("block_size", [transfer._BLOCK_SIZE, 100])
 def test_a_copy_of_tied_embeddings_is_left_out(
     tied_config, make_params, tmp_path, monkeypatch, dtype, block_size
 ):
-    monkeypatch.setattr(tensor_files, "_BLOCK_SIZE", block_size)
+    monkeypatch.setattr(transfer, "_BLOCK_SIZE", block_size)
     params = jax.tree.map(lambda a: a.astype(dtype), make_params(tied_config))
     backbone.export(tmp_path, params, tied_config, dtype)
     name = with_copy(tmp_path)
