@@ -27,7 +27,7 @@ from care_jax.aot.collectives import Received
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
-from care_jax.decoding.programs import DecodePrograms
+from care_jax.decoding.queue import DecodePrograms
 from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip

@@ -1,4 +1,4 @@
-"""Decodes many prompts on few slots: the host's side of continuous decoding.
+"""Decodes many prompts on few slots: the compiled programs, and the host that calls them.
 
 Prompts take slots a few at a time (`schedule`), and all their rollouts are decoded (`sampler`).
 Finished prompts are yielded while the devices decode the others, so verifying takes no device
@@ -9,7 +9,8 @@ A prompt is decoded on the batch shard that trains on it, so neither prompts nor
 network. Every process knows all waiting prompts and makes the same decisions. Nothing depends on
 how long the host takes: the same weights and prompts give the same calls.
 
-Letters: B slots, G rollouts of a prompt, T tokens of a rollout.
+Letters: B slots, G rollouts of a prompt, T tokens of a rollout, P prompt tokens, N prompts of a
+prefill.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from care_jax.batch import Rollouts
-from care_jax.decoding.programs import DecodePrograms
+from care_jax.decoding import sampler
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
 from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of
-from care_jax.decoding.slots import Slots
+from care_jax.decoding.slots import Slots, empty_slots, keep_slots, pad_left, slot_axes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
@@ -51,6 +52,70 @@ class Request:
     prompt: TokenizedPrompt
     context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: NO_CONTEXT)
     limits: Int[np.ndarray, " G"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePrograms:
+    """The compiled functions of decoding, see `compile_decoding`.
+
+    Attributes:
+        options: what they are compiled for.
+        empty: (sizes, P) -> Slots.
+        admit: (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]) ->
+            (Slots, SampledTokens), prefill included.
+        share: (slots, source [B], begin [B], end [B]) -> Slots.
+        advance: (params, slots, num_wanted) -> (Slots, SampledTokens, progress).
+        pad: (array of the prefix, axis of its tokens, size P) -> the padded array.
+        keep: (array of the slots, indices of the slots to keep) -> the smaller array.
+    """
+
+    options: DecodeOptions
+    empty: Callable[..., Slots]
+    admit: Callable[..., tuple[Slots, SampledTokens]]
+    share: Callable[..., Slots]
+    advance: Callable[..., tuple[Slots, SampledTokens, tuple[jax.Array, ...]]]
+    pad: Callable[..., jax.Array]
+    keep: Callable[..., jax.Array]
+
+
+def compile_decoding(options: DecodeOptions) -> DecodePrograms:
+    """The jitted functions of decoding."""
+    mesh, rules, num_shards = options.mesh, options.rules, options.num_shards
+    placed = functools.partial(sharding.placed, rules=rules, mesh=mesh)
+
+    def laid_out(slots: Slots) -> Slots:
+        """Gives the slots the same shardings after every program."""
+        shardings = sharding.param_shardings(slot_axes(slots), slots, rules, mesh)
+        return jax.lax.with_sharding_constraint(slots, shardings)
+
+    def by_slot(sampled: SampledTokens) -> SampledTokens:
+        return jax.lax.with_sharding_constraint(sampled, options.batch_sharding)
+
+    def empty(sizes, num_prompt_tokens):
+        return laid_out(empty_slots(options.config, sizes, num_prompt_tokens, options.dtype))
+
+    def admit(params, slots, prompts, rng, indices, budget, chosen):
+        arguments = params, slots, prompts, rng, indices, budget, chosen
+        slots, first = sampler.admit(*arguments, options)
+        return laid_out(slots), by_slot(first)
+
+    def share(slots, source, begin, end):
+        return laid_out(sampler.occupy(slots, slots.prefix, source, begin, end, num_shards))
+
+    def advance(params, slots, num_wanted):
+        slots, sampled, progress = sampler.advance(params, slots, num_wanted, options)
+        progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
+        return laid_out(slots), by_slot(sampled), progress
+
+    return DecodePrograms(
+        options=options,
+        empty=jax.jit(placed(empty), static_argnums=(0, 1)),
+        admit=jax.jit(placed(admit), donate_argnums=1),
+        share=jax.jit(share, donate_argnums=0),
+        advance=jax.jit(placed(advance), donate_argnums=1),
+        pad=jax.jit(pad_left, static_argnames=("axis", "size")),
+        keep=jax.jit(functools.partial(keep_slots, num_shards=num_shards)),
+    )
 
 
 class DecodeQueue:

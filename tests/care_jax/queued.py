@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from care_jax.decoding.programs import compile_decoding
-from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.queue import DecodeQueue, compile_decoding
 from care_jax.decoding.sampler import DecodeOptions, DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices.device_clock import DeviceClock
