@@ -174,7 +174,7 @@ def test_simple_answers_start_no_process():
         assert verifier.counts == {
             "fast_calls": 3, "symbolic_calls": 0, "cached": 0, "timeouts": 0, "crashes": 0,
         }  # fmt: skip
-        assert not verifier._pool._workers
+        assert verifier._pool._pool._thread is None
 
 
 def test_symbolic_answers_keep_their_places_and_are_remembered(verifier):
