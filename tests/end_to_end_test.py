@@ -341,8 +341,8 @@ def test_adapters_of_both_stages_are_one_beside_the_export(tmp_path):
 
 def test_a_finished_run_trains_and_evaluates_no_more(finished, monkeypatch):
     before = metrics_of(finished[0])
-    monkeypatch.setattr(main.rl, "roll_out", None)
-    monkeypatch.setattr(main.evaluate, "evaluate", None)
+    monkeypatch.setattr(main.rl, "draw_groups", None)
+    monkeypatch.setattr(main.evaluate, "samples_of", None)  # nothing is decoded
     assert main.run_stages(small_config(), finished[0]) == finished[1]
     assert metrics_of(finished[0]) == before
 
