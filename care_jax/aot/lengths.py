@@ -95,12 +95,7 @@ def _image_sizes(source: str, rng: np.random.Generator) -> list[tuple[float, flo
 
 
 def draw_responses(
-    shape: tuple[int, int],
-    mean: float,
-    cap: int,
-    rng: np.random.Generator,
-    *,
-    sigma: float = SIGMA,
+    shape: tuple[int, int], mean: float, cap: int, rng: np.random.Generator, *, sigma: float = SIGMA
 ) -> Int[np.ndarray, "N R"]:
     """Tokens of each response.
 

@@ -42,13 +42,7 @@ from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval
-from care_jax.rl.rollout import (
-    compile_decoder,
-    compile_rollout,
-    contexts_of,
-    rollout_sizes,
-    verify,
-)
+from care_jax.rl.rollout import compile_decoder, compile_rollout, contexts_of, rollout_sizes, verify
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 from models import backbone

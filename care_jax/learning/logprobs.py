@@ -85,10 +85,7 @@ def token_logprobs(
 
 
 def score_rows(
-    params: backbone.Params,
-    rows: TreeRows,
-    config: BackboneConfig,
-    options: ForwardOptions,
+    params: backbone.Params, rows: TreeRows, config: BackboneConfig, options: ForwardOptions
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """log π of every response token given prompt and earlier response tokens; the entropy of π.
 

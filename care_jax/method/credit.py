@@ -147,13 +147,7 @@ def rloo_credit(rollouts: Rollouts, scores: Scores) -> Credit:
 
 
 def dapo_credit(
-    rollouts: Rollouts,
-    scores: Scores,
-    *,
-    eps: float,
-    ddof: int,
-    max_tokens: int,
-    cache_tokens: int,
+    rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int, max_tokens: int, cache_tokens: int
 ) -> Credit:
     """DAPO: mean over all tokens of the kept groups, 1/Σᵢ|yᵢ| · Σᵢ Σ_t (their eq. 8).
 

@@ -34,10 +34,7 @@ from models.attention.packed import AttentionImpl
 
 
 def train(
-    run: Run,
-    params: backbone.Params,
-    examples: Sequence[Example],
-    evaluate: Evaluate | None = None,
+    run: Run, params: backbone.Params, examples: Sequence[Example], evaluate: Evaluate | None = None
 ) -> backbone.Params:
     """Runs or resumes the RL stage.
 

@@ -37,10 +37,7 @@ ROW_TOO_SHORT = "prompt and response exceed a row"
 
 
 def train(
-    run: Run,
-    params: backbone.Params,
-    examples: Sequence[Example],
-    evaluate: Evaluate | None = None,
+    run: Run, params: backbone.Params, examples: Sequence[Example], evaluate: Evaluate | None = None
 ) -> backbone.Params:
     """Runs or resumes the SFT stage.
 
