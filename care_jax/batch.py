@@ -30,42 +30,24 @@ class Unusable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One question, on the host, before tokenisation.
+    """One question, on the host, before tokenisation."""
 
-    Attributes:
-        id: unique inside its source.
-        source: name of the source, for metrics and reports.
-        images: in the order of the `<image>` placeholders; paths and the bytes of image files are
-            decoded when they are needed.
-        question: text with one `<image>` per image.
-        answer: gold answer: text, or for a reward function a list or an object, such as a box.
-        choices: options of a multiple-choice question, in order (A, B, ...); empty otherwise.
-        rationale: the teacher's reasoning for the cold start; empty if there is none.
-        response: what the cold start imitates, tags included; empty if there is none.
-        context: what stands before `response` in the assistant's turn; the cold start conditions on
-            it and does not learn it.
-        tolerance: relative error allowed between numbers; 0: that of the verifier.
-        units: "matter" if an answer without a unit differs from one with a unit; else empty.
-        min_pixels, max_pixels: range of height x width to which its images are resized; 0: that of
-            the prompt builder.
-        repair: what was corrected in its data row; empty if nothing was.
-        extra: the columns of its data row that have no meaning here, by name, in JSON types.
-    """
-
-    id: str
-    source: str
+    id: str  # unique inside its source
+    source: str  # name of the source, for metrics and reports
+    # In the order of the `<image>` placeholders; paths and bytes are decoded when they are needed.
     images: tuple[Image.Image | pathlib.Path | zipfile.Path | bytes, ...]
-    question: str
-    answer: Any
-    choices: tuple[str, ...] = ()
-    rationale: str = ""
-    response: str = ""
-    context: str = ""
-    tolerance: float = 0.0
-    units: str = ""
-    min_pixels: int = 0
-    max_pixels: int = 0
-    repair: str = ""
+    question: str  # text with one `<image>` per image
+    answer: Any  # gold answer: text, or for a reward function a list or an object, such as a box
+    choices: tuple[str, ...] = ()  # of a multiple-choice question, in order (A, B, ...)
+    rationale: str = ""  # the teacher's reasoning for the cold start; empty if there is none
+    response: str = ""  # what the cold start imitates, tags included; empty if there is none
+    context: str = ""  # what stands before `response`; the cold start does not learn it
+    tolerance: float = 0.0  # relative error allowed between numbers; 0: that of the verifier
+    units: str = ""  # "matter" if an answer without a unit differs from one with a unit; else empty
+    min_pixels: int = 0  # least height x width to which images are resized; 0: the prompt builder's
+    max_pixels: int = 0  # the largest, likewise
+    repair: str = ""  # what was corrected in its data row; empty if nothing was
+    # The columns of its data row that have no meaning here, by name, in JSON types.
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -76,23 +58,14 @@ def answer_text(answer: Any) -> str:
 
 @flax.struct.dataclass
 class Prompts:
-    """B tokenised prompts; each is prefilled once for all of its rollouts.
+    """B tokenised prompts; each is prefilled once for all of its rollouts."""
 
-    Attributes:
-        tokens: left-padded token ids.
-        is_valid: true at prompt tokens, false at padding.
-        positions: M-RoPE ids (time, height, width); padding is not counted.
-        next_position: the position of the first response token (all three components).
-        slots: index into the row's image features at image tokens, -1 elsewhere.
-        images: packed patches, or None for a batch without any image.
-    """
-
-    tokens: Int[HostOrDevice, "B P"]
-    is_valid: Bool[HostOrDevice, "B P"]
-    positions: Int[HostOrDevice, "B P 3"]
-    next_position: Int[HostOrDevice, " B"]
-    slots: Int[HostOrDevice, "B P"]
-    images: ImagePatches | None
+    tokens: Int[HostOrDevice, "B P"]  # left-padded token ids
+    is_valid: Bool[HostOrDevice, "B P"]  # true at prompt tokens, false at padding
+    positions: Int[HostOrDevice, "B P 3"]  # M-RoPE ids (time, height, width), padding not counted
+    next_position: Int[HostOrDevice, " B"]  # of the first response token, all three components
+    slots: Int[HostOrDevice, "B P"]  # index into the row's image features, -1 at other tokens
+    images: ImagePatches | None  # packed patches; None for a batch without any image
 
 
 @flax.struct.dataclass
@@ -101,133 +74,83 @@ class TreeRows:
 
     Query q attends to key k iff k <= q <= reach[k]; there is no other mask. Values per scored token
     (advantages, old log-probabilities, weights) are separate [B, S] arrays, see `layout.at_tokens`.
-
-    Attributes:
-        tokens: right-padded token ids.
-        reach: index in the row of the last token that attends to this one: the end of its tree for
-            a prompt token, the end of its branch for a response token, itself for padding.
-        positions: M-RoPE ids, restarted in each tree; every response continues from the end of its
-            prompt.
-        slots: index into the row's image features at image tokens, -1 elsewhere.
-        images: packed patches of all prompts of a row, or None for a batch without any image.
-        predictor: index in the row of the token that predicts this one: the last prompt token for
-            the first token of a branch, else the previous token. -1 at tokens that are not scored
-            (prompts and padding).
-        branch: number of the response within its row; -1 outside responses.
-        scored: indices of the scored tokens, moved to the front; -1 after them. Logits are computed
-            for these only. `cumsum(predictor >= 0) - 1` is the index in `scored` of each token.
     """
 
-    tokens: Int[HostOrDevice, "B S"]
+    tokens: Int[HostOrDevice, "B S"]  # right-padded token ids
+    # Index in the row of the last token that attends to this one: the end of its tree for a prompt
+    # token, the end of its branch for a response token, itself for padding.
     reach: Int[HostOrDevice, "B S"]
-    positions: Int[HostOrDevice, "B S 3"]
-    slots: Int[HostOrDevice, "B S"]
-    images: ImagePatches | None
+    positions: Int[HostOrDevice, "B S 3"]  # M-RoPE ids; a response continues from its prompt's end
+    slots: Int[HostOrDevice, "B S"]  # index into the row's image features, -1 at other tokens
+    images: ImagePatches | None  # packed patches of all prompts of a row; None without any
+    # Index in the row of the token that predicts this one: the last prompt token for a branch's
+    # first, else the previous token. -1 where nothing is scored (prompts and padding).
     predictor: Int[HostOrDevice, "B S"]
-    branch: Int[HostOrDevice, "B S"]
+    branch: Int[HostOrDevice, "B S"]  # number of the response within its row; -1 outside responses
+    # Indices of the scored tokens, moved to the front; -1 after them. Logits are computed for these
+    # only. `cumsum(predictor >= 0) - 1` is the index in `scored` of each token.
     scored: Int[HostOrDevice, "B S"]
 
 
 @flax.struct.dataclass
 class Rollouts:
-    """Responses to B prompts, R per prompt, as the sampler returns them.
+    """Responses to B prompts, R per prompt, as the sampler returns them."""
 
-    Attributes:
-        tokens: right-padded token ids: forced tokens first, then sampled ones, EOS included.
-        is_valid: true at forced and sampled tokens (EOS included), false at padding.
-        is_forced: true at tokens that were given, not sampled (the context of a reflected row).
-        logp: log-probability (nats) of each sampled token under the policy that sampled it; 0
-            elsewhere.
-        embedding: mean final-layer hidden state over the rationale, unit length, stop-gradient.
-        is_complete: the row ended with EOS within its T tokens.
-    """
-
-    tokens: Int[HostOrDevice, "B R T"]
-    is_valid: Bool[HostOrDevice, "B R T"]
-    is_forced: Bool[HostOrDevice, "B R T"]
-    logp: Float[HostOrDevice, "B R T"]
-    embedding: Float[HostOrDevice, "B R D"]
-    is_complete: Bool[HostOrDevice, "B R"]
+    tokens: Int[HostOrDevice, "B R T"]  # right-padded: forced tokens, then sampled ones, EOS too
+    is_valid: Bool[HostOrDevice, "B R T"]  # forced and sampled tokens (EOS included), no padding
+    is_forced: Bool[HostOrDevice, "B R T"]  # given, not sampled: the context of a reflected row
+    logp: Float[HostOrDevice, "B R T"]  # nats, under the policy that sampled; 0 if not sampled
+    embedding: Float[HostOrDevice, "B R D"]  # unit mean of the rationale's last hidden states
+    is_complete: Bool[HostOrDevice, "B R"]  # the row ended with EOS within its T tokens
 
 
 @flax.struct.dataclass
 class Scores:
-    """Results of the verifier and the tag parser for B prompts with R rows each.
+    """Results of the verifier and the tag parser for B prompts with R rows each."""
 
-    Attributes:
-        acc: 1 for a success, else 0; the verifier reads it from the answer span alone.
-        fmt: 1 for exactly one think span, then one non-empty answer span, then EOS; else 0. A
-            reward function may give another number in [0, 1].
-        reward: (1 - λ)·acc + λ·fmt (eq:overall); of a reward function the weighted components take
-            the place of acc.
-        is_think, is_answer: token masks of the spans, tags included, EOS in the answer.
-        num_think, num_answer: tokens strictly between the tags.
-        has_answer: the row has a well-formed answer span.
-    """
-
-    acc: Float[HostOrDevice, "B R"]
+    acc: Float[HostOrDevice, "B R"]  # 1 for a success, else 0; read from the answer span alone
+    # 1 for exactly one think span, then one non-empty answer span, then EOS; else 0. A reward
+    # function may give another number in [0, 1].
     fmt: Float[HostOrDevice, "B R"]
+    # (1 - λ)·acc + λ·fmt (eq:overall); a reward function's weighted components replace acc
     reward: Float[HostOrDevice, "B R"]
-    is_think: Bool[HostOrDevice, "B R T"]
-    is_answer: Bool[HostOrDevice, "B R T"]
-    num_think: Int[HostOrDevice, "B R"]
-    num_answer: Int[HostOrDevice, "B R"]
-    has_answer: Bool[HostOrDevice, "B R"]
+    is_think: Bool[HostOrDevice, "B R T"]  # tokens of the span, tags included
+    is_answer: Bool[HostOrDevice, "B R T"]  # likewise, with EOS
+    num_think: Int[HostOrDevice, "B R"]  # tokens strictly between the tags
+    num_answer: Int[HostOrDevice, "B R"]  # likewise
+    has_answer: Bool[HostOrDevice, "B R"]  # the row has a well-formed answer span
 
 
 @flax.struct.dataclass
 class Subgroup:
-    """Anchor and hard negatives of one prompt; under vmap, of a batch *B of prompts.
+    """Anchor and hard negatives of one prompt; under vmap, of a batch *B of prompts."""
 
-    Attributes:
-        anchor: index of the anchor or, in a rescue, of the pseudo-anchor.
-        is_negative: the K' = min(K, number of eligible failures) chosen hard negatives.
-        hard_negative: index of the chosen negative nearest to the anchor, the one to reflect on.
-        is_rescue: no rollout succeeded and at least two failed; `anchor` is a failure.
-        has_update: there is an anchor and a negative; if false, ignore the indices.
-    """
-
-    anchor: Int[HostOrDevice, "*B"]
-    is_negative: Bool[HostOrDevice, "*B G"]
-    hard_negative: Int[HostOrDevice, "*B"]
-    is_rescue: Bool[HostOrDevice, "*B"]
-    has_update: Bool[HostOrDevice, "*B"]
+    anchor: Int[HostOrDevice, "*B"]  # index; in a rescue that of the pseudo-anchor
+    is_negative: Bool[HostOrDevice, "*B G"]  # the K' = min(K, number of eligible failures) chosen
+    hard_negative: Int[HostOrDevice, "*B"]  # of these the nearest to the anchor, to reflect on
+    is_rescue: Bool[HostOrDevice, "*B"]  # none succeeded, at least two failed; anchor is a failure
+    has_update: Bool[HostOrDevice, "*B"]  # has anchor and negative; if false, ignore the indices
 
 
 @flax.struct.dataclass
 class RawAdvantages:
-    """Normalised rewards of a prompt's subgroup S before scaling; under vmap, of a batch *B.
+    """Normalised rewards of a prompt's subgroup S before scaling; under vmap, of a batch *B."""
 
-    Attributes:
-        value: A_raw, 0 outside S. For binary rewards √K' at the anchor, -1/√K' at the negatives.
-        is_positive: the anchor or pseudo-anchor, and a reflected success.
-        is_negative: the hard negatives in S, and a reflected failure.
-        is_reflected: slot G, if the reflected row is in S.
-    """
-
-    value: Float[HostOrDevice, "*B R"]
-    is_positive: Bool[HostOrDevice, "*B R"]
-    is_negative: Bool[HostOrDevice, "*B R"]
-    is_reflected: Bool[HostOrDevice, "*B R"]
+    value: Float[HostOrDevice, "*B R"]  # A_raw, 0 outside S
+    is_positive: Bool[HostOrDevice, "*B R"]  # the anchor or pseudo-anchor, and a reflected success
+    is_negative: Bool[HostOrDevice, "*B R"]  # the hard negatives in S, and a reflected failure
+    is_reflected: Bool[HostOrDevice, "*B R"]  # slot G, if the reflected row is in S
 
 
 @flax.struct.dataclass
 class Credit:
-    """Advantages and loss weights of a batch.
+    """Advantages and loss weights of a batch."""
 
-    Attributes:
-        advantage: A of each row.
-        token_advantage: a_t, 0 outside sampled tokens.
-        row_weight: weight of the row in its prompt's loss.
-        prompt_weight: what the prompt adds to the loss's denominator.
-        is_trained: sampled tokens of the rows in the update.
-    """
-
-    advantage: Float[HostOrDevice, "B R"]
-    token_advantage: Float[HostOrDevice, "B R T"]
-    row_weight: Float[HostOrDevice, "B R"]
-    prompt_weight: Float[HostOrDevice, " B"]
-    is_trained: Bool[HostOrDevice, "B R T"]
+    advantage: Float[HostOrDevice, "B R"]  # A of each row
+    token_advantage: Float[HostOrDevice, "B R T"]  # a_t, 0 outside sampled tokens
+    row_weight: Float[HostOrDevice, "B R"]  # weight of the row in its prompt's loss
+    prompt_weight: Float[HostOrDevice, " B"]  # what the prompt adds to the loss's denominator
+    is_trained: Bool[HostOrDevice, "B R T"]  # sampled tokens of the rows in the update
 
 
 @flax.struct.dataclass
@@ -236,38 +159,23 @@ class Groups:
 
     All leaves are numpy arrays with the prompts as their first axis, some of Python objects.
     `jax.tree.map` therefore selects, gathers and concatenates groups, whatever is known of them.
-
-    Attributes:
-        index: of each prompt in its step.
-        examples: the questions, of `Example`.
-        prompts: the questions tokenised, of `TokenizedPrompt`.
-        sources: names of the data sources.
-        sizes: tokens and image patches of each prompt.
-        rollouts, scores: of all rows; where the objective reflects, the last row is the reflected.
-        texts: of the responses.
-        reasons: why the verifier judged each row as it did, see `Verdict`.
-        components: what a reward function returned for each row, by name; empty where it failed.
-            None without a reward function.
-        subgroup: anchor and negatives.
-        has_reflection: the last row is a reflected one.
-        credit: what is trained on, and how much.
-        raw: A_raw; None if the objective compares the whole group, as GRPO does.
     """
 
-    index: Int[np.ndarray, " B"] = _UNKNOWN
-    examples: Shaped[np.ndarray, " B"] = _UNKNOWN
-    prompts: Shaped[np.ndarray, " B"] = _UNKNOWN
-    sources: Shaped[np.ndarray, " B"] = _UNKNOWN
-    sizes: Int[np.ndarray, "B 2"] = _UNKNOWN
-    rollouts: Rollouts = _UNKNOWN
+    index: Int[np.ndarray, " B"] = _UNKNOWN  # of each prompt in its step
+    examples: Shaped[np.ndarray, " B"] = _UNKNOWN  # the questions, of `Example`
+    prompts: Shaped[np.ndarray, " B"] = _UNKNOWN  # the questions tokenised, of `TokenizedPrompt`
+    sources: Shaped[np.ndarray, " B"] = _UNKNOWN  # names of the data sources
+    sizes: Int[np.ndarray, "B 2"] = _UNKNOWN  # tokens and image patches of each prompt
+    rollouts: Rollouts = _UNKNOWN  # of all rows, the reflected one last
     scores: Scores = _UNKNOWN
-    texts: Shaped[np.ndarray, "B R"] = _UNKNOWN
-    reasons: Shaped[np.ndarray, "B R"] = _UNKNOWN
+    texts: Shaped[np.ndarray, "B R"] = _UNKNOWN  # of the responses
+    reasons: Shaped[np.ndarray, "B R"] = _UNKNOWN  # of the verifier, see `Verdict`
+    # What a reward function returned for each row, by name; empty where it failed. None without.
     components: Shaped[np.ndarray, "B R"] | None = None
-    subgroup: Subgroup = _UNKNOWN
-    has_reflection: Bool[np.ndarray, " B"] = _UNKNOWN
-    credit: Credit = _UNKNOWN
-    raw: RawAdvantages | None = None
+    subgroup: Subgroup = _UNKNOWN  # anchor and negatives
+    has_reflection: Bool[np.ndarray, " B"] = _UNKNOWN  # the last row is a reflected one
+    credit: Credit = _UNKNOWN  # what is trained on, and how much
+    raw: RawAdvantages | None = None  # A_raw; None if the objective compares the whole group
 
     def take(self, chosen: Any) -> Groups:
         """The groups of some prompts: indices, a mask or a slice."""
@@ -302,38 +210,23 @@ class TrainBatch:
 
     The loss is Σ row_weight · surrogate(token_advantage) / Σ prompt_weight. Each objective's mean
     is a choice of these weights, and the loss does not depend on how trees are packed.
-
-    Attributes:
-        rows: the trees.
-        token_advantage: a_t; 0 at tokens that were not sampled.
-        old_logp: log-probability under the policy that sampled.
-        ref_logp: log-probability under the fixed reference; zeros where β = 0.
-        row_weight: weight of the token's response in the loss of its prompt.
-        is_trained: sampled tokens of the responses that are trained on; KL and entropy are means
-            over them.
-        is_answer: tokens of the answer span, for the diagnostics.
-        prompt_weight: sum over the prompts of a row of their terms in the denominator of the loss.
-            A prompt repeated in several rows counts once.
     """
 
     rows: TreeRows
-    token_advantage: Float[HostOrDevice, "B S"]
-    old_logp: Float[HostOrDevice, "B S"]
-    ref_logp: Float[HostOrDevice, "B S"]
-    row_weight: Float[HostOrDevice, "B S"]
+    token_advantage: Float[HostOrDevice, "B S"]  # a_t; 0 at tokens that were not sampled
+    old_logp: Float[HostOrDevice, "B S"]  # under the policy that sampled
+    ref_logp: Float[HostOrDevice, "B S"]  # under the fixed reference; zeros where β = 0
+    row_weight: Float[HostOrDevice, "B S"]  # of the token's response in the loss of its prompt
+    # Sampled tokens of the responses that are trained on; KL and entropy are means over them.
     is_trained: Bool[HostOrDevice, "B S"]
-    is_answer: Bool[HostOrDevice, "B S"]
+    is_answer: Bool[HostOrDevice, "B S"]  # tokens of the answer span, for the diagnostics
+    # Sum over a row's prompts of their terms in the loss's denominator, a repeated prompt once.
     prompt_weight: Float[HostOrDevice, " B"]
 
 
 @flax.struct.dataclass
 class ImitationBatch:
-    """The packed trees of one cold-start step; each has one branch, the response to imitate.
-
-    Attributes:
-        rows: the trees.
-        weight: loss weight of each response token; 0 elsewhere.
-    """
+    """The packed trees of one cold-start step; each has one branch, the response to imitate."""
 
     rows: TreeRows
-    weight: Float[HostOrDevice, "B S"]
+    weight: Float[HostOrDevice, "B S"]  # of each response token in the loss; 0 elsewhere

@@ -24,17 +24,11 @@ from care_jax.rewards.reward_function import RewardFunction, check_reward, packe
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run leaves.
+    """What a run leaves."""
 
-    Attributes:
-        workdir: its folder, with `report.html`, checkpoints and exports.
-        evaluations: metrics of each evaluation, by the stage it followed.
-        metrics: the lines of `metrics.jsonl`: stage, step, then metrics by name.
-    """
-
-    workdir: pathlib.Path
-    evaluations: dict[str, dict[str, float]]
-    metrics: list[dict[str, Any]]
+    workdir: pathlib.Path  # its folder, with `report.html`, checkpoints and exports
+    evaluations: dict[str, dict[str, float]]  # metrics of each evaluation, by the stage it followed
+    metrics: list[dict[str, Any]]  # the lines of `metrics.jsonl`: stage, step, then metrics by name
 
 
 def train_on(

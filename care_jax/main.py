@@ -39,9 +39,7 @@ def define_flags() -> flags.FlagHolder[ConfigDict]:
 
     Not done on import: a program that calls `run_stages` may have flags of these names.
     """
-    config = config_flags.DEFINE_config_file(
-        "config", "configs/tiny.py", "Configuration of the run."
-    )
+    config = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration.")
     flags.DEFINE_string("workdir", "runs/tiny", "Folder of metrics, checkpoints and exports.")
     flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
     # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
@@ -73,7 +71,7 @@ def run_stages(
     examples: Mapping[str, Sequence[Example]] | None = None,
     reward: RewardFunction | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Runs every stage of a configuration.
+    """Runs every stage of a configuration; returns each evaluation's metrics by the stage before.
 
     Args:
         config: complete, see `configs/common.py`.
@@ -82,9 +80,6 @@ def run_stages(
         is_dry: only print what the run would do, see `dry_run`.
         examples: of the stages "rl" and "evaluate", in place of the sources of `config.data`.
         reward: a reward function, in place of `verifier.reward`.
-
-    Returns:
-        the metrics of each evaluation, by the stage it followed.
     """
     given = examples or {}
     run = open_run(config, workdir, reward=reward, overridden=overridden, given=[*given])

@@ -47,15 +47,10 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """Bytes that one chip receives in a call of a program, by collective.
+    """Bytes that one chip receives in a call of a program, by collective."""
 
-    Attributes:
-        once: outside loops of unknown length.
-        each_pass: in one iteration of these; one nested in another is assumed to run once in it.
-    """
-
-    once: Counter[str]
-    each_pass: Counter[str]
+    once: Counter[str]  # outside loops of unknown length
+    each_pass: Counter[str]  # in one iteration of these; a nested loop is assumed to run once
 
     def by_collective(self, num_passes: int) -> dict[str, int]:
         """Bytes of each collective if the loops of unknown length run `num_passes` times."""
@@ -70,12 +65,9 @@ class Received:
 
 
 def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Received:
-    """Bytes that one chip receives in a program.
+    """Bytes that one chip receives in a program, of which `hlo` is `compiled.as_text()`.
 
-    Args:
-        hlo: `compiled.as_text()`.
-        num_slices: slices of TPUs or nodes of GPUs.
-        chips_per_slice: if there are several; they have consecutive numbers.
+    Slices are those of TPUs or nodes of GPUs; the chips of one have consecutive numbers.
 
     Raises:
         ValueError: the text has no entry computation, or groups that cannot be read.

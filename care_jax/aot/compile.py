@@ -46,33 +46,21 @@ _UNITS = {"G": 2**30, "M": 2**20}
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program of a run.
+    """One program of a run."""
 
-    Attributes:
-        name: its stage and what it does.
-        work: what it computes and moves in its largest call.
-        num_calls: calls in one step of its stage.
-        expected: the work of every call of a step at the mean length; empty if no mean was given.
-        beside: bytes of other arrays that the run keeps on one chip meanwhile.
-        arguments, outputs, temporaries: bytes on one chip; an output aliased to a donated argument
-            is counted once. If the compiler refused the program for its size, only the sum is
-            known, as temporaries.
-        received: bytes from other chips, as compiled; None if it was refused.
-        is_refused: the program alone is too large for the chip.
-        seconds: compile time.
-    """
-
-    name: str
-    work: Work
-    num_calls: int = 1
-    expected: tuple[Work, ...] = ()
-    beside: int = 0
+    name: str  # its stage and what it does
+    work: Work  # what it computes and moves in its largest call
+    num_calls: int = 1  # calls in one step of its stage
+    expected: tuple[Work, ...] = ()  # of every call of a step at the mean length, if one is given
+    beside: int = 0  # bytes of other arrays that the run keeps on one chip meanwhile
+    # Bytes on one chip; an output aliased to a donated argument is counted once. If the compiler
+    # refused the program for its size, only the sum is known, as temporaries.
     arguments: int = 0
     outputs: int = 0
     temporaries: int = 0
-    received: Received | None = None
-    is_refused: bool = False
-    seconds: float = 0.0
+    received: Received | None = None  # bytes from other chips, as compiled; None if it was refused
+    is_refused: bool = False  # the program alone is too large for the chip
+    seconds: float = 0.0  # compile time
 
     @property
     def own_bytes(self) -> int:
@@ -91,29 +79,18 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The result of compiling a run for a topology.
-
-    Attributes:
-        topology: its name.
-        chip: its kind of chip.
-        mesh: its chips.
-        programs: in the order of a run; if one is refused, those that need its results are missing.
-        decode_prompts: most prompts in flight that should fit; None without rollouts.
-        num_slices: slices of TPUs or nodes of GPUs among its chips.
-        largest, expected: what a step of "rl" computes at worst and at the mean length; None
-            without rollouts, or without a mean.
-        mean_response: that mean, in tokens of a response.
-    """
+    """The result of compiling a run for a topology."""
 
     topology: str
     chip: Chip
     mesh: Mesh
+    # In the order of a run; if one is refused, those that need its results are missing.
     programs: tuple[Program, ...]
-    decode_prompts: int | None
-    num_slices: int = 1
-    largest: StepSizes | None = None
-    expected: StepSizes | None = None
-    mean_response: float | None = None
+    decode_prompts: int | None  # most prompts in flight that should fit; None without rollouts
+    num_slices: int = 1  # slices of TPUs or nodes of GPUs among its chips
+    largest: StepSizes | None = None  # what a step of "rl" computes at worst
+    expected: StepSizes | None = None  # at the mean length, if one is given
+    mean_response: float | None = None  # that mean, in tokens of a response
 
     @property
     def fullest(self) -> Program:
@@ -140,7 +117,6 @@ def fit(
     """Compiles the programs of a configuration's stages "sft" and "rl".
 
     Args:
-        config: complete, see `configs/common.py`.
         topology: such as "v5e:4x4"; its chips are the mesh.
         mean_response: mean tokens of a response; None skips the expected step.
         num_slices: slices of TPUs of that topology, between which the network is slow.
@@ -232,19 +208,11 @@ def _decode_programs(
     largest: Schedule,
     expected: Schedule | None,
 ) -> list[Program]:
-    """The prefill and decode programs of one pass.
+    """The prefill and decode programs of one pass, "decode" or "reflect".
 
-    Args:
-        run: the run.
-        programs: compiled for it.
-        params: in the decode layout.
-        kept: bytes of other arrays that the run keeps on one chip meanwhile.
-        name: of the pass.
-        sizes: of its programs.
-        largest, expected: its calls in the largest step, and at the mean length.
+    `kept` are bytes of other arrays that the run keeps on one chip meanwhile.
     """
-    place = run.decode_batch_sharding
-    rules = run.config.decode_sharding_rules
+    place, rules = run.decode_batch_sharding, run.config.decode_sharding_rules
     impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
     per_prompt = shapes.on_batch(place, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)

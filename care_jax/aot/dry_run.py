@@ -40,11 +40,7 @@ _CHEAP = 50e6  # parameters up to which the update is compiled: seconds on a CPU
 
 
 def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
-    """The description, in plain text.
-
-    Args:
-        run: the run; its metrics may be None.
-        sources: the examples of each stage, "evaluate" for the held-out questions.
+    """The description, in plain text, with the examples of each stage, held out for "evaluate".
 
     Raises:
         ValueError: a source has no usable row among its first.
@@ -127,7 +123,7 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
 
 def _memory(run: Run) -> Iterator[str]:
     """GiB of what lies on a device throughout a stage, and of the update where it is compiled."""
-    stages = [stage for stage in ("sft", "rl") if stage in run.config.stages]
+    stages = [stage for stage in TRAINING if stage in run.config.stages]
     if not stages:
         yield f"{_gib(shapes.num_bytes(params_of(run)))} weights"
         return

@@ -44,14 +44,9 @@ def draw_prompts(
     patch_size: int = 14,
     merge_size: int = 2,
 ) -> Int[np.ndarray, "N 2"]:
-    """Tokens and image patches of prompts that fit the buckets.
+    """Tokens and image patches of N prompts, each of which fits a bucket of (tokens, patches).
 
-    Args:
-        num_prompts: N.
-        buckets: largest (tokens, patches); a prompt must fit one of them.
-        rng: of the draws.
-        min_pixels, max_pixels: range that images are resized into.
-        patch_size, merge_size: of the vision tower; Qwen2.5-VL's by default.
+    Images are resized to `min_pixels` to `max_pixels`. The vision tower is Qwen2.5-VL's by default.
 
     Raises:
         ValueError: none of `_TRIES` drawn prompts fits.
@@ -95,21 +90,11 @@ def _image_sizes(source: str, rng: np.random.Generator) -> list[tuple[float, flo
 
 
 def draw_responses(
-    shape: tuple[int, int],
-    mean: float,
-    cap: int,
-    rng: np.random.Generator,
-    *,
-    sigma: float = SIGMA,
+    shape: tuple[int, int], mean: float, cap: int, rng: np.random.Generator, *, sigma: float = SIGMA
 ) -> Int[np.ndarray, "N R"]:
-    """Tokens of each response.
+    """Tokens of each response: log-normal with this mean, then clipped to at most `cap`.
 
-    Args:
-        shape: (N, R).
-        mean: mean tokens of a response before clipping.
-        cap: most tokens of a response.
-        rng: of the draws.
-        sigma: standard deviation of the log of their tokens.
+    `shape` is (N, R); `sigma` is the standard deviation of the log.
     """
     scale = np.sqrt(0.5) * sigma
     log = np.log(mean) - sigma**2 / 2 + rng.normal(0, scale, (shape[0], 1))

@@ -24,23 +24,14 @@ from models.config import BackboneConfig, TextConfig
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a program computes and moves.
+    """What a program computes and moves."""
 
-    Attributes:
-        flops: of all chips together.
-        hbm_bytes: bytes that one chip reads and writes.
-        ici_bytes: bytes that one chip receives; estimated until its program is compiled.
-        dcn_bytes: those of them that come from other slices or nodes; 0 until it is compiled.
-        tokens: tokens sampled or trained on; 0 if the program does neither.
-        num_passes: iterations of the loop of unknown length: microbatches or decode steps.
-    """
-
-    flops: float = 0
-    hbm_bytes: float = 0
-    ici_bytes: float = 0
-    dcn_bytes: float = 0
-    tokens: int = 0
-    num_passes: int = 0
+    flops: float = 0  # of all chips together
+    hbm_bytes: float = 0  # bytes that one chip reads and writes
+    ici_bytes: float = 0  # bytes that one chip receives; estimated until its program is compiled
+    dcn_bytes: float = 0  # those from other slices or nodes; 0 until it is compiled
+    tokens: int = 0  # tokens sampled or trained on; 0 if the program does neither
+    num_passes: int = 0  # iterations of the loop of unknown length: microbatches or decode steps
 
     def bounds(self, chip: Chip, num_chips: int) -> dict[str, float]:
         """Seconds of compute, memory traffic and both networks, each at its peak rate."""
@@ -69,19 +60,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a program is sharded.
+    """How a program is sharded."""
 
-    Attributes:
-        batch_parts: shards of a batch.
-        weight_parts: FSDP shards of the weights, which are all-gathered where they are used.
-        product_parts: tensor-parallel shards of every matmul.
-        itemsize: bytes of a weight or activation in the compute dtype.
-    """
-
-    batch_parts: int
-    weight_parts: int
-    product_parts: int
-    itemsize: int
+    batch_parts: int  # shards of a batch
+    weight_parts: int  # FSDP shards of the weights, which are all-gathered where they are used
+    product_parts: int  # tensor-parallel shards of every matmul
+    itemsize: int  # bytes of a weight or activation in the compute dtype
 
 
 def train_work(
@@ -148,16 +132,9 @@ def decode_work(
 ) -> Work:
     """Decode steps of all rows, including idle ones.
 
-    Every step reads the weights, and the KV cache as far as attention needs it.
-
-    Args:
-        config: of the backbone.
-        rows: with the cache slots allocated for each.
-        layout: of the program.
-        num_steps: decode steps.
-        num_tokens: tokens sampled by all rows.
-        num_read: slots read of the prompts and of the rows, summed over the steps; None if
-            attention reads all that are allocated.
+    Every step reads the weights, and the KV cache as far as attention needs it. `rows` have the
+    cache slots allocated for each; all of them sample `num_tokens`. `num_read` are the slots read
+    of the prompts and of the rows, summed over the steps; None if attention reads all.
     """
     text = config.text
     num_rows = rows.prompts * rows.rows

@@ -26,17 +26,11 @@ _SEED = 0  # of the drawn lengths, so that two means or two topologies get the s
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
-    """What an RL step computes.
+    """What an RL step computes."""
 
-    Attributes:
-        updates: the rows of each update, and what a forward over them computes.
-        decoding, reflecting: the schedules of the first decode and of the second, which assumes
-            that every prompt is repaired.
-    """
-
-    updates: tuple[tuple[RowPlan, Packed], ...]
-    decoding: Schedule
-    reflecting: Schedule
+    updates: tuple[tuple[RowPlan, Packed], ...]  # rows, and what a forward over them computes
+    decoding: Schedule  # of the first decode
+    reflecting: Schedule  # of the second, as if every prompt were repaired
 
     @property
     def train_fill(self) -> float:
@@ -70,9 +64,7 @@ def largest_step(run: Run) -> StepSizes:
 def expected_step(run: Run, mean_response: float) -> StepSizes:
     """A step with prompts and responses of drawn lengths, planned as in a run.
 
-    Args:
-        run: the run.
-        mean_response: mean tokens of a response before clipping to rl.max_response_tokens.
+    The mean is of a response's tokens before they are clipped to rl.max_response_tokens.
     """
     rl = run.config.rl
     prompts, responses = draw(
@@ -115,14 +107,9 @@ def expected_imitation(run: Run, mean_response: float) -> tuple[int, Packed]:
 def draw(
     run: Run, num_prompts: int, num_rows: int, mean: float, cap: int
 ) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
-    """Tokens and patches of prompts, and tokens of the responses to them, the same each time.
+    """Tokens and patches of N prompts, and tokens of R responses to each, the same each time.
 
-    Args:
-        run: the run.
-        num_prompts: N.
-        num_rows: R, responses to a prompt.
-        mean: tokens of a response on average, before it is clipped.
-        cap: the most tokens of a response.
+    A response has `mean` tokens on average before it is clipped to `cap`.
     """
     data, vision = run.config.data, run.policy.config.vision
     rng = np.random.default_rng(_SEED)

@@ -74,11 +74,7 @@ def slice_of(device: jax.Device) -> int:
 
 
 def find_topology(name: str, num_slices: int = 1) -> Topology:
-    """The chips of a topology.
-
-    Args:
-        name: such as "v5e:4x4" or "h100:2x8".
-        num_slices: slices of TPUs; nodes of GPUs are part of the name.
+    """The chips of a topology such as "v5e:4x4" or "h100:2x8", and as many slices of TPUs.
 
     Raises:
         ValueError: the topology is unknown, or its compiler is not installed.

@@ -21,16 +21,9 @@ from models.attention.packed import AttentionImpl
 def layout(run: Run, is_decoding: bool = False) -> Layout:
     """Number of shards of batches, gathered weights and matmuls under the rules."""
     rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
-
-    def shards(axis: str) -> int:
-        return sharding.num_shards_of(axis, rules, run.mesh)
-
-    return Layout(
-        batch_parts=shards("batch"),
-        weight_parts=shards("embed"),
-        product_parts=shards("mlp"),
-        itemsize=jnp.dtype(run.config.model.compute_dtype).itemsize,
-    )
+    axes = "batch", "embed", "mlp"
+    parts = (sharding.num_shards_of(axis, rules, run.mesh) for axis in axes)
+    return Layout(*parts, itemsize=jnp.dtype(run.config.model.compute_dtype).itemsize)
 
 
 def prefill(run: Run, sizes: Sizes, bucket: tuple[int, int]) -> Work:
@@ -40,14 +33,7 @@ def prefill(run: Run, sizes: Sizes, bucket: tuple[int, int]) -> Work:
 
 
 def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
-    """The decode steps of one call.
-
-    Args:
-        run: the run.
-        sizes: of its programs.
-        call: of the schedule.
-        impl: attention of decode steps; XLA reads all positions of the caches.
-    """
+    """The decode steps of one call; the attention of XLA reads all positions of the caches."""
     rows = Rows(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, sizes.max_tokens)
     return roofline.decode_work(
         run.policy.config,

@@ -23,19 +23,12 @@ _KEPT = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """Digests of what an example asks, a few dozen bytes.
+    """Digests of what an example asks, a few dozen bytes."""
 
-    Attributes:
-        exact: digest of the question (whitespace collapsed) and the pictures' pixels.
-        text: digest of the question without choices, case, spaces and punctuation.
-        answer: digest of the normalised answer, a letter resolved to its choice.
-        pictures: fingerprint of each picture, in order.
-    """
-
-    exact: bytes
-    text: bytes
-    answer: bytes
-    pictures: tuple[Fingerprint, ...]
+    exact: bytes  # digest of the question (whitespace collapsed) and the pictures' pixels
+    text: bytes  # digest of the question without choices, case, spaces and punctuation
+    answer: bytes  # digest of the normalised answer, a letter resolved to its choice
+    pictures: tuple[Fingerprint, ...]  # fingerprint of each picture, in order
 
 
 def content_of(example: Example) -> Content:
@@ -43,10 +36,9 @@ def content_of(example: Example) -> Content:
     pictures, question = tuple(map(fingerprint, example.images)), example.question
     if example.choices:
         question = "\n".join(question.split("\n")[: -len(example.choices)]) or question
+    words = " ".join(example.question.split())
     return Content(
-        exact=_digest(
-            " ".join(example.question.split()).encode(), *(picture.digest for picture in pictures)
-        ),
+        exact=_digest(words.encode(), *(picture.digest for picture in pictures)),
         text=_digest(normalized_text(question).encode()),
         answer=_digest(_answer_key(example).encode()),
         pictures=pictures,
@@ -62,8 +54,7 @@ def normalized_text(text: str) -> str:
 class DuplicateIndex:
     """An index of the examples kept so far and of the benchmarks' questions.
 
-    Args:
-        near_bits: two pictures are similar if at most this many of their 144 hash bits differ.
+    Two pictures are similar if at most `near_bits` of their 144 hash bits differ.
     """
 
     def __init__(self, near_bits: int):

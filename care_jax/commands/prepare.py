@@ -46,9 +46,7 @@ _Inspected = tuple[int, Example | None, Content | Unusable]
 def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     """Writes the folder and returns its manifest.
 
-    Args:
-        config: the whole configuration, see `configs/common.py`.
-        out: the folder to create; left alone if it was prepared with the same configuration.
+    `out` is left alone if it was prepared with the same configuration.
 
     Raises:
         ValueError: the configuration is invalid, no example is left, or `out` exists and was not
@@ -90,9 +88,8 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
             manifest["benchmarks"][name] = _index_benchmark(name, rows, index)
         for name, examples in sources.items():
             rows = _in_order(examples, inspect, workers, ahead)
-            writer = shards.ShardWriter(
-                partial, name, shard_bytes=data.prepare.shard_megabytes * 2**20
-            )
+            shard_bytes = data.prepare.shard_megabytes * 2**20
+            writer = shards.ShardWriter(partial, name, shard_bytes=shard_bytes)
             report = _clean(name, rows, index, writer, left_out)
             manifest["sources"][name] = report
             manifest["num_examples"] += report["kept"]

@@ -42,13 +42,7 @@ from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval
-from care_jax.rl.rollout import (
-    compile_decoder,
-    compile_rollout,
-    contexts_of,
-    rollout_sizes,
-    verify,
-)
+from care_jax.rl.rollout import compile_decoder, compile_rollout, contexts_of, rollout_sizes, verify
 from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 from models import backbone
@@ -83,19 +77,13 @@ class Rate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """What came of the N questions whose group had both outcomes.
+    """What came of the N questions whose group had both outcomes."""
 
-    Attributes:
-        num_questions: different ones that were asked; N of them are in the arrays.
-        sources: name of the source of each question.
-        values: by measure, see `Rate`, each question's value in [0, 1]. NaN of "forced_right" and
-            "negative_is_wrong" where the data has no rationale, of the former also where behind it
-            is no room for the answer, and of every second answer that a reward function failed to
-            judge.
-    """
-
-    num_questions: int
-    sources: list[str]
+    num_questions: int  # different ones that were asked; N of them are in the arrays
+    sources: list[str]  # name of the source of each question
+    # By measure, see `Rate`, each question's value in [0, 1]. NaN of "forced_right" and
+    # "negative_is_wrong" where the data has no rationale, of the former also where behind it is no
+    # room for the answer, and of every second answer that a reward function failed to judge.
     values: dict[str, Float[np.ndarray, " N"]]
 
     def rates(self) -> list[Rate]:
@@ -120,12 +108,8 @@ def probe(
 ) -> Outcomes:
     """Asks the first questions of a source's shuffled stream, and repairs failures in every way.
 
-    Args:
-        run: of one process.
-        params: in the training layout.
-        examples: the source.
-        num_questions: how many.
-        other_words: text in the place of the cue; empty: not tried.
+    The run is of one process; `params` are in the training layout; `other_words` are a text in the
+    place of the cue, not tried if empty.
 
     Raises:
         ValueError: no group has both outcomes, or `other_words` leave no tokens to decode.
@@ -134,8 +118,7 @@ def probe(
     if other_words:
         check_reflection(run, other_words)
     first_rng, again_rng = jax.random.split(streams.key_of(config.seed, streams.PROBE))
-    clock = DeviceClock()
-    attention = decoding_attention(run, rollout_sizes(run)[0])
+    clock, attention = DeviceClock(), decoding_attention(run, rollout_sizes(run)[0])
     programs = compile_rollout(run, clock, attention)
     decode_params = compile_to_decode_layout(run)(params)
     with verifier_of(run) as verifier:

@@ -62,11 +62,7 @@ def run_command(act: Callable[[Reopened], None]) -> None:
 
 
 def check_reflection(run: Run, cue: str | None = None) -> None:
-    """Refuses settings with which no failure could be repaired, whatever trains the policy.
-
-    Args:
-        run: the run.
-        cue: in the place of the run's.
+    """Refuses settings, or a cue in place of the run's, with which no failure could be repaired.
 
     Raises:
         ValueError: naming the key to change.
@@ -117,12 +113,7 @@ def sample_groups(
     A small part of a mixture gives its questions repeatedly. Groups with an answer that a reward
     function failed to judge are left out.
 
-    Args:
-        run: of one process, for which `programs` are compiled.
-        params: in the decode layout.
-        rng: of the draws.
-        examples: the source, of which `num_questions` are drawn.
-        verifier: compares answers.
+    The run is of one process; `params` are in the decode layout.
 
     Raises:
         ValueError: no group has both outcomes.

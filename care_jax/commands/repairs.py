@@ -49,12 +49,8 @@ _SHARD_BYTES = 256 * 2**20
 def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Iterator[Example]:
     """A row per group, if its right rationale is marked as one and no text has a special token.
 
-    Args:
-        run: whose cue and tokenizer are taken.
-        tried: the groups.
-        right_share: probability in [0, 1] that the first rationale is of a right response, if the
-            group has one besides that which the row ends in.
-        seed: of the draws.
+    `right_share` is the probability in [0, 1] that the first rationale is of a right response, if
+    the group has one besides that which the row ends in.
     """
     tag, rng = run.policy.think_tag, np.random.default_rng(seed)
     for number, example in enumerate(tried.asked):
@@ -102,10 +98,7 @@ def _context(run: Run, response: str) -> str:
 def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) -> dict[str, Any]:
     """Samples, writes the folder, and returns its manifest.
 
-    Args:
-        opened: the run and the number of questions to ask.
-        out: the folder to create; it is complete if it exists.
-        right_share: see `repair_rows`.
+    The folder is complete if it exists; for `right_share` see `repair_rows`.
 
     Raises:
         ValueError: `out` exists, `right_share` lies outside [0, 1], or no row could be made.

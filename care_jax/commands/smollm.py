@@ -83,19 +83,12 @@ _MIN_PIXELS, _MAX_PIXELS = 256, 65536  # height x width that the processor resiz
 
 @dataclasses.dataclass(frozen=True)
 class GGUF:
-    """A GGUF file.
+    """A GGUF file."""
 
-    Attributes:
-        path: of the file, for messages.
-        fields: its metadata by key.
-        tensors: quantised tensors by name, see `gguf.GGUFReader`.
-        package: the package `gguf`, an extra.
-    """
-
-    path: pathlib.Path
-    fields: Mapping[str, Any]
-    tensors: Mapping[str, Any]
-    package: ModuleType
+    path: pathlib.Path  # for messages
+    fields: Mapping[str, Any]  # its metadata by key
+    tensors: Mapping[str, Any]  # quantised tensors by name, see `gguf.GGUFReader`
+    package: ModuleType  # `gguf`, an extra
 
     def __getitem__(self, key: str) -> Any:
         """A metadata value; a ValueError if the file does not have it."""
@@ -116,13 +109,8 @@ class GGUF:
 def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) -> int:
     """Writes a release of model_type qwen2_5_vl whose decoder is that of a GGUF file.
 
-    Args:
-        path: the GGUF file of a SmolLM2.
-        folder: created if missing; a release in it is replaced.
-        seed: of the vision tower's random weights.
-
-    Returns:
-        the number of parameters.
+    A release in the folder is replaced; `seed` is of the vision tower's random weights. Returns the
+    number of parameters.
 
     Raises:
         ValueError: the file is none of a SmolLM2, or the package gguf is not installed.
@@ -164,9 +152,8 @@ def read_gguf(path: pathlib.Path) -> GGUF:
         reader = gguf.GGUFReader(path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise ValueError(
-            f"{path} must be a whole GGUF file, got {error!r:.200}; fetch it again"
-        ) from error
+        fault = f"{path} must be a whole GGUF file, got {error!r:.200}; fetch it again"
+        raise ValueError(fault) from error
     return GGUF(path, fields, {tensor.name: tensor for tensor in reader.tensors}, gguf)
 
 

@@ -22,11 +22,7 @@ class DeviceClock:
         self._busy = 0.0
 
     def watch(self, result: Any) -> None:
-        """Registers a program that was just called.
-
-        Args:
-            result: any of its outputs that is not donated to another program.
-        """
+        """Registers a program just called, by any output that is not donated to another program."""
         self._waiter.submit(self._wait, result, time.perf_counter())
 
     def busy_seconds(self) -> float:

@@ -80,11 +80,7 @@ def start(
 
 
 def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
-    """Rejects a mesh on which one row of a batch would span several processes.
-
-    Raises:
-        ValueError: mesh axes that do not shard the batch span several processes.
-    """
+    """Rejects a mesh on which one row of a batch would span several processes."""
     place = sharding.batch_sharding(mesh, rules)
     num_shards = sharding.num_shards(place)
     num_processes = len({device.process_index for device in mesh.devices.flat})
@@ -113,14 +109,11 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
-    """The rows of all processes, in the order of the whole batch.
+    """The rows of all processes, in the order of the whole batch: numpy arrays [N, ...].
 
     Args:
         tree: numpy arrays [n, ...] with dtypes of at most 32 bits.
         rows: their indices in the whole batch; over all processes these are 0 to N - 1.
-
-    Returns:
-        numpy arrays [N, ...], the same on every process.
     """
     if jax.process_count() == 1:
         return tree
@@ -178,9 +171,7 @@ def _from_environment(value: int | None, name: str) -> int | None:
 def _join(address: str, num_processes: int, process_id: int, timeout: int) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(
-            f"coordinator address {address!r} must be host:port, such as 10.0.0.2:8476"
-        )
+        raise ValueError(f"coordinator address {address!r} must be host:port, as 10.0.0.2:8476")
     if not 0 <= process_id < num_processes:
         raise ValueError(
             f"process id {process_id} must lie in 0..{num_processes - 1} of {num_processes} "

@@ -21,21 +21,13 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Published specifications of one chip.
+    """Published specifications of one chip."""
 
-    Attributes:
-        flops: dense bfloat16 FLOPs per second.
-        hbm: bytes of memory that programs can use.
-        hbm_bandwidth: bytes per second to and from HBM.
-        ici_bandwidth: bytes per second received from other chips, over all links.
-        dcn_bandwidth: bytes per second received from other slices of TPUs or nodes of GPUs.
-    """
-
-    flops: float
-    hbm: float
-    hbm_bandwidth: float
-    ici_bandwidth: float
-    dcn_bandwidth: float
+    flops: float  # dense bfloat16 FLOPs per second
+    hbm: float  # bytes of memory that programs can use
+    hbm_bandwidth: float  # bytes per second to and from HBM
+    ici_bandwidth: float  # bytes per second received from other chips, over all links
+    dcn_bandwidth: float  # bytes per second received from other slices of TPUs or nodes of GPUs
 
 
 _TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
@@ -66,20 +58,13 @@ PEAK_FLOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """The size of one forward over packed trees.
+    """The size of one forward over packed trees."""
 
-    Attributes:
-        tokens, patches: computed, padding included.
-        pairs: (query, visible key) pairs of tokens.
-        patch_pairs: pairs of patches of the same image.
-        scored: response tokens, whose logits are computed.
-    """
-
-    tokens: int
-    patches: int
-    pairs: int
-    patch_pairs: int
-    scored: int
+    tokens: int  # computed, padding included
+    patches: int  # likewise
+    pairs: int  # (query, visible key) pairs of tokens
+    patch_pairs: int  # pairs of patches of the same image
+    scored: int  # response tokens, whose logits are computed
 
 
 def tree_pairs(
@@ -164,12 +149,8 @@ def model_flops(
     """Model FLOPs of one update over N prompts: three forwards of real tokens, without remat.
 
     What is frozen has no gradient: adapters leave two forwards of the decoder and one of the tower,
-    a frozen decoder two of its own.
-
-    Args:
-        config: of the backbone.
-        prompt_sizes: tokens and patches of each prompt.
-        num_row_tokens: tokens of each response; a prompt with none counts nothing.
+    a frozen decoder two of its own. `prompt_sizes` are tokens and patches of each prompt,
+    `num_row_tokens` the tokens of each response; a prompt with none counts nothing.
     """
     is_trained = num_row_tokens.any(-1)
     (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]

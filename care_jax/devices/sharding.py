@@ -80,8 +80,7 @@ def _grid(
 ) -> np.ndarray:
     """The devices in the shape of the mesh; the later axes connect nearby devices."""
     slice_of = dict(zip(devices, slices, strict=True))
-    numbers = sorted(set(slices))
-    members = [[device for device in devices if slice_of[device] == n] for n in numbers]
+    members = [[x for x in devices if slice_of[x] == n] for n in sorted(set(slices))]
     if sizes[0] % len(members):
         raise ValueError(
             f"mesh.data={sizes[0]} must be a multiple of {len(members)} slices, between which the "
@@ -90,9 +89,8 @@ def _grid(
     size = sizes[0] // len(members), *sizes[1:]
     lay = functools.partial(mesh_utils.create_device_mesh, size, allow_split_physical_axes=True)
     grid = np.concatenate([*map(lay, members)])
-    row_devices = grid.reshape(-1, sizes[2] * sizes[3])
-    hosts = [{device.process_index for device in row} for row in row_devices]
-    if max(map(len, hosts)) == 1:
+    rows = grid.reshape(-1, sizes[2] * sizes[3])
+    if all(len({device.process_index for device in row}) == 1 for row in rows):
         return grid
     # A row of a batch would span several hosts, so order the devices host by host.
     by_host = sorted(devices, key=lambda x: (slice_of[x], x.process_index, x.id))
@@ -121,8 +119,7 @@ def _partition_spec(
     spec: list[tuple[str, ...] | str | None] = []
     logical_of: dict[str, str | None] = {}  # mesh axis -> the logical axis mapped to it
     for name, size in zip(logical, shape, strict=True):
-        used: list[str] = []
-        num_parts = 1
+        used, num_parts = [], 1
         for mesh_axis in _mesh_axes(name, rules):
             if mesh_axis in logical_of:
                 raise ValueError(
@@ -161,10 +158,7 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
     that prefix is empty (2 kv heads on tensor=4: each device then holds the keys its query heads
     need) or not all of them, a warning is logged once per axis and size.
 
-    Args:
-        logical_axes: tree with a tuple of axis names for every array.
-        shapes: the same tree with arrays or `ShapeDtypeStruct`s.
-        rules: see `Rules`.
+    `logical_axes` has a tuple of axis names for every array or `ShapeDtypeStruct` of `shapes`.
 
     Raises:
         ValueError: the rules map two axes of one array to the same mesh axis.
@@ -266,7 +260,6 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
     Args:
         name: "xla" for XLA matmuls; "kernel" or "auto" for the device's kernel, if it has one.
         rules: they give the mesh axes that shard rows and heads inside attention.
-        mesh: the devices.
     """
     kernel = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}.get(platform(mesh), "xla")
     axes = _mesh_axes("batch", rules), _mesh_axes("attended_heads", rules)
@@ -291,12 +284,10 @@ def owners(size: int, sharding: NamedSharding) -> Int[np.ndarray, " N"]:
 
 
 def put_batch(batch: Any, sharding: NamedSharding) -> Any:
-    """Puts a tree of numpy arrays on the devices, sharded along their leading axis.
+    """Puts a tree of numpy arrays [B, ...] on the devices, sharded along their leading axis.
 
-    Args:
-        batch: arrays [B, ...], or None in place of an array. In a run of several processes, B is
-            the global batch and each process passes its `local_rows`.
-        sharding: see `batch_sharding`.
+    None may take the place of an array. In a run of several processes, B is the global batch and
+    each process passes its `local_rows`.
 
     Raises:
         ValueError: B is not divisible by the number of shards.

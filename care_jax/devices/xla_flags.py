@@ -21,11 +21,8 @@ _MEMORY_SHARE = "0.9"
 def set_defaults(preset: str = "auto") -> list[str]:
     """Sets XLA's flags and memory share; call it before JAX initialises its devices.
 
-    Args:
-        preset: "auto", or "none" for only what the environment sets.
-
-    Returns:
-        what was set, as NAME=value. What the environment has keeps its value.
+    With the preset "none", and where the environment has a value, nothing is set. Returns what was
+    set, as NAME=value.
     """
     if preset == "none":
         return []

@@ -26,19 +26,12 @@ from models.layers import constrain
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOptions:
-    """How the trainer's forward pass computes.
+    """How the trainer's forward pass computes."""
 
-    Attributes:
-        dtype: of the activations.
-        chunk: tokens of each row whose logits are held at a time, in the backward pass too.
-        remat: what the backward pass rematerialises, see `models.backbone.forward`.
-        attention: implementation of attention over the rows.
-    """
-
-    dtype: DTypeLike
-    chunk: int
-    remat: str = "none"
-    attention: AttentionImpl = XLA
+    dtype: DTypeLike  # of the activations
+    chunk: int  # tokens of each row whose logits are held at a time, in the backward pass too
+    remat: str = "none"  # what the backward pass rematerialises, see `models.backbone.forward`
+    attention: AttentionImpl = XLA  # over the rows
 
 
 def token_logprobs(
@@ -85,18 +78,11 @@ def token_logprobs(
 
 
 def score_rows(
-    params: backbone.Params,
-    rows: TreeRows,
-    config: BackboneConfig,
-    options: ForwardOptions,
+    params: backbone.Params, rows: TreeRows, config: BackboneConfig, options: ForwardOptions
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """log π of every response token given prompt and earlier response tokens; the entropy of π.
 
-    Args:
-        params: the backbone's, in the training layout.
-
-    Returns:
-        log-probabilities and entropies in nats, at the positions of the tokens; 0 elsewhere.
+    Both are in nats, at the positions of the tokens; 0 elsewhere.
     """
     x, features = backbone.embed_with_images(
         params,

@@ -29,14 +29,7 @@ def make_schedule(
     Update n (from 0) has lr·(n+1)/warmup_steps during warm-up, so that the first is not 0.
     After it: lr, or for "cosine" lr·(1 + cos(π·(n - warmup)/(num_steps - warmup)))/2.
 
-    Args:
-        learning_rate: peak.
-        warmup_steps: optimizer updates until the peak.
-        num_steps: optimizer updates of the whole stage.
-        schedule: "constant" or "cosine".
-
-    Returns:
-        function from update index (an int on the host or an array on the device) to learning rate.
+    The index n is an int on the host or an array on the device; both numbers of steps are updates.
 
     Raises:
         ValueError: unknown schedule, or a warm-up that is not shorter than the stage.
@@ -65,10 +58,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW (β₁ 0.9, β₂ 0.999, ε 1e-8).
 
-    Args:
-        learning_rate_at: see `make_schedule`.
-        weight_decay: decoupled: each update subtracts lr·weight_decay times the parameter.
-        max_grad_norm: of the gradient over all trained parameters; infinity never clips.
+    The decay is decoupled: each update subtracts lr·weight_decay times the parameter. The norm is
+    that of the gradient over all trained parameters; infinity never clips.
     """
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}; inf never clips")
@@ -120,17 +111,12 @@ def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:
         bits = jax.lax.bitcast_convert_type(new, jnp.uint32)
         noise = jax.random.bits(jax.random.fold_in(rng, number), new.shape, jnp.uint16)
         bits = (bits + noise) & jnp.uint32(0xFFFF0000)
-        nearest = new.astype(jnp.bfloat16)  # for infinities and NaN, which the noise would corrupt
-        return jnp.where(
-            jnp.isfinite(new),
-            jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16),
-            nearest,
-        )
+        drawn = jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+        # Infinities and NaN, which the noise would corrupt, are cast.
+        return jnp.where(jnp.isfinite(new), drawn, new.astype(jnp.bfloat16))
 
-    pairs = zip(leaves, jax.tree.leaves(old), strict=True)
-    return jax.tree.unflatten(
-        structure, [rounded(number, *pair) for number, pair in enumerate(pairs)]
-    )
+    pairs = enumerate(zip(leaves, jax.tree.leaves(old), strict=True))
+    return jax.tree.unflatten(structure, [rounded(number, *pair) for number, pair in pairs])
 
 
 def widen(tree: Any) -> Any:

@@ -41,17 +41,11 @@ BROKEN_GRADIENTS = "broken_gradients"
 
 @flax.struct.dataclass
 class TrainState:
-    """The state that an update changes.
+    """The state that an update changes."""
 
-    Attributes:
-        params: master weights, in the training layout.
-        opt_state: of the optimizer, over the trained parameters.
-        step: number of updates done.
-    """
-
-    params: Params
-    opt_state: optax.OptState
-    step: Int[HostOrDevice, ""]
+    params: Params  # master weights, in the training layout
+    opt_state: optax.OptState  # of the optimizer, over the trained parameters
+    step: Int[HostOrDevice, ""]  # number of updates done
 
 
 def init_state(
@@ -61,12 +55,7 @@ def init_state(
     partition: Partition = partition,
     moments_dtype: DTypeLike = jnp.float32,
 ) -> TrainState:
-    """The state before the first update.
-
-    Args:
-        partition: splits parameters into (trained, frozen), see `optimizer.partition`.
-        moments_dtype: dtype the optimizer's arrays are stored in.
-    """
+    """The state before the first update; the optimizer's arrays are stored in `moments_dtype`."""
     trained, _ = partition(params)
     is_moment = lambda x: x.ndim and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     opt_state = jax.tree.map(

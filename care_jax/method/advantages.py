@@ -123,9 +123,7 @@ def care_advantages(
 def grpo_advantages(reward: Float[Array, " G"], *, eps: float, ddof: int = 0) -> Float[Array, " G"]:
     """A = (r - μ) / (σ + ε) over the whole group; 0 if all rewards are equal.
 
-    Args:
-        eps: ε added to σ.
-        ddof: 0 for the population σ; 1 for the sample σ, as in EasyR1, verl and TRL.
+    `ddof` is 0 for the population σ, 1 for the sample σ, as in EasyR1, verl and TRL.
     """
     return _normalize(reward, jnp.ones(reward.shape, bool), eps=eps, ddof=ddof)
 
@@ -156,10 +154,8 @@ def overlong_penalty(
     R = 0                                  |y| ≤ L_max - L_cache
     R = ((L_max - L_cache) - |y|)/L_cache  up to -1 at L_max
 
-    Args:
-        num_tokens: |y|, response tokens without the prompt.
-        max_tokens: L_max.
-        cache_tokens: L_cache; 0 for no penalty.
+    |y| = `num_tokens` (without the prompt), L_max = `max_tokens`, L_cache = `cache_tokens`, of
+    which 0 gives no penalty.
     """
     if not cache_tokens:
         return jnp.zeros(num_tokens.shape)

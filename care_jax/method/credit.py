@@ -25,12 +25,7 @@ from care_jax.method.select import select_subgroup
 
 @dataclasses.dataclass(frozen=True)
 class CareSettings:
-    """CARE's settings, see `advantages.care_advantages` and `objective.region_weights`.
-
-    Attributes:
-        region_weights: weight tokens by their span; if false all sampled tokens have weight 1.
-        eps_w: ε_w of `objective.token_advantages`.
-    """
+    """CARE's settings, see `advantages.care_advantages` and `objective.region_weights`."""
 
     K: int
     s: float
@@ -41,11 +36,11 @@ class CareSettings:
     rescue: bool
     rescue_scale: float
     robust: bool
-    region_weights: bool
+    region_weights: bool  # weight tokens by their span; if false all sampled tokens have weight 1
     gamma_pos: float
     gamma_neg: float
     gamma_share: float
-    eps_w: float
+    eps_w: float  # ε_w of `objective.token_advantages`
 
     def only(self, *names: str) -> dict[str, Any]:
         """Some of the settings, as keyword arguments."""
@@ -129,12 +124,9 @@ def grpo_credit(rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int) ->
 
 
 def dr_grpo_credit(rollouts: Rollouts, scores: Scores, *, max_tokens: int) -> Credit:
-    """Dr. GRPO: GRPO without σ, and with a constant L instead of each row's length.
+    """Dr. GRPO: GRPO without σ, and with L = `max_tokens` instead of each row's length.
 
     1/G · Σᵢ 1/L · Σ_t: a token's weight does not depend on its row's length.
-
-    Args:
-        max_tokens: L.
     """
     advantage = jax.vmap(advantages.dr_grpo_advantages)(scores.reward)
     return _sequence_mean(rollouts, advantage, max_tokens)
@@ -147,21 +139,12 @@ def rloo_credit(rollouts: Rollouts, scores: Scores) -> Credit:
 
 
 def dapo_credit(
-    rollouts: Rollouts,
-    scores: Scores,
-    *,
-    eps: float,
-    ddof: int,
-    max_tokens: int,
-    cache_tokens: int,
+    rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int, max_tokens: int, cache_tokens: int
 ) -> Credit:
     """DAPO: mean over all tokens of the kept groups, 1/Σᵢ|yᵢ| · Σᵢ Σ_t (their eq. 8).
 
-    Groups whose acc is all 0 or all 1 are dropped: weight 0, and no tokens in the denominator.
-
-    Args:
-        eps, ddof: see `advantages.grpo_advantages`.
-        max_tokens, cache_tokens: see `advantages.overlong_penalty`.
+    Groups whose acc is all 0 or all 1 are dropped: weight 0, and no tokens in the denominator. For
+    the arguments see `advantages.grpo_advantages` and `advantages.overlong_penalty`.
     """
     num_tokens = rollouts.is_valid.sum(-1)
     penalty = advantages.overlong_penalty(

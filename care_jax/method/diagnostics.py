@@ -50,10 +50,8 @@ def component_sums(
 ) -> dict[str, tuple[float, int]]:
     """Sum and number of each component over the G rollouts of this process's prompts.
 
-    Args:
-        components: [B R] dicts by name, as a reward function returned them, empty where it failed;
-            None without one.
-        num_rollouts: G.
+    `components` are [B R] dicts by name, as a reward function returned them, empty where it failed;
+    None without one.
     """
     values = defaultdict(list)
     for group in components:
@@ -73,13 +71,9 @@ def component_means(sums: Sequence[Mapping[str, Sequence[float | int]]]) -> dict
 def dapo_metrics(
     drawn: Groups, trained: Groups, num_draws: int, *, max_tokens: int, cache_tokens: int
 ) -> dict[str, float]:
-    """DAPO's diagnostics: dynamic sampling and the overlong penalty.
+    """DAPO's diagnostics of all groups drawn and those trained on, in `num_draws` rollout batches.
 
-    Args:
-        drawn: all groups of the step.
-        trained: those chosen for its updates.
-        num_draws: rollout batches.
-        max_tokens, cache_tokens: see `advantages.overlong_penalty`.
+    For the other arguments see `advantages.overlong_penalty`.
     """
     is_mixed = jax.vmap(advantages.is_mixed)
     num_kept, num_trained = (int(is_mixed(each.scores.acc).sum()) for each in (drawn, trained))
@@ -103,12 +97,8 @@ def predicted_alphas(num_negatives: int, variance: float, gap: float) -> tuple[f
 
     With the population's variance and σ, and ε = 0, the text's is an identity: μ_S and σ_S² of one
     anchor and K' negatives are mean(r⁻) + Δ/(K'+1) and K'/(K'+1)·(Var(r⁻) + Δ²/(K'+1)). The
-    appendix's is above it wherever Var(r⁻) > 0. Under `care.robust` neither holds.
-
-    Args:
-        num_negatives: K', at least 1.
-        variance: Var(r⁻), the population's.
-        gap: Δ, above 0.
+    appendix's is above it wherever Var(r⁻) > 0. Under `care.robust` neither holds. The number K' is
+    at least 1, the gap Δ above 0.
     """
     spread = variance / gap**2
     return (1 + (num_negatives + 1) * spread) ** -0.5, (1 + num_negatives * spread) ** -0.5

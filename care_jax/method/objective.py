@@ -74,13 +74,8 @@ def clipped_surrogate(
 ) -> Float[Array, " T"]:
     """min{ρ_t a_t, clip(ρ_t, 1 - low, 1 + high) a_t}, ρ_t = exp(log π_θ - log π_old).
 
-    To be maximised. The log-ratio is clamped to ±MAX_LOG_RATIO.
-
-    Args:
-        logp: under the trained policy (nats).
-        old_logp: under the sampling policy (nats); no gradient flows through it.
-        a: token advantages; no gradient flows through them.
-        clip_low, clip_high: clip range of the ratio below and above 1.
+    To be maximised. The log-ratio is clamped to ±MAX_LOG_RATIO. Log-probabilities are in nats. No
+    gradient flows through those of the policy that sampled, or through the token advantages a.
     """
     ratio = _ratio(logp, old_logp)
     return jnp.minimum(ratio * a, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * a)

@@ -18,33 +18,22 @@ from care_jax.method import credit
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The settings selected by `rl.objective` and its config section.
+    """The settings selected by `rl.objective` and its config section."""
 
-    Attributes:
-        credit: (rollouts, scores) -> Credit; (rollouts, scores, subgroup, has_reflection) -> Credit
-            if `raw_advantages` is set.
-        clip_low, clip_high: clip range of the importance ratio below and above 1.
-        beta: β, weight of the KL to the reference policy; 0 keeps no reference.
-        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages for the metrics; None if
-            the objective uses the whole group.
-        has_reflection: groups have a reflected row, in the last slot.
-        is_reframed: reflected rows are trained without the context they were sampled with, so the
-            sampler's log-probabilities cannot serve as π_old.
-        has_sequence_ratio: one importance ratio per response instead of per token (GSPO).
-        max_tries: most rollout batches sampled to fill a step with mixed groups.
-        overlong: `max_tokens` and `cache_tokens` of `advantages.overlong_penalty`, or None.
-    """
-
+    # Of (rollouts, scores), and of (subgroup, has_reflection) too if `raw_advantages` is set.
     credit: Callable[..., Credit]
-    clip_low: float
-    clip_high: float
-    beta: float
+    clip_low: float  # clip range of the importance ratio below 1
+    clip_high: float  # above 1
+    beta: float  # β, weight of the KL to the reference policy; 0 keeps no reference
+    # Of (scores, subgroup, has_reflection), for the metrics; None if it uses the whole group.
     raw_advantages: Callable[..., RawAdvantages] | None = None
-    has_reflection: bool = False
+    has_reflection: bool = False  # groups have a reflected row, in the last slot
+    # Reflected rows are trained without the context they were sampled with, so that the sampler's
+    # log-probabilities cannot serve as π_old.
     is_reframed: bool = False
-    has_sequence_ratio: bool = False
-    max_tries: int = 1
-    overlong: Mapping[str, int] | None = None
+    has_sequence_ratio: bool = False  # one importance ratio per response, not per token (GSPO)
+    max_tries: int = 1  # most rollout batches sampled to fill a step with mixed groups
+    overlong: Mapping[str, int] | None = None  # keyword arguments of `advantages.overlong_penalty`
 
 
 def objective_of(config: ConfigDict) -> Objective:

@@ -64,10 +64,7 @@ def select_subgroup(
     Raises:
         ValueError: unknown rule, `random` without rng, K < 1 or M < K.
     """
-    for name, chosen, known in (
-        ("rule", rule, RULES),
-        ("anchor_rule", anchor_rule, ANCHOR_RULES),
-    ):
+    for name, chosen, known in (("rule", rule, RULES), ("anchor_rule", anchor_rule, ANCHOR_RULES)):
         if chosen not in known:
             raise ValueError(f"unknown {name} {chosen!r}; choose one of {', '.join(known)}")
         if chosen == "random" and rng is None:

@@ -19,42 +19,29 @@ from jaxtyping import Bool, Int, UInt8
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """The spans of one response.
+    """The spans of one response."""
 
-    Attributes:
-        is_think, is_answer: tokens that share a byte with the span, its tags included. A token that
-            overlaps both spans is in both. The final EOS belongs to the answer span, if there is
-            one.
-        num_think, num_answer: tokens strictly between the tags; a token that contains any byte of a
-            tag is not counted. 0 without a span.
-        fmt: 1.0 for one think span, then one non-empty answer span, then EOS, with only whitespace
-            around them; else 0.0.
-        has_answer: there is a well-formed answer span (see `parse`).
-        think: text between the tags; if the span is malformed, the text from the first opening tag
-            to the next tag or the end; empty without an opening tag.
-        answer: text between the tags, stripped; empty without a well-formed span.
-    """
-
+    # Tokens that share a byte with the span, its tags included. A token that overlaps both spans is
+    # in both. The final EOS belongs to the answer span, if there is one.
     is_think: Bool[np.ndarray, " T"]
     is_answer: Bool[np.ndarray, " T"]
+    # Strictly between the tags; a token that contains any byte of a tag is not counted.
     num_think: int
     num_answer: int
+    # 1.0 for one think span, one non-empty answer span, then EOS, with only whitespace around them.
     fmt: float
-    has_answer: bool
+    has_answer: bool  # there is a well-formed answer span (see `parse`)
+    # Text between the tags; if the span is malformed, from the first opening tag to the next tag or
+    # the end; empty without an opening tag.
     think: str
-    answer: str
+    answer: str  # text between the tags, stripped; empty without a well-formed span
 
 
 def token_bytes(tokenizer: Any, vocab_size: int | None = None) -> list[bytes]:
-    """The bytes of each token id.
+    """The bytes of each token id of a byte-level BPE tokenizer of transformers.
 
-    Args:
-        tokenizer: a byte-level BPE tokenizer of transformers.
-        vocab_size: length of the list; None means the largest id + 1. Pass the model's vocabulary
-            size, which is often padded beyond the tokenizer's.
-
-    Returns:
-        One entry per id: UTF-8 text for added (special) tokens, b"" for ids without a token.
+    They are UTF-8 text for added (special) tokens, b"" for ids without a token. Pass the model's
+    vocabulary size, which is often padded beyond the tokenizer's; None means the largest id + 1.
 
     Raises:
         ValueError: the vocabulary is not byte-level, or does not fit into `vocab_size`.
@@ -86,9 +73,8 @@ def _byte_of_character() -> dict[str, int]:
     """Byte-level BPE's alphabet: a printable byte maps to chr(byte), the n-th other to 256 + n."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + n): byte for n, byte in enumerate(others)
-    }
+    byte_of = {chr(byte): byte for byte in printable}
+    return byte_of | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def parse(
@@ -147,12 +133,9 @@ def parse(
 
     is_formatted = False
     if is_complete and names == [open_think, close_think, b"<answer>", b"</answer>"]:
-        before, between, after = (
-            text[: tags[0].start()],
-            text[tags[1].end() : tags[2].start()],
-            text[tags[3].end() :],
-        )
-        is_formatted = has_answer and not _decode(before + between + after).strip()
+        between = text[tags[1].end() : tags[2].start()]
+        around = text[: tags[0].start()] + between + text[tags[3].end() :]
+        is_formatted = has_answer and not _decode(around).strip()
     return Spans(
         is_think=is_think,
         is_answer=is_answer,

@@ -78,14 +78,9 @@ def lay_out(
 
 
 def at_tokens(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np.ndarray:
-    """Values of responses, at the positions of their tokens in the rows.
+    """[B, S]: values of responses at their tokens in the rows, `fill` at prompts and padding.
 
-    Args:
-        values: [N, R, T], of each token; or [N, R], the same for all tokens of a branch.
-        fill: value at prompts and padding.
-
-    Returns:
-        [B, S], of the same dtype.
+    `values` are [N, R, T], of each token; or [N, R], the same for all tokens of a branch.
     """
     which, offset = plan.token_branches
     by_branch = values.reshape(-1, *values.shape[2:])

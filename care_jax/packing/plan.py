@@ -33,23 +33,14 @@ class RowPlan:
 
     Microbatch i of n = B / (rows of a microbatch) holds rows i, n + i, 2n + i, ..., as in
     `train_step.split_batch`. n is a power of two, so the last microbatches may be empty.
-
-    Attributes:
-        rows: the parts of each row, in order; none in an empty row.
-        sizes: of the trees, numbered as in `rows`; see `plan_rows`.
-        row_tokens: S, tokens of a row.
-        row_patches: patches of a row; 0 if no tree of any process has an image.
-        num_microbatches: those not empty in at least one process; a program runs no others.
-        real_tokens, computed_tokens: over all processes. Repeats of a prompt are not real.
-        real_patches, computed_patches: likewise.
     """
 
-    rows: tuple[tuple[Part, ...], ...]
-    sizes: TreeSizes
-    row_tokens: int
-    row_patches: int
-    num_microbatches: int
-    real_tokens: int
+    rows: tuple[tuple[Part, ...], ...]  # the parts of each row, in order; none in an empty row
+    sizes: TreeSizes  # of the trees, numbered as in `rows`; see `plan_rows`
+    row_tokens: int  # S, tokens of a row
+    row_patches: int  # patches of a row; 0 if no tree of any process has an image
+    num_microbatches: int  # those not empty in at least one process; a program runs no others
+    real_tokens: int  # over all processes, as all below; repeats of a prompt are not real
     computed_tokens: int
     real_patches: int
     computed_patches: int
@@ -88,11 +79,9 @@ class RowPlan:
 
 
 def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str) -> dict[int, str]:
-    """The trees that do not fit a row even with a single branch, and why.
+    """The trees that do not fit the longest row even with a single branch, and why.
 
-    Args:
-        row_tokens, row_patches: of the longest row.
-        section: "sft" or "rl", the config section that the message names.
+    `section`, "sft" or "rl", is that of the config which the message names.
     """
     longest = sizes.is_needed * (sizes.prompt + sizes.branches.max(-1, initial=0))
     patches = sizes.is_needed * sizes.patches
@@ -197,13 +186,8 @@ def _pack_all(
 ) -> tuple[int, list[Packing], int]:
     """The packings with the fewest computed tokens; for that shape, the fewest patches.
 
-    Args:
-        groups: trees that are packed separately.
-        num_rows: of a microbatch, for each group.
-        lengths, widths: tokens and patches that rows may have.
-
-    Returns:
-        tokens of a row, the packing of each group, number of microbatches.
+    `groups` are packed separately, each into `num_rows` rows of a microbatch, of these `lengths`
+    and `widths`. Returns tokens of a row, the packing of each group, number of microbatches.
     """
     largest = max(int(group.total.sum()) for group in groups)
     num_patches = max(int((group.is_needed * group.patches).sum()) for group in groups)

@@ -15,17 +15,12 @@ _SPLITS_TRIED = 8  # trees that are tried for the rest of a row
 
 @dataclasses.dataclass(frozen=True)
 class TreeSizes:
-    """Sizes of N trees.
+    """Sizes of N trees."""
 
-    Attributes:
-        prompt: tokens of each prompt.
-        patches: image patches of each prompt.
-        branches: tokens of each response; 0 if it does not exist or is not needed. A prompt
-            without needed responses is not packed.
-    """
-
-    prompt: Int[np.ndarray, " N"]
-    patches: Int[np.ndarray, " N"]
+    prompt: Int[np.ndarray, " N"]  # tokens of each prompt
+    patches: Int[np.ndarray, " N"]  # image patches of each prompt
+    # Tokens of each response; 0 if it does not exist or is not needed. A prompt without needed
+    # responses is not packed.
     branches: Int[np.ndarray, "N R"]
 
     @property
@@ -101,18 +96,12 @@ def pack(sizes: TreeSizes, num_rows: int, row_tokens: int, row_patches: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class _Space:
-    """The space left in a row.
+    """The space left in a row."""
 
-    Attributes:
-        room, width: tokens and patches.
-        slack: tokens that may stay empty.
-        share: patches by which the row is below the mean of the rows still to pack.
-    """
-
-    room: int
-    width: int
-    slack: float
-    share: float
+    room: int  # tokens
+    width: int  # patches
+    slack: float  # tokens that may stay empty
+    share: float  # patches by which the row is below the mean of the rows still to pack
 
 
 # Trees, by index, and those of their branches that a row takes.
@@ -132,12 +121,7 @@ def _hardest(
 def _filling(
     sizes: TreeSizes, size: np.ndarray, left: list[list[int]], is_free: np.ndarray, space: _Space
 ) -> Choice:
-    """What a non-empty row takes next; empty if nothing fits.
-
-    Args:
-        size, left: remaining tokens and branches of each tree.
-        is_free: trees that remain and whose patches fit.
-    """
+    """What a non-empty row takes next of the trees in `is_free`; empty if nothing fits."""
     whole = np.flatnonzero(is_free & (size <= space.room))
     if len(whole):
         chosen = whole[_best_whole(size[whole], sizes.patches[whole], space)].tolist()

@@ -43,7 +43,6 @@ def draw_groups(
     Both are functions of (s, t) alone, and no other draw or step uses them.
 
     Args:
-        run, programs, batches, verifier: of the stage.
         params: in the decode layout.
         first: the step, and the examples and tokenised prompts of its first draw.
         index: of this process's prompts in a batch.

@@ -48,18 +48,13 @@ Decode = Callable[..., Iterator[tuple[list[int], Rollouts]]]
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPrograms:
-    """The compiled functions of a rollout, see `compile_rollout`.
+    """The compiled functions of a rollout, see `compile_rollout`."""
 
-    Attributes:
-        decode: (params, rng, requests) -> indices of requests with G rollouts of each, in order of
-            completion; see `decoding.queue.DecodeQueue.decode`.
-        reflect: likewise, with one rollout per request, which starts with the request's context.
-        select: (rollouts, scores, rng, index [B]) -> Subgroup.
-    """
-
+    # (params, rng, requests) -> indices of requests with G rollouts of each, in order of
+    # completion; see `decoding.queue.DecodeQueue.decode`.
     decode: Decode
-    reflect: Decode
-    select: Callable[..., Subgroup]
+    reflect: Decode  # likewise, one rollout per request, which starts with the request's context
+    select: Callable[..., Subgroup]  # (rollouts, scores, rng, index [B]) -> Subgroup
 
 
 def compile_decoder(
@@ -135,10 +130,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
 def compile_rollout(
     run: Run, clock: DeviceClock, attention: DecodingAttention | None = None
 ) -> RolloutPrograms:
-    """The jitted functions of a rollout, each compiled once per shape that occurs.
-
-    `clock` is told of what runs; for `attention` see `compile_decoder`.
-    """
+    """The jitted functions of a rollout, compiled once per shape; `clock` is told of what runs."""
     rl, care = run.config.rl, run.config.care
     programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
     first, second = (
@@ -199,15 +191,9 @@ def roll_out(
     groups: Groups,
     verifier: Verifier,
 ) -> Groups:
-    """Decodes a rollout batch, verifies, selects and reflects.
+    """The groups with rollouts, scores and subgroups: decodes, verifies, selects and reflects.
 
-    Args:
-        run, programs, verifier: of the stage.
-        params: in the decode layout.
-        rng: key of this step.
-
-    Returns:
-        the groups with their rollouts, scores and subgroups.
+    `params` are in the decode layout; `rng` is the key of this step.
 
     Raises:
         distributed.Preempted: the run was told to stop; nothing of this step is kept.

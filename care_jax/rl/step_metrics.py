@@ -33,19 +33,13 @@ _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_to
 
 @dataclasses.dataclass
 class StepLog:
-    """The clocks of a step, and the metrics, rollouts and report that are written of it.
-
-    Attributes:
-        clock: of the devices.
-        verifier: whose calls are counted.
-        learning_rate_at: of the number of an update.
-    """
+    """The clocks of a step, and the metrics, rollouts and report that are written of it."""
 
     run: Run
     stage: Stage
     clock: DeviceClock
     verifier: Verifier
-    learning_rate_at: optax.Schedule
+    learning_rate_at: optax.Schedule  # of the number of an update
 
     def __post_init__(self):
         self._report = open_report(self.run)
@@ -71,18 +65,12 @@ class StepLog:
         plans: Sequence[RowPlan],
         updates: Sequence[Mapping[str, float]],
     ) -> None:
-        """Called after the updates.
+        """Called after the updates; a FloatingPointError if a metric is not finite.
 
         Args:
-            step: of the stage.
             draws: the rollout batches of this process.
-            groups: those trained on, of this process.
-            everyone: those trained on, of all processes.
-            plans: of the updates.
-            updates: their metrics, {} of a skipped one.
-
-        Raises:
-            FloatingPointError: a metric is not finite.
+            groups, everyone: those trained on, of this process and of all.
+            plans, updates: of the updates, and their metrics, {} of a skipped one.
         """
         run, ended = self.run, time.perf_counter()
         drawn = everyone
@@ -134,13 +122,7 @@ class StepLog:
 
 
 def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> dict[str, float]:
-    """What the groups of all processes are like.
-
-    Args:
-        drawn: all groups of the step.
-        trained: those chosen for the updates.
-        num_draws: rollout batches.
-    """
+    """What the groups of all processes are like: all that were drawn, and those trained on."""
     metrics = diagnostics.rollout_metrics(drawn, run.config.rl.num_rollouts)
     if run.objective.overlong is not None:
         metrics |= diagnostics.dapo_metrics(drawn, trained, num_draws, **run.objective.overlong)
@@ -153,10 +135,7 @@ def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
     """Model TFLOPs per second and device during the updates, and their share of the peak (MFU).
 
     Padding and rematerialisation do not count. The MFU is left out if the device's peak is not
-    known.
-
-    Args:
-        groups: trained on, of all processes.
+    known. `groups` are those trained on, of all processes.
     """
     model = run.config.model
     flops = model_flops(
@@ -173,10 +152,7 @@ def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
 
 
 def fill_of(plans: Sequence[RowPlan]) -> dict[str, float]:
-    """Share of the tokens and of the patches computed in a step's updates that are real.
-
-    The others are padding and repeated prompts.
-    """
+    """Share of computed tokens and patches that are no padding and no repeated prompts."""
     fill = {}
     for name, of in (("train_fill", "tokens"), ("patch_fill", "patches")):
         real, computed = (

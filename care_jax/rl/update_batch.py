@@ -28,9 +28,7 @@ from models import backbone, lora
 def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch, RowPlan]:
     """This process's batch of one update, on the host, and the plan of the packing.
 
-    Args:
-        groups: the B prompts of this process, with their credit.
-        everyone: the N prompts of all processes, see `rollout.gather_groups`.
+    `groups` are its B prompts with their credit; `everyone` the N of all processes, gathered.
     """
     rl, credit = run.config.rl, groups.credit
     plan = plan_rows(
@@ -77,11 +75,8 @@ def with_logprobs(
     as π_old. The trainer recomputes them if rl.old_logp = "trainer", or if reflected rows are
     trained without the context they were sampled with.
 
-    Args:
-        score: (params, batch) -> log-probabilities, see `stages.rl.UpdatePrograms`.
-        batches: of all updates of the step.
-        params: of the policy before the first update.
-        reference: see `copy_reference`.
+    `params` are those before the first update; for `score` see `stages.rl.UpdatePrograms`, for
+    `reference` `copy_reference`.
     """
     scorers = {}
     if run.objective.beta:

@@ -99,10 +99,9 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
 
 
 def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
-    """The device's kernel of decode steps and XLA, in one layer of one step.
+    """Compares the device's kernel and XLA in one layer of one decode step.
 
-    Returns:
-        the largest difference relative to the largest entry, and the milliseconds of both.
+    Returns the largest difference relative to the largest entry, and the milliseconds of both.
     """
     rules = run.config.decode_sharding_rules
     impl, xla = (sharding.attention_impl(name, rules, run.mesh) for name in ("auto", "xla"))

@@ -35,21 +35,13 @@ _QUICK_BYTES = 2**20  # larger files are hashed only before a restore
 
 
 class Restored(NamedTuple):
-    """A restored checkpoint.
+    """A restored checkpoint."""
 
-    Attributes:
-        state: as saved, with the requested shardings.
-        step: the step it was saved at.
-        data_position: examples or batches (the unit of the data pipeline) already consumed.
-        rng: the seed from which the run derives every random key, see `devices.streams`.
-        metadata: as saved, JSON types.
-    """
-
-    state: Any
-    step: int
-    data_position: int
-    rng: int
-    metadata: dict[str, Any]
+    state: Any  # as saved, with the requested shardings
+    step: int  # the step it was saved at
+    data_position: int  # examples or batches (the unit of the data pipeline) already consumed
+    rng: int  # the seed from which the run derives every random key, see `devices.streams`
+    metadata: dict[str, Any]  # as saved, JSON types
 
 
 class _Manager(ocp.CheckpointManager):
@@ -97,8 +89,7 @@ class Checkpoints:
         self.best_metric = best_metric
         # By dotted key, with values as JSON restores them.
         self._fingerprint = flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
-        self._settings = dict(settings or {})
-        self._keep_best = keep_best
+        self._settings, self._keep_best = dict(settings or {}), keep_best
 
         def value_of(metrics: Mapping[str, float]) -> float:
             return metrics.get(best_metric, -math.inf)
@@ -171,10 +162,8 @@ class Checkpoints:
     ) -> None:
         """Saves one step, which must be later than all saved steps.
 
-        Args:
-            state: tree of arrays.
-            data_position, rng, metadata: see `Restored`; metadata holds JSON types.
-            metrics: of the step's evaluation, if there was one.
+        `state` is a tree of arrays; `data_position`, `rng` and `metadata` are those of `Restored`;
+        `metrics` are of the step's evaluation, if there was one.
         """
         if self.latest_step is not None and step <= self.latest_step:
             raise ValueError(
@@ -206,14 +195,11 @@ class Checkpoints:
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
         """Restores a step; None: the latest, and if that is damaged the one before.
 
-        Args:
-            abstract_state: tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
-                the one at the save.
-            step: a saved step.
+        `abstract_state` is a tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
+        the one at the save.
 
         Raises:
-            ValueError: there is no such step, it is damaged, or it was saved under another
-                fingerprint.
+            ValueError: no such step, a damaged one, or one saved under another fingerprint.
         """
         if step is None:
             step = self.latest_whole_step()
@@ -245,11 +231,7 @@ class Checkpoints:
             return checkpointer.restore(self.folder / str(step) / "state", args=args)["params"]
 
     def saved_settings(self) -> dict[str, Any]:
-        """The settings of the run that saved the latest step; {} of an earlier version.
-
-        Raises:
-            ValueError: it was saved under another fingerprint.
-        """
+        """The settings of the latest step's run, {} of an earlier version; checks the model."""
         return self._progress(self.latest_step).get("settings", {})
 
     def _progress(self, step: int | None) -> dict[str, Any]:
@@ -262,10 +244,7 @@ class Checkpoints:
     def latest_whole_step(self) -> int | None:
         """The last saved step whose files are as they were written; None in an empty folder.
 
-        Damaged steps are set aside, with a line for each.
-
-        Raises:
-            ValueError: there are steps, and none is whole.
+        Damaged steps are set aside, with a line for each; if none is whole, a ValueError.
         """
         has_steps = self.latest_step is not None
         while self.latest_step is not None and not self.is_whole(self.latest_step):
@@ -345,11 +324,7 @@ class Checkpoints:
             )
 
     def wait(self) -> None:
-        """Returns once everything saved so far is on disk.
-
-        Raises:
-            OSError: a step could not be written.
-        """
+        """Returns once everything saved so far is on disk; OSError if it could not be written."""
         with self._told_failures():
             self._manager.wait_until_finished()
 

@@ -45,15 +45,10 @@ UpdateBatch = tuple[TrainBatch | ImitationBatch, Sequence[Example]]
 
 
 class Measured(NamedTuple):
-    """What is compared with the next state.
+    """What is compared with the next state."""
 
-    Attributes:
-        norm: ‖θ‖ over all parameters.
-        loss: L in nats per token; None before the first batch.
-    """
-
-    norm: float
-    loss: float | None
+    norm: float  # ‖θ‖ over all parameters
+    loss: float | None  # L in nats per token; None before the first batch
 
 
 class StateCheck:
@@ -66,12 +61,7 @@ class StateCheck:
         self._passed: tuple[int, Measured] = (-1, self._last)  # the step checked last
 
     def begin(self, step: int, state: TrainState, metadata: Mapping[str, Any]) -> None:
-        """Checks the state that the stage starts from or goes on with.
-
-        Args:
-            step: 0, or that of the restored checkpoint.
-            state: before the first step.
-            metadata: of the restored checkpoint.
+        """Checks the state that the stage starts from, or that of a restored checkpoint.
 
         Raises:
             FloatingPointError: an array is not finite.
@@ -139,26 +129,13 @@ class StateCheck:
 
 
 def check_weights(run: Run, params: Params, name: str, advice: str) -> None:
-    """Refuses weights that are not finite.
-
-    Args:
-        params: from a file.
-        name: of the file or folder, for the message.
-        advice: what the message ends with.
-
-    Raises:
-        ValueError: names the tensors.
-    """
+    """Refuses weights that are not finite: a ValueError of file `name`, the tensors, and advice."""
     if faults := not_finite(_named(compile_tensor_sums(run)(params), params)):
         raise ValueError(f"{name} has weights that are no numbers: {faults}; {advice}")
 
 
 def not_finite(found: Mapping[str, tuple[float, float]]) -> str:
-    """Names the tensors that are not finite; "" if all are.
-
-    Args:
-        found: by tensor, how many of its values are not finite, and the sum of squares.
-    """
+    """Names the tensors that are not finite, of (number of such values, sum of squares) by name."""
     bad = [f"{name} ({count:.0f} values)" for name, (count, _) in found.items() if count]
     return f"NaN or infinite: {_few(bad, ' tensors')}" if bad else ""
 
@@ -220,12 +197,10 @@ def _norm(found: Mapping[str, tuple[float, float]]) -> float:
 
 
 class SkippedUpdates:
-    """Counts the skipped updates of one stage, and ends it.
+    """Counts the skipped updates of one stage, "sft" or "rl", and ends it.
 
-    Args:
-        stage: "sft" or "rl".
-        params: of the state, or their shapes; for the names of the trained tensors.
-        advice: says which checkpoint is good.
+    `params`, of which shapes are enough, give the names of the trained tensors; `advice` says which
+    checkpoint is good.
     """
 
     def __init__(self, run: Run, stage: str, params: Params, advice: Callable[[], str]):
@@ -239,10 +214,7 @@ class SkippedUpdates:
     ) -> dict[str, float]:
         """The metrics of an update that was applied; {} if it was skipped.
 
-        Args:
-            step: of the stage.
-            metrics: of the update, on the host.
-            batch_of: gives what the update of a step was made of.
+        `metrics` are on the host; `batch_of` gives what the update of a step was made of.
 
         Raises:
             FloatingPointError: the update is broken and not skipped, or one too many in a row.

@@ -26,12 +26,9 @@ _NUM_THREADS = min(8, os.cpu_count() or 1)
 def write_manifest(
     folder: pathlib.Path, *, pattern: str = "*", leave_out: Sequence[str] = ()
 ) -> None:
-    """Writes the sums of the files below a folder, atomically.
+    """Writes the sums of the files below a folder, atomically; none may be written meanwhile.
 
-    Args:
-        folder: no file of it may be written at the same time.
-        pattern: of the files' names.
-        leave_out: names of files in it that may change later.
+    `pattern` is of the files' names; `leave_out` names files that may change later.
     """
     files = {str(path.relative_to(folder)) for path in folder.rglob(pattern) if path.is_file()}
     names = sorted(files - {MANIFEST, *leave_out})

@@ -45,16 +45,13 @@ def _take(file: int, workdir: pathlib.Path) -> str:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = (workdir / NAME).read_text().strip() or "another process"
-        return (
-            f"{workdir} is in use by {holder}; wait until it ends, end it, or choose another "
-            "--workdir"
-        )
+        advice = "wait until it ends, end it, or choose another --workdir"
+        return f"{workdir} is in use by {holder}; {advice}"
     except OSError as error:
         line = f"{workdir} cannot be locked ({error.strerror}); start no second run in it"
         print(line, file=sys.stderr, flush=True)
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    holder = f"process {os.getpid()} on host {socket.gethostname()} (since {since})\n"
     os.ftruncate(file, 0)
-    os.write(
-        file, f"process {os.getpid()} on host {socket.gethostname()} (since {since})\n".encode()
-    )
+    os.write(file, holder.encode())
     return ""

@@ -11,12 +11,7 @@ import re
 
 
 def is_fuse(path: pathlib.Path, table: pathlib.Path = pathlib.Path("/proc/self/mounts")) -> bool:
-    """Whether a path, which need not exist, is on a FUSE mount.
-
-    Args:
-        path: of a file or folder.
-        table: of the mounts, in the format of /proc/self/mounts.
-    """
+    """Whether a path, which need not exist, is on a FUSE mount by a table of the mounts."""
     place = path.resolve()
     try:
         lines = table.read_text().splitlines()

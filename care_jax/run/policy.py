@@ -26,43 +26,27 @@ from models.release import config_json
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Everything about the policy except its parameters.
-
-    Attributes:
-        config: the backbone's configuration.
-        tokenizer: from transformers.
-        prompts: turns examples into tokens and image patches.
-        token_bytes: bytes of every token id.
-        closing_tag: automaton that finds the end of a rationale while decoding.
-        think_tag: name of the rationale's tag.
-        folder: the release that the weights come from; None for random weights.
-    """
+    """Everything about the policy except its parameters."""
 
     config: BackboneConfig
-    tokenizer: Any
-    prompts: PromptBuilder
-    token_bytes: list[bytes]
-    closing_tag: UInt8[np.ndarray, "states V"]
-    think_tag: str
-    folder: pathlib.Path | None
+    tokenizer: Any  # from transformers
+    prompts: PromptBuilder  # turns examples into tokens and image patches
+    token_bytes: list[bytes]  # bytes of every token id
+    closing_tag: UInt8[np.ndarray, "states V"]  # finds the end of a rationale, see `spans`
+    think_tag: str  # name of the rationale's tag
+    folder: pathlib.Path | None  # the release that the weights come from; None for random weights
 
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that restores it."""
         fields = config_json.to_hf(self.config)
-        nested = {
-            f"{part.removesuffix('_config')}.{key}": value
-            for part in ("vision_config", "text_config")
-            for key, value in fields.pop(part).items()
-        }
-        return fields | nested
+        for part in ("vision_config", "text_config"):
+            name = part.removesuffix("_config")
+            fields |= {f"{name}.{key}": value for key, value in fields.pop(part).items()}
+        return fields
 
 
 def policy_of(config: ConfigDict) -> Policy:
-    """Reads everything except the weights.
-
-    Raises:
-        ValueError: no such folder, or neither or both of model.path and model.backbone are given.
-    """
+    """Reads everything except the weights; see `data.stages.open_prompts` for what it refuses."""
     dtype = jnp.dtype(config.model.compute_dtype)
     prompts, folder = open_prompts(config, patch_dtype=dtype)
     token_bytes = spans.token_bytes(prompts.tokenizer, prompts.config.text.vocab_size)
@@ -78,15 +62,10 @@ def policy_of(config: ConfigDict) -> Policy:
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
-    """Refuses a reflected context that leaves no tokens to decode; this needs the tokenizer.
-
-    Raises:
-        ValueError: naming the key to change.
-    """
+    """Refuses a reflected context that leaves no tokens to decode; this needs the tokenizer."""
     rl, care = config.rl, config.care
-    if "rl" not in config.stages or not objective_of(config).has_reflection:
-        return
-    if care.reflect_mode == "resample":
+    has_reflection = "rl" in config.stages and objective_of(config).has_reflection
+    if not has_reflection or care.reflect_mode == "resample":
         return
     cue = reflection.cue_text(care.cue, care.reflect_mode, seed=config.seed)
     num_cue = len(policy.tokenizer.encode(cue, add_special_tokens=False)) if cue else 0

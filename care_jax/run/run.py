@@ -32,23 +32,14 @@ from models.backbone import Params
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's configuration, and the objects that last for the whole run.
+    """A run's configuration, and the objects that last for the whole run."""
 
-    Attributes:
-        config: complete, see `configs/common.py`.
-        policy: the policy that is trained.
-        mesh: the devices.
-        workdir: folder of metrics, checkpoints and exports.
-        writer: of metrics; None where nothing is trained or evaluated.
-        reward: a reward function given from Python in place of `verifier.reward`.
-    """
-
-    config: ConfigDict
+    config: ConfigDict  # complete, see `configs/common.py`
     policy: Policy
     mesh: Mesh
-    workdir: pathlib.Path
-    writer: MetricWriter | None = None
-    reward: RewardFunction | None = None
+    workdir: pathlib.Path  # folder of metrics, checkpoints and exports
+    writer: MetricWriter | None = None  # of metrics; None where nothing is trained or evaluated
+    reward: RewardFunction | None = None  # given from Python in place of `verifier.reward`
 
     @property
     def metrics(self) -> MetricWriter:
@@ -126,10 +117,8 @@ def open_run(
 
     Args:
         config: complete, see `configs/common.py`; it is not changed.
-        workdir: see `Run`; need not exist.
-        mesh: by default that of `config.mesh` on all devices.
-        policy: by default that of `config.model`.
-        writer, reward: see `Run`.
+        workdir: need not exist.
+        mesh, policy: by default that of `config.mesh` on all devices, and that of `config.model`.
         overridden: keys set on the command line, see `check_config`.
         given: stages whose examples come from Python.
 

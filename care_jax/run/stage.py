@@ -82,11 +82,8 @@ def open_stage(
 class Stage:
     """One training stage, as `open_stage` yields it.
 
-    Attributes:
-        state: the newest.
-        start: step that it began with: 0, or that of the restored checkpoint.
-        num_done: steps that are done.
-        counters: sums that are saved with every checkpoint.
+    `state` is the newest. `start` is the step that the stage began with: 0, or that of the restored
+    checkpoint. `num_done` steps are done. `counters` are sums saved with every checkpoint.
     """
 
     run: Run
@@ -228,11 +225,9 @@ class Stage:
 
 
 def forward_options(run: Run, stage: str, attention: AttentionImpl | None = None) -> ForwardOptions:
-    """How the forward pass of a stage computes.
+    """How the forward pass of a stage, "sft" or "rl", computes.
 
-    Args:
-        stage: "sft" or "rl".
-        attention: the attention implementation; None: that of `model.attention`, unchecked.
+    Without `attention`, that of `model.attention` is used and not compared with XLA.
     """
     model = run.config.model
     if attention is None:

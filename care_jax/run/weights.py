@@ -17,17 +17,11 @@ from models.backbone import Params
 
 
 class Source(NamedTuple):
-    """What is exported, or evaluated by a run that does not train.
+    """What is exported, or evaluated by a run that does not train."""
 
-    Attributes:
-        stages: the training stages that led to it, with a checkpoint each.
-        step: of the last of them; None: the weights that the run has just trained or starts from.
-        name: "start", or the last stage, with the step if it is not the last: "rl_step_40".
-    """
-
-    stages: tuple[str, ...]
-    step: int | None
-    name: str
+    stages: tuple[str, ...]  # the training stages that led to it, with a checkpoint each
+    step: int | None  # of the last of them; None: the weights just trained or started from
+    name: str  # "start", or the last stage, with the step if it is not the last: "rl_step_40"
 
 
 def find(run: Run, trained: tuple[str, ...]) -> Source:
@@ -76,17 +70,16 @@ def start(run: Run) -> Params:
     model, folder, shape = run.config.model, run.policy.folder, run.policy.config
     dtype, shardings = jnp.dtype(model.param_dtype), sharding.of(lora.without(params_of(run)))
     if folder is None:
-        return jax.device_put(
-            backbone.init(shape, jax.random.key(run.config.seed), dtype), shardings
-        )
+        params = backbone.init(shape, jax.random.key(run.config.seed), dtype)
+        return jax.device_put(params, shardings)
     if fault := integrity.shared_damage(folder):
         raise ValueError(
             f"model.path {folder} is damaged: {fault}; export or copy it again, or remove "
             f"{integrity.MANIFEST} if its weights were changed on purpose"
         )
     params, _ = backbone.load(folder, shape, dtype, shardings)
-    name = f"model.path {model.path}"
-    guards.check_weights(run, params, name, "choose another, or export it again")
+    advice = "choose another, or export it again"
+    guards.check_weights(run, params, f"model.path {model.path}", advice)
     return params
 
 
@@ -103,12 +96,8 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
     To open checkpoints removes what a save that was cut short has left, and so would break one that
     is under way. The workdir is therefore locked meanwhile.
 
-    Args:
-        run: the run.
-        stage: "sft", "rl", "start"; "" for the last of them that there is.
-
-    Returns:
-        the weights, the stage, and a name: "sft 1600", or where the run starts from.
+    `stage` is "sft", "rl" or "start"; "" for the last of them that there is. Returns the weights,
+    the stage, and a name: "sft 1600", or where the run starts from.
 
     Raises:
         ValueError: there is no such checkpoint, none that is whole, or the run is training.
@@ -132,11 +121,7 @@ def restore(
 ) -> Params:
     """The parameters of a checkpoint of a stage, or a part of them, in the training layout.
 
-    Args:
-        run: the run.
-        stage: "sft" or "rl", with a checkpoint.
-        step: a saved step; None: the last.
-        of: takes the part out of the tree of all.
+    `step` is a saved one, None the last; `of` takes the part out of the tree of all.
 
     Raises:
         ValueError: the step is damaged, or its parameters are not finite.
@@ -145,7 +130,6 @@ def restore(
         step = saved.latest_step if step is None else step
         assert step is not None  # the caller has found the stage
         params = saved.restore_params(of(params_of(run)), step)
-        name = f"checkpoint {step} of {stage}"
         advice = f"set export.step to another of the saved steps {saved.steps}"
-        guards.check_weights(run, params, name, advice)
+        guards.check_weights(run, params, f"checkpoint {step} of {stage}", advice)
         return params

@@ -36,17 +36,11 @@ _NUM_BATCHES = 4  # batches of evaluate.batch_size that are decoded and written 
 
 @dataclasses.dataclass(frozen=True)
 class AnsweringPrograms:
-    """The compiled functions of a run's evaluations, see `compile_answering`.
+    """The compiled functions of a run's evaluations, see `compile_answering`."""
 
-    Attributes:
-        to_decode_layout: params -> params in the decode layout.
-        checksum: params -> a number that tells weights apart.
-        queue: decodes with the sizes and the sampling of the section `evaluate`.
-    """
-
-    to_decode_layout: Callable
-    checksum: Callable
-    queue: DecodeQueue
+    to_decode_layout: Callable  # params -> params in the decode layout
+    checksum: Callable  # params -> a number that tells weights apart
+    queue: DecodeQueue  # decodes with the sizes and the sampling of the section `evaluate`
 
 
 def compile_answering(run: Run) -> AnsweringPrograms:
@@ -80,11 +74,10 @@ def compile_answering(run: Run) -> AnsweringPrograms:
 
 
 def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms) -> Decode:
-    """The decoder; the first call brings the weights into the decode layout.
+    """A function from this process's requests to (indices of some, G rollouts of each) pairs.
 
-    Returns:
-        A function from this process's requests to (indices of some requests, G rollouts of each)
-        pairs, in order of completion. A request's index determines its draws.
+    They come in order of completion. A request's index determines its draws. The first call brings
+    the weights into the decode layout.
     """
     decode_params = functools.cache(lambda: programs.to_decode_layout(params))
     rng = streams.key_of(run.config.seed, streams.EVALUATION)
@@ -96,12 +89,7 @@ def decode_batches(
 ) -> Iterator[Answers]:
     """Decodes the examples whose index is not in `done`, `_NUM_BATCHES` batches at a time.
 
-    Args:
-        run: the run.
-        decode: of the run, see `make_decoder`.
-        questions: the same on all processes.
-        done: indices to leave out, the same on all processes.
-        label: what is evaluated, for the terminal.
+    `questions` and `done` are the same on all processes; `label` says what is evaluated.
 
     Raises:
         distributed.Preempted: the run was told to stop.

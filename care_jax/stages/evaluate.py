@@ -39,11 +39,7 @@ from models import backbone
 
 
 def open_benchmarks(config: ConfigDict) -> list[Benchmark]:
-    """The releases of `evaluate.benchmarks`; their images are read when they are asked for.
-
-    Raises:
-        ValueError: files are missing.
-    """
+    """The releases of `evaluate.benchmarks`; a ValueError if files are missing."""
     return [Benchmark(which, path) for which, path in config.evaluate.benchmarks]
 
 
@@ -64,10 +60,7 @@ def evaluate_stage(
 class Evaluator:
     """Evaluates weights of one run; what one evaluation compiles serves the next.
 
-    Args:
-        run: the run.
-        examples: the held-out questions; None if benchmarks alone are evaluated.
-        benchmarks: opened, see `open_benchmarks`.
+    `examples` are the held-out questions; None if benchmarks alone are evaluated.
     """
 
     def __init__(
@@ -238,12 +231,7 @@ def _answer(
     digest: str | None,
     label: str,
 ) -> list[Sample]:
-    """A sample per question: read from the file, or decoded and appended to it.
-
-    Args:
-        digest: of the settings that samples must have to be read; None: none is read.
-        label: what is evaluated, for the terminal.
-    """
+    """A sample per question: read from the file if it has that digest, else decoded, appended."""
     is_writer = jax.process_index() == 0
     kept = _kept_lines(path, digest) if is_writer else []
     samples: list[Sample] = distributed.gather_json([json.loads(line) for line in kept])[0]

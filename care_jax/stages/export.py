@@ -37,13 +37,7 @@ _PROCESSOR_FILES = (
 
 
 def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
-    """Exports weights to `workdir/export`, and their adapters to `workdir/adapter`.
-
-    Args:
-        run: the run.
-        params: of the source, in the training layout.
-        source: from `run.weights.find`.
-    """
+    """Exports weights of `source` to `workdir/export`, and their adapters to `workdir/adapter`."""
     folder = export(run, params, run.workdir / "export")
     of_step = "" if source.step is None else f" step {source.step} of {source.stages[-1]}"
     print_line(f"exported{of_step} to {folder}")
@@ -58,30 +52,18 @@ def export_adapters(run: Run, source: Source) -> pathlib.Path:
     all stages: one adapter of as many times their rank.
     """
     model, folder = run.config.model, run.workdir / "adapter"
-    steps = (*(None for _ in source.stages[:-1]), source.step)
-    adapters = [
-        restore(run, stage, step, of=lora.only)
-        for stage, step in zip(source.stages, steps, strict=True)
-    ]
-    peft_folder.export(
-        folder,
-        lora.concatenated(adapters),
-        run.policy.config,
-        alpha=model.lora_alpha * len(adapters),
-        base=model.path,
-    )
+    steps = [(stage, None) for stage in source.stages[:-1]] + [(source.stages[-1], source.step)]
+    adapters = [restore(run, stage, step, of=lora.only) for stage, step in steps]
+    change, alpha = lora.concatenated(adapters), model.lora_alpha * len(adapters)
+    peft_folder.export(folder, change, run.policy.config, alpha=alpha, base=model.path)
     return folder
 
 
 def export(run: Run, params: backbone.Params, folder: pathlib.Path) -> pathlib.Path:
-    """Exports the parameters in bfloat16, the dtype of the releases.
+    """Exports parameters in the training layout as bfloat16, the dtype of the releases.
 
-    With several processes, all of them must call this; the first one writes.
-
-    Args:
-        run: the run.
-        params: in the training layout; gathered one tensor at a time.
-        folder: created if it does not exist.
+    With several processes, all of them must call this; the first one writes. Tensors are gathered
+    one at a time. The folder is created if it does not exist.
     """
     backbone.export(folder, params, run.policy.config, dtype=jnp.bfloat16)
     if jax.process_index() == 0:

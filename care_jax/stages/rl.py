@@ -34,10 +34,7 @@ from models.attention.packed import AttentionImpl
 
 
 def train(
-    run: Run,
-    params: backbone.Params,
-    examples: Sequence[Example],
-    evaluate: Evaluate | None = None,
+    run: Run, params: backbone.Params, examples: Sequence[Example], evaluate: Evaluate | None = None
 ) -> backbone.Params:
     """Runs or resumes the RL stage.
 
@@ -115,24 +112,14 @@ def prompts_of_process(run: Run) -> Int[np.ndarray, " B"]:
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePrograms:
-    """The compiled functions of the update; those of the rollout are `RolloutPrograms`.
+    """The compiled functions of the update; those of the rollout are `RolloutPrograms`."""
 
-    Attributes:
-        to_decode_layout: params -> params in the decode layout.
-        credit: (rollouts, scores[, subgroup, has_reflection]) -> Credit.
-        raw_advantages: (scores, subgroup, has_reflection) -> RawAdvantages; None if the objective
-            has none.
-        score: (params, batch) -> log-probabilities at the tokens of the batch's rows.
-        nll: (params, batch) -> mean of -log π over the tokens that are trained on.
-        update: (state, batch) -> (state, metrics).
-    """
-
-    to_decode_layout: Callable
-    credit: Callable
-    raw_advantages: Callable | None
-    score: Callable
-    nll: Callable
-    update: Callable
+    to_decode_layout: Callable  # params -> params in the decode layout
+    credit: Callable  # (rollouts, scores[, subgroup, has_reflection]) -> Credit
+    raw_advantages: Callable | None  # (scores, subgroup, has_reflection) -> RawAdvantages
+    score: Callable  # (params, batch) -> log-probabilities at the tokens of the batch's rows
+    nll: Callable  # (params, batch) -> mean of -log π over the tokens that are trained on
+    update: Callable  # (state, batch) -> (state, metrics)
 
 
 def compile_update(
@@ -141,10 +128,7 @@ def compile_update(
     state_shardings: TrainState,
     attention: AttentionImpl | None = None,
 ) -> UpdatePrograms:
-    """The jitted functions of an update, each compiled once per shape of rows that occurs.
-
-    `state_shardings` are those before and after an update; for `attention` see `forward_options`.
-    """
+    """The jitted functions of an update, each compiled once per shape of rows that occurs."""
     rl, objective = run.config.rl, run.objective
     options = forward_options(run, "rl", attention)
 

@@ -37,10 +37,7 @@ ROW_TOO_SHORT = "prompt and response exceed a row"
 
 
 def train(
-    run: Run,
-    params: backbone.Params,
-    examples: Sequence[Example],
-    evaluate: Evaluate | None = None,
+    run: Run, params: backbone.Params, examples: Sequence[Example], evaluate: Evaluate | None = None
 ) -> backbone.Params:
     """Runs or resumes the SFT stage.
 
@@ -101,10 +98,7 @@ def compile_step(
     state_shardings: TrainState,
     attention: AttentionImpl | None = None,
 ) -> Callable:
-    """The jitted (state, batch) -> (state, metrics), compiled once per shape of rows that occurs.
-
-    `state_shardings` are those before and after a step; for `attention` see `forward_options`.
-    """
+    """The jitted (state, batch) -> (state, metrics), compiled once per shape of rows."""
     sft, options = run.config.sft, forward_options(run, "sft", attention)
 
     def sft_step(state, batch):
@@ -136,11 +130,8 @@ def packed_batch(
 ) -> tuple[ImitationBatch, RowPlan]:
     """This process's packed rows of a step, on the host, and the plan of the packing.
 
-    An example that exceeds a row is left out, counted and logged.
-
-    Args:
-        index: of this process's examples in the step.
-        examples, prompts: of this process.
+    An example that exceeds a row is left out, counted and logged. `index` is that of this process's
+    examples in the step.
     """
     sft, policy = run.config.sft, run.policy
     contexts = [policy.prompts.context_tokens(example.context) for example in examples]
