@@ -22,7 +22,7 @@ def test_no_end_of_sequence_is_text():
         WORDING, eos_token_ids=(EOS, PAD), token_bytes=[*WORDING.token_bytes, b"<pad>"]
     )
     sampled = sampled.replace(rollouts=sampled.rollouts.replace(tokens=tokens))
-    assert groups.describe(0, sampled, 0, wording) == describe(make_sampled())
+    assert groups.describe(7, sampled, 0, wording) == describe(make_sampled())
 
 
 def test_roles_numbers_and_texts_of_a_repaired_group():
