@@ -163,7 +163,7 @@ def _block_lists(
 
 
 def segment_spans(
-    segments: Int[Array, "B S"],
+    segments: Int[Array | np.ndarray, "B S"],
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """First and last token of every token's segment; each padding token (-1) is one segment.
 
@@ -177,7 +177,7 @@ def segment_spans(
     return first, last
 
 
-def causal_reach(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
+def causal_reach(segments: Int[Array | np.ndarray, "B S"]) -> Int[Array, "B S"]:
     """`last` of a causal mask: the end of every token's segment; padding (-1) attends to itself."""
     return segment_spans(segments)[1]
 
