@@ -24,14 +24,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention.packed import (
-    XLA,
-    AttentionImpl,
-    BlockMask,
-    attend,
-    block_mask,
-    segment_spans,
-)
+from models.attention.packed import XLA, AttentionImpl, BlockMask, attend, block_mask, segment_spans
 from models.config import BackboneConfig, VisionConfig
 from models.layers import (
     MLP,

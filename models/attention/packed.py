@@ -162,9 +162,7 @@ def _block_lists(
     return block_pairs(is_seen, size), block_pairs(is_seen.swapaxes(1, 2), size)
 
 
-def segment_spans(
-    segments: Int[Array, "B S"],
-) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+def segment_spans(segments: Int[Array, "B S"]) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """First and last token of every token's segment; each padding token (-1) is one segment.
 
     A segment is a run of equal ids; runs of the same id that do not touch are different segments.

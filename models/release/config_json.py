@@ -14,13 +14,7 @@ import pathlib
 import sys
 from typing import Any
 
-from models.config import (
-    VISION_ROPE_THETA,
-    BackboneConfig,
-    TextConfig,
-    VisionConfig,
-    flags_of,
-)
+from models.config import VISION_ROPE_THETA, BackboneConfig, TextConfig, VisionConfig, flags_of
 
 # Our name to theirs: fields of both families.
 _VISION_FIELDS = {
