@@ -161,9 +161,9 @@ def admit(
 def advance(
     params: backbone.Params, slots: Slots, num_wanted: Int[Array, ""], options: DecodeOptions
 ) -> tuple[Slots, SampledTokens, tuple[Array, ...]]:
-    """Decodes until all slots are free, L = NUM_STEPS are done, or the host has something to do.
+    """Decodes until all slots are free, `num_wanted` slots are free, or L = NUM_STEPS are done.
 
-    It has at `num_wanted` free slots. `params` are in the decode layout.
+    At `num_wanted` free slots the host has something to do. `params` are in the decode layout.
 
     Returns:
         the slots, the sampled tokens, and for the host: per slot, whether no row is decoding, and

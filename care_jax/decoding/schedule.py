@@ -48,8 +48,10 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class WaitingPrompt:
+    """A waiting prompt: its tokens, its index in the step, its image patches."""
+
     num_tokens: int
-    index: int  # in the step
+    index: int
     num_patches: int
 
 
