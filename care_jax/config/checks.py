@@ -19,10 +19,7 @@ from care_jax.rewards.reward_function import load_reward
 
 
 def check_config(
-    config: ConfigDict,
-    mesh: Mesh,
-    overridden: Collection[str] = (),
-    given: Collection[str] = (),
+    config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (), given: Collection[str] = ()
 ) -> None:
     """Refuses a configuration that cannot run, naming the key to change.
 

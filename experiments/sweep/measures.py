@@ -17,14 +17,7 @@ import scipy.stats
 
 from experiments.sweep import curves
 from experiments.sweep.outcome import Outcome
-from experiments.sweep.signature import (
-    alpha_error,
-    mean_alpha,
-    r2,
-    sample_of,
-    sample_points,
-    slope,
-)
+from experiments.sweep.signature import alpha_error, mean_alpha, r2, sample_of, sample_points, slope
 
 _TAIL = 0.1  # share of the steps, the last ones, over which a fluctuating metric is averaged
 
