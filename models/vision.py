@@ -119,11 +119,9 @@ def encode_images(
     attend_windows = functools.partial(attend_in_bins, images=images, mask=windows)
 
     def layer(p, x, is_full):
-        def attend(q, k, v):
-            if windows is None:
-                return attend_images(q, k, v)
-            return jax.lax.cond(is_full, attend_images, attend_windows, q, k, v)
-
+        attend = attend_images
+        if windows is not None:
+            attend = functools.partial(jax.lax.cond, is_full, attend_images, attend_windows)
         return vision_layer(p, x, rotary, attend)
 
     layer = layers.checkpointed(layer, remat)

@@ -121,11 +121,8 @@ class DecodeQueue:
     ) -> Iterator[tuple[list[int], Rollouts]]:
         """Decodes prompts and yields them in the order in which they finish.
 
-        Args:
-            params: in the decode layout.
-            rng: key of all draws.
-            requests: of this process. Each process passes different requests, with indices of its
-                shards.
+        Each process passes different requests, with indices of its shards. `params` are in the
+        decode layout; `rng` is the key of all draws.
 
         Yields:
             the numbers of n requests in `requests`, and their rollouts [n, G, ...] in numpy.
@@ -183,11 +180,9 @@ class DecodeQueue:
         padding = Request(0, self.prompts.empty_prompt)
         local = [waiting[row] for row in sharding.local_rows(sizes.num_new, batch_sharding)]
         admitted = [padding if prompt is None else by_index[prompt.index] for prompt in local]
+        tokenized, contexts = [r.prompt for r in admitted], [r.context for r in admitted]
         prompts = self.prompts.batch(
-            [request.prompt for request in admitted],
-            sizes_of(waiting),
-            contexts=[request.context for request in admitted],
-            context_tokens=sizes.context_tokens,
+            tokenized, sizes_of(waiting), contexts=contexts, context_tokens=sizes.context_tokens
         )
         budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
         for row, request in zip(budget, admitted, strict=True):

@@ -232,8 +232,6 @@ def simulate(
     """The schedule of prompts whose responses have given lengths.
 
     Args:
-        sizes: of the programs.
-        prompts: the prompts.
         lengths: by the index of a prompt, tokens that each of its rollouts samples, at least 1.
         buckets: (tokens, patches) that prompts are padded to, ascending; see `data.buckets`.
     """

@@ -136,8 +136,7 @@ class Tensor:
 def _blocks(num_rows: int, row_size: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that fit in the CPU cache while they are transposed: ten times as fast."""
     step = max(1, _BLOCK_SIZE // row_size)
-    for i in range(0, num_rows, step):
-        yield i, min(i + step, num_rows)
+    return ((i, min(i + step, num_rows)) for i in range(0, num_rows, step))
 
 
 def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
