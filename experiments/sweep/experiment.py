@@ -24,24 +24,15 @@ _PANELS = "accuracy,by_tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What a file of `experiments/` declares.
-
-    Attributes:
-        path, title: of the file; the first line of its docstring.
-        arms: ARMS, arm name to changed configuration keys, in the order of the table.
-        reference: REFERENCE, the arm that others are compared with, seed by seed.
-        columns: COLUMNS of the table, names of measures.
-        panels: PANELS of the figure, names of `figures.PANELS` or of measures.
-        get_config: "arm@base" to its configuration, see `configs/arms.py`.
-    """
+    """What a file of `experiments/` declares."""
 
     path: pathlib.Path
-    title: str
-    arms: Mapping[str, Mapping[str, Any]]
-    reference: str
-    columns: tuple[str, ...]
-    panels: tuple[str, ...]
-    get_config: Callable[[str], ConfigDict]
+    title: str  # the first line of its docstring
+    arms: Mapping[str, Mapping[str, Any]]  # arm -> changed keys, in the order of the table
+    reference: str  # the arm that others are compared with, seed by seed
+    columns: tuple[str, ...]  # of the table, names of measures
+    panels: tuple[str, ...]  # of the figure, names of `figures.PANELS` or of measures
+    get_config: Callable[[str], ConfigDict]  # of "arm@base", see `configs/arms.py`
 
     @property
     def name(self) -> str:
@@ -53,10 +44,7 @@ def load_experiment(
 ) -> Experiment:
     """Reads an experiment's file.
 
-    Args:
-        path: of the file.
-        arms: some of the file's, separated by commas; empty: all of them.
-        columns, panels: in place of the file's, likewise.
+    Of its arms those named are taken, separated by commas; columns and panels replace the file's.
 
     Raises:
         ValueError: the file is missing, lacks a declaration, or there is an unknown name in one or

@@ -26,17 +26,10 @@ _Of = Callable[[Outcome, Outcome | None], float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A column of the table.
+    """A column of the table."""
 
-    Attributes:
-        label: column header with the unit; {reference} is replaced by the reference arm's name.
-        of: maps an outcome and the reference arm's outcome for the same seed to the value. It
-            raises `NotLogged` where the run lacks rows.
-        format: format specification.
-    """
-
-    label: str
-    of: _Of
+    label: str  # with the unit; {reference} is replaced by the reference arm's name
+    of: _Of  # an outcome, and the reference arm's of the same seed -> value; raises `NotLogged`
     format: str = ".1f"
 
 
@@ -201,11 +194,7 @@ BENCHMARK_COLUMNS = (BENCHMARKS, f"{BENCHMARKS}:lead")
 
 
 def measure_named(name: str) -> Measure:
-    """The measure of a name, see the module's docstring.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The measure of a name, see the module's docstring; a KeyError if there is none."""
     base, colon, lead = name.partition(":")
     if colon and lead != "lead":
         raise KeyError(name)
