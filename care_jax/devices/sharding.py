@@ -225,7 +225,7 @@ def has_host_memory(mesh: Mesh) -> bool:
 
 
 def abstract(tree: Any, shardings: Any = None) -> Any:
-    """Shape, dtype and sharding, by default its own, of every array: what checkpoints restore to."""
+    """Shape, dtype and sharding (by default its own) of every array, for a checkpoint's restore."""
     places = of(tree) if shardings is None else shardings
     struct = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
     return jax.tree.map(struct, tree, places)
