@@ -91,7 +91,7 @@ def block_mask(
     """The mask of a batch of rows, for `attend`. Every token must attend to itself.
 
     Args:
-        first, last: queries that attend to each key; first is None for a causal mask, the key.
+        first, last: first and last query that attends to each key; first None: the key (causal).
         group: query heads per kv head, 1 in a vision tower.
         impl: the implementation that will compute attention.
     """
