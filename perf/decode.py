@@ -100,9 +100,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
     parser.add_argument("--slots", type=int, help="prompts in flight; by default for 32 rows")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--batches", type=int, nargs="+", help="of prompts, transformers tries them"
-    )
+    parser.add_argument("--batches", type=int, nargs="+", help="of prompts, for transformers")
     parser.add_argument(
         "--caches", nargs="+", default=("dynamic", "static"), help="for transformers to try"
     )

@@ -134,8 +134,10 @@ class Ours:
         self.state = start_state(self.run, params, adamw)
         self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
         self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
-        prompts, drawn = self.run.policy.prompts, {"batch_size": NUM_PROMPTS, "seed": 0}
-        self.batches = Batches(make_examples(prompts), prompts, num_workers=2, **drawn)
+        prompts = self.run.policy.prompts
+        self.batches = Batches(
+            make_examples(prompts), prompts, batch_size=NUM_PROMPTS, seed=0, num_workers=2
+        )
         verifier = Verifier(1, 10.0, think_tag=self.run.policy.think_tag, reward=reward)
         self.verifier = stack.enter_context(verifier)
         self.num_trained = int(lengths.sum())

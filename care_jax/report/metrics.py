@@ -162,8 +162,8 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
 def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a file of JSON objects with a step, each with its object.
 
-    Left out are damaged lines, told of if it `says` so, and the last one where a kill has cut it
-    off. There may be no file.
+    Left out are damaged lines, printed if `says`, and a last one that a kill has cut off. There may
+    be no file.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     # Not `splitlines`, for which U+2028 in a response ends a line too.

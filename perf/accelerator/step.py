@@ -49,7 +49,7 @@ def configuration(name: str, num_bytes: float, *, is_quick: bool) -> ConfigDict:
 
     Weights and moments are bfloat16, all parameters are trained where there is room, else adapters.
 
-    The name is that of a file of `configs`, the bytes are the memory of all devices.
+    `name` is a file of `configs`, such as "qwen25vl_7b", `num_bytes` the memory of all devices.
     """
     config = importlib.import_module(f"configs.{name}").get_config()
     backbone = RELEASES[config.model.path]
