@@ -77,7 +77,7 @@ def open_prompts(
 ) -> tuple[PromptBuilder, pathlib.Path | None]:
     """The prompt builder of a run and the folder of its release, None for random weights.
 
-    Of a release that is a hub id the files of these patterns are downloaded; None for all.
+    Of a release that is a hub id the files of these patterns are downloaded, all for None.
 
     Raises:
         ValueError: no such release, or neither or both of model.path and model.backbone are set.

@@ -10,13 +10,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.sweep.figures import names_of_panels, panel_named
-from experiments.sweep.measures import (
-    BENCHMARK_COLUMNS,
-    BENCHMARKS,
-    measure_named,
-    names_of_measures,
-)
+from experiments.sweep.figures import PANELS, panel_named
+from experiments.sweep.measures import BENCHMARK_COLUMNS, BENCHMARKS, NAMES, measure_named
 
 _COLUMNS = f"acc,gain,lead,{BENCHMARKS},response_tokens,decoded_tokens"
 _PANELS = "accuracy,by_tokens"
@@ -44,7 +39,8 @@ def load_experiment(
 ) -> Experiment:
     """Reads an experiment's file.
 
-    Of its arms those named are taken, separated by commas; columns and panels replace the file's.
+    `arms` names some of its arms, separated by commas, or all if empty. `columns` and `panels` are
+    taken in place of the file's, likewise.
 
     Raises:
         ValueError: the file is missing, lacks a declaration, or there is an unknown name in one or
@@ -88,13 +84,13 @@ def load_experiment(
             "--columns" if columns else "COLUMNS",
             columns or getattr(module, "COLUMNS", _COLUMNS),
             lambda name: name in BENCHMARK_COLUMNS or measure_named(name),
-            [*names_of_measures(), BENCHMARKS],
+            (*NAMES, BENCHMARKS),
         ),
         panels=names(
             "--panels" if panels else "PANELS",
             panels or getattr(module, "PANELS", _PANELS),
             panel_named,
-            names_of_panels(),
+            (*PANELS, *NAMES),
         ),
         get_config=module.get_config,
     )

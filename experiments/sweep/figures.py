@@ -17,7 +17,7 @@ import matplotlib.figure
 import numpy as np
 
 from experiments.sweep import curves, signature
-from experiments.sweep.measures import mean_interval, measure_named, names_of_measures
+from experiments.sweep.measures import mean_interval, measure_named
 from experiments.sweep.outcome import NotLogged, Outcome
 
 Arms = Mapping[str, Sequence[Outcome]]
@@ -240,8 +240,3 @@ PANELS: dict[str, Panel] = {
 def panel_named(name: str) -> Panel:
     """The panel of a name of PANELS, or else of a measure; a KeyError if there is neither."""
     return PANELS[name] if name in PANELS else _measured(name)
-
-
-def names_of_panels() -> list[str]:
-    """Every name: of PANELS, and of measures."""
-    return [*PANELS, *names_of_measures()]

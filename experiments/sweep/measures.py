@@ -191,6 +191,7 @@ MEASURES = {
 # They expand to one column per evaluated benchmark and their mean, or the leads of these.
 BENCHMARKS = "benchmarks"
 BENCHMARK_COLUMNS = (BENCHMARKS, f"{BENCHMARKS}:lead")
+NAMES = (*MEASURES, "<any of these>:lead")  # of measures, for messages
 
 
 def measure_named(name: str) -> Measure:
@@ -199,11 +200,6 @@ def measure_named(name: str) -> Measure:
     if colon and lead != "lead":
         raise KeyError(name)
     return lead_of(MEASURES[base]) if colon else MEASURES[base]
-
-
-def names_of_measures() -> list[str]:
-    """Every name, and the form of a lead."""
-    return [*MEASURES, "<any of these>:lead"]
 
 
 def columns_of(names: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, Measure]:

@@ -25,8 +25,6 @@ from jaxtyping import Float, Int
 
 from experiments.sweep.outcome import Outcome, logged_groups
 
-FORMULAS = ("text", "appendix")
-
 
 class Sample(NamedTuple):
     """The contrasted groups of a run."""

@@ -40,7 +40,7 @@ FIELDS = (
 
 
 def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
-    """The rows of a file; `images` as in `hub.image_folder`, and of `rows.images_of` the rest.
+    """The rows of a file; its images are found as in `hub.image_folder` and `rows.images_of`.
 
     Raises:
         ValueError: the file does not exist, or a `.json` file is not one complete array.

@@ -31,7 +31,7 @@ _OPTIONS = "group_size:1,uncompressed"
 
 
 class ShardWriter:
-    """Writes the examples of one source, a prefix of the file names, into numbered shards.
+    """Writes the examples of a source, whose name begins those of the files, to numbered shards.
 
     A shard is closed once its records reach `shard_bytes`. `shards` has file, number of records,
     bytes and sha256 of each closed one.
@@ -68,7 +68,7 @@ class ShardWriter:
 
 
 def open_rows(path: str, *, subset: str = "") -> Rows:
-    """The examples of a folder that `care_jax.commands.prepare` wrote, or of one source in it.
+    """The examples that `care_jax.commands.prepare` wrote; `subset` is one of the sources.
 
     Raises:
         ValueError: the folder is incomplete (the message names the file), or has no such subset.
