@@ -16,9 +16,7 @@ CUE = (
 def source(name: str = "", **options) -> ConfigDict:
     """The configuration of one data source: every key with its default, then `options`.
 
-    Args:
-        name: see `source` below.
-        options: keys to set; an unknown key is an error.
+    An unknown key among the options is an error.
     """
     section = ConfigDict()
     # Drawn: synthetic (charts and diagrams), readings (diagrams; rationales state what is read),
@@ -307,9 +305,7 @@ def get_config() -> ConfigDict:
 
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # worker processes for computer algebra or the reward function
-    verifier.timeout = (
-        5.0  # seconds per answer, which then scores 0; of a reward function per group
-    )
+    verifier.timeout = 5.0  # seconds per answer (reward function: per group), which then scores 0
     # "module:function" that replaces the built-in verifier: called with (question, responses,
     # Example), it returns a mapping of components in [0, 1] for each response of the group. Empty:
     # compare with the gold answer.

@@ -21,16 +21,13 @@ def get_config() -> ConfigDict:
         data[section] = common.source("jsonl")
     data.num_workers = 2
     # 16 x 16 pixels are one token of this backbone.
-    data.min_pixels = 4096
-    data.max_pixels = 36864
+    data.min_pixels, data.max_pixels = 4096, 36864
     data.buckets = ((384, 576), (1088, 576))
     rl = config.rl
     rl.num_steps = 4
-    rl.prompts_per_step = 76  # four steps cover all 304 questions
-    rl.prompts_per_update = 76
+    rl.prompts_per_step = rl.prompts_per_update = 76  # four steps cover all 304 questions
     rl.microbatch_size = 2
-    rl.row_tokens = 2048
-    rl.row_patches = 1152
+    rl.row_tokens, rl.row_patches = 2048, 1152
     rl.decode_prompts = 19
     rl.warmup_steps = 1
     # Random weights do not produce the format; a KL term exercises the reference policy as well.

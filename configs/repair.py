@@ -25,8 +25,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
 
     sft = config.sft
     sft.num_steps = 1600
-    sft.row_tokens = 256
-    sft.row_patches = 256
+    sft.row_tokens = sft.row_patches = 256
     sft.microbatch_size = 4
 
     rl = config.rl

@@ -18,10 +18,8 @@ def get_config() -> ConfigDict:
     config.stages = ("sft", "evaluate", "rl", "evaluate")
     config.checkpoint_every = 20
 
-    model = config.model
-    model.path = "runs/words/export"
-    model.freeze_vision = False
-    model.freeze_decoder = True
+    config.model.path = "runs/words/export"
+    config.model.freeze_vision, config.model.freeze_decoder = False, True
 
     data = config.data
     data.sft = common.source("synthetic", num_examples=32768, seed=1)

@@ -34,8 +34,7 @@ def get_config() -> ConfigDict:
     data.test = common.source("word_problems", num_examples=196, seed=3)  # 14 of each source
     data.num_workers = 1
     data.cue_share = 0.3
-    data.min_pixels = 256
-    data.max_pixels = 4096
+    data.min_pixels, data.max_pixels = 256, 4096
     data.buckets = ((64, 0),)  # no images
     data.system_prompt = "Work it out step by step."
     data.instruction = ""
@@ -46,18 +45,14 @@ def get_config() -> ConfigDict:
     sft.microbatch_size = 1
     sft.learning_rate = 2e-4
     sft.warmup_steps = 2
-    sft.row_tokens = 512
-    sft.row_patches = 0
+    sft.row_tokens, sft.row_patches = 512, 0
 
     rl = config.rl
     rl.num_steps = 24
-    rl.prompts_per_step = 8
-    rl.prompts_per_update = 8
+    rl.prompts_per_step = rl.prompts_per_update = 8
     rl.microbatch_size = 1
-    rl.row_tokens = 768
-    rl.row_patches = 0
-    rl.decode_prompts = 8
-    rl.decode_rows = 8
+    rl.row_tokens, rl.row_patches = 768, 0
+    rl.decode_prompts = rl.decode_rows = 8
     rl.max_response_tokens = 128
     rl.learning_rate = 2e-5
     rl.warmup_steps = 2

@@ -21,8 +21,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     config.stages = ("sft", "evaluate", "rl", "evaluate")
     config.log_every = 10
 
-    config.model.compute_dtype = "float32"
-    config.model.remat = "none"
+    config.model.compute_dtype, config.model.remat = "float32", "none"
     config.model.backbone = ConfigDict(_backbone(family))
     config.data.think_tag = THINK_TAGS[family]
 
@@ -33,8 +32,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     data.num_workers = 1  # images are drawn by Python code, which threads do not speed up
     data.teacher_error = 0.75
     data.cue_share = 0.1
-    data.min_pixels = 256
-    data.max_pixels = 4096
+    data.min_pixels, data.max_pixels = 256, 4096
     data.buckets = ((48, 64),)
     data.system_prompt = "Answer."
     data.instruction = ""
@@ -46,16 +44,14 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     sft.learning_rate = 2e-3
     sft.warmup_steps = 20
     sft.answer_weight = 6.0
-    sft.row_tokens = 128
-    sft.row_patches = 128
+    sft.row_tokens = sft.row_patches = 128
 
     rl = config.rl
     rl.num_steps = 100
     rl.prompts_per_step = 64
     rl.prompts_per_update = 32
     rl.microbatch_size = 4
-    rl.row_tokens = 192
-    rl.row_patches = 96
+    rl.row_tokens, rl.row_patches = 192, 96
     rl.decode_prompts = 64
     rl.max_response_tokens = 36
     rl.learning_rate = 5e-4
@@ -76,38 +72,17 @@ def _backbone(family: str) -> dict:
     """`config.json` fields of a backbone with about 0.6M parameters."""
     of_family = {
         "qwen2_5_vl": {"hidden_act": "silu", "window_size": 64, "fullatt_block_indexes": [0]},
-        "qwen3_vl": {
-            "hidden_act": "gelu_pytorch_tanh",
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
+        "qwen3_vl": {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 64}
+        | {"deepstack_visual_indexes": [0]},
     }
     return {
         "model_type": family,
         "tie_word_embeddings": True,
-        "text_config": {
-            "hidden_size": 96,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 24,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 4, 4]},
-            "hidden_act": "silu",
-            "max_position_embeddings": 4096,
-        },
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": 96,
-            "intermediate_size": 192,
-            "num_heads": 4,
-            "out_hidden_size": 96,
-            "patch_size": 8,
-            "temporal_patch_size": 2,
-            "in_channels": 3,
-            "spatial_merge_size": 2,
-            **of_family[family],
-        },
+        "text_config": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "rms_norm_eps": 1e-6}
+        | {"rope_theta": 1e4, "rope_scaling": {"rope_type": "default", "mrope_section": [4, 4, 4]}}
+        | {"hidden_act": "silu", "max_position_embeddings": 4096},
+        "vision_config": {"depth": 1, "hidden_size": 96, "intermediate_size": 192, "num_heads": 4}
+        | {"out_hidden_size": 96, "patch_size": 8, "temporal_patch_size": 2, "in_channels": 3}
+        | {"spatial_merge_size": 2, **of_family[family]},
     }

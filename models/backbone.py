@@ -136,7 +136,7 @@ def load(
         folder: holds config.json, safetensors (one file, or several with an index) and optionally
             generation_config.json.
         config: replaces the config read from the folder.
-        dtype: the parameters are cast to it.
+        dtype: of the parameters.
         shardings: a Sharding for each leaf of `logical_axes`; each process reads the shards of
             its devices. None: everything on the default device.
 
@@ -144,7 +144,6 @@ def load(
         ValueError: the config asks for something that is not implemented, files are missing or
             truncated, or tensors are missing, unused or of the wrong shape.
     """
-    if config is None:
-        config = config_json.from_folder(folder)
+    config = config or config_json.from_folder(folder)
     shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return transfer.load(folder, config, shapes, dtype, shardings), config

@@ -18,10 +18,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"gated": True},
         {"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
     ),
-    "qwen3_vl": (
-        {"gated": False},
-        {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True},
-    ),
+    "qwen3_vl": ({"gated": False}, {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True}),
 }
 
 

@@ -25,25 +25,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from models import layers
 from models.attention.cached import attend_cached, cache_mask
 from models.attention.packed import XLA, AttentionImpl, BlockMask, attend, block_mask, causal_reach
 from models.config import BackboneConfig, TextConfig
-from models.layers import (
-    MLP,
-    Linear,
-    Norm,
-    Params,
-    Rotary,
-    Table,
-    checkpointed,
-    constrain,
-    linear,
-    mlp,
-    rms_norm,
-    rotate,
-    stack,
-    text_rotary,
-)
+from models.layers import MLP, Linear, Norm, Params, Rotary, Table, stack
 from models.vision import ImageFeatures
 
 
@@ -110,30 +96,30 @@ def decoder_layer(
         The layer's output, and `kept` as `attend` returned it.
     """
     spread = (None,) * (x.ndim - 3)
-    x = constrain(x, "batch", *spread, "tokens", None)
-    y = rms_norm(p["attention_norm"], x, config.norm_eps)
+    x = layers.constrain(x, "batch", *spread, "tokens", None)
+    y = layers.rms_norm(p["attention_norm"], x, config.norm_eps)
     q, k, v = _project(p["attention"], y, config)
-    q = rotate(q.reshape(*q.shape[:-3], -1, q.shape[-1]), rotary).reshape(q.shape)
-    q = constrain(q, "batch", *spread, None, "attended_heads", None, None)
+    q = layers.rotate(q.reshape(*q.shape[:-3], -1, q.shape[-1]), rotary).reshape(q.shape)
+    q = layers.constrain(q, "batch", *spread, None, "attended_heads", None, None)
     kv_axes = ("batch", *spread, None, "attended_heads", None)
-    k, v = constrain(rotate(k, rotary), *kv_axes), constrain(v, *kv_axes)
+    k, v = layers.constrain(layers.rotate(k, rotary), *kv_axes), layers.constrain(v, *kv_axes)
     y, kept = attend(q, k, v)
     y = y.reshape(*y.shape[:-3], config.num_heads, config.head_dim)
-    x = x + linear(p["attention"]["out"], y, num_inputs=2)
-    return x + mlp(p["mlp"], rms_norm(p["mlp_norm"], x, config.norm_eps)), kept
+    x = x + layers.linear(p["attention"]["out"], y, num_inputs=2)
+    return x + layers.mlp(p["mlp"], layers.rms_norm(p["mlp_norm"], x, config.norm_eps)), kept
 
 
 def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Array]:
     """Queries [..., K, G, H] grouped by the kv head they use, keys and values [..., K, H]."""
     if "qkv" in p:
-        qkv = linear(p["qkv"], x)
+        qkv = layers.linear(p["qkv"], x)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
     else:
-        q, k, v = linear(p["q"], x), linear(p["k"], x), linear(p["v"], x)
+        q, k, v = layers.linear(p["q"], x), layers.linear(p["k"], x), layers.linear(p["v"], x)
         q = q.reshape(*q.shape[:-2], config.num_kv_heads, -1, config.head_dim)
     if config.qk_norm:
-        q = rms_norm(p["q_norm"], q, config.norm_eps)
-        k = rms_norm(p["k_norm"], k, config.norm_eps)
+        q = layers.rms_norm(p["q_norm"], q, config.norm_eps)
+        k = layers.rms_norm(p["k_norm"], k, config.norm_eps)
     return q, k, v
 
 
@@ -142,10 +128,8 @@ def text_mask(
 ) -> BlockMask:
     """The mask of packed text rows, for `forward`.
 
-    Args:
-        reach: the last token that attends to each token: the end of its tree for a prompt token,
-            the end of its branch for a response token, the token itself for padding.
-        attention: attention implementation.
+    `reach` is the last token that attends to each token: the end of its tree for a prompt token,
+    the end of its branch for a response token, the token itself for padding.
     """
     return block_mask(None, reach, config.text.num_heads // config.text.num_kv_heads, attention)
 
@@ -165,24 +149,23 @@ def forward(
 
     Args:
         params: the training layout.
-        x: embedded rows.
-        positions: M-RoPE ids; a branch continues from the end of its prompt.
+        x, positions: embedded rows and M-RoPE ids; a branch continues from its prompt's end.
         mask: attention mask and implementation, from `text_mask`.
         remat: what the backward pass rematerialises, see `layers.checkpointed`.
         features: of the rows' images; their DeepStack features are added to the image tokens.
         slots: index of each token's image feature, -1 for none.
     """
     p, text = params["text"], config.text
-    rotary = text_rotary(positions, text)
+    rotary = layers.text_rotary(positions, text)
 
     def layer(x, xs):
         p, l = xs
         x, _ = decoder_layer(p, x, rotary, lambda q, k, v: (attend(q, k, v, mask), None), text)
         return _with_deepstack(x, l, features, slots), None
 
-    layers = p["layers"], jnp.arange(text.num_layers)
-    x, _ = jax.lax.scan(checkpointed(layer, remat), x, layers)
-    return rms_norm(p["norm"], x, text.norm_eps)
+    layer = layers.checkpointed(layer, remat)
+    x, _ = jax.lax.scan(layer, x, (p["layers"], jnp.arange(text.num_layers)))
+    return layers.rms_norm(p["norm"], x, text.norm_eps)
 
 
 def to_decode_layout(p: Params, config: TextConfig) -> Params:
@@ -198,14 +181,11 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
         q = q.reshape(*q.shape[:-2], K, -1, H)
         return jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
 
-    def fuse_gate_up(gate, up):
-        return jnp.stack([gate, up], axis=-2)
-
     def decode_layer(l):
         layer = jax.tree.map(lambda a: a[l], p["layers"])
         attention, mlp = layer["attention"], layer["mlp"]
         qkv = jax.tree.map(fuse_qkv, *(attention.pop(name) for name in "qkv"))
-        gate_up = jax.tree.map(fuse_gate_up, mlp["gate"], mlp["up"])
+        gate_up = jax.tree.map(lambda *pair: jnp.stack(pair, axis=-2), mlp["gate"], mlp["up"])
         attention |= {"qkv": _transposed(qkv), "out": _transposed(attention["out"], num_inputs=2)}
         mlp = {"gate_up": _transposed(gate_up), "down": _transposed(mlp["down"])}
         return {**layer, "mlp": mlp}
@@ -221,10 +201,8 @@ def decode_axes(axes: Params, config: TextConfig) -> Params:
     qkv = ("kv_heads", None, "head_dim")
     fused = {"transposed": (*qkv, "embed")} | ({"bias": qkv} if "bias" in q else {})
     layer["attention"] |= {"qkv": fused, "out": {"transposed": ("embed", "heads")}}
-    layer["mlp"] = {
-        "gate_up": {"transposed": (None, "mlp", "embed")},
-        "down": {"transposed": ("embed", "mlp")},
-    }
+    mlp = {"gate_up": (None, "mlp", "embed"), "down": ("embed", "mlp")}
+    layer["mlp"] = {name: {"transposed": names} for name, names in mlp.items()}
     return {**axes, "layers": [layer] * config.num_layers}
 
 
@@ -287,17 +265,16 @@ def prefill(
 
     Args:
         params: the decode layout.
-        x, positions: embedded prompts and their M-RoPE ids.
+        x, positions, features, slots: of the prompts, as in `forward`.
         is_valid: false at padding, which no other token attends to.
-        features, slots: as in `forward`.
     """
     mask = text_mask(causal_reach(jnp.where(is_valid, 0, -1)), config, attention)
 
     def attend_and_keep(l, q, k, v):
         kept = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
-        return attend(q, k, v, mask), tuple(constrain(a, *PREFIX_AXES) for a in kept)
+        return attend(q, k, v, mask), tuple(layers.constrain(a, *PREFIX_AXES) for a in kept)
 
-    rotary = text_rotary(positions, config.text)
+    rotary = layers.text_rotary(positions, config.text)
     return _unrolled(params["text"], x, rotary, attend_and_keep, config.text, features, slots)
 
 
@@ -317,7 +294,7 @@ def _unrolled(
         x = _with_deepstack(x, l, features, slots)
         keys.append(k)
         values.append(v)
-    return rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
+    return layers.rms_norm(p["norm"], x, config.norm_eps), KeyValues(keys, values)
 
 
 def init_cache(
@@ -328,7 +305,7 @@ def init_cache(
 
     def zeros(*shape):
         empty = jnp.zeros((batch_size, num_rows, text.num_kv_heads, *shape), dtype)
-        return [constrain(empty, *SUFFIX_AXES)] * text.num_layers
+        return [layers.constrain(empty, *SUFFIX_AXES)] * text.num_layers
 
     return KeyValues(zeros(text.head_dim, num_slots), zeros(num_slots, text.head_dim))
 
@@ -354,12 +331,11 @@ def extend(
 
     Args:
         params: the decode layout.
-        x: embedded tokens.
-        rotary: of the tokens' positions, from `backbone.text_rotary`.
+        x, rotary: embedded tokens, and `backbone.text_rotary` of their positions.
         index: first suffix slot to write, the same for all rows; may be traced.
         prefix, prefix_valid: KV cache from `prefill`, and which of its slots are not padding.
-        suffix: KV cache of the rows.
-        is_visible: which suffix slots each new token attends to, including the token's slot.
+        suffix, is_visible: KV cache of the rows, and which of its slots each new token attends to,
+            including the token's slot.
 
     Returns:
         Hidden states after the final norm, and the suffix cache with the new tokens in it.

@@ -31,6 +31,7 @@ from models.config import VISION_ROPE_THETA, TextConfig, VisionConfig
 
 Params = dict[str, Any]  # nested dicts of arrays
 Axes = tuple[str | None, ...]
+Shape = tuple[int, ...]
 
 REMATS = ("none", "dots", "layer")
 ATTENDED = "attended"  # names attention's output and log-sum-exp, see `checkpointed`
@@ -55,9 +56,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return x if shard is None else shard(x, axes)
 
 
-def normal(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, dtype: Any, *, fan_in: int
-) -> nnx.Param:
+def normal(rngs: nnx.Rngs, shape: Shape, axes: Axes, dtype: Any, *, fan_in: int) -> nnx.Param:
     """A parameter drawn from N(0, 1/fan_in).
 
     Hugging Face initialises with σ = 0.02, about 1/√fan_in at the widths of released models. At
@@ -80,14 +79,7 @@ class Linear(nnx.Module):
     """A kernel from input axes to output axes, and a bias over the output axes."""
 
     def __init__(
-        self,
-        rngs: nnx.Rngs,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        axes: Axes,
-        dtype: Any,
-        *,
-        bias: bool,
+        self, rngs: nnx.Rngs, inputs: Shape, outputs: Shape, axes: Axes, dtype: Any, *, bias: bool
     ):
         self.kernel = normal(rngs, inputs + outputs, axes, dtype, fan_in=math.prod(inputs))
         if bias:
@@ -288,12 +280,10 @@ def rotate(x: Float[Array, "... heads H"], rotary: Rotary) -> Float[Array, "... 
 
 
 def checkpointed(layer: Callable, remat: str) -> Callable:
-    """A scanned layer that rematerialises activations as `remat` says.
+    """The body of a scan over layers, which rematerialises activations as `remat` says.
 
-    Args:
-        layer: the body of a scan.
-        remat: "none" saves everything; "layer" saves only the layer's input; "dots" saves matmuls
-            with weights, and the output and log-sum-exp of attention unless it is dense.
+    "none" saves everything; "layer" saves only the layer's input; "dots" saves matmuls with
+    weights, and the output and log-sum-exp of attention unless it is dense.
     """
     if remat not in REMATS:
         raise ValueError(f"remat must be one of {', '.join(REMATS)}, got {remat!r}")

@@ -25,13 +25,10 @@ Path = tuple[str, ...]
 
 
 def add(params: Params, rng: Array, *, rank: int, alpha: float) -> Params:
-    """The parameters with an adapter at every linear layer of the decoder.
+    """The training layout with an adapter at every linear layer of the decoder.
 
-    Args:
-        params: the training layout; existing adapters are replaced.
-        rng: key to draw A from N(0, 1/inputs).
-        rank: of A·B.
-        alpha: α; the product is scaled by α/rank.
+    A is drawn from N(0, 1/inputs), the product is scaled by α/rank, and existing adapters are
+    replaced.
     """
     flat: dict[Path, Any] = flatten_dict(without(params))
     for number, path in enumerate(p for p in list(flat) if _is_adapted(p)):
@@ -76,15 +73,12 @@ def only(params: Params) -> Params:
 def concatenated(adapters: Sequence[Params]) -> Params:
     """One adapter whose product is the sum of theirs: A·B + A'·B' = [A A']·[B; B'].
 
-    Args:
-        adapters: from `only`; all of one scale, which stays the scale of the result.
+    The adapters, from `only`, have one scale, which stays the scale of the result.
     """
 
     def concatenate(path: Any, *leaves: Array) -> Array:
-        name = path[-1].key
-        if name == "lora_scale":
-            return leaves[0]
-        return jnp.concatenate(leaves, axis=-1 if name == "lora_a" else 1)
+        axis = {"lora_a": -1, "lora_b": 1}.get(path[-1].key)
+        return leaves[0] if axis is None else jnp.concatenate(leaves, axis)
 
     return jax.tree_util.tree_map_with_path(concatenate, *adapters)
 

@@ -55,11 +55,10 @@ def pack_images(
     Args:
         patches: per prompt, the concatenated patches of its images; empty without images.
         grids: per prompt, (frames, rows, columns) of each image, in patches; frames is 1.
-        config: the tower that will read the patches.
         num_patches: N, the padded number of patches per row.
 
     Returns:
-        ImagePatches of B = len(patches) rows, as numpy arrays; patches keep their dtype.
+        B = len(patches) rows of numpy arrays; patches keep their dtype.
 
     Raises:
         ValueError: a grid does not fit its patches, the tower, or num_patches.
@@ -124,20 +123,10 @@ def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
 def _window_bins(
     coordinates: np.ndarray, images: np.ndarray, sizes: np.ndarray, side: int, N: int
 ) -> dict[str, np.ndarray]:
-    """Packs each window into the first bin with enough free slots; no window is split.
+    """Packs each window, of `side` patches per side, into the first bin with enough free slots.
 
     First fit leaves at most one bin half full or less, so 2 * ceil(N / S) + 1 bins always suffice
     and the number of bins does not depend on the images.
-
-    Args:
-        coordinates: (row, column) of each patch.
-        images: image of each patch.
-        sizes: (rows, columns) of each image, in patches.
-        side: patches per side of a full window.
-        N: padded number of patches.
-
-    Returns:
-        window_patches, window_segments and window_slots of `ImagePatches`, for one row.
     """
     size = side**2  # S, slots of a bin
     num_bins = 2 * -(-N // size) + 1
@@ -164,16 +153,7 @@ def _window_bins(
 def _table_rows(
     coordinates: np.ndarray, sizes: np.ndarray, side: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bilinear interpolation of a side x side table over each image, with aligned corners.
-
-    Args:
-        coordinates: (row, column) of each patch.
-        sizes: (rows, columns) of each patch's image.
-        side: rows and columns of the table.
-
-    Returns:
-        position_rows and position_weights of `ImagePatches`, for one row, without padding.
-    """
+    """Bilinear interpolation of a side x side table over each patch's image, aligned corners."""
     steps = np.maximum(sizes - 1, 1).astype(np.float32)
     exact = coordinates.astype(np.float32) * np.float32(side - 1) / steps  # in cells of the table
     before = np.floor(exact)
@@ -197,7 +177,6 @@ def prompt_positions(
     Args:
         tokens: the prompt, with one image token for each merged feature.
         grids: (frames, rows, columns) of each image, in patches.
-        config: gives the image token and the merge size.
 
     Returns:
         Position ids (time, height, width), and the position of the first response token.

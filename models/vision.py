@@ -15,6 +15,7 @@ one feature of the text width.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -24,30 +25,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from models.attention.packed import (
-    XLA,
-    AttentionImpl,
-    BlockMask,
-    attend,
-    block_mask,
-    segment_spans,
-)
+from models import layers
+from models.attention.packed import XLA, AttentionImpl, BlockMask, attend, block_mask, segment_spans
 from models.config import BackboneConfig, VisionConfig
-from models.layers import (
-    MLP,
-    Linear,
-    Norm,
-    Params,
-    Table,
-    checkpointed,
-    constrain,
-    linear,
-    mlp,
-    norm,
-    rotate,
-    stack,
-    vision_rotary,
-)
+from models.layers import MLP, Linear, Norm, Params, Table, stack
 from models.positions import ImagePatches
 
 NORM_EPS = 1e-6  # of every norm in the towers; the same in all releases, absent from config.json
@@ -117,42 +98,33 @@ def encode_images(
     remat: str = "none",
     attention: AttentionImpl = XLA,
 ) -> ImageFeatures:
-    """Image features of every prompt, computed in `dtype`.
+    """Image features of every prompt, computed in `dtype`; finite also at padding.
 
     Args:
         params: of the backbone, in either layout.
-        images: packed patches.
         remat: what the backward pass rematerialises, see `layers.checkpointed`.
-
-    Returns:
-        Features in prompt order; finite also at padding and in rows without images.
     """
     p, tower = params["vision"], config.vision
-    x = linear(p["patch_embed"], images.patches.astype(dtype))
+    x = layers.linear(p["patch_embed"], images.patches.astype(dtype))
     if "positions" in p:
         x = x + learned_positions(p["positions"], images).astype(dtype)
-    rotary = vision_rotary(images.coordinates, tower)
+    rotary = layers.vision_rotary(images.coordinates, tower)
     whole, windows = block_mask(*segment_spans(images.segments), 1, attention), None
     if tower.window_size:
         assert images.window_segments is not None  # the images are packed for this tower
         segments = images.window_segments.reshape(-1, images.window_segments.shape[-1])
         windows = block_mask(*segment_spans(segments), 1, attention)
 
-    def attend_images(q, k, v):
-        return attend_patches(q, k, v, whole)
-
-    def attend_windows(q, k, v):
-        return attend_in_bins(q, k, v, images, windows)
+    attend_images = functools.partial(attend_patches, mask=whole)
+    attend_windows = functools.partial(attend_in_bins, images=images, mask=windows)
 
     def layer(p, x, is_full):
-        def attend(q, k, v):
-            if windows is None:
-                return attend_images(q, k, v)
-            return jax.lax.cond(is_full, attend_images, attend_windows, q, k, v)
-
+        attend = attend_images
+        if windows is not None:
+            attend = functools.partial(jax.lax.cond, is_full, attend_images, attend_windows)
         return vision_layer(p, x, rotary, attend)
 
-    layer = checkpointed(layer, remat)
+    layer = layers.checkpointed(layer, remat)
     is_full = np.isin(np.arange(tower.num_layers), tower.full_attention_layers)
     num_kept = len(tower.deepstack_layers)
 
@@ -171,9 +143,7 @@ def encode_images(
     kept = jnp.zeros((num_kept + 1, *x.shape), x.dtype) if num_kept else None
     (x, kept), _ = jax.lax.scan(step, (x, kept), (p["layers"], is_full, index))
 
-    def merged(p, x):
-        return merge(p, x, tower)
-
+    merged = functools.partial(merge, config=tower)
     deepstack = None if kept is None else jax.vmap(merged)(p["deepstack"], kept[:-1])
     return ImageFeatures(merged(p["merger"], x), deepstack)
 
@@ -187,13 +157,13 @@ def learned_positions(p: Params, images: ImagePatches) -> Float[Array, "B P D"]:
 
 def vision_layer(p: Params, x: Float[Array, "B P D"], rotary, attend) -> Float[Array, "B P D"]:
     """One layer; `attend` maps rotated q, k and v [B, P, N, H] to [B, P, N, H]."""
-    x = constrain(x, "batch", "tokens", None)
-    y = norm(p["attention_norm"], x, NORM_EPS)
-    qkv = linear(p["attention"]["qkv"], y)
-    q, k, v = rotate(qkv[:, :, 0], rotary), rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
-    q, k, v = (constrain(a, "batch", None, "attended_heads", None) for a in (q, k, v))
-    x = x + linear(p["attention"]["out"], attend(q, k, v), num_inputs=2)
-    return x + mlp(p["mlp"], norm(p["mlp_norm"], x, NORM_EPS))
+    x = layers.constrain(x, "batch", "tokens", None)
+    y = layers.norm(p["attention_norm"], x, NORM_EPS)
+    qkv = layers.linear(p["attention"]["qkv"], y)
+    q, k, v = layers.rotate(qkv[:, :, 0], rotary), layers.rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
+    q, k, v = (layers.constrain(a, "batch", None, "attended_heads", None) for a in (q, k, v))
+    x = x + layers.linear(p["attention"]["out"], attend(q, k, v), num_inputs=2)
+    return x + layers.mlp(p["mlp"], layers.norm(p["mlp_norm"], x, NORM_EPS))
 
 
 def attend_patches(q: Array, k: Array, v: Array, mask: BlockMask) -> Float[Array, "B P N H"]:
@@ -216,6 +186,6 @@ def attend_in_bins(q: Array, k: Array, v: Array, images: ImagePatches, mask) -> 
 
 def merge(p: Params, x: Float[Array, "B P D"], config: VisionConfig) -> Float[Array, "B _ D"]:
     """One feature per merge block: down(gelu(up(norm(patches)))), with the exact (erf) GELU."""
-    x = norm(p["norm"], x.reshape(x.shape[0], -1, config.merge_size**2, x.shape[-1]), NORM_EPS)
-    x = jax.nn.gelu(linear(p["up"], x, num_inputs=2), approximate=False)
-    return linear(p["down"], x)
+    x = x.reshape(x.shape[0], -1, config.merge_size**2, x.shape[-1])
+    x = layers.linear(p["up"], layers.norm(p["norm"], x, NORM_EPS), num_inputs=2)
+    return layers.linear(p["down"], jax.nn.gelu(x, approximate=False))

@@ -60,14 +60,12 @@ def make_prompts(config: BackboneConfig, num_prompts: int, rng) -> list[Tokenize
     wrapped = [config.vision_start_token_id, *image, config.vision_end_token_id]
     grid = np.array([[1, side, side]])
     shape = side * side, config.vision.patch_dim
-    return [
-        TokenizedPrompt(
-            np.array([*wrapped, *rng.integers(0, 256, NUM_TEXT)], np.int32),
-            grid,
-            rng.normal(size=shape).astype(np.float32),
-        )
-        for _ in range(num_prompts)
-    ]
+
+    def prompt() -> TokenizedPrompt:
+        tokens = np.array([*wrapped, *rng.integers(0, 256, NUM_TEXT)], np.int32)
+        return TokenizedPrompt(tokens, grid, rng.normal(size=shape).astype(np.float32))
+
+    return [prompt() for _ in range(num_prompts)]
 
 
 def torch_inputs(prompts: list[TokenizedPrompt], config: BackboneConfig, dtype) -> dict:
@@ -100,13 +98,9 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=8, help="G")
     parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
-    parser.add_argument(
-        "--slots", type=int, help="prompts in flight; by default what gives 32 rows"
-    )
+    parser.add_argument("--slots", type=int, help="prompts in flight; by default for 32 rows")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--batches", type=int, nargs="+", help="of prompts, for transformers to try"
-    )
+    parser.add_argument("--batches", type=int, nargs="+", help="of prompts, for transformers")
     parser.add_argument(
         "--caches", nargs="+", default=("dynamic", "static"), help="for transformers to try"
     )
@@ -126,8 +120,8 @@ def main() -> None:
     config = run.policy.config
     prompts = make_prompts(config, num_prompts, rng)
     params = backbone.init(config, jax.random.key(0))
-    to_decode = jax.jit(lambda p: backbone.to_decode_layout(p, config, jnp.dtype(args.dtype)))
-    decode_params = to_decode(params)
+    dtype = jnp.dtype(args.dtype)
+    decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, dtype))(params)
     programs = compile_decoder(run, temperature=1.0, top_p=1.0, stops=False)
     requests = [
         Request(place, prompt, limits=limits)
@@ -135,13 +129,10 @@ def main() -> None:
     ]
     all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8])
 
-    def queue_of(num_rows: int) -> DecodeQueue:
+    def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
         slots = args.slots or max(32 // num_rows, 1)
         sizes = Sizes(slots, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
-        return DecodeQueue(programs, run.policy.prompts, sizes, DeviceClock())
-
-    def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
-        queue = queue_of(num_rows)
+        queue = DecodeQueue(programs, run.policy.prompts, sizes, DeviceClock())
         began = time.perf_counter()
         decoded = list(queue.decode(decode_params, jax.random.key(repeat), requests))
         seconds = time.perf_counter() - began
@@ -206,11 +197,8 @@ def main() -> None:
     batches = args.batches or {num_prompts, max(num_prompts // 2, 1), max(num_prompts // 4, 1)}
     for batch in sorted(batches):
         for cache in args.caches:
-            candidates[batch, cache] = theirs(batch, cache, -1)
-            print(
-                f"transformers, {batch} prompts, {cache}: {candidates[batch, cache]:.1f} s",
-                flush=True,
-            )
+            candidates[batch, cache] = seconds = theirs(batch, cache, -1)
+            print(f"transformers, {batch} prompts, {cache}: {seconds:.1f} s", flush=True)
     best = min(candidates, key=candidates.get)
     ratios = {num_rows: [] for num_rows in all_rows}
     for repeat in range(args.repeats):
@@ -218,10 +206,9 @@ def main() -> None:
         line = [f"transformers {lengths.sum() / seconds:.1f} tok/s"]
         for num_rows in all_rows:
             seconds_ours, _ = ours(num_rows, repeat)
-            ratios[num_rows].append(seconds / seconds_ours)
-            line.append(
-                f"R = {num_rows} {lengths.sum() / seconds_ours:.1f} ({seconds / seconds_ours:.2f}x)"
-            )
+            ratio, rate = seconds / seconds_ours, lengths.sum() / seconds_ours
+            ratios[num_rows].append(ratio)
+            line.append(f"R = {num_rows} {rate:.1f} ({ratio:.2f}x)")
         print("  ".join(line), flush=True)
     for num_rows, found in ratios.items():
         print(f"R = {num_rows}: median ratio {statistics.median(found):.2f}")

@@ -35,11 +35,8 @@ def padded_fill(sizes: TreeSizes, buckets) -> tuple[np.ndarray, np.ndarray]:
     """(real, computed) tokens, then patches, of one row per prompt padded to buckets."""
     num_prompts, num_rows = sizes.branches.shape
     length = min(b for b in RESPONSE_BUCKETS if b >= sizes.branches.max())
-    prompt, patches = next(
-        bucket
-        for bucket in buckets
-        if sizes.prompt.max() <= bucket[0] and sizes.patches.max() <= bucket[1]
-    )
+    least = sizes.prompt.max(), sizes.patches.max()
+    prompt, patches = next((t, p) for t, p in buckets if t >= least[0] and p >= least[1])
     tokens = np.array((sizes.total.sum(), num_prompts * (prompt + num_rows * length)))
     return tokens, np.array((sizes.patches.sum(), num_prompts * patches))
 

@@ -102,9 +102,8 @@ def make_examples(builder) -> list[Example]:
     rng = np.random.default_rng(0)
 
     def example(place, num_digits):
-        pixels = rng.integers(0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), np.uint8)
+        image = Image.fromarray(rng.integers(0, 256, (IMAGE_SIDE, IMAGE_SIDE, 3), np.uint8))
         digits = "".join(map(str, rng.integers(0, 10, num_digits)))
-        image = Image.fromarray(pixels)
         return Example(str(place), "perf", (image,), f"<image>{digits}", answer="0")
 
     num_digits = PROMPT_TOKENS - len(builder.tokenize(example(0, 0)).tokens)
@@ -135,12 +134,9 @@ class Ours:
         self.state = start_state(self.run, params, adamw)
         self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
         self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
+        prompts = self.run.policy.prompts
         self.batches = Batches(
-            make_examples(self.run.policy.prompts),
-            self.run.policy.prompts,
-            batch_size=NUM_PROMPTS,
-            seed=0,
-            num_workers=2,
+            make_examples(prompts), prompts, batch_size=NUM_PROMPTS, seed=0, num_workers=2
         )
         verifier = Verifier(1, 10.0, think_tag=self.run.policy.think_tag, reward=reward)
         self.verifier = stack.enter_context(verifier)
@@ -148,13 +144,9 @@ class Ours:
 
     def _forced(self, programs, lengths):
         """The programs with rollouts that end at exactly these lengths [B, G]."""
-        sizes = rollout_sizes(self.run)[0]
-        queue = DecodeQueue(
-            compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False),
-            self.run.policy.prompts,
-            sizes,
-            DeviceClock(),
-        )
+        decoder = compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False)
+        sizes, prompts = rollout_sizes(self.run)[0], self.run.policy.prompts
+        queue = DecodeQueue(decoder, prompts, sizes, DeviceClock())
 
         def decode(params, rng, requests):
             limited = [dataclasses.replace(r, limits=lengths[r.index]) for r in requests]

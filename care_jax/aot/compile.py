@@ -301,7 +301,7 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
         return dataclasses.replace(program, **refused), None
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
-    results = shapes.sharded(lowered.out_info, compiled.output_shardings)
+    results = sharding.abstract(lowered.out_info, compiled.output_shardings)
     num_slices = len(set(map(slice_of, devices)))
     received = collectives.received(compiled.as_text(), num_slices, len(devices) // num_slices)
     work, *expected = (

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from care_jax.aot import shapes
@@ -21,6 +20,7 @@ from care_jax.aot.compile import update_program
 from care_jax.batch import Example, Unusable
 from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
+from care_jax.devices import sharding
 from care_jax.devices.flops import GIB
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.policy import decode_shardings
@@ -28,11 +28,11 @@ from care_jax.run.run import (
     Run,
     abstract_state,
     checkpoint_folder,
+    compile_to_decode_layout,
     has_checkpoint,
     make_adamw,
     params_of,
 )
-from models import backbone
 
 NUM_ROWS = 2  # shown of each source
 _MOST_TRIED = 64  # rows that are tokenised for them
@@ -135,7 +135,10 @@ def _memory(run: Run) -> Iterator[str]:
     if "rl" in stages:
         if run.has_reference_copy and "reference" not in run.config.model.offload:
             yield f"{_gib(params)} reference policy"
-        yield f"{_gib(shapes.num_bytes(_decode_params(run)))} weights for decoding"
+        layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
+        decoding = jax.eval_shape(compile_to_decode_layout(run), state.params)
+        num_bytes = shapes.num_bytes(sharding.abstract(decoding, layout))
+        yield f"{_gib(num_bytes)} weights for decoding"
         most = max(
             shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
             for sizes in rollout_sizes(run)
@@ -187,17 +190,6 @@ def _files(run: Run) -> Iterator[str]:
         yield "samples of the evaluations after " + ", ".join(sorted(after))
     if "export" in config.stages:
         yield "export/, a Hugging Face release"
-
-
-def _decode_params(run: Run) -> backbone.Params:
-    """The weights in the decode layout, as abstract arrays."""
-    config, dtype = run.policy.config, jnp.dtype(run.config.model.compute_dtype)
-    layout = jax.eval_shape(
-        lambda key: backbone.to_decode_layout(backbone.init(config, key), config, dtype),
-        jax.random.key(0),
-    )
-    rules = run.config.decode_sharding_rules
-    return shapes.sharded(layout, decode_shardings(run.policy, run.mesh, rules))
 
 
 def _num_parameters(params: Any) -> int:

@@ -10,15 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from care_jax.devices.flops import (
-    Chip,
-    Packed,
-    causal_pairs,
-    decoder_flops,
-    forward_flops,
-    tower_flops,
-    train_flops,
-)
+from care_jax.devices import flops
+from care_jax.devices.flops import Chip, Packed
 from models.config import BackboneConfig, TextConfig
 
 
@@ -88,7 +81,7 @@ def train_work(
     state = is_trained * 32 * num_weights / layout.weight_parts / layout.product_parts
     frozen = {"freeze_vision": freeze_vision, "freeze_decoder": freeze_decoder}
     return Work(
-        flops=train_flops(config, packed, remat=remat, has_adapters=has_adapters, **frozen),
+        flops=flops.train_flops(config, packed, remat=remat, has_adapters=has_adapters, **frozen),
         hbm_bytes=num_microbatches * num_passes * gathered + state,
         ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),
         tokens=packed.scored,
@@ -102,7 +95,7 @@ def score_work(
     """The log-probabilities of all responses: one forward."""
     gathered = decoder_weights(config.text) * layout.itemsize / layout.product_parts
     return Work(
-        flops=sum(forward_flops(config, packed)),
+        flops=sum(flops.forward_flops(config, packed)),
         hbm_bytes=num_microbatches * gathered,
         ici_bytes=num_microbatches * gathered * (1 - 1 / layout.weight_parts),
         tokens=packed.scored,
@@ -112,11 +105,11 @@ def score_work(
 
 def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
     """Prefill: a forward of each prompt and its images."""
-    tower = rows.prompts * tower_flops(config.vision, config.family, rows.patches)
+    tower = rows.prompts * flops.tower_flops(config.vision, config.family, rows.patches)
     num_tokens = rows.prompts * rows.prompt_tokens
-    num_pairs = rows.prompts * causal_pairs(rows.prompt_tokens)
+    num_pairs = rows.prompts * flops.causal_pairs(rows.prompt_tokens)
     return Work(
-        flops=tower + decoder_flops(config.text, num_tokens, num_pairs, 0),
+        flops=tower + flops.decoder_flops(config.text, num_tokens, num_pairs, 0),
         hbm_bytes=decoder_weights(config.text) * layout.itemsize / layout.product_parts,
     )
 
@@ -146,7 +139,7 @@ def decode_work(
     weights = decoder_weights(text) * layout.itemsize / layout.product_parts
     num_computed, num_pairs = num_rows * num_steps, rows.rows * of_prompts + of_rows
     return Work(
-        flops=decoder_flops(text, num_computed, num_pairs, num_computed),
+        flops=flops.decoder_flops(text, num_computed, num_pairs, num_computed),
         hbm_bytes=num_steps * weights + cache,
         tokens=num_tokens,
         num_passes=num_steps,

@@ -61,19 +61,13 @@ def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtyp
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
 
-def sharded(shapes: Any, shardings: Any) -> Any:
-    """Abstract arrays with these shapes, dtypes and shardings."""
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, shardings
-    )
-
-
 def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
     """The decoder's slots, for prompts of this length."""
     dtype = jnp.dtype(run.config.model.compute_dtype)
     empty = jax.eval_shape(lambda: empty_slots(run.policy.config, sizes, num_prompt_tokens, dtype))
     rules = run.config.decode_sharding_rules
-    return sharded(empty, sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh))
+    places = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
+    return sharding.abstract(empty, places)
 
 
 def largest_bucket(run: Run) -> tuple[int, int]:

@@ -51,14 +51,11 @@ def num_processes(run: Run) -> int:
 
 def largest_step(run: Run) -> StepSizes:
     """A step whose prompts all fill the largest bucket and whose responses are all longest."""
-    rl = run.config.rl
-    update = plan_update(run, "rl", *shapes.largest_update(run))
-    prompts = np.tile(shapes.largest_bucket(run), (rl.prompts_per_step, 1))
-    responses = np.full((rl.prompts_per_step, shapes.num_rows(run)), rl.max_response_tokens)
-    return StepSizes(
-        (update,) * (rl.prompts_per_step // rl.prompts_per_update),
-        *schedules(run, prompts, responses),
-    )
+    num_updates = run.config.rl.prompts_per_step // run.config.rl.prompts_per_update
+    prompts, responses = shapes.largest_update(run)
+    update = plan_update(run, "rl", prompts, responses)
+    whole = (np.tile(part, (num_updates, 1)) for part in (prompts, responses))
+    return StepSizes((update,) * num_updates, *schedules(run, *whole))
 
 
 def expected_step(run: Run, mean_response: float) -> StepSizes:

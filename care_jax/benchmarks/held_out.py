@@ -30,15 +30,10 @@ def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]
 
 
 def metrics_of(figures: Mapping[str, Any], answered: Sequence[Sample]) -> dict[str, float]:
-    """The metrics of held-out questions.
+    """The metrics of held-out questions, from `scoreboard.score` of those that were answered.
 
-    Args:
-        figures: from `scoreboard.score`, of `answered`.
-        answered: samples of all questions but those that were dropped.
-
-    Returns:
-        accuracy and format in [0, 1], the accuracy's 95% Wilson interval, and accuracy by source;
-        with several samples per question also pass@k, with a reward function its components.
+    Accuracy and format in [0, 1], the accuracy's 95% Wilson interval, and accuracy by source; with
+    several samples per question also pass@k, with a reward function its components.
     """
     rows = [np.array([sample.get("components", [])], object) for sample in answered]
     sums = diagnostics.component_sums(rows, num_rollouts=len(answered[0]["resps"]))

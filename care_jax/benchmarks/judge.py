@@ -117,10 +117,7 @@ class Judge:
         )
         body = {
             "model": self._model,
-            "messages": [
-                {"role": "system", "content": _SYSTEM},
-                {"role": "user", "content": text},
-            ],
+            "messages": [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}],
             "temperature": 0,
             "max_tokens": 8,
         }

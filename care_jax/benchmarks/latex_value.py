@@ -47,11 +47,7 @@ class _NoValue(Exception):
 
 
 def value(text: str) -> int | float | None:
-    """The value of the expression at the start of a LaTeX text; None if it has none.
-
-    Args:
-        text: LaTeX; a text of more than 400 characters has no value.
-    """
+    """The value of the expression at the start of a LaTeX text; None if none, or over 400 chars."""
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = _SPACES.sub(" ", _SIZES.sub("", text)).strip()
     if not text or len(text) > _MAX_CHARS:

@@ -24,15 +24,9 @@ _LONE_LETTER = re.compile(r"[\W_]*([A-Za-z])[\W_]*")
 
 
 def parse_letter(answer: str, options: Sequence[str], *, has_marker: bool) -> str:
-    """The letter of the option that an answer names.
+    """The capital letter of the option that an answer names; empty if it names none.
 
-    Args:
-        answer: a letter, the text of an option, an answer span or a whole response.
-        options: in order (A, B, ...).
-        has_marker: try the text after the last "Answer:" first, as in MMMU-Pro.
-
-    Returns:
-        A capital letter; empty if the answer names no option.
+    With `has_marker` the text after the last "Answer:" is tried first, as in MMMU-Pro.
     """
     letters = string.ascii_uppercase[: len(options)]
     text = response.unwrap(answer)

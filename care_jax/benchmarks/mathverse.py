@@ -29,8 +29,7 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
     if options and (letter := letters.parse_letter(answer, options, has_marker=True)):
         return letter
     text, is_span = response.span_of(answer)
-    if not is_span:
-        text = extract_answer(text)
+    text = text if is_span else extract_answer(text)
     box = response.last_box(text)
     return (text if box is None else box) or None
 

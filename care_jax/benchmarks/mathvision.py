@@ -10,6 +10,7 @@ Release: `MathLLMs/MathVision`, test and testmini.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import string
 from typing import Any
@@ -77,7 +78,8 @@ def _settled(text: str) -> str:
         ):
             text = letter
     tail = text.rpartition("is ")[2].rstrip(".")
-    if _is_float(tail):
+    with contextlib.suppress(ValueError):  # if it is a number
+        float(tail)
         text = tail
     if "oxed{" in text:
         box = text.rpartition("oxed{")[2]
@@ -88,14 +90,6 @@ def _settled(text: str) -> str:
         if found:
             text = text.partition("\n")[0].partition(". ")[0]
     return text
-
-
-def _is_float(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _stripped(text: str) -> str:
@@ -132,9 +126,7 @@ def _is_equal(gold: str, answer: str) -> bool:
     if gold == answer:
         return True
     first, second = value(gold), value(answer)
-    if first is None or second is None:
-        return False
-    return round(first, 2) == round(second, 2)
+    return first is not None and second is not None and round(first, 2) == round(second, 2)
 
 
 def _by_element(text: str) -> str:

@@ -32,20 +32,14 @@ _PHRASE = re.compile(
 _LETTER = re.compile(r"[\W_]*([A-Z])(?![\w'])")
 _HINTS = {
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
-    "float1": (
-        "requiring a floating-point number with one decimal place and provide the final value, "
-        "e.g., 1.2, 1.3, 1.4"
-    ),
-    "float2": (
-        "requiring a floating-point number with two decimal places and provide the final value, "
-        "e.g., 1.23, 1.34, 1.45"
-    ),
-    "list": (
-        "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], "
-        "[1.2, 1.3, 1.4]"
-    ),
+    "float1": "requiring a floating-point number with one decimal place and provide the final "
+              "value, e.g., 1.2, 1.3, 1.4",
+    "float2": "requiring a floating-point number with two decimal places and provide the final "
+              "value, e.g., 1.23, 1.34, 1.45",
+    "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], "
+            "[1.2, 1.3, 1.4]",
     "choice": "and provide the correct option letter, e.g., A, B, C, D",
-}
+}  # fmt: skip
 
 
 def parse(answer: str, row: dict[str, Any]) -> str | None:
@@ -56,16 +50,14 @@ def parse(answer: str, row: dict[str, Any]) -> str | None:
     text = text if boxed is None else boxed
     if not text:
         return None
-    choices = read_options(row)
-    if choices:
+    if choices := read_options(row):
         return _parse_choice(text, choices)
-    kind = row["answer_type"]
-    if kind == "list":
+    if row["answer_type"] == "list":
         return _parse_list(text)
     value = _number(text, row)
-    if value is None and is_wrapped:
-        read = quantities.read_number(notation.clean(text))
-        value = None if read is None else _number(_decimal(read.value), row)
+    if value is None and is_wrapped and (read := quantities.read_number(notation.clean(text))):
+        whole, parts = read.value.as_integer_ratio()
+        value = _number(str(whole if parts == 1 else float(read.value)), row)
     if value is None and len(_WORD.findall(text)) >= 3:
         value = _number(_last_number(text), row)
     return value
@@ -147,10 +139,6 @@ def _number(text: str, row: dict[str, Any]) -> str | None:
         return str(value.numerator) if value.denominator == 1 else None
     except (ValueError, OverflowError, ZeroDivisionError):
         return None
-
-
-def _decimal(value: Fraction) -> str:
-    return str(value.numerator if value.denominator == 1 else float(value))
 
 
 def _precision(row: dict[str, Any]) -> int:

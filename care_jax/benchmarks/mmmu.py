@@ -12,6 +12,7 @@ gold answer of an open question with several gold answers.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -74,12 +75,9 @@ def question(row: dict[str, Any]) -> Question:
 
 def _open_golds(row: dict[str, Any]) -> list[str]:
     gold = gold_of(row)
-    if gold.startswith("[") and gold.endswith("]"):
-        try:
-            values = ast.literal_eval(gold)
-        except (SyntaxError, ValueError):
-            return [gold]
-        return [str(value) for value in values]
+    with contextlib.suppress(SyntaxError, ValueError):
+        if gold.startswith("[") and gold.endswith("]"):
+            return [str(value) for value in ast.literal_eval(gold)]
     return [gold]
 
 

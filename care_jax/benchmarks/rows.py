@@ -10,12 +10,9 @@ _PLACEHOLDER = re.compile(r"<image (\d)>")
 
 
 class Question(NamedTuple):
-    """The prompt of a row.
+    """The prompt of a row, with one `<image>` per image and no options if it is open.
 
-    Attributes:
-        text: the question, with one `<image>` per image.
-        images: fields of the row that hold the images, in the order of the `<image>` tags.
-        options: the choices; empty for an open question.
+    `images` names the fields of the row that hold them, in the order of the `<image>` tags.
     """
 
     text: str
@@ -36,11 +33,8 @@ def gold_of(row: dict[str, Any]) -> str:
 
 def read_options(row: dict[str, Any]) -> tuple[str, ...]:
     """The options of a row: a list, or a Python literal of one; empty for an open question."""
-    options = row.get("options")
-    if options is None:
-        options = row.get("choices")
-    if options is None:
-        return ()
+    fields = (row.get(key) for key in ("options", "choices"))
+    options = next((field for field in fields if field is not None), ())
     if isinstance(options, str):
         options = ast.literal_eval(options) if options.strip() else []
     return tuple(str(option) for option in options)
@@ -49,8 +43,7 @@ def read_options(row: dict[str, Any]) -> tuple[str, ...]:
 def place_images(text: str) -> tuple[str, tuple[str, ...]]:
     """Replaces the first `<image 1>` by `<image>` and later ones by the words "image 1".
 
-    Returns:
-        the text, and the fields (image_1, ...) in the order of their `<image>` tags.
+    Also returns the fields (image_1, ...) in the order of their `<image>` tags.
     """
     names: list[str] = []
 

@@ -19,12 +19,10 @@ Sample = dict[str, Any]
 
 
 class Answers(NamedTuple):
-    """This process's share of some questions and its answers, in the order of the questions.
+    """This process's share of some questions and its G answers to each, in their order.
 
     Attributes:
         places: the questions' indices.
-        examples: the questions.
-        rollouts: G of each.
         texts: the rollouts' texts, without the token that ends them.
         dropped: questions that fit no bucket and were not answered, by index.
     """
@@ -55,11 +53,7 @@ class Verdict(NamedTuple):
 class Questions(NamedTuple):
     """What is evaluated and how: the held-out questions, or those of a benchmark.
 
-    Attributes:
-        name: for messages.
-        examples: the questions.
-        verdicts: judges answers, one verdict per answered question.
-        categories: gives the categories that a sample counts towards.
+    `verdicts` gives one per answered question, `categories` those that a sample counts towards.
     """
 
     name: str

@@ -26,15 +26,10 @@ from care_jax.report.metrics import pass_rates, wilson_interval
 
 
 def score(samples: Sequence[Sample], categories: Callable[[Sample], list[str]]) -> dict[str, Any]:
-    """The accuracies and counts of one benchmark.
+    """The accuracies, in [0, 1], and counts of one benchmark, from one sample per row.
 
-    Args:
-        samples: one per row, with doc_id (row index), acc, acc_judged or None, is_parsed,
-            is_complete and is_dropped; several responses to a row also give accs.
-
-    Returns:
-        accuracies in [0, 1] and counts; dropped and unparsable rows count as wrong. With several
-        responses to a row also pass@k, and a row counts as unparsable or truncated by any of them.
+    Dropped and unparsable rows count as wrong. With several responses to a row (`accs`) also
+    pass@k, and a row counts as unparsable or truncated by any of them.
     """
     groups = defaultdict(list)
     for sample in samples:
@@ -64,11 +59,7 @@ def _accuracy(accs: Sequence[float]) -> dict[str, float]:
 
 
 def macro_average(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean over benchmarks, without subsets of another one unless there are only subsets.
-
-    Returns:
-        acc, acc_low and acc_high in [0, 1], and the names of the benchmarks averaged.
-    """
+    """The mean over benchmarks, without subsets of another one unless there are only subsets."""
     names = [name for name in scores if RELEASES[name].in_average] or list(scores)
     accs = [scores[name]["acc"] for name in names]
     mean = sum(accs) / len(accs)
@@ -103,10 +94,8 @@ def to_markdown(results: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Mapping[str, Mapping[str, Any]], *counts: str) -> list[str]:
-    lines = [
-        f"| | accuracy | 95% interval | {' | '.join(counts)} |",
-        f"|{'---|' * (3 + len(counts))}",
-    ]
+    head = f"| | accuracy | 95% interval | {' | '.join(counts)} |"
+    lines = [head, f"|{'---|' * (3 + len(counts))}"]
     for name, figures in rows.items():
         acc, low, high = (f"{100 * figures[key]:.1f}" for key in ("acc", "acc_low", "acc_high"))
         cells = [name.replace("|", "\\|"), acc, f"{low} to {high}"]

@@ -78,10 +78,6 @@ class Benchmark(Sequence[Example]):
         name: a key of `RELEASES`.
         path: file or folder of the release.
 
-    Attributes:
-        rows: as released, without images, in order.
-        ids: the id of each row.
-
     Raises:
         ValueError: no such benchmark, or no file of it at the path.
     """

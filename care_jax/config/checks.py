@@ -19,16 +19,11 @@ from care_jax.rewards.reward_function import load_reward
 
 
 def check_config(
-    config: ConfigDict,
-    mesh: Mesh,
-    overridden: Collection[str] = (),
-    given: Collection[str] = (),
+    config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (), given: Collection[str] = ()
 ) -> None:
-    """Refuses a configuration that cannot run, naming the key to change.
+    """Refuses a configuration, from `fill_in`, that cannot run, naming the key to change.
 
     Args:
-        config: the run's configuration, from `fill_in`.
-        mesh: the run's devices.
         overridden: keys set on the command line, such as "care.beta"; those without effect under
             the chosen objective are refused.
         given: what comes from Python and not from the configuration: the examples of the stages
@@ -86,8 +81,7 @@ def check_config(
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     """A copy of a configuration, with the sizes that depend on the mesh filled in.
 
-    Raises:
-        ValueError: the value of a key is wrong by itself, or a rule names no mesh axis.
+    ValueError: the value of a key is wrong by itself, or a rule names no mesh axis.
     """
     config = config.copy_and_resolve_references()
     check_keys(config)

@@ -24,10 +24,7 @@ _GCSFUSE = (
 
 
 def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = None) -> Sequence[str]:
-    """Parses all defined flags, and loads the file that `config` names, if any.
-
-    Returns:
-        the program's name.
+    """Parses all defined flags, and loads the file that `config` names; returns the program's name.
 
     Raises:
         ValueError: one line: a flag or key does not exist, a file cannot be loaded, or there are
@@ -51,10 +48,7 @@ def run_command(
 ) -> None:
     """Parses all defined flags and acts; user errors are one line, not a traceback.
 
-    Args:
-        act: the command, which reads its flags.
-        folder: the flag of the folder that it works in, for messages.
-        config: the flag of its configuration.
+    `folder` is the flag of the folder that the command works in, for messages.
     """
     logging.set_verbosity(logging.WARNING)
     try:
@@ -86,15 +80,14 @@ def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathl
 def os_error(error: OSError, workdir: str) -> str:
     """What the system refused and where, in one line.
 
-    Args:
-        error: names its file if opening it failed, but not if writing did.
-        workdir: of the run.
+    An error names its file if opening it failed, but not if writing did.
     """
     reason = error.strerror or str(error) or type(error).__name__
     path = f": {error.filename}" if error.filename else f", at work on the files in {workdir}"
+    full = "; free space there, and the same command goes on"
     advice = {
-        errno.ENOSPC: "; free space there, and the same command goes on",
-        errno.EDQUOT: "; free space there, and the same command goes on",
+        errno.ENOSPC: full,
+        errno.EDQUOT: full,
         errno.EACCES: "; make it writable, or name another --workdir",
         errno.EROFS: "; name another --workdir",
     }

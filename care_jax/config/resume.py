@@ -49,16 +49,9 @@ def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
 def check(
     saved: Mapping[str, Any], ours: Mapping[str, Any], *, stage: str, step: int, folder: Any
 ) -> None:
-    """Compares the settings of a checkpoint with those of the run that opens it.
+    """Compares the settings of a checkpoint, saved at a step, with those of the run that opens it.
 
     A key that only one of them has is not compared: it is new, or belongs to another objective.
-
-    Args:
-        saved: of the checkpoint.
-        ours: of the run.
-        stage: "sft" or "rl".
-        step: of the checkpoint.
-        folder: of the checkpoints, for the message.
 
     Raises:
         ValueError: names every key that differs, its old and its new value.

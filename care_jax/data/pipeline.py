@@ -35,10 +35,7 @@ class Batches:
     """An endless stream of batches over a source.
 
     Args:
-        examples: the source, or a mixture of several.
-        builder: tokenises the examples.
         batch_size: examples of one step; may exceed the length of the source.
-        seed: of the shuffle.
         rows: indices of the batch rows to prepare; None for all.
         num_workers: threads that prepare a batch. Decoding images and splitting them into patches
             is nearly all of the work and runs in parallel in threads. Processes would have to

@@ -44,15 +44,10 @@ _MAX_TRIES = 64  # first rows of a source that may all be unusable before it is 
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Sequence[Example]):
-    """Rows that are read on access, and may turn out `Unusable` only then.
-
-    Attributes:
-        num_rows: length of the sequence.
-        read: maps an index in [0, num_rows) to its example; may raise `Unusable`.
-    """
+    """Rows that are read on access, and may turn out `Unusable` only then."""
 
     num_rows: int
-    read: Callable[[int], Example]
+    read: Callable[[int], Example]  # of an index in [0, num_rows); may raise `Unusable`
 
     def __len__(self) -> int:
         return self.num_rows
@@ -92,8 +87,6 @@ def with_responses(source: Sequence[Example]) -> Rows:
 
 
 def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
-    """The source, whose examples that lack something are `Unusable`."""
-
     def read(index: int) -> Example:
         example = source[index]
         if reason := lack(example):
@@ -104,12 +97,10 @@ def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
 
 
 def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
-    """The usable examples of a source, and the number of rows left out by reason.
+    """The usable examples of a source of that name, and the number of rows left out by reason.
 
-    Decodes every image once, without keeping it, and logs a warning per reason.
-
-    Raises:
-        ValueError: no row can be used; `name` is that of the source.
+    Decodes every image once, without keeping it, and logs a warning per reason. ValueError: no row
+    can be used.
     """
     examples, skipped, first_row = [], Counter(), {}
     for row in range(len(source)):
@@ -133,8 +124,7 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
 def first_usable(source: Sequence[Example]) -> Example:
     """The first usable example, to see which fields a source has.
 
-    Raises:
-        ValueError: none of the first 64 rows is usable; the commonest reason stands first.
+    ValueError: none of the first 64 rows is usable; the commonest reason stands first.
     """
     reasons = Counter()
     for row in range(min(len(source), _MAX_TRIES)):
@@ -235,10 +225,9 @@ def make_example(
 def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> list[AnyImage]:
     """The images of a row's cell: a path, bytes, a struct {bytes, path}, or a list of these.
 
-    Args:
-        cell: as the row has it; from Python it may be an open image. None has no images.
-        folder: that paths are relative to; may be inside an archive.
-        images_outside: allows paths that lead out of the folder: other absolute ones, and "..".
+    From Python it may be an open image; None has no images. Paths are relative to the folder, which
+    may be inside an archive. `images_outside` allows those that lead out of it: other absolute
+    ones, and "..".
     """
     if cell is None:
         return []

@@ -48,10 +48,7 @@ def parts_of(section: Any) -> Sequence[Any]:
 def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     """Refuses a section of the configuration that is neither a source nor a mixture of several.
 
-    Args:
-        name: of the section, for the message.
-        section: one source, or a mixture of them.
-        data: has `min_pixels` and `max_pixels` for sources that set none (0).
+    `data` has `min_pixels` and `max_pixels` for sources that set none (0).
     """
     if (section["source"] == MIXTURE) != bool(section["parts"]):
         raise ValueError(
@@ -73,11 +70,9 @@ def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]
 
 
 def open_section(section: Mapping[str, Any], settings: Mapping[str, Any]) -> Sequence[Example]:
-    """The source of a section of the configuration that is no mixture.
+    """The source of a section, see `source` in configs/common.py, that is no mixture.
 
-    Args:
-        section: see `source` in configs/common.py.
-        settings: of the run, by the names of a source's options, for the sources that take them.
+    The run's settings, by the names of a source's options, are for the sources that take them.
     """
     own = {key: section[key] for key in section if key not in ("source", "seed", "weight", "parts")}
     own["columns"] = {name: column for name, column in section["columns"].items() if column}

@@ -26,10 +26,7 @@ SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its sec
 def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
     """The examples of a stage; unusable held-out examples of files are found and left out here.
 
-    Args:
-        config: of the run.
-        stage: "sft", "rl" or "evaluate".
-        has_reward: a reward function judges, so answers need not be texts.
+    With `has_reward` a reward function judges, so answers need not be texts.
     """
     name = f"data.{SECTIONS[stage]}"
     section = config.data[SECTIONS[stage]]
@@ -80,10 +77,7 @@ def open_prompts(
 ) -> tuple[PromptBuilder, pathlib.Path | None]:
     """The prompt builder of a run and the folder of its release, None for random weights.
 
-    Args:
-        config: of the run.
-        patterns: of the files to download of a release that is a hub id; None for all.
-        patch_dtype: dtype of the image patches.
+    Of a release that is a hub id the files of these patterns are downloaded, all for None.
 
     Raises:
         ValueError: no such release, or neither or both of model.path and model.backbone are set.

@@ -38,44 +38,30 @@ NO_CONTEXT = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt to decode.
+    """A prompt to decode."""
 
-    Attributes:
-        index: of the prompt in the step. It is folded into the prompt's random key, so samples
-            depend on neither schedule nor mesh, and it determines the prompt's shard.
-        prompt: the prompt, tokenised.
-        context: forced tokens at the start of each response; they count towards T.
-        limits: most tokens of each response, at most T; None for T.
-    """
-
+    # Of the prompt in the step. It is folded into the prompt's random key, so samples depend on
+    # neither schedule nor mesh, and it determines the prompt's shard.
     index: int
     prompt: TokenizedPrompt
+    # Forced tokens at the start of each response; they count towards T.
     context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: NO_CONTEXT)
-    limits: Int[np.ndarray, " G"] | None = None
+    limits: Int[np.ndarray, " G"] | None = None  # most tokens of each response; None for T
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodePrograms:
-    """The compiled functions of decoding, see `compile_decoding`.
+    """The compiled functions of decoding, see `compile_decoding`."""
 
-    Attributes:
-        options: what they are compiled for.
-        empty: (sizes, P) -> Slots.
-        admit: (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]) ->
-            (Slots, SampledTokens), prefill included.
-        share: (slots, source [B], begin [B], end [B]) -> Slots.
-        advance: (params, slots, num_wanted) -> (Slots, SampledTokens, progress).
-        pad: (array of the prefix, axis of its tokens, size P) -> the padded array.
-        keep: (array of the slots, indices of the slots to keep) -> the smaller array.
-    """
-
-    options: DecodeOptions
-    empty: Callable[..., Slots]
+    options: DecodeOptions  # what they are compiled for
+    empty: Callable[..., Slots]  # (sizes, P)
+    # (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]), prefill included
     admit: Callable[..., tuple[Slots, SampledTokens]]
-    share: Callable[..., Slots]
+    share: Callable[..., Slots]  # (slots, source [B], begin [B], end [B])
+    # (params, slots, num_wanted) -> slots, sampled tokens, progress
     advance: Callable[..., tuple[Slots, SampledTokens, tuple[jax.Array, ...]]]
-    pad: Callable[..., jax.Array]
-    keep: Callable[..., jax.Array]
+    pad: Callable[..., jax.Array]  # (array of the prefix, axis of its tokens, size P)
+    keep: Callable[..., jax.Array]  # (array of the slots, indices of the slots to keep)
 
 
 def compile_decoding(options: DecodeOptions) -> DecodePrograms:
@@ -95,8 +81,7 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         return laid_out(empty_slots(options.config, sizes, num_prompt_tokens, options.dtype))
 
     def admit(params, slots, prompts, rng, indices, budget, chosen):
-        arguments = params, slots, prompts, rng, indices, budget, chosen
-        slots, first = sampler.admit(*arguments, options)
+        slots, first = sampler.admit(params, slots, prompts, rng, indices, budget, chosen, options)
         return laid_out(slots), by_slot(first)
 
     def share(slots, source, begin, end):
@@ -121,14 +106,8 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
 class DecodeQueue:
     """Decodes prompts with the sizes and settings of one configuration.
 
-    Args:
-        programs: compiled for the policy.
-        prompts: pads the policy's prompts.
-        sizes: shapes to run the programs with.
-        clock: measures the device time of the programs.
-
-    Attributes:
-        num_steps: decode steps so far; a step advances all rows.
+    `prompts` pads the policy's prompts, `clock` measures the device time of the programs, and
+    `num_steps` counts the decode steps so far; a step advances all rows.
     """
 
     def __init__(
@@ -142,11 +121,8 @@ class DecodeQueue:
     ) -> Iterator[tuple[list[int], Rollouts]]:
         """Decodes prompts and yields them in the order in which they finish.
 
-        Args:
-            params: in the decode layout.
-            rng: key of all draws.
-            requests: of this process. Each process passes different requests, with indices of its
-                shards.
+        Each process passes different requests, with indices of its shards. `params` are in the
+        decode layout; `rng` is the key of all draws.
 
         Yields:
             the numbers of n requests in `requests`, and their rollouts [n, G, ...] in numpy.
@@ -204,11 +180,9 @@ class DecodeQueue:
         padding = Request(0, self.prompts.empty_prompt)
         local = [waiting[row] for row in sharding.local_rows(sizes.num_new, batch_sharding)]
         admitted = [padding if prompt is None else by_index[prompt.index] for prompt in local]
+        tokenized, contexts = [r.prompt for r in admitted], [r.context for r in admitted]
         prompts = self.prompts.batch(
-            [request.prompt for request in admitted],
-            sizes_of(waiting),
-            contexts=[request.context for request in admitted],
-            context_tokens=sizes.context_tokens,
+            tokenized, sizes_of(waiting), contexts=contexts, context_tokens=sizes.context_tokens
         )
         budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
         for row, request in zip(budget, admitted, strict=True):
@@ -249,10 +223,7 @@ def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array])
 
 def _gather_waiting(requests: Sequence[Request]) -> list[WaitingPrompt]:
     """The prompts of all processes."""
-    local = [
-        (len(request.prompt.tokens), request.index, len(request.prompt.patches))
-        for request in requests
-    ]
+    local = [(len(r.prompt.tokens), r.index, len(r.prompt.patches)) for r in requests]
     return [WaitingPrompt(*row) for part in distributed.gather_json(local) for row in part]
 
 
@@ -277,12 +248,7 @@ class _RolloutBuffer:
         return np.array([self._number_of.get(index, -1) for index in indices.tolist()])
 
     def enqueue(self, sampled: SampledTokens, indices: Int[np.ndarray, " B"]) -> None:
-        """Queues the tokens of a program that may still run.
-
-        Args:
-            sampled: the tokens.
-            indices: of the prompt on each slot, -1 if free.
-        """
+        """Queues the tokens of a program that may still run; `indices` as in `collect`."""
         rows = sharding.local_rows(len(indices), self._sharding)
         self._queued.append((sampled, self._numbers(indices)[rows]))
 
@@ -301,15 +267,12 @@ class _RolloutBuffer:
     def collect(
         self, released: Sequence[tuple[int, int]], indices: Int[np.ndarray, " B"], slots: Slots
     ) -> tuple[list[int], Rollouts] | None:
-        """Returns the requests that have just released their last slot, with their rollouts.
+        """The requests that have just released their last slot, with their rollouts, if any.
 
         Args:
             released: (index, slot) of prompts that have just released a slot.
             indices: of the prompt on each slot, -1 if free.
             slots: as `advance` returned them.
-
-        Returns:
-            None if there are none.
         """
         released = [
             (self._number_of[index], slot) for index, slot in released if index in self._number_of

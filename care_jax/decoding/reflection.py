@@ -30,11 +30,8 @@ MODES = ("cue", "no_cue", "shuffled", "resample")
 def cue_text(cue: str, mode: str, *, seed: int) -> str:
     """The text that follows a failed rationale.
 
-    Args:
-        cue: the repair cue.
-        mode: "cue": the cue; "no_cue", "resample": empty; "shuffled": the cue's words in another
-            order, about as many tokens that ask for nothing, between the same spaces.
-        seed: of the shuffle.
+    Mode "cue": the cue; "no_cue", "resample": empty; "shuffled": the cue's words in another order,
+    about as many tokens that ask for nothing, between the same spaces.
 
     Raises:
         ValueError: there is no such mode, or no other order of the cue's words.
@@ -77,14 +74,10 @@ def context_tokens(
     think_tag: str,
     max_context: int,
 ) -> Int[np.ndarray, " c"]:
-    """The forced tokens at the start of a prompt's second decode.
+    """The forced tokens at the start of a prompt's second decode: the failed rationale, the cue.
 
-    Args:
-        rationale: text of the failure to repair.
-        cue: text after it.
-        encode: text to token ids, without special tokens.
-        think_tag: name of the rationale's tag.
-        max_context: most tokens of tag and rationale; longer ones are truncated at the end.
+    `encode` gives token ids without special tokens. Tag and rationale of more than `max_context`
+    tokens are truncated at the end.
     """
     cue_tokens = encode(cue) if cue else []
     context = encode(f"<{think_tag}>{rationale}")[:max_context] + cue_tokens
@@ -116,7 +109,5 @@ def without_context(
         logp=shift(rollouts.logp, 0.0),
         is_forced=np.zeros_like(is_forced),
     ), dataclasses.replace(
-        scores,
-        is_think=shift(scores.is_think, False),
-        is_answer=shift(scores.is_answer, False),
+        scores, is_think=shift(scores.is_think, False), is_answer=shift(scores.is_answer, False)
     )

@@ -47,30 +47,20 @@ class DecodingAttention:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions:
-    """What the decoder is compiled for.
-
-    Attributes:
-        config: of the backbone.
-        mesh: the devices.
-        rules: the sharding rules of decoding.
-        dtype: of activations and cache.
-        closing_tag: automaton of the closing think tag, see `spans.closing_tag_table`. The
-            rationale is every token up to the one that closes the span (all of them if none does),
-            except the last sampled token, whose hidden state is never used.
-        temperature, top_p: see `sample_token`.
-        attention: the implementations.
-        stops: whether EOS ends a rollout; false for measuring speed at given lengths.
-    """
+    """What the decoder is compiled for."""
 
     config: BackboneConfig
     mesh: Mesh
-    rules: sharding.Rules
-    dtype: DTypeLike
+    rules: sharding.Rules  # of decoding
+    dtype: DTypeLike  # of activations and cache
+    # Automaton of the closing think tag, see `spans.closing_tag_table`. The rationale is every
+    # token up to the one that closes the span (all of them if none does), except the last sampled
+    # token, whose hidden state is never used.
     closing_tag: UInt8[Any, "states V"]
-    temperature: float
+    temperature: float  # see `sample_token`, as top_p
     top_p: float
     attention: DecodingAttention
-    stops: bool = True
+    stops: bool = True  # whether EOS ends a rollout; false for measuring speed at given lengths
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -84,19 +74,12 @@ class DecodeOptions:
 
 @flax.struct.dataclass
 class SampledTokens:
-    """The tokens that a program sampled, by row or by rollout.
-
-    Attributes:
-        token: their ids.
-        logp: log-probability (nats) at temperature 1, the quantity the trainer's forward computes.
-        rollout: the rollout of its prompt that a token belongs to; -1 if none was sampled.
-        index: of the token in its rollout, from 0.
-    """
+    """The tokens that a program sampled, by row or by rollout."""
 
     token: Int[Array, "B R *L"]
-    logp: Float[Array, "B R *L"]
-    rollout: Int[Array, "B R *L"]
-    index: Int[Array, "B R *L"]
+    logp: Float[Array, "B R *L"]  # nats at temperature 1, as the trainer's forward computes
+    rollout: Int[Array, "B R *L"]  # of its prompt; -1 if no token was sampled
+    index: Int[Array, "B R *L"]  # in the rollout, from 0
 
 
 def prefill(
@@ -112,14 +95,12 @@ def prefill(
     Returns:
         the hidden states that predict the first response tokens, and the KV cache.
     """
-    images, slots = prompts.images, prompts.slots
-    x, features = backbone.embed_with_images(
-        params, prompts.tokens, images, slots, config, dtype=dtype, attention=attention
-    )
+    inputs = prompts.tokens, prompts.images, prompts.slots
+    options: Any = {"attention": attention}
+    x, features = backbone.embed_with_images(params, *inputs, config, dtype=dtype, **options)
+    options |= {"features": features, "slots": prompts.slots}
     inputs = x, prompts.positions, prompts.is_valid
-    hidden, cache = backbone.prefill(
-        params, *inputs, config, features=features, slots=slots, attention=attention
-    )
+    hidden, cache = backbone.prefill(params, *inputs, config, **options)
     return hidden[:, -1], cache
 
 
@@ -137,14 +118,11 @@ def admit(
 
     Args:
         params: in the decode layout.
-        slots: some of them free.
         prompts: N prompts, not all of which need to take a slot; P at most that of the slots.
-        rng: key of all draws; the index of a prompt in the step is folded in.
-        indices: of the prompts.
-        budget: most tokens that each of their rollouts may sample, at least 1.
+        rng: key of all draws; `indices`, those of the prompts in the step, are folded in.
+        budget: most tokens that each rollout of the prompts may sample, at least 1.
         chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
             -1 for none.
-        options: of the decoder.
 
     Returns:
         the slots, and the first tokens by slot, [B, G, 1]; `rollout` is -1 on the other slots.
@@ -185,11 +163,7 @@ def advance(
 ) -> tuple[Slots, SampledTokens, tuple[Array, ...]]:
     """Decodes until all slots are free, `num_wanted` slots are free, or L = NUM_STEPS are done.
 
-    Args:
-        params: in the decode layout.
-        slots: as `admit`, `occupy` or this function returned them.
-        num_wanted: number of free slots at which the host has something to do.
-        options: of the decoder.
+    At `num_wanted` free slots the host has something to do. `params` are in the decode layout.
 
     Returns:
         the slots, the sampled tokens, and for the host: per slot, whether no row is decoding, and
@@ -269,8 +243,7 @@ def advance(
     ids = jnp.zeros(shape, jnp.int32)
     log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
     _, slots, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), slots, log))
-    progress = is_free(slots), slots.next_rollout, slots.clock
-    return slots, log, progress
+    return slots, log, (is_free(slots), slots.next_rollout, slots.clock)
 
 
 def occupy(
@@ -284,11 +257,9 @@ def occupy(
     """Gives slots prompts and some of their rollouts.
 
     Args:
-        slots: some of them free.
         prefix: of new prompts, or of the slots themselves: free slots share others' rollouts.
         chosen: per slot, index in its shard of `prefix` of the prompt that it takes; -1 for none.
         begin, end: per slot, its range of rollouts; `begin` counts on slots that take a prompt.
-        num_shards: of the batch.
     """
     num_rows, num_rollouts = slots.rollout.shape[1], slots.prefix.first.shape[1]
     take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)

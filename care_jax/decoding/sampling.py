@@ -25,10 +25,9 @@ def sample_token(
     top_p: float,
     vocab_shards: int = 1,
 ) -> Int[Array, "*B"]:
-    """One token id per row of logits.
+    """One token id per row of float32 logits.
 
     Args:
-        logits: float32.
         u: uniform in [0, 1); determines the sample.
         temperature: 0 takes the most likely token.
         top_p: only the smallest set of most likely tokens with at least this probability is kept.

@@ -26,25 +26,15 @@ _FEWEST_SLOTS = 1 / 4  # least share of the slots that is kept; each halving is 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Shapes of the programs of decoding.
+    """Shapes of the programs of decoding."""
 
-    Attributes:
-        num_slots: B, over all processes.
-        num_rows: R.
-        num_rollouts: G.
-        max_tokens: T, context included.
-        context_tokens: most forced tokens at the start of a rollout.
-        num_shards: of the batch; divides B.
-        period: consecutive prompts split evenly over the shards: those of an update.
-    """
-
-    num_slots: int
-    num_rows: int
-    num_rollouts: int
-    max_tokens: int
-    context_tokens: int
-    num_shards: int
-    period: int
+    num_slots: int  # B, over all processes
+    num_rows: int  # R
+    num_rollouts: int  # G
+    max_tokens: int  # T, context included
+    context_tokens: int  # most forced tokens at the start of a rollout
+    num_shards: int  # of the batch; divides B
+    period: int  # consecutive prompts split evenly over the shards: those of an update
 
     @property
     def num_new(self) -> int:
@@ -71,12 +61,7 @@ def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
 
 
 class Scheduler:
-    """The waiting prompts and the prompts on slots; identical on every process.
-
-    Args:
-        prompts: the prompts of all processes.
-        sizes: of the programs.
-    """
+    """The waiting prompts, from all processes, and the prompts on slots; the same on each."""
 
     def __init__(self, prompts: Sequence[WaitingPrompt], sizes: Sizes):
         self._sizes = sizes
@@ -216,34 +201,21 @@ class Scheduler:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of `sampler.advance`.
-
-    Attributes:
-        num_steps: decode steps.
-        num_tokens: tokens sampled, with the first tokens of the prompts admitted before it.
-        num_slots, num_prompt_tokens: B and P.
-        prefix_tokens: tokens in the prefixes of the slots, without padding, summed over the steps.
-        suffix_tokens: tokens that the rows attend to in their rings, summed over the steps.
-    """
+    """One call of `sampler.advance`."""
 
     num_steps: int
-    num_tokens: int
-    num_slots: int
-    num_prompt_tokens: int
-    prefix_tokens: int
-    suffix_tokens: int
+    num_tokens: int  # sampled, with the first tokens of the prompts admitted before it
+    num_slots: int  # B
+    num_prompt_tokens: int  # P
+    prefix_tokens: int  # in the prefixes of the slots, without padding, summed over the steps
+    suffix_tokens: int  # that the rows attend to in their rings, summed over the steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The calls of decoding.
+    """The calls of decoding."""
 
-    Attributes:
-        prefills: (tokens, patches) to which each prefill is padded, contexts included.
-        calls: of `sampler.advance`.
-    """
-
-    prefills: tuple[tuple[int, int], ...]
+    prefills: tuple[tuple[int, int], ...]  # (tokens, patches) of each, padded, with contexts
     calls: tuple[Call, ...]
 
     @property
@@ -260,8 +232,6 @@ def simulate(
     """The schedule of prompts whose responses have given lengths.
 
     Args:
-        sizes: of the programs.
-        prompts: the prompts.
         lengths: by the index of a prompt, tokens that each of its rollouts samples, at least 1.
         buckets: (tokens, patches) that prompts are padded to, ascending; see `data.buckets`.
     """

@@ -27,55 +27,33 @@ from models.decoder import PREFIX_AXES, SUFFIX_AXES, KeyValues
 
 @flax.struct.dataclass
 class Prefix:
-    """What B slots keep of their prompts.
+    """What B slots keep of their prompts."""
 
-    Attributes:
-        cache: KV cache of the prompt tokens.
-        is_valid: false at the prompt's left padding.
-        next_position: the position of the first response token.
-        rngs: a key per prompt.
-        budget: most tokens that each rollout may sample.
-        first: the first token of every rollout, sampled when the prompt took its slot.
-    """
-
-    cache: KeyValues
-    is_valid: Bool[Array, "B P"]
-    next_position: Int[Array, " B"]
-    rngs: Key[Array, " B"]
-    budget: Int[Array, "B G"]
-    first: Int[Array, "B G"]
+    cache: KeyValues  # of the prompt tokens
+    is_valid: Bool[Array, "B P"]  # false at the prompt's left padding
+    next_position: Int[Array, " B"]  # the position of the first response token
+    rngs: Key[Array, " B"]  # a key per prompt
+    budget: Int[Array, "B G"]  # most tokens that each rollout may sample
+    first: Int[Array, "B G"]  # each rollout's first token, sampled when the prompt took its slot
 
 
 @flax.struct.dataclass
 class Slots:
-    """The decoding state: prompts on slots, and their rows.
-
-    Attributes:
-        prefix: of the prompts.
-        next_rollout: the rollout that the next free row takes, if it is below `end_rollout`.
-        end_rollout: end of the slot's range of rollouts; the rest of a prompt's rollouts may be on
-            other slots.
-        rationale: per rollout, the sum of the hidden states of its rationale; 0 until it ends.
-        rollout: the rollout that a row decodes; G if the row is idle.
-        token: the row's last token, which the next step reads.
-        num_read: tokens of the rollout in the row's cache.
-        tag_state: state of the automaton that detects the closing think tag.
-        running: sum of the hidden states of the current rationale so far.
-        cache: KV cache of the rows.
-        clock: steps so far, t.
-    """
+    """The decoding state: prompts on slots, and their rows."""
 
     prefix: Prefix
+    # The rollout that the next free row takes, if it is below `end_rollout`, the end of the slot's
+    # range of rollouts. The rest of a prompt's rollouts may be on other slots.
     next_rollout: Int[Array, " B"]
     end_rollout: Int[Array, " B"]
-    rationale: Float[Array, "B G D"]
-    rollout: Int[Array, "B R"]
-    token: Int[Array, "B R"]
-    num_read: Int[Array, "B R"]
-    tag_state: UInt8[Array, "B R"]
-    running: Float[Array, "B R D"]
-    cache: KeyValues
-    clock: Int[Array, ""]
+    rationale: Float[Array, "B G D"]  # sum of a rationale's hidden states; 0 until it ends
+    rollout: Int[Array, "B R"]  # that a row decodes; G if the row is idle
+    token: Int[Array, "B R"]  # the row's last token, which the next step reads
+    num_read: Int[Array, "B R"]  # tokens of the rollout in the row's cache
+    tag_state: UInt8[Array, "B R"]  # of the automaton that detects the closing think tag
+    running: Float[Array, "B R D"]  # sum of the current rationale's hidden states so far
+    cache: KeyValues  # of the rows
+    clock: Int[Array, ""]  # steps so far, t
 
 
 def empty_slots(

@@ -171,7 +171,8 @@ def _from_environment(value: int | None, name: str) -> int | None:
 def _join(address: str, num_processes: int, process_id: int, timeout: int) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise ValueError(f"coordinator address {address!r} must be host:port, as 10.0.0.2:8476")
+        example = "10.0.0.2:8476"
+        raise ValueError(f"coordinator address {address!r} must be host:port, such as {example}")
     if not 0 <= process_id < num_processes:
         raise ValueError(
             f"process id {process_id} must lie in 0..{num_processes - 1} of {num_processes} "

@@ -224,9 +224,11 @@ def has_host_memory(mesh: Mesh) -> bool:
     )
 
 
-def abstract(tree: Any) -> Any:
-    """Shape, dtype and sharding of every array: the target of a checkpoint restore."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+def abstract(tree: Any, shardings: Any = None) -> Any:
+    """Shape, dtype and sharding (by default its own) of every array, for a checkpoint's restore."""
+    places = of(tree) if shardings is None else shardings
+    struct = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+    return jax.tree.map(struct, tree, places)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -46,17 +46,11 @@ _TOKEN_NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedPrompt:
-    """One prompt on the host, before padding.
+    """One prompt on the host, before padding."""
 
-    Attributes:
-        tokens: token ids, with one image token per merged image feature.
-        grids: (frames, rows, columns) of each image, in patches.
-        patches: the patches of all images, concatenated.
-    """
-
-    tokens: Int[np.ndarray, " L"]
-    grids: Int[np.ndarray, "I 3"]
-    patches: Float[np.ndarray, "n C"]
+    tokens: Int[np.ndarray, " L"]  # with one image token per merged image feature
+    grids: Int[np.ndarray, "I 3"]  # (frames, rows, columns) of each image, in patches
+    patches: Float[np.ndarray, "n C"]  # of all images, concatenated
 
 
 def continued(prompt: TokenizedPrompt, context: Int[np.ndarray, " c"]) -> TokenizedPrompt:
@@ -192,11 +186,8 @@ class PromptBuilder:
             content += [{"type": "image"}, {"type": "text", "text": text}]
         content = [item for item in content if item.get("text") != ""]
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return self.tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": content}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        turns = [*system, {"role": "user", "content": content}]
+        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
     def tokenize(self, example: Example) -> TokenizedPrompt:
         """Tokens and patches of one example; raises `Unusable` if an image cannot be read."""
@@ -256,14 +247,13 @@ class PromptBuilder:
         """Pads prompts to the smallest bucket that holds them all.
 
         Args:
-            prompts: B prompts, each of which fits the largest bucket.
             sizes: tokens and patches of all prompts of the global batch, if `prompts` holds only
                 this process's share.
             contexts: forced response tokens after each prompt; all of them are treated as text.
             context_tokens: C, space for the contexts in addition to the bucket's P tokens.
 
         Returns:
-            B rows of P + C tokens as numpy arrays; `images` is None if the batch has no image.
+            a row of P + C tokens per prompt, in numpy; `images` is None if the batch has no image.
         """
         sizes = prompt_sizes(prompts) if sizes is None else sizes
         if contexts is None:
@@ -286,20 +276,15 @@ class PromptBuilder:
             place = slice(end - len(prompt.tokens), end)
             tokens[row, place], tokens[row, end:] = prompt.tokens, context
             is_valid[row, place.start :] = True
-            positions[row, place], following = prompt_positions(
-                prompt.tokens, prompt.grids, self.config
-            )
+            found = prompt_positions(prompt.tokens, prompt.grids, self.config)
+            positions[row, place], following = found
             positions[row, end:] = following + np.arange(len(context))[:, None]
             next_position[row] = following + len(context)
             slots[row, place] = image_slots(prompt.tokens, self.config)
         images = None
         if sizes[:, 1].any():
-            images = pack_images(
-                [prompt.patches for prompt in prompts],
-                [prompt.grids for prompt in prompts],
-                self.config.vision,
-                bucket[1],
-            )
+            patches, grids = [p.patches for p in prompts], [p.grids for p in prompts]
+            images = pack_images(patches, grids, self.config.vision, bucket[1])
         return Prompts(tokens, is_valid, positions, next_position, slots, images)
 
     def context_tokens(self, text: str) -> Int[np.ndarray, " c"]:

@@ -40,24 +40,17 @@ _GRAY_SIDE = 64  # pixels per side of the grey image that is transformed
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Fingerprints of an image, exact and perceptual.
+    """Fingerprints of an image, exact and perceptual."""
 
-    Attributes:
-        digest: of its size and pixels; the same for the same picture in any file format.
-        hash: perceptual hash, 144 bits; few differ between resized or recompressed copies.
-    """
-
-    digest: bytes
-    hash: int
+    digest: bytes  # of its size and pixels; the same for the same picture in any file format
+    hash: int  # perceptual, 144 bits; few differ between resized or recompressed copies
 
 
 def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
     """Decodes an image and applies its EXIF orientation. PIL images are not turned.
 
-    Args:
-        image: image from a dataset.
-        at_least: pixels per side that suffice: JPEG is decoded at a reduced size no smaller than
-            this, which still reads the whole file. 0 decodes at full size.
+    `at_least` is the pixels per side that suffice: JPEG is decoded at a reduced size no smaller
+    than this, which still reads the whole file. 0 decodes at full size.
 
     Raises:
         Unusable: it is missing, broken, too large, too narrow, or of pixels that are no colours.

@@ -29,15 +29,10 @@ MAX_ASPECT_RATIO = 200
 def target_size(
     height: float, width: float, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """The size an image is resized to: multiples of `factor`, similar aspect ratio, in range.
+    """The size an image is resized to: (height, width) in pixels, of similar aspect ratio.
 
-    Args:
-        height, width: pixels.
-        factor: pixels per side of one merged feature (patch size x merge size).
-        min_pixels, max_pixels: range of height x width.
-
-    Returns:
-        (height, width) in pixels, positive multiples of `factor`.
+    Both are positive multiples of `factor`, the pixels per side of one merged feature (patch size x
+    merge size). `min_pixels` and `max_pixels` are the range of height x width.
 
     Raises:
         ValueError: one side is more than 200 times the other.
@@ -72,10 +67,9 @@ def to_patches(
 
     Args:
         image: any mode; converted to RGB on a white background.
-        config: gives the patch, frame and merge sizes.
         min_pixels, max_pixels: range of height x width after resizing.
         mean, std: per channel, of pixels in [0, 1].
-        dtype: dtype of the patches.
+        dtype: of the patches.
 
     Returns:
         The patches (channel, frame, row, column flattened) in merge-block order, and the grid
@@ -91,9 +85,8 @@ def to_patches(
     rows, columns = height // patch, width // patch
     blocks = (rows // merge, merge, patch, columns // merge, merge, patch)
     # (block row, block column, row in block, column in block, channel, frame, y, x)
-    patches = np.empty(
-        (blocks[0], blocks[3], merge, merge, config.in_channels, frames, patch, patch), dtype
-    )
+    shape = (blocks[0], blocks[3], merge, merge, config.in_channels, frames, patch, patch)
+    patches = np.empty(shape, dtype)
     unit = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
     for channel in range(config.in_channels):
         table = (unit - np.float32(mean[channel])) / np.float32(std[channel])

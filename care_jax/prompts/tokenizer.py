@@ -51,10 +51,7 @@ _PRETOKENIZE = (
 # tag's end.
 _TAGS = ("<think", "</", "think", "<answer", "answer", "<reasoning", "reasoning")
 _ENGLISH = (
-    "You are a helpful assistant.",
-    "system\n",
-    "user\n",
-    "assistant\n",
+    *("You are a helpful assistant.", "system\n", "user\n", "assistant\n"),
     "First think about the reasoning process inside the tags, then give the final answer inside "
     "the answer tags.",
     "Your previous reasoning was incorrect. Identify the failing operation, correct it, and "
@@ -88,16 +85,11 @@ _ENGLISH = (
 
 
 def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTokenizerFast:
-    """Trains the tokenizer; deterministic in its arguments.
+    """Trains the tokenizer on texts such as the model will write; deterministic in its arguments.
 
-    Args:
-        texts: training texts, such as those the model will write.
-        vocab_size: tokens including special tokens, from 400 to `MAX_VOCAB_SIZE`.
-
-    Returns:
-        A tokenizer whose `save_pretrained` folder `AutoTokenizer.from_pretrained` opens. Its EOS
-        token is <|im_end|> and its padding token <|endoftext|>, as in the instruction-tuned
-        releases.
+    `AutoTokenizer.from_pretrained` opens its `save_pretrained` folder. Its EOS token is <|im_end|>
+    and its padding token <|endoftext|>, as in the instruction-tuned releases. `vocab_size` counts
+    the special tokens, from 400 to `MAX_VOCAB_SIZE`.
 
     Raises:
         ValueError: `vocab_size` is out of range, or the texts do not yield that many tokens.
@@ -105,12 +97,9 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTo
     if not 400 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must lie in 400..{MAX_VOCAB_SIZE}, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PRETOKENIZE), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(_PRETOKENIZE), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL_TOKENS),
@@ -137,7 +126,6 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int = 640) -> PreTrainedTo
 
 
 def _corpus(texts: Iterable[str]) -> Iterator[str]:
-    for _ in range(50):
-        yield from _TAGS
+    yield from 50 * _TAGS
     yield from texts
     yield from (f"{space}{text}" for text in _ENGLISH for space in ("", " "))

@@ -77,12 +77,8 @@ class Chart {
 
   nearest(event) {
     const place = event.clientX - this.svg.getBoundingClientRect().left;
-    let best = 0;
-    this.stage.steps.forEach((step, i) => {
-      const here = Math.abs(this.x(step) - place);
-      if (here < Math.abs(this.x(this.stage.steps[best]) - place)) best = i;
-    });
-    return best;
+    const away = this.stage.steps.map((step) => Math.abs(this.x(step) - place));
+    return away.indexOf(Math.min(...away));
   }
 
   draw() {

@@ -52,11 +52,9 @@ CHARTS = (
 
 
 def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
-    """The stages of metrics.jsonl in the order they began, each with its charts.
+    """The stages of metrics.jsonl, if it exists, in the order they began, each with its charts.
 
-    Args:
-        path: of metrics.jsonl, which may not exist yet.
-        max_points: steps drawn per stage; if there are more, every n-th and the last.
+    Of more than `max_points` steps every n-th and the last are drawn.
 
     Returns:
         {"name", "stride", "steps", "charts": [{"title", "unit", "series": [{"name", "values"}]}]};
@@ -107,6 +105,4 @@ def _stage(name: str, records: list[dict[str, Any]], max_points: int) -> dict[st
 
 
 def _rounded(value: float | None) -> float | None:
-    if value is None or isinstance(value, int):
-        return value
-    return float(f"{value:.5g}")
+    return value if value is None or isinstance(value, int) else float(f"{value:.5g}")

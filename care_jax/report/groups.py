@@ -32,40 +32,25 @@ OUTCOMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """How token ids become text, and the markers in that text.
+    """How token ids become text, and the markers in that text."""
 
-    Attributes:
-        token_bytes: bytes of every token id.
-        eos_token_ids: any of them ends a response.
-        think_tag: name of the rationale's tag.
-        cue: text appended to a failed rationale; empty for none.
-    """
-
-    token_bytes: Sequence[bytes]
-    eos_token_ids: Collection[int]
-    think_tag: str
-    cue: str
+    token_bytes: Sequence[bytes]  # of every token id
+    eos_token_ids: Collection[int]  # any of them ends a response
+    think_tag: str  # of the rationale
+    cue: str  # appended to a failed rationale; empty for none
 
 
 def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[str, Any]:
     """A prompt's group in JSON types; with roles, its responses in their order, then by distance.
 
-    Args:
-        step: of RL.
-        groups: of the step, with credit.
-        index: of the prompt.
-        wording: how tokens become text.
+    The groups are those of the RL step, with credit.
     """
     example, group = groups.examples[index], groups.take(index)
     num_rows = len(group.scores.acc)
     if group.raw is not None and not group.has_reflection:
         num_rows = len(group.subgroup.is_negative)  # without the empty slot
-    responses = [
-        _response(group, row, wording, role, distance)
-        for row, role, distance in zip(
-            range(num_rows), roles(group), distances(group), strict=False
-        )
-    ]
+    rows = zip(range(num_rows), roles(group), distances(group), strict=False)
+    responses = [_response(group, row, wording, role, apart) for row, role, apart in rows]
     repair = None
     if group.raw is not None and group.has_reflection:
         failed, reflected = responses[group.subgroup.hard_negative], responses[-1]
@@ -95,12 +80,9 @@ def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[st
 
 
 def choose(outcomes: Sequence[str], number: int, *, turn: int = 0) -> list[int]:
-    """Indices of up to `number` prompts, taken round-robin over the outcomes.
+    """Indices of up to `number` prompts, taken round-robin over their outcomes.
 
-    Args:
-        outcomes: of all prompts.
-        number: how many to choose.
-        turn: index of the first outcome; varying it keeps small samples from repeating outcomes.
+    `turn` is the index of the first one; varying it keeps small samples from repeating outcomes.
     """
     kinds = [kind for kind in OUTCOMES if kind in outcomes]
     order = {kind: (rank - turn) % len(kinds) for rank, kind in enumerate(kinds)}
@@ -200,9 +182,8 @@ def _response(
 
 def _texts(rollouts: Rollouts, row: int, wording: Wording) -> tuple[str, str]:
     """(text of the forced tokens, text of the sampled tokens), without EOS."""
-    tokens = np.asarray(rollouts.tokens[row])
+    tokens, is_forced = np.asarray(rollouts.tokens[row]), rollouts.is_forced[row]
     is_text = rollouts.is_valid[row] & ~np.isin(tokens, list(wording.eos_token_ids))
-    is_forced = rollouts.is_forced[row]
     forced, sampled = (
         b"".join(wording.token_bytes[token] for token in tokens[mask]).decode("utf-8", "replace")
         for mask in (is_text & is_forced, is_text & ~is_forced)

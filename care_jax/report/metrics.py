@@ -49,11 +49,7 @@ def check_finite(
 ) -> None:
     """Stops a run that has diverged.
 
-    Args:
-        advice: what else the error says.
-
-    Raises:
-        FloatingPointError: names the stage, the step and the metrics that are NaN or infinite.
+    The FloatingPointError names the stage, the step and the metrics that are NaN or infinite.
     """
     values = _on_host(metrics)
     bad = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
@@ -89,10 +85,7 @@ def format_line(
 ) -> str:
     """One line for the console: `rl   12/200  reward 0.5132  acc 0.4375  3.21 s  0:10:03 left`.
 
-    Args:
-        metrics: the metrics to show, in this order.
-        seconds: wall time of the step.
-        left: seconds until the stage ends, if known.
+    `seconds` is the wall time of the step, `left` that until the stage ends, if known.
     """
     width = len(str(num_steps))
     values = (f"{name} {value:.4g}" for name, value in _on_host(metrics).items())
@@ -135,8 +128,7 @@ def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float
 
         (p + z²/2n ± z·√(p(1-p)/n + z²/4n²)) / (1 + z²/n),  z = 1.96
 
-    Args:
-        num_correct: 0 to num_examples; partial credit counts in part.
+    Partial credit counts in part in `num_correct`.
     """
     if num_examples < 1 or not 0 <= num_correct <= num_examples:
         raise ValueError(
@@ -156,10 +148,7 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
         1 - C(n - c, k) / C(n, k),   n samples of a question, c of them correct,
 
     the unbiased estimate that one of k samples is correct (Chen et al., arXiv 2107.03374, eq. 1).
-
-    Args:
-        num_correct: c of each question.
-        num_samples: n, the same for all; {} is returned for 1.
+    `num_correct` has c of each question, n is the same for all; {} is returned for n = 1.
     """
     if num_samples == 1 or not num_correct:
         return {}
@@ -173,10 +162,8 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
 def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a file of JSON objects with a step, each with its object.
 
-    Left out are damaged lines, and the last one where a kill has cut it off. There may be no file.
-
-    Args:
-        says: prints a line for each damaged one.
+    Left out are damaged lines, printed if `says`, and a last one that a kill has cut off. There may
+    be no file.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     # Not `splitlines`, for which U+2028 in a response ends a line too.
@@ -238,14 +225,7 @@ class MetricWriter:
 
     On wandb each stage is a run, in a group named for the workdir. A resumed stage continues its
     wandb run. Steps sent there cannot be dropped; repeated steps have the same values, and wandb
-    ignores them.
-
-    Args:
-        workdir: created if it does not exist.
-        wandb_project: empty: wandb is not used.
-
-    Raises:
-        ValueError: a project is named and wandb is not installed.
+    ignores them. Without a project wandb is not used; with one, a ValueError if it is missing.
     """
 
     def __init__(self, workdir: str | pathlib.Path, wandb_project: str = ""):
@@ -297,10 +277,7 @@ class MetricWriter:
         return self._counters.setdefault(stage, {}).setdefault(name, Counter())
 
     def write(self, stage: str, step: int, metrics: Mapping[str, Scalar]) -> None:
-        """Appends one line; begins the stage if it has not begun.
-
-        Args:
-            metrics: finite scalars; a metric that is undefined at this step is left out.
+        """Appends one line of finite scalars; begins the stage if it has not begun.
 
         Raises:
             FloatingPointError: a metric is NaN or infinite.
@@ -327,9 +304,7 @@ class MetricWriter:
     def show(self, stage: str, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Sends prompts and responses to TensorBoard, as images and text, and to wandb, as a table.
 
-        Args:
-            stage: has begun.
-            groups: of the step, from `Report.add`; few, as each is stored whole.
+        The stage has begun; the groups are from `Report.add`, and few, as each is stored whole.
         """
         if not self._is_writer or not groups:
             return

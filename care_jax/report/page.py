@@ -18,21 +18,12 @@ _SCRIPTS = ("page.js", "curves.js", "inspector.js")
 
 
 def to_json(value: Any) -> str:
-    """JSON that is safe within a script element: ASCII, without "<".
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c")
+    """JSON safe within a script element: ASCII, without "<"; a ValueError for NaN and infinity."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def render(data: str) -> str:
-    """The whole file.
-
-    Args:
-        data: a JSON object, from `to_json`.
-    """
+    """The whole file, with a JSON object from `to_json`."""
     script = "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()
     parts = {

@@ -18,9 +18,8 @@ _DRAWING_COLORS = 4096  # with more, a PNG is no smaller and takes ten times as 
 def data_uri(image: AnyImage, *, max_side: int) -> str:
     """A JPEG or PNG, whichever is smaller, of at most MAX_BYTES; empty if it cannot be read.
 
-    Args:
-        image: as a data source yields it; what is transparent becomes white.
-        max_side: maximum of its longer side in pixels; reduced further to meet MAX_BYTES.
+    What is transparent becomes white. The longer side has at most `max_side` pixels, fewer where
+    MAX_BYTES needs it.
     """
     try:
         picture = open_image(image, at_least=max_side).convert("RGBA")

@@ -35,7 +35,6 @@ class Report:
     """The report of one run. The first process writes it; each logs the prompts it decoded.
 
     Args:
-        workdir: folder of the files.
         groups_per_step: prompts shown per logged step.
         max_megabytes: maximum size of report.html, MiB.
         image_side: maximum pixels of a picture's longer side.
@@ -80,16 +79,14 @@ class Report:
     def add(self, step: int, groups: Groups, *, is_logged: bool) -> list[dict[str, Any]]:
         """Logs the groups of a step; at a logged step, shows some of them and writes the report.
 
-        Returns:
-            the groups shown: lines of rollouts.jsonl, each with "pictures", data URIs.
+        Returns the groups shown: lines of rollouts.jsonl, each with "pictures", data URIs.
         """
         is_shown = is_logged and self._is_writer
         if not (is_shown or self._rollouts_bytes):
             return []
         wording = self._wording
         assert wording is not None
-        count = len(groups.examples)
-        lines = [describe(step, groups, index, wording) for index in range(count)]
+        lines = [describe(step, groups, i, wording) for i in range(len(groups.examples))]
         if self._rollouts_bytes:
             if self._rollouts.exists() and self._rollouts.stat().st_size >= self._rollouts_bytes:
                 os.replace(self._rollouts, self._former)
@@ -111,16 +108,15 @@ class Report:
         if not self._is_writer:
             return
         metrics = self.path.with_name("metrics.jsonl")
-        head = page.to_json(
-            {
-                "title": self.path.parent.resolve().name,
-                "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-                "max_megabytes": self._max_bytes / 2**20,
-                "stages": curves.read_stages(metrics, max_points=_MAX_POINTS),
-                "logged": list(self._steps),
-                "groups": [],
-            }
-        )
+        data = {
+            "title": self.path.parent.resolve().name,
+            "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "max_megabytes": self._max_bytes / 2**20,
+            "stages": curves.read_stages(metrics, max_points=_MAX_POINTS),
+            "logged": list(self._steps),
+            "groups": [],
+        }
+        head = page.to_json(data)
         self._thin(self._max_bytes - len(page.render(head).encode()))
         groups = ",".join(line for groups in self._steps.values() for line in groups)
         write_whole(self.path, page.render(f"{head[:-2]}{groups}]}}"))
@@ -155,15 +151,10 @@ def next_to_go(steps: Sequence[int]) -> int:
     """The step to drop next: argmin of gap / age over all but the first and the newest.
 
     gap is the distance between the two neighbours of a step, age its distance to the newest step.
-    The remaining steps are then spread evenly in log(age).
-
-    Args:
-        steps: ascending; of one or two, the first is dropped.
+    The remaining steps are then spread evenly in log(age). Of one or two steps, which ascend, it is
+    the first.
     """
     if len(steps) < 3:
         return steps[0]
-    newest = steps[-1]
-    return min(
-        zip(steps, steps[1:], steps[2:], strict=False),
-        key=lambda three: ((three[2] - three[0]) / (newest - three[1]), three[1]),
-    )[1]
+    threes = zip(steps, steps[1:], steps[2:], strict=False)
+    return min(((after - before) / (steps[-1] - step), step) for before, step, after in threes)[1]

@@ -44,7 +44,7 @@ def is_equivalent(
     num_decimals: int | None = None,
     units_matter: bool = False,
 ) -> bool:
-    """Whether a predicted answer is equivalent to the gold answer.
+    """Whether a predicted answer is equivalent; False if that was refused, timed out or crashed.
 
     Args:
         prediction: the content of an answer span, LaTeX or text.
@@ -54,9 +54,6 @@ def is_equivalent(
         num_decimals: numbers that round to the same value are equal. None is exact, but rounds to
             six decimals against fractions such as 1/3 and in computer algebra.
         units_matter: an answer without a unit differs from one with a unit.
-
-    Returns:
-        False also if the comparison was refused, timed out or crashed.
     """
     outcome = compare(
         prediction,
@@ -92,12 +89,7 @@ def compare(
     num_decimals: int | None = None,
     units_matter: bool = False,
 ) -> str | Question:
-    """Compares by text rules, without computer algebra; arguments as in `is_equivalent`.
-
-    Returns:
-        "equal: ...", "different: ..." or "refused: ..." with a short reason; or a question for
-        computer algebra.
-    """
+    """The outcome by text rules, or a question for algebra; arguments as in `is_equivalent`."""
     same = functools.partial(_compare_clean, limits=_Limits(tolerance, num_decimals, units_matter))
     prediction, gold = notation.clean(prediction), _clean_gold(gold)
     if not prediction:
@@ -170,7 +162,6 @@ def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
         return "different: another time"
     if refusal := formulas.refusal(prediction, gold):
         return f"refused: {refusal}"
-    # Both as intervals, or both as matrices, if both can be.
     if regions := _certain(relations.read_region, prediction, gold):
         prediction, gold = (region.latex() for region in regions)
     elif pair := matrices.read_pair(prediction, gold):

@@ -25,12 +25,7 @@ def relative_error(question: str, responses: Sequence[str], example: Example) ->
         acc = 0.9 · max(0, 1 - |a - g| / |g|),   |a| in place of |a| / |g| where g = 0
 
     0 for any other answer: other words, another unit, a percent sign on one side alone, no
-    well-formed answer span.
-
-    Args:
-        question: not read.
-        responses: texts with their tags.
-        example: its answer must be text.
+    well-formed answer span. The gold answer must be text.
     """
     return [{"acc": _credit(_answer_of(text), example)} for text in responses]
 
@@ -57,9 +52,7 @@ def _credit(answer: str, example: Example) -> float:
     if is_right:
         return 1.0
     number, gold = (read_number(notation.clean(text)) for text in (answer, example.answer))
-    if number is None or gold is None:
-        return 0.0
-    if (number.unit, number.is_percent) != (gold.unit, gold.is_percent):
+    if not (number and gold) or (number.unit, number.is_percent) != (gold.unit, gold.is_percent):
         return 0.0
     distance = abs(number.value - gold.value) / (abs(gold.value) or 1)
     return MAX_PARTIAL * float(max(0, 1 - distance))

@@ -54,15 +54,7 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def check_reward(function: Any, name: str) -> None:
-    """Refuses what cannot be called as a reward function.
-
-    Args:
-        function: anything.
-        name: for the message.
-
-    Raises:
-        ValueError: it is no function, or takes other arguments, such as a single response.
-    """
+    """Raises ValueError for no function, or one of other arguments, such as a single response."""
     if not callable(function):
         raise ValueError(f"{name} is no function but a {type(function).__name__}; name a function")
     try:
@@ -92,7 +84,7 @@ class RewardPool:
     """
 
     def __init__(
-        self, reward: str | RewardFunction, *, num_workers: int, timeout: float, concurrency: int
+        self, reward: str | RewardFunction, num_workers: int, timeout: float, concurrency: int
     ):
         function = load_reward(reward) if isinstance(reward, str) else reward
         check_reward(function, "reward")
@@ -112,19 +104,14 @@ class RewardPool:
     ) -> concurrent.futures.Future[Reply]:
         """Calls the function on a group; does not wait for the reply."""
         images = tuple(
-            image.read_bytes() if isinstance(image, zipfile.Path) else image
-            for image in example.images
+            each.read_bytes() if isinstance(each, zipfile.Path) else each for each in example.images
         )
         example = dataclasses.replace(example, images=images)  # a member of an archive as its bytes
         return self._pool.submit(question, list(responses), example)
 
 
 def packed(reward: str | RewardFunction) -> bytes:
-    """What a worker unpickles to get the function, and the class of its examples.
-
-    Raises:
-        ValueError: a function without a name cannot be pickled.
-    """
+    """What a worker unpickles; raises ValueError for a function that cannot be pickled."""
     try:
         return cloudpickle.dumps({"function": reward, "example": Example})
     except Exception as error:
@@ -141,14 +128,8 @@ def read_reply(
 ) -> tuple[list[Components | str], str]:
     """The components of each response of a group, or in a few words why it has none.
 
-    Args:
-        reply: of `RewardPool`.
-        num_responses: in the group.
-        names: components that each response must have.
-        timeout: seconds, for the message.
-
-    Returns:
-        an entry per response; and a message about the first thing that is wrong, or "".
+    Each response must have the components `names`. Also returns a message about the first thing
+    that is wrong, or ""; it states the timeout, in seconds.
     """
     rows = reply.get("rows")
     if "timeout" in reply:

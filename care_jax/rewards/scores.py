@@ -33,14 +33,9 @@ def row_texts(
 
 
 class Scored(NamedTuple):
-    """Rows of B prompts with their scores, as numpy arrays.
+    """What `Verdict` (str, dict) and `row_texts` give of every row, as numpy arrays.
 
-    Attributes:
-        scores: of every row.
-        texts: of every row, see `row_texts`.
-        reasons: `Verdict.reason` of every row (str).
-        components: `Verdict.components` of every row (dict), empty where the reward function
-            failed; None without a reward function.
+    Components are empty where the reward function failed, and None without a reward function.
     """
 
     scores: Scores
@@ -62,12 +57,8 @@ def start_scoring(
     """Parses every row and starts to verify it; a group is all rows of a prompt.
 
     Args:
-        rollouts: B = len(examples) prompts.
-        examples: the questions with their gold answers.
-        verifier: compares answers.
+        examples: B, one per prompt.
         token_bytes: the bytes of every token id.
-        eos_token_ids: a complete response ends with one of them.
-        think_tag: name of the rationale's tag.
         format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall). With a reward function its weighted
             components Σₖ wₖ·cₖ take the place of acc.
 

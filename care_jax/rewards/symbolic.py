@@ -70,11 +70,7 @@ class SymbolicPool:
         self._lock = threading.Lock()
 
     def ask(self, questions: Sequence[Question]) -> list[str]:
-        """Answers each question.
-
-        Returns:
-            For each question "equal: ...", "different: ..." or "refused: ..." with a short reason,
-            or "timeout" or "crash".
+        """For each "equal: ...", "different: ..." or "refused: ...", "timeout" or "crash".
 
         Raises:
             ValueError: a worker could not start (math_verify missing, say).
@@ -129,10 +125,7 @@ def _compare(question: Question) -> str:
     if not gold or not prediction:
         return "different: not readable as mathematics"
     is_equal = verify(
-        gold,
-        prediction,
-        float_rounding=question.num_decimals,
-        timeout_seconds=None,
+        gold, prediction, float_rounding=question.num_decimals, timeout_seconds=None
     ) or _is_close(gold[0], prediction[0], question.num_decimals, question.tolerance)
     return f"{'equal' if is_equal else 'different'}: by computer algebra"
 

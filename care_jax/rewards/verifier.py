@@ -52,13 +52,11 @@ class Verifier:
     """Scores responses; a context manager that owns the worker processes.
 
     Args:
-        num_workers: processes for symbolic comparison or for the reward function, started when
-            they are needed.
+        num_workers: maximum number of processes for symbolic comparison or the reward function.
         timeout: seconds until a worker is killed and its answer gets acc 0; with a reward function
             for a whole group.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
-        tolerance: relative error allowed between numbers, unless the example sets one.
-        num_decimals: see `answers.is_equivalent`.
+        tolerance, num_decimals: see `answers.is_equivalent`; an example may set its tolerance.
         reward: a reward function that replaces this verifier, or its name, "module:function";
             empty for none.
         weights: weight of each component in the reward.
@@ -87,11 +85,7 @@ class Verifier:
         self._weights, self._success, self._timeout = dict(weights), success, timeout
         self._pool = SymbolicPool(num_workers, timeout)
         self._num_fast, self._lost, self._told = 0, Counter[str](), set[str]()
-        self._rewards = None
-        if reward:
-            self._rewards = RewardPool(
-                reward, num_workers=num_workers, timeout=timeout, concurrency=concurrency
-            )
+        self._rewards = RewardPool(reward, num_workers, timeout, concurrency) if reward else None
 
     def __enter__(self) -> Verifier:
         return self
@@ -128,16 +122,13 @@ class Verifier:
         golds: Sequence[str | Example],
         is_complete: Sequence[bool] | None = None,
     ) -> list[Verdict]:
-        """Scores each response against its gold answer.
+        """Scores each response against its gold answer; raises ValueError if lengths differ.
 
         Args:
             responses: whole response texts, tags included; may be truncated.
             golds: for each response the gold answer, or the example with the answer and choices.
             is_complete: whether each response ended with EOS, which its text cannot show; an
                 incomplete one has fmt 0. None means all are complete.
-
-        Raises:
-            ValueError: the arguments differ in length.
         """
         is_complete = [True] * len(responses) if is_complete is None else is_complete
         if not len(responses) == len(golds) == len(is_complete):
@@ -165,16 +156,10 @@ class Verifier:
         *,
         group_size: int,
     ) -> Callable[[], list[Verdict]]:
-        """Starts to judge responses that stand in groups, and returns a function that waits.
+        """Starts to judge groups of `group_size` responses, and returns a function that waits.
 
         A reward function is called once for each group, in the worker processes. Without one the
-        responses are judged at once.
-
-        Args:
-            responses: whole texts.
-            parsed: the spans of each response.
-            examples: the question of each response.
-            group_size: consecutive responses that belong to one question.
+        responses, which are whole texts, are judged at once.
         """
         if self._rewards is None:
             verdicts = self.verify_parsed(responses, parsed, examples)
@@ -189,10 +174,7 @@ class Verifier:
         ]
 
     def verify_parsed(
-        self,
-        responses: Sequence[str],
-        parsed: Sequence[spans.Spans],
-        examples: Sequence[Example],
+        self, responses: Sequence[str], parsed: Sequence[spans.Spans], examples: Sequence[Example]
     ) -> list[Verdict]:
         """The built-in verdicts of responses whose spans are known."""
         outcomes = [

@@ -42,12 +42,8 @@ class WorkerPool:
         num_workers: maximum number of processes.
         timeout: seconds until a call is given up.
         concurrency: calls that each worker awaits at once, of an `async def` function; 0 of others.
-        environment: of the workers.
         what: is imported in the workers, for messages.
         advice: what to do if it cannot be imported.
-
-    Attributes:
-        limit: seconds that the pool waits for a reply.
     """
 
     def __init__(
@@ -63,7 +59,7 @@ class WorkerPool:
     ):
         path = [os.path.abspath(entry) for entry in sys.path]  # "" is the current folder
         self.boot = json.dumps({"path": path, "timeout": timeout}).encode(), function
-        self.limit = timeout + (_GRACE_SECONDS if concurrency else 0.0)
+        self.limit = timeout + (_GRACE_SECONDS if concurrency else 0.0)  # of a reply
         self.environment, self.what, self.advice = environment, what, advice
         self._num_workers, self._concurrency = num_workers, max(concurrency, 1)
         self._thread: threading.Thread | None = None
@@ -144,12 +140,7 @@ class _Worker:
         self._start_lock = asyncio.Lock()
 
     async def ask(self, call: bytes) -> Reply:
-        """The reply to a call.
-
-        Raises:
-            _Ended: the process ended, or was killed as there was no reply in time.
-            ValueError: the process could not start.
-        """
+        """The reply; raises _Ended if none came in time, ValueError if the process cannot start."""
         async with self._start_lock:
             if not self._is_alive:
                 await self._start()

@@ -225,16 +225,9 @@ def roll_out(
             has_reflection[index[~is_judged]] = False
             index, reflected = index[is_judged], reflected.take(is_judged)
         rows = _with_reflected(run, rows, reflected, index)
-    return dataclasses.replace(
-        groups,
-        rollouts=rows.rollouts,
-        scores=rows.scores,
-        texts=rows.texts,
-        reasons=rows.reasons,
-        components=rows.components,
-        subgroup=subgroup,
-        has_reflection=has_reflection,
-    )
+    names = "rollouts", "scores", "texts", "reasons", "components"
+    found = {name: getattr(rows, name) for name in names}
+    return dataclasses.replace(groups, subgroup=subgroup, has_reflection=has_reflection, **found)
 
 
 def verify(

@@ -135,21 +135,20 @@ class Checkpoints:
     @property
     def best_step(self) -> int | None:
         """The saved step with the highest best_metric, of equals the last; None without any."""
-        return max(self._evaluated(), key=lambda step: (self._value(step), step), default=None)
+        values = self._evaluated()
+        return max(values, key=lambda step: (values[step], step), default=None)
 
     def is_among_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether a step with these metrics must be kept as one of the best."""
         if self.best_metric not in metrics:
             return False
         value = metrics[self.best_metric]
-        return sum(self._value(step) >= value for step in self._evaluated()) < self._keep_best
+        return sum(other >= value for other in self._evaluated().values()) < self._keep_best
 
-    def _evaluated(self) -> list[int]:
-        """The saved steps that have the best_metric."""
-        return [step for step in self.steps if self.best_metric in self._values.get(step, {})]
-
-    def _value(self, step: int) -> float:
-        return self._values[step][self.best_metric]
+    def _evaluated(self) -> dict[int, float]:
+        """The best_metric of the saved steps that have it."""
+        name, saved = self.best_metric, ((step, self._values.get(step, {})) for step in self.steps)
+        return {step: metrics[name] for step, metrics in saved if name in metrics}
 
     def save(
         self,

@@ -129,13 +129,13 @@ class StateCheck:
 
 
 def check_weights(run: Run, params: Params, name: str, advice: str) -> None:
-    """Refuses weights that are not finite: a ValueError of file `name`, the tensors, and advice."""
+    """Refuses weights that are not finite: a ValueError with `name`, the tensors and `advice`."""
     if faults := not_finite(_named(compile_tensor_sums(run)(params), params)):
         raise ValueError(f"{name} has weights that are no numbers: {faults}; {advice}")
 
 
 def not_finite(found: Mapping[str, tuple[float, float]]) -> str:
-    """Names the tensors that are not finite, of (number of such values, sum of squares) by name."""
+    """Names the tensors not finite; "" if none. `found` has number of such values and Σx²."""
     bad = [f"{name} ({count:.0f} values)" for name, (count, _) in found.items() if count]
     return f"NaN or infinite: {_few(bad, ' tensors')}" if bad else ""
 

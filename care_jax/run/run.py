@@ -234,7 +234,7 @@ def params_of(run: Run) -> Params:
     axes = lora.add_axes(axes) if rank else axes
     shapes = jax.eval_shape(init, jax.random.key(0))
     rules = run.config.sharding_rules
-    return _with_shardings(shapes, sharding.param_shardings(axes, shapes, rules, run.mesh))
+    return sharding.abstract(shapes, sharding.param_shardings(axes, shapes, rules, run.mesh))
 
 
 def compile_to_decode_layout(run: Run) -> Callable[[Params], Params]:
@@ -253,12 +253,7 @@ def abstract_state(run: Run, adamw: optax.GradientTransformation) -> TrainState:
     params = params_of(run)
     state = jax.eval_shape(lambda params: _init_state(run, params, adamw), params)
     state = dataclasses.replace(state, params=params)
-    return _with_shardings(state, _state_shardings(run, state))
-
-
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
-    abstract = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
-    return jax.tree.map(abstract, shapes, shardings)
+    return sharding.abstract(state, _state_shardings(run, state))
 
 
 def _init_state(run: Run, params: Params, adamw: optax.GradientTransformation) -> TrainState:

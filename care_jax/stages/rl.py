@@ -36,16 +36,12 @@ from models.attention.packed import AttentionImpl
 def train(
     run: Run, params: backbone.Params, examples: Sequence[Example], evaluate: Evaluate | None = None
 ) -> backbone.Params:
-    """Runs or resumes the RL stage.
+    """Runs or resumes the RL stage; returns the trained parameters.
 
     Args:
         params: initial parameters and reference of the KL term, of dtype `model.param_dtype`, on
             the mesh. Must not be used afterwards.
-        examples: the prompts to learn from.
         evaluate: gives the metrics of weights, every `rl.eval_every` steps.
-
-    Returns:
-        the trained parameters.
 
     Raises:
         distributed.Preempted: the run was told to stop; the state before the unfinished step is

@@ -39,16 +39,13 @@ ROW_TOO_SHORT = "prompt and response exceed a row"
 def train(
     run: Run, params: backbone.Params, examples: Sequence[Example], evaluate: Evaluate | None = None
 ) -> backbone.Params:
-    """Runs or resumes the SFT stage.
+    """Runs or resumes the SFT stage; returns the trained parameters.
 
     Args:
         params: initial parameters, of dtype `model.param_dtype`, on the mesh. Must not be used
             afterwards.
         examples: with responses to imitate.
         evaluate: gives the metrics of weights, every `sft.eval_every` steps.
-
-    Returns:
-        the trained parameters.
 
     Raises:
         distributed.Preempted: the run was told to stop; the state reached is saved.

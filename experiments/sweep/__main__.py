@@ -64,8 +64,7 @@ def write_results(
 ) -> None:
     """Writes table and figure of finished trials to `workdir/<experiment>`; prints the table.
 
-    Args:
-        flags: the command's other flags, for the note below the table.
+    The command's other flags stand in the note below the table.
     """
     folder, reference, title = workdir / experiment.name, experiment.reference, experiment.title
     folder.mkdir(parents=True, exist_ok=True)

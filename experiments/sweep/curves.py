@@ -27,11 +27,7 @@ def acc_name(metrics: Mapping[str, float]) -> str:
 
 
 def held_out(outcome: Outcome) -> Curve:
-    """(steps done, held-out accuracy) of every evaluation during RL.
-
-    Raises:
-        NotLogged: there was none.
-    """
+    """(steps done, held-out accuracy) of every evaluation during RL; `NotLogged` without any."""
     rows = [row for row in outcome.evaluations if acc_name(row) in row]
     if not rows:
         raise NotLogged("set rl.eval_every above 0, and data.test or evaluate.benchmarks")
@@ -46,11 +42,7 @@ def held_out_area(outcome: Outcome) -> float:
 
 
 def rollouts(outcome: Outcome) -> Float[np.ndarray, " N"]:
-    """Accuracy of the rollouts of every step.
-
-    Raises:
-        NotLogged: there was no step.
-    """
+    """Accuracy of the rollouts of every step; `NotLogged` without any."""
     if not outcome.steps:
         raise NotLogged('put "rl" into stages')
     return outcome.series("acc")
@@ -59,8 +51,7 @@ def rollouts(outcome: Outcome) -> Float[np.ndarray, " N"]:
 def rollouts_at(outcome: Outcome, step: int) -> float:
     """Accuracy of the rollouts of the last WINDOW steps up to a step, which counts from 1.
 
-    Raises:
-        NotLogged: the run is shorter.
+    Raises `NotLogged` if the run is shorter.
     """
     if len(outcome.steps) < step:
         raise NotLogged(f"set rl.num_steps to at least {step}")
@@ -76,11 +67,8 @@ def rollouts_at_tokens(outcome: Outcome, tokens: float) -> float:
     """Accuracy of the rollouts that were decoded as the last tenth of `tokens`.
 
     Steps end at other numbers of tokens in every run. So each step's accuracy is spread evenly over
-    the tokens that it decoded, and the mean is taken over the interval (0.9 · tokens, tokens].
-
-    Args:
-        outcome: has decoded at least `tokens`.
-        tokens: above 0.
+    the tokens that it decoded, and the mean is taken over the interval (0.9 · tokens, tokens]. The
+    run has decoded at least so many.
     """
     acc, ends = rollouts(outcome), outcome.series("decoded_tokens")
     integral = np.cumsum(np.diff(ends, prepend=0.0) * acc)
@@ -106,10 +94,7 @@ def gain_after_rescue(outcome: Outcome, num_steps: int) -> float | None:
     """How much the rollouts' accuracy rises over the steps after a rescue, mean over the groups.
 
     A group rescued in step t counts with y(t + num_steps) - y(t), or not at all if the run ends
-    before that.
-
-    Returns:
-        the rise; None if no group was rescued, as under objectives other than CARE.
+    before that. None if no group was rescued, as under objectives other than CARE.
 
     Raises:
         NotLogged: the run has no `num_steps` after its first step.

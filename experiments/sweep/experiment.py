@@ -10,13 +10,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.sweep.figures import names_of_panels, panel_named
-from experiments.sweep.measures import (
-    BENCHMARK_COLUMNS,
-    BENCHMARKS,
-    measure_named,
-    names_of_measures,
-)
+from experiments.sweep.figures import PANELS, panel_named
+from experiments.sweep.measures import BENCHMARK_COLUMNS, BENCHMARKS, NAMES, measure_named
 
 _COLUMNS = f"acc,gain,lead,{BENCHMARKS},response_tokens,decoded_tokens"
 _PANELS = "accuracy,by_tokens"
@@ -24,24 +19,15 @@ _PANELS = "accuracy,by_tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What a file of `experiments/` declares.
-
-    Attributes:
-        path, title: of the file; the first line of its docstring.
-        arms: ARMS, arm name to changed configuration keys, in the order of the table.
-        reference: REFERENCE, the arm that others are compared with, seed by seed.
-        columns: COLUMNS of the table, names of measures.
-        panels: PANELS of the figure, names of `figures.PANELS` or of measures.
-        get_config: "arm@base" to its configuration, see `configs/arms.py`.
-    """
+    """What a file of `experiments/` declares."""
 
     path: pathlib.Path
-    title: str
-    arms: Mapping[str, Mapping[str, Any]]
-    reference: str
-    columns: tuple[str, ...]
-    panels: tuple[str, ...]
-    get_config: Callable[[str], ConfigDict]
+    title: str  # the first line of its docstring
+    arms: Mapping[str, Mapping[str, Any]]  # arm -> changed keys, in the order of the table
+    reference: str  # the arm that others are compared with, seed by seed
+    columns: tuple[str, ...]  # of the table, names of measures
+    panels: tuple[str, ...]  # of the figure, names of `figures.PANELS` or of measures
+    get_config: Callable[[str], ConfigDict]  # of "arm@base", see `configs/arms.py`
 
     @property
     def name(self) -> str:
@@ -53,10 +39,8 @@ def load_experiment(
 ) -> Experiment:
     """Reads an experiment's file.
 
-    Args:
-        path: of the file.
-        arms: some of the file's, separated by commas; empty: all of them.
-        columns, panels: in place of the file's, likewise.
+    `arms` names some of its arms, separated by commas, or all if empty. `columns` and `panels` are
+    taken in place of the file's, likewise.
 
     Raises:
         ValueError: the file is missing, lacks a declaration, or there is an unknown name in one or
@@ -100,13 +84,13 @@ def load_experiment(
             "--columns" if columns else "COLUMNS",
             columns or getattr(module, "COLUMNS", _COLUMNS),
             lambda name: name in BENCHMARK_COLUMNS or measure_named(name),
-            [*names_of_measures(), BENCHMARKS],
+            (*NAMES, BENCHMARKS),
         ),
         panels=names(
             "--panels" if panels else "PANELS",
             panels or getattr(module, "PANELS", _PANELS),
             panel_named,
-            names_of_panels(),
+            (*PANELS, *NAMES),
         ),
         get_config=module.get_config,
     )

@@ -17,7 +17,7 @@ import matplotlib.figure
 import numpy as np
 
 from experiments.sweep import curves, signature
-from experiments.sweep.measures import mean_interval, measure_named, names_of_measures
+from experiments.sweep.measures import mean_interval, measure_named
 from experiments.sweep.outcome import NotLogged, Outcome
 
 Arms = Mapping[str, Sequence[Outcome]]
@@ -162,8 +162,7 @@ def _reward_by_step(outcome: Outcome) -> curves.Curve:
 
 
 def _rollouts_by_tokens(outcome: Outcome) -> curves.Curve:
-    acc = curves.rollouts(outcome)
-    return outcome.series("decoded_tokens") / 1e6, 100 * acc
+    return outcome.series("decoded_tokens") / 1e6, 100 * curves.rollouts(outcome)
 
 
 def _held_out_by_tokens(outcome: Outcome) -> curves.Curve:
@@ -174,14 +173,11 @@ def _held_out_by_tokens(outcome: Outcome) -> curves.Curve:
 def _buckets(
     columns: Mapping[str, tuple[str, str]], power: float, x_label: str, y_label: str
 ) -> Panel:
-    """Values by K' over the contrasted groups of all seeds.
+    """Values by K' to a power over the contrasted groups of all seeds.
 
-    The interval is Student's t over the groups, which it takes as independent.
-
-    Args:
-        columns: of a `Sample`, to the marker and to what follows the arm's name.
-        power: of K' on the x axis. For ±1/2 the law for binary rewards, y = ±x, is drawn.
-        x_label, y_label: of the axes.
+    The interval is Student's t over the groups, which it takes as independent. For a power of ±1/2
+    the law for binary rewards, y = ±x, is drawn. `columns` maps those of a `Sample` to the marker
+    and to what follows the arm's name.
     """
 
     def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:
@@ -242,14 +238,5 @@ PANELS: dict[str, Panel] = {
 
 
 def panel_named(name: str) -> Panel:
-    """The panel of a name of PANELS, or else of a measure.
-
-    Raises:
-        KeyError: there is neither.
-    """
+    """The panel of a name of PANELS, or else of a measure; a KeyError if there is neither."""
     return PANELS[name] if name in PANELS else _measured(name)
-
-
-def names_of_panels() -> list[str]:
-    """Every name: of PANELS, and of measures."""
-    return [*PANELS, *names_of_measures()]

@@ -17,14 +17,7 @@ import scipy.stats
 
 from experiments.sweep import curves
 from experiments.sweep.outcome import Outcome
-from experiments.sweep.signature import (
-    alpha_error,
-    mean_alpha,
-    r2,
-    sample_of,
-    sample_points,
-    slope,
-)
+from experiments.sweep.signature import alpha_error, mean_alpha, r2, sample_of, sample_points, slope
 
 _TAIL = 0.1  # share of the steps, the last ones, over which a fluctuating metric is averaged
 
@@ -33,17 +26,10 @@ _Of = Callable[[Outcome, Outcome | None], float | None]
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A column of the table.
+    """A column of the table."""
 
-    Attributes:
-        label: column header with the unit; {reference} is replaced by the reference arm's name.
-        of: maps an outcome and the reference arm's outcome for the same seed to the value. It
-            raises `NotLogged` where the run lacks rows.
-        format: format specification.
-    """
-
-    label: str
-    of: _Of
+    label: str  # with the unit; {reference} is replaced by the reference arm's name
+    of: _Of  # an outcome, and the reference arm's of the same seed -> value; raises `NotLogged`
     format: str = ".1f"
 
 
@@ -205,23 +191,15 @@ MEASURES = {
 # They expand to one column per evaluated benchmark and their mean, or the leads of these.
 BENCHMARKS = "benchmarks"
 BENCHMARK_COLUMNS = (BENCHMARKS, f"{BENCHMARKS}:lead")
+NAMES = (*MEASURES, "<any of these>:lead")  # of measures, for messages
 
 
 def measure_named(name: str) -> Measure:
-    """The measure of a name, see the module's docstring.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The measure of a name, see the module's docstring; a KeyError if there is none."""
     base, colon, lead = name.partition(":")
     if colon and lead != "lead":
         raise KeyError(name)
     return lead_of(MEASURES[base]) if colon else MEASURES[base]
-
-
-def names_of_measures() -> list[str]:
-    """Every name, and the form of a lead."""
-    return [*MEASURES, "<any of these>:lead"]
 
 
 def columns_of(names: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, Measure]:

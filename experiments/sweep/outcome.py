@@ -18,29 +18,17 @@ class NotLogged(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Configuration and metrics of a finished trial.
-
-    Attributes:
-        arm, seed: of the trial.
-        config: of the run, as JSON.
-        start: metrics of the last evaluation before RL (of the cold start, if any); {} without.
-        final: metrics of the last evaluation.
-        steps: metrics of each RL step.
-        evaluations: metrics of the evaluations during RL; their `step` counts the steps done.
-        workdir: of the run.
-        shared_tokens: decoded tokens that every arm has reached under this seed; NaN if not known,
-            see `with_shared_tokens`.
-    """
+    """Configuration, as JSON, and metrics of a finished trial."""
 
     arm: str
     seed: int
     config: dict[str, Any]
-    start: dict[str, float]
-    final: dict[str, float]
-    steps: list[dict[str, float]]
-    evaluations: list[dict[str, float]]
+    start: dict[str, float]  # of the last evaluation before RL (of the cold start, if any), or {}
+    final: dict[str, float]  # of the last evaluation
+    steps: list[dict[str, float]]  # of each RL step
+    evaluations: list[dict[str, float]]  # during RL; their `step` counts the steps done
     workdir: pathlib.Path
-    shared_tokens: float = math.nan
+    shared_tokens: float = math.nan  # that every arm has decoded, see `with_shared_tokens`
 
     def series(self, name: str) -> np.ndarray:
         """A metric at every step; NaN if it was not logged."""

@@ -25,26 +25,16 @@ from jaxtyping import Float, Int
 
 from experiments.sweep.outcome import Outcome, logged_groups
 
-FORMULAS = ("text", "appendix")
-
 
 class Sample(NamedTuple):
-    """The contrasted groups of a run.
+    """The contrasted groups of a run."""
 
-    Attributes:
-        num_negatives: K'.
-        anchor: A_raw of the anchor.
-        negative: mean A_raw of the negatives.
-        text, appendix: α̂ by the formula of the paper's text, and of its appendix.
-        ratio: A_raw/√K' of the anchor, which α̂ predicts.
-    """
-
-    num_negatives: Int[np.ndarray, " N"]
-    anchor: Float[np.ndarray, " N"]
-    negative: Float[np.ndarray, " N"]
-    text: Float[np.ndarray, " N"]
-    appendix: Float[np.ndarray, " N"]
-    ratio: Float[np.ndarray, " N"]
+    num_negatives: Int[np.ndarray, " N"]  # K'
+    anchor: Float[np.ndarray, " N"]  # A_raw of the anchor
+    negative: Float[np.ndarray, " N"]  # mean A_raw of the negatives
+    text: Float[np.ndarray, " N"]  # α̂ by the formula of the paper's text
+    appendix: Float[np.ndarray, " N"]  # α̂ by that of its appendix
+    ratio: Float[np.ndarray, " N"]  # A_raw/√K' of the anchor, which α̂ predicts
 
 
 def sample_of(outcome: Outcome) -> Sample:
@@ -83,10 +73,8 @@ def _values(responses: Sequence[dict[str, Any]]) -> tuple[float, ...] | None:
 def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Points (x, y) of the signature, one for each contrasted group.
 
-    Args:
-        outcome: of a run of CARE.
-        name: "anchor", (√K', A_raw of the anchor); "negative", (1/√K', mean A_raw of the
-            negatives); one of FORMULAS, (α̂, A_raw/√K' of the anchor).
+    Of "anchor" (√K', A_raw of the anchor), of "negative" (1/√K', mean A_raw of the negatives), of
+    "text" and "appendix" (α̂ by that formula, A_raw/√K' of the anchor).
     """
     sample = sample_of(outcome)
     root = np.sqrt(sample.num_negatives)

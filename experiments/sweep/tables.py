@@ -56,9 +56,7 @@ def write_table(
         lines.append([arm, str(len(outcomes)), *row])
     rows = [f"| {' | '.join(line)} |" for line in lines]
     advice = [
-        line
-        for (name, key), of_arms in lacking.items()
-        for line in (f"{NOT_LOGGED}: {name} of {', '.join(of_arms)}; {key}.", "")
+        f"{NOT_LOGGED}: {name} of {', '.join(of)}; {key}.\n" for (name, key), of in lacking.items()
     ]
     markdown = "\n".join([f"# {title}", "", *rows, "", *advice, *notes, ""])
     (folder / "table.md").write_text(markdown)

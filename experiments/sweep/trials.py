@@ -35,23 +35,14 @@ _CHECKPOINTS = pathlib.Path("checkpoints", "sft")
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One run.
+    """One run."""
 
-    Attributes:
-        arm: name of the arm; empty for a cold start.
-        seed: `config.seed`.
-        settings: everything that determines the result, as JSON; if equal, it is the same trial.
-        workdir: of the run.
-        flags: of `python -m care_jax.main`, without --workdir.
-        cold_start: the trial it starts from; None if it is a cold start or has none.
-    """
-
-    arm: str
+    arm: str  # empty for a cold start
     seed: int
-    settings: Any
+    settings: Any  # everything that determines the result, as JSON; if equal, it is the same trial
     workdir: pathlib.Path
-    flags: tuple[str, ...]
-    cold_start: Trial | None = None
+    flags: tuple[str, ...]  # of `python -m care_jax.main`, without --workdir
+    cold_start: Trial | None = None  # the trial it starts from, if any
 
     @property
     def record(self) -> dict[str, Any]:
@@ -79,11 +70,10 @@ def plan(
     """Every trial of an experiment, by seed and then by arm.
 
     Args:
-        experiment: what to run.
         folder: of this and other experiments; a trial is in `folder/experiment/arm/seed_i`, or
             where an equal one already is.
         base: configuration that the arms modify, a file of `configs/`, such as "tiny".
-        seeds, overrides: one trial per seed; flags `--config.key=value` for all of them.
+        overrides: flags `--config.key=value` for all trials.
 
     Raises:
         ValueError: the workdir of a trial is taken by one with other settings.
@@ -173,11 +163,7 @@ def run_all(
 
 
 def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
-    """Runs or resumes a trial; its output is appended to `log.txt`.
-
-    Raises:
-        TrialFailed: it ended with an error.
-    """
+    """Runs or resumes a trial, its output appended to `log.txt`; raises `TrialFailed`."""
     trial.workdir.mkdir(parents=True, exist_ok=True)
     commits = dict.fromkeys([*trial.record.get("commits", ()), commit()])
     record = {"settings": trial.settings, "commits": list(commits)}
@@ -241,8 +227,7 @@ def commit() -> str:
 
 
 def _write_record(trial: Trial, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=2, sort_keys=True) + "\n"
-    write_whole(trial.workdir / "trial.json", text)
+    write_whole(trial.workdir / "trial.json", json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
 @contextlib.contextmanager

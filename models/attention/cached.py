@@ -50,12 +50,9 @@ class CacheMask:
 def cache_mask(
     prefix: Bool[Array, "B P"], suffix: Bool[Array, "B R T S"], impl: AttentionImpl = XLA
 ) -> CacheMask:
-    """The mask of one decode step, for `attend_cached`.
+    """The mask of one decode step, for `attend_cached`; true for the slots that tokens attend to.
 
-    Args:
-        prefix, suffix: true for the slots that the tokens attend to.
-        impl: the implementation that will compute attention. The kernels decode one token per row,
-            T = 1; more are left to XLA.
+    The kernels decode one token per row, T = 1; more are left to XLA.
     """
     if impl.name == "xla" or suffix.shape[2] > 1:
         return CacheMask(prefix, suffix, None, None, XLA)
@@ -78,13 +75,8 @@ def attend_cached(
     """softmax(q·k / √H)·v over the prompt's slots and the row's own.
 
     Keys are stored transposed, [..., H, S], so that both matmuls contract adjacent axes; XLA:CPU is
-    several times slower otherwise.
-
-    Args:
-        q: rotated queries.
-        prefix: rotated keys and values of the prompts.
-        suffix: of the rows, the new tokens included.
-        mask: of this step; it also selects the implementation.
+    several times slower otherwise. Queries and keys are rotated, the suffix includes the new
+    tokens, and the mask also selects the implementation.
     """
     if mask.impl.name == "xla":
         return _attend_dense(q, prefix, suffix, mask)
@@ -121,7 +113,6 @@ def _attend_live(q, prefix, suffix, mask: CacheMask):
     assert mask.prefix_blocks is not None and mask.suffix_blocks is not None  # not "xla"
 
     def by_row(a):
-        """[B, R, ...] -> [B * R, ...]."""
         return a.reshape(B * R, *a.shape[2:])
 
     k, v = map(by_row, suffix)
@@ -154,15 +145,8 @@ def _live_blocks(is_seen: Bool[Array, "O S"], impl: AttentionImpl) -> BlockPairs
 
 
 def _visit(sums, q, k, v, is_seen, scale: float):
-    """The online softmax of M query rows after one more block of n slots.
-
-    Args:
-        sums: output [M, H], largest score [M, 1], sum of weights [M, 1].
-        q, k, v: [M, H], [H, n], [n, H].
-        is_seen: [1, n].
-        scale: of the scores.
-    """
-    acc, top, total = sums
+    """The online softmax of M query rows after one more block of n slots; `is_seen` is [1, n]."""
+    acc, top, total = sums  # output [M, H], largest score [M, 1], sum of weights [M, 1]
     scores = jnp.dot(q, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(is_seen, scores, MASKED)
     new = jnp.maximum(top, scores.max(1, keepdims=True))

@@ -88,11 +88,10 @@ def block_mask(
     group: int,
     impl: AttentionImpl = XLA,
 ) -> BlockMask:
-    """The mask of a batch of rows, for `attend`.
+    """The mask of a batch of rows, for `attend`. Every token must attend to itself.
 
     Args:
-        first: first query that attends to each key; None for a causal mask (the key itself).
-        last: last query that attends to each key. Every token must attend to itself.
+        first, last: first and last query that attends to each key; first None: the key (causal).
         group: query heads per kv head, 1 in a vision tower.
         impl: the implementation that will compute attention.
     """
@@ -140,8 +139,7 @@ def _padded_bounds(
     B, S = first.shape
     more = jnp.arange(S, S + -S % max(blocks), dtype=first.dtype)
     more = jnp.broadcast_to(more, (B, len(more)))
-    first, last = (jnp.concatenate([a, more], axis=1) for a in (first, last))
-    return first, last
+    return jnp.concatenate([first, more], axis=1), jnp.concatenate([last, more], axis=1)
 
 
 def _block_lists(
@@ -188,11 +186,9 @@ def attend(
     v: Float[Array, "B S K H"],
     mask: BlockMask,
 ) -> Float[Array, "B S K G H"]:
-    """softmax(q·k / √H)·v of every query over the keys it attends to.
+    """softmax(q·k / √H)·v of every query over the keys it attends to, of full rows.
 
-    Args:
-        q, k, v: rotated queries and keys, and values, of full rows.
-        mask: the mask of these rows, from `block_mask`; it also selects the implementation.
+    Queries and keys are rotated; the mask, from `block_mask`, also selects the implementation.
     """
     if mask.last.shape != q.shape[:2]:
         raise ValueError(
@@ -270,10 +266,8 @@ def _sharded(
     """`function` under `shard_map`, with rows and heads sharded.
 
     The custom VJP calls this for the backward pass too. Differentiating through `shard_map` would
-    sum the gradients of replicated inputs, which every device already has in full.
-
-    Args:
-        inputs, outputs: "h" for [B, S, heads, ...], "l" for log-sum-exps, "m" for the mask.
+    sum the gradients of replicated inputs, which every device already has in full. Inputs and
+    outputs are "h" for [B, S, heads, ...], "l" for log-sum-exps, "m" for the mask.
     """
     rows = mask.impl.batch_axes
     masks = jax.tree.map(lambda a: P(rows), mask)
@@ -352,8 +346,7 @@ def largest_difference(
     Args:
         first, last: as in `block_mask`.
         heads: kv heads, query heads per kv head, and head dim.
-        impl: the implementation compared with "xla" on the same mesh.
-        dtype: of q, k and v.
+        impl: compared with "xla" on the same mesh.
 
     Returns:
         The maximum over the output and the gradients of q, k and v of the largest difference

@@ -14,13 +14,7 @@ import pathlib
 import sys
 from typing import Any
 
-from models.config import (
-    VISION_ROPE_THETA,
-    BackboneConfig,
-    TextConfig,
-    VisionConfig,
-    flags_of,
-)
+from models.config import VISION_ROPE_THETA, BackboneConfig, TextConfig, VisionConfig, flags_of
 
 # Our name to theirs: fields of both families.
 _VISION_FIELDS = {
@@ -67,8 +61,7 @@ _VISION = {
         written={"model_type": "qwen2_5_vl_vision", "tokens_per_second": 2},
     ),
     "qwen3_vl": _Part(
-        _VISION_FIELDS
-        | {"num_position_embeddings": "num_position_embeddings"}
+        {**_VISION_FIELDS, "num_position_embeddings": "num_position_embeddings"}
         | {"deepstack_layers": "deepstack_visual_indexes"},
         fixed={"hidden_act": "gelu_pytorch_tanh"},
         written={"model_type": "qwen3_vl"},
@@ -174,10 +167,8 @@ def to_hf(config: BackboneConfig) -> dict[str, Any]:
             "rope_scaling": {**_ROPES[family], "mrope_section": section},
             **shared,
         },
-        "vision_config": {
-            **_VISION[family].to_hf(config.vision),
-            "in_channels": config.vision.in_channels,
-        },
+        "vision_config": _VISION[family].to_hf(config.vision)
+        | {"in_channels": config.vision.in_channels},
     }
 
 

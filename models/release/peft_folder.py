@@ -39,8 +39,7 @@ def export(
 
     Args:
         folder: created if missing; an earlier export in it is replaced.
-        adapters: the leaves that `lora.add` adds, in the tree of the training layout.
-        alpha: α of the adapters; their product is scaled by α/rank.
+        adapters: the leaves that `lora.add` adds, in the tree of the training layout; α is `alpha`.
         base: folder or hub id of the weights that they adapt; empty if these have no name.
     """
     params = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))

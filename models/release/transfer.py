@@ -250,10 +250,7 @@ def _read_part(
 ) -> list[jax.Array]:
     """A shard of a parameter, on each of `devices`; None is the default device.
 
-    Args:
-        row: the parameter's tensors.
-        part: (start, stop) of the shard along every axis of the parameter.
-        staged: most bytes that the host stages at a time, in whole layers; None: no limit.
+    The host stages at most `staged` bytes at a time, in whole layers; None: no limit.
     """
     is_stacked = row[0].layer is not None
     if is_stacked:
@@ -382,9 +379,8 @@ def write_file(
     Args:
         path: replaced if it exists.
         shapes: of the tensors, by name.
-        dtype: of all of them.
-        blocks: their values in the order of `shapes`, of this dtype and contiguous; a block may
-            start and end anywhere.
+        blocks: their values in the order of `shapes`, of `dtype` and contiguous; a block may start
+            and end anywhere.
 
     Raises:
         ValueError: the blocks and the tensors differ in total bytes.

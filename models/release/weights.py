@@ -105,21 +105,16 @@ class Tensor:
 
         If an axis in the file flattens several axes of `shape`, the first of them is sliced in the
         file, so that no more of it is read than `part` needs. The others, and the inputs of a
-        Conv3d, are sliced after reading.
-
-        Args:
-            out: of the part's shape; values are cast to its dtype.
-            source: the release's tensor, from `transfer.open_tensor`.
-            part: (start, stop) along every axis of `shape`.
+        Conv3d, are sliced after reading. Values are cast to the dtype of `out`; `source` is the
+        release's tensor, from `transfer.open_tensor`.
         """
         rows, *columns = self.axes
         in_file = {rows[0], *(group[0] for group in columns if not self.spread)}
         sizes = [part[a][1] - part[a][0] if a in in_file else self.shape[a] for a in self.order]
         region = tuple(slice(None) if a in in_file else slice(*part[a]) for a in self.order)
         transposed = out.transpose(self.order)
-        column_slices = [
-            self._slice_in_file(group, *part[group[0]]) for group in columns if not self.spread
-        ]
+        in_columns = [] if self.spread else columns
+        column_slices = [self._slice_in_file(group, *part[group[0]]) for group in in_columns]
         start, stop = part[rows[0]]
         for i, j in _blocks(stop - start, math.prod(sizes[1:])):
             row_slice = self._slice_in_file(rows, start + i, start + j)
@@ -141,8 +136,7 @@ class Tensor:
 def _blocks(num_rows: int, row_size: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that fit in the CPU cache while they are transposed: ten times as fast."""
     step = max(1, _BLOCK_SIZE // row_size)
-    for i in range(0, num_rows, step):
-        yield i, min(i + step, num_rows)
+    return ((i, min(i + step, num_rows)) for i in range(0, num_rows, step))
 
 
 def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:

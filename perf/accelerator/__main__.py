@@ -196,9 +196,8 @@ def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m perf.accelerator", description=__doc__.split("\n")[0]
-    )
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser("python -m perf.accelerator", description=about)
     parser.add_argument("--quick", action="store_true", help="the 3B, short answers: 3 minutes")
     parser.add_argument("--only", choices=BACKBONES, help="one backbone")
     parser.add_argument("--minutes", type=float, help="10; 3 if --quick")

@@ -77,11 +77,8 @@ def _with_gradients(function, q, k, v, g):
 def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[float, float]:
     """(forward, backward) difference of a kernel from dense attention in float32.
 
-    Args:
-        run: the run.
-        impl: the kernel.
-        first, last: of one row, as in `models.attention.packed.block_mask`.
-        heads: kv heads, query heads per kv head, head dim.
+    `first` and `last` are of one row, as in `models.attention.packed.block_mask`; `heads` has kv
+    heads, query heads per kv head, head dim.
     """
 
     @jax.jit
@@ -99,13 +96,8 @@ def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[floa
 def dense(q, k, v, first, last):
     """Attention with all logits in memory: query q sees key k iff first[k] <= q <= last[k].
 
-    Args:
-        q: [B, S, K, G, H].
-        k, v: [B, S, K, H].
-        first, last: [B, S]; first is None for the key itself.
-
-    Returns:
-        [B, S, K, G, H] in float32.
+    q and the result, in float32, are [B, S, K, G, H], k and v [B, S, K, H], first and last [B, S];
+    first is None for the key itself.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     places = jnp.arange(last.shape[1])

@@ -49,10 +49,7 @@ def configuration(name: str, num_bytes: float, *, is_quick: bool) -> ConfigDict:
 
     Weights and moments are bfloat16, all parameters are trained where there is room, else adapters.
 
-    Args:
-        name: a file of `configs`, such as "qwen25vl_7b".
-        num_bytes: memory of all devices.
-        is_quick: shorter responses and fewer prompts.
+    `name` is a file of `configs`, such as "qwen25vl_7b", `num_bytes` the memory of all devices.
     """
     config = importlib.import_module(f"configs.{name}").get_config()
     backbone = RELEASES[config.model.path]
@@ -112,10 +109,8 @@ class Timed:
 def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[dict[str, Any]]:
     """Rows of measurements: prefill, decode, score and update; of one that did not run, why.
 
-    Args:
-        run: the run.
-        cases: mean tokens of a response by name; None for the worst case.
-        until: `time.time()` after which no further part is begun.
+    Cases are mean tokens of a response by name, None for the worst case; `until` is the
+    `time.time()` after which no further part is begun.
     """
     compilations = Compilations()
     step = Step(run, compilations)
@@ -168,9 +163,8 @@ class Step:
         run, rl, (first, _) = self._run, self._run.config.rl, rollout_sizes(self._run)
         sizes, responses = draw(run, rl.prompts_per_step, rl.num_rollouts, mean)
         programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
-        admit, advance = (
-            Timed(function, self._compilations) for function in (programs.admit, programs.advance)
-        )
+        both = programs.admit, programs.advance
+        admit, advance = (Timed(function, self._compilations) for function in both)
         programs = dataclasses.replace(programs, admit=admit, advance=advance)
         prompts = prompts_of(run.policy.config, sizes)
         requests = [

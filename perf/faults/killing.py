@@ -21,16 +21,13 @@ PEERS = 60  # likewise the other process of a run, which may be in a collective
 class Case:
     """What is killed, and how it is started again.
 
-    Attributes:
-        promise: what must hold.
-        num_processes: of the run; one of them is killed.
-        restart_devices: devices of the restart; 0: as before. With another mesh sums are rounded
-            otherwise, so that only the lines and the end are compared, not the values.
+    With another mesh sums are rounded otherwise, so that only the lines and the end are compared,
+    not the values.
     """
 
-    promise: str
-    num_processes: int = 1
-    restart_devices: int = 0
+    promise: str  # what must hold
+    num_processes: int = 1  # of the run; one of them is killed
+    restart_devices: int = 0  # 0: as before
 
 
 CASES = (

@@ -43,14 +43,10 @@ _TIMES = re.compile("second|device_idle|host/")
 
 
 class Launched:
-    """The processes of one run.
+    """The processes of one run, with keys upon `configs/tiny.py`.
 
-    Args:
-        workdir: of the run.
-        keys: of the configuration, upon `configs/tiny.py`.
-        cache: folder of compiled programs, shared by all runs.
-        num_processes: one run in so many processes, of two CPU devices each if several.
-        num_devices: virtual CPU devices of a single process.
+    Several processes have two CPU devices each, a single one has `num_devices` virtual ones. The
+    cache is a folder of compiled programs, shared by all runs.
     """
 
     def __init__(
@@ -114,13 +110,8 @@ class Launched:
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what differs between equal runs.
-
-    Raises:
-        ValueError: a line is torn.
-    """
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    rows = map(json.loads, lines)
+    """The lines of metrics.jsonl without what differs between equal runs; a ValueError if torn."""
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [{name: row[name] for name in row if not _TIMES.search(name)} for row in rows]
 
 

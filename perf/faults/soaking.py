@@ -15,8 +15,7 @@ MOST_GROWTH = {"host/memory_gib": 1.05, "host/open_files": 1.1, "host/threads": 
 def run(num_steps: int, folder: pathlib.Path) -> tuple[list[str], list[str]]:
     """Runs so many RL steps with saving, logging and report on.
 
-    Returns:
-        a line for each quantity, and of these the ones that grew.
+    Returns a line for each quantity, and of these the ones that grew.
     """
     changes = {
         "stages": "('rl',)",

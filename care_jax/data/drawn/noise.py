@@ -14,15 +14,10 @@ _TEST_SHARE = 8  # one in this many keys belongs to the test split
 
 
 def check(source: Any, known: Collection[str]) -> None:
-    """Refuses the settings of a source that cannot be drawn.
+    """Refuses the settings of a source that cannot be drawn, naming the setting and its value.
 
-    Args:
-        source: a dataclass with `num_examples`, `split` and `kinds`; all of its other fields that
-            are floats are probabilities.
-        known: the kinds of question that it can ask.
-
-    Raises:
-        ValueError: naming the setting and its value.
+    It is a dataclass with `num_examples`, `split` and `kinds`, which are among those known; all of
+    its fields that are floats are probabilities.
     """
     if source.num_examples < 1:
         raise ValueError(f"num_examples must be at least 1, got {source.num_examples}")
@@ -39,8 +34,7 @@ def check(source: Any, known: Collection[str]) -> None:
 def rng_of(source: Any, index: int) -> np.random.Generator:
     """The random numbers of an example: a function of seed, split and index.
 
-    Raises:
-        IndexError: there is no such example, which also ends a loop over a source.
+    An IndexError if there is no such example, which also ends a loop over a source.
     """
     if not 0 <= index < source.num_examples:
         raise IndexError(f"index {index} is outside 0..{source.num_examples - 1}")

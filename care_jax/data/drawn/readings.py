@@ -87,26 +87,19 @@ _OPERATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class ReadingsSource(Sequence[Example]):
-    """A random-access sequence of drawn examples.
+    """A random-access sequence of drawn examples, whose rationale and answer are always right.
 
-    Attributes:
-        misread_share: probability in [0, 1] that the response of a `MISREAD` kind, in a row that is
-            no repair, states a wrong reading. `Example.rationale` and `Example.answer` are always
-            right.
-        teacher_error: probability in [0, 1] that the response of a `MISCOMPUTED` kind, in a row
-            that is no repair, ends in a wrong result.
-        cue_share: probability in [0, 1] that a response is a repair, with the right answer.
-
-    The others are those of `SyntheticSource`.
+    Shares are probabilities in [0, 1], the first two in rows that are no repair; the other fields
+    are those of `SyntheticSource`.
     """
 
     num_examples: int
     seed: int = 0
     split: str = "train"
     kinds: tuple[str, ...] = KINDS
-    misread_share: float = 0.0
-    teacher_error: float = 0.0
-    cue_share: float = 0.0
+    misread_share: float = 0.0  # that the response of a `MISREAD` kind states a wrong reading
+    teacher_error: float = 0.0  # that the response of a `MISCOMPUTED` kind ends in a wrong result
+    cue_share: float = 0.0  # that a response is a repair, with the right answer
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"
 
@@ -163,9 +156,8 @@ def texts() -> Iterator[str]:
 
 
 def _result(kind: str, count: int, b: int) -> str:
-    return str(
-        {"sum": count + b, "difference": count - b, "missing": b - count, "twice": 2 * count}[kind]
-    )
+    results = {"sum": count + b, "difference": count - b, "missing": b - count, "twice": 2 * count}
+    return str(results[kind])
 
 
 def _misreading(rng: np.random.Generator, kind: str, count: int, b: int) -> int:
@@ -177,8 +169,7 @@ def _misreading(rng: np.random.Generator, kind: str, count: int, b: int) -> int:
 def _rationale(rng: np.random.Generator, kind: str, diagram: Diagram, b: int, reading: int) -> str:
     """States the reading and the operation, in either order."""
     text = _READINGS[rng.integers(len(_READINGS))]
-    operations = _OPERATIONS[kind]
-    operation = operations[rng.integers(len(operations))]
+    operation = _OPERATIONS[kind][rng.integers(len(_OPERATIONS[kind]))]
     # "Then ..." cannot come first.
     is_first = not operation.startswith("Then") and rng.random() < 0.5
     text = f"{operation} {text}" if is_first else f"{text} {operation}"

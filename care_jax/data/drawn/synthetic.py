@@ -93,28 +93,20 @@ class _Chart:
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticSource(Sequence[Example]):
-    """A random-access sequence of drawn examples.
+    """A random-access sequence of drawn examples, whose answer is always right.
 
-    Attributes:
-        num_examples: length of the sequence.
-        seed: different seeds draw different examples of the same split.
-        split: "train" or "test"; the two share no (picture, question), whatever the seeds.
-        kinds: kinds of question, asked in turn; a subset of `KINDS`.
-        teacher_error: probability in [0, 1] that the response's answer is wrong, where the teacher
-            computes. `Example.answer` is always right.
-        cue_share: probability in [0, 1] that the rationale is a wrong one, the cue, a right one.
-        cue: the repair cue.
-        think_tag: name of the tag around the rationale.
+    "train" and "test" share no (picture, question), whatever the seeds; different seeds draw
+    different examples of the same split. Shares are probabilities in [0, 1].
     """
 
     num_examples: int
     seed: int = 0
     split: str = "train"
-    kinds: tuple[str, ...] = KINDS
-    teacher_error: float = 0.0
-    cue_share: float = 0.0
+    kinds: tuple[str, ...] = KINDS  # of question, asked in turn
+    teacher_error: float = 0.0  # that the response's answer is wrong, where the teacher computes
+    cue_share: float = 0.0  # that the rationale is a wrong one, the cue, a right one
     cue: str = " Wait, that is wrong."
-    think_tag: str = "think"
+    think_tag: str = "think"  # around the rationale
 
     def __post_init__(self):
         noise.check(self, KINDS)

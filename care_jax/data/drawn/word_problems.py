@@ -88,36 +88,22 @@ Step = Callable[[str, int], int]
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """A problem before it is put into words.
+    """A problem before it is put into words; `solve` calls its argument for all steps but one."""
 
-    Attributes:
-        numbers: what determines the calculation, within a kind.
-        fields: of the wordings.
-        solve: calls its argument for every step but the last; gives the last and the answer.
-    """
-
-    numbers: tuple[int, ...]
-    fields: dict[str, Any]
-    solve: Callable[[Step], tuple[str, str]]
+    numbers: tuple[int, ...]  # what determines the calculation, within a kind
+    fields: dict[str, Any]  # of the wordings
+    solve: Callable[[Step], tuple[str, str]]  # gives the last step and the answer
 
 
 @dataclasses.dataclass(frozen=True)
 class WordProblems(Sequence[Example]):
-    """A random-access sequence of drawn word problems.
-
-    Attributes:
-        split: "train" or "test"; the two share no calculation, whatever the seeds.
-        cue_share: probability in [0, 1] that the response repairs a wrong rationale, where a slip
-            makes it wrong.
-
-    The others are those of `SyntheticSource`.
-    """
+    """A random-access sequence of drawn word problems; the fields are as in `SyntheticSource`."""
 
     num_examples: int
     seed: int = 0
-    split: str = "train"
+    split: str = "train"  # shares no calculation with "test", whatever the seeds
     kinds: tuple[str, ...] = KINDS
-    cue_share: float = 0.0
+    cue_share: float = 0.0  # that the response repairs a wrong rationale, where a slip makes it so
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"
 
@@ -133,8 +119,7 @@ class WordProblems(Sequence[Example]):
         problem = self._distinct[index] if self.split == "test" else self._problem(rng, index)
         x, y = _draw_names(rng)
         fields = {"x": x, "y": y, "things": THINGS[rng.integers(len(THINGS))], **problem.fields}
-        wordings = _QUESTIONS[kind]
-        question = wordings[rng.integers(len(wordings))].format(**fields)
+        question = _QUESTIONS[kind][rng.integers(len(_QUESTIONS[kind]))].format(**fields)
         rationale, answer, _ = worked(problem)
         tag = self.think_tag
         context, taught = "", f"<{tag}>{rationale}"
@@ -192,9 +177,7 @@ def worked(
 ) -> tuple[str, str, tuple[int, ...]]:
     """The rationale, the answer and the results of the steps but the last; a tie has no answer.
 
-    Args:
-        problem: what is solved.
-        slip: (step, what is added to its result); later steps go on from the wrong result.
+    A slip is (step, what is added to its result); later steps go on from the wrong result.
     """
     written: list[str] = []
     results: list[int] = []
@@ -222,10 +205,9 @@ def _wrong_rationales(problem: _Problem) -> list[str]:
         for size in (1, 10)[: 1 + (result >= 20)]
         for sign in (1, -1)
     ]
-    found = [worked(problem, slip) for slip in slips]
     return [
         text
-        for text, other, reached in found
+        for text, other, reached in (worked(problem, slip) for slip in slips)
         if other not in ("", answer) and min(reached) >= 0 and not other.startswith("-")
     ]
 

@@ -22,12 +22,10 @@ SUBSETS = ("human", "augmented")
 
 
 def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
-    """The questions of a split.
+    """The questions of a split (train, val, test) and subset ("human", "augmented", "" for both).
 
     Args:
         path: folder of either release, or the hub id of the parquet release.
-        split: train, val or test.
-        subset: "human", "augmented", or "" for both.
 
     Raises:
         ValueError: unknown split or subset, or the folder holds neither release.
@@ -43,8 +41,7 @@ def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
     table = ParquetRows(files, ["image", "query", "label", "human_or_machine"])
     places = list(range(len(table)))
     if subset:
-        kinds = ParquetRows(files, ["human_or_machine"])
-        wanted = SUBSETS.index(subset)
+        kinds, wanted = ParquetRows(files, ["human_or_machine"]), SUBSETS.index(subset)
         places = [place for place in places if kinds[place]["human_or_machine"] == wanted]
 
     def example(index: int) -> Example:

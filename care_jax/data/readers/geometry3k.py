@@ -26,11 +26,10 @@ _LETTERS = "ABCD"
 
 
 def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
-    """The problems of a split.
+    """The problems of a split: train, val or test.
 
     Args:
         path: folder of either release, or the hub id of the parquet release.
-        split: train, val or test.
         subset: "" for open questions; "choices" to list the four choices; "logic" for open
             questions with the diagram's logic forms in the text (folder release only).
 

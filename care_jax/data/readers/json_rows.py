@@ -29,11 +29,8 @@ _MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recur
 class JsonRows:
     """Random access to the objects of a file.
 
-    Args:
-        path: a `.json` file is one array; any other file has an object per line.
-
-    Attributes:
-        numbers: each row's line number, or its position in the array, from 1.
+    A `.json` file is one array; any other file has an object per line. `numbers` has each row's
+    line number, or its position in the array, from 1.
 
     Raises:
         ValueError: the file does not exist, is in UTF-16 or UTF-32, or is a `.json` file and not

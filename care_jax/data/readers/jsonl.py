@@ -40,12 +40,7 @@ FIELDS = (
 
 
 def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
-    """The rows of a file.
-
-    Args:
-        path: the file.
-        images: folder that image paths are relative to; empty for that of the file.
-        images_outside: see `rows.images_of`.
+    """The rows of a file; its images are found as in `hub.image_folder` and `rows.images_of`.
 
     Raises:
         ValueError: the file does not exist, or a `.json` file is not one complete array.
@@ -61,16 +56,11 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
 
 
 def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
-    """Rows given from Python, with the same fields as those of a file.
+    """Rows given from Python, with the same fields as those of a file; a ValueError for no mapping.
 
-    Args:
-        rows: read when they are asked for if they have a length and an index, else at once. An
-            image may also be a PIL image or the bytes of a file; paths are relative to the current
-            folder, and may lead out of it, for the caller's program made the rows.
-        name: of the source.
-
-    Raises:
-        ValueError: a row is no mapping.
+    They are read when they are asked for if they have a length and an index, else at once. An image
+    may also be a PIL image or the bytes of a file; paths are relative to the current folder, and
+    may lead out of it, for the caller's program made the rows.
     """
     has_index = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     table: Any = rows if has_index and not isinstance(rows, Mapping) else list(rows)

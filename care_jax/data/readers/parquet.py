@@ -25,11 +25,9 @@ _NUM_CACHED = 2  # row groups
 
 
 class ParquetRows:
-    """Random access to the rows of several files of one schema; caches a few row groups.
+    """Random access to rows of several files of one schema, in these columns or in all.
 
-    Args:
-        paths: the files.
-        columns: columns to read; None for all.
+    A few row groups are cached.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], columns: Sequence[str] | None = None):
@@ -94,8 +92,7 @@ def open_rows(
             name; empty for all files.
         columns: maps some of `COLUMNS` to a column of the files; question and answer are required.
             Several image columns are separated by commas.
-        images: folder that image paths are relative to; empty for the release's.
-        images_outside: see `rows.images_of`.
+        images, images_outside: see `hub.image_folder` and `rows.images_of`.
 
     Raises:
         ValueError: the files or columns do not exist.

@@ -31,14 +31,10 @@ _OPTIONS = "group_size:1,uncompressed"
 
 
 class ShardWriter:
-    """Writes the examples of one source into numbered shards.
+    """Writes the examples of a source, whose name begins those of the files, to numbered shards.
 
-    Args:
-        folder: the folder to write to.
-        source: prefix of the file names.
-        shard_bytes: a shard is closed once its records reach this size.
-
-    `shards` has file, number of records, bytes and sha256 of each closed shard.
+    A shard is closed once its records reach `shard_bytes`. `shards` has file, number of records,
+    bytes and sha256 of each closed one.
     """
 
     def __init__(self, folder: pathlib.Path, source: str, *, shard_bytes: int):
@@ -72,11 +68,7 @@ class ShardWriter:
 
 
 def open_rows(path: str, *, subset: str = "") -> Rows:
-    """The examples of a prepared folder.
-
-    Args:
-        path: a folder that `care_jax.commands.prepare` wrote.
-        subset: one of the sources in it; empty for all.
+    """The examples that `care_jax.commands.prepare` wrote; `subset` is one of the sources.
 
     Raises:
         ValueError: the folder is incomplete (the message names the file), or has no such subset.

@@ -22,10 +22,9 @@ _BOX = "\\boxed{"
 
 
 def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> Rows:
-    """The questions.
+    """The questions of a release's folder, parquet or JSONL file, or hub id.
 
     Args:
-        path: the release's folder, its parquet or JSONL file, or its hub id.
         images: folder or archive that image paths are relative to; empty for the release's folder.
         images_outside: see `rows.images_of`.
 

@@ -24,13 +24,9 @@ _MAX_ANSWER_CHARS = 300  # longer ones are explanations
 def open_rows(
     path: str, *, images: str = "", images_outside: bool = False, think_tag: str = "think"
 ) -> Rows:
-    """The questions with their rationales.
+    """The questions of a release's folder, file or hub id, with their rationales inside the tag.
 
-    Args:
-        path: the release's folder, one of its files, or its hub id.
-        images: folder that image paths are relative to; empty for the release's folder.
-        images_outside: see `rows.images_of`.
-        think_tag: name of the tag to put around the rationale.
+    `images` and `images_outside` are those of `hub.image_folder` and `rows.images_of`.
 
     Raises:
         ValueError: there is no JSON file, or a `.json` file is not one complete array.

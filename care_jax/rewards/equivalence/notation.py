@@ -226,8 +226,7 @@ def split_assignment(text: str) -> tuple[str, str]:
     In `exact \\approx rounded` the value is the exact side, or the rounded one if that is absent.
     """
     exact, _, rounded = text.partition("\\approx")
-    if not rounded or has_relation(text):
-        exact = text if has_relation(text) or not rounded else exact
+    exact = text if not rounded or has_relation(text) else exact
     parts = [part.strip() for part in (exact if exact.strip() else rounded).split("=")]
     name = _SUBSCRIPT.sub("", parts[0])
     # `x \approx 11` assigns to x, as `x = 11` does.

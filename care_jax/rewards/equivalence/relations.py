@@ -34,12 +34,9 @@ class Interval(NamedTuple):
 
 
 class Region(NamedTuple):
-    """The values that a variable may take.
+    """A union of intervals that a variable, if one is written, is in.
 
-    Attributes:
-        variable: its name; empty if none is written.
-        intervals: whose union it is.
-        is_certain: it can be nothing else; `(1, 2)` may be a point.
+    It is certain if the text can be nothing else; `(1, 2)` may be a point.
     """
 
     variable: str
