@@ -48,7 +48,11 @@ def ending_with(policy, *ids):
 def trainer_logp(policy, params, image_prompts):
     """Log-probabilities of rollouts by the trainer's forward, [B, R, T]."""
     score = jax.jit(
-        functools.partial(logprobs.score_rows, config=policy.config, dtype=jnp.float32, chunk=1000)
+        functools.partial(
+            logprobs.score_rows,
+            config=policy.config,
+            options=logprobs.ForwardOptions(jnp.float32, chunk=1000),
+        )
     )
 
     def trainer_logp(rollouts):
