@@ -110,7 +110,7 @@ def block_mask(
 
 def _block_sizes(num_tokens: int, group: int, impl: AttentionImpl) -> tuple[int, int]:
     """Tokens per query block and per key block."""
-    if impl.name == "xla":  # perf/attention.py: vision towers are faster with larger blocks
+    if impl.name == "xla":  # measured: vision towers are faster with larger blocks
         num_blocks = -(-num_tokens // (128 if group == 1 else 64))
         query_block = key_block = -(-num_tokens // (16 * num_blocks)) * 16  # blocks equally full
     elif impl.name == "tpu":  # powers of two (one divides the other), at most the row length
