@@ -124,8 +124,8 @@ def main() -> None:
     decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, dtype))(params)
     programs = compile_decoder(run, temperature=1.0, top_p=1.0, stops=False)
     requests = [
-        Request(place, prompt, limits=limits)
-        for place, (prompt, limits) in enumerate(zip(prompts, lengths, strict=True))
+        Request(index, prompt, limits=limits)
+        for index, (prompt, limits) in enumerate(zip(prompts, lengths, strict=True))
     ]
     all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8])
 

@@ -212,9 +212,9 @@ def _decode_programs(
 
     `kept` are bytes of other arrays that the run keeps on one chip meanwhile.
     """
-    place, rules = run.decode_batch_sharding, run.config.decode_sharding_rules
+    rows_sharding, rules = run.decode_batch_sharding, run.config.decode_sharding_rules
     impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
-    per_prompt = shapes.on_batch(place, sizes.num_new)
+    per_prompt = shapes.on_batch(rows_sharding, sizes.num_new)
     prompts = shapes.prompts(run, sizes.num_new, sizes.context_tokens)
     num_tokens = prompts.tokens.shape[1]
     slots = shapes.slots(run, sizes, num_tokens)
@@ -228,8 +228,8 @@ def _decode_programs(
         return _compile(program, jitted, arguments)[0]
 
     rng = jax.eval_shape(lambda: jax.random.key(0))
-    budget = shapes.on_batch(place, sizes.num_new, sizes.num_rollouts)(jnp.int32)
-    chosen = shapes.on_batch(place, sizes.num_slots)(jnp.int32)
+    budget = shapes.on_batch(rows_sharding, sizes.num_new, sizes.num_rollouts)(jnp.int32)
+    chosen = shapes.on_batch(rows_sharding, sizes.num_slots)(jnp.int32)
     return [
         compiled(
             " prefill",

@@ -56,9 +56,9 @@ def policy(config: ConfigDict) -> Policy:
     return Policy(backbone, no_text, no_text, no_bytes, tag_table, think_tag, folder=None)
 
 
-def on_batch(place: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
-    """dtype -> abstract array of this shape, sharded by `place`, such as a batch of `Run`."""
-    return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+def on_batch(rows_sharding: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
+    """dtype -> abstract array of this shape and sharding, such as that of a batch of `Run`."""
+    return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=rows_sharding)
 
 
 def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
@@ -66,8 +66,8 @@ def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
     dtype = jnp.dtype(run.config.model.compute_dtype)
     empty = jax.eval_shape(lambda: empty_slots(run.policy.config, sizes, num_prompt_tokens, dtype))
     rules = run.config.decode_sharding_rules
-    places = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
-    return sharding.abstract(empty, places)
+    shardings = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
+    return sharding.abstract(empty, shardings)
 
 
 def largest_bucket(run: Run) -> tuple[int, int]:
@@ -91,26 +91,26 @@ def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
     """`size` prompts of the largest bucket, each with `context_tokens` more tokens."""
     num_tokens, num_patches = largest_bucket(run)
     num_tokens += context_tokens
-    place = run.decode_batch_sharding
-    tokens = on_batch(place, size, num_tokens)
+    rows_sharding = run.decode_batch_sharding
+    tokens = on_batch(rows_sharding, size, num_tokens)
     return Prompts(
         tokens=tokens(jnp.int32),
         is_valid=tokens(jnp.bool),
-        positions=on_batch(place, size, num_tokens, 3)(jnp.int32),
-        next_position=on_batch(place, size)(jnp.int32),
+        positions=on_batch(rows_sharding, size, num_tokens, 3)(jnp.int32),
+        next_position=on_batch(rows_sharding, size)(jnp.int32),
         slots=tokens(jnp.int32),
-        images=_images(run, place, size, num_patches),
+        images=_images(run, rows_sharding, size, num_patches),
     )
 
 
 def tree_rows(run: Run, size: int, num_tokens: int, num_patches: int) -> TreeRows:
     """`size` rows of packed trees."""
-    place = run.train_batch_sharding
+    rows_sharding = run.train_batch_sharding
     names = ("tokens", "reach", "slots", "predictor", "branch", "scored")
     return TreeRows(
-        **dict.fromkeys(names, on_batch(place, size, num_tokens)(jnp.int32)),
-        positions=on_batch(place, size, num_tokens, 3)(jnp.int32),
-        images=_images(run, place, size, num_patches),
+        **dict.fromkeys(names, on_batch(rows_sharding, size, num_tokens)(jnp.int32)),
+        positions=on_batch(rows_sharding, size, num_tokens, 3)(jnp.int32),
+        images=_images(run, rows_sharding, size, num_patches),
     )
 
 
@@ -123,24 +123,26 @@ def imitation_batch(run: Run, size: int) -> ImitationBatch:
 
 def train_batch(run: Run, size: int) -> TrainBatch:
     """`size` rows of an update."""
-    rl, place = run.config.rl, run.train_batch_sharding
-    tokens = on_batch(place, size, rl.row_tokens)
+    rl, rows_sharding = run.config.rl, run.train_batch_sharding
+    tokens = on_batch(rows_sharding, size, rl.row_tokens)
     values = ("token_advantage", "old_logp", "ref_logp", "row_weight")
     return TrainBatch(
         rows=tree_rows(run, size, rl.row_tokens, rl.row_patches),
         **dict.fromkeys(values, tokens(jnp.float32)),
         **dict.fromkeys(("is_trained", "is_answer"), tokens(jnp.bool)),
-        prompt_weight=on_batch(place, size)(jnp.float32),
+        prompt_weight=on_batch(rows_sharding, size)(jnp.float32),
     )
 
 
-def _images(run: Run, place: NamedSharding, size: int, num_patches: int) -> ImagePatches | None:
+def _images(
+    run: Run, rows_sharding: NamedSharding, size: int, num_patches: int
+) -> ImagePatches | None:
     if not num_patches:
         return None
     vision = run.policy.config.vision
     patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
     images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
-    return jax.tree.map(lambda x: on_batch(place, size, *x.shape[1:])(x.dtype), images)
+    return jax.tree.map(lambda x: on_batch(rows_sharding, size, *x.shape[1:])(x.dtype), images)
 
 
 def num_bytes(tree: Any) -> int:

@@ -158,8 +158,8 @@ def schedules(
     buckets = sorted(map(tuple, run.config.data.buckets))
     first, second = rollout_sizes(run)
     waiting = [
-        WaitingPrompt(int(tokens), place, int(patches))
-        for place, (tokens, patches) in enumerate(prompts)
+        WaitingPrompt(int(tokens), index, int(patches))
+        for index, (tokens, patches) in enumerate(prompts)
     ]
     rollouts, reflected = np.split(responses, [first.num_rollouts], axis=1)
     decoding = simulate(first, waiting, dict(enumerate(rollouts)), buckets)

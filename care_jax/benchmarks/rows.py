@@ -47,12 +47,12 @@ def place_images(text: str) -> tuple[str, tuple[str, ...]]:
     """
     names: list[str] = []
 
-    def place(match: re.Match) -> str:
+    def reference(match: re.Match) -> str:
         name = f"image_{match.group(1)}"
         if name in names:
             return f"image {match.group(1)}"
         names.append(name)
         return "<image>"
 
-    placed = _PLACEHOLDER.sub(place, text)
+    placed = _PLACEHOLDER.sub(reference, text)
     return placed, tuple(names)

@@ -125,11 +125,11 @@ def sample_groups(
     drawn = {(example.source, example.id): i for i, example in reversed([*enumerate(asked)])}
     first = sorted(drawn.values())  # of each question
     asked, prompts = [asked[i] for i in first], [prompts[i] for i in first]
-    requests = [Request(place, prompt) for place, prompt in enumerate(prompts)]
-    places = np.arange(len(asked), dtype=np.int32)
+    requests = [Request(index, prompt) for index, prompt in enumerate(prompts)]
+    indices = np.arange(len(asked), dtype=np.int32)
     tried = verify(run, programs.decode(params, decode_rng, requests), asked, verifier)
     assert tried is not None
-    subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, select_rng, places))
+    subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, select_rng, indices))
     is_judged = tried.is_judged.all(1)
     if again := num_questions - len(asked):
         logging.warning("leaving out %d drawn questions, which were drawn before", again)

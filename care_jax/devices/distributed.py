@@ -81,11 +81,11 @@ def start(
 
 def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
     """Rejects a mesh on which one row of a batch would span several processes."""
-    place = sharding.batch_sharding(mesh, rules)
-    num_shards = sharding.num_shards(place)
+    rows_sharding = sharding.batch_sharding(mesh, rules)
+    num_shards = sharding.num_shards(rows_sharding)
     num_processes = len({device.process_index for device in mesh.devices.flat})
-    if len(sharding.local_rows(num_shards, place)) * num_processes != num_shards:
-        axes = (axis for axis in mesh.axis_names if axis not in place.spec[0])
+    if len(sharding.local_rows(num_shards, rows_sharding)) * num_processes != num_shards:
+        axes = (axis for axis in mesh.axis_names if axis not in rows_sharding.spec[0])
         inner = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
         raise ValueError(
             f"{inner} must divide the {mesh.size // num_processes} devices of each of "

@@ -164,12 +164,12 @@ def param_shardings(logical_axes: Any, shapes: Any, rules: Rules, mesh: Mesh) ->
         ValueError: the rules map two axes of one array to the same mesh axis.
     """
 
-    def place(path: jax.tree_util.KeyPath, logical: layers.Axes, shape: Any) -> Any:
+    def sharding_of(path: jax.tree_util.KeyPath, logical: layers.Axes, shape: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, _partition_spec(name, logical, shape.shape, rules, mesh))
 
     return jax.tree_util.tree_map_with_path(
-        place, logical_axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
+        sharding_of, logical_axes, shapes, is_leaf=lambda node: isinstance(node, tuple)
     )
 
 
@@ -178,13 +178,13 @@ def placed(function: Callable, rules: Rules, mesh: Mesh) -> Callable:
     if mesh.size == 1:
         return function
 
-    def place(x: jax.Array, logical: layers.Axes) -> jax.Array:
+    def constrained(x: jax.Array, logical: layers.Axes) -> jax.Array:
         spec = _partition_spec("activation", logical, x.shape, rules, mesh)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     @functools.wraps(function)
     def traced(*args, **kwargs):
-        with layers.activation_sharding(place):
+        with layers.activation_sharding(constrained):
             return function(*args, **kwargs)
 
     return traced
@@ -198,12 +198,12 @@ def shardings_like(tree: Any, shardings: Any, mesh: Mesh) -> Any:
     """
     by_path = dict(jax.tree_util.tree_leaves_with_path(shardings))
 
-    def place(path: jax.tree_util.KeyPath, _: Any) -> NamedSharding:
+    def sharding_of(path: jax.tree_util.KeyPath, _: Any) -> NamedSharding:
         tails = (path[start:] for start in range(len(path)))
         param = next((tail for tail in tails if tail in by_path), None)
         return replicated(mesh) if param is None else by_path[param]
 
-    return jax.tree_util.tree_map_with_path(place, tree)
+    return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
 
 def of(tree: Any) -> Any:
@@ -226,9 +226,10 @@ def has_host_memory(mesh: Mesh) -> bool:
 
 def abstract(tree: Any, shardings: Any = None) -> Any:
     """Shape, dtype and sharding (by default its own) of every array, for a checkpoint's restore."""
-    places = of(tree) if shardings is None else shardings
-    struct = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
-    return jax.tree.map(struct, tree, places)
+    shardings = of(tree) if shardings is None else shardings
+    return jax.tree.map(
+        lambda x, its: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=its), tree, shardings
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -7,7 +7,7 @@
 | evaluation, `commands.probe`, `commands.repairs` | the numbers below |
 | rounding of updates to bfloat16 (`learning.train_step`) | number `step` of seed 0 |
 
-What draws for many prompts folds in each one's place. The order of the data is numpy's, by `seed`.
+What draws for many prompts folds in each one's index. The order of the data is numpy's, by `seed`.
 """
 
 import jax

@@ -53,13 +53,13 @@ def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
 
 
 def _checked(
-    run: Run, rules: sharding.Rules, place: NamedSharding, sizes: tuple[int, int], use: str
+    run: Run, rules: sharding.Rules, rows_sharding: NamedSharding, sizes: tuple[int, int], use: str
 ) -> AttentionImpl:
     name = run.config.model.attention
     impl = sharding.attention_impl(name, rules, run.mesh)
     if name != "auto" or impl.name == "xla":
         return impl
-    (num_tokens, num_patches), num_rows = sizes, sharding.num_shards(place)
+    (num_tokens, num_patches), num_rows = sizes, sharding.num_shards(rows_sharding)
     text, vision = run.policy.config.text, run.policy.config.vision
     group, dtype = text.num_heads // text.num_kv_heads, jnp.dtype(run.config.model.compute_dtype)
 

@@ -83,7 +83,7 @@ def plan(
         for path in sorted(folder.glob("*/*/seed_*/trial.json"))
     }
 
-    def place(settings: Any, workdir: pathlib.Path) -> pathlib.Path:
+    def folder_for(settings: Any, workdir: pathlib.Path) -> pathlib.Path:
         key = _key(settings)
         if key not in known and workdir in known.values():
             raise ValueError(
@@ -108,11 +108,11 @@ def plan(
             }
             name = hashlib.sha256(_key(shared).encode()).hexdigest()[:8]
             shared["seed"] = seed
-            workdir = place(shared, folder / "cold_start" / name / f"seed_{seed}")
+            workdir = folder_for(shared, folder / "cold_start" / name / f"seed_{seed}")
             its_flags = *flags, _stages_flag(("sft", *evaluate))
             cold_start = Trial("", seed, shared, workdir, its_flags)
             flags += (_stages_flag(("sft", *stages[1 + len(evaluate) :])),)
-        workdir = place(settings, folder / experiment.name / arm / f"seed_{seed}")
+        workdir = folder_for(settings, folder / experiment.name / arm / f"seed_{seed}")
         trials.append(Trial(arm, seed, settings, workdir, flags, cold_start))
     return trials
 

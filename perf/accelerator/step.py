@@ -168,8 +168,8 @@ class Step:
         programs = dataclasses.replace(programs, admit=admit, advance=advance)
         prompts = prompts_of(run.policy.config, sizes)
         requests = [
-            Request(place, prompt, limits=limits)
-            for place, (prompt, limits) in enumerate(zip(prompts, responses, strict=True))
+            Request(index, prompt, limits=limits)
+            for index, (prompt, limits) in enumerate(zip(prompts, responses, strict=True))
         ]
         queue = DecodeQueue(programs, run.policy.prompts, first, DeviceClock())
         decoded = queue.decode(self._decode_params, jax.random.key(0), requests)
