@@ -1,4 +1,4 @@
-"""The records that are passed from the data pipeline to the update.
+"""The records passed from the data pipeline to the update.
 
 Letters: B prompts, G rollouts per prompt, R = G + 1 rows per prompt (slot G holds the reflected
 row), P prompt tokens (left-padded), T response tokens (right-padded), N image patches, D model.
@@ -25,7 +25,7 @@ _UNKNOWN: Any = None  # default of a field that is filled in later
 
 
 class Unusable(ValueError):
-    """A data row or its prompt is left out; the message is the reason under which it is counted."""
+    """A data row or its prompt cannot be used; it is left out and counted by this message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Example:
     choices: tuple[str, ...] = ()  # of a multiple-choice question, in order (A, B, ...)
     rationale: str = ""  # the teacher's reasoning for the cold start; empty if there is none
     response: str = ""  # what the cold start imitates, tags included; empty if there is none
-    context: str = ""  # what stands before `response`; the cold start does not learn it
-    tolerance: float = 0.0  # relative error allowed between numbers; 0: that of the verifier
+    context: str = ""  # text before `response`, without loss in the cold start
+    tolerance: float = 0.0  # relative error allowed between numbers; 0: the verifier's default
     units: str = ""  # "matter" if an answer without a unit differs from one with a unit; else empty
-    min_pixels: int = 0  # least height x width to which images are resized; 0: the prompt builder's
+    min_pixels: int = 0  # least height x width of resized images; 0: the prompt builder's
     max_pixels: int = 0  # the largest, likewise
     repair: str = ""  # what was corrected in its data row; empty if nothing was
-    # The columns of its data row that have no meaning here, by name, in JSON types.
+    # Further columns of its data row, by name, in JSON types.
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def answer_text(answer: Any) -> str:
-    """An answer as text; lists and objects as JSON."""
+    """An answer as text; lists and objects become JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
@@ -127,7 +127,7 @@ class Subgroup:
 
     anchor: Int[HostOrDevice, "*B"]  # index; in a rescue that of the pseudo-anchor
     is_negative: Bool[HostOrDevice, "*B G"]  # the K' = min(K, number of eligible failures) chosen
-    hard_negative: Int[HostOrDevice, "*B"]  # of these the nearest to the anchor, to reflect on
+    hard_negative: Int[HostOrDevice, "*B"]  # the negative nearest to the anchor, for reflection
     is_rescue: Bool[HostOrDevice, "*B"]  # none succeeded, at least two failed; anchor is a failure
     has_update: Bool[HostOrDevice, "*B"]  # has anchor and negative; if false, ignore the indices
 
@@ -136,7 +136,7 @@ class Subgroup:
 class RawAdvantages:
     """Normalised rewards of a prompt's subgroup S before scaling; under vmap, of a batch *B."""
 
-    value: Float[HostOrDevice, "*B R"]  # A_raw, 0 outside S
+    value: Float[HostOrDevice, "*B R"]  # A_raw, 0 outside S (eq:care-zscore)
     is_positive: Bool[HostOrDevice, "*B R"]  # the anchor or pseudo-anchor, and a reflected success
     is_negative: Bool[HostOrDevice, "*B R"]  # the hard negatives in S, and a reflected failure
     is_reflected: Bool[HostOrDevice, "*B R"]  # slot G, if the reflected row is in S
@@ -149,32 +149,32 @@ class Credit:
     advantage: Float[HostOrDevice, "B R"]  # A of each row
     token_advantage: Float[HostOrDevice, "B R T"]  # a_t, 0 outside sampled tokens
     row_weight: Float[HostOrDevice, "B R"]  # weight of the row in its prompt's loss
-    prompt_weight: Float[HostOrDevice, " B"]  # what the prompt adds to the loss's denominator
+    prompt_weight: Float[HostOrDevice, " B"]  # the prompt's term in the loss's denominator
     is_trained: Bool[HostOrDevice, "B R T"]  # sampled tokens of the rows in the update
 
 
 @flax.struct.dataclass
 class Groups:
-    """What a step knows so far of B prompts and their R rows each; the rest is None.
+    """B prompts of a step with R rows each; fields that are not computed yet are None.
 
-    All leaves are numpy arrays with the prompts as their first axis, some of Python objects.
-    `jax.tree.map` therefore selects, gathers and concatenates groups, whatever is known of them.
+    All leaves are numpy arrays, some of Python objects, with prompts along their first axis, so
+    `jax.tree.map` selects, gathers and concatenates groups.
     """
 
     index: Int[np.ndarray, " B"] = _UNKNOWN  # of each prompt in its step
-    examples: Shaped[np.ndarray, " B"] = _UNKNOWN  # the questions, of `Example`
-    prompts: Shaped[np.ndarray, " B"] = _UNKNOWN  # the questions tokenised, of `TokenizedPrompt`
+    examples: Shaped[np.ndarray, " B"] = _UNKNOWN  # an `Example` per prompt
+    prompts: Shaped[np.ndarray, " B"] = _UNKNOWN  # a `TokenizedPrompt` per prompt
     sources: Shaped[np.ndarray, " B"] = _UNKNOWN  # names of the data sources
     sizes: Int[np.ndarray, "B 2"] = _UNKNOWN  # tokens and image patches of each prompt
     rollouts: Rollouts = _UNKNOWN  # of all rows, the reflected one last
     scores: Scores = _UNKNOWN
     texts: Shaped[np.ndarray, "B R"] = _UNKNOWN  # of the responses
     reasons: Shaped[np.ndarray, "B R"] = _UNKNOWN  # of the verifier, see `Verdict`
-    # What a reward function returned for each row, by name; empty where it failed. None without.
+    # The reward function's components of each row, a dict, empty where it failed. None without one.
     components: Shaped[np.ndarray, "B R"] | None = None
     subgroup: Subgroup = _UNKNOWN  # anchor and negatives
     has_reflection: Bool[np.ndarray, " B"] = _UNKNOWN  # the last row is a reflected one
-    credit: Credit = _UNKNOWN  # what is trained on, and how much
+    credit: Credit = _UNKNOWN  # advantages and loss weights
     raw: RawAdvantages | None = None  # A_raw; None if the objective compares the whole group
 
     def take(self, chosen: Any) -> Groups:
@@ -187,7 +187,7 @@ class Groups:
 
     @staticmethod
     def concatenate(parts: Sequence[Groups]) -> Groups:
-        """The groups of several batches, of all of which the same is known."""
+        """Joins the groups of several batches that have the same fields set."""
         return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
     @property
@@ -199,7 +199,7 @@ class Groups:
 
     @property
     def num_trained(self) -> Int[np.ndarray, "B R"]:
-        """Tokens of each response that is trained on, 0 of the others."""
+        """Number of tokens of each response that is trained on, 0 for the others."""
         num_tokens = self.rollouts.is_valid.sum(-1) * self.credit.is_trained.any(-1)
         return num_tokens.astype(np.int32)
 
@@ -208,8 +208,8 @@ class Groups:
 class TrainBatch:
     """The packed trees of one update, with the values of each token at its index in the row.
 
-    The loss is Σ row_weight · surrogate(token_advantage) / Σ prompt_weight. Each objective's mean
-    is a choice of these weights, and the loss does not depend on how trees are packed.
+    The loss is -Σ row_weight · surrogate(token_advantage) / Σ prompt_weight (eq:ppo). Each
+    objective's mean is a choice of these weights. The loss does not depend on the packing.
     """
 
     rows: TreeRows

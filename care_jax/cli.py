@@ -1,7 +1,7 @@
 """The installed program, from any folder: `care-jax train --config=qwen25vl_7b --workdir=runs/7b`.
 
-Each command runs a module, with its flags. A configuration or an experiment is a path, or the name
-of one that is installed.
+Each command runs a module with its flags. A configuration or an experiment is a path, or the name
+of an installed one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-# The module of each command, and the flags it gets before those of the user.
+# The module of each command, and flags that precede the user's.
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "train": ("care_jax.main", ()),
     "evaluate": ("care_jax.main", ("--config.stages=('evaluate',)",)),
@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "repairs": ("care_jax.commands.repairs", ()),
     "smollm": ("care_jax.commands.smollm", ()),
 }
-_FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # of the files of these flags
+_FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # where names are looked up
 _PACKAGE = pathlib.Path(__file__).parent
 _IS_INSTALLED = (_PACKAGE / "configs").is_dir()  # inside the package, see setup.py
 _ROOT = _PACKAGE if _IS_INSTALLED else _PACKAGE.parent
@@ -32,7 +32,7 @@ _DEFAULT = "tiny"  # configuration of the commands that train or evaluate, if no
 
 
 def main() -> None:
-    """Runs a command; exits with status 2 if it or a name is unknown."""
+    """Runs a command; exits with status 2 if it is unknown, 1 if a name is."""
     command, *given = sys.argv[1:] or ["--help"]
     if command not in COMMANDS:
         is_help = command in ("-h", "--help")
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def resolved(command: str, given: Sequence[str]) -> list[str]:
-    """The flags with paths in place of the names of configurations and experiments."""
+    """The flags, with names of configurations and experiments replaced by paths."""
     flags, before = [], ""
     for flag in given:
         name, equals, value = flag.partition("=")
@@ -77,7 +77,7 @@ def resolved(command: str, given: Sequence[str]) -> list[str]:
 
 
 def path_of(folder: str, name: str) -> str:
-    """The path of an installed file; a path stays as it is. `name` may end with ":argument".
+    """The path of an installed file; paths are unchanged. `name` may end with ":argument".
 
     Raises:
         ValueError: nothing of that name is installed.
@@ -94,7 +94,7 @@ def path_of(folder: str, name: str) -> str:
 
 
 def names(folder: str) -> list[str]:
-    """What is installed in `configs` or `experiments`."""
+    """The names of the files in `configs` or `experiments`."""
     return sorted(path.stem for path in (_ROOT / folder).glob("*.py") if path.stem[0] != "_")
 
 

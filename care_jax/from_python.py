@@ -1,7 +1,7 @@
 """Training from Python: `care_jax.train_on(config, train=rows, reward=function, workdir=folder)`.
 
-It is the run that `python -m care_jax.main` makes of the same configuration, with rows and a reward
-function from the caller's program in place of `data.train`, `data.test` and `verifier.reward`.
+The same run as `python -m care_jax.main`, with rows and a reward function from Python instead of
+`data.train`, `data.test` and `verifier.reward`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from care_jax.rewards.reward_function import RewardFunction, check_reward, packe
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run leaves."""
+    """The results of a run."""
 
-    workdir: pathlib.Path  # its folder, with `report.html`, checkpoints and exports
+    workdir: pathlib.Path  # the folder with `report.html`, checkpoints and exports
     evaluations: dict[str, dict[str, float]]  # metrics of each evaluation, by the stage it followed
     metrics: list[dict[str, Any]]  # the lines of `metrics.jsonl`: stage, step, then metrics by name
 
@@ -41,15 +41,14 @@ def train_on(
 ) -> Trained:
     """Runs the stages of a configuration on rows given from Python.
 
-    Called again with the same workdir, a run that was stopped goes on, and one that has ended
-    trains no more.
+    Called again with the same workdir, it resumes a stopped run, and does not train a finished one.
 
     Args:
-        config: complete, such as `configs.tiny.get_config()`; it is not changed.
+        config: complete, such as `configs.tiny.get_config()`; not modified.
         train: rows of the RL stage with the fields of `data.readers.jsonl`; images may be PIL
             images or the bytes of files.
-        test: held-out rows of the evaluations; None: `config.data.test`, and if that is not set
-            there are no evaluations.
+        test: held-out rows of the evaluations; None: `config.data.test`, or if that is not set, no
+            evaluation of held-out rows.
         reward: a reward function, see docs/rewards.md; None: `config.verifier.reward`. It runs in
             worker processes with `verifier.timeout`; functions and lambdas of a notebook are sent
             there by cloudpickle.
@@ -62,7 +61,7 @@ def train_on(
     folder = command_line.folder_of(workdir, flag="workdir")
     if reward is not None:
         check_reward(reward, "reward")
-        packed(reward)  # in the first second
+        packed(reward)  # fails early if it cannot be sent to a process
     config = config.copy_and_resolve_references()
     examples = {"rl": jsonl.in_memory(train, "train")}
     if test is not None:
@@ -71,6 +70,6 @@ def train_on(
         config.stages = tuple(stage for stage in config.stages if stage != "evaluate")
     xla_flags.set_defaults()
     evaluations = main.run_stages(config, folder, examples=examples, reward=reward)
-    path = folder / "metrics.jsonl"  # of the first process
+    path = folder / "metrics.jsonl"  # written by process 0
     lines = path.read_text().splitlines() if path.exists() else []
     return Trained(folder, evaluations, [json.loads(line) for line in lines])

@@ -1,8 +1,8 @@
 """One run: `python -m care_jax.main --config=configs/tiny.py --workdir=runs/demo`.
 
-The stages of `config.stages` run in order, each from the parameters of the one before. A stopped
-run resumes if it is started again with the same workdir. If a run has several processes, all of
-them must be able to write to its workdir; see `devices.distributed`.
+The stages of `config.stages` run in order, each from the parameters of the previous one. A stopped
+run resumes if it is started again with the same workdir, which all of its processes must be able to
+write to; see `devices.distributed`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from care_jax.stages import evaluate, export, rl, sft
 
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
-    """Defines the flags of the command; returns that of the configuration.
+    """Defines the command's flags; returns the configuration's.
 
-    Not done on import: a program that calls `run_stages` may have flags of these names.
+    Not at import, since a program that calls `run_stages` may define flags of these names.
     """
     config = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration.")
     flags.DEFINE_string("workdir", "runs/tiny", "Folder of metrics, checkpoints and exports.")
@@ -71,15 +71,15 @@ def run_stages(
     examples: Mapping[str, Sequence[Example]] | None = None,
     reward: RewardFunction | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Runs every stage of a configuration; returns each evaluation's metrics by the stage before.
+    """Runs every stage of a configuration; returns metrics by the stage that was evaluated.
 
     Args:
         config: complete, see `configs/common.py`.
         workdir: created if it does not exist.
         overridden: keys set on the command line, see `config.checks.check_config`.
         is_dry: only print what the run would do, see `dry_run`.
-        examples: of the stages "rl" and "evaluate", in place of the sources of `config.data`.
-        reward: a reward function, in place of `verifier.reward`.
+        examples: for the stages "rl" and "evaluate", instead of the sources of `config.data`.
+        reward: a reward function, instead of `verifier.reward`.
     """
     given = examples or {}
     run = open_run(config, workdir, reward=reward, overridden=overridden, given=[*given])
@@ -123,7 +123,7 @@ def _run_each(
 ) -> dict[str, dict[str, float]]:
     """Runs the stages of a run whose workdir is locked and checked; see `run_stages`."""
     stages, results = run.config.stages, {}
-    # A step that is not there is told before weights are loaded.
+    # Raises before weights are loaded if the step to evaluate or export is missing.
     found = None if set(stages) & {*TRAINING} else weights.find(run, ())
     params = weights.load(run, found) if found else weights.start(run)
     last, trained = found.name if found else "start", ()
@@ -145,13 +145,13 @@ def _run_each(
 
 
 def run_main() -> None:
-    """Parses flags and runs; user errors are one line, not a traceback.
+    """Parses flags and runs; user errors are printed in one line, without a traceback.
 
-    Exits with status 75 if the run was told to stop before it was done, 130 after Ctrl-C.
+    Exits with status 75 if the run was preempted, 130 after Ctrl-C.
     """
     logging.set_verbosity(logging.WARNING)
     logging.use_absl_handler()
-    # What fails in a thread of orbax or TensorStore is raised again where a save is waited for.
+    # Errors in threads of orbax and TensorStore are raised again when the save is awaited.
     logging.get_absl_handler().addFilter(
         lambda record: record.levelname != "ERROR" or "/orbax/" not in record.pathname
     )
@@ -164,7 +164,7 @@ def run_main() -> None:
         message = f"stopped by SIGTERM {place}; the same command goes on from there"
         distributed.exit_run(message, is_preempted=True)
     except KeyboardInterrupt:
-        # A process of several must not wait for the others, which get a Ctrl-C of their own.
+        # Each process gets its own Ctrl-C, so none must wait for the others.
         message = interrupts.told(pathlib.Path(flags.FLAGS.workdir))
         distributed.exit_run(message, status=interrupts.STATUS)
     except (ValueError, FloatingPointError) as error:

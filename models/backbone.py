@@ -65,7 +65,7 @@ def embed(
     features: ImageFeatures | None = None,
     slots: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "... S D"]:
-    """Token embeddings; a token with a slot gets the image feature of that slot (-1: no slot)."""
+    """Token embeddings; a token with a slot (not -1) gets the image feature of that slot."""
     x = params["text"]["embed"]["table"][tokens].astype(dtype)
     if features is None:
         return x
@@ -84,7 +84,7 @@ def embed_with_images(
     remat: str = "none",
     attention: AttentionImpl = XLA,
 ) -> tuple[Float[Array, "B S D"], ImageFeatures | None]:
-    """Encodes the images of rows, if there are any, and embeds tokens and image features.
+    """Encodes the images of the rows, if any, and embeds tokens and image features.
 
     Returns:
         the embedded rows, and the features that `forward` and `prefill` need for DeepStack.

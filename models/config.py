@@ -132,7 +132,7 @@ class BackboneConfig:
     vision_start_token_id: int  # before the placeholders
     vision_end_token_id: int  # after them
     eos_token_ids: tuple[int, ...]  # each ends a response; SFT targets end with the first
-    pad_token_id: int  # may be one of `eos_token_ids`: masks mark the padding
+    pad_token_id: int  # may be one of `eos_token_ids`: padding is found by masks
 
     def __post_init__(self):
         flags_of(self.family)

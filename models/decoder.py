@@ -3,11 +3,10 @@
 A layer passes its rotated queries, keys and values to an `attend` function. Training (tree mask),
 prefill (keeps keys and values) and decoding (reads and writes the KV cache) differ only in that
 function. Training scans stacked layers. Decoding unrolls a list of layers, with q, k, v fused into
-one matmul and gate, up into another: on a CPU or with a small batch, most of the time goes to
-individual matmuls.
+one matmul and gate, up into another, since individual matmuls take most of the time on a CPU and
+with small batches.
 
-The public functions take the parameters and the config of a whole backbone, which offers them under
-the same names.
+The public functions, which `backbone` re-exports, take the parameters and config of the backbone.
 
 DeepStack: if the tower also returns features of intermediate layers, the l-th of them are added to
 the prompt's image tokens after decoder layer l. Responses have no images, so decoding adds none.
@@ -194,7 +193,7 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
 
 
 def decode_axes(axes: Params, config: TextConfig) -> Params:
-    """The tree of `to_decode_layout` with logical axis names, from that of the training layout."""
+    """Logical axis names of the tree of `to_decode_layout`, from those of the training layout."""
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
     layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=is_axes)
     q, _, _ = (layer["attention"].pop(name) for name in "qkv")
@@ -217,7 +216,7 @@ def at_slots(
 def _with_deepstack(
     x: Array, l: int | Array, features: ImageFeatures | None, slots: Array | None
 ) -> Array:
-    """Adds the DeepStack features of layer l, which may be traced, to the tokens of their slots."""
+    """Adds the DeepStack features of layer l, which may be traced, to the image tokens."""
     if features is None or features.deepstack is None:
         return x
     assert slots is not None  # they come together
@@ -287,7 +286,7 @@ def _unrolled(
     features: ImageFeatures | None = None,
     slots: Int[Array, "B P"] | None = None,
 ) -> tuple[Float[Array, "... D"], KeyValues]:
-    """The layers of the decode layout; `attend` also takes the layer and returns its cache."""
+    """Runs the layers of the decode layout; `attend` takes the layer's index, returns its cache."""
     keys, values = [], []
     for l, layer in enumerate(p["layers"]):
         x, (k, v) = decoder_layer(layer, x, rotary, functools.partial(attend, l), config)

@@ -1,9 +1,9 @@
 """Parameters with logical axes, and the layers that all parts of a backbone share.
 
-Flax NNX modules only declare parameters: shape, initial value and logical axes, the latter in the
-parameter's `axes` metadata. Functions compute: they take the plain dict that the module splits
-into, so the same code serves stacked layers under a scan and single layers in decoding. Weights are
-cast to the input's dtype when they are used; norms and rotary embeddings run in float32.
+Flax NNX modules only declare parameters: shape, initial value and logical axes (metadata `axes`).
+Functions compute on the plain dict that `nnx.split` gives, so the same code serves stacked layers
+under a scan and single layers in decoding. Weights are cast to the input's dtype when they are
+used; norms and rotary embeddings run in float32.
 
 The dimension alphabet, here and in every einsum of this package: B batch, T query, S key, D model,
 N heads, K kv heads, G query heads per kv head, H head dim, F mlp, V vocab, P patches or prompt
@@ -51,7 +51,7 @@ def activation_sharding(shard: Shard) -> Iterator[None]:
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """x, sharded by its logical axes inside `activation_sharding`; otherwise x unchanged."""
+    """x, sharded by its logical axes inside `activation_sharding`; unchanged outside."""
     shard = _shard.get()
     return x if shard is None else shard(x, axes)
 
@@ -136,7 +136,7 @@ def _rms_norm_fwd(scale, x, eps):
 
 
 def _rms_norm_bwd(eps, saved, g):
-    """From the input alone: without remat, autodiff would save float32 copies of it as well."""
+    """Recomputes from x alone: without remat, autodiff would also save float32 copies of x."""
     scale, x = saved
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
@@ -183,8 +183,8 @@ def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
 def product(x: Array, kernel: Array, num_inputs: int) -> Array:
     """Contracts the last `num_inputs` axes of x with the first of the kernel, in x's dtype.
 
-    A device sums in float32 whatever the dtype. The gradient of the kernel stays float32 while it
-    is summed over devices too.
+    A device accumulates in float32 for every dtype. The kernel's gradient is also summed over
+    devices in float32.
     """
     return jnp.tensordot(x, kernel, num_inputs)
 
@@ -216,8 +216,8 @@ product.defvjp(_product_fwd, _product_bwd)
 def outputs_first(kernel: Array, x: Array, num_inputs: int) -> Array:
     """x times a kernel [*outputs, inputs], in x's dtype.
 
-    The kernel merges the last `num_inputs` axes of x into one: a TPU would copy it otherwise. A CPU
-    takes 0.8 times as long for a decode step as with kernels [inputs, *outputs].
+    The kernel has the last `num_inputs` axes of x merged into one; a TPU would copy it otherwise.
+    On a CPU a decode step takes 0.8 times as long as with kernels [inputs, *outputs].
     """
     x = x.reshape(*x.shape[: x.ndim - num_inputs], -1)
     y = jnp.tensordot(kernel, x, (-1, -1))
@@ -226,7 +226,7 @@ def outputs_first(kernel: Array, x: Array, num_inputs: int) -> Array:
 
 
 def mlp(p: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), GELU in its tanh form, without a gate.
+    """down(silu(gate(x)) * up(x)); without a gate down(gelu(up(x))), with the tanh GELU.
 
     "gate_up" is gate and up fused (the decode layout).
     """
@@ -265,7 +265,7 @@ def vision_rotary(coordinates: Int[Array, "... 2"], config: VisionConfig) -> Rot
 
 
 def _cos_sin(positions: Int[Array, "... half"], dim: int, theta: float) -> Rotary:
-    """Of positions times θ^(-2i/dim) for i = 0..dim/2-1, which repeat along the last axis."""
+    """Cosine and sine of positions · θ^(-2i/dim), i = 0..dim/2-1, repeated along the last axis."""
     frequencies = (theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
     frequencies = np.tile(frequencies, positions.shape[-1] // len(frequencies))
     angle = positions.astype(jnp.float32) * frequencies
@@ -280,9 +280,9 @@ def rotate(x: Float[Array, "... heads H"], rotary: Rotary) -> Float[Array, "... 
 
 
 def checkpointed(layer: Callable, remat: str) -> Callable:
-    """The body of a scan over layers, which rematerialises activations as `remat` says.
+    """`layer`, the body of a scan over layers, with rematerialisation.
 
-    "none" saves everything; "layer" saves only the layer's input; "dots" saves matmuls with
+    `remat` "none" saves everything; "layer" saves only the layer's input; "dots" saves matmuls with
     weights, and the output and log-sum-exp of attention unless it is dense.
     """
     if remat not in REMATS:

@@ -73,7 +73,7 @@ def only(params: Params) -> Params:
 def concatenated(adapters: Sequence[Params]) -> Params:
     """One adapter whose product is the sum of theirs: A·B + A'·B' = [A A']·[B; B'].
 
-    The adapters, from `only`, have one scale, which stays the scale of the result.
+    The adapters, from `only`, must have the same scale, which is also that of the result.
     """
 
     def concatenate(path: Any, *leaves: Array) -> Array:

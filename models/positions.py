@@ -3,9 +3,9 @@
 `pack_images` computes the image of each patch (for full attention) and its slot in a window bin
 (for windowed attention). Windowed attention is then a gather, a batched attention and a gather
 back, with shapes that depend only on the padded patch count. For a tower with learned positions,
-`pack_images` also computes the rows of the position table that each patch reads. Patches stay in
-the order of Hugging Face processors: merge blocks in raster order, and within a block its
-merge_size x merge_size patches in raster order.
+`pack_images` also computes the rows of the position table that each patch interpolates. Patches
+have the order of Hugging Face processors: merge blocks in raster order, and the patches of a block
+in raster order.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ImagePatches:
     # None if the tower has no windows:
     window_patches: Int[HostOrDevice, "B W S"] | None = None  # patch in each slot, -1 for none
     window_segments: Int[HostOrDevice, "B W S"] | None = None  # window in each slot, -1 for none
-    window_slots: Int[HostOrDevice, "B N"] | None = None  # of the W * S slots; 0 at padding
+    window_slots: Int[HostOrDevice, "B N"] | None = None  # its slot of W * S; 0 at padding
     # None if the tower has no position table:
-    position_rows: Int[HostOrDevice, "B N 4"] | None = None  # of the table, to interpolate
+    position_rows: Int[HostOrDevice, "B N 4"] | None = None  # table rows to interpolate
     position_weights: Float[HostOrDevice, "B N 4"] | None = None  # sum 1; 0 at padding
 
 

@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2.5-VL and Qwen3-VL: one transformer over patches, by its parameters.
+"""The vision towers of Qwen2.5-VL and Qwen3-VL, in one transformer over patches.
 
 Qwen2.5-VL: RMSNorm and gated SiLU, and windowed attention except in a few layers. Patches stay in
 the processor's order: a windowed layer gathers queries, keys and values into window bins and
@@ -172,7 +172,7 @@ def attend_patches(q: Array, k: Array, v: Array, mask: BlockMask) -> Float[Array
 
 
 def attend_in_bins(q: Array, k: Array, v: Array, images: ImagePatches, mask) -> Array:
-    """Attention among the patches of each window: gathers them into bins, and the output back."""
+    """Windowed attention: gathers patches into window bins, attends, gathers the output back."""
     assert images.window_patches is not None and images.window_slots is not None
     B, W, S = images.window_patches.shape
     slots = jnp.maximum(images.window_patches, 0).reshape(B, W * S, 1, 1)

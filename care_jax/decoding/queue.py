@@ -1,13 +1,12 @@
-"""Decodes many prompts on few slots: the compiled programs, and the host that calls them.
+"""Decodes many prompts in few slots: the compiled programs, and the host loop that calls them.
 
-Prompts take slots a few at a time (`schedule`), and all their rollouts are decoded (`sampler`).
-Finished prompts are yielded while the devices decode the others, so verifying takes no device
-time. Between two calls of `advance` the host reads which slots are free and pads the prompts that
-take them.
+`schedule` admits prompts to slots, `sampler` decodes all their rollouts. Finished prompts are
+yielded while the devices decode the others, so that verification overlaps with decoding. Between
+two calls of `advance` the host reads which slots are free and pads the next prompts.
 
 A prompt is decoded on the batch shard that trains on it, so neither prompts nor responses cross the
-network. Every process knows all waiting prompts and makes the same decisions. Nothing depends on
-how long the host takes: the same weights and prompts give the same calls.
+network. Every process has the sizes of all waiting prompts and makes the same decisions. They do
+not depend on the host's speed: the same weights and prompts give the same calls.
 
 Letters: B slots, G rollouts of a prompt, T tokens of a rollout, P prompt tokens, N prompts of a
 prefill.
@@ -40,13 +39,13 @@ NO_CONTEXT = np.zeros(0, np.int32)
 class Request:
     """A prompt to decode."""
 
-    # Of the prompt in the step. It is folded into the prompt's random key, so samples depend on
-    # neither schedule nor mesh, and it determines the prompt's shard.
+    # Of the prompt in the step; folded into the prompt's random key, so that samples depend on
+    # neither schedule nor mesh. It also determines the prompt's shard.
     index: int
     prompt: TokenizedPrompt
     # Forced tokens at the start of each response; they count towards T.
     context: Int[np.ndarray, " c"] = dataclasses.field(default_factory=lambda: NO_CONTEXT)
-    limits: Int[np.ndarray, " G"] | None = None  # most tokens of each response; None for T
+    limits: Int[np.ndarray, " G"] | None = None  # maximum tokens of each response; None for T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
     placed = functools.partial(sharding.placed, rules=rules, mesh=mesh)
 
     def laid_out(slots: Slots) -> Slots:
-        """Gives the slots the same shardings after every program."""
+        """Constrains the slots to the same shardings after every program."""
         shardings = sharding.param_shardings(slot_axes(slots), slots, rules, mesh)
         return jax.lax.with_sharding_constraint(slots, shardings)
 
@@ -121,14 +120,14 @@ class DecodeQueue:
     ) -> Iterator[tuple[list[int], Rollouts]]:
         """Decodes prompts and yields them in the order in which they finish.
 
-        Each process passes different requests, with indices of its shards. `params` are in the
-        decode layout; `rng` is the key of all draws.
+        Each process passes its requests, with indices of its shards. `params` are in the decode
+        layout; `rng` is the key of all draws.
 
         Yields:
-            the numbers of n requests in `requests`, and their rollouts [n, G, ...] in numpy.
+            indices of n requests in `requests`, and their rollouts [n, G, ...] in numpy.
 
         Raises:
-            distributed.Preempted: the run is to end.
+            distributed.Preempted: the run was preempted.
         """
         scheduler = Scheduler(_gather_waiting(requests), self.sizes)
         buffer = _RolloutBuffer(requests, self.sizes, self.programs.options)
@@ -174,7 +173,7 @@ class DecodeQueue:
         chosen: Int[np.ndarray, " B"],
         slots: Slots | None,
     ) -> tuple[Slots, SampledTokens]:
-        """Prefills the admitted prompts and gives them their slots."""
+        """Prefills the admitted prompts and assigns their slots."""
         sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
         by_index = {request.index: request for request in requests}
         padding = Request(0, self.prompts.empty_prompt)
@@ -197,7 +196,7 @@ class DecodeQueue:
         return self.programs.admit(params, slots, prompts, rng, *arrays, self._put(chosen))
 
     def _widen(self, slots: Slots, num_tokens: int) -> Slots:
-        """Makes room for prompts of `num_tokens` tokens."""
+        """Pads the prefix cache to `num_tokens` prompt tokens."""
         prefix, is_valid = slots.prefix, [slots.prefix.is_valid]
         for arrays, axis in ((prefix.cache.keys, 3), (prefix.cache.values, 2), (is_valid, 1)):
             _change(arrays, functools.partial(self.programs.pad, axis=axis, size=num_tokens))
@@ -244,7 +243,7 @@ class _RolloutBuffer:
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
 
     def _numbers(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """The number of each slot's request; -1 if it is free or of another process."""
+        """Index of each slot's request; -1 if the slot is free or of another process."""
         return np.array([self._number_of.get(index, -1) for index in indices.tolist()])
 
     def enqueue(self, sampled: SampledTokens, indices: Int[np.ndarray, " B"]) -> None:
@@ -270,8 +269,8 @@ class _RolloutBuffer:
         """The requests that have just released their last slot, with their rollouts, if any.
 
         Args:
-            released: (index, slot) of prompts that have just released a slot.
-            indices: of the prompt on each slot, -1 if free.
+            released: (index of the prompt, slot) of the slots that have just become free.
+            indices: of the prompt in each slot, -1 if free.
             slots: as `advance` returned them.
         """
         released = [

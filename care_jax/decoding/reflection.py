@@ -1,16 +1,16 @@
 """Reflection-guided resampling (RGR): which failure is repaired, and the forced context.
 
-If a prompt has an anchor, its nearest hard negative gets a second attempt. The model is given the
-prompt, the failed rationale and a cue that asks for a repair, still inside the think span. It
-continues from there, closes the span and answers. In training the row is conditioned on exactly
-these tokens with zero weight on them, so its importance ratio is exact.
+If a prompt has an anchor, its nearest hard negative gets a second attempt (sec:care-reflection).
+The model gets the prompt, the failed rationale and a repair cue, still inside the think span, and
+continues from there. The template of sec:care-reflection closes the span
+after the cue; alg:care inserts the cue into the negative's span, which leaves room to reason. In
+training the row is conditioned on these tokens with zero weight, so its importance ratio is exact.
 
-The context is the rationale's *text*, tokenised again. It ends before the first tag after the
-opening one, since no well-formed response can follow a closing tag or an answer tag. A rationale
-longer than `max_context` is truncated at its end.
+The rationale is tokenised again from text, up to the first tag after the opening one: no
+well-formed response can follow a closing or an answer tag. It is truncated to `max_context` tokens.
 
-Three controls isolate what repairs: the failed rationale without the cue, the cue with its words
-shuffled, and, from the paper, a fresh rollout with neither (resample).
+Controls are the failed rationale without the cue (No-Cue-Resample in fig:rgr_ablation), the cue
+with shuffled words, and a fresh rollout without either (Random-Resample).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
     """The text that follows a failed rationale.
 
     Mode "cue": the cue; "no_cue", "resample": empty; "shuffled": the cue's words in another order,
-    about as many tokens that ask for nothing, between the same spaces.
+    about as many tokens without the instruction.
 
     Raises:
-        ValueError: there is no such mode, or no other order of the cue's words.
+        ValueError: unknown mode, or the cue's words have no other order.
     """
     if mode == "cue":
         return cue
@@ -58,8 +58,8 @@ def cue_text(cue: str, mode: str, *, seed: int) -> str:
 def rationale_of(response: str, think_tag: str) -> str:
     """The text of a response's rationale, whether or not it is closed.
 
-    It starts after the first opening think tag, or at the start of a response without one. It ends
-    at the next tag of the format, opening or closing.
+    From the first opening think tag, or the start of a response without one, to the next tag of the
+    format, opening or closing.
     """
     opening, tag = f"<{think_tag}>", re.escape(think_tag)
     _, found, behind = response.partition(opening)
@@ -74,10 +74,10 @@ def context_tokens(
     think_tag: str,
     max_context: int,
 ) -> Int[np.ndarray, " c"]:
-    """The forced tokens at the start of a prompt's second decode: the failed rationale, the cue.
+    """The forced tokens at the start of a prompt's second decode: failed rationale, then cue.
 
-    `encode` gives token ids without special tokens. Tag and rationale of more than `max_context`
-    tokens are truncated at the end.
+    `encode` gives token ids without special tokens. Tag and rationale are truncated to
+    `max_context` tokens.
     """
     cue_tokens = encode(cue) if cue else []
     context = encode(f"<{think_tag}>{rationale}")[:max_context] + cue_tokens
@@ -89,9 +89,8 @@ def without_context(
 ) -> tuple[Rollouts, Scores]:
     """Removes forced tokens from the rows (`care.reflect_credit = "prompt_only"`, on the host).
 
-    The rows are then trained as responses to the prompt alone, which is not how they were sampled:
-    their old log-probabilities must be recomputed. Verdicts are kept; they were read from the
-    whole response.
+    The rows are then trained as responses to the prompt alone, which they were not sampled from:
+    their old log-probabilities must be recomputed. Verdicts are of the whole response.
     """
     is_forced = np.asarray(rollouts.is_forced)
     num_tokens = is_forced.shape[-1]

@@ -1,9 +1,9 @@
-"""Continuous decoding: fixed shapes, no waiting for the longest rollout.
+"""Continuous decoding with fixed shapes: no row waits for the longest rollout.
 
 Each of B prompts occupies a slot: one entry of the batch axis, with R rows in flight, each decoding
-one rollout. A row whose response ends starts its prompt's next rollout in the same step. A prompt
-whose rollouts are all done leaves its slot to another prompt between two calls of `advance`. The
-state is in `slots`, the host's side is `queue`.
+one rollout. A row whose response ends starts its prompt's next rollout in the same step. A slot
+whose rollouts are all done gets another prompt between two calls of `advance`. `slots` defines the
+state, `queue` is the host loop.
 
 Every random number is a function of prompt, rollout and token index alone, so samples do not depend
 on the schedule.
@@ -47,24 +47,24 @@ class DecodingAttention:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions:
-    """What the decoder is compiled for."""
+    """The static options of decoding."""
 
     config: BackboneConfig
     mesh: Mesh
     rules: sharding.Rules  # of decoding
     dtype: DTypeLike  # of activations and cache
     # Automaton of the closing think tag, see `spans.closing_tag_table`. The rationale is every
-    # token up to the one that closes the span (all of them if none does), except the last sampled
+    # token up to the one that closes the span (every token if none does), except the last sampled
     # token, whose hidden state is never used.
     closing_tag: UInt8[Any, "states V"]
     temperature: float  # see `sample_token`, as top_p
     top_p: float
     attention: DecodingAttention
-    stops: bool = True  # whether EOS ends a rollout; false for measuring speed at given lengths
+    stops: bool = True  # EOS ends a rollout; false to measure speed at given lengths
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of prompts and slots. A prompt takes a slot on its shard."""
+        """Sharding of prompts and slots; a prompt is decoded in a slot of its shard."""
         return sharding.batch_sharding(self.mesh, self.rules)
 
     @property
@@ -74,7 +74,7 @@ class DecodeOptions:
 
 @flax.struct.dataclass
 class SampledTokens:
-    """The tokens that a program sampled, by row or by rollout."""
+    """Tokens sampled by one program, by row or by rollout."""
 
     token: Int[Array, "B R *L"]
     logp: Float[Array, "B R *L"]  # nats at temperature 1, as the trainer's forward computes
@@ -114,15 +114,15 @@ def admit(
     chosen: Int[Array, " B"],
     options: DecodeOptions,
 ) -> tuple[Slots, SampledTokens]:
-    """Prefills prompts, gives them slots and samples the first token of each of their rollouts.
+    """Prefills prompts, assigns their slots and samples the first token of each of their rollouts.
 
     Args:
         params: in the decode layout.
-        prompts: N prompts, not all of which need to take a slot; P at most that of the slots.
-        rng: key of all draws; `indices`, those of the prompts in the step, are folded in.
-        budget: most tokens that each rollout of the prompts may sample, at least 1.
-        chosen: per slot, index among its shard's N / num_shards prompts of the one that takes it;
-            -1 for none.
+        prompts: N prompts, some of which may be padding; P is at most the slots'.
+        rng: key of all draws; the `indices` of the prompts in the step are folded in.
+        budget: maximum number of tokens that each rollout samples, at least 1.
+        chosen: for each slot, index of its new prompt among the N / num_shards of its shard; -1 for
+            none.
 
     Returns:
         the slots, and the first tokens by slot, [B, G, 1]; `rollout` is -1 on the other slots.
@@ -161,13 +161,13 @@ def admit(
 def advance(
     params: backbone.Params, slots: Slots, num_wanted: Int[Array, ""], options: DecodeOptions
 ) -> tuple[Slots, SampledTokens, tuple[Array, ...]]:
-    """Decodes until all slots are free, `num_wanted` slots are free, or L = NUM_STEPS are done.
+    """Decodes until all slots or `num_wanted` slots are free, or for L = NUM_STEPS steps.
 
-    At `num_wanted` free slots the host has something to do. `params` are in the decode layout.
+    At `num_wanted` free slots the host can refill them. `params` are in the decode layout.
 
     Returns:
-        the slots, the sampled tokens, and for the host: per slot, whether no row is decoding, and
-        `next_rollout`; the steps so far.
+        the slots, the sampled tokens, and for the host: whether each slot is free, its
+        `next_rollout`, and the number of steps so far.
     """
     config, closing_tag = options.config, jnp.asarray(options.closing_tag)
     num_rollouts, size = slots.prefix.first.shape[1], slots.cache.keys[0].shape[-1]
@@ -214,7 +214,7 @@ def advance(
         ended = jnp.einsum(
             "BRG,BRD->BGD", ends_rollout.astype(jnp.float32), running, precision="highest"
         )
-        # Rows that end take the next rollouts, in row order.
+        # Rows that end start the next rollouts, in row order.
         upcoming = slots.next_rollout[:, None] + jnp.cumsum(is_last, 1) - is_last
         upcoming = jnp.where(upcoming < slots.end_rollout[:, None], upcoming, num_rollouts)
         slots = dataclasses.replace(
@@ -254,12 +254,12 @@ def occupy(
     end: Int[Array, " B"],
     num_shards: int,
 ) -> Slots:
-    """Gives slots prompts and some of their rollouts.
+    """Assigns prompts, and a range of their rollouts, to slots.
 
     Args:
-        prefix: of new prompts, or of the slots themselves: free slots share others' rollouts.
-        chosen: per slot, index in its shard of `prefix` of the prompt that it takes; -1 for none.
-        begin, end: per slot, its range of rollouts; `begin` counts on slots that take a prompt.
+        prefix: of new prompts, or `slots.prefix` if free slots take over rollouts of others.
+        chosen: for each slot, index in its shard of `prefix` of its new prompt; -1 for none.
+        begin, end: range of rollouts of each slot; `begin` is not read where `chosen` is -1.
     """
     num_rows, num_rollouts = slots.rollout.shape[1], slots.prefix.first.shape[1]
     take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)

@@ -1,7 +1,7 @@
 """Samples one token from logits: temperature, nucleus (top-p), one uniform number per row.
 
-The vocabulary may be sharded, and nothing here gathers it. Ids are found by sums over the
-vocabulary; on a mesh these are partial sums and an all-reduce of one number, or one block, per row.
+The vocabulary may be sharded and is never gathered. Ids are found by sums over the vocabulary; on a
+mesh these are partial sums and an all-reduce of one number, or one block, per row.
 
 V is the vocabulary, N its blocks of I ids.
 """
@@ -30,7 +30,7 @@ def sample_token(
     Args:
         u: uniform in [0, 1); determines the sample.
         temperature: 0 takes the most likely token.
-        top_p: only the smallest set of most likely tokens with at least this probability is kept.
+        top_p: keeps the smallest set of most likely tokens with at least this probability.
         vocab_shards: number of shards of the vocabulary axis.
     """
     if temperature == 0:
@@ -92,7 +92,7 @@ def _invert(
     block = jnp.argmax(upto_block > u[..., None], -1)[..., None]
     is_block = jnp.arange(sums.shape[-1]) == block
     before = jnp.where(is_block, upto_block - sums, 0.0).sum(-1)
-    inside = jnp.einsum(  # where() and a sum would write all blocks on a GPU
+    inside = jnp.einsum(  # where() and a sum would materialise all blocks on a GPU
         "...N,...NI->...I", is_block.astype(jnp.float32), blocks, precision="highest"
     )
     # Rounding may leave u beyond the block's sum. Then take the last id with a non-zero weight.

@@ -1,10 +1,9 @@
-"""The schedule of continuous decoding: which prompts wait, and which take which slots (host).
+"""Schedules continuous decoding: which waiting prompt gets which slot, and when (host).
 
 Prompts wait in one queue per batch shard, the shard that trains on them, shortest first. Once a
-queue is empty, a free slot takes half of the rollouts not yet started on another slot of its shard.
-Once all queues are empty and every shard uses at most half of its slots, the slots are halved.
-`Scheduler` makes these decisions, so `simulate`, given lengths instead of a model, yields the calls
-of a run.
+queue is empty, a free slot takes over half of the unstarted rollouts of another slot of its shard.
+Once all queues are empty and every shard uses at most half of its slots, the number of slots is
+halved. `simulate` runs the same `Scheduler` on given lengths, without a model.
 
 Letters: B slots, R rows of a slot, G rollouts of a prompt, T tokens of a rollout, N prompts of a
 prefill, P prompt tokens. `sampler` explains slots and rows.
@@ -21,12 +20,12 @@ from jaxtyping import Bool, Int
 
 NUM_STEPS = 64  # most decode steps of a call of `sampler.advance`
 _NUM_PREFILLS = 4  # prefills that fill all slots
-_FEWEST_SLOTS = 1 / 4  # least share of the slots that is kept; each halving is one more compile
+_FEWEST_SLOTS = 1 / 4  # smallest fraction of the slots to keep; each halving is one more compile
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Shapes of the programs of decoding."""
+    """Shapes of the decoding programs."""
 
     num_slots: int  # B, over all processes
     num_rows: int  # R
@@ -34,11 +33,11 @@ class Sizes:
     max_tokens: int  # T, context included
     context_tokens: int  # most forced tokens at the start of a rollout
     num_shards: int  # of the batch; divides B
-    period: int  # consecutive prompts split evenly over the shards: those of an update
+    period: int  # prompts of an update; each such run of prompts is split evenly over the shards
 
     @property
     def num_new(self) -> int:
-        """N, equally many on every shard."""
+        """N, the prompts of a prefill; equally many on every shard."""
         return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
 
     def shard_of(self, index: int) -> int:
@@ -48,7 +47,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class WaitingPrompt:
-    """A waiting prompt: its tokens, its index in the step, its image patches."""
+    """A waiting prompt: tokens, index in the step, image patches."""
 
     num_tokens: int
     index: int
@@ -61,7 +60,7 @@ def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
 
 
 class Scheduler:
-    """The waiting prompts, from all processes, and the prompts on slots; the same on each."""
+    """The waiting prompts and those in slots, of all processes; identical on each process."""
 
     def __init__(self, prompts: Sequence[WaitingPrompt], sizes: Sizes):
         self._sizes = sizes
@@ -69,18 +68,18 @@ class Scheduler:
         for prompt in sorted(prompts):
             self._waiting[sizes.shard_of(prompt.index)].append(prompt)
         shape = sizes.num_shards, sizes.num_slots // sizes.num_shards
-        self._indices = np.full(shape, -1)  # of the prompt on each slot
-        self._next = np.zeros(shape, int)  # the rollout that the slot's next free row takes
+        self._indices = np.full(shape, -1)  # of the prompt in each slot
+        self._next = np.zeros(shape, int)  # the next rollout that the slot starts
         self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any prompt waits or is on a slot."""
+        """Whether any prompt waits or is in a slot."""
         return bool((self._indices >= 0).any() or any(self._waiting))
 
     @property
     def indices(self) -> Int[np.ndarray, " B"]:
-        """Index in the step of the prompt on each slot, -1 on free slots."""
+        """Index in the step of the prompt in each slot, -1 in free slots."""
         return self._indices.ravel()
 
     @property
@@ -90,7 +89,7 @@ class Scheduler:
 
     @property
     def num_wanted(self) -> int:
-        """Number of free slots at which `advance` should return; more than B for never."""
+        """Number of free slots at which `advance` should return; above B for never."""
         num_slots, num_free = self._indices.size, int((self._indices < 0).sum())
         if any(self._waiting):
             return num_free + max(self._fewest_admitted - int(self._num_admissible().sum()), 1)
@@ -101,11 +100,11 @@ class Scheduler:
         return num_slots + 1
 
     def admit(self) -> tuple[list[WaitingPrompt | None], Int[np.ndarray, " B"]] | None:
-        """Gives prompts their slots; None while too few can take one to be worth a prefill.
+        """Assigns waiting prompts to free slots; None while too few fit to be worth a prefill.
 
         Returns:
-            the N prompts of a prefill, by shard, None for padding; and per slot, the index among
-            its shard's N / num_shards prompts of the one that takes it, -1 for none.
+            the N prompts of a prefill, by shard, None for padding; and for each slot the index of
+            its new prompt among the N / num_shards of its shard, -1 for none.
         """
         num_admitted = self._num_admissible()
         is_too_few = num_admitted.sum() < self._fewest_admitted
@@ -123,12 +122,12 @@ class Scheduler:
         return prompts, chosen.ravel()
 
     def share(self) -> Int[np.ndarray, "3 B"] | None:
-        """Gives free slots rollouts of the slots with the most not yet started; None if none.
+        """Moves unstarted rollouts from the slots with the most to free slots; None if none move.
 
         Returns:
-            source: per slot, index in its shard of the slot it takes over from; -1 for none.
-            begin: per slot, the first rollout that it takes over.
-            end: per slot, also the others, the end (exclusive) of its range of rollouts.
+            source: for each slot, index in its shard of the slot it takes over from; -1 for none.
+            begin: for each such slot, the first rollout that it takes over.
+            end: for every slot, the end (exclusive) of its range of rollouts.
         """
         source, begin = np.full((2, *self._indices.shape), -1, np.int32)
         for shard in range(self._sizes.num_shards):
@@ -148,7 +147,7 @@ class Scheduler:
         return np.stack([source.ravel(), begin.ravel(), self.ends]).astype(np.int32)
 
     def halve(self) -> Int[np.ndarray, " half"] | None:
-        """Halves the slots; returns those kept, by their index in each shard; None if all are."""
+        """Halves the number of slots; returns the index in its shard of each kept slot, or None."""
         is_free = self._indices < 0
         half = self._indices.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
@@ -162,10 +161,10 @@ class Scheduler:
     def release(
         self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"]
     ) -> list[tuple[int, int]]:
-        """Frees the slots that the last call of `sampler.advance` left without rollouts.
+        """Frees the slots without rollouts after a call of `sampler.advance`.
 
         Returns:
-            (index, slot) of the prompt of each.
+            (index of the prompt, slot) for each.
         """
         self._next = np.minimum(next_rollout.reshape(self._end.shape), self._end)
         slots = np.flatnonzero((self.indices >= 0) & is_free)
@@ -185,7 +184,7 @@ class Scheduler:
 
     @property
     def _fewest_admitted(self) -> int:
-        """New prompts that are worth a prefill: half of those it has room for, or all."""
+        """Fewest prompts worth a prefill: half of its size, or all that wait."""
         return min(max(self._sizes.num_new // 2, 1), sum(map(len, self._waiting)))
 
     @property
@@ -193,7 +192,7 @@ class Scheduler:
         return self._sizes.num_new // self._sizes.num_shards
 
     def _num_admissible(self) -> Int[np.ndarray, " shards"]:
-        """The number of each shard's prompts that the next prefill can take."""
+        """Number of prompts of each shard that the next prefill can admit."""
         waiting = np.array([len(queue) for queue in self._waiting])
         num_free = (self._indices < 0).sum(1)
         return np.minimum(np.minimum(waiting, num_free), self._num_new_of_shard)
@@ -204,7 +203,7 @@ class Call:
     """One call of `sampler.advance`."""
 
     num_steps: int
-    num_tokens: int  # sampled, with the first tokens of the prompts admitted before it
+    num_tokens: int  # sampled, including the first tokens of the prompts admitted before it
     num_slots: int  # B
     num_prompt_tokens: int  # P
     prefix_tokens: int  # in the prefixes of the slots, without padding, summed over the steps
@@ -232,7 +231,7 @@ def simulate(
     """The schedule of prompts whose responses have given lengths.
 
     Args:
-        lengths: by the index of a prompt, tokens that each of its rollouts samples, at least 1.
+        lengths: by index of the prompt, number of tokens that each rollout samples, at least 1.
         buckets: (tokens, patches) that prompts are padded to, ascending; see `data.buckets`.
     """
     scheduler = Scheduler(prompts, sizes)
@@ -240,7 +239,7 @@ def simulate(
     left = np.zeros((sizes.num_slots, sizes.num_rows), int)  # steps of a row's rollout; 0: idle
     read = np.zeros_like(left)  # tokens of the rollout in the row's cache
     samples = np.zeros_like(left)  # tokens per step: 0 if the first token ended the rollout, else 1
-    next_rollout = np.zeros(sizes.num_slots, int)  # rollout that the slot's next free row takes
+    next_rollout = np.zeros(sizes.num_slots, int)  # the next rollout that the slot starts
     prefix = np.zeros(sizes.num_slots, int)  # tokens of the slot's prompt, context included
     num_prompt_tokens, prefills, calls = 0, [], []
 
@@ -287,7 +286,7 @@ def simulate(
             passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
             num_steps += passed
             num_tokens += passed * int(samples[is_active].sum())
-            # A row attends to its new token and to those it has read, one more each step.
+            # A row attends to its new token and to the tokens in its cache, one more each step.
             suffix_tokens += passed * int((read + 1).sum())
             suffix_tokens += passed * (passed - 1) // 2 * int(is_active.sum())
             left -= passed * is_active

@@ -1,12 +1,12 @@
-"""The decoding state of `sampler`: prompts on slots, their rows, and the caches of both.
+"""The decoding state of `sampler`: prompts in slots, rows, and the KV caches of both.
 
 The KV cache of a prompt (image tokens included) is stored once and read by its R rows in one
 matmul. The KV cache of a row is a ring: at global step t every row writes position t mod S, so no
 scatter is needed. For a row with n earlier tokens in its cache, position j is valid if
-(t - j) mod S <= n. Keys are rotated by their place in the response before they are written.
+(t - j) mod S <= n. Keys are rotated by token position before they are written.
 
 Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of a row's
-ring (the most tokens of a rollout), D model.
+ring (maximum tokens of a rollout), D model.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from models.decoder import PREFIX_AXES, SUFFIX_AXES, KeyValues
 
 @flax.struct.dataclass
 class Prefix:
-    """What B slots keep of their prompts."""
+    """The prompts of B slots."""
 
     cache: KeyValues  # of the prompt tokens
     is_valid: Bool[Array, "B P"]  # false at the prompt's left padding
     next_position: Int[Array, " B"]  # the position of the first response token
     rngs: Key[Array, " B"]  # a key per prompt
-    budget: Int[Array, "B G"]  # most tokens that each rollout may sample
-    first: Int[Array, "B G"]  # each rollout's first token, sampled when the prompt took its slot
+    budget: Int[Array, "B G"]  # maximum number of tokens that each rollout samples
+    first: Int[Array, "B G"]  # each rollout's first token, sampled when the prompt is admitted
 
 
 @flax.struct.dataclass
 class Slots:
-    """The decoding state: prompts on slots, and their rows."""
+    """The decoding state: prompts in slots, and their rows."""
 
     prefix: Prefix
-    # The rollout that the next free row takes, if it is below `end_rollout`, the end of the slot's
-    # range of rollouts. The rest of a prompt's rollouts may be on other slots.
+    # The next rollout to start, until `end_rollout` ends the slot's range of rollouts. The prompt's
+    # other rollouts may be in other slots.
     next_rollout: Int[Array, " B"]
     end_rollout: Int[Array, " B"]
     rationale: Float[Array, "B G D"]  # sum of a rationale's hidden states; 0 until it ends
-    rollout: Int[Array, "B R"]  # that a row decodes; G if the row is idle
-    token: Int[Array, "B R"]  # the row's last token, which the next step reads
+    rollout: Int[Array, "B R"]  # the rollout in each row; G if the row is idle
+    token: Int[Array, "B R"]  # the row's last token, the input of the next step
     num_read: Int[Array, "B R"]  # tokens of the rollout in the row's cache
     tag_state: UInt8[Array, "B R"]  # of the automaton that detects the closing think tag
     running: Float[Array, "B R D"]  # sum of the current rationale's hidden states so far

@@ -1,9 +1,8 @@
 """Log-probabilities of responses under the policy, without materialising all logits.
 
 Rows hold packed trees, `[prompt | r_0 | r_1 | ...] [prompt' | ...]`, see `batch.TreeRows`. A prompt
-and its images are computed once for all of its responses, forward and backward. A token is scored
-from the hidden state of the token that predicts it; for a response's first token that is the last
-token of its prompt. Logits are computed in chunks of scored tokens.
+and its images are computed once for all of its responses, forward and backward. A response's first
+token is predicted by the last token of its prompt. Logits are computed in chunks of scored tokens.
 
 Letters: B rows, S tokens of a row, D model, V vocab.
 """
@@ -29,7 +28,7 @@ class ForwardOptions:
     """How the trainer's forward pass computes."""
 
     dtype: DTypeLike  # of the activations
-    chunk: int  # tokens of each row whose logits are held at a time, in the backward pass too
+    chunk: int  # tokens per row whose logits are in memory at a time, in the backward pass too
     remat: str = "none"  # what the backward pass rematerialises, see `models.backbone.forward`
     attention: AttentionImpl = XLA  # over the rows
 
@@ -48,7 +47,7 @@ def token_logprobs(
     Args:
         hidden: states that predict `targets`, after the final norm.
         chunk: see `ForwardOptions`.
-        is_wanted: with more than one chunk, those without such a token are skipped and give 0.
+        is_wanted: tokens to score; of several chunks, those without any are skipped and give 0.
     """
 
     @jax.checkpoint
@@ -82,7 +81,7 @@ def score_rows(
 ) -> tuple[Float[Array, "B S"], Float[Array, "B S"]]:
     """log π of every response token given prompt and earlier response tokens; the entropy of π.
 
-    Both are in nats, at the positions of the tokens; 0 elsewhere.
+    Both in nats, at the tokens' indices in the rows; 0 elsewhere.
     """
     x, features = backbone.embed_with_images(
         params,

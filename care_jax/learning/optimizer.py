@@ -1,4 +1,4 @@
-"""AdamW after a gradient-norm clip, with warm-up; what is trained, and the dtype it is stored in.
+"""AdamW with a global-norm clip and warm-up; trainable parameters; rounding to storage dtypes.
 
 As in the method's published code (torch's AdamW over one parameter group), weight decay applies
 to every trained parameter, biases and norm scales included, and is scaled by the learning rate.
@@ -72,10 +72,10 @@ def make_optimizer(
 def partition(
     params: Params, *, freeze_vision: bool = False, freeze_decoder: bool = False
 ) -> tuple[Params, Params]:
-    """(trained, frozen) parameters; frozen ones have no gradient, optimizer state or part in norms.
+    """(trained, frozen) parameters. Frozen ones have no gradient, optimizer state or part in norms.
 
-    With adapters (`models.lora`) only these are trained. Without, everything is, except the vision
-    tower with its merger if `freeze_vision`, and the text decoder if `freeze_decoder`.
+    With adapters (`models.lora`) only the adapters are trained. Otherwise `freeze_vision` freezes
+    the vision tower with its merger, and `freeze_decoder` the text decoder.
     """
     flat = flatten_dict(params)
     has_adapters = any(map(lora.is_adapter, flat))
@@ -99,9 +99,9 @@ def combine(trained: Params, frozen: Params) -> Params:
 def round_like(new: Any, old: Any, rng: PRNGKeyArray) -> Any:
     """Casts `new` to the dtypes of `old`, float32 to bfloat16 by stochastic rounding.
 
-    Rounding to nearest would lose every change below 2^-9 of a value. That is nearly every change
-    of a weight, and of a second moment that changes by a thousandth at a time. Rounding away from
-    zero with a probability equal to the fraction dropped is unbiased.
+    Rounding to nearest would lose every change below 2^-9 of a value: nearly every change of a
+    weight, and of a second moment (1 - β₂ = 0.001). Rounding away from zero with a probability
+    equal to the dropped fraction is unbiased.
     """
     leaves, structure = jax.tree.flatten(new)
 

@@ -1,9 +1,8 @@
 """One optimizer update: pure (state, batch) -> (state, metrics), with gradient accumulation.
 
-Every sum is divided by a denominator counted over the whole batch. Loss, gradient and metrics
-therefore do not depend on how trees are packed into rows, or rows split into microbatches and
-sharded over devices. Empty microbatches are skipped at run time, so one program serves batches of
-several sizes.
+Every sum is divided by a denominator counted over the whole batch, so loss, gradient and metrics do
+not depend on packing, microbatches or sharding. Empty microbatches are skipped at run time, so one
+program serves batches of several sizes.
 
 Letters: B rows, S tokens of a row.
 """
@@ -35,7 +34,7 @@ Batch = TypeVar("Batch", TrainBatch, ImitationBatch)
 Partition = Callable[[Params], tuple[Params, Params]]
 # Metric name -> (numerator, denominator), summed over microbatches and divided once.
 Ratios = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
-# Metric of an update that may be skipped: which trained tensors' gradients are not finite, [L].
+# Metric with `skip_nonfinite`: for each of L trained tensors, whether its gradient is not finite.
 BROKEN_GRADIENTS = "broken_gradients"
 
 
@@ -86,18 +85,19 @@ def train_step(
     """One reinforcement learning update.
 
         L = -Σᵢ wᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
-            + β · mean over is_trained of k3(π_θ, π_ref)
+            + β · mean over is_trained of k3(π_θ, π_ref)                 (eq:ppo, eq:total-loss)
 
-    i runs over the responses; wᵢ is the weight of response i in its prompt's loss. ρₜ is the ratio
-    of its token, or of its response: the geometric mean over tokens (GSPO).
+    wᵢ is the weight of response i in its prompt's loss. ρₜ is the importance ratio of the token, or
+    for GSPO of the response: the geometric mean over its tokens.
 
     Args:
-        objective: gives ε_low, ε_high, the kind of ratio, and β, of which 0 leaves the KL out.
+        objective: has ε_low, ε_high, the kind of ratio, and β; without KL if β = 0.
         microbatch_size, partition, skip_nonfinite: see `update`.
 
     Returns:
-        the new state, and metrics in nats and fractions of tokens. `rationale_share` is the part
-        of the positive credit, Σᵢ wᵢ Σₜ max(aₜ, 0), that falls on tokens outside the answer.
+        the new state, and metrics in nats and fractions of tokens. `rationale_share` is the
+        fraction of the positive credit, Σᵢ wᵢ Σₜ max(aₜ, 0), outside the answer.
+        `clip_rate_negative_answer` is the branch-clip rate of fig:neg_penalty.
     """
     total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
     num_trained = jnp.maximum(batch.is_trained.sum(), 1)
@@ -109,7 +109,7 @@ def train_step(
 
     def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Ratios]:
         logp, entropy = score_rows(params, batch.rows, config, options)
-        # For other tokens (prompts, forced tokens, padding) the ratio is held at 1.
+        # The ratio of other tokens (prompts, forced tokens, padding) is 1.
         logp = jnp.where(batch.is_trained, logp, batch.old_logp)
         log_ratio = logp - batch.old_logp
         if objective.has_sequence_ratio:
@@ -166,8 +166,8 @@ def update(
             denominators), and metrics as (numerator, denominator).
         microbatch_size: rows of one forward and backward; divides B.
         partition: splits parameters into (trained, frozen).
-        skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state as it
-            was, its number of updates included; the metrics then have `BROKEN_GRADIENTS`.
+        skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state
+            unchanged, including its step; adds the metric `BROKEN_GRADIENTS`.
 
     Gradients are summed and applied in float32, whatever dtype the state is stored in.
     """
@@ -201,7 +201,7 @@ def update(
     metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
     done = state.step + 1
     if skip_nonfinite:
-        # optax.apply_if_finite would change the layout of checkpoints, and applies in the end.
+        # optax.apply_if_finite changes the layout of checkpoints, and finally applies bad updates.
         is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
         (trained, opt_state, done) = jax.tree.map(
             lambda new, old: jnp.where(is_finite, new, old),
@@ -216,8 +216,8 @@ def update(
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:
     """Splits [B, ...] into [B / microbatch_size, microbatch_size, ...].
 
-    Microbatch i of n holds rows i, n + i, 2n + i, ..., so that each is sharded over devices as the
-    batch is. `map_microbatches` has the inverse.
+    Microbatch i of n holds rows i, n + i, 2n + i, ..., so that each is sharded like the batch.
+    `map_microbatches` has the inverse.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     if size % microbatch_size:

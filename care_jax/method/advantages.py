@@ -1,13 +1,14 @@
 """Computes the advantages of one prompt's rollouts, for CARE and its baselines.
 
-CARE normalises rewards within the subgroup S of anchor, hard negatives and reflected rollout,
-scales the negatives down (eq:neg-scale), and equalises for missing negatives. If no rollout
-succeeded, pseudo-rewards rank the pseudo-anchor above its negatives (rescue).
+CARE normalises rewards within the subgroup S of anchor, hard negatives and reflected rollout
+(eq:care-zscore), scales the negatives down (eq:neg-scale), and equalises for missing negatives. If
+no rollout succeeded, it uses the pseudo-rewards of a rescue (eq:pseudoreward).
 
-The paper's text and algorithm disagree on a reflected *success*. We follow the text: only negatives
-are scaled, so it keeps its raw advantage. The algorithm's loop, read literally, would negate it.
+Where the paper's text and alg:care disagree: a reflected *success* keeps its raw advantage (text),
+since the loop of alg:care would negate it. The equaliser is √(K/K_S) with K_S counted after
+reflection (alg:care), since the text's K' ignores the reflected row.
 
-δ cancels in the normalisation: a pseudo-anchor gets A_raw = √K' like an anchor, for any δ.
+δ cancels in the normalisation: a pseudo-anchor gets A_raw = √K' for any δ (cor:rescue), up to ε.
 `rescue_scale` reduces it.
 
 The baselines use the whole group: GRPO (Shao et al. 2024, arXiv 2402.03300), DAPO (Yu et al. 2025,
@@ -15,7 +16,7 @@ arXiv 2503.14476), Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), RLOO (Ahmadian 
 2402.14740). GSPO uses GRPO's advantages.
 
 G is rollouts per prompt, R = G + 1 rows (slot G holds the reflected one), K the target number of
-negatives, K' the number chosen, K_S the number of verifier-negatives in S.
+negatives, K' the number chosen, K_S the number in S (alg:care counts rewards below the anchor's).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def raw_advantages(
     eps: float,
     robust: bool = False,
 ) -> RawAdvantages:
-    """The members of S, and A_raw = (r - μ_S) / (σ_S + ε) with the population σ.
+    """The members of S, and A_raw = (r - μ_S) / (σ_S + ε) with the population σ (eq:care-zscore).
 
     A reflected success replaces the hard negative in S. A reflected failure is added to S. A
-    reflected row with 0 < acc < 1 stays out. In a rescue the rewards are δ for the pseudo-anchor
-    and -δ/K' for its negatives, and reflected rows are ignored.
+    reflected row with 0 < acc < 1 is in neither; alg:care adds it as a failure. A rescue
+    ignores the reflected row; its rewards are δ (pseudo-anchor) and -δ/K' (eq:pseudoreward).
 
     Args: see `care_advantages`.
     """
@@ -129,18 +130,18 @@ def grpo_advantages(reward: Float[Array, " G"], *, eps: float, ddof: int = 0) ->
 
 
 def dr_grpo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
-    """A = r - μ over the whole group: dividing by σ would weight prompts by their difficulty.
+    """A = r - μ over the whole group, exactly 0 if all rewards are equal.
 
-    Exactly 0 if all rewards are equal.
+    Dividing by σ would weight prompts by their difficulty.
     """
     reward = reward.astype(jnp.float32)
     return jnp.where(reward.max() > reward.min(), reward - reward.mean(), 0.0)
 
 
 def rloo_advantages(reward: Float[Array, " G"]) -> Float[Array, " G"]:
-    """Aᵢ = rᵢ - 1/(G-1) · Σ_{j≠i} rⱼ = G/(G-1) · (rᵢ - μ): the baseline is the others' mean reward.
+    """Aᵢ = rᵢ - 1/(G-1) · Σ_{j≠i} rⱼ = G/(G-1) · (rᵢ - μ): a leave-one-out baseline.
 
-    It does not depend on rᵢ, so the gradient is unbiased. Exactly 0 if all rewards are equal.
+    The baseline does not depend on rᵢ, so the gradient is unbiased. 0 if all rewards are equal.
     """
     num_rollouts = reward.shape[0]
     return num_rollouts / (num_rollouts - 1) * dr_grpo_advantages(reward)
@@ -154,8 +155,8 @@ def overlong_penalty(
     R = 0                                  |y| ≤ L_max - L_cache
     R = ((L_max - L_cache) - |y|)/L_cache  up to -1 at L_max
 
-    |y| = `num_tokens` (without the prompt), L_max = `max_tokens`, L_cache = `cache_tokens`, of
-    which 0 gives no penalty.
+    |y| = `num_tokens` (without the prompt), L_max = `max_tokens`, L_cache = `cache_tokens`. With
+    `cache_tokens` 0 there is no penalty.
     """
     if not cache_tokens:
         return jnp.zeros(num_tokens.shape)
@@ -173,8 +174,8 @@ def is_mixed(acc: Float[Array, " G"]) -> Bool[Array, ""]:
 def _normalize(reward, is_in, *, eps, robust=False, ddof=0):
     """(r - μ) / (σ + ε) over the rows in `is_in`; 0 elsewhere, and 0 if all rewards are equal.
 
-    Equality is tested on the rewards: in floating point the σ of equal rewards is about 1e-8, not
-    0, and ε = 1e-6 would not hide that.
+    Equality is tested on the rewards: in floating point the σ of equal rewards is about 1e-8, and
+    ε = 1e-6 is too small to hide that.
     """
     reward = reward.astype(jnp.float32)
     number = jnp.sum(is_in)

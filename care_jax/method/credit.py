@@ -1,8 +1,8 @@
 """Computes each objective's token advantages and loss weights from a batch's scores.
 
-The pure functions of `select`, `advantages` and `objective` are written for one prompt or response;
-they are vmapped here. How an objective averages its loss is expressed by row and prompt weights
-(see `batch.TrainBatch`).
+The pure functions of `select`, `advantages` and `objective` are written for one prompt or response
+and vmapped here. Row and prompt weights express how an objective averages its loss, see
+`batch.TrainBatch`.
 
 Letters: B prompts, G rollouts per prompt, R rows (G + 1 with a reflected slot), T tokens.
 """
@@ -25,7 +25,7 @@ from care_jax.method.select import select_subgroup
 
 @dataclasses.dataclass(frozen=True)
 class CareSettings:
-    """CARE's settings, see `advantages.care_advantages` and `objective.region_weights`."""
+    """CARE's settings; see `advantages.care_advantages` and `objective.region_weights`."""
 
     K: int
     s: float
@@ -75,7 +75,7 @@ def care_credit(
     has_reflection: Bool[Array, " B"],
     settings: CareSettings,
 ) -> Credit:
-    """CARE: advantages within the subgroup, region weights per token, mean over S* = {A ≠ 0}.
+    """CARE: advantages within the subgroup, region weights, mean over S* = {A ≠ 0} (eq:ppo).
 
     Slot G is the reflected row, unused where `has_reflection` is false. R may be G if no prompt
     has a reflected row.
@@ -124,16 +124,16 @@ def grpo_credit(rollouts: Rollouts, scores: Scores, *, eps: float, ddof: int) ->
 
 
 def dr_grpo_credit(rollouts: Rollouts, scores: Scores, *, max_tokens: int) -> Credit:
-    """Dr. GRPO: GRPO without σ, and with L = `max_tokens` instead of each row's length.
+    """Dr. GRPO: 1/G · Σᵢ Aᵢ/L · Σ_t, without σ and with L = `max_tokens` for every row's length.
 
-    1/G · Σᵢ 1/L · Σ_t: a token's weight does not depend on its row's length.
+    A token's weight does not depend on the length of its row.
     """
     advantage = jax.vmap(advantages.dr_grpo_advantages)(scores.reward)
     return _sequence_mean(rollouts, advantage, max_tokens)
 
 
 def rloo_credit(rollouts: Rollouts, scores: Scores) -> Credit:
-    """RLOO: 1/G · Σᵢ Aᵢ · Σ_t. The response is one action; its token log-probabilities add up."""
+    """RLOO: 1/G · Σᵢ Aᵢ · Σ_t. A response is one action: its token log-probabilities are summed."""
     advantage = jax.vmap(advantages.rloo_advantages)(scores.reward)
     return _sequence_mean(rollouts, advantage, 1)
 

@@ -1,8 +1,7 @@
 """Metrics of one step's groups, from host copies of its rollouts.
 
-Tokens, log-probabilities, embeddings and span masks are not read and may be None in the records.
-
-A metric that is undefined at a step (for example without any reflection) is left out.
+Tokens, log-probabilities, embeddings and span masks are not read and may be None. A metric that is
+undefined at a step (for example without any reflection) is left out.
 
 Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
 """
@@ -71,7 +70,7 @@ def component_means(sums: Sequence[Mapping[str, Sequence[float | int]]]) -> dict
 def dapo_metrics(
     drawn: Groups, trained: Groups, num_draws: int, *, max_tokens: int, cache_tokens: int
 ) -> dict[str, float]:
-    """DAPO's diagnostics of all groups drawn and those trained on, in `num_draws` rollout batches.
+    """DAPO's diagnostics, from all groups of `num_draws` rollout batches and those trained on.
 
     For the other arguments see `advantages.overlong_penalty`.
     """
@@ -90,15 +89,14 @@ def dapo_metrics(
 
 
 def predicted_alphas(num_negatives: int, variance: float, gap: float) -> tuple[float, float]:
-    """α̂ of A_raw = α·√K' at an anchor, by the formula of the paper's text and by its appendix's.
+    """α̂ of A_raw = α·√K' at an anchor, by eq:sqrtK-cont and by prop:ksignature, which disagree.
 
-    text      α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)
-    appendix  α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2),       Δ = r⁺ - mean(r⁻)
+    text      α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)    (eq:sqrtK-cont)
+    appendix  α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2)        (prop:ksignature),  Δ = r⁺ - mean(r⁻)
 
-    With the population's variance and σ, and ε = 0, the text's is an identity: μ_S and σ_S² of one
-    anchor and K' negatives are mean(r⁻) + Δ/(K'+1) and K'/(K'+1)·(Var(r⁻) + Δ²/(K'+1)). The
-    appendix's is above it wherever Var(r⁻) > 0. Under `care.robust` neither holds. The number K' is
-    at least 1, the gap Δ above 0.
+    Both are logged. With population variance and ε = 0 the text's is an identity, because
+    μ_S = mean(r⁻) + Δ/(K'+1) and σ_S² = K'/(K'+1)·(Var(r⁻) + Δ²/(K'+1)). The appendix's is larger
+    if Var(r⁻) > 0. Neither holds under `care.robust`. Requires K' ≥ 1 and Δ > 0.
     """
     spread = variance / gap**2
     return (1 + (num_negatives + 1) * spread) ** -0.5, (1 + num_negatives * spread) ** -0.5
@@ -108,17 +106,17 @@ def subgroup_metrics(groups: Groups) -> dict[str, float]:
     """CARE's diagnostics.
 
     `reflect_success` is the mean acc of the reflected rows. `reflect_first_try` is the mean acc of
-    the G rollouts of the same groups, all of which have both outcomes. That draws it towards one
-    half: fresh rollouts for the same questions do better where most succeed, and worse where few
-    do. What resampling would give is measured by `care.reflect_mode = "resample"`.
+    the G rollouts of the same groups. These groups are selected for having both outcomes, which
+    biases it towards one half: fresh rollouts do better where most succeed, worse where few do.
+    `care.reflect_mode = "resample"` measures fresh rollouts.
 
-    `a_raw/anchor` and `a_raw/negative` are means over groups with a successful anchor, of A_raw
-    before any scaling: of the anchor, and of the negatives in S, a reflected failure among them.
+    `a_raw/anchor` and `a_raw/negative` are means of A_raw, before any scaling, over groups with a
+    successful anchor; the negatives include a reflected failure. `variance_ratio` is R of
+    fig:neg_penalty, within the step.
 
-    The √K' signature: for binary rewards A_raw is √K' at the anchor and -1/√K' at its K'
-    negatives. If the negatives' rewards differ (format, partial credit), the anchor's A_raw falls
-    to α·√K', see `predicted_alphas`. `signature/*` reports this over the groups with a successful
-    anchor and no reflected row in S.
+    `signature/*` is the √K' signature, over groups with a successful anchor and no reflected row in
+    S. For binary rewards A_raw is √K' at the anchor and -1/√K' at its K' negatives (eq:sqrtK). If
+    the negatives' rewards differ, the anchor's A_raw falls to α·√K', see `predicted_alphas`.
     """
     scores, subgroup, has_reflection = groups.scores, groups.subgroup, groups.has_reflection
     raw, advantage = groups.raw, groups.credit.advantage

@@ -1,7 +1,7 @@
 """Region weights and the per-token terms of the loss, for one response.
 
-CARE credits the answer and, with the small weight γ⁺, the rationale of a correct row. The surrogate
-is PPO's with separate lower and upper clip ranges. Terms are per token so that numerator and
+CARE weights answer tokens by 1 and the rationale of a correct row by a small γ⁺. The surrogate is
+PPO's with separate lower and upper clip ranges. Terms are per token so that numerator and
 denominator can be summed over microbatches and devices and divided once. T is response tokens.
 """
 
@@ -26,14 +26,14 @@ def region_weights(
     gamma_share: float = 0.0,
     is_uniform: bool = False,
 ) -> Float[Array, " T"]:
-    """The weight w_t of each token, which shares out the row's advantage.
+    """The weight w_t of each token in the row's advantage (eq:token-adv).
 
     w = 1 in the answer;  γ⁺ in the rationale of a positive row, else γ⁻;  0 elsewhere
     w = 1 everywhere if there is no answer span, so that the policy learns from broken format
 
-    The paper's γ⁻ is 0. With a fixed γ⁺ the rationale's part of a row's credit grows with its
-    length: γ⁺ = 0.005 gives 400 rationale tokens a sixth beside 10 answer tokens, and 10 tokens
-    0.5%. A share ς fixes that part instead:
+    The paper's γ⁻ is 0. With a fixed γ⁺ the rationale's share of the credit grows with its length:
+    with γ⁺ = 0.005 and 10 answer tokens it is 1/6 at 400 rationale tokens and 0.5% at 10. A share ς
+    fixes it instead:
 
     γ⁺ = ς / (1 - ς) · n_answer / n_think
 
@@ -41,10 +41,10 @@ def region_weights(
         is_think, is_answer: the spans, tags included; a token in both gets the answer's weight.
             `is_answer` is false everywhere if there is no well-formed answer span.
         is_response: sampled tokens. Padding and forced tokens are false and get 0.
-        is_positive: the verifier accepted this row (acc = 1).
+        is_positive: acc = 1, as in alg:care; false for a pseudo-anchor.
         gamma_pos, gamma_neg: γ⁺ and γ⁻, in [0, 1].
-        gamma_share: ς, in [0, 1); above 0 it takes the place of `gamma_pos`. n_think and n_answer
-            are the row's sampled tokens.
+        gamma_share: ς, in [0, 1); above 0 it replaces `gamma_pos`. n_think and n_answer count
+            sampled tokens.
         is_uniform: w = 1 everywhere, regardless of the spans.
     """
     if gamma_share:
@@ -60,7 +60,7 @@ def region_weights(
 def token_advantages(
     A: Float[Array, ""], w: Float[Array, " T"], *, eps_w: float
 ) -> Float[Array, " T"]:
-    """a_t = A·w_t / (Σ_u w_u + ε_w): the row's advantage A distributed by the weights."""
+    """a_t = A·w_t / (Σ_u w_u + ε_w): the row's advantage A split by the weights (eq:token-adv)."""
     return A * w / (jnp.sum(w) + eps_w)
 
 
@@ -72,10 +72,9 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> Float[Array, " T"]:
-    """min{ρ_t a_t, clip(ρ_t, 1 - low, 1 + high) a_t}, ρ_t = exp(log π_θ - log π_old).
+    """min{ρ_t a_t, clip(ρ_t, 1 - low, 1 + high) a_t}, ρ_t = exp(log π_θ - log π_old) (eq:ppo).
 
-    To be maximised. The log-ratio is clamped to ±MAX_LOG_RATIO. Log-probabilities are in nats. No
-    gradient flows through those of the policy that sampled, or through the token advantages a.
+    To be maximised. The log-ratio (nats) is clamped to ±MAX_LOG_RATIO.
     """
     ratio = _ratio(logp, old_logp)
     return jnp.minimum(ratio * a, jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * a)
@@ -87,15 +86,15 @@ def sequence_log_ratio(
     is_sampled: Bool[Array, " S"],
     branch: Int[Array, " S"],
 ) -> Float[Array, " S"]:
-    """log s = 1/|y| · Σ_t (log π_θ - log π_old): GSPO's sequence ratio, at sampled tokens (eq. 7).
+    """log s = 1/|y| · Σ_t (log π_θ - log π_old): GSPO's sequence ratio, at sampled tokens.
 
-    Pass it to `clipped_surrogate` as `logp` with `old_logp` 0: then ρ_t = s, and the terms sum to
-    min{s·A, clip(s)·A}. The gradient flows through the mean, as in the paper (Zheng et al. 2025,
-    arXiv 2507.18071). verl uses GSPO-token, exp(log π_θ - sg[log π_θ] + sg[log s]) at each token.
-    The two are equal if A and the mask are the same for the whole response, as they are here.
+    Zheng et al. 2025 (arXiv 2507.18071), eq. 7. Pass it to `clipped_surrogate` as `logp` with
+    `old_logp` 0: then ρ_t = s, and the terms sum to min{s·A, clip(s)·A}. The gradient flows through
+    the mean. verl's GSPO-token, exp(log π_θ - sg[log π_θ] + sg[log s]) at each token, is equal if A
+    and the mask are the same for the whole response, as they are here.
 
     Args:
-        logp, old_logp: see `clipped_surrogate`; of S tokens, a packed row of several responses y.
+        logp, old_logp: as in `clipped_surrogate`, for a packed row of several responses y.
         is_sampled: sampled tokens of any y; elsewhere the result is 0.
         branch: index of the response each token belongs to, -1 outside responses.
     """
@@ -122,9 +121,9 @@ def is_clipped(
 
 
 def k3(logp: Float[Array, " T"], ref_logp: Float[Array, " T"]) -> Float[Array, " T"]:
-    """e^d - d - 1, d = log π_ref - log π_θ: a non-negative estimate of KL(π_θ ‖ π_ref) (nats).
+    """e^d - d - 1, d = log π_ref - log π_θ: the non-negative k3 estimate of KL(π_θ ‖ π_ref) (nats).
 
-    d is clamped to ±MAX_LOG_RATIO.
+    The KL of eq:total-loss, whose estimator the paper leaves open. d is clamped to ±MAX_LOG_RATIO.
     """
     d = jnp.clip(ref_logp - logp, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     return jnp.expm1(d) - d

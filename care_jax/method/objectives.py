@@ -20,12 +20,12 @@ from care_jax.method import credit
 class Objective:
     """The settings selected by `rl.objective` and its config section."""
 
-    # Of (rollouts, scores), and of (subgroup, has_reflection) too if `raw_advantages` is set.
+    # (rollouts, scores), then (subgroup, has_reflection) if `raw_advantages` is set -> Credit.
     credit: Callable[..., Credit]
     clip_low: float  # clip range of the importance ratio below 1
     clip_high: float  # above 1
     beta: float  # β, weight of the KL to the reference policy; 0 keeps no reference
-    # Of (scores, subgroup, has_reflection), for the metrics; None if it uses the whole group.
+    # (scores, subgroup, has_reflection) -> A_raw, for metrics; None if it uses the whole group.
     raw_advantages: Callable[..., RawAdvantages] | None = None
     has_reflection: bool = False  # groups have a reflected row, in the last slot
     # Reflected rows are trained without the context they were sampled with, so that the sampler's
@@ -37,7 +37,7 @@ class Objective:
 
 
 def objective_of(config: ConfigDict) -> Objective:
-    """The objective that `rl.objective` names, as set by the config section of that name."""
+    """The objective named `rl.objective`, with the settings of its config section."""
     name = config.rl.objective
     clip = {key: config[name][key] for key in ("clip_low", "clip_high", "beta")}
     return Objective(**OBJECTIVES[name](config[name], config.rl.max_response_tokens), **clip)
@@ -74,7 +74,7 @@ def _dr_grpo(section, max_tokens):
     return {"credit": functools.partial(credit.dr_grpo_credit, max_tokens=max_tokens)}
 
 
-# (config section, tokens that a response may have) -> fields of `Objective`, by name.
+# (config section, maximum tokens of a response) -> fields of `Objective`, by name.
 OBJECTIVES = {
     "care": _care,
     "grpo": _grpo,

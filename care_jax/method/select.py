@@ -2,12 +2,13 @@
 
 P = {acc = 1}, F = {acc = 0}; a response with 0 < acc < 1 is in neither. The anchor is the shortest
 success (as an ablation, a random one). Its hard negatives are failures with a similar rationale: by
-default a diverse subset of the nearest ones, chosen by farthest-first traversal. If none succeeds,
-the failure with the highest log-probability is the pseudo-anchor (rescue).
+default a diverse subset of the nearest ones, chosen by farthest-first traversal. If P = ∅, the
+failure with the highest log-probability is the pseudo-anchor (rescue). That condition is
+alg:care's; sec:rescue has max r close to zero, which the format reward can prevent.
 
-Departure from the paper: anchor and pseudo-anchor are well-formed responses if there are any. A
-response without a rationale has length 0 and would be the anchor whenever it is right. The summed
-log-probability also favours short, even malformed, responses.
+Departures: anchor and pseudo-anchor are well-formed if possible, since a correct response without a
+rationale has length 0 and the summed log-probability favours short, malformed responses. The paper
+counts the pseudo-anchor in K' = min(K, |F|); we do not, so that eq:pseudoreward sums to zero.
 
 G is rollouts per prompt, K the target number of negatives, M the number of candidates, D model.
 """
@@ -42,7 +43,7 @@ def select_subgroup(
 
     anchor = argmin over P of (num_think, num_answer, index), or uniform over P with the anchor rule
     `random`;  in a rescue (P = ∅, |F| ≥ 2) argmax over F of logp.  P and F are restricted to their
-    well-formed responses, if any, for this choice.  dᵢ = 1 - hᵢ·h₊, hᵢ normalised to unit length.
+    well-formed responses, if any, for this choice.  dᵢ = 1 - hᵢ·h₊, hᵢ of unit length (eq:cosdist).
     K' = min(K, |F \\ {anchor}|).
 
     Rules: `nearest`, the K' with the smallest d; `nearest_diverse`, farthest-first among the M

@@ -21,8 +21,8 @@ from jaxtyping import Bool, Int, UInt8
 class Spans:
     """The spans of one response."""
 
-    # Tokens that share a byte with the span, its tags included. A token that overlaps both spans is
-    # in both. The final EOS belongs to the answer span, if there is one.
+    # Tokens that share a byte with the span, its tags included. A token may be in both spans. The
+    # final EOS belongs to the answer span, if there is one.
     is_think: Bool[np.ndarray, " T"]
     is_answer: Bool[np.ndarray, " T"]
     # Strictly between the tags; a token that contains any byte of a tag is not counted.
@@ -40,8 +40,8 @@ class Spans:
 def token_bytes(tokenizer: Any, vocab_size: int | None = None) -> list[bytes]:
     """The bytes of each token id of a byte-level BPE tokenizer of transformers.
 
-    They are UTF-8 text for added (special) tokens, b"" for ids without a token. Pass the model's
-    vocabulary size, which is often padded beyond the tokenizer's; None means the largest id + 1.
+    Added (special) tokens give their UTF-8 text, ids without a token b"". `vocab_size` is the
+    model's, which is often padded beyond the tokenizer's; None means the largest id + 1.
 
     Raises:
         ValueError: the vocabulary is not byte-level, or does not fit into `vocab_size`.
@@ -88,9 +88,9 @@ def parse(
 
     A think span is well-formed if each think tag occurs once, in order. An answer span is
     well-formed if each answer tag occurs once, in order, with non-whitespace text and no other tag
-    between them, and the rationale before it, if any, is closed. So a response has no answer span
-    if it contains two answers, an empty answer, a truncated answer, or an answer inside the
-    rationale. An answer without a rationale, or with text around it, is read, but `fmt` is 0.
+    between them, and the rationale before it, if any, is closed. A response with two answers, an
+    empty answer, a truncated answer, or an answer inside the rationale has no answer span. An
+    answer without a rationale, or with text around it, is read, but `fmt` is 0.
 
     Args:
         tokens: one response without padding, including EOS if it was reached. Ids beyond

@@ -80,7 +80,7 @@ def lay_out(
 def at_tokens(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np.ndarray:
     """[B, S]: values of responses at their tokens in the rows, `fill` at prompts and padding.
 
-    `values` are [N, R, T], of each token; or [N, R], the same for all tokens of a branch.
+    `values` are [N, R, T], one per token, or [N, R], one per branch.
     """
     which, offset = plan.token_branches
     by_branch = values.reshape(-1, *values.shape[2:])
@@ -89,10 +89,7 @@ def at_tokens(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np
 
 
 def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray, " B"]:
-    """Per-prompt values, summed over the prompts of each row.
-
-    A prompt that is in several rows counts in the first of them only.
-    """
+    """Values of prompts, summed over each row; a split prompt counts in its first row only."""
     sums, seen = np.zeros(len(plan.rows), np.float32), set()
     for row, parts in enumerate(plan.rows):
         for tree in {part.tree for part in parts} - seen:

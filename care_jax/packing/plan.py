@@ -4,8 +4,8 @@ A tree is a prompt with its responses, the branches. Trees are kept whole unless
 fewer tokens. A tree is split by branches; each part repeats the prompt and its images. The plan is
 a pure function of all sizes, so processes that know them agree on it.
 
-Every shard contributes equally many rows to a microbatch. Rows of a microbatch should take equally
-long. All have S tokens and equally many patches, so they are sorted by (query, visible key) pairs.
+Every shard contributes equally many rows to a microbatch. All rows have S tokens and equally many
+patches; sorting them by (query, visible key) pairs makes those of a microbatch equally expensive.
 
 Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.
 """
@@ -20,8 +20,8 @@ from jaxtyping import Int
 
 from care_jax.packing.trees import Packing, Part, TreeSizes, pack
 
-# A row length other than the longest is one more program to compile. It must save this share of
-# the computed tokens.
+# Each row length is one more program to compile. A length below the longest must save this fraction
+# of the computed tokens.
 _WORTH_A_COMPILE = 1 / 16
 _FEWEST_TOKENS = 32  # least default step between row lengths
 _PATCH_BLOCK = 16  # a row's patches are a multiple of this: whole merge blocks of every tower
@@ -39,8 +39,8 @@ class RowPlan:
     sizes: TreeSizes  # of the trees, numbered as in `rows`; see `plan_rows`
     row_tokens: int  # S, tokens of a row
     row_patches: int  # patches of a row; 0 if no tree of any process has an image
-    num_microbatches: int  # those not empty in at least one process; a program runs no others
-    real_tokens: int  # over all processes, as all below; repeats of a prompt are not real
+    num_microbatches: int  # not empty in at least one process; the others are not run
+    real_tokens: int  # over all processes, as all below; without repeats of a prompt
     computed_tokens: int
     real_patches: int
     computed_patches: int
@@ -57,13 +57,13 @@ class RowPlan:
 
     @property
     def trees(self) -> list[int]:
-        """The trees whose prompts these rows hold."""
+        """The trees in these rows."""
         return sorted({part.tree for row in self.rows for part in row})
 
     @functools.cached_property
     def token_branches(self) -> tuple[Int[np.ndarray, "B S"], Int[np.ndarray, "B S"]]:
-        """For each token of the rows: its branch, as tree · R + index in the tree, and its index in
-        that branch. Both are -1 for prompts and padding."""
+        """Branch of each token, as tree · R + index in the tree, and its index in that branch; both
+        -1 for prompts and padding."""
         num_branches = self.sizes.branches.shape[1]
         which, offset = (np.full((len(self.rows), self.row_tokens), -1, np.int32) for _ in "ab")
         for row, parts in enumerate(self.rows):
@@ -81,7 +81,7 @@ class RowPlan:
 def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str) -> dict[int, str]:
     """The trees that do not fit the longest row even with a single branch, and why.
 
-    `section`, "sft" or "rl", is that of the config which the message names.
+    `section` is the config section named in the message, "sft" or "rl".
     """
     longest = sizes.is_needed * (sizes.prompt + sizes.branches.max(-1, initial=0))
     patches = sizes.is_needed * sizes.patches
@@ -123,9 +123,9 @@ def plan_rows(
         owner: the process whose rows must hold each tree; trees are then numbered per process.
             None: any process may hold a tree, which fills rows better but requires its prompt on
             that process.
-        num_processes: that share the rows of a microbatch evenly.
-        process: the one whose rows are returned.
-        section: "sft" or "rl", the config section that a message names.
+        num_processes: they share the rows of a microbatch evenly.
+        process: index of the process whose rows are returned.
+        section: as in `misfits`.
 
     Raises:
         ValueError: a tree does not fit, see `misfits`; or the processes cannot share a microbatch
@@ -186,8 +186,8 @@ def _pack_all(
 ) -> tuple[int, list[Packing], int]:
     """The packings with the fewest computed tokens; for that shape, the fewest patches.
 
-    `groups` are packed separately, each into `num_rows` rows of a microbatch, of these `lengths`
-    and `widths`. Returns tokens of a row, the packing of each group, number of microbatches.
+    `groups` are packed separately, each into `num_rows` rows per microbatch, with tokens and
+    patches of a row from `lengths` and `widths`. Returns tokens of a row, packings, microbatches.
     """
     largest = max(int(group.total.sum()) for group in groups)
     num_patches = max(int((group.is_needed * group.patches).sum()) for group in groups)
@@ -218,7 +218,7 @@ def _pack_all(
             fitting = [packing for packing in packings if packing is not None]
             if len(fitting) < len(packings):
                 break
-            # Narrower rows may happen to be filled better, and then fewer are enough.
+            # By chance narrower rows may pack better and need fewer microbatches.
             count = max(-(-len(packing) // num_rows) for packing in fitting)
             if found is None or count <= found[2]:
                 found = length, fitting, count

@@ -1,6 +1,6 @@
-"""Packs trees into a given number of rows: best fit, decreasing, split only to fill a row (host).
+"""Packs trees into a given number of rows: best-fit decreasing, trees split only to fill a row.
 
-Two sizes have to fit, tokens and image patches. Letters: N prompts, R branches of a prompt.
+Both tokens and image patches must fit. Letters: N prompts, R branches of a prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-_SPLITS_TRIED = 8  # trees that are tried for the rest of a row
+_SPLITS_TRIED = 8  # trees considered for splitting, per row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,10 @@ Packing = list[list[Part]]  # the parts of each row that is not empty
 def pack(sizes: TreeSizes, num_rows: int, row_tokens: int, row_patches: int) -> Packing | None:
     """Packs the trees into at most `num_rows` rows; None if they do not all fit.
 
-    A row starts with the tree that is hardest to place. It is full once its empty tokens are at
-    most its share of all tokens that will stay empty. Until then it takes whole trees: one or two
-    that fill it, else the largest. If none fits, it takes some branches of a tree; the others go to
-    later rows, as each is longer than the space left in this row.
+    A row starts with the tree that is hardest to pack. It is full once its empty tokens are at most
+    its share of all tokens that will be empty. Until then whole trees are added: one or two that
+    fill it, else the largest. If none fits, some branches of a tree are added; the other branches
+    are left for later rows.
     """
     # The result does not depend on the order of the trees, except among trees of equal sizes.
     order = np.lexsort((*sizes.branches.T, sizes.patches, sizes.prompt, sizes.total))[::-1]
@@ -104,14 +104,14 @@ class _Space:
     share: float  # patches by which the row is below the mean of the rows still to pack
 
 
-# Trees, by index, and those of their branches that a row takes.
+# Trees, by index, each with its branches to add to a row.
 Choice = list[tuple[int, list[int]]]
 
 
 def _hardest(
     sizes: TreeSizes, size: np.ndarray, left: list[list[int]], room: int, width: int
 ) -> Choice:
-    """For an empty row: the tree that fills most of its tokens or patches, or what fits of it."""
+    """First in a row: the tree that fills most of its tokens or patches, cut to the space left."""
     tree = int(np.argmax(np.maximum(size / room, (size > 0) * sizes.patches / width)))
     if size[tree] <= room:
         return [(tree, left[tree])]
@@ -121,7 +121,7 @@ def _hardest(
 def _filling(
     sizes: TreeSizes, size: np.ndarray, left: list[list[int]], is_free: np.ndarray, space: _Space
 ) -> Choice:
-    """What a non-empty row takes next of the trees in `is_free`; empty if nothing fits."""
+    """Which of the trees in `is_free` to add to a non-empty row; empty if nothing fits."""
     whole = np.flatnonzero(is_free & (size <= space.room))
     if len(whole):
         chosen = whole[_best_whole(size[whole], sizes.patches[whole], space)].tolist()
@@ -141,8 +141,8 @@ def _filling(
 
 
 def _best_whole(size: np.ndarray, patches: np.ndarray, space: _Space) -> list[int]:
-    """Of the trees that fit: one or two that fill the row, with patches nearest to its share; else
-    the largest."""
+    """One or two whole trees that fill the row, with patches nearest to its share; else the
+    largest."""
     is_full = size >= space.room - space.slack
     if is_full.any():
         return [int(np.argmin(np.where(is_full, np.abs(patches - space.share), np.inf)))]

@@ -1,9 +1,8 @@
 """DAPO's dynamic sampling: a step is filled from several rollout batches (Yu et al. 2025, eq. 11).
 
-A group whose rollouts are all correct or all wrong has nothing to compare. It is replaced by a
-mixed group (some correct, some wrong) of a later batch. Each process replaces its groups only by
-groups that it decoded, so that no prompt, image or response crosses the network. All processes draw
-until each has enough mixed groups; surplus groups are not used.
+A group whose rollouts are all correct or all wrong is replaced by a mixed group of a later batch.
+Each process uses only groups that it decoded, so that no prompt, image or response crosses the
+network. All processes draw until each has enough mixed groups; surplus groups are discarded.
 
 Letters: B prompts of this process, G rollouts per prompt.
 """
@@ -39,8 +38,8 @@ def draw_groups(
 ) -> list[Groups]:
     """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
 
-    Draw t of step s uses batch s + t·num_steps of the stream and the random key of that number.
-    Both are functions of (s, t) alone, and no other draw or step uses them.
+    Draw t of step s uses batch s + t·num_steps of the stream and the random key of that number,
+    which no other draw or step uses.
 
     Args:
         params: in the decode layout.

@@ -1,11 +1,11 @@
 """One rollout batch: decode, verify, select, reflect.
 
-This is the host side of a step. Finished rollouts are verified while the devices decode the others.
-Then anchors and hard negatives are selected. A second decode repairs one failure of every prompt
-that has both a correct rollout and a failure.
+Finished rollouts are verified while the devices decode the others. Then anchors and hard negatives
+are selected. A second decode repairs one failure of every prompt that has both a correct rollout
+and a failure (sec:care-reflection).
 
-With several processes, each does this for its part of the prompts. A process trains on the prompts
-that it decoded, so that no prompt, image or response crosses the network.
+A process trains on the prompts that it decoded, so that no prompt, image or response crosses the
+network.
 
 Letters: N prompts of a step, B prompts of this process, G rollouts per prompt, R rows per prompt
 (G, or G + 1 with a reflected row).
@@ -53,7 +53,7 @@ class RolloutPrograms:
     # (params, rng, requests) -> indices of requests with G rollouts of each, in order of
     # completion; see `decoding.queue.DecodeQueue.decode`.
     decode: Decode
-    reflect: Decode  # likewise, one rollout per request, which starts with the request's context
+    reflect: Decode  # likewise, one rollout per request, after the request's context
     select: Callable[..., Subgroup]  # (rollouts, scores, rng, index [B]) -> Subgroup
 
 
@@ -67,7 +67,7 @@ def compile_decoder(
 ) -> DecodePrograms:
     """`compile_decoding` for the run's policy, devices and dtype.
 
-    Without `attention`, the device's is used and not compared with XLA.
+    `attention` None: the device's implementation, without comparing it with XLA.
     """
     rules, model = run.config.decode_sharding_rules, run.config.model
     if attention is None:
@@ -104,8 +104,7 @@ def context_tokens(run: Run) -> int:
 def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
     """Sizes of the first decode, and of the reflected one.
 
-    A reflected prompt has one row and takes less than half the memory, so more of them are decoded
-    at a time.
+    A reflected prompt has one row and needs less memory, so more of them are decoded at a time.
     """
     rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_sharding)
     tries = Sizes(
@@ -130,7 +129,7 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
 def compile_rollout(
     run: Run, clock: DeviceClock, attention: DecodingAttention | None = None
 ) -> RolloutPrograms:
-    """The jitted functions of a rollout, compiled once per shape; `clock` is told of what runs."""
+    """The jitted functions of a rollout, compiled once per shape; `clock` measures their time."""
     rl, care = run.config.rl, run.config.care
     programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
     first, second = (
@@ -148,7 +147,7 @@ def compile_rollout(
 def asked(
     index: Int[np.ndarray, " B"], examples: Sequence[Example], prompts: Sequence[TokenizedPrompt]
 ) -> Groups:
-    """Groups of which only the questions are known."""
+    """Groups with their questions, before decoding."""
     return Groups(
         index=np.asarray(index, np.int32),
         examples=np.array(examples, object),
@@ -159,10 +158,9 @@ def asked(
 
 
 def gather_groups(groups: Groups) -> Groups:
-    """The groups of all processes, N prompts, with what packing and metrics need.
+    """The groups of all processes, N prompts, with the fields that packing and metrics need.
 
-    Texts, tokens, embeddings and spans stay where they are. In a run of one process they too are
-    left out.
+    Texts, tokens, embeddings and spans are not gathered; they are None also with one process.
     """
     credit = groups.credit
     numbers = Groups(
@@ -196,7 +194,7 @@ def roll_out(
     `params` are in the decode layout; `rng` is the key of this step.
 
     Raises:
-        distributed.Preempted: the run was told to stop; nothing of this step is kept.
+        distributed.Preempted: the run was preempted; the step is discarded.
     """
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
     requests = [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
@@ -205,7 +203,7 @@ def roll_out(
     assert rows is not None  # every process has prompts
     subgroup = programs.select(rows.rollouts, rows.scores, select_rng, groups.index)
     subgroup = jax.device_get(subgroup)
-    # Where nothing was judged, there is no failure to rescue.
+    # A group without any verdict has no failure to rescue.
     has_update = subgroup.has_update & rows.is_judged.any(1)
     subgroup = dataclasses.replace(subgroup, has_update=has_update)
     has_reflection = np.zeros(len(requests), bool)
@@ -266,7 +264,7 @@ def verify(
 def contexts_of(
     run: Run, failures: Shaped[np.ndarray, " n"], mode: str
 ) -> list[Int[np.ndarray, " c"]]:
-    """The forced tokens with which the repair of each failed response, a text, starts.
+    """The forced tokens at the start of the repair of each failed response, a text.
 
     `mode` is one of `reflection.MODES`.
     """

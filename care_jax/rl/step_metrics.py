@@ -1,4 +1,4 @@
-"""Measures and logs the steps of RL: their groups and updates, and where their time went.
+"""Measures and logs RL steps: groups, updates and timings.
 
 Letters: N prompts of a step, R rows per prompt.
 """
@@ -33,7 +33,7 @@ _SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_to
 
 @dataclasses.dataclass
 class StepLog:
-    """The clocks of a step, and the metrics, rollouts and report that are written of it."""
+    """Times a step and writes its metrics, rollouts and report."""
 
     run: Run
     stage: Stage
@@ -44,7 +44,7 @@ class StepLog:
     def __post_init__(self):
         self._report = open_report(self.run)
         self._report.begin(self.stage.start)
-        self._tail = 0.0  # seconds for which the log of the step before kept the host busy
+        self._tail = 0.0  # seconds that logging the previous step took on the host
 
     def begin(self, step: int) -> None:
         """Called before the rollouts."""
@@ -65,16 +65,16 @@ class StepLog:
         plans: Sequence[RowPlan],
         updates: Sequence[Mapping[str, float]],
     ) -> None:
-        """Called after the updates; a FloatingPointError if a metric is not finite.
+        """Called after the updates; raises FloatingPointError if a metric is not finite.
 
         Args:
             draws: the rollout batches of this process.
-            groups, everyone: those trained on, of this process and of all.
-            plans, updates: of the updates, and their metrics, {} of a skipped one.
+            groups, everyone: the groups trained on, of this process and of all processes.
+            plans, updates: packing plan and metrics of each update; {} if it was skipped.
         """
         run, ended = self.run, time.perf_counter()
         drawn = everyone
-        if len(draws) > 1:  # those trained on were selected by their acc
+        if len(draws) > 1:  # rollout metrics need all: the groups trained on are selected by acc
             drawn = Groups.concatenate([gather_groups(each) for each in draws])
         num_sampled = int((drawn.rollouts.is_valid & ~drawn.rollouts.is_forced).sum())
         self.stage.counters["num_decoded"] += num_sampled
@@ -108,7 +108,7 @@ class StepLog:
         profile_steps(self.run, self.run.config.rl.num_steps)
 
     def _verifier_metrics(self, draws: Sequence[Groups]) -> dict[str, float]:
-        """Means of the reward function's components, and the calls of the step."""
+        """Means of the reward function's components, and the verifier's counts of the step."""
         verifier, metrics = self.verifier, {}
         if verifier.has_reward:
             judged = [groups.components for groups in draws]
@@ -122,7 +122,7 @@ class StepLog:
 
 
 def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> dict[str, float]:
-    """What the groups of all processes are like: all that were drawn, and those trained on."""
+    """Metrics of the groups of all processes: all that were drawn, and those trained on."""
     metrics = diagnostics.rollout_metrics(drawn, run.config.rl.num_rollouts)
     if run.objective.overlong is not None:
         metrics |= diagnostics.dapo_metrics(drawn, trained, num_draws, **run.objective.overlong)
@@ -134,8 +134,8 @@ def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> d
 def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
     """Model TFLOPs per second and device during the updates, and their share of the peak (MFU).
 
-    Padding and rematerialisation do not count. The MFU is left out if the device's peak is not
-    known. `groups` are those trained on, of all processes.
+    Padding and rematerialisation do not count. The MFU is left out if the device's peak is unknown.
+    `groups` are those trained on, of all processes.
     """
     model = run.config.model
     flops = model_flops(
@@ -152,7 +152,7 @@ def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
 
 
 def fill_of(plans: Sequence[RowPlan]) -> dict[str, float]:
-    """Share of computed tokens and patches that are no padding and no repeated prompts."""
+    """Fraction of computed tokens and patches that are neither padding nor repeated prompts."""
     fill = {}
     for name, of in (("train_fill", "tokens"), ("patch_fill", "patches")):
         real, computed = (
@@ -178,7 +178,7 @@ def profile_steps(run: Run, step: int) -> None:
 
 
 def open_report(run: Run) -> Report:
-    """The report of rollouts, worded for the run."""
+    """The run's report of rollouts."""
     care, policy = run.config.care, run.policy
     wording = Wording(
         token_bytes=policy.token_bytes,

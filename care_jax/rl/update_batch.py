@@ -1,9 +1,8 @@
-"""From the groups of a step to the batches of its updates (host).
+"""Builds the packed batches of a step's updates from its groups (host).
 
 A tree is a prompt with the responses that are trained on; the trees of an update are packed into
-rows. Responses without credit are left out, and so are prompts without any such response.
-Log-probabilities that need the trainer's forward pass, under the reference and under π_old, are
-filled in.
+rows. Other responses are not packed, nor prompts left without any. `with_logprobs` adds the
+log-probabilities that need the trainer's forward pass: under the reference and under π_old.
 
 Letters: N prompts of an update, B those of this process.
 """
@@ -28,7 +27,7 @@ from models import backbone, lora
 def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch, RowPlan]:
     """This process's batch of one update, on the host, and the plan of the packing.
 
-    `groups` are its B prompts with their credit; `everyone` the N of all processes, gathered.
+    `groups` are its B prompts, with credit; `everyone` is from `gather_groups`.
     """
     rl, credit = run.config.rl, groups.credit
     plan = plan_rows(
@@ -71,12 +70,12 @@ def with_logprobs(
 ) -> list[TrainBatch]:
     """Fills in, on the host, log-probabilities under the reference and, if needed, under π_old.
 
-    The sampler records log-probabilities at temperature 1 for all sampling settings, so they serve
-    as π_old. The trainer recomputes them if rl.old_logp = "trainer", or if reflected rows are
-    trained without the context they were sampled with.
+    The sampler records log-probabilities at temperature 1 for all sampling settings, which serve as
+    π_old. The trainer recomputes them if rl.old_logp = "trainer", or if reflected rows are trained
+    without the context they were sampled with.
 
-    `params` are those before the first update; for `score` see `stages.rl.UpdatePrograms`, for
-    `reference` `copy_reference`.
+    `params` are those before the first update, `score` is of `stages.rl.UpdatePrograms`,
+    `reference` from `copy_reference`.
     """
     scorers = {}
     if run.objective.beta:

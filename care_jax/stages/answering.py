@@ -1,7 +1,7 @@
-"""Questions answered by a run's weights, a few batches at a time: the decoding of evaluations.
+"""Decodes the answers of an evaluation, a few batches at a time.
 
-The draws are a function of the run's seed, the question's index and the sample alone: two
-evaluations of a run draw alike and differ by the weights.
+Random numbers are a function of the run's seed, the question's index and the sample's, so two
+evaluations of a run differ by the weights alone.
 
 Letters: G samples of each question.
 """
@@ -39,8 +39,8 @@ class AnsweringPrograms:
     """The compiled functions of a run's evaluations, see `compile_answering`."""
 
     to_decode_layout: Callable  # params -> params in the decode layout
-    checksum: Callable  # params -> a number that tells weights apart
-    queue: DecodeQueue  # decodes with the sizes and the sampling of the section `evaluate`
+    checksum: Callable  # params -> checksum of the weights
+    queue: DecodeQueue  # with the sizes and sampling settings of `config.evaluate`
 
 
 def compile_answering(run: Run) -> AnsweringPrograms:
@@ -74,10 +74,10 @@ def compile_answering(run: Run) -> AnsweringPrograms:
 
 
 def make_decoder(run: Run, params: backbone.Params, programs: AnsweringPrograms) -> Decode:
-    """A function from this process's requests to (indices of some, G rollouts of each) pairs.
+    """A function from this process's requests to (indices of requests, their G rollouts) pairs.
 
-    They come in order of completion. A request's index determines its draws. The first call brings
-    the weights into the decode layout.
+    Pairs are yielded in order of completion. A request's index determines its random numbers. The
+    first call converts the weights to the decode layout.
     """
     decode_params = functools.cache(lambda: programs.to_decode_layout(params))
     rng = streams.key_of(run.config.seed, streams.EVALUATION)
@@ -92,12 +92,12 @@ def decode_batches(
     `questions` and `done` are the same on all processes; `label` says what is evaluated.
 
     Raises:
-        distributed.Preempted: the run was told to stop.
+        distributed.Preempted: the run was preempted.
     """
     policy, size = run.policy, run.config.evaluate.batch_size
     starts = np.arange(0, _NUM_BATCHES * size, size)
     local_rows = (starts[:, None] + sharding.local_rows(size, run.decode_batch_sharding)).ravel()
-    # A question's batch depends on its index alone, and so does its place, from which it draws.
+    # A question's batch depends on its index alone, whichever questions are done.
     num_rows = _NUM_BATCHES * size
     todo = (place for place in range(len(questions)) if place not in done)
     firsts = sorted({place - place % num_rows for place in todo})

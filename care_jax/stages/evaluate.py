@@ -1,10 +1,10 @@
 """Accuracy on held-out questions and on benchmarks: one greedy response each, or several samples.
 
-The verifier judges held-out questions, as in training. Each release is judged by its published
+The verifier judges held-out questions, as in training. Each benchmark is scored by its published
 rules; optionally, a language model judges the free-form answers that the rules call wrong.
 
 Samples are written during decoding, each with a digest of the weights and settings that it depends
-on. An evaluation that is started again decodes only what its file does not have of that digest.
+on. A restarted evaluation decodes only the questions without a sample of that digest.
 
 With `evaluate.num_samples` above 1 a question's accuracy is the mean over its samples, and pass@k
 is estimated from them.
@@ -39,14 +39,14 @@ from models import backbone
 
 
 def open_benchmarks(config: ConfigDict) -> list[Benchmark]:
-    """The releases of `evaluate.benchmarks`; a ValueError if files are missing."""
+    """The benchmarks of `evaluate.benchmarks`; raises ValueError if files are missing."""
     return [Benchmark(which, path) for which, path in config.evaluate.benchmarks]
 
 
 def evaluate_stage(
     run: Run, evaluator: Evaluator, params: backbone.Params, *, name: str
 ) -> dict[str, float]:
-    """The metrics of the stage `evaluate`; a line of metrics.jsonl that has them stays in place."""
+    """Runs the stage `evaluate`; writes its metrics unless metrics.jsonl already has them."""
     metrics = evaluator(params, name=name)
     line = {"stage": f"evaluate_{name}", "step": 0, **metrics}
     is_there = jax.process_index() == 0 and any(
@@ -58,9 +58,9 @@ def evaluate_stage(
 
 
 class Evaluator:
-    """Evaluates weights of one run; what one evaluation compiles serves the next.
+    """Evaluates weights of one run; evaluations share the compiled programs.
 
-    `examples` are the held-out questions; None if benchmarks alone are evaluated.
+    `examples` are the held-out questions; None to evaluate benchmarks only.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Evaluator:
             name: of the stage that trained the weights ("sft", "rl"). Held-out samples go to
                 `workdir/samples_<name>.jsonl`; results.json, results.md and
                 samples_<benchmark>.jsonl of benchmarks to `workdir/benchmarks_<name>`.
-            step: of the stage, if it goes on after this evaluation; samples are then in
+            step: of the stage, for an evaluation during it; samples are then in
                 `samples_<name>/step_<step>.jsonl` and `benchmarks_<name>/step_<step>`.
 
         Returns:
-            of held-out questions the metrics of `held_out.metrics_of` and `num_dropped`; of each
-            benchmark `<name>/acc`, its interval and pass@k, and `mean/acc` over them.
+            for held-out questions the metrics of `held_out.metrics_of` and `num_dropped`; for each
+            benchmark `<name>/acc`, its interval and pass@k; and the benchmarks' mean `mean/acc`.
 
         Raises:
             ValueError: no prompt of a benchmark fits a bucket.
-            distributed.Preempted: the run was told to stop.
+            distributed.Preempted: the run was preempted.
         """
         decode = make_decoder(self._run, params, self._programs())
         settings = _settings(self._run, self._programs().checksum(params))
@@ -123,7 +123,7 @@ class Evaluator:
                 )()
 
             questions = held_out.questions_of(examples, score)
-            # Nothing is known of what a reward function depends on.
+            # A reward function may depend on anything, so its samples are not reused.
             of = None if verifier.has_reward else _digest(settings | self._held_out_settings)
             samples = _answer(run, decode, questions, path, of, label)
         answered = [sample for sample in samples if not sample["is_dropped"]]
@@ -139,10 +139,10 @@ class Evaluator:
 
     @functools.cached_property
     def _held_out_settings(self) -> dict[str, Any]:
-        """What held-out samples depend on beside `_settings`: the verifier and the questions."""
+        """What held-out samples depend on besides `_settings`: the verifier and the questions."""
         whole = json.loads(self._run.config.to_json_best_effort())
         sections = ("evaluate", "verifier", "model", "decode_sharding_rules")
-        # Rows that are not in memory are a function of the settings.
+        # Rows read from disk are a function of the settings.
         rows = self._examples if isinstance(self._examples, list) else []
         return {
             **{name: whole[name] for name in sections},
@@ -174,7 +174,7 @@ class Evaluator:
         results["macro"] = scoreboard.macro_average(results["benchmarks"])
         results["settings"] = settings
         if judge is not None:
-            # Only this process since its start: resumed samples were judged, and paid for, before.
+            # Only since this process started: resumed samples were judged, and paid for, before.
             results["judge"] = judge.counts | {"cost": judge.cost}
         markdown = scoreboard.to_markdown(results)
         if jax.process_index() == 0:
@@ -231,7 +231,7 @@ def _answer(
     digest: str | None,
     label: str,
 ) -> list[Sample]:
-    """A sample per question: read from the file if it has that digest, else decoded, appended."""
+    """A sample per question, read from the file if it has the digest, else decoded and appended."""
     is_writer = jax.process_index() == 0
     kept = _kept_lines(path, digest) if is_writer else []
     samples: list[Sample] = distributed.gather_json([json.loads(line) for line in kept])[0]
@@ -261,12 +261,12 @@ def _answer(
 
 
 def _kept_lines(path: pathlib.Path, digest: str | None) -> list[str]:
-    """The lines of samples with this digest; damaged ones and any later ones are left out."""
+    """The samples with this digest, up to the first line that is damaged or has another digest."""
     kept = []
     if digest is None or not path.exists():
         return kept
-    # Not `splitlines`, for which U+2028 in a response ends a line too. The last part is empty, or
-    # what a killed run left of a line.
+    # Not `splitlines`, which also splits at U+2028 in a response. The last part is empty, or an
+    # incomplete line of a killed run.
     for line in path.read_text(errors="replace").split("\n")[:-1]:
         try:
             if json.loads(line)["settings"] != digest:

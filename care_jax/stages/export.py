@@ -1,11 +1,11 @@
 """Writes a trained policy as a Hugging Face folder: weights, config, tokenizer and processor.
 
-`export.step` chooses the checkpoint, see `run.weights.find`. With LoRA the adapters become a folder
-of their own too, for peft and vLLM.
+`export.step` chooses the checkpoint, see `run.weights.find`. With LoRA the adapters are exported to
+a second folder, for peft and vLLM.
 
 `generation_config.json` matches training and evaluation: any of the backbone's EOS tokens ends a
-response, and there are no sampling settings. Those of a release, such as a repetition penalty, are
-left out. `sha256.json` has the sums of the weights, which runs that start from the folder compare.
+response, and a release's sampling settings, such as a repetition penalty, are left out.
+`sha256.json` has the SHA-256 of the weights, which runs that start from the folder verify.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def export_stage(run: Run, params: backbone.Params, source: Source) -> None:
 
 
 def export_adapters(run: Run, source: Source) -> pathlib.Path:
-    """Writes the change from the weights that the run started from, as adapters.
+    """Writes the run's total change of its initial weights as one adapter.
 
-    Each stage adapts what the one before merged, so that the change is the sum of the products of
-    all stages: one adapter of as many times their rank.
+    Each stage trains a new adapter on the merged weights of the previous one. The total change is
+    the sum of their products: one adapter with the ranks added up.
     """
     model, folder = run.config.model, run.workdir / "adapter"
     steps = [(stage, None) for stage in source.stages[:-1]] + [(source.stages[-1], source.step)]

@@ -1,7 +1,7 @@
-"""The reinforcement learning loop.
+"""The reinforcement learning loop (alg:care).
 
 A step decodes and verifies a rollout batch, selects subgroups, repairs failures and computes
-advantages. Then come one or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`.
+advantages. One or more updates on packed trees, `[prompt | r_0 | ...] [prompt' | ...]`, follow.
 The parts of a step are in `rl`: `rollout`, `dynamic_sampling`, `update_batch`, `step_metrics`.
 
 Letters: B prompts of this process, R rows per prompt.
@@ -41,12 +41,11 @@ def train(
     Args:
         params: initial parameters and reference of the KL term, of dtype `model.param_dtype`, on
             the mesh. Must not be used afterwards.
-        evaluate: gives the metrics of weights, every `rl.eval_every` steps.
+        evaluate: returns the metrics of weights; called every `rl.eval_every` steps.
 
     Raises:
-        distributed.Preempted: the run was told to stop; the state before the unfinished step is
-            saved.
-        FloatingPointError: an update or a state is broken; says which checkpoint is good.
+        distributed.Preempted: the run was preempted; the state before the unfinished step is saved.
+        FloatingPointError: an update or a state is broken; the message names a good checkpoint.
     """
     rl, clock, index = run.config.rl, DeviceClock(), prompts_of_process(run)
     num_updates = rl.prompts_per_step // rl.prompts_per_update
@@ -69,7 +68,7 @@ def train(
         verifier_of(run) as verifier,
         open_stage(run, "rl", state, programs.nll, evaluate) as stage,
     ):
-        del state  # the stage has it, or that of a checkpoint
+        del state  # the stage holds it, or has restored another
         log = StepLog(run, stage, clock, verifier, learning_rate_at)
         for step, questions, prompts in stage.steps(batches):
             log.begin(step)
@@ -100,7 +99,7 @@ def train(
 
 
 def prompts_of_process(run: Run) -> Int[np.ndarray, " B"]:
-    """Indices in a step of this process's prompts: the same ones of every update."""
+    """Indices in the step of this process's prompts: the same slice of every update."""
     rl = run.config.rl
     local = sharding.local_rows(rl.prompts_per_update, run.decode_batch_sharding)
     return (np.arange(0, rl.prompts_per_step, rl.prompts_per_update)[:, None] + local).ravel()
@@ -108,7 +107,7 @@ def prompts_of_process(run: Run) -> Int[np.ndarray, " B"]:
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePrograms:
-    """The compiled functions of the update; those of the rollout are `RolloutPrograms`."""
+    """The compiled functions of the update; for the rollout's see `RolloutPrograms`."""
 
     to_decode_layout: Callable  # params -> params in the decode layout
     credit: Callable  # (rollouts, scores[, subgroup, has_reflection]) -> Credit
@@ -153,7 +152,7 @@ def compile_update(
 
 
 def assign_credit(programs: UpdatePrograms, groups: Groups) -> Groups:
-    """The groups with advantages and token weights; with CARE also A_raw, for its metrics."""
+    """The groups with advantages and token weights, and for CARE with A_raw, for its metrics."""
     if programs.raw_advantages is None:
         credit, raw = programs.credit(groups.rollouts, groups.scores), None
     else:

@@ -45,11 +45,11 @@ def train(
         params: initial parameters, of dtype `model.param_dtype`, on the mesh. Must not be used
             afterwards.
         examples: with responses to imitate.
-        evaluate: gives the metrics of weights, every `sft.eval_every` steps.
+        evaluate: returns the metrics of weights; called every `sft.eval_every` steps.
 
     Raises:
-        distributed.Preempted: the run was told to stop; the state reached is saved.
-        FloatingPointError: an update or a state is broken; says which checkpoint is good.
+        distributed.Preempted: the run was preempted; the current state is saved.
+        FloatingPointError: an update or a state is broken; the message names a good checkpoint.
     """
     sft = run.config.sft
     index = sharding.local_rows(sft.batch_size, run.decode_batch_sharding)
@@ -73,7 +73,7 @@ def train(
         return packed_batch(run, index, examples, prompts)[0], examples
 
     with open_stage(run, "sft", state, nll, evaluate, remake) as stage:
-        del state  # the stage has it, or that of a checkpoint
+        del state  # the stage holds it, or has restored another
         report = Report(run.workdir, **run.config.report)
         for step, imitated, prompts in stage.steps(batches):
             batch, plan = packed_batch(run, index, imitated, prompts)
@@ -127,8 +127,8 @@ def packed_batch(
 ) -> tuple[ImitationBatch, RowPlan]:
     """This process's packed rows of a step, on the host, and the plan of the packing.
 
-    An example that exceeds a row is left out, counted and logged. `index` is that of this process's
-    examples in the step.
+    An example that exceeds a row is left out, counted and logged. `index` has the indices in the
+    step of this process's examples.
     """
     sft, policy = run.config.sft, run.policy
     contexts = [policy.prompts.context_tokens(example.context) for example in examples]

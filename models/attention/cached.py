@@ -1,12 +1,12 @@
-"""Attention of decoding: one new token per row against the KV caches.
+"""Attention in decoding: one new token per row against the KV caches.
 
-All rows of a prompt read one copy of its keys, the prefix; each row reads the keys of its own
-tokens, the suffix. One softmax runs over both.
+The rows of a prompt share one KV cache of the prompt, the prefix. Each row has a KV cache of its
+response, the suffix. One softmax runs over both.
 
-"xla" computes the scores of all slots and masks them. The kernels for TPU and GPU read only the
-blocks of slots in which a row sees one: a suffix is as long as the longest response may become, and
-most rows are far from it. They compute prefix and suffix separately, as in flash decoding: each
-part gives an output and a log-sum-exp, by which the outputs are averaged.
+"xla" computes the scores of all slots and masks them. The TPU and GPU kernels read only blocks with
+a visible slot: a suffix is allocated for the longest response, and most rows are far from it. They
+compute prefix and suffix separately, as in flash decoding, and average the two outputs by their
+log-sum-exps.
 
 Letters: B prompts, R rows of each, T new tokens of a row, P slots of a prefix, S slots of a suffix,
 K kv heads, G query heads per kv head, H head dim. A part has O owners (prompts or rows), each with
@@ -36,7 +36,7 @@ _TPU_BLOCK, _GPU_BLOCK = 256, 64  # slots per block
 
 @flax.struct.dataclass
 class CacheMask:
-    """Which slots the new tokens attend to; the same for all layers."""
+    """The cache slots that the new tokens attend to; the same for all layers."""
 
     prefix: Bool[Array, "B P"]
     suffix: Bool[Array, "B R T S"]
@@ -44,7 +44,7 @@ class CacheMask:
     # concatenated lists of all batch shards.
     prefix_blocks: BlockPairs | None
     suffix_blocks: BlockPairs | None
-    impl: AttentionImpl = flax.struct.field(pytree_node=False)  # the lists were built for it
+    impl: AttentionImpl = flax.struct.field(pytree_node=False)  # what the lists are built for
 
 
 def cache_mask(
@@ -52,7 +52,7 @@ def cache_mask(
 ) -> CacheMask:
     """The mask of one decode step, for `attend_cached`; true for the slots that tokens attend to.
 
-    The kernels decode one token per row, T = 1; more are left to XLA.
+    The kernels support one new token per row, T = 1; larger T uses XLA.
     """
     if impl.name == "xla" or suffix.shape[2] > 1:
         return CacheMask(prefix, suffix, None, None, XLA)
@@ -72,7 +72,7 @@ def attend_cached(
     suffix: tuple[Float[Array, "B R K H S"], Float[Array, "B R K S H"]],
     mask: CacheMask,
 ) -> Float[Array, "B R T K G H"]:
-    """softmax(q·k / √H)·v over the prompt's slots and the row's own.
+    """softmax(q·k / √H)·v over prefix and suffix slots.
 
     Keys are stored transposed, [..., H, S], so that both matmuls contract adjacent axes; XLA:CPU is
     several times slower otherwise. Queries and keys are rotated, the suffix includes the new
@@ -129,7 +129,7 @@ def _attend_live(q, prefix, suffix, mask: CacheMask):
 
 
 def slots_per_block(num_slots: int, impl: AttentionImpl) -> int:
-    """Slots that a kernel reads at a time, of the `num_slots` of a prefix or a suffix."""
+    """Slots per block of a kernel, given the `num_slots` of a prefix or a suffix."""
     if impl.name == "gpu":
         return impl.key_block or _GPU_BLOCK
     return min(impl.key_block or _TPU_BLOCK, num_slots)
@@ -178,7 +178,7 @@ def _run_tpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
                 ref[...] = jnp.full_like(ref, value)
 
         seen = is_seen[...] != 0
-        num_left = num_slots - others[n] * block  # a last block reaches beyond the slots
+        num_left = num_slots - others[n] * block  # the last block may exceed the slots
         is_slot = lax.broadcasted_iota(jnp.int32, (block, 1), 0) < num_left
         seen &= lax.broadcasted_iota(jnp.int32, (1, block), 1) < num_left
         for h in range(K):
@@ -224,7 +224,7 @@ def _run_tpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
 def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
     """One program per owner and kv head, which loops over the owner's blocks.
 
-    Triton's arrays have powers of two as sizes; what exceeds the true sizes is masked.
+    Triton array sizes are powers of two; entries beyond the true sizes are masked.
     """
     O, K, M, H = q.shape
     num_slots = k.shape[-1]
@@ -271,5 +271,5 @@ def _output_shapes(q):
 
 
 _INITIAL = 0.0, MASKED, 0.0  # of the output, the largest score and the sum of weights
-_LEAST = 16  # sizes of a Triton matmul
+_LEAST = 16  # smallest dimension of a Triton matmul
 _RUN = {"tpu": _run_tpu, "gpu": _run_gpu}

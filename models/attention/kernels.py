@@ -1,8 +1,8 @@
-"""Attention over listed pairs of blocks: three walks, each in XLA, Pallas TPU and Pallas Triton.
+"""Block-sparse attention over lists of block pairs, in XLA, Pallas TPU and Pallas Triton.
 
 An online softmax in float32, after FlashAttention (arXiv:2205.14135, 2307.08691). A pair is a block
-of query rows and a block of keys. The walks over the pairs compute the output with its log-sum-exp,
-the gradient of q, and the gradients of k and v.
+of query rows and a block of keys. There are three reductions over the pairs (`Walk`): the output
+with its log-sum-exp, the gradient of q, and the gradients of k and v.
 
 XLA and TPU fold the G query heads of a kv head into the query rows, [K, rows, H], so that one
 matmul serves all of them: row r belongs to token r // G and attends to key k iff
@@ -33,13 +33,13 @@ from jaxtyping import Array, Bool, Int, Shaped
 MASKED = -1e30  # score of a masked entry; finite, so that rows masked in a whole block stay finite
 
 OF_KEYS = "kb"
-_AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}  # along which folded arrays are cut, by side
+_AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}  # the axis of folded arrays that blocks split
 
 
 @typing.no_type_check  # `shard_map` puts specs in the fields
 @flax.struct.dataclass
 class BlockPairs:
-    """The pairs of blocks to compute, grouped by one block of the pair, its owner."""
+    """The pairs of blocks to compute, grouped by one of the two blocks, the owner."""
 
     starts: Int[Array, " blocks+1"]  # the pairs of owner i are starts[i] to starts[i + 1] - 1
     owners: Int[Array, " n"]  # the owner of each pair; 0 after the last pair
@@ -47,7 +47,7 @@ class BlockPairs:
 
 
 def block_pairs(is_seen: Bool[Array, "B O N"], size: int) -> BlockPairs:
-    """The pairs that are seen, at most `size`; owners and others are numbered through all rows."""
+    """The unmasked pairs, at most `size`; blocks are numbered consecutively over all rows."""
     batch, owner, other = jnp.nonzero(is_seen, size=size, fill_value=0)
     ends = jnp.cumsum(is_seen.sum(-1).reshape(-1))
     owner, other = batch * is_seen.shape[1] + owner, batch * is_seen.shape[2] + other

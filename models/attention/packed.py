@@ -78,7 +78,7 @@ class BlockMask:
     # Pairs owned by query blocks. Under a mesh, the concatenated lists of all row shards.
     by_query: BlockPairs | None
     by_key: BlockPairs | None  # the same pairs, owned by key blocks
-    impl: AttentionImpl = flax.struct.field(pytree_node=False)  # the lists were built for it
+    impl: AttentionImpl = flax.struct.field(pytree_node=False)  # what the lists are built for
     blocks: tuple[int, int] | None = flax.struct.field(pytree_node=False)  # tokens: query, key
 
 
@@ -91,7 +91,7 @@ def block_mask(
     """The mask of a batch of rows, for `attend`. Every token must attend to itself.
 
     Args:
-        first, last: first and last query that attends to each key; first None: the key (causal).
+        first, last: first and last query that attends to each key; first None: causal.
         group: query heads per kv head, 1 in a vision tower.
         impl: the implementation that will compute attention.
     """
@@ -145,7 +145,7 @@ def _padded_bounds(
 def _block_lists(
     first: Int[Array, "B S"], last: Int[Array, "B S"], *, blocks: tuple[int, int], is_causal: bool
 ) -> tuple[BlockPairs, BlockPairs]:
-    """The unmasked pairs, by query block and by key block. Blocks are numbered through all rows."""
+    """The unmasked pairs, by query block and by key block, numbered consecutively over all rows."""
     query_block, key_block = blocks
     first, last = _padded_bounds(first, last, blocks)
     B, S = first.shape
@@ -186,7 +186,7 @@ def attend(
     v: Float[Array, "B S K H"],
     mask: BlockMask,
 ) -> Float[Array, "B S K G H"]:
-    """softmax(q·k / √H)·v of every query over the keys it attends to, of full rows.
+    """softmax(q·k / √H)·v over the keys that each query attends to.
 
     Queries and keys are rotated; the mask, from `block_mask`, also selects the implementation.
     """

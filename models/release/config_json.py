@@ -139,7 +139,7 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
     tokens = {name: _field(config, name, "config.json") for name in _TOKENS}
     tokens["pad_token_id"] = next((index for index in pads if index is not None), eos[0])
     for name, index in [*tokens.items(), *(("eos_token_id", index) for index in eos)]:
-        # The tokenizer says where image tokens are; see `PromptBuilder`.
+        # Image and vision ids may exceed the vocabulary here: `PromptBuilder` checks them.
         size = sys.maxsize if name in _TOKENS else decoder.vocab_size
         kind = f"a token of the vocabulary of {decoder.vocab_size}"
         _check("config.json", name, index, kind, _is_whole(index) and index < size)
@@ -195,7 +195,7 @@ def _is_list(value: Any) -> bool:
 
 _LAYERS = "a list of layers, numbered from 0", _is_list
 _ONE_SIZE = "one number, the same along every axis (others are not implemented)", _is_size
-# What a field must be, if not a whole number above 0.
+# The type of a field that is not a whole number above 0.
 _KINDS = {
     "full_attention_layers": _LAYERS,
     "deepstack_layers": _LAYERS,

@@ -6,8 +6,8 @@ of transformers' model that it adapts:
     base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight   [rank, inputs]
     base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_B.weight   [outputs, rank]
 
-where transformers nests the decoder under `model.language_model` in both families, also if the
-names in a release do not.
+transformers nests the decoder under `model.language_model` in both families, even where the
+release does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from models.release import transfer, weights
 
 WEIGHTS = "adapter_model.safetensors"
 _DTYPE = np.dtype(np.float32)
-# vLLM reads the last parentheses of the pattern. The tower has modules of these names too.
+# vLLM parses the last parentheses. The prefix excludes the tower's modules of the same names.
 _TARGETS = r"model\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
@@ -40,7 +40,7 @@ def export(
     Args:
         folder: created if missing; an earlier export in it is replaced.
         adapters: the leaves that `lora.add` adds, in the tree of the training layout; α is `alpha`.
-        base: folder or hub id of the weights that they adapt; empty if these have no name.
+        base: folder or hub id of the base weights; empty if they have none.
     """
     params = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))
     leaves = weights.leaves_by_path(adapters)

@@ -42,7 +42,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by numpy's 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor as described in its file's header; its dtype by the format's name, as "BF16"."""
+    """A tensor as described in its file's header; the dtype is a safetensors name, as "BF16"."""
 
     path: pathlib.Path
     name: str
@@ -57,10 +57,7 @@ def load(
     dtype: Any,
     shardings: Params | None = None,
 ) -> Params:
-    """Reads a release's safetensors into the tree of `shapes`, see `backbone.load`.
-
-    The default device takes everything without `shardings`.
-    """
+    """Reads a release's safetensors into the tree of `shapes`, see `backbone.load`."""
     table = weights.tensors(config, shapes)
     every = [tensor for row in table.values() for tensor in row]
     entries = _find(pathlib.Path(folder), every, config)
@@ -373,8 +370,8 @@ def write_file(
 ) -> None:
     """Writes one safetensors file without holding it in memory.
 
-    In a multi-process run process 0 writes. The others only take the blocks, which joins the
-    all-gathers behind them.
+    In a multi-process run process 0 writes. The others iterate over `blocks` too, since producing
+    one may be an all-gather.
 
     Args:
         path: replaced if it exists.

@@ -20,7 +20,7 @@ from models.layers import Params
 
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 # (module in the release, our module, number of input axes of a kernel, else 0); {} is the layer. A
-# module's weight is our kernel, or scale of a norm, or table; its bias, if it has one, our bias.
+# module's weight is our kernel, scale (of a norm) or table; its bias is our bias.
 _SHARED = (
     ("model.embed_tokens", "text/embed", 0),
     ("model.norm", "text/norm", 0),
