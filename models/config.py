@@ -132,7 +132,7 @@ class BackboneConfig:
     vision_start_token_id: int  # before the placeholders
     vision_end_token_id: int  # after them
     eos_token_ids: tuple[int, ...]  # each ends a response; SFT targets end with the first
-    pad_token_id: int  # may be one of `eos_token_ids`: padding is found by masks
+    pad_token_id: int  # may be one of `eos_token_ids`, since masks mark the padding
 
     def __post_init__(self):
         flags_of(self.family)
@@ -153,7 +153,7 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
         raise ValueError(f"{name} {value} must be a multiple of {divisor_name} = {divisor}")
 
 
-# What the releases of a family share beyond `FAMILIES`: fields of the tower, fields of the decoder.
+# Further fields that all releases of a family share: of the tower, of the decoder.
 _SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         {"num_layers": 32, "hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14}

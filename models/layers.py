@@ -246,9 +246,9 @@ Rotary = tuple[Float[Array, "... half"], Float[Array, "... half"]]  # cosine and
 def text_rotary(positions: Int[Array, "... 3"], config: TextConfig) -> Rotary:
     """Cosine and sine of the angles of a text head, by M-RoPE.
 
-    Each frequency rotates with time, height or width. Sectioned, M-RoPE gives them consecutive
-    frequencies: sections (3, 2, 2) are 0 0 0 1 1 2 2. Interleaved, height and width take every
-    third frequency each, up to their section sizes, and time the rest: 0 1 2 0 1 2 0.
+    Each frequency belongs to time, height or width. Sectioned: consecutive frequencies, for the
+    sections (3, 2, 2) 0 0 0 1 1 2 2. Interleaved: height and width have every third frequency each,
+    up to their section sizes, and time the rest, 0 1 2 0 1 2 0.
     """
     component = np.repeat(np.arange(3), config.mrope_section)
     if config.mrope_interleaved:

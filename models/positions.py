@@ -38,7 +38,7 @@ class ImagePatches:
     # None if the tower has no windows:
     window_patches: Int[HostOrDevice, "B W S"] | None = None  # patch in each slot, -1 for none
     window_segments: Int[HostOrDevice, "B W S"] | None = None  # window in each slot, -1 for none
-    window_slots: Int[HostOrDevice, "B N"] | None = None  # its slot of W * S; 0 at padding
+    window_slots: Int[HostOrDevice, "B N"] | None = None  # slot of each patch; 0 at padding
     # None if the tower has no position table:
     position_rows: Int[HostOrDevice, "B N 4"] | None = None  # table rows to interpolate
     position_weights: Float[HostOrDevice, "B N 4"] | None = None  # sum 1; 0 at padding

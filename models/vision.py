@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2.5-VL and Qwen3-VL, in one transformer over patches.
+"""The vision towers of Qwen2.5-VL and Qwen3-VL, as one transformer over patches.
 
 Qwen2.5-VL: RMSNorm and gated SiLU, and windowed attention except in a few layers. Patches stay in
 the processor's order: a windowed layer gathers queries, keys and values into window bins and

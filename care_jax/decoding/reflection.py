@@ -1,10 +1,10 @@
-"""Reflection-guided resampling (RGR): which failure is repaired, and the forced context.
+"""Reflection-guided resampling (RGR): the forced context of the second decode.
 
 If a prompt has an anchor, its nearest hard negative gets a second attempt (sec:care-reflection).
-The model gets the prompt, the failed rationale and a repair cue, still inside the think span, and
-continues from there. The template of sec:care-reflection closes the span
-after the cue; alg:care inserts the cue into the negative's span, which leaves room to reason. In
-training the row is conditioned on these tokens with zero weight, so its importance ratio is exact.
+The model continues the prompt, the failed rationale and a repair cue, still inside the think span.
+The template of sec:care-reflection closes the span after the cue; we follow alg:care, which inserts
+the cue into the negative's span. In training the row is conditioned on these tokens, with weight 0,
+so its importance ratio is exact.
 
 The rationale is tokenised again from text, up to the first tag after the opening one: no
 well-formed response can follow a closing or an answer tag. It is truncated to `max_context` tokens.

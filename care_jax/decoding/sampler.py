@@ -259,7 +259,7 @@ def occupy(
     Args:
         prefix: of new prompts, or `slots.prefix` if free slots take over rollouts of others.
         chosen: for each slot, index in its shard of `prefix` of its new prompt; -1 for none.
-        begin, end: range of rollouts of each slot; `begin` is not read where `chosen` is -1.
+        begin, end: range of rollouts of each slot; `begin` is ignored where `chosen` is -1.
     """
     num_rows, num_rollouts = slots.rollout.shape[1], slots.prefix.first.shape[1]
     take = functools.partial(take_in_shard, chosen=chosen, num_shards=num_shards)

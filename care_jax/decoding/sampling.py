@@ -49,12 +49,11 @@ def log_probability(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Fl
 
 
 def nucleus(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B V"]:
-    """The weights of the smallest set of largest ones that sum to at least `top_p` of all; else 0.
+    """Keeps the smallest set of largest weights that sum to at least `top_p` of all; the rest is 0.
 
-    Ties with its least weight are included. The largest weight is 1. Non-negative floats are
-    ordered as their bits, so bisection over the bits finds the least weight exactly, in as many
-    sums over the vocabulary as a float has bits. Sorting 152064 ids takes longer, and needs all of
-    them on one device.
+    Ties with the smallest kept weight are kept. The largest weight must be 1. Non-negative floats
+    are ordered like their bits, so bisection over the bits finds the smallest kept weight exactly,
+    in 31 sums over the vocabulary. Sorting 152064 ids is slower and needs them on one device.
     """
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     wanted = top_p * weights.sum(-1, keepdims=True)
@@ -78,8 +77,8 @@ def _invert(
 ) -> Int[Array, "*B"]:
     """Inverts the cumulative distribution at u: finds a block of ids, then an id in the block.
 
-    Gumbel noise would take a random number and two logarithms for each of V ids, a fifth of the
-    time of decoding on a CPU. No block crosses a shard: each shard is padded to whole blocks.
+    Gumbel noise needs a random number and two logarithms for each of V ids, a fifth of the decoding
+    time on a CPU. No block crosses a shard: each shard is padded to whole blocks.
     """
     *rows, size = weights.shape
     size //= math.gcd(size, vocab_shards)  # ids of a shard

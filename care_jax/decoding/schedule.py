@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
-NUM_STEPS = 64  # most decode steps of a call of `sampler.advance`
+NUM_STEPS = 64  # maximum decode steps of a call of `sampler.advance`
 _NUM_PREFILLS = 4  # prefills that fill all slots
 _FEWEST_SLOTS = 1 / 4  # smallest fraction of the slots to keep; each halving is one more compile
 
@@ -31,7 +31,7 @@ class Sizes:
     num_rows: int  # R
     num_rollouts: int  # G
     max_tokens: int  # T, context included
-    context_tokens: int  # most forced tokens at the start of a rollout
+    context_tokens: int  # maximum number of forced tokens at the start of a rollout
     num_shards: int  # of the batch; divides B
     period: int  # prompts of an update; each such run of prompts is split evenly over the shards
 

@@ -29,7 +29,7 @@ def make_schedule(
     Update n (from 0) has lr·(n+1)/warmup_steps during warm-up, so that the first is not 0.
     After it: lr, or for "cosine" lr·(1 + cos(π·(n - warmup)/(num_steps - warmup)))/2.
 
-    The index n is an int on the host or an array on the device; both numbers of steps are updates.
+    n is an int on the host or an array on a device; `warmup_steps` and `num_steps` count updates.
 
     Raises:
         ValueError: unknown schedule, or a warm-up that is not shorter than the stage.

@@ -43,8 +43,8 @@ def raw_advantages(
     """The members of S, and A_raw = (r - μ_S) / (σ_S + ε) with the population σ (eq:care-zscore).
 
     A reflected success replaces the hard negative in S. A reflected failure is added to S. A
-    reflected row with 0 < acc < 1 is in neither; alg:care adds it as a failure. A rescue
-    ignores the reflected row; its rewards are δ (pseudo-anchor) and -δ/K' (eq:pseudoreward).
+    reflected row with 0 < acc < 1 is left out; alg:care adds it as a failure. A rescue ignores the
+    reflected row and uses the rewards δ (pseudo-anchor) and -δ/K' (negatives, eq:pseudoreward).
 
     Args: see `care_advantages`.
     """
@@ -104,7 +104,7 @@ def care_advantages(
         K: target number of negatives.
         s, s_refl: scales of negatives and of a reflected failure.
         delta: δ of the pseudo-rewards, > 0.
-        eps: ε added to σ.
+        eps: ε added to σ (eq:sigma-s).
         equalize: apply the factor √(K/K_S).
         rescue: train on groups in which no rollout succeeded; if false they get 0.
         robust: trimmed mean and median absolute deviation as μ and σ.

@@ -89,7 +89,7 @@ def dapo_metrics(
 
 
 def predicted_alphas(num_negatives: int, variance: float, gap: float) -> tuple[float, float]:
-    """α̂ of A_raw = α·√K' at an anchor, by eq:sqrtK-cont and by prop:ksignature, which disagree.
+    """α̂ of A_raw = α·√K' at an anchor, by eq:sqrtK-cont and by prop:ksignature, which differ.
 
     text      α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)    (eq:sqrtK-cont)
     appendix  α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2)        (prop:ksignature),  Δ = r⁺ - mean(r⁻)

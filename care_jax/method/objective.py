@@ -31,9 +31,9 @@ def region_weights(
     w = 1 in the answer;  γ⁺ in the rationale of a positive row, else γ⁻;  0 elsewhere
     w = 1 everywhere if there is no answer span, so that the policy learns from broken format
 
-    The paper's γ⁻ is 0. With a fixed γ⁺ the rationale's share of the credit grows with its length:
-    with γ⁺ = 0.005 and 10 answer tokens it is 1/6 at 400 rationale tokens and 0.5% at 10. A share ς
-    fixes it instead:
+    The paper's γ⁻ is 0; in an ablation of fig:rw it is γ⁺. With a fixed γ⁺ the rationale's share of
+    the credit grows with its length: with γ⁺ = 0.005 and 10 answer tokens it is 1/6 at 400
+    rationale tokens and 0.5% at 10. A share ς fixes it instead:
 
     γ⁺ = ς / (1 - ς) · n_answer / n_think
 

@@ -32,7 +32,7 @@ class Objective:
     # log-probabilities cannot serve as π_old.
     is_reframed: bool = False
     has_sequence_ratio: bool = False  # one importance ratio per response, not per token (GSPO)
-    max_tries: int = 1  # most rollout batches sampled to fill a step with mixed groups
+    max_tries: int = 1  # maximum rollout batches to fill a step with mixed groups
     overlong: Mapping[str, int] | None = None  # keyword arguments of `advantages.overlong_penalty`
 
 

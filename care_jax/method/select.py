@@ -1,10 +1,11 @@
 """Selects the anchor and its hard negatives among the rollouts of one prompt.
 
 P = {acc = 1}, F = {acc = 0}; a response with 0 < acc < 1 is in neither. The anchor is the shortest
-success (as an ablation, a random one). Its hard negatives are failures with a similar rationale: by
-default a diverse subset of the nearest ones, chosen by farthest-first traversal. If P = ∅, the
-failure with the highest log-probability is the pseudo-anchor (rescue). That condition is
-alg:care's; sec:rescue has max r close to zero, which the format reward can prevent.
+success (sec:anchor-formation), or a random one (fig:anchor-ablation). Its hard negatives are
+failures with a similar rationale: by default a diverse subset of the nearest ones, chosen by
+farthest-first traversal (sec:hybrid). If P = ∅, the failure with the highest log-probability is the
+pseudo-anchor (rescue). We follow alg:care in this condition; that of sec:rescue, max r close to
+zero, fails for well-formatted failures.
 
 Departures: anchor and pseudo-anchor are well-formed if possible, since a correct response without a
 rationale has length 0 and the summed log-probability favours short, malformed responses. The paper
@@ -48,7 +49,8 @@ def select_subgroup(
 
     Rules: `nearest`, the K' with the smallest d; `nearest_diverse`, farthest-first among the M
     nearest, starting from the nearest; `mixed`, the ⌈K'/2⌉ nearest and the ⌊K'/2⌋ farthest;
-    `farthest`, the K' with the largest d; `random`, uniform without replacement.
+    `farthest`, the K' with the largest d; `random`, uniform without replacement. The paper compares
+    them in fig:selection_side_by_side.
 
     Args:
         acc: correctness in [0, 1].
@@ -145,7 +147,7 @@ def _least(score, is_eligible, number):
 
 
 def _cosine_distance(embedding):
-    """1 - hᵢ·hⱼ of unit vectors; float32 whatever the matmul precision. Zero vectors give 1."""
+    """1 - hᵢ·hⱼ of unit vectors; float32 at any matmul precision. Zero vectors give 1."""
     h = embedding.astype(jnp.float32)
     h *= jax.lax.rsqrt(jnp.maximum(jnp.sum(h * h, axis=1, keepdims=True), 1e-12))
     return 1 - jnp.einsum("GD,ND->GN", h, h, precision="highest")

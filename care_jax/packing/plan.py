@@ -23,7 +23,7 @@ from care_jax.packing.trees import Packing, Part, TreeSizes, pack
 # Each row length is one more program to compile. A length below the longest must save this fraction
 # of the computed tokens.
 _WORTH_A_COMPILE = 1 / 16
-_FEWEST_TOKENS = 32  # least default step between row lengths
+_FEWEST_TOKENS = 32  # smallest default step between row lengths
 _PATCH_BLOCK = 16  # a row's patches are a multiple of this: whole merge blocks of every tower
 
 
@@ -114,7 +114,7 @@ def plan_rows(
 
     Args:
         sizes: of the trees of all processes.
-        row_tokens, row_patches: most tokens and patches of a row; patches are rounded up to a
+        row_tokens, row_patches: maximum tokens and patches of a row; patches are rounded up to a
             multiple of 16.
         microbatch_size: rows of one forward and backward, over all processes and shards.
         token_multiple: a row has a multiple of this many tokens, or row_tokens. None: a sixteenth

@@ -236,7 +236,7 @@ def verify(
 ) -> Groups | None:
     """Verifies rollouts as they finish; returns them in the order of `examples`, None if none.
 
-    `decoded` gives (indices of examples, their rollouts) as they finish.
+    `decoded` yields (indices of examples, their rollouts).
     """
     policy, started, order = run.policy, [], []
     for indices, rollouts in decoded:

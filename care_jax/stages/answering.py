@@ -89,7 +89,7 @@ def decode_batches(
 ) -> Iterator[Answers]:
     """Decodes the examples whose index is not in `done`, `_NUM_BATCHES` batches at a time.
 
-    `questions` and `done` are the same on all processes; `label` says what is evaluated.
+    `questions` and `done` are the same on all processes; `label` names the evaluation.
 
     Raises:
         distributed.Preempted: the run was preempted.

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 MASKED = -1e30  # score of a masked entry; finite, so that rows masked in a whole block stay finite
 
 OF_KEYS = "kb"
-_AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}  # the axis of folded arrays that blocks split
+_AXIS = {"q": 1, "a": 2, "l": 2, "k": 1, "b": 0}  # blocked axis of folded arrays, by side
 
 
 @typing.no_type_check  # `shard_map` puts specs in the fields

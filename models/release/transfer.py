@@ -226,7 +226,7 @@ def _load_parameter(
 
 
 def _staged_bytes(every: list[weights.Tensor], dtype: np.dtype) -> int | None:
-    """Most bytes of a stacked shard that the host stages at a time; None: no limit.
+    """Maximum bytes of a stacked shard that the host stages at a time; None: no limit.
 
     The limit is the size of the largest tensor. On CPU there is none: the host array becomes the
     device's memory.
@@ -370,8 +370,8 @@ def write_file(
 ) -> None:
     """Writes one safetensors file without holding it in memory.
 
-    In a multi-process run process 0 writes. The others iterate over `blocks` too, since producing
-    one may be an all-gather.
+    In a multi-process run process 0 writes. The others iterate over `blocks` too, to join the
+    all-gathers.
 
     Args:
         path: replaced if it exists.
