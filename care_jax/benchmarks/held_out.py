@@ -14,7 +14,7 @@ from care_jax.rewards.scores import Scored
 
 
 def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]) -> Questions:
-    """The held-out examples; `score` gives what `rewards.scores.start_scoring` does."""
+    """The held-out examples as a benchmark; `score` verifies answers as `rewards.scores` does."""
 
     def verdicts(answers: Answers) -> list[Verdict]:
         scores, _, _, components = score(answers)
@@ -30,10 +30,10 @@ def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]
 
 
 def metrics_of(figures: Mapping[str, Any], answered: Sequence[Sample]) -> dict[str, float]:
-    """The metrics of held-out questions, from `scoreboard.score` of those that were answered.
+    """The metrics of held-out questions, from `scoreboard.score` of the answered ones.
 
-    Accuracy and format in [0, 1], the accuracy's 95% Wilson interval, and accuracy by source; with
-    several samples per question also pass@k, with a reward function its components.
+    Accuracy with its 95% Wilson interval, format, and accuracy by source, in [0, 1]; with several
+    samples per question also pass@k, with a reward function its components.
     """
     rows = [np.array([sample.get("components", [])], object) for sample in answered]
     sums = diagnostics.component_sums(rows, num_rollouts=len(answered[0]["resps"]))

@@ -30,7 +30,7 @@ _FIRST_PAUSE = 1.0  # seconds
 
 
 class Case(NamedTuple):
-    """What the judge is shown."""
+    """One answer to judge."""
 
     question: str
     gold: str

@@ -85,7 +85,7 @@ class _Reader:
         return self._tokens[self._place][0] == "number"
 
     def _take(self, *allowed: str) -> str:
-        """Consumes the next token, if it is one of these; empty if it is another."""
+        """Consumes the next token if it is among `allowed`, by default any; else returns ""."""
         token = self.peek()
         if allowed and token not in allowed:
             return ""
@@ -120,7 +120,7 @@ class _Reader:
         token, kind = self.peek(), self._tokens[self._place][0]
         if in_function and token in _FUNCTIONS:
             return False
-        # A command without a value would be another factor, and ends the parse.
+        # An unknown command also starts a factor, for which `_atom` raises.
         is_other = kind == "command" and token not in (
             *_STOPS, *_TIMES, *_OVER, "\\rfloor", "\\rceil",
         )  # fmt: skip

@@ -1,9 +1,8 @@
 """MathVerse: plane and solid geometry and functions, each problem in five versions of its text.
 
-Published rules: a judge extracts the answer, and a judge compares it with the gold answer. Here a
-choice is scored by its letter or by the text of its option, which is parsed from the question. A
-free answer is scored by equivalence (`answers`); if it is wrong, a judge can be asked
-(`evaluate.judge_url`).
+Published rules: one judge extracts the answer, another compares it with the gold answer. Here a
+choice is scored by its letter or by the text of its option, parsed from the question. A free answer
+is scored by equivalence (`answers`); if it is wrong, a judge can be asked (`evaluate.judge_url`).
 
 Release: `CaraJ/MathVerse-lmmseval`, configuration testmini (or the five of `AI4Math/MathVerse`).
 """

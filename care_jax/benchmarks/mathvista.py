@@ -2,10 +2,9 @@
 
 Published rules: a judge extracts the answer from the response. A choice is read as a letter, or
 else as the option nearest in edit distance; an integer as int(x); a float is rounded to
-`precision`. Results are compared as strings. Those rules apply here to the text of the answer. A
-tag, box or sentence around it, which the judge would remove, is removed by rule. If that finds
-nothing, the answer is unparsable and wrong (the published code without a judge picks the shortest
-option).
+`precision`. Results are compared as strings. Here rules replace the judge: they remove a tag, box
+or sentence around the answer. If they find none, the answer is unparsable and wrong (the published
+code without a judge picks the shortest option).
 
 Release: `AI4Math/MathVista`, testmini.
 """
@@ -118,7 +117,7 @@ def nearest(text: str, choices: tuple[str, ...]) -> str:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein distance: insertions, deletions and substitutions of characters."""
+    """Levenshtein distance."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         diagonal, row[0] = row[0], i

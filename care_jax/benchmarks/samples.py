@@ -1,6 +1,6 @@
-"""Answers of an evaluation and the samples they become, in lmms-eval's format.
+"""Converts the answers of an evaluation to samples in lmms-eval's format.
 
-A question may have several responses. Its accuracy is then their mean, and `accs` has each.
+The accuracy of a question with several responses is their mean; `accs` has each.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Sample = dict[str, Any]
 
 
 class Answers(NamedTuple):
-    """This process's share of some questions and its G answers to each, in their order.
+    """Questions of this process, in order, and G answers to each.
 
     Attributes:
         places: the questions' indices.
-        texts: the rollouts' texts, without the token that ends them.
+        texts: the rollouts' texts, without EOS.
         dropped: questions that fit no bucket and were not answered, by index.
     """
 
@@ -35,12 +35,12 @@ class Answers(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is said of the responses to one question.
+    """The verdict on the responses to one question.
 
     Attributes:
-        accs: 1.0 for a success, else 0.0, of each response.
+        accs: of each response, 1.0 for a success, else 0.0.
         is_parsed: whether all have an answer.
-        acc_judged: mean over the responses with the word of a `judge.Judge`; None if it gave none.
+        acc_judged: mean over the responses after a `judge.Judge`; None if it gave no verdict.
         more: further fields of the sample.
     """
 
@@ -51,9 +51,9 @@ class Verdict(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """What is evaluated and how: the held-out questions, or those of a benchmark.
+    """Questions, held-out or of a benchmark, and how they are scored.
 
-    `verdicts` gives one per answered question, `categories` those that a sample counts towards.
+    `verdicts` returns one per answered question, `categories` the categories of a sample.
     """
 
     name: str

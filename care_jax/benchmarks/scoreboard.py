@@ -8,9 +8,8 @@ recovery):
 
 Rows are treated as independent, even if a release asks the same problem in several versions.
 
-With several samples per row, a row counts by the mean of its samples, as held-out questions do:
-that uses all that was decoded and has less variance than the first sample. The interval still
-counts a row as one trial, and is then wider than it need be.
+With several samples per row, a row's accuracy is their mean, which has less variance than the first
+sample. The interval still counts a row as one trial, and is then too wide.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from care_jax.report.metrics import pass_rates, wilson_interval
 def score(samples: Sequence[Sample], categories: Callable[[Sample], list[str]]) -> dict[str, Any]:
     """The accuracies, in [0, 1], and counts of one benchmark, from one sample per row.
 
-    Dropped and unparsable rows count as wrong. With several responses to a row (`accs`) also
-    pass@k, and a row counts as unparsable or truncated by any of them.
+    Dropped and unparsable rows count as wrong. With several responses to a row (`accs`) there is
+    also pass@k, and a row is unparsable or truncated if any response is.
     """
     groups = defaultdict(list)
     for sample in samples:
@@ -59,7 +58,7 @@ def _accuracy(accs: Sequence[float]) -> dict[str, float]:
 
 
 def macro_average(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean over benchmarks, without subsets of another one unless there are only subsets."""
+    """The mean over benchmarks, except subsets of others unless there are only subsets."""
     names = [name for name in scores if RELEASES[name].in_average] or list(scores)
     accs = [scores[name]["acc"] for name in names]
     mean = sum(accs) / len(accs)

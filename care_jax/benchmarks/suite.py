@@ -35,14 +35,14 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Release:
-    """The scorer of a benchmark and the files it uses of its release.
+    """A benchmark's scorer, and the files of its release.
 
     Attributes:
         scorer: the module that builds prompts and scores answers.
         split: file name up to the first hyphen.
         groups: fields, of a row or of its `metadata`, whose values are its categories.
         configuration: parent folder of the files, if a release has several; empty for any.
-        in_average: whether it is one of the six benchmarks whose mean is reported.
+        in_average: whether it is one of the six benchmarks of the macro average (sec:setup).
     """
 
     scorer: ModuleType
@@ -119,7 +119,7 @@ class Benchmark(Sequence[Example]):
         )
 
     def questions(self, judge: Judge | None) -> Questions:
-        """For an evaluation; a judge is asked about free answers that the rules call wrong."""
+        """The questions and their scoring, by rules and an optional judge, see `verdicts`."""
         verdicts = functools.partial(self.verdicts, judge=judge)
         return Questions(self.name, self, verdicts, self.categories)
 
@@ -134,7 +134,7 @@ class Benchmark(Sequence[Example]):
         return groups + [f"{name}/{fields[name]}" for name in names]
 
     def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
-        """By the rules; a judge is asked about free answers that they parse but call wrong."""
+        """Verdicts of the rules, and of a judge on free answers that are parsed but wrong."""
         scorer, verdicts, cases = self.scorer, [], {}
         columns = answers.places, answers.texts, answers.examples
         for number, (place, texts, example) in enumerate(zip(*columns, strict=True)):

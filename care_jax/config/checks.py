@@ -1,4 +1,4 @@
-"""Checks of a configuration across its keys, done before anything is loaded or compiled."""
+"""Checks across a configuration's keys, before anything is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from care_jax.rewards.reward_function import load_reward
 def check_config(
     config: ConfigDict, mesh: Mesh, overridden: Collection[str] = (), given: Collection[str] = ()
 ) -> None:
-    """Refuses a configuration, from `fill_in`, that cannot run, naming the key to change.
+    """Rejects a configuration from `fill_in` that cannot run, naming the key to change.
 
     Args:
-        overridden: keys set on the command line, such as "care.beta"; those without effect under
-            the chosen objective are refused.
-        given: what comes from Python and not from the configuration: the examples of the stages
-            "rl" or "evaluate", and "reward".
+        overridden: keys set on the command line, such as "care.beta"; those that the run does not
+            read are rejected.
+        given: what is passed from Python instead: "rl" or "evaluate" for a stage's examples, and
+            "reward".
 
     Raises:
         ValueError: one line, the first error found.
@@ -81,7 +81,7 @@ def check_config(
 def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     """A copy of a configuration, with the sizes that depend on the mesh filled in.
 
-    ValueError: the value of a key is wrong by itself, or a rule names no mesh axis.
+    ValueError: the value of a key is wrong, or a rule names an unknown mesh axis.
     """
     config = config.copy_and_resolve_references()
     check_keys(config)
@@ -93,17 +93,17 @@ def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
 
 
 def evaluated_stages(config: ConfigDict) -> tuple[str, ...]:
-    """The stages of the run inside which is evaluated."""
+    """The stages of the run with evaluations during training."""
     return tuple(name for name in TRAINING if name in config.stages and config[name].eval_every)
 
 
 def is_evaluated(config: ConfigDict) -> bool:
-    """Whether the run evaluates anything, as a stage or inside one."""
+    """Whether the run evaluates anything, as a stage or during training."""
     return "evaluate" in config.stages or bool(evaluated_stages(config))
 
 
 def evaluation_metrics(config: ConfigDict) -> tuple[str, ...]:
-    """The metrics that can tell which checkpoint is the best; more is better in each."""
+    """The metrics that `best_metric` may name; higher is better in each."""
     accs = ("acc", "acc_low", "acc_high")
     rates = tuple(pass_rates([0], config.evaluate.num_samples))
     names = () if has_benchmarks_only(config) else (*accs, "fmt", *rates)
@@ -124,7 +124,7 @@ def has_test(config: ConfigDict) -> bool:
 
 
 def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, str]]:
-    """(key that the run does not read, why and what to do): an error on the command line."""
+    """(key that the run does not read, why and what to do): errors on the command line."""
     if not (config.verifier.reward or has_function):
         for name in ("weights", "success", "concurrency"):
             why = "without a reward function; leave it out or set verifier.reward"
@@ -168,7 +168,7 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
 
 
 def _check_row(stage: str, config: ConfigDict) -> None:
-    """Refuses rows that are too short for the largest bucket and one response."""
+    """Rejects rows that are too short for the largest bucket and one response."""
     num_response = 1 if stage == "sft" else config.rl.max_response_tokens
     num_tokens, num_patches = max(map(tuple, config.data.buckets))
     for name, size in (("row_tokens", num_tokens + num_response), ("row_patches", num_patches)):
@@ -237,7 +237,7 @@ def _check_best(config: ConfigDict) -> None:
 
 
 def _check_export(config: ConfigDict) -> None:
-    """Refuses a checkpoint to export that the run would not have after days of training."""
+    """Rejects an export.step that the run will not have saved, before days of training."""
     step, stages = config.export.step, tuple(config.stages)
     before = stages[: stages.index("export")] if "export" in stages else ()
     trained = [stage for stage in before if stage in TRAINING]

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 # the traceback; the original exception is the `__context__` of that error.
 _WRAPPED = "Error whilst parsing config file"
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)/*(.*)", re.DOTALL)
-# Without its caches, which never expire on TPU VMs, every host sees what another has written.
+# gcsfuse's metadata caches never expire on TPU VMs: with them, hosts do not see each other's files.
 _GCSFUSE = (
     "gcsfuse --implicit-dirs --metadata-cache-ttl-secs=0 --metadata-cache-negative-ttl-secs=0"
 )
@@ -46,9 +46,9 @@ def run_command(
     folder: flags.FlagHolder,
     config: flags.FlagHolder[ConfigDict] | None = None,
 ) -> None:
-    """Parses all defined flags and acts; user errors are one line, not a traceback.
+    """Parses all defined flags and calls `act`; user errors are one line, not a traceback.
 
-    `folder` is the flag of the folder that the command works in, for messages.
+    `folder` is the flag of the command's folder, for messages.
     """
     logging.set_verbosity(logging.WARNING)
     try:
@@ -60,10 +60,10 @@ def run_command(
 
 
 def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathlib.Path:
-    """The folder that a user named, which may begin with ~; pathlib would make one of gs:// too.
+    """The path in a folder's flag, with ~ expanded; pathlib would accept gs://bucket as a path.
 
     Raises:
-        ValueError: it is an address; says how to mount the bucket, and what to write then.
+        ValueError: it is an address; says how to mount the bucket, and which path to use then.
     """
     found = _ADDRESS.fullmatch(os.fspath(text))
     if not found:
@@ -78,9 +78,9 @@ def folder_of(text: str | os.PathLike[str], *, flag: str = "--workdir") -> pathl
 
 
 def os_error(error: OSError, workdir: str) -> str:
-    """What the system refused and where, in one line.
+    """Describes an OSError in one line, with its file, or else the folder `workdir`.
 
-    An error names its file if opening it failed, but not if writing did.
+    The error names its file if opening it failed, but not if writing did.
     """
     reason = error.strerror or str(error) or type(error).__name__
     path = f": {error.filename}" if error.filename else f", at work on the files in {workdir}"

@@ -1,8 +1,7 @@
-"""One table of the configuration's keys: what a value must satisfy, and whether it may change.
+"""The table of the configuration's keys: the check of each value, and whether it may change.
 
-Every key of configs/common.py has a row, and a row that no key has is refused by a test. A check
-looks at one value; what depends on several keys or on the devices is in `config.checks`. The second
-column is for a run that goes on in its workdir, see `config.resume`.
+A test requires a row for every key of configs/common.py, and a key for every row. Checks across
+keys or of the devices are in `config.checks`. Changes concern resumed runs, see `config.resume`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from models import layers
 
 STAGES = ("sft", "rl", "evaluate", "export")
 _DTYPES = ("float32", "bfloat16")
-_MAX_INT = 2**31 - 1  # what a device's integers hold
+_MAX_INT = 2**31 - 1  # of int32 on the devices
 
 # Whether a key may change when a run goes on, in the words of docs/operations.md.
 FIXED = ""  # weights depend on it
@@ -47,7 +46,7 @@ _READ = "freely: they read weights and change none"
 
 
 class Check(NamedTuple):
-    """A check of one value, and what the value must do in the words behind "must"."""
+    """A check of one value, and the requirement in words that follow "must" in a message."""
 
     holds: Callable[[Any], bool]
     told: str
@@ -71,7 +70,7 @@ def _one_of(*choices: str) -> Check:
 def _each(
     holds: Callable[[Any], bool], told: str, *, at_least: int = 0, is_once: bool = False
 ) -> Check:
-    """A tuple whose elements satisfy a condition; with `is_once` no two begin with the same."""
+    """A tuple whose elements satisfy a condition; with `is_once` their first entries differ."""
 
     def all_hold(value: Any) -> bool:
         is_long = isinstance(value, tuple | list) and len(value) >= at_least
@@ -91,7 +90,7 @@ def _is_section(value: Any) -> bool:
 
 
 def _matches(value: Any, example: Any) -> bool:
-    """Whether a value has the type of an example; of a tuple, its length and types."""
+    """Whether a value has the type of an example; a tuple needs its length and types."""
     if isinstance(example, tuple):
         is_tuple = isinstance(value, tuple | list) and len(value) == len(example)
         return is_tuple and all(map(_matches, value, example))
@@ -149,8 +148,8 @@ _STEP = Check(
     "be 'last', 'best' or the number of a saved step",
 )
 
-# (Patterns of keys, check, may it change); of several patterns that match, the first decides. A
-# check is an interval, choices, or a form.
+# (Patterns of keys, check, may it change). The first pattern that matches decides. A check is an
+# interval, choices, or a form.
 _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("stages", _STAGES, _BEFORE),
     ("seed", "[0, 2147483647]", FIXED),
@@ -267,7 +266,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every key that is no section, also in the parts of a mixture."""
+    """(dotted key, value) of every key that is not a section, also in the parts of a mixture."""
     for name, value in config.items():
         key = f"{prefix}{name}"
         if _is_section(value):
@@ -279,12 +278,12 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def row_of(key: str) -> str:
-    """The pattern of `KEYS` that decides about a key; "" if none matches."""
+    """The first pattern of `KEYS` that matches a key; "" if none does."""
     return next((pattern for pattern in KEYS if fnmatch.fnmatchcase(key, pattern)), "")
 
 
 def check_of(key: str) -> Check:
-    """The check of a key; of one without a row, that it is no number without end."""
+    """The check of a key; without a row, that a number is finite."""
     check = KEYS.get(row_of(key), (_ANY, FIXED))[0]
     if isinstance(check, Check):
         return check

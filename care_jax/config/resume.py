@@ -1,8 +1,8 @@
-"""What a run that goes on in its workdir may change, and what must stay.
+"""Checks that a resumed run has the settings that its checkpoints depend on.
 
-Every checkpoint keeps the settings that its weights depend on: the seed, `model`, the stage's own
-section and data, and in RL the objective's section and what the verifier rewards. A run that goes
-on, or exports, must have the same ones, but for those that `config.keys` lets change.
+Every checkpoint stores these settings: the seed, `model`, the stage's section and data, and in RL
+the objective's section and the verifier's rewards. A run that resumes from it or exports it must
+have the same values, except where `config.keys` allows a change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from care_jax.data.stages import SECTIONS
 from care_jax.method.objectives import OBJECTIVES
 
 TRAINING = ("sft", "rl")  # the stages that train
-# What the weights of one of them depend on, and those of the other do not.
+# Settings that only the weights of this stage depend on.
 _ALONE = {
     "sft": ("sft.", "data.sft.", "data.teacher_error", "data.misread_share", "data.cue_share"),
     "rl": ("rl.", "data.train.", "data.buckets", "verifier.", *(f"{name}." for name in OBJECTIVES)),
@@ -51,7 +51,7 @@ def check(
 ) -> None:
     """Compares the settings of a checkpoint, saved at a step, with those of the run that opens it.
 
-    A key that only one of them has is not compared: it is new, or belongs to another objective.
+    A key that only one of them has is ignored: it is new, or belongs to another objective.
 
     Raises:
         ValueError: names every key that differs, its old and its new value.

@@ -37,7 +37,7 @@ class Mixture(Sequence[Example]):
 
 
 def check_weights(weights: Sequence[float]) -> None:
-    """Refuses weights that are neither all above 0 nor all 0."""
+    """Rejects weights that are neither all above 0 nor all 0."""
     if min(weights, default=0) < 0 or (any(weights) and not all(weights)):
         raise ValueError(
             f"expected a weight above 0 for every part of the mixture, or 0 for all of them, got "

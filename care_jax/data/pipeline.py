@@ -27,7 +27,7 @@ from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 
 TOO_LONG = "prompt fits no bucket"
 _MAX_TRIES = 64  # epochs that a position tries for a usable prompt before the run fails
-_AHEAD = 2  # batches that are prepared or ready while the loop works on another
+_AHEAD = 2  # batches prefetched while the loop works on another
 _Batch = tuple[list[Example], list[TokenizedPrompt]]
 
 
@@ -40,8 +40,7 @@ class Batches:
         num_workers: threads that prepare a batch. Decoding images and splitting them into patches
             is nearly all of the work and runs in parallel in threads. Processes would have to
             transfer megabytes, which took longer than preparing them.
-        left_out: counts unusable examples by reason, as they are met; `iterate` meets them up to
-            two batches ahead.
+        left_out: counts unusable examples by reason; `iterate` counts up to two batches ahead.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Rows of a release as examples: lazily read rows, and the checks that all sources share.
+"""Builds examples from rows of a release, on access, with the checks that all sources share.
 
 A source extracts the parts of a row. `make_example` matches placeholders to images and raises
-`Unusable` for rows that cannot be used; its message is the reason they are counted under.
+`Unusable` for rows that cannot be used, which are counted by its message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from care_jax.batch import Example, Unusable, answer_text
 from care_jax.prompts.images import AnyImage, open_image
 from care_jax.rewards.equivalence import notation
 
-MAX_CHARS = 16_384  # of a question with its choices, and of an answer; longer texts are neither
+MAX_CHARS = 16_384  # of a question with its choices, and of an answer
 MAX_RESPONSE_CHARS = 65_536
 PUT_IN_FRONT = "placeholder put in front"
 NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
@@ -39,12 +39,12 @@ _PLACEHOLDER = re.compile(r"<image(\d*)>")
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
 _NOT_TEXT = re.compile("[\ud800-\udfff]")
 _MAX_DIGITS = 4  # of a placeholder's number
-_MAX_TRIES = 64  # first rows of a source that may all be unusable before it is refused
+_MAX_TRIES = 64  # a source is rejected if this many first rows are unusable
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Sequence[Example]):
-    """Rows that are read on access, and may turn out `Unusable` only then."""
+    """Rows that are read, and may raise `Unusable`, on access."""
 
     num_rows: int
     read: Callable[[int], Example]  # of an index in [0, num_rows); may raise `Unusable`
@@ -59,15 +59,15 @@ class Rows(Sequence[Example]):
 
 
 def locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """(part, place in it) of an index into parts one after the other, which end at `ends`."""
+    """(part, index in it) of an index into concatenated parts that end at `ends`."""
     part = bisect.bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 
 
 def with_text_answers(source: Sequence[Example]) -> Rows:
-    """The source, whose examples without a text as their answer are `Unusable`.
+    """The source; examples whose answer is not text are `Unusable`.
 
-    The built-in verifier compares texts; only a reward function reads boxes and other objects.
+    The built-in verifier compares text; other answers need a reward function.
     """
 
     def lack(example: Example) -> str:
@@ -79,10 +79,7 @@ def with_text_answers(source: Sequence[Example]) -> Rows:
 
 
 def with_responses(source: Sequence[Example]) -> Rows:
-    """The source, whose examples without a response are `Unusable`.
-
-    The cold start would else learn from them to say nothing.
-    """
+    """The source; examples without a response are `Unusable`: they would teach empty ones."""
     return _without(source, lambda example: "" if example.response else NO_RESPONSE)
 
 
@@ -97,7 +94,7 @@ def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
 
 
 def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counter[str]]:
-    """The usable examples of a source of that name, and the number of rows left out by reason.
+    """The usable examples of the source `name`, and the number of rows left out by reason.
 
     Decodes every image once, without keeping it, and logs a warning per reason. ValueError: no row
     can be used.
@@ -124,7 +121,7 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
 def first_usable(source: Sequence[Example]) -> Example:
     """The first usable example, to see which fields a source has.
 
-    ValueError: none of the first 64 rows is usable; the commonest reason stands first.
+    ValueError: none of the first 64 rows is usable; lists the reasons by frequency.
     """
     reasons = Counter()
     for row in range(min(len(source), _MAX_TRIES)):
@@ -162,7 +159,7 @@ def make_example(
     their position in the list. If the text has no placeholder, all images are put in front.
 
     Args:
-        id: text or number; None or "" for `place`, that of the row in its source.
+        id: text or number; if None or "", `place`, the row's position in its source.
         question: text, with or without placeholders.
         answer: text or number; with choices a letter, or the text of one of them; for a reward
             function also a list or a dict in JSON types.
@@ -170,7 +167,7 @@ def make_example(
         rationale, response, context: texts, or None.
         units: "matter", "" or None.
         extra: the other columns of the row, in JSON types.
-        needs_image: refuses rows without an image.
+        needs_image: rejects rows without an image.
         needs_placeholder: records adding missing placeholders as a repair.
     """
     question = _text(question, "question")
@@ -225,9 +222,8 @@ def make_example(
 def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> list[AnyImage]:
     """The images of a row's cell: a path, bytes, a struct {bytes, path}, or a list of these.
 
-    From Python it may be an open image; None has no images. Paths are relative to the folder, which
-    may be inside an archive. `images_outside` allows those that lead out of it: other absolute
-    ones, and "..".
+    A cell given from Python may be an open image; None means no images. Paths are relative to the
+    folder, which may be inside an archive. `images_outside` allows paths that lead out of it.
     """
     if cell is None:
         return []
@@ -243,9 +239,9 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
 
 
 def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
-    """The image file that a row names; rows are untrusted, so it must lie below the folder.
+    """The image file that a row names; rows are untrusted, so it must be below the folder.
 
-    Symbolic links in the folder are followed: whoever made the folder made them.
+    Symbolic links in the folder are followed, as the folder itself is trusted.
     """
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
@@ -255,9 +251,9 @@ def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder
 
 
 def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
-    """A field stripped of surrounding whitespace; "" if it is absent or nothing in it is visible.
+    """A field without surrounding whitespace; "" if it is absent or has no visible character.
 
-    Zero-width characters are all that some exports leave in an empty field.
+    Some exports leave zero-width characters in an empty field.
     """
     if value is None:
         return ""
@@ -274,12 +270,12 @@ def _number_text(value: float, name: str) -> str:
         raise Unusable(f"{name} is not a finite number")
     try:
         return str(value)
-    except ValueError as error:  # Python writes no integer of more than 4300 digits
+    except ValueError as error:  # Python converts integers of at most 4300 digits
         raise Unusable("text too long") from error
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether no number in a value is NaN or infinite, which JSON as Python reads it may have."""
+    """Whether no number in a value is NaN or infinite, which Python's JSON parser accepts."""
     if isinstance(value, list | dict):
         return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, float) or math.isfinite(value)

@@ -1,8 +1,8 @@
 """Opens a source of examples by its name in the configuration.
 
-A source is a factory: a function or class that gives a sequence of examples, registered by a line
-of `SOURCES`. The options that it takes are its parameters. One with a `path` reads files; any other
-draws its examples on demand.
+A source is a function or class that returns a sequence of examples, registered in `SOURCES`. Its
+parameters are its options. A source with a `path` reads files; any other draws its examples on
+demand.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def is_drawn(name: str) -> bool:
 
 
 def parts_of(section: Any) -> Sequence[Any]:
-    """The sections of the sources of a mixture; any other section by itself."""
+    """The sections of a mixture's sources; of any other source, its section alone."""
     return section["parts"] if section["source"] == MIXTURE else (section,)
 
 
 def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Refuses a section of the configuration that is neither a source nor a mixture of several.
+    """Rejects a section of the configuration that is neither a source nor a mixture of several.
 
     `data` has `min_pixels` and `max_pixels` for sources that set none (0).
     """
@@ -70,9 +70,9 @@ def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]
 
 
 def open_section(section: Mapping[str, Any], settings: Mapping[str, Any]) -> Sequence[Example]:
-    """The source of a section, see `source` in configs/common.py, that is no mixture.
+    """Opens the source of a section, see `source` in configs/common.py, that is not a mixture.
 
-    The run's settings, by the names of a source's options, are for the sources that take them.
+    `settings` are the run's, by option name, for the sources that have these options.
     """
     own = {key: section[key] for key in section if key not in ("source", "seed", "weight", "parts")}
     own["columns"] = {name: column for name, column in section["columns"].items() if column}
@@ -96,7 +96,7 @@ def open_source(
         num_examples: number of examples to draw; of a file, to use its first rows, 0 for all.
         tolerance, min_pixels, max_pixels: set on every example; 0 leaves the field unchanged.
         settings: options that are ignored if the source does not take them.
-        options: the source's own; one that is empty or 0 is not set.
+        options: those of the source; empty or 0 means not set.
 
     Raises:
         ValueError: unknown source, or an option that the source does not take.

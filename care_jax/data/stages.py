@@ -1,4 +1,4 @@
-"""What a configuration says of data: the examples of each stage, and the prompts."""
+"""Opens the data of a configuration: the examples of each stage, tokenizer and prompts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its sec
 
 
 def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequence[Example]:
-    """The examples of a stage; unusable held-out examples of files are found and left out here.
+    """The examples of a stage; unusable examples are removed from held-out files.
 
-    With `has_reward` a reward function judges, so answers need not be texts.
+    With `has_reward` a reward function judges, so answers need not be text.
     """
     name = f"data.{SECTIONS[stage]}"
     section = config.data[SECTIONS[stage]]
@@ -77,7 +77,7 @@ def open_prompts(
 ) -> tuple[PromptBuilder, pathlib.Path | None]:
     """The prompt builder of a run and the folder of its release, None for random weights.
 
-    Of a release that is a hub id the files of these patterns are downloaded, all for None.
+    Of a hub id, the files that match `patterns` are downloaded, by default all.
 
     Raises:
         ValueError: no such release, or neither or both of model.path and model.backbone are set.
@@ -102,7 +102,7 @@ def open_prompts(
 
 
 def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
-    """A source of the stage. Only the cold start has a teacher, with its mistakes and the cue."""
+    """Opens one source. Only the cold start has the settings of the teacher and the cue."""
     settings = {"think_tag": config.data.think_tag}
     if stage == "sft":
         settings = {**config.data, "cue": config.care.cue}
@@ -112,7 +112,7 @@ def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Exa
 
 
 def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:
-    """Refuses a source without responses, or with responses in another tag than the prompts'."""
+    """Rejects a source without responses, or with responses in another tag than the prompts'."""
     try:
         example = first_usable(examples)
     except ValueError as error:

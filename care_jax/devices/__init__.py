@@ -1,1 +1,1 @@
-"""Devices and processes: sharding, multi-host runs, checkpoints, hardware rooflines."""
+"""Devices and processes: sharding, multi-host runs, RNG streams, compilation cache, FLOPs."""

@@ -31,7 +31,7 @@ def keep_programs(workdir: pathlib.Path) -> None:
 
 
 def counts() -> dict[str, int]:
-    """Number of programs that this process compiled, and that it found in the cache."""
+    """Number of programs that this process compiled, and that it read from the cache."""
     return dict(_counts)
 
 

@@ -12,8 +12,8 @@ import jax
 class DeviceClock:
     """Sums the seconds in which programs run.
 
-    A separate thread waits for the results, so that the host does not block and the times are
-    still right. Programs run one after the other, in the order of the calls.
+    A separate thread waits for the results, so that the host does not block. Programs run one
+    after the other, in the order of the calls.
     """
 
     def __init__(self) -> None:

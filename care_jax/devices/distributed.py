@@ -2,10 +2,10 @@
 
 Every process runs the same program on the rows of each batch that are on its devices. Process 0
 writes metrics, samples and exports; all processes write checkpoints. Values that all must agree
-on (bucket sizes, metrics) are gathered from small host arrays. In a run of one process, nothing
-here costs anything.
+on (bucket sizes, metrics) are gathered from small host arrays. In a run of one process there is
+no communication.
 
-N is the rows of a whole batch, n those of one process.
+Letters: N rows of the global batch, n rows of one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxtyping import Int
 
 from care_jax.devices import sharding
 
-_NO_TIMEOUT = 10**6  # seconds; a single process may be suspended: no other waits for its heartbeat
+_NO_TIMEOUT = 10**6  # seconds without a heartbeat, as a single process may be suspended
 _EXIT_PREEMPTED = 75  # EX_TEMPFAIL: unfinished, restart it
 
 # Number of the next `is_preempted` call; every process makes the same calls.
@@ -37,7 +37,7 @@ _sync_points = itertools.count(1)
 
 
 class Preempted(Exception):
-    """The run was told to stop and has saved what it needs to resume; says where it stopped."""
+    """The run was preempted and has saved what it needs to resume; says where it stopped."""
 
 
 def start(
@@ -55,7 +55,7 @@ def start(
 
     Args:
         coordinator_address: host:port at which process 0 listens.
-        num_processes, process_id: of the whole run; of this one, from 0.
+        num_processes, process_id: number of processes; index of this one.
         timeout: seconds to wait for the other processes.
 
     Raises:
@@ -67,7 +67,7 @@ def start(
     if address is not None and count is not None and index is not None:
         return _join(address, count, index, timeout)
     try:
-        with warnings.catch_warnings():  # false detections, such as a single pod
+        with warnings.catch_warnings():  # about false detections, such as a single pod
             warnings.simplefilter("ignore")
             jax.distributed.initialize(address, count, index, initialization_timeout=timeout)
     except ValueError as error:  # JAX detected no cluster to complete them from
@@ -109,11 +109,11 @@ def fetch(tree: Any) -> Any:
 
 
 def gather_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
-    """The rows of all processes, in the order of the whole batch: numpy arrays [N, ...].
+    """All-gathers rows into the order of the global batch: numpy arrays [N, ...].
 
     Args:
         tree: numpy arrays [n, ...] with dtypes of at most 32 bits.
-        rows: their indices in the whole batch; over all processes these are 0 to N - 1.
+        rows: their indices in the global batch; over all processes these are 0 to N - 1.
     """
     if jax.process_count() == 1:
         return tree
@@ -123,7 +123,7 @@ def gather_rows(tree: Any, rows: Int[np.ndarray, " n"]) -> Any:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """The values of all processes, in process order; JSON types, of any length."""
+    """All-gathers values of JSON types and any length, in process order."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -138,8 +138,8 @@ def gather_json(value: Any) -> list[Any]:
 def is_preempted() -> bool:
     """Whether a process got SIGTERM and this call is the sync point at which all must stop.
 
-    Every process calls it at the same points of the program. The notice takes a second or two to
-    reach the others; all stop at the first call after it has reached every process.
+    Every process calls it at the same points of the program. The notice reaches the others within
+    a second or two; all stop at the first call after it has reached every process.
     """
     return multihost_utils.reached_preemption_sync_point(next(_sync_points))
 
@@ -147,8 +147,8 @@ def is_preempted() -> bool:
 def exit_run(message: str, *, is_preempted: bool = False, status: int = 1) -> NoReturn:
     """Exits from an unfinished run, with a line on stderr; status 75 if it is to be restarted.
 
-    A process that fails alone must not wait for the others. They wait for it, until its missing
-    heartbeats end them too.
+    A process that fails alone exits without waiting for the others, which end when its heartbeats
+    are missing.
     """
     print(message, file=sys.stderr, flush=True)
     if is_preempted:
@@ -194,7 +194,7 @@ def _start_alone() -> None:
 
 
 def _initialize(address: str, num_processes: int, process_id: int, **options: Any) -> None:
-    """Keeps gRPC from connecting to the coordinator through `http_proxy`, and connects."""
+    """Connects to the coordinator, bypassing `http_proxy`, which gRPC would use."""
     name = "no_grpc_proxy"  # gRPC prefers it to `no_proxy` if both are set
     known = os.environ.get(name) or os.environ.get("no_proxy")
     os.environ[name] = ",".join(filter(None, (known, address.rpartition(":")[0])))

@@ -1,8 +1,8 @@
 """FLOPs of a model, counted from shapes, and the published peaks of chips.
 
-The compiler counts a scanned layer only once, hence by hand. A matmul of [m, k] with [k, n] is 2mkn
-FLOPs. Norms, rotary embeddings, softmax and sampling are left out. Padding counts as computed.
-Attention counts the (query, key) pairs that the masks leave visible.
+XLA's cost analysis counts a scanned layer only once. A matmul of [m, k] with [k, n] is 2mkn FLOPs.
+Norms, rotary embeddings, softmax and sampling are left out. Padding counts as computed. Attention
+counts the (query, key) pairs that the masks leave visible.
 
 Letters: P prompt tokens, N image patches, R rows per prompt, T response tokens.
 """
@@ -32,9 +32,9 @@ class Chip:
 
 _TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
 # The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's memory
-# (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. A GPU's network is
-# NVLink in one direction. Between slices a chip has its share of its host's network cards: 25, 50
-# and 100 Gbit/s for v5e, v5p and v6e, one card of 200 or 400 Gbit/s for each GPU.
+# (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. ICI of a GPU is NVLink
+# in one direction. DCN is a chip's share of its host's network cards: 25, 50 and 100 Gbit/s for
+# v5e, v5p and v6e, one card of 200 or 400 Gbit/s for each GPU.
 CHIPS = {
     "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9, 3.125e9),
     "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9, 6.25e9),
@@ -125,10 +125,10 @@ def train_flops(
 ) -> float:
     """FLOPs of forward and backward, rematerialisation included.
 
-    A backward pass costs two forwards: gradients of the inputs and of the weights. Adapters omit
-    the weight gradients and the whole backward of the vision tower, a frozen decoder its weight
-    gradients; else the weights of the logits are trained. remat="dots" recomputes no matmul with
-    weights, "layer" all of them; the logits are always recomputed.
+    A backward pass costs two forwards: gradients of the inputs and of the weights. With adapters
+    there are no weight gradients and no backward of the vision tower; a frozen decoder has no
+    weight gradients. remat="dots" recomputes no matmul with weights, "layer" all of them; the
+    logits are always recomputed.
     """
     tower, layers, logits = forward_flops(config, packed)
     is_recomputed = remat == "layer"
@@ -148,9 +148,9 @@ def model_flops(
 ) -> float:
     """Model FLOPs of one update over N prompts: three forwards of real tokens, without remat.
 
-    What is frozen has no gradient: adapters leave two forwards of the decoder and one of the tower,
-    a frozen decoder two of its own. `prompt_sizes` are tokens and patches of each prompt,
-    `num_row_tokens` the tokens of each response; a prompt with none counts nothing.
+    Frozen weights have no gradient: with adapters the decoder counts two forwards and the tower
+    one, a frozen decoder counts two. `prompt_sizes` are tokens and patches of each prompt,
+    `num_row_tokens` the tokens of each response; a prompt without any counts 0.
     """
     is_trained = num_row_tokens.any(-1)
     (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]

@@ -1,10 +1,9 @@
-"""Compiled programs dropped before a process has more memory mappings than Linux allows it.
+"""Drops compiled programs before the process reaches Linux's limit on memory mappings.
 
-XLA loads the kernels of a CPU program one by one, as three mappings each, and an update is compiled
-for every shape of rows that occurs: 40 steps of `configs/repair.py` take 58,000 mappings. Above
-`vm.max_map_count`, 65,530 by default, "LLVM compilation error: Cannot allocate memory" and a
-segmentation fault end the process, however much memory is free. Programs for other devices are not
-dropped.
+XLA loads every kernel of a CPU program as three mappings, and an update is compiled for every shape
+of rows: 40 steps of `configs/repair.py` take 58,000 mappings. Above `vm.max_map_count`, 65,530 by
+default, "LLVM compilation error: Cannot allocate memory" and a segmentation fault end the process,
+however much memory is free. Programs for other devices are not dropped.
 """
 
 from __future__ import annotations
@@ -18,22 +17,21 @@ from absl import logging
 _LOADED = "/jax/core/compile/backend_compile_duration"  # a program compiled, or read from the cache
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MOST_MAPPINGS = pathlib.Path("/proc/sys/vm/max_map_count")
-_SHARE = 0.6  # the rest is for what is loaded until the next call
-# loaded: programs since the mappings were counted; kept: mappings that dropping programs left.
+_SHARE = 0.6  # the rest is for programs loaded until the next call
+# loaded: programs since the last count of mappings; kept: mappings left after the last drop.
 _counts: Counter[str] = Counter()
 
 
 def drop_if_many() -> bool:
-    """Drops all compiled programs if this process has most of the mappings that it may have.
+    """Drops all compiled programs if mappings are near the limit; returns whether it did.
 
-    To be called before every step and batch of an evaluation. A program that is needed again comes
-    from the compilation cache, or is compiled where there is none, and computes the same. Returns
-    whether they were dropped.
+    To be called before every step and every batch of an evaluation. A program needed again is read
+    from the compilation cache or recompiled, and computes the same.
     """
     if not _counts:
         _counts.update(loaded=1, kept=0)
         jax.monitoring.register_event_duration_secs_listener(_count)
-    # Counting takes 0.5 ms per thousand mappings, so it is left out where nothing was loaded.
+    # Counting takes 0.5 ms per thousand mappings, so it is skipped if nothing was loaded.
     if not _counts["loaded"] or jax.default_backend() != "cpu" or not _MOST_MAPPINGS.exists():
         return False
     _counts["loaded"] = 0
@@ -54,7 +52,7 @@ def drop_if_many() -> bool:
 
 
 def num_mappings() -> int:
-    """The memory mappings of this process."""
+    """Number of memory mappings of this process."""
     with _MAPPINGS.open("rb") as lines:
         return sum(1 for _ in lines)
 

@@ -45,10 +45,10 @@ def make_mesh(
     and "sequence" stay on one host if they fit.
 
     Args:
-        data, fsdp, tensor, sequence: sizes, at least 1; one may be -1, which takes all remaining
-            devices. data = 0 is the number of slices.
+        data, fsdp, tensor, sequence: sizes, at least 1; one may be -1 for all remaining devices.
+            data = 0 is the number of slices.
         devices: by default all devices of the run.
-        slices: the slice of each device; by default what the devices say.
+        slices: the slice of each device; by default its `slice_index`.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices, or "data" is not a multiple
@@ -140,7 +140,7 @@ def _partition_spec(
 
 
 def check_rules(name: str, rules: Rules) -> None:
-    """Rejects a table, the config's key `name`, that names an unknown mesh axis."""
+    """Rejects rules, the config's key `name`, that name an unknown mesh axis."""
     for logical, _ in rules:
         for mesh_axis in _mesh_axes(logical, rules):
             if mesh_axis not in MESH_AXES:
@@ -225,7 +225,7 @@ def has_host_memory(mesh: Mesh) -> bool:
 
 
 def abstract(tree: Any, shardings: Any = None) -> Any:
-    """Shape, dtype and sharding (by default its own) of every array, for a checkpoint's restore."""
+    """Shape, dtype and sharding (by default the array's) of every array, to restore it."""
     shardings = of(tree) if shardings is None else shardings
     return jax.tree.map(
         lambda x, its: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=its), tree, shardings
@@ -272,7 +272,7 @@ def attention_impl(name: str, rules: Rules, mesh: Mesh) -> AttentionImpl:
 def local_rows(size: int, sharding: NamedSharding) -> Int[np.ndarray, " n"]:
     """Indices of the batch rows on this process's devices, ascending, not always contiguous.
 
-    `size` is the rows of the whole batch, a multiple of its shards.
+    `size` is the number of rows of the global batch, a multiple of the number of shards.
     """
     slices = filter(None, sharding.addressable_devices_indices_map((size,)).values())
     return np.array(sorted({row for (rows,) in slices for row in range(size)[rows]}))
@@ -289,8 +289,8 @@ def owners(size: int, sharding: NamedSharding) -> Int[np.ndarray, " N"]:
 def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     """Puts a tree of numpy arrays [B, ...] on the devices, sharded along their leading axis.
 
-    None may take the place of an array. In a run of several processes, B is the global batch and
-    each process passes its `local_rows`.
+    Leaves may be None. In a run of several processes, B is the global batch and each process passes
+    its `local_rows`.
 
     Raises:
         ValueError: B is not divisible by the number of shards.
@@ -310,7 +310,7 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
 
 
 def put_ahead(batches: Iterable[Any], sharding: NamedSharding) -> Iterator[Any]:
-    """`put_batch` of each, one ahead: the next is on the devices while a batch is in use."""
+    """`put_batch` of each batch, prefetching the next one."""
     ahead = deque()
     for batch in batches:
         ahead.append(put_batch(batch, sharding))

@@ -1,13 +1,13 @@
-"""The random streams of a run: who draws with which key.
+"""The RNG streams of a run.
 
-| who | key |
+| stream | key |
 |---|---|
-| initial weights, and the adapters of LoRA | the seed's own |
-| RL draw n, `step + try · num_steps` (see `stages.rl`) | number n of the seed |
-| evaluation, `commands.probe`, `commands.repairs` | the numbers below |
-| rounding of updates to bfloat16 (`learning.train_step`) | number `step` of seed 0 |
+| initial weights, LoRA adapters | `key(seed)` |
+| RL draw n = step + try · num_steps (see `stages.rl`) | `fold_in(key(seed), n)` |
+| evaluation, `commands.probe`, `commands.repairs` | `fold_in(key(seed), number)`, numbers below |
+| rounding of updates to bfloat16 (`learning.train_step`) | `fold_in(key(0), step)` |
 
-What draws for many prompts folds in each one's index. The order of the data is numpy's, by `seed`.
+Streams for many prompts fold in the prompt's index. The data are shuffled by grain, with `seed`.
 """
 
 import jax
@@ -19,5 +19,5 @@ REPAIRS = 2**31 - 3
 
 
 def key_of(seed: int, number: int) -> PRNGKeyArray:
-    """The key of a stream; `number` is one of those above or a draw of training, far below them."""
+    """The key of a stream; `number` is a constant above or an RL draw, which is far smaller."""
     return jax.random.fold_in(jax.random.key(seed), number)

@@ -1,8 +1,7 @@
-"""What XLA is told where the environment does not say it.
+"""Defaults of XLA's flags and memory share, which the environment overrides.
 
-With jax 0.10.2 that is little: the compilers of TPUs and GPUs overlap collectives with computation
-by default, and the flags that others set for it change nothing ("XLA's flags" in
-docs/performance.md).
+With jax 0.10.2 few are needed: the TPU and GPU compilers overlap collectives with computation by
+default, and the flags often set for that change nothing ("XLA's flags" in docs/performance.md).
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import os
 
 PRESETS = ("auto", "none")
-# With the YNN library of jaxlib 0.10.2, a CPU update takes 15% longer and 0.8 GiB more memory, and
-# decoding is no faster (docs/performance.md). Other devices ignore the flag.
+# Empty: with the YNN library of jaxlib 0.10.2 a CPU update takes 15% longer and 0.8 GiB more
+# memory, and decoding is no faster (docs/performance.md). Other devices ignore the flag.
 _FLAGS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 # JAX takes 75% of a GPU's memory; `flops.CHIPS`, and so `care_jax.aot`, counts on 90%.
 _MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -54,7 +54,7 @@ class TokenizedPrompt:
 
 
 def continued(prompt: TokenizedPrompt, context: Int[np.ndarray, " c"]) -> TokenizedPrompt:
-    """The prompt with the beginning of a response behind it, all of it text."""
+    """The prompt followed by the beginning of a response, which is text only."""
     return dataclasses.replace(prompt, tokens=np.concatenate([prompt.tokens, context]))
 
 
@@ -68,7 +68,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Opens a tokenizer folder, with the chat template that transformers' AutoProcessor uses.
 
     chat_template.json or chat_template.jinja take precedence over the tokenizer's template, which
-    is text-only in the releases of Qwen2.5-VL. A folder without any gets that of Qwen2.5-VL.
+    is text-only in the releases of Qwen2.5-VL. A folder without any template gets Qwen2.5-VL's.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -83,8 +83,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | None:
-    """The chat template, or several by name, that AutoProcessor reads beside the tokenizer's."""
-    # The import takes a second, which runs with the built-in tokenizer avoid.
+    """The chat template, or several by name, that AutoProcessor prefers to the tokenizer's."""
+    # The import takes a second, and runs with the built-in tokenizer do not need it.
     from transformers.processing_utils import ProcessorMixin
 
     try:
@@ -223,11 +223,11 @@ class PromptBuilder:
         return num_text + num_features, num_features * vision.merge_size**2
 
     def fits(self, prompt: TokenizedPrompt) -> bool:
-        """Whether some bucket holds the prompt."""
+        """Whether the prompt fits a bucket."""
         return self.bucket_of(len(prompt.tokens), len(prompt.patches)) is not None
 
     def bucket_of(self, num_tokens: int, num_patches: int) -> tuple[int, int] | None:
-        """The smallest bucket, by tokens and then by patches, that holds so many; None if none."""
+        """The smallest bucket, by tokens and then patches, that fits; None if none does."""
         holding = ((p, n) for p, n in self.buckets if num_tokens <= p and num_patches <= n)
         return next(holding, None)
 
@@ -326,7 +326,7 @@ class PromptBuilder:
         (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def _check_template(self) -> None:
-        """Refuses a template that does not write one image token per image."""
+        """Rejects a template that does not write one image token per image."""
         try:
             shown = self._render(f"{IMAGE_PLACEHOLDER}{IMAGE_PLACEHOLDER}?").count(_IMAGE_TOKEN)
             got = f"{shown} of them for two images"
@@ -340,7 +340,7 @@ class PromptBuilder:
             )
 
     def _limits(self, example: Example) -> dict[str, int]:
-        """The pixel range its images are resized into: the example's, else the builder's."""
+        """The pixel range of resized images: the example's, else the builder's."""
         return {
             "min_pixels": example.min_pixels or self.min_pixels,
             "max_pixels": example.max_pixels or self.max_pixels,

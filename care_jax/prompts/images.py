@@ -1,11 +1,10 @@
 """Opens images from a dataset (PIL images, paths or file bytes), and compares them by hash.
 
 Files are untrusted: sizes are checked before pixels are decoded, only a few formats are opened, and
-anything a decoder raises becomes a reason to leave the row out.
+every exception of a decoder becomes `Unusable`.
 
-Pixels of 16 bits are scaled to 8 by the range that their format defines. Pixels of 32 bits and
-floats have no such range (depths, heights, measurements), and Pillow would clip them to white or
-black: such images are refused.
+16-bit pixels are scaled to 8 bits by the range that their format defines. 32-bit and float pixels
+have no such range (depths, heights, measurements), and Pillow would clip them: they are rejected.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ AnyImage = Image.Image | pathlib.Path | zipfile.Path | bytes
 MAX_SIDE = 20_000  # pixels
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "MPO")  # not EPS: it can run programs
-# Modes that have a meaning as colours, by themselves or once scaled.
+# Colour modes of at most 8 bits per channel.
 _COLOR_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "HSV")
 _GRAY_16_MODES = ("I;16", "I;16B", "I;16L", "I;16N")
 _NUM_BITS_TAG, _PHOTOMETRIC_TAG = 258, 262  # of TIFF
@@ -47,18 +46,18 @@ class Fingerprint:
 
 
 def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
-    """Decodes an image and applies its EXIF orientation. PIL images are not turned.
+    """Decodes an image and applies its EXIF orientation, except to PIL images.
 
     `at_least` is the pixels per side that suffice: JPEG is decoded at a reduced size no smaller
     than this, which still reads the whole file. 0 decodes at full size.
 
     Raises:
-        Unusable: it is missing, broken, too large, too narrow, or of pixels that are no colours.
+        Unusable: it is missing, broken, too large, too narrow, or its pixels are not colours.
     """
     if isinstance(image, Image.Image):
         with _refused_if_broken():
             _check_size(*image.size)
-            image.load()  # an image that PIL has only opened
+            image.load()  # PIL opens files lazily
             return _as_colors(image)
     with _refused_if_broken(), _opened(image) as opened:
         _check_size(*opened.size)
@@ -91,8 +90,8 @@ def fingerprint(image: AnyImage) -> Fingerprint:
     """Decodes the whole file and computes the fingerprints of the image.
 
     The hash has one bit for each of the 12 x 12 lowest DCT frequencies of the grey image: whether
-    it is above their median. Unlike a hash of differences between neighbouring pixels, it tells
-    line drawings apart, which are white nearly everywhere.
+    it is above their median. Unlike a hash of differences between neighbouring pixels, it
+    distinguishes line drawings, which are mostly white.
     """
     picture = open_image(image, at_least=_GRAY_SIDE).convert("RGBA")
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
@@ -113,7 +112,7 @@ def num_different_bits(one: int, other: int) -> int:
 
 @contextlib.contextmanager
 def _refused_if_broken() -> Iterator[None]:
-    """Whatever a decoder raises becomes a reason to leave the row out."""
+    """Turns every exception of a decoder into `Unusable`."""
     try:
         yield
     except Unusable:
@@ -145,9 +144,9 @@ def _as_colors(image: Image.Image) -> Image.Image:
 
 
 def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
-    """A grey image of 9 to 16 bits as one of 8; a transparent value becomes white.
+    """Scales a grey image of 9 to 16 bits to 8 bits; a transparent value becomes white.
 
-    PNG and TIFF define black and white as 0 and 2ⁿ - 1, or in TIFF the other way round.
+    PNG and TIFF define black and white as 0 and 2ⁿ - 1; TIFF may invert them.
     """
     tags = getattr(image, "tag_v2", {})
     (num_bits,) = tags.get(_NUM_BITS_TAG, (16,))

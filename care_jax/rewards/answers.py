@@ -155,7 +155,7 @@ def _compare_clean(prediction: str, gold: str, limits: _Limits) -> str | Questio
 
 
 def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
-    """The question for computer algebra, or why there is none."""
+    """The question for computer algebra, or the outcome if none is needed."""
     if not _are_mathematics(prediction, gold):
         return "different: other words"
     if any(clock and clock.is_certain for clock in map(quantities.read_clock, (prediction, gold))):
@@ -183,7 +183,7 @@ def _ask(prediction: str, gold: str, limits: _Limits) -> str | Question:
 
 
 def _certain(read: Callable[[str], Any], *texts: str) -> list[Any] | None:
-    """Both texts as `read`, if both can be and one can be nothing else."""
+    """Both texts as parsed by `read`, if both can be parsed and one is unambiguous."""
     found = [read(text) for text in texts]
     return found if all(found) and any(each.is_certain for each in found) else None
 
@@ -205,7 +205,7 @@ def _compare_values(prediction: str, gold: str, limits: _Limits) -> bool | None:
 
 
 def _compare_parts(prediction: str, gold: str, limits: _Limits) -> tuple[bool | None, str]:
-    """`_compare_values` for texts with different keys, and what they were compared as."""
+    """`_compare_values` for texts with different keys, and the kind of comparison."""
     texts = prediction, gold
     numbers = quantities.read_number(prediction), quantities.read_number(gold)
     if numbers[0] and numbers[1]:
@@ -302,7 +302,7 @@ def _all(given: Iterable[bool | None]) -> bool | None:
 
 
 def _pair_off(is_equal: Sequence[Sequence[bool | None]]) -> bool | None:
-    """Whether every row has a true place of its own; None if any place is undecided."""
+    """Whether each row matches a different column; None if any entry is undecided."""
     if any(value is None for row in is_equal for value in row):
         return None
     left = set(range(len(is_equal)))

@@ -1,8 +1,8 @@
-"""A reward function that ships with the program: partial credit by the distance of a number.
+"""A ready-made reward function: partial credit by the relative error of a number.
 
 Use it as `verifier.reward = "care_jax.rewards.partial_credit:relative_error"`, with
-`verifier.success = 1.0`: the right answers alone are successes then, as under the built-in
-verifier, while failures differ in reward.
+`verifier.success = 1.0`: then only right answers are successes, as with the built-in verifier,
+while failures differ in reward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from care_jax.rewards.equivalence.quantities import read_number
 from care_jax.rewards.reward_function import Components
 from care_jax.rewards.verifier import parse_text
 
-MAX_PARTIAL = 0.9  # credit of a wrong answer at distance 0, so that none reaches a right one's 1
+MAX_PARTIAL = 0.9  # limit of a wrong answer's credit, below the 1 of a right answer
 
 
 def relative_error(question: str, responses: Sequence[str], example: Example) -> list[Components]:
@@ -24,7 +24,7 @@ def relative_error(question: str, responses: Sequence[str], example: Example) ->
 
         acc = 0.9 · max(0, 1 - |a - g| / |g|),   |a| in place of |a| / |g| where g = 0
 
-    0 for any other answer: other words, another unit, a percent sign on one side alone, no
+    0 for any other answer: other words, another unit, a percent sign on one side only, no
     well-formed answer span. The gold answer must be text.
     """
     return [{"acc": _credit(_answer_of(text), example)} for text in responses]
@@ -33,7 +33,7 @@ def relative_error(question: str, responses: Sequence[str], example: Example) ->
 def _answer_of(text: str) -> str:
     """The content of the one well-formed answer span; "" without one.
 
-    A function is not told `data.think_tag`; of the two that are in use the text has one.
+    A reward function does not receive `data.think_tag`, so it is inferred from the text.
     """
     think_tag = "reasoning" if "<reasoning>" in text else "think"
     return parse_text(text, think_tag=think_tag).answer

@@ -1,11 +1,11 @@
-"""Reward functions of one's own: their form, their worker processes, and what their results say.
+"""User-defined reward functions: their signature, worker processes, and checks of their results.
 
 A reward function judges all responses of a group at once,
 
     def reward(question: str, responses: list[str], example: Example) -> list[dict[str, float]]
 
-with a mapping of named components in [0, 1] for each response. `acc` must be among them, as it
-decides success; `fmt` replaces the built-in check of the format. It may be an `async def`.
+and returns a mapping of named components in [0, 1] for each response. `acc` is required and decides
+success; `fmt` replaces the built-in format check. The function may be an `async def`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load_reward(name: str) -> RewardFunction:
 
 
 def check_reward(function: Any, name: str) -> None:
-    """Raises ValueError for no function, or one of other arguments, such as a single response."""
+    """Raises ValueError unless it is a function of (question, responses, example)."""
     if not callable(function):
         raise ValueError(f"{name} is no function but a {type(function).__name__}; name a function")
     try:
@@ -93,7 +93,7 @@ class RewardPool:
             num_workers=num_workers,
             timeout=timeout,
             concurrency=concurrency if worker.is_async(function) else 0,
-            environment=os.environ | {"JAX_PLATFORMS": "cpu"},  # the accelerators are the run's
+            environment=os.environ | {"JAX_PLATFORMS": "cpu"},  # the run uses the accelerators
             what="the reward function",
             advice="correct its module",
         )
@@ -106,12 +106,12 @@ class RewardPool:
         images = tuple(
             each.read_bytes() if isinstance(each, zipfile.Path) else each for each in example.images
         )
-        example = dataclasses.replace(example, images=images)  # a member of an archive as its bytes
+        example = dataclasses.replace(example, images=images)  # archive members as bytes
         return self._pool.submit(question, list(responses), example)
 
 
 def packed(reward: str | RewardFunction) -> bytes:
-    """What a worker unpickles; raises ValueError for a function that cannot be pickled."""
+    """The pickled function for `worker.main`; ValueError if it cannot be pickled."""
     try:
         return cloudpickle.dumps({"function": reward, "example": Example})
     except Exception as error:
@@ -126,10 +126,10 @@ def packed(reward: str | RewardFunction) -> bytes:
 def read_reply(
     reply: Mapping[str, Any], num_responses: int, names: Sequence[str], timeout: float
 ) -> tuple[list[Components | str], str]:
-    """The components of each response of a group, or in a few words why it has none.
+    """(components or kind of failure of each response of a group, message).
 
-    Each response must have the components `names`. Also returns a message about the first thing
-    that is wrong, or ""; it states the timeout, in seconds.
+    Each response must have the components `names`. The message describes the first problem, "" if
+    there is none. `timeout` is in seconds, for the message.
     """
     rows = reply.get("rows")
     if "timeout" in reply:

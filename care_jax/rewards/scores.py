@@ -33,7 +33,7 @@ def row_texts(
 
 
 class Scored(NamedTuple):
-    """What `Verdict` (str, dict) and `row_texts` give of every row, as numpy arrays.
+    """Scores of every row, its text, and its verdict's reason (str) and components (dict).
 
     Components are empty where the reward function failed, and None without a reward function.
     """
@@ -54,13 +54,13 @@ def start_scoring(
     think_tag: str,
     format_weight: float,
 ) -> Callable[[], Scored]:
-    """Parses every row and starts to verify it; a group is all rows of a prompt.
+    """Parses every row and starts verifying it; a group is all rows of a prompt.
 
     Args:
         examples: B, one per prompt.
         token_bytes: the bytes of every token id.
         format_weight: λ of r = (1-λ)·acc + λ·fmt (eq:overall). With a reward function its weighted
-            components Σₖ wₖ·cₖ take the place of acc.
+            components Σₖ wₖ·cₖ replace acc.
 
     Returns:
         a function that waits for the verdicts and returns the scores.

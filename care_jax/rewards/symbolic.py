@@ -1,8 +1,8 @@
 """Compares answers symbolically, in resource-limited worker processes.
 
 Computer algebra on text from a policy can hang, exhaust memory or crash, so it never runs in the
-caller's process. Every question has three limits. The worker limits CPU seconds and memory. The
-pool kills a worker after a wall-clock limit and starts a new one for the next question.
+caller's process. The worker limits its CPU seconds and memory. The pool kills a worker after a
+wall-clock limit and starts a new one for the next question.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from care_jax.rewards.worker_pool import WorkerPool
 
 _MEMORY_BYTES = 2 << 30  # address space of one worker
-_CACHE_SIZE = 65536  # (gold, prediction) pairs whose outcome is remembered
+_CACHE_SIZE = 65536  # questions whose outcome is cached
 
 
 class Question(NamedTuple):
@@ -70,7 +70,7 @@ class SymbolicPool:
         self._lock = threading.Lock()
 
     def ask(self, questions: Sequence[Question]) -> list[str]:
-        """For each "equal: ...", "different: ..." or "refused: ...", "timeout" or "crash".
+        """The outcomes: "equal: ...", "different: ...", "refused: ...", "timeout" or "crash".
 
         Raises:
             ValueError: a worker could not start (math_verify missing, say).
@@ -106,7 +106,7 @@ def _compare(question: Question) -> str:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # Its own removal of units takes the last factor of `a b^2 c` for one.
+    # math_verify's removal of units mistakes the last factor of `a b^2 c` for one.
     plain = NormalizationConfig(units=False, malformed_operators=True, nits=True)
     configs = (
         LatexExtractionConfig(boxed_match_priority=0, normalization_config=plain),
@@ -133,7 +133,7 @@ def _compare(question: Question) -> str:
 def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -> bool:
     """Whether two constants agree within a tolerance, or as complex numbers; tuples part by part.
 
-    math_verify knows no tolerance and takes i for a variable.
+    math_verify has no tolerance and treats i as a variable.
     """
     import sympy
 
@@ -154,7 +154,7 @@ def _is_close(gold: Any, prediction: Any, num_decimals: int, tolerance: float) -
 
 
 def start(timeout: float) -> Callable[..., str]:
-    """Limits this process, a worker, and returns the function that answers questions in it."""
+    """Sets the limits of this worker process and returns the function that answers questions."""
     for stream in (1, 2):  # parsers print
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     import math_verify  # noqa: F401

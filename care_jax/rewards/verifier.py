@@ -5,8 +5,8 @@ that span is read, so a right number in the rationale earns nothing. Text rules 
 decide most answers. The rest go to worker processes, which start at the first such answer and are
 killed when they take too long.
 
-A reward function of one's own takes the place of all this. Its components are graded; acc is then 1
-where the component `acc` reaches the threshold for success, else 0.
+A user-defined reward function replaces all this. Its components are graded; acc is 1 if the
+component `acc` reaches the success threshold, else 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Verdict:
             computer algebra", "no answer span", "timeout", "crash", "refused: ...", "reward
             function", "failed: ..." and the like.
         components: what the reward function returned; empty if it failed, or if there is none.
-        quality: weighted sum of the components; None without a reward function: acc.
+        quality: weighted sum of the components; None without a reward function.
     """
 
     acc: float
@@ -53,8 +53,8 @@ class Verifier:
 
     Args:
         num_workers: maximum number of processes for symbolic comparison or the reward function.
-        timeout: seconds until a worker is killed and its answer gets acc 0; with a reward function
-            for a whole group.
+        timeout: seconds until a worker is killed and its answer gets acc 0; per group with a reward
+            function.
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
         tolerance, num_decimals: see `answers.is_equivalent`; an example may set its tolerance.
         reward: a reward function that replaces this verifier, or its name, "module:function";
@@ -101,16 +101,15 @@ class Verifier:
 
     @property
     def has_reward(self) -> bool:
-        """Whether a reward function judges."""
+        """Whether a reward function replaces the built-in verifier."""
         return self._rewards is not None
 
     @property
     def counts(self) -> dict[str, int]:
         """Counts since the start: fast_calls, symbolic_calls, cached, timeouts, crashes.
 
-        With a reward function also `failed`; all of them count responses. Those of a group whose
-        call took too long or ended its process are timeouts or crashes; those whose call raised an
-        exception or returned something else than components are failed.
+        All count responses; a timeout or crash of a reward function counts its whole group. With a
+        reward function also `failed`: its call raised an exception or returned wrong components.
         """
         lost = ("timeouts", "crashes", "failed") if self.has_reward else ()
         counts = {"fast_calls": self._num_fast, **self._pool.counts}
@@ -156,10 +155,10 @@ class Verifier:
         *,
         group_size: int,
     ) -> Callable[[], list[Verdict]]:
-        """Starts to judge groups of `group_size` responses, and returns a function that waits.
+        """Starts judging groups of `group_size` responses; returns a function that waits.
 
-        A reward function is called once for each group, in the worker processes. Without one the
-        responses, which are whole texts, are judged at once.
+        A reward function is called once per group, in the worker processes. Without one the
+        responses, which are whole texts, are judged before `begin` returns.
         """
         if self._rewards is None:
             verdicts = self.verify_parsed(responses, parsed, examples)
@@ -176,7 +175,7 @@ class Verifier:
     def verify_parsed(
         self, responses: Sequence[str], parsed: Sequence[spans.Spans], examples: Sequence[Example]
     ) -> list[Verdict]:
-        """The built-in verdicts of responses whose spans are known."""
+        """The built-in verdicts of parsed responses."""
         outcomes = [
             self._compare(span.answer, example) if span.has_answer else "no answer span"
             for span, example in zip(parsed, examples, strict=True)
@@ -210,7 +209,7 @@ class Verifier:
         )
 
     def _read(self, parsed: Sequence[spans.Spans], reply: Reply) -> list[Verdict]:
-        """The verdicts of a group, from the reply of its worker."""
+        """The verdicts of a group, from its worker's reply."""
         names = list(dict.fromkeys(["acc", *self._weights]))
         rows, problem = read_reply(reply, len(parsed), names, self._timeout)
         kind = next((row for row in rows if isinstance(row, str)), "")
@@ -236,7 +235,7 @@ class Verifier:
 
 def parse_text(text: str, *, is_complete: bool = True, think_tag: str = "think") -> spans.Spans:
     """Spans of a response given as text; its masks treat the whole text as one token."""
-    # `spans.parse` takes tokens: the text is one token, and EOS another.
+    # `spans.parse` expects tokens: the text is one token, and EOS another.
     pieces = [text.encode("utf-8", errors="replace"), b""]
     tokens = [0, 1] if is_complete else [0]
     return spans.parse(tokens, pieces, eos_token_ids=(1,), think_tag=think_tag)

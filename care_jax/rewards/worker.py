@@ -1,8 +1,8 @@
-"""Calls a function in a process of its own, which `worker_pool` starts as a script.
+"""The worker process of `worker_pool`, run as a script: calls a function and replies.
 
-Calls come on standard input and replies go to standard output, each a length and so many bytes. An
-`async def` function is awaited for several calls at once. Nothing of ours is imported before the
-first frame has set `sys.path`.
+Calls come on standard input and replies go to standard output, in frames with a length prefix. An
+`async def` function is awaited for several calls at once. No module of this project is imported
+before the first frame has set `sys.path`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _Reply = Callable[[int, dict[str, Any]], None]
 def main() -> None:
     """Answers calls until standard input is closed.
 
-    The first two frames are settings, and a pickled dict of "function" or of "maker", which is
-    called with the time limit and returns the function. Either may be "module:function".
+    The first frame has settings. The second is a pickled dict with "function", or with "maker",
+    which returns the function given the time limit. Either may be "module:function".
     """
     calls, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # What the function prints goes to standard error, and it has no input.
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         settings = json.loads(_read(calls)[1])
         sys.path[:] = settings["path"]
-        # Unpickling imports what calls are made of, so that no call's time is spent on it.
+        # Unpickling imports the modules that calls need, outside their time limit.
         loaded = pickle.loads(_read(calls)[1])
         function = loaded.get("function") or loaded["maker"]
         if isinstance(function, str):
@@ -78,7 +78,7 @@ def is_async(function: Callable) -> bool:
 
 
 def _serve(function: Callable, calls: BinaryIO, reply: _Reply) -> None:
-    """One call at a time, in the main thread, where functions may set signal handlers."""
+    """Runs one call at a time, in the main thread, where functions may set signal handlers."""
     waiting: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     _read_ahead(calls, lambda *call: waiting.put(call))
     while True:
@@ -91,7 +91,7 @@ def _serve(function: Callable, calls: BinaryIO, reply: _Reply) -> None:
 
 
 async def _serve_async(function: Callable, timeout: float, calls: BinaryIO, reply: _Reply) -> None:
-    """Every call as soon as it comes; each has its own time limit."""
+    """Runs calls concurrently, each with its own time limit."""
     loop, tasks = asyncio.get_running_loop(), set()
 
     async def answer(number: int, call: bytes) -> None:
@@ -113,9 +113,9 @@ async def _serve_async(function: Callable, timeout: float, calls: BinaryIO, repl
 
 
 def _read_ahead(calls: BinaryIO, deliver: Callable[[int, bytes], object]) -> None:
-    """Delivers calls from a thread, which ends the process when there are no more.
+    """Delivers calls from a thread, which ends the process when standard input is closed.
 
-    So a worker whose function hangs ends with the run, too.
+    A worker whose function hangs therefore also ends with the run.
     """
 
     def read() -> None:
@@ -137,7 +137,7 @@ def _read(calls: BinaryIO) -> tuple[int, bytes]:
 
 
 def _plain(result: Any) -> dict[str, Any]:
-    """The result in JSON types: `text`, `rows` of components, and what came in their place."""
+    """The result in JSON types: `text`, or `rows` of components; and its `repr` for messages."""
     content: dict[str, Any] = {"result": repr(result)[:_MAX_CHARS]}
     if isinstance(result, str):
         content["text"] = result

@@ -1,12 +1,12 @@
 """Functions called in worker processes, with a time limit for each call.
 
-A call that hangs or crashes costs its own result, not the run: its process is killed and the next
-call starts another one. An `async def` function is awaited for several calls at once in each
-worker; if one of them ends the process, the others are called again, each alone.
+A call that hangs or crashes loses only its own result: its process is killed and the next call
+starts another one. An `async def` function is awaited for several calls at once in each worker; if
+one of them ends the process, its unfinished calls are repeated one at a time.
 
 Workers run `worker.py` as a script: no fork under JAX, and no import of the caller's main module. A
-thread with an event loop of its own talks to them, so callers submit and go on. Only the standard
-library is imported here, as `symbolic` is by its workers.
+thread with an event loop communicates with them, so `submit` does not block. This module imports
+only the standard library, since the workers of `symbolic` import it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 
 from care_jax.rewards import worker
 
-Reply = dict[str, Any]  # what `worker` made of the result, "error" and "name", "timeout" or "crash"
+Reply = dict[str, Any]  # the result as in `worker`, or "error" and "name", "timeout" or "crash"
 
 _START_SECONDS = 120.0  # importing the function's module on a busy machine
-# An awaited call is given up by its worker at the limit, and the worker killed only after these.
+# The worker cancels an awaited call at the limit; the pool kills the worker only this much later.
 _GRACE_SECONDS = 2.0
 
 
@@ -41,9 +41,8 @@ class WorkerPool:
         function: the pickled function or its "module:function", see `worker.main`.
         num_workers: maximum number of processes.
         timeout: seconds until a call is given up.
-        concurrency: calls that each worker awaits at once, of an `async def` function; 0 of others.
-        what: is imported in the workers, for messages.
-        advice: what to do if it cannot be imported.
+        concurrency: calls that each worker awaits at once, for an `async def` function; else 0.
+        what, advice: what the workers import, and what to do if that fails, for messages.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class WorkerPool:
     async def _main(self) -> None:
         self._loop, self._is_ended = asyncio.get_running_loop(), asyncio.Event()
         self.workers = [_Worker(self) for _ in range(self._num_workers)]
-        # Takes one call at a time: those whose worker ended while it had several.
+        # Repeats, one at a time, calls whose worker ended while it had several.
         self._single, self._single_lock = _Worker(self), asyncio.Lock()
         # Last in, first out: few calls start few processes.
         self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
@@ -135,12 +134,12 @@ class _Worker:
         self.process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task | None = None
         self._is_alive = False
-        self._replies: dict[int, asyncio.Future[Reply | None]] = {}  # of the living process
+        self._replies: dict[int, asyncio.Future[Reply | None]] = {}  # of the current process
         self._numbers = itertools.count(1)
         self._start_lock = asyncio.Lock()
 
     async def ask(self, call: bytes) -> Reply:
-        """The reply; raises _Ended if none came in time, ValueError if the process cannot start."""
+        """The reply; _Ended if there is none in time, ValueError if the process cannot start."""
         async with self._start_lock:
             if not self._is_alive:
                 await self._start()
@@ -169,7 +168,7 @@ class _Worker:
     async def _start(self) -> None:
         await self.stop()
         pool = self._pool
-        # -P keeps this folder off the worker's path until it is told the caller's.
+        # -P keeps this folder off the worker's path, which the first frame sets.
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", str(pathlib.Path(worker.__file__))),
             stdin=subprocess.PIPE,
@@ -201,7 +200,7 @@ class _Worker:
     async def _hand_out(
         self, stream: asyncio.StreamReader, replies: dict[int, asyncio.Future[Reply | None]]
     ) -> None:
-        """Hands replies to those who wait until the process ends, then None to the rest."""
+        """Sets the futures of replies, and at the process's end the remaining ones to None."""
         with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 number, reply = await _read(stream)
@@ -215,14 +214,14 @@ class _Worker:
 
     def _send(self, number: int, content: bytes) -> None:
         assert self.process is not None and self.process.stdin is not None
-        # To a process that has died this writes nothing; `_hand_out` sees its end.
+        # Writing to a dead process has no effect; `_hand_out` sees its end.
         self.process.stdin.write(worker.HEADER.pack(number, len(content)) + content)
 
 
 async def _is_done(future: asyncio.Future, seconds: float) -> bool:
-    """Whether a future is done in time."""
+    """Whether a future is done within `seconds`."""
     await asyncio.wait({future}, timeout=seconds)
-    # A run that was suspended resumes past every deadline with unread replies.
+    # When a suspended run resumes, deadlines have passed but replies may be unread.
     await asyncio.wait({future}, timeout=0.05)
     return future.done()
 

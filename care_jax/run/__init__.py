@@ -1,1 +1,1 @@
-"""What outlives a stage: policy, weights, checkpoints, guards, the workdir's lock."""
+"""A run beyond one stage: policy, weights, checkpoints, guards, the workdir's lock."""

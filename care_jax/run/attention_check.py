@@ -1,9 +1,9 @@
 """Compares the device's attention kernel with XLA before a stage uses it.
 
-The kernels have been compiled for TPUs and GPUs and run in interpret mode on a CPU; none has run on
-an accelerator yet. A run on an accelerator therefore compares the kernel with XLA, forward and
-backward, on packed rows of tokens and of patches of the stage's shape. If they differ, the stage
-uses XLA. The kernel of decode steps is timed as well, and used where it is the faster.
+The comparison covers forward and backward, on packed rows of tokens and of patches of the stage's
+shape. If the two differ, the stage uses XLA. The decode kernel must also be faster than XLA. None
+of the kernels has run on an accelerator yet: they were compiled for TPUs and GPUs, and interpreted
+on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = 5e-2
 
 
 def training_attention(run: Run, row_tokens: int, row_patches: int) -> AttentionImpl:
-    """The implementation for a stage's packed rows of so many tokens and image patches.
+    """The attention implementation for packed rows of `row_tokens` and `row_patches`.
 
     With model.attention = "auto" it is the device's kernel, if there is one and it agrees with XLA.
     """
@@ -44,7 +44,7 @@ def decoding_attention(run: Run, sizes: Sizes) -> DecodingAttention:
     """The implementations for prefill at the largest bucket and for decode steps of these sizes.
 
     With model.attention = "auto" each is the device's kernel, if there is one and it agrees with
-    XLA; that of the steps must also be faster than XLA.
+    XLA; the decode kernel must also be faster than XLA.
     """
     largest = tuple(map(max, zip(*run.policy.prompts.buckets, strict=True)))
     rules = run.config.decode_sharding_rules
@@ -101,7 +101,7 @@ def _steps_attention(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Attentio
 def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float, float, float]:
     """Compares the device's kernel and XLA in one layer of one decode step.
 
-    Returns the largest difference relative to the largest entry, and the milliseconds of both.
+    Returns the largest difference relative to the largest entry, and both times in ms.
     """
     rules = run.config.decode_sharding_rules
     impl, xla = (sharding.attention_impl(name, rules, run.mesh) for name in ("auto", "xla"))
@@ -124,7 +124,7 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
 
 
 def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> float:
-    """Time of a call that is compiled already: the least of three means."""
+    """Time of a compiled call: the minimum of three means."""
     times = []
     for _ in range(3):
         began = time.perf_counter()
@@ -136,8 +136,8 @@ def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> flo
 def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
     """Random arguments of one layer's attention in a decode step, on the mesh.
 
-    At most eight prompts per shard, of a quarter to all of `num_prompt_tokens` tokens; their rows
-    have read up to all of the ring, a third of it on average.
+    Prompts have a quarter to all of `num_prompt_tokens` tokens, at most eight prompts per shard.
+    Rows attend to up to the whole ring of the suffix cache, a third of it on average.
     """
     text, shards = run.policy.config.text, sizes.num_shards
     B, R, S = shards * min(sizes.num_slots // shards, 8), sizes.num_rows, sizes.max_tokens
@@ -159,7 +159,7 @@ def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
 
 
 def trial_images(num_patches: int) -> tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]:
-    """The first and last patch of every patch's image: unequal images, then padding."""
+    """First and last patch of each patch's image, for images of unequal size, then padding."""
     first = np.arange(num_patches, dtype=np.int32)
     last, start = first.copy(), 0
     for part in (3, 8, 4, 16):

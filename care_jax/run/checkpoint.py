@@ -1,7 +1,7 @@
 """Checkpoints of a run: state, data position, seed and metadata, written atomically.
 
-A step is committed together with the SHA-256 of its files (`integrity`). A step that differs from
-them is never restored: its folder is renamed to `<step>.damaged`, and the step before is used.
+A step is committed with the SHA-256 of its files (`integrity`). A step that does not match is never
+restored: its folder is renamed to `<step>.damaged`, and the previous step is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from care_jax.devices.whole_file import write_whole
 from care_jax.run import integrity, mounts
 
 _DAMAGED = ".damaged"
-# Orbax rewrites these when it commits; they hold timestamps and no part of the state.
+# Orbax rewrites these at the commit; they hold timestamps only.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 _QUICK_BYTES = 2**20  # larger files are hashed only before a restore
@@ -58,19 +58,19 @@ class Checkpoints:
     only once all its files are written, so a kill at any time leaves the previous step restorable.
     `close`, or leaving the `with` block, waits for the last save.
 
-    Opening compares the sizes of all files, and hashes small ones. A restore hashes every file of
-    its step first; the processes share the files and agree on what they found.
+    Opening compares the sizes of all files, and hashes small ones. A restore first hashes every
+    file of its step; the files are divided among the processes, which gather the results.
 
     Args:
         folder: created if missing.
-        keep: number of latest steps to keep; older ones are deleted, but for the best.
+        keep: number of latest steps to keep; older ones are deleted, except the best.
         fingerprint: what determines the shapes of the state, such as the backbone's config.
-        settings: of the run, kept with every step, see `saved_settings`; JSON types.
-        keep_best: number of best steps to keep besides.
-        best_metric: name of the metric that tells which step is better; more is better.
+        settings: the run's, saved with every step, see `saved_settings`; JSON types.
+        keep_best: number of best steps to keep in addition.
+        best_metric: name of the metric that ranks the steps; higher is better.
 
     Raises:
-        ValueError: there are damaged steps and no whole one.
+        ValueError: all steps are damaged.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Checkpoints:
             return metrics.get(best_metric, -math.inf)
 
         self._saving = 0  # the step that is being written
-        self._unsummed: set[int] = set()  # restored without a manifest, which was said
+        self._unsummed: set[int] = set()  # steps already reported to have no manifest
         self._set_aside_damaged()
-        # A bucket renames a folder object by object, and gcsfuse refuses to, unless the bucket has
-        # hierarchical namespaces. There a last file commits the step.
+        # A bucket without hierarchical namespaces has no atomic rename of folders, and gcsfuse
+        # refuses to rename one, so on FUSE mounts a marker file commits the step.
         is_bucket = mounts.is_fuse(self.folder)
         mode = AtomicityMode.COMMIT_FILE if is_bucket else AtomicityMode.ATOMIC_RENAME
         latest = checkpoint_managers.LatestN(keep)
@@ -134,7 +134,7 @@ class Checkpoints:
 
     @property
     def best_step(self) -> int | None:
-        """The saved step with the highest best_metric, of equals the last; None without any."""
+        """The saved step with the highest best_metric, the last on a tie; None without any."""
         values = self._evaluated()
         return max(values, key=lambda step: (values[step], step), default=None)
 
@@ -179,20 +179,20 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=self._values[step])
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the metrics of a saved step that was evaluated only after it had been saved."""
+        """Adds the metrics of a step that was evaluated after it was saved."""
         self.wait()
         self._values[step] = dict(metrics)
         if jax.process_index() == 0:
-            # As the manager writes them, which cannot change a saved step.
+            # In the manager's format; the manager itself cannot change a saved step.
             folder = self.folder / str(step) / "metrics"
             folder.mkdir(exist_ok=True)
             write_whole(folder / "metrics", json.dumps(self._values[step]))
             integrity.update_manifest(self.folder / str(step), "metrics/metrics")
-        distributed.gather_json(step)  # a barrier: the file is there
+        distributed.gather_json(step)  # a barrier: the file is written
         self._manager.reload()
 
     def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
-        """Restores a step; None: the latest, and if that is damaged the one before.
+        """Restores a step, by default the latest that is not damaged.
 
         `abstract_state` is a tree of `ShapeDtypeStruct`s with shardings; the mesh may differ from
         the one at the save.
@@ -217,7 +217,7 @@ class Checkpoints:
         )
 
     def restore_params(self, abstract_params: Any, step: int) -> Any:
-        """Restores the entry "params" of a saved state, see `restore`; reads nothing else of it."""
+        """Restores only the entry "params" of a saved state, see `restore`."""
         self._check_whole(step)
         self._progress(step)
         item = {"params": abstract_params}
@@ -230,20 +230,20 @@ class Checkpoints:
             return checkpointer.restore(self.folder / str(step) / "state", args=args)["params"]
 
     def saved_settings(self) -> dict[str, Any]:
-        """The settings of the latest step's run, {} of an earlier version; checks the model."""
+        """The settings saved with the latest step, {} before they were saved; checks the model."""
         return self._progress(self.latest_step).get("settings", {})
 
     def _progress(self, step: int | None) -> dict[str, Any]:
-        """What was saved beside the state, of a step of this model."""
+        """The JSON saved beside a step's state; checks the fingerprint."""
         items = {"progress": ocp.args.JsonRestore()}
         progress = self._manager.restore(step, args=ocp.args.Composite(**items))["progress"]
         self._check_fingerprint(progress["fingerprint"])
         return progress
 
     def latest_whole_step(self) -> int | None:
-        """The last saved step whose files are as they were written; None in an empty folder.
+        """The last saved step whose files match its manifest; None in an empty folder.
 
-        Damaged steps are set aside, with a line for each; if none is whole, a ValueError.
+        Damaged steps are renamed, with a line on stderr for each. ValueError: all are damaged.
         """
         has_steps = self.latest_step is not None
         while self.latest_step is not None and not self.is_whole(self.latest_step):
@@ -253,7 +253,7 @@ class Checkpoints:
         return self.latest_step
 
     def is_whole(self, step: int) -> bool:
-        """Hashes the files of a saved step; if they differ from its manifest, sets it aside."""
+        """Whether a saved step's files match its manifest; if not, renames its folder."""
         self.wait()
         folder = self.folder / str(step)
         fault = integrity.shared_damage(folder)
@@ -273,12 +273,12 @@ class Checkpoints:
             )
 
     def _write_manifest(self) -> None:
-        """Called on the first process when all have written a step, before it is committed."""
+        """Called on process 0 when all processes have written a step, before the commit."""
         written = [*self.folder.glob(f"{self._saving}.*tmp*"), self.folder / str(self._saving)]
         integrity.write_manifest(written[0], leave_out=_UNSUMMED)
 
     def _set_aside_damaged(self) -> None:
-        """Sets aside the steps that a look at sizes and small files shows to be damaged."""
+        """Sets aside the steps that have a file of a wrong size or a small file of a wrong hash."""
         found = {}
         if jax.process_index() == 0 and self.folder.is_dir():
             steps = [path for path in self.folder.iterdir() if path.name.isdecimal()]
@@ -295,7 +295,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 names = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
                 free = next(name for name in names if not (self.folder / name).exists())
-                # Copies and removes where folders cannot be renamed (gcsfuse).
+                # `move` copies and removes where folders cannot be renamed (gcsfuse).
                 shutil.move(self.folder / str(step), self.folder / free)
         if faults:
             distributed.gather_json(len(faults))  # a barrier: the folders are renamed
@@ -329,7 +329,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _told_failures(self) -> Iterator[None]:
-        """Turns what TensorStore says of a file it cannot write into an OSError with the path."""
+        """Turns TensorStore's error about a file it cannot write into an OSError with the path."""
         try:
             yield
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What keeps a stage from going on with a broken update, or saving a broken state.
+"""Checks that end a stage at a broken update, or before it saves a broken state.
 
 A state may be saved if it is finite, and not far worse than the last saved one:
 
@@ -6,16 +6,16 @@ A state may be saved if it is finite, and not far worse than the last saved one:
     ‖θ‖ <= max_norm_factor · ‖θ_last‖
     L <= max_loss_factor · max(log V, L_last)
 
-θ are the parameters and L is the mean of -log π over the response tokens that were trained on last,
-in nats, computed with θ. The last state is the last one saved, or the one the stage began with. A
-model that knows nothing, uniform over its vocabulary of V tokens, has L = log V.
+θ are the parameters. L is the mean of -log π_θ, in nats, over the response tokens of the last
+batch. The last state is the last one saved, or the one the stage began with. A uniform distribution
+over the vocabulary of V tokens has L = log V.
 
 An update whose loss or gradient is not finite is skipped and counted, or ends the stage. With
-`max_skipped` above 0 the compiled update leaves the state as it was (`train_step.update`), and the
-stage ends after more than so many in a row. With 0 it ends at the first. Either way the batch is
-written to `workdir/nonfinite`, and the error names the step, the prompts and the tensors.
+`max_skipped` above 0 the compiled update leaves the state unchanged (`train_step.update`), and the
+stage ends after more than `max_skipped` in a row. With 0 it ends at the first. The batch that ends
+it is written to `workdir/nonfinite`; the error names the step, the prompts and the tensors.
 
-All processes get the same replicated numbers, and so decide alike.
+All processes read the same replicated sums, and so decide alike.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from care_jax.run.run import Run
 from models.backbone import Params
 
 FOLDER = "nonfinite"
-_METADATA = "state_check"  # of a checkpoint: norm and loss of its state
+_METADATA = "state_check"  # entry of a checkpoint's metadata: norm and loss of its state
 _MOST_NAMED = 3  # tensors or prompts in an error
 
 # This process's rows of an update, and their examples.
@@ -45,7 +45,7 @@ UpdateBatch = tuple[TrainBatch | ImitationBatch, Sequence[Example]]
 
 
 class Measured(NamedTuple):
-    """What is compared with the next state."""
+    """The measures of a state that the next one is compared with."""
 
     norm: float  # ‖θ‖ over all parameters
     loss: float | None  # L in nats per token; None before the first batch
@@ -80,10 +80,10 @@ class StateCheck:
         self._passed = step, self._last
 
     def check(self, step: int, state: TrainState, loss: Callable[[], float | None]) -> None:
-        """Checks the state after `step` steps, once; `loss` gives its L.
+        """Checks the state after `step` steps, once; `loss` computes its L.
 
         Raises:
-            FloatingPointError: it is broken; says how, and which checkpoint is good.
+            FloatingPointError: it is broken; names the fault and the last good checkpoint.
         """
         if self._passed[0] == step:
             return
@@ -105,12 +105,12 @@ class StateCheck:
         self._passed = step, now
 
     def saved(self) -> dict[str, Any]:
-        """Makes the state checked last the one to compare with; its entry in the metadata."""
+        """Makes the state checked last the new reference; returns its entry in the metadata."""
         self._last = self._passed[1]
         return {_METADATA: self._last._asdict()}
 
     def advice(self) -> str:
-        """Which checkpoint is good, and what can be done with it."""
+        """Names the last good checkpoint and how to go on from it."""
         stage, step = self._stage, self._checkpoints.latest_step
         if step is None:
             return (
@@ -129,13 +129,13 @@ class StateCheck:
 
 
 def check_weights(run: Run, params: Params, name: str, advice: str) -> None:
-    """Refuses weights that are not finite: a ValueError with `name`, the tensors and `advice`."""
+    """Rejects weights that are not finite: a ValueError with `name`, the tensors and `advice`."""
     if faults := not_finite(_named(compile_tensor_sums(run)(params), params)):
         raise ValueError(f"{name} has weights that are no numbers: {faults}; {advice}")
 
 
 def not_finite(found: Mapping[str, tuple[float, float]]) -> str:
-    """Names the tensors not finite; "" if none. `found` has number of such values and Σx²."""
+    """Names the tensors that are not finite, "" if none. `found` is from `_named`."""
     bad = [f"{name} ({count:.0f} values)" for name, (count, _) in found.items() if count]
     return f"NaN or infinite: {_few(bad, ' tensors')}" if bad else ""
 
@@ -148,8 +148,8 @@ def worse(
     max_norm_factor: float,
     max_loss_factor: float,
 ) -> str:
-    """How a state with finite arrays has exploded since the last one; "" if it has not."""
-    # Of no norm at all every other is an infinite multiple.
+    """How a finite state has diverged since the last one; "" if it has not."""
+    # A norm of 0 has no multiples.
     if last.norm and not now.norm <= max_norm_factor * last.norm:
         return (
             f"the norm of its parameters is {now.norm:.4g}, was {last.norm:.4g} in the last good "
@@ -169,8 +169,8 @@ def worse(
 def compile_tensor_sums(run: Run) -> Callable:
     """The jitted tree -> [L, 2], replicated.
 
-    For each of the L floating tensors: how many values are not finite, and the sum of squares. Of
-    a tensor in host memory a copy is made on the devices, as an update does.
+    For each of the L floating tensors: how many values are not finite, and the sum of squares. A
+    tensor in host memory is copied to the devices first, as in an update.
     """
 
     def tensor_sums(tree):
@@ -199,8 +199,8 @@ def _norm(found: Mapping[str, tuple[float, float]]) -> float:
 class SkippedUpdates:
     """Counts the skipped updates of one stage, "sft" or "rl", and ends it.
 
-    `params`, of which shapes are enough, give the names of the trained tensors; `advice` says which
-    checkpoint is good.
+    `params` (shapes suffice) give the names of the trained tensors; `advice` names the last good
+    checkpoint.
     """
 
     def __init__(self, run: Run, stage: str, params: Params, advice: Callable[[], str]):
@@ -214,10 +214,10 @@ class SkippedUpdates:
     ) -> dict[str, float]:
         """The metrics of an update that was applied; {} if it was skipped.
 
-        `metrics` are on the host; `batch_of` gives what the update of a step was made of.
+        `metrics` are on the host; `batch_of` gives the rows and examples of a step's update.
 
         Raises:
-            FloatingPointError: the update is broken and not skipped, or one too many in a row.
+            FloatingPointError: a broken update was not skipped, or too many in a row were.
         """
         scalars = {name: float(x) for name, x in metrics.items() if name != BROKEN_GRADIENTS}
         is_broken = not all(map(math.isfinite, scalars.values()))
@@ -229,12 +229,12 @@ class SkippedUpdates:
         return scalars
 
     def counted(self) -> dict[str, int]:
-        """The metric of the updates skipped since the last call; {} where none may be."""
+        """The number of updates skipped since the last call, as a metric; {} if none may be."""
         count, self._count = self._count, 0
         return {"skipped_updates": count} if self._most else {}
 
     def _skips(self, scalars: Mapping[str, float]) -> bool:
-        """Counts an update that the program has skipped; False if it has not, or too many."""
+        """Counts an update that was skipped; False if it was not, or too many in a row were."""
         if not self._most or all(math.isfinite(scalars[name]) for name in ("loss", "grad_norm")):
             return False
         self._count += 1
@@ -248,7 +248,7 @@ class SkippedUpdates:
         batch: TrainBatch | ImitationBatch,
         examples: Sequence[Example],
     ) -> str:
-        """What the error says of a broken update, and what can be done."""
+        """The error's text: tensors, prompts and batch of a broken update, and advice."""
         key = f"{self._stage}.max_skipped"
         parts = []
         if self._in_a_row > self._most:
@@ -263,7 +263,7 @@ class SkippedUpdates:
         return "; ".join([*parts, self._advice()])
 
     def _dump(self, step: int, batch: TrainBatch | ImitationBatch, ids: Sequence[str]) -> str:
-        """Writes this process's rows; returns where, or why not."""
+        """Writes this process's rows; returns a sentence with the path, or why writing failed."""
         number = jax.process_index()
         name = f"{self._stage}_step_{step}" + (f"_process_{number}" if number else "") + ".npz"
         path = self._run.workdir / FOLDER / name
@@ -289,6 +289,6 @@ def _few(names: Sequence[str], what: str = "") -> str:
 
 
 def _storable(array: Any) -> np.ndarray:
-    """NumPy's file format has no bfloat16."""
+    """Casts bfloat16, which NumPy's file format lacks, to float32."""
     array = np.asarray(array)
     return array.astype(np.float32) if array.dtype.kind == "V" else array

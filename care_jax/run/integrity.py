@@ -1,7 +1,7 @@
 """SHA-256 sums of a folder's files: written when the folder is complete, compared when it is read.
 
-The sums are a file of the folder, `sha256.json`, with the size of every file and a sum over all of
-these entries. Files are hashed in threads, since hashlib releases the interpreter's lock.
+The manifest `sha256.json` has the size and sum of every file, and a sum over all of these entries.
+Files are hashed in threads, since hashlib releases the GIL.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _NUM_THREADS = min(8, os.cpu_count() or 1)
 def write_manifest(
     folder: pathlib.Path, *, pattern: str = "*", leave_out: Sequence[str] = ()
 ) -> None:
-    """Writes the sums of the files below a folder, atomically; none may be written meanwhile.
+    """Writes the manifest of a folder atomically; no file in it may be written meanwhile.
 
-    `pattern` is of the files' names; `leave_out` names files that may change later.
+    `pattern` selects files by name; `leave_out` names files that may change later.
     """
     files = {str(path.relative_to(folder)) for path in folder.rglob(pattern) if path.is_file()}
     names = sorted(files - {MANIFEST, *leave_out})
@@ -38,7 +38,7 @@ def write_manifest(
 
 
 def update_manifest(folder: pathlib.Path, name: str) -> None:
-    """Renews the entry of one file that was written after the others."""
+    """Updates the entry of one file that was written after the others."""
     entries = _read(folder)
     if entries is not None:
         _write(folder, entries | {name: _entry(folder / name)})
@@ -51,7 +51,7 @@ def has_manifest(folder: pathlib.Path) -> bool:
 def find_damage(
     folder: pathlib.Path, *, most_bytes: int | None = None, part: int = 0, num_parts: int = 1
 ) -> str:
-    """What is wrong with the first few files that differ from their sums; "" if none does.
+    """Describes the first files that do not match the manifest; "" if all match.
 
     Args:
         folder: without a manifest, nothing is compared.
@@ -84,7 +84,7 @@ def find_damage(
 
 
 def shared_damage(folder: pathlib.Path) -> str:
-    """`find_damage` by all processes, each of a share of the files; the same on all of them."""
+    """`find_damage` with the files divided among all processes; all return the same."""
     share = {"part": jax.process_index(), "num_parts": jax.process_count()}
     return next(filter(None, distributed.gather_json(find_damage(folder, **share))), "")
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends a run in order, the second at once."""
+"""Ctrl-C: the first stops a run cleanly, the second at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import threading
 import time
 
 STATUS = 130  # as shells report it
-_SAME = 0.5  # seconds in which a second signal is the first, which a wrapper has passed on
+_SAME = 0.5  # seconds; a second signal within them is the first, forwarded by a wrapper
 
 
 def exit_at_the_second() -> None:
     """Makes the second SIGINT end the process, whatever the main thread does.
 
-    The first raises KeyboardInterrupt in the main thread, as without this; a compilation or a step
-    on the devices ends first, and saves that have begun are finished.
+    The first raises KeyboardInterrupt in the main thread, as usual: after the running compilation
+    or device step. Saves that have begun are finished.
     """
     seen, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -39,7 +39,7 @@ def exit_at_the_second() -> None:
 
 
 def told(workdir: pathlib.Path) -> str:
-    """What a run that was stopped has lost."""
+    """Says which steps a stopped run has lost."""
     for stage in ("rl", "sft"):
         names = [path.name for path in (workdir / "checkpoints" / stage).glob("*")]
         if steps := [int(name) for name in names if name.isdecimal()]:

@@ -40,7 +40,7 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def _take(file: int, workdir: pathlib.Path) -> str:
-    """Locks the file and writes who holds it; why not, if another process does."""
+    """Locks the file and writes the holder's name; returns the error if another has the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

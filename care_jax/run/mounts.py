@@ -1,7 +1,7 @@
-"""Whether a folder is in a bucket, that is on a FUSE mount, which differs from a disk.
+"""Whether a folder is on a FUSE mount, as buckets are.
 
-There a folder cannot be renamed atomically, or not at all, and what was written to a file reaches
-the bucket when the file is closed. `checkpoint` and `metrics` write accordingly.
+There a folder cannot be renamed atomically, or not at all, and writes reach the bucket only when
+the file is closed. `checkpoint` and `metrics` write accordingly.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 
 def is_fuse(path: pathlib.Path, table: pathlib.Path = pathlib.Path("/proc/self/mounts")) -> bool:
-    """Whether a path, which need not exist, is on a FUSE mount by a table of the mounts."""
+    """Whether a path, which need not exist, is on a FUSE mount according to a mount table."""
     place = path.resolve()
     try:
         lines = table.read_text().splitlines()
@@ -20,13 +20,13 @@ def is_fuse(path: pathlib.Path, table: pathlib.Path = pathlib.Path("/proc/self/m
     kind, longest = "", 0
     for line in lines:
         point, type_of_point = map(_plain, line.split(" ")[1:3])
-        # Of several mounts in one place the last is on top.
+        # The last of several mounts at one mount point hides the others.
         if place.is_relative_to(point) and len(point) >= longest:
             kind, longest = type_of_point, len(point)
-    # gcsfuse calls itself "fuse.gcsfuse" on a VM and "fuse" in a pod of GKE.
+    # The type of gcsfuse is "fuse.gcsfuse" on a VM and "fuse" in a pod of GKE.
     return kind == "fuse" or kind.startswith("fuse.")
 
 
 def _plain(field: str) -> str:
-    """The kernel writes spaces, tabs, line ends and backslashes as octal numbers."""
+    """Unescapes a field: the kernel writes spaces, tabs, newlines and backslashes in octal."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal.group(1), 8)), field)

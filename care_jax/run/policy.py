@@ -32,7 +32,7 @@ class Policy:
     tokenizer: Any  # from transformers
     prompts: PromptBuilder  # turns examples into tokens and image patches
     token_bytes: list[bytes]  # bytes of every token id
-    closing_tag: UInt8[np.ndarray, "states V"]  # finds the end of a rationale, see `spans`
+    closing_tag: UInt8[np.ndarray, "states V"]  # transitions that find a rationale's end, `spans`
     think_tag: str  # name of the rationale's tag
     folder: pathlib.Path | None  # the release that the weights come from; None for random weights
 
@@ -46,7 +46,7 @@ class Policy:
 
 
 def policy_of(config: ConfigDict) -> Policy:
-    """Reads everything except the weights; see `data.stages.open_prompts` for what it refuses."""
+    """Reads everything except the weights; raises what `data.stages.open_prompts` raises."""
     dtype = jnp.dtype(config.model.compute_dtype)
     prompts, folder = open_prompts(config, patch_dtype=dtype)
     token_bytes = spans.token_bytes(prompts.tokenizer, prompts.config.text.vocab_size)
@@ -62,7 +62,7 @@ def policy_of(config: ConfigDict) -> Policy:
 
 
 def check_policy(config: ConfigDict, policy: Policy) -> None:
-    """Refuses a reflected context that leaves no tokens to decode; this needs the tokenizer."""
+    """Rejects a reflected context that leaves no tokens to decode; this needs the tokenizer."""
     rl, care = config.rl, config.care
     has_reflection = "rl" in config.stages and objective_of(config).has_reflection
     if not has_reflection or care.reflect_mode == "resample":
@@ -78,7 +78,7 @@ def check_policy(config: ConfigDict, policy: Policy) -> None:
 
 
 def decode_shardings(policy: Policy, mesh: Mesh, rules: sharding.Rules) -> backbone.Params:
-    """Shardings of the parameters in the decode layout; one reshard leads there from training."""
+    """Shardings of the parameters in the decode layout."""
 
     def decode_layout(key):
         return backbone.to_decode_layout(

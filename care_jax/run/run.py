@@ -38,7 +38,7 @@ class Run:
     policy: Policy
     mesh: Mesh
     workdir: pathlib.Path  # folder of metrics, checkpoints and exports
-    writer: MetricWriter | None = None  # of metrics; None where nothing is trained or evaluated
+    writer: MetricWriter | None = None  # None if the run neither trains nor evaluates
     reward: RewardFunction | None = None  # given from Python in place of `verifier.reward`
 
     @property
@@ -76,9 +76,9 @@ class Run:
         """Tokens per row whose logits are in memory at a time: `model.logprob_chunk` per device.
 
         Each chunk all-gathers the unembedding and reduce-scatters its gradient. On GPUs with
-        sharded parameters larger chunks therefore move less, and take less memory: of the 7B on
-        8 H100 a microbatch receives 60 GB instead of 89, and its update needs 44 GiB instead of 62.
-        The rows of a microbatch are over all devices.
+        sharded parameters larger chunks therefore communicate less, and take less memory: for the
+        7B on 8 H100s a microbatch receives 60 GB instead of 89, and its update needs 44 GiB instead
+        of 62. `microbatch_size` counts rows over all devices.
         """
         rows_of_device = microbatch_size // sharding.num_shards(self.train_batch_sharding)
         is_gathered = sharding.num_shards_of("embed", self.config.sharding_rules, self.mesh) > 1
@@ -113,7 +113,7 @@ def open_run(
     overridden: Collection[str] = (),
     given: Collection[str] = (),
 ) -> Run:
-    """The run of a configuration; nothing is written, and no weights are read.
+    """Assembles the run of a configuration; writes no file and reads no weights.
 
     Args:
         config: complete, see `configs/common.py`; it is not changed.
@@ -135,10 +135,10 @@ def open_run(
 
 
 def open_checkpoints(run: Run, stage: str) -> Checkpoints:
-    """The checkpoints of a stage, "sft" or "rl"; to be closed.
+    """Opens the checkpoints of a stage, "sft" or "rl"; the caller closes them.
 
     Raises:
-        ValueError: they are of a run with other settings, see `resume`, or none is whole.
+        ValueError: they are of a run with other settings, see `resume`, or all are damaged.
     """
     settings = resume.settings(run.config, stage)
     checkpoints = Checkpoints(
@@ -160,10 +160,10 @@ def open_checkpoints(run: Run, stage: str) -> Checkpoints:
 
 
 def check_workdir(run: Run) -> None:
-    """Opens the checkpoints that the workdir has, of whatever stage, and closes them.
+    """Checks that the run can go on from the checkpoints in its workdir.
 
     Raises:
-        ValueError: see `open_checkpoints`; or RL would not start from the cold start that is here.
+        ValueError: see `open_checkpoints`; or RL would ignore the cold start in the workdir.
     """
     stages = run.config.stages
     if "rl" in stages and "sft" not in stages and has_checkpoint(run, "sft"):
@@ -183,7 +183,7 @@ def has_checkpoint(run: Run, stage: str) -> bool:
 
 
 def checkpoint_folder(run: Run, stage: str) -> pathlib.Path:
-    """Where the checkpoints of a stage are, if there are any."""
+    """The folder of a stage's checkpoints, which need not exist."""
     return run.workdir / "checkpoints" / stage
 
 

@@ -1,13 +1,13 @@
-"""A training stage: its state, its steps, and the steps after which it is evaluated or saved.
+"""A training stage: its state and steps, and when it is evaluated and saved.
 
-Step k of a checkpoint or an evaluation means: after k steps; 0 is before the first. An evaluation
-is a line of metrics.jsonl, of stage "rl_eval" or "sft_eval" at step k. It has random keys and
-clocks of its own, so that training goes on as without it.
+Step k of a checkpoint or an evaluation means after k steps. An evaluation writes a line of
+metrics.jsonl, of stage "rl_eval" or "sft_eval". It has its own RNG keys and timers, so it does not
+affect training.
 
-A state is checked before it is evaluated or saved (`guards`): a broken one ends the stage. An
-evaluation comes before the save of its step, which it decides about. A run that is stopped
-inside an evaluation saves the step first; the resumed run evaluates it and adds the result to the
-checkpoint. A result that is written is not computed again.
+A state is checked (`guards`), then evaluated, then saved, because evaluations decide which
+checkpoints are kept. A broken state ends the stage. A run that is stopped during an evaluation
+saves the step; the resumed run evaluates it, unless metrics.jsonl has the result, and adds the
+metrics to the checkpoint.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def open_stage(
     evaluate: Evaluate | None = None,
     remake: Callable[[int], UpdateBatch] | None = None,
 ) -> Iterator[Stage]:
-    """Begins a stage, or resumes it from its last checkpoint; evaluates it if that is due.
+    """Begins a stage, or resumes it from its last checkpoint; evaluates it if due.
 
     Args:
         name: "sft" or "rl".
-        state: before the first step. The caller must drop it, as the stage may go on from another.
+        state: the initial state. The caller must drop it, since a resumed stage replaces it.
         nll: (params, batch) -> mean of -log π over the batch's responses, for `guards`.
         evaluate: gives the metrics of weights; not called if the stage's eval_every is 0.
-        remake: gives the batch of an earlier step; needed if several updates are read at a time.
+        remake: rebuilds the batch of an earlier step; needed if `read` follows several updates.
 
     Raises:
-        distributed.Preempted: the run was told to stop; the state reached is saved.
-        FloatingPointError: an update or a state is broken; says which checkpoint is good.
+        distributed.Preempted: the run was preempted; the current state is saved.
+        FloatingPointError: an update or a state is broken; names the last good checkpoint.
     """
     with open_checkpoints(run, name) as checkpoints:
         start, metadata = 0, {}
@@ -82,8 +82,8 @@ def open_stage(
 class Stage:
     """One training stage, as `open_stage` yields it.
 
-    `state` is the newest. `start` is the step that the stage began with: 0, or that of the restored
-    checkpoint. `num_done` steps are done. `counters` are sums saved with every checkpoint.
+    `state` is the current one. `start` is 0 or the step of the restored checkpoint. `num_done`
+    steps are done. `counters` are sums saved with every checkpoint.
     """
 
     run: Run
@@ -101,9 +101,9 @@ class Stage:
         self._check = StateCheck(self.run, self.name, self.checkpoints)
         self._updates = SkippedUpdates(self.run, self.name, self.state.params, self._check.advice)
         self._pace = Pace(self._num_steps)
-        self._timed = time.perf_counter(), self.start  # since when, and the step, of the next line
+        self._timed = time.perf_counter(), self.start  # time and first step of the next line
         self._unread: list[tuple[int, Any]] = []  # steps and metrics, on the devices
-        self._last: tuple[int, UpdateBatch] | None = None  # the last step, and what it was made of
+        self._last: tuple[int, UpdateBatch] | None = None  # the last step, and its batch
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
         self.num_done, self.counters = self.start, Counter()
 
@@ -123,7 +123,7 @@ class Stage:
                     self.checkpoints.add_metrics(self.start, metrics)
 
     def steps(self, batches: Batches) -> Iterator[tuple[int, list[Example], list[TokenizedPrompt]]]:
-        """The number, examples and prompts of every step that is left."""
+        """The number, examples and prompts of every remaining step."""
         self._timed = time.perf_counter(), self.start
         left = batches.iterate(self.start, self._num_steps)
         for step, examples, prompts in progress(left, self.name, self.start, self._num_steps):
@@ -133,7 +133,7 @@ class Stage:
             yield step, examples, prompts
 
     def updated(self, step: int, metrics: Any, made_of: UpdateBatch) -> None:
-        """Notes an update that `state` has; its metrics stay on the devices until they are read.
+        """Records an update applied to `state`; its metrics stay on the devices until `read`.
 
         `made_of` are this process's rows on the host, and their examples.
         """
@@ -141,13 +141,13 @@ class Stage:
         self._unread.append((step, metrics))
 
     def read(self) -> list[dict[str, float]]:
-        """The metrics of each update since the last call; {} of one that was skipped."""
+        """The metrics of each update since the last call; {} if it was skipped."""
         unread, self._unread = self._unread, []
         fetched = ((step, jax.device_get(metrics)) for step, metrics in unread)
         return [self._updates.applied(*update, self._made_of) for update in fetched]
 
     def _made_of(self, step: int) -> UpdateBatch:
-        """What the update of a step was made of, if it was not read before the next one."""
+        """The rows and examples of a step's update, rebuilt if it was not the last."""
         assert self._last is not None  # there was an update
         last, made_of = self._last
         return made_of if step == last or self.remake is None else self.remake(step)
@@ -185,7 +185,7 @@ class Stage:
             self.save()
 
     def save(self) -> None:
-        """Saves the state with its evaluation, if any, unless it is saved."""
+        """Saves the state with its evaluation, if any, unless it is saved already."""
         if self.num_done <= (self.checkpoints.latest_step or 0):
             return
         self.read()
@@ -201,7 +201,7 @@ class Stage:
         )
 
     def _loss(self) -> float | None:
-        """Of the newest policy on what was trained on last, in nats per token."""
+        """Loss of the current policy on the last batch, in nats per token."""
         if self._last is None:
             return None
         placed = sharding.put_batch(self._last[1][0], self.run.train_batch_sharding)
@@ -225,9 +225,9 @@ class Stage:
 
 
 def forward_options(run: Run, stage: str, attention: AttentionImpl | None = None) -> ForwardOptions:
-    """How the forward pass of a stage, "sft" or "rl", computes.
+    """The options of the forward pass of a stage, "sft" or "rl".
 
-    Without `attention`, that of `model.attention` is used and not compared with XLA.
+    By default `attention` is that of `model.attention`, not compared with XLA.
     """
     model = run.config.model
     if attention is None:
@@ -250,7 +250,7 @@ def compile_score(run: Run, stage: str, options: ForwardOptions) -> Callable:
 
 
 def compile_nll(run: Run, score: Callable) -> Callable[[Params, Any], jax.Array]:
-    """(params, batch) -> mean of -log π, in nats, over the tokens that are trained on."""
+    """(params, batch) -> mean of -log π, in nats, over the trained tokens."""
 
     def mean(logp, is_trained):
         return -jnp.where(is_trained, logp, 0.0).sum() / jnp.maximum(is_trained.sum(), 1)

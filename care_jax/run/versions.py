@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit, with "+" if files differ from it; outside git what the image was built with."""
+    """The commit, with "+" if files were modified; outside git, that of the container image."""
     if not (_ROOT / ".git").exists():
         return os.environ.get("CARE_JAX_COMMIT", "")
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=8", "--dirty=+"]

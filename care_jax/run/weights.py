@@ -1,4 +1,4 @@
-"""The weights of a run: those it starts from, and those of a checkpoint in its workdir."""
+"""The weights of a run: initial ones, and those of a checkpoint in its workdir."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from models.backbone import Params
 
 
 class Source(NamedTuple):
-    """What is exported, or evaluated by a run that does not train."""
+    """The weights that are exported, or evaluated by a run that does not train."""
 
     stages: tuple[str, ...]  # the training stages that led to it, with a checkpoint each
-    step: int | None  # of the last of them; None: the weights just trained or started from
+    step: int | None  # of the last stage; None: the weights just trained, or the initial ones
     name: str  # "start", or the last stage, with the step if it is not the last: "rl_step_40"
 
 
 def find(run: Run, trained: tuple[str, ...]) -> Source:
-    """What `export.step` means: for an export, and for an evaluation without training.
+    """Resolves `export.step`, for an export or an evaluation without training.
 
-    `trained` are the training stages of this run so far. If there are none, those that have
-    checkpoints in its workdir are taken.
+    `trained` are the training stages of this run so far; if there are none, those with checkpoints
+    in its workdir count.
 
     Raises:
-        ValueError: there is no such checkpoint; the message names those that there are.
+        ValueError: there is no such checkpoint; the message lists the saved ones.
     """
     wanted = run.config.export.step
     stages = trained or tuple(stage for stage in TRAINING if has_checkpoint(run, stage))
@@ -44,7 +44,7 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
             "run starts from"
         )
     with open_checkpoints(run, stages[-1]) as saved:
-        # A damaged step is set aside, and the one before, or the next best, is taken.
+        # `is_whole` sets a damaged step aside, so that the next best is tried.
         while wanted == "best" and saved.best_step and not saved.is_whole(saved.best_step):
             pass
         last = saved.latest_whole_step() if wanted == "last" else None
@@ -64,8 +64,8 @@ def start(run: Run) -> Params:
     """The weights of `model.path`, or random ones, in the training layout.
 
     Raises:
-        ValueError: the release is incomplete, differs from the sums it was exported with, or has
-            weights that are not finite.
+        ValueError: the release is incomplete, does not match its manifest, or has weights that are
+            not finite.
     """
     model, folder, shape = run.config.model, run.policy.folder, run.policy.config
     dtype, shardings = jnp.dtype(model.param_dtype), sharding.of(lora.without(params_of(run)))
@@ -84,23 +84,23 @@ def start(run: Run) -> Params:
 
 
 def load(run: Run, source: Source) -> Params:
-    """The weights of a source with adapters merged, or those that the run starts from."""
+    """The weights of a source with adapters merged, or the initial ones."""
     if source.step is None:
         return start(run)
     return lora.merged(restore(run, source.stages[-1], source.step))
 
 
 def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
-    """The weights of a stage's last checkpoint, or those that the run starts from.
+    """The weights of a stage's last checkpoint, or the initial ones.
 
-    To open checkpoints removes what a save that was cut short has left, and so would break one that
-    is under way. The workdir is therefore locked meanwhile.
+    Opening checkpoints deletes unfinished saves, and would break one in progress. The workdir is
+    therefore locked meanwhile.
 
-    `stage` is "sft", "rl" or "start"; "" for the last of them that there is. Returns the weights,
-    the stage, and a name: "sft 1600", or where the run starts from.
+    `stage` is "sft", "rl" or "start"; "" for the last that exists. Returns the weights, the stage,
+    and a name: "sft 1600", or the source of the initial weights.
 
     Raises:
-        ValueError: there is no such checkpoint, none that is whole, or the run is training.
+        ValueError: there is no such checkpoint, all are damaged, or the run is training.
     """
     for name in [stage] if stage else ["rl", "sft", "start"]:
         if name == "start":
@@ -119,9 +119,9 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
 def restore(
     run: Run, stage: str, step: int | None, of: Callable[[Params], Params] = lambda params: params
 ) -> Params:
-    """The parameters of a checkpoint of a stage, or a part of them, in the training layout.
+    """The parameters of a stage's checkpoint, or a part of them, in the training layout.
 
-    `step` is a saved one, None the last; `of` takes the part out of the tree of all.
+    `step` is by default the last saved one; `of` selects the part from the whole tree.
 
     Raises:
         ValueError: the step is damaged, or its parameters are not finite.

@@ -1,4 +1,4 @@
-"""What the sources that are drawn on demand share: splits, checks, and how a repair is written."""
+"""Splits, checks, random generators and repairs of the sources that are drawn on demand."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TEST_SHARE = 8  # one in this many keys belongs to the test split
 
 
 def check(source: Any, known: Collection[str]) -> None:
-    """Refuses the settings of a source that cannot be drawn, naming the setting and its value.
+    """Rejects a source with a wrong setting, naming the setting and its value.
 
-    It is a dataclass with `num_examples`, `split` and `kinds`, which are among those known; all of
-    its fields that are floats are probabilities.
+    The source is a dataclass with `num_examples`, `split` and `kinds`, which must be among `known`;
+    all its float fields are probabilities.
     """
     if source.num_examples < 1:
         raise ValueError(f"num_examples must be at least 1, got {source.num_examples}")
@@ -32,9 +32,9 @@ def check(source: Any, known: Collection[str]) -> None:
 
 
 def rng_of(source: Any, index: int) -> np.random.Generator:
-    """The random numbers of an example: a function of seed, split and index.
+    """The random generator of an example, seeded by seed, split and index.
 
-    An IndexError if there is no such example, which also ends a loop over a source.
+    IndexError: there is no such example; this also ends a loop over the source.
     """
     if not 0 <= index < source.num_examples:
         raise IndexError(f"index {index} is outside 0..{source.num_examples - 1}")
@@ -42,15 +42,15 @@ def rng_of(source: Any, index: int) -> np.random.Generator:
 
 
 def split_of(key: str) -> str:
-    """The split to which an example belongs that a key determines."""
+    """The split of the example with a content key."""
     return "test" if zlib.crc32(key.encode()) % _TEST_SHARE == 0 else "train"
 
 
 def repair(wrong: str, cue: str, right: str) -> tuple[str, str]:
-    """A rationale with the cue, joined as in RL, and the right rationale behind a space."""
+    """The wrong rationale with the cue, joined as in RL, and the right one after a space."""
     return f"{wrong}{cue}", spaced(cue, right)
 
 
 def spaced(before: str, text: str) -> str:
-    """A text with a space in front, unless what is before it ends in one or it starts with one."""
+    """The text with a space in front, unless it starts or `before` ends with whitespace."""
     return text if before[-1:].isspace() or text[:1].isspace() else f" {text}"

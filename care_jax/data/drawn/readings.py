@@ -1,4 +1,4 @@
-"""Drawn figures whose rationale states what was read, so that it can be wrong and be repaired.
+"""Drawn figures with rationales that state a count, which can be misread and then repaired.
 
 The pictures are the diagrams of `synthetic`. A rationale counts the shapes, states the number that
 was read, and names the operation; only the answer has the result:
@@ -6,16 +6,16 @@ was read, and names the operation; only the answer has the result:
     <think>I look at the picture and count the circles one by one. There are 4. The question is
     about 2 more, so the answer must be the sum of both numbers.</think><answer>6</answer>
 
-Wording and order vary. The teacher of the cold start makes two mistakes, each for half of the
-kinds of question, and neither where the other could be:
+Wording and order vary. The teacher of the cold start makes two kinds of mistake, each in half of
+the kinds of question:
 
-- In `MISREAD` kinds it reads one too many or one too few (`misread_share`). The answer follows from
-  the number it stated. Looking again repairs this.
-- In `MISCOMPUTED` kinds it reads correctly and gives a wrong result (`teacher_error`, as in
-  `synthetic`). Looking again does not repair this, credit on the answer does.
+- In `MISREAD` kinds it miscounts by one (`misread_share`), and the answer follows from this count.
+  Counting again repairs it.
+- In `MISCOMPUTED` kinds it counts correctly and gives a wrong result (`teacher_error`, as in
+  `synthetic`). Counting again does not repair it; credit on the answer tokens does.
 
-A repair (`cue_share`) is a rationale, the cue, and the right rationale in another wording. In most
-rows, of all kinds of question, the first rationale has a wrong reading; in the others it is right.
+A repair (`cue_share`) is a rationale, the cue, and the right rationale in another wording. The
+first rationale has a wrong count, in all kinds of question, except in a share `_RIGHT_PREFIX`.
 
 An example is a pure function of (seed, split, index). The splits share no (picture, question).
 """
@@ -52,7 +52,7 @@ _QUESTIONS = {
     "missing": "How many {a}s are missing to {b}?",
     "twice": "How many are twice the {a}s?",
 }
-# kind -> range of the number `b`, without its end; "twice" does not name it.
+# kind -> half-open range of the number `b`, which "twice" does not use.
 _NUMBERS = {"sum": (1, 4), "difference": (1, 4), "missing": (MAX_COUNT, 10), "twice": (2, 3)}
 # The reading `n` and the operation, each in several wordings of different lengths.
 _READINGS = (
@@ -89,17 +89,17 @@ _OPERATIONS = {
 class ReadingsSource(Sequence[Example]):
     """A random-access sequence of drawn examples, whose rationale and answer are always right.
 
-    Shares are probabilities in [0, 1], the first two in rows that are no repair; the other fields
-    are those of `SyntheticSource`.
+    Shares are probabilities in [0, 1]; the first two apply to rows that are not repairs. The other
+    fields are those of `SyntheticSource`.
     """
 
     num_examples: int
     seed: int = 0
     split: str = "train"
     kinds: tuple[str, ...] = KINDS
-    misread_share: float = 0.0  # that the response of a `MISREAD` kind states a wrong reading
-    teacher_error: float = 0.0  # that the response of a `MISCOMPUTED` kind ends in a wrong result
-    cue_share: float = 0.0  # that a response is a repair, with the right answer
+    misread_share: float = 0.0  # of responses of `MISREAD` kinds with a wrong count
+    teacher_error: float = 0.0  # of responses of `MISCOMPUTED` kinds with a wrong result
+    cue_share: float = 0.0  # of responses that are repairs, with the right answer
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"
 
@@ -161,13 +161,13 @@ def _result(kind: str, count: int, b: int) -> str:
 
 
 def _misreading(rng: np.random.Generator, kind: str, count: int, b: int) -> int:
-    """One too many or one too few, inside what can be drawn."""
+    """The count plus or minus one, within the range that can be drawn."""
     near = [n for n in (count - 1, count + 1) if lowest_count(kind, b) <= n <= MAX_COUNT]
     return int(rng.choice(near))
 
 
 def _rationale(rng: np.random.Generator, kind: str, diagram: Diagram, b: int, reading: int) -> str:
-    """States the reading and the operation, in either order."""
+    """States the count and the operation, in either order."""
     text = _READINGS[rng.integers(len(_READINGS))]
     operation = _OPERATIONS[kind][rng.integers(len(_OPERATIONS[kind]))]
     # "Then ..." cannot come first.

@@ -12,8 +12,7 @@ split. Candidates of the other split are rejected and redrawn.
 The teacher that the cold start imitates can be made wrong on purpose. `teacher_error` is the
 fraction of its answers that are off by two, for the kinds that compute (sums and differences). The
 sign depends only on the true answer (+2 up to 5, else -2), so imitating the teacher teaches a
-systematic mistake, not just noise. Kinds that are read off directly stay right, and so do the rows
-that demonstrate the repair cue: they end in the true answer.
+systematic mistake, not just noise. The other kinds and the rows with the repair cue stay right.
 """
 
 from __future__ import annotations
@@ -102,9 +101,9 @@ class SyntheticSource(Sequence[Example]):
     num_examples: int
     seed: int = 0
     split: str = "train"
-    kinds: tuple[str, ...] = KINDS  # of question, asked in turn
-    teacher_error: float = 0.0  # that the response's answer is wrong, where the teacher computes
-    cue_share: float = 0.0  # that the rationale is a wrong one, the cue, a right one
+    kinds: tuple[str, ...] = KINDS  # of question, in rotation
+    teacher_error: float = 0.0  # of responses with a wrong answer, in kinds that compute
+    cue_share: float = 0.0  # of rationales that are a wrong one, the cue, and a right one
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"  # around the rationale
 
@@ -174,7 +173,7 @@ def mistake(answer: str) -> str:
 def sample_diagram(
     rng: np.random.Generator, kind: str, numbers: tuple[int, int]
 ) -> tuple[Diagram, int]:
-    """A diagram for a kind of question, and the number b, drawn from a range without its end."""
+    """A diagram for a kind of question, and the number b, drawn from a half-open range."""
     columns, rows = DIAGRAM_GRIDS[rng.integers(len(DIAGRAM_GRIDS))]
     shape = SHAPES[rng.integers(len(SHAPES))]
     colour = list(COLOURS)[rng.integers(len(COLOURS))]
@@ -185,7 +184,7 @@ def sample_diagram(
 
 
 def lowest_count(kind: str, b: int) -> int:
-    """The fewest shapes that a kind of question can be asked about."""
+    """The minimum number of shapes for a kind of question."""
     return b if kind == "difference" else 1
 
 

@@ -1,19 +1,18 @@
-"""Word problems drawn on demand: text alone, with rationales that write the steps out.
+"""Word problems drawn on demand, without images, with rationales that write out the steps.
 
 An example is a pure function of (seed, split, kinds, index), as in `data.drawn.synthetic`. The
 kinds are sums, differences, products, change, comparisons, the calendar and units. A rationale has
-two or three steps. The last names an operation whose result is the answer, so that an answer is
-computed and not copied; the steps before it state their results.
+two or three steps. All but the last state their results; the last names only the operation that
+gives the answer, so that the answer is computed and not copied.
 
-The splits never share the calculation of a problem, whatever its wording:
-`crc32(kind and numbers) % 8` assigns it to a split. Every other round of the test split asks about
-larger numbers than the training split has; the source of these examples ends in "_far", as in
-"word_problems/total_far". The test split asks for no calculation twice while there is another of
-the kind: some kinds have only 14 to 17 with numbers in the range of training.
+The splits never share a calculation, whatever its wording: `crc32(kind and numbers) % 8` assigns it
+to a split. Every other round of the test split has larger numbers than the training split; the
+source of these examples ends in "_far", as in "word_problems/total_far". The test split repeats a
+calculation only after all others of its kind; some kinds have only 14 to 17 in the training range.
 
-In the rows that demonstrate the repair cue, a rationale with a slip in one of its steps and the cue
-are the context, which is not learnt, and the right rationale is the response. The slip leads to
-another answer; a problem without such a one, as most comparisons are, shows no repair.
+In the rows with the repair cue, the context is a rationale with a slip in one step, and the cue; it
+is not trained on. The response is the right rationale. A slip must change the answer; problems
+where none does, such as most comparisons, have no repair.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 from care_jax.batch import Example
 from care_jax.data.drawn import noise
 
-FAR = "_far"  # end of the source of an example with numbers outside those of the training split
+FAR = "_far"  # suffix of `source` for numbers outside the training range
 NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -40,8 +39,8 @@ UNITS = (
     ("weeks", "days", 7),
     ("feet", "inches", 12),
 )
-_NOTES = (20, 50, 100, 200)  # what is paid with
-_FRUITLESS = 1000  # draws in a row without a new calculation: all are taken to have been drawn
+_NOTES = (20, 50, 100, 200)  # dollars paid
+_FRUITLESS = 1000  # draws in a row without a new calculation, after which all count as drawn
 
 # kind -> wordings; `x` and `y` are names, `things` what is counted.
 _QUESTIONS = {
@@ -82,17 +81,17 @@ _QUESTIONS = {
 }
 KINDS = tuple(_QUESTIONS)
 
-# Writes a step, as in "40 + 70 = 110.", and gives its result, which is not `value` if it slips.
+# Writes a step, such as "40 + 70 = 110.", and returns its result: `value`, unless there is a slip.
 Step = Callable[[str, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """A problem before it is put into words; `solve` calls its argument for all steps but one."""
+    """A problem without its wording; `solve` calls its argument for all steps but the last."""
 
-    numbers: tuple[int, ...]  # what determines the calculation, within a kind
-    fields: dict[str, Any]  # of the wordings
-    solve: Callable[[Step], tuple[str, str]]  # gives the last step and the answer
+    numbers: tuple[int, ...]  # determine the calculation, within a kind
+    fields: dict[str, Any]  # of the format strings
+    solve: Callable[[Step], tuple[str, str]]  # returns the last step and the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ class WordProblems(Sequence[Example]):
     seed: int = 0
     split: str = "train"  # shares no calculation with "test", whatever the seeds
     kinds: tuple[str, ...] = KINDS
-    cue_share: float = 0.0  # that the response repairs a wrong rationale, where a slip makes it so
+    cue_share: float = 0.0  # of responses that repair a rationale with a slip, if one exists
     cue: str = " Wait, that is wrong."
     think_tag: str = "think"
 
@@ -151,10 +150,10 @@ class WordProblems(Sequence[Example]):
 
     @functools.cached_property
     def _distinct(self) -> list[_Problem]:
-        """Every problem in turn, none twice before the others of its kind and range were drawn."""
+        """The problems in order; none repeats before all of its kind and range were drawn."""
         problems: list[_Problem] = []
         asked: dict[tuple[str, bool], set[tuple[int, ...]]] = {}
-        num_all: dict[tuple[str, bool], int] = {}  # of those of which there are no others
+        num_all: dict[tuple[str, bool], int] = {}  # number of calculations, once exhausted
         for index in range(self.num_examples):
             rng, kind = noise.rng_of(self, index), self._kind_of(index)
             seen = asked.setdefault(kind, set())
@@ -175,9 +174,9 @@ class WordProblems(Sequence[Example]):
 def worked(
     problem: _Problem, slip: tuple[int, int] | None = None
 ) -> tuple[str, str, tuple[int, ...]]:
-    """The rationale, the answer and the results of the steps but the last; a tie has no answer.
+    """The rationale, the answer ("" for a tie) and the results of all steps but the last.
 
-    A slip is (step, what is added to its result); later steps go on from the wrong result.
+    A slip is (step, offset of its result); later steps use the wrong result.
     """
     written: list[str] = []
     results: list[int] = []
@@ -194,9 +193,9 @@ def worked(
 
 
 def _wrong_rationales(problem: _Problem) -> list[str]:
-    """The rationales with one slip, of one or from 20 on also of ten, that reach another answer.
+    """The rationales with one slip, by 1, or by 10 in results from 20 on, that change the answer.
 
-    Those that go below zero are left out: nobody would write them.
+    Those with negative results are left out as implausible.
     """
     _, answer, results = worked(problem)
     slips = [
@@ -213,7 +212,7 @@ def _wrong_rationales(problem: _Problem) -> list[str]:
 
 
 def _draw(rng: np.random.Generator, low: int, high: int, *, step: int = 0) -> int:
-    """A number in [low, high] that is no multiple of `step`, if there is one."""
+    """A number in [low, high] that is not a multiple of `step`, if that is given."""
     while True:
         number = int(rng.integers(low, high + 1))
         if not step or number % step:

@@ -22,8 +22,8 @@ def find(
 ) -> pathlib.Path:
     """The local path of a release, downloaded if necessary (needs `huggingface_hub`).
 
-    The first process of a run downloads before the others, which find its files where they share
-    HF_HOME: several hosts would overwrite each other's downloads in a mounted bucket.
+    Process 0 downloads before the others, which find its files if they share HF_HOME: in a mounted
+    bucket several hosts would overwrite each other's downloads.
 
     Args:
         path: a folder or a file, or a hub id such as HuggingFaceM4/ChartQA; a local model is a
@@ -34,11 +34,11 @@ def find(
     Raises:
         ValueError: the path does not exist and cannot be downloaded, or is no model.
     """
-    # Without jax.distributed (`commands.prepare`) no device is to be touched.
+    # `process_count` initialises devices, which `commands.prepare` runs without.
     is_shared = _may_be_id(path) and jax.distributed.is_initialized() and jax.process_count() > 1
     is_first = is_shared and jax.process_index() == 0
     if is_shared and not is_first:
-        distributed.gather_json(path)  # a barrier: the first one is done
+        distributed.gather_json(path)  # a barrier: process 0 is done
     try:
         return _find(path, patterns, kind)
     finally:
@@ -47,7 +47,7 @@ def find(
 
 
 def check_split(name: str, split: str) -> None:
-    """Refuses a split that no release of a source has."""
+    """Rejects a split that no release of a source has."""
     if split not in SPLITS:
         raise ValueError(f"{name}'s split must be one of {', '.join(SPLITS)}, got {split!r}")
 

@@ -20,7 +20,7 @@ from care_jax.batch import Unusable
 # The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
 # count. A lone quotation mark matches only where a string is never closed.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
-# UTF-16 surrogates, escaped in pairs, are one character; alone they are none and cannot be written.
+# A pair of escaped UTF-16 surrogates is one character; a lone one cannot be encoded as UTF-8.
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recurses
@@ -46,7 +46,7 @@ class JsonRows:
         with self.path.open("rb") as file:
             is_empty = not file.read(1)
             self._data = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if self._data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # UTF-32's begin so too
+        if self._data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):  # UTF-32's begins with it
             raise ValueError(
                 f"expected {str(self.path)!r} to be in UTF-8, got the byte order mark of UTF-16 or "
                 "UTF-32; convert it: iconv -f UTF-16 -t UTF-8"
@@ -97,7 +97,7 @@ class JsonRows:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object; raises `Unusable` for what is none, or is nested more than 64 deep."""
+    """Parses a JSON object; raises `Unusable` for anything else, or nesting over 64 deep."""
     try:
         row = json.loads(_without_mark(text).decode())
     except UnicodeDecodeError as error:
@@ -114,7 +114,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether lists and objects are nested in the value more than `depth` deep."""
+    """Whether lists and objects in the value are nested more than `depth` deep."""
     if not isinstance(value, list | dict):
         return False
     inner = value.values() if isinstance(value, dict) else value

@@ -8,9 +8,9 @@ One row per line, an object with
                 `images`, a list of paths; or neither
     options     the choices of a multiple-choice question (also `choices`); may be empty or absent
     id          text or number; the line number if absent
-    response    the target of the cold start, tags included; may be absent where it is not trained
-    context     what stands before the target in the answer and is not trained, such as a wrong
-                rationale and the cue (`care_jax.commands.repairs` makes such rows); may be absent
+    response    the target of the cold start, tags included; may be absent outside the cold start
+    context     a beginning of the response that is not trained on, such as a wrong rationale and
+                the cue (`care_jax.commands.repairs` writes such rows); may be absent
     rationale   the reasoning in the response; may be absent
     units       "matter" if an answer without its unit is wrong; may be absent
 
@@ -56,11 +56,11 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
 
 
 def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
-    """Rows given from Python, with the same fields as those of a file; a ValueError for no mapping.
+    """Rows given from Python, with the fields of a file's rows; ValueError if one is no mapping.
 
-    They are read when they are asked for if they have a length and an index, else at once. An image
-    may also be a PIL image or the bytes of a file; paths are relative to the current folder, and
-    may lead out of it, for the caller's program made the rows.
+    Rows with a length and an index are read on access, others at once. An image may also be a PIL
+    image or the bytes of a file. Paths are relative to the current folder and may lead out of it,
+    as the caller is trusted.
     """
     has_index = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     table: Any = rows if has_index and not isinstance(rows, Mapping) else list(rows)

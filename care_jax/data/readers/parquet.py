@@ -25,10 +25,7 @@ _NUM_CACHED = 2  # row groups
 
 
 class ParquetRows:
-    """Random access to rows of several files of one schema, in these columns or in all.
-
-    A few row groups are cached.
-    """
+    """Random access to some or all columns of several files of one schema; caches row groups."""
 
     def __init__(self, paths: Sequence[pathlib.Path], columns: Sequence[str] | None = None):
         self._columns = None if columns is None else list(columns)
@@ -54,13 +51,13 @@ class ParquetRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         group, place = locate(self._ends, index)
-        with self._lock:  # else threads read the same group
+        with self._lock:  # so that threads do not read the same group twice
             cells = self._group(group)
         try:
             return {name: column[place].as_py() for name, column in cells.items()}
         except UnicodeDecodeError as error:
             raise Unusable("not UTF-8") from error
-        except (ValueError, ArithmeticError) as error:  # a date or time that Python has not
+        except (ValueError, ArithmeticError) as error:  # a date or time outside Python's range
             raise Unusable("a cell that Python has no value for") from error
 
     def _read(self, group: int) -> dict[str, Any]:
@@ -148,7 +145,7 @@ def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
 
 
 def columns_without_bytes(paths: Sequence[pathlib.Path]) -> list[str]:
-    """The columns that all files have, in order."""
+    """The columns without bytes that all files have, in order."""
     schemas = [_open(path).schema_arrow for path in paths]
     import pyarrow.types as kinds
 

@@ -1,9 +1,8 @@
 """Prepared data: ArrayRecord shards of examples, and a manifest that lists them.
 
-A record is the length of a JSON header, the header, and the concatenated image files. Reading one
-executes none of its contents. Records are stored uncompressed, one per chunk, so each is read
-independently. Each shard's SHA-256 is in the manifest; a process compares it when it first reads
-the shard.
+A record is the length of a JSON header, the header, and the concatenated image files; reading one
+runs no code from it. Records are stored uncompressed, one per chunk, for random access. The
+manifest has each shard's SHA-256, which a process compares when it first reads the shard.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from care_jax.data.rows import Rows, locate
 from care_jax.prompts.images import encoded
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # version of records and manifest; others are refused
+FORMAT = 1  # version of records and manifest; others are rejected
 _LENGTH = struct.Struct("<I")
 # One record per chunk, for random access. Uncompressed, as image files do not shrink further.
 _OPTIONS = "group_size:1,uncompressed"
 
 
 class ShardWriter:
-    """Writes the examples of a source, whose name begins those of the files, to numbered shards.
+    """Writes the examples of a source to numbered shards, whose names begin with the source's.
 
     A shard is closed once its records reach `shard_bytes`. `shards` has file, number of records,
     bytes and sha256 of each closed one.
@@ -68,7 +67,7 @@ class ShardWriter:
 
 
 def open_rows(path: str, *, subset: str = "") -> Rows:
-    """The examples that `care_jax.commands.prepare` wrote; `subset` is one of the sources.
+    """The examples that `care_jax.commands.prepare` wrote; `subset` selects one source.
 
     Raises:
         ValueError: the folder is incomplete (the message names the file), or has no such subset.
@@ -130,7 +129,7 @@ def to_record(example: Example) -> bytes:
     files = [encoded(image) for image in example.images]
     header = dataclasses.asdict(dataclasses.replace(example, images=()))
     header["images"] = [len(file) for file in files]
-    for name in ("context", "extra"):  # later fields: records without them stay as they were
+    for name in ("context", "extra"):  # added later: older records lack them
         if not header[name]:
             del header[name]
     text = json.dumps(header, ensure_ascii=False, sort_keys=True).encode()
@@ -150,13 +149,13 @@ def from_record(record: bytes) -> Example:
 
 
 def write_manifest(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
-    """Writes the manifest, without which `read_manifest` refuses the folder."""
+    """Writes the manifest, without which `read_manifest` rejects the folder."""
     text = json.dumps({"format": FORMAT} | manifest, indent=2, ensure_ascii=False)
     (folder / MANIFEST).write_text(text + "\n")
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
-    """The manifest of a prepared folder; refuses one that is unreadable or of another format."""
+    """The manifest of a prepared folder; rejects one that is unreadable or of another format."""
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(

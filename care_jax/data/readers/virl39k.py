@@ -1,4 +1,4 @@
-"""ViRL39K (TIGER-Lab/ViRL39K): 38,870 questions with one or several images.
+"""ViRL39K (TIGER-Lab/ViRL39K): 38,870 questions (tab:dataset-stats) with one or several images.
 
 Parquet, or the same rows as JSON lines: question (with `<image>`, which is missing in some rows),
 answer (in `\\boxed{}`), category, source, qid, image (a list of paths under `images/`, either a

@@ -1,4 +1,4 @@
-"""Vision-R1-cold (Osilly/Vision-R1-cold): long rationales for the cold start.
+"""Vision-R1-cold (Osilly/Vision-R1-cold): long rationales for the cold start (sec:setup).
 
 Two JSON arrays with different columns: {id, image, conversations} with roles human and gpt, and
 {images, conversations} with roles user and assistant. They hold only paths: the images are those of

@@ -1,1 +1,1 @@
-"""Whether two written answers mean the same, kind by kind."""
+"""Parses answers by kind: notation, quantities, relations, matrices, formulas."""

@@ -54,8 +54,8 @@ _SMALL = re.compile(r"(?<![\d^)}])\d{1,2}!(?!!)|\\[dt]?binom\{\d{1,2}\}\{\d{1,2}
 def is_mathematics(text: str, other: str) -> bool:
     """Whether a text is plausible input for computer algebra: neither prose nor program code.
 
-    A short word is a product of variables behind a digit, or if the other text has its letters as
-    variables.
+    A short word counts as a product of variables after a digit, or if the other text has its
+    letters as variables.
     """
     if any(c in text for c in '"`@#?…') or "__" in text or _TWO_NUMBERS.search(text):
         return False
@@ -74,7 +74,7 @@ def is_mathematics(text: str, other: str) -> bool:
 
 
 def has_variable(text: str) -> bool:
-    """Whether a letter stands alone in the text."""
+    """Whether the text has a single letter as a name."""
     return _LETTER.search(text) is not None
 
 
@@ -86,7 +86,7 @@ def as_latex(text: str) -> str:
     )
     text = _POWER.sub(lambda match: f"^{{{match.group(1) or match.group(2)}}}", text)
     text = _brace_roots(text)
-    if _TRIGONOMETRIC.search(text):  # degrees belong to its argument
+    if _TRIGONOMETRIC.search(text):  # degrees are the unit of its argument
         text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text)
     if "," not in text:
         text = _BRACKETS_SIDE_BY_SIDE.sub(r"\1 \\cdot ", text)

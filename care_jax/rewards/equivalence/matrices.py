@@ -1,6 +1,6 @@
-"""Reads matrices and vectors: LaTeX environments, nested lists, and rows that semicolons part.
+"""Parses matrices and vectors: LaTeX environments, nested lists, rows separated by semicolons.
 
-Works on cleaned text and evaluates nothing: cells stay texts.
+Works on cleaned text and evaluates nothing: cells remain text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_matrix(text: str) -> Matrix | None:
 
 
 def read_pair(one: str, other: str) -> tuple[Matrix, Matrix] | None:
-    """Both texts as matrices; a list beside a matrix of one row or column is such a one itself."""
+    """Both texts as matrices; a list is one row or column if the other text is."""
     left, right = read_matrix(one), read_matrix(other)
     if left and not right:
         right = _read_vector(other, left)

@@ -33,7 +33,7 @@ _ROOT_SIGN = re.compile(r"√ ?(\d+|\w)")
 _TEXT_NAMES = r"\\(?:text(?:bf|it|rm|sf|tt|sc|md|up|normal)?|emph|[mh]box|framebox)"
 _FONT_NAMES = r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|ensuremath|operatorname)"
 _TEXT = re.compile(rf"({_TEXT_NAMES}|{_FONT_NAMES})\*? ?\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
-# Ends of text mode next to which a numeral outside would seem to go on, and such numerals.
+# Numerals before and after a text command that would join a numeral at its start or end.
 _NUMERAL_BEFORE = re.compile(
     r"(?:[\d.,/]|[\w)}] ?[-+*]|\\(?:times|cdot|sqrt)"
     rf"|{_TEXT_NAMES} ?\{{[^{{}}]*[\d.,/] ?\}})[ {{]*$"
@@ -48,7 +48,7 @@ _PREFIX = re.compile(
     r"^(?:#+ ?)?(?:(?:the )?(?:final )?(?:answer|ans\.?)(?: is(?: :)? | ?:(?: :)? ?))?",
     re.IGNORECASE,
 )
-# What stands before or behind an answer and is no part of it.
+# Decorations before and after an answer.
 _OPENER = re.compile(
     r"(?:\\\\|\\(?:therefore|Rightarrow|implies|checkmark)(?![a-zA-Z])|[,;:=•▪►➤→⇒∴✓✔✅☑ ]"
     r"|\\approx(?![a-zA-Z]))+"
@@ -60,7 +60,7 @@ _QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "`": "`", "*": "*", "
            "【": "】", "「": "」", "{": "}"}  # fmt: skip
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]+")
 _SENTENCE_END = re.compile(r"[.!?](?: |$)|\n")
-# Text that `clean` changes only in its spaces and the full stop at its end.
+# Text in which `clean` changes only spaces and the final full stop.
 _PLAIN = re.compile(
     r"(?!.*(?:pi|pct|percent|answer|ans))[a-z0-9(+-](?:[a-z0-9.,/()=+: -]{0,98}[a-z0-9)])?[. ]*",
     re.IGNORECASE | re.ASCII,
@@ -73,7 +73,7 @@ def _brace_fraction(match: re.Match) -> str:
 
 
 def _unwrap_text(match: re.Match) -> str:
-    """The content of `\\text{}`; in quotes if a numeral in it would go on outside."""
+    """The content of `\\text{}`, in quotes if a numeral in it would join one outside."""
     name, content = match.groups()
     before = match.string[max(0, match.start() - 40) : match.start()]
     is_joined = re.match(_TEXT_NAMES, name) and (
@@ -83,7 +83,7 @@ def _unwrap_text(match: re.Match) -> str:
     return f' "{content}" ' if is_joined else f" {content} "
 
 
-# What `clean` rewrites, in this order.
+# (pattern, replacement) of `clean`, in this order.
 _REWRITTEN: tuple[tuple[str, str | Callable[[re.Match], str]], ...] = (
     (r"\{,\}|, ?\\! ?", ","),
     (r"\\!", ""),
@@ -250,7 +250,7 @@ def split_list(text: str) -> tuple[str, list[str]] | None:
     """Brackets (opening and closing, "" for none) and items; None if the text is not a list."""
     text = text.strip()
     opened: list[re.Match] = []
-    separators: dict[int, list[re.Match]] = {}  # by the number of brackets open around them
+    separators: dict[int, list[re.Match]] = {}  # by nesting depth
     brackets = ""
     for token in _PUNCTUATION.finditer(text):
         mark = token.group()[-1]

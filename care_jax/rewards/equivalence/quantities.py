@@ -46,7 +46,7 @@ _SIZES_OF_UNITS = (
     {"ml": 1, "l": 1000},
     {"cents": 1, "$": 100},
 )
-# Other units of three or four letters; what else stands right behind a number is a product.
+# Other units of three or four letters; any other such word directly after a number is a product.
 _SHORT_UNITS = ("year", "mol", "mmol", "ohm", "amp", "volt", "watt", "kwh", "cal", "rad", "psi",
                 "rpm", "bpm", "fps", "kph", "bit", "bits", "byte", "yuan", "euro", "yen", "rmb",
                 "gal", "cups", "pcs", "ppm", "ton", "tons")  # fmt: skip
@@ -88,7 +88,7 @@ def read_number(text: str) -> Number | None:
             text = text[1:-1].strip()
     is_negative = text.startswith("-")
     body = text[1:] if text[:1] in ("-", "+") else text
-    body = _CURRENCY.sub("", body, count=1)  # matches at 0, maybe nothing
+    body = _CURRENCY.sub("", body, count=1)  # may match the empty string
     read = _read_magnitude(body)
     if read is None:
         return None
@@ -100,7 +100,7 @@ def read_number(text: str) -> Number | None:
         tail = tail[scale.end() :]
     is_percent = tail.startswith("%")
     unit = _read_unit(tail[is_percent:].strip())
-    # In 4xyz and 4abc the word behind the number is a product of variables.
+    # In 4xyz and 4abc the word after the number is a product of variables.
     if unit is None or (unit == tail and tail == body[end:] and _PRODUCT.fullmatch(unit)):
         return None
     return Number(-value if is_negative else value, is_percent, unit, "." in body[:end])
@@ -200,7 +200,7 @@ def is_close(
 
 
 def _conversion(unit: str, other: str) -> Fraction | None:
-    """Factor from `unit` to `other`; None if they measure different things."""
+    """Factor from `unit` to `other`; None if they measure different quantities."""
     for prefix, power in (("square ", 2), ("cubic ", 3), ("", 1)):
         if unit.startswith(prefix) and other.startswith(prefix):
             unit, other = unit.removeprefix(prefix), other.removeprefix(prefix)
@@ -213,7 +213,7 @@ def _conversion(unit: str, other: str) -> Fraction | None:
 def split_unit(text: str) -> tuple[str, str]:
     """An expression and the name of the unit after it; (text, "") without one.
 
-    Single letters may be variables, so they count as a unit only after a space. Degrees behind the
+    Single letters may be variables, so they count as a unit only after a space. Degrees after the
     argument of a trigonometric function are part of it.
     """
     match = _UNIT_AT_END.search(text)
@@ -232,7 +232,7 @@ _NAMED_HOURS = {"noon": "12:00 pm", "midday": "12:00 pm", "midnight": "12:00 am"
 
 
 class Clock(NamedTuple):
-    """A time of day in seconds since midnight, and whether its text can be nothing else."""
+    """A time of day in seconds since midnight, and whether its text is unambiguous."""
 
     seconds: int
     is_certain: bool
@@ -242,7 +242,7 @@ def read_clock(text: str) -> Clock | None:
     """A time of day; None for any other text.
 
     3:15 may also be a ratio; 3:15 PM, 3:05, 03:15:00 and 3 o'clock may not. Without AM or PM a time
-    is read on the clock of 24 hours.
+    is in 24-hour format.
     """
     text = _NAMED_HOURS.get(text.casefold(), text)
     match = _CLOCK.fullmatch(text.strip())

@@ -1,6 +1,6 @@
-"""Reads inequalities, intervals and their unions as sets of one variable: `1 < x` is (1, infinity).
+"""Parses inequalities, intervals and unions as sets of one variable: `1 < x` is (1, infinity).
 
-Works on cleaned text and evaluates nothing: bounds stay texts, so that a huge one costs nothing.
+Works on cleaned text and evaluates nothing: bounds remain text, so that a huge one costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_PARTS = 16
 
 
 class Interval(NamedTuple):
-    """Bounds as texts; `brackets` are "(" or "[" and ")" or "]"."""
+    """Bounds as text; `brackets` are "(" or "[" and ")" or "]"."""
 
     brackets: str
     low: str
@@ -34,9 +34,9 @@ class Interval(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A union of intervals that a variable, if one is written, is in.
+    """A union of intervals, and its variable if the text names one.
 
-    It is certain if the text can be nothing else; `(1, 2)` may be a point.
+    `is_certain` means that the text is unambiguous; `(1, 2)` may be a point.
     """
 
     variable: str
@@ -50,7 +50,7 @@ class Region(NamedTuple):
 
 
 def read_region(text: str) -> Region | None:
-    """The region that a whole text describes; None for any other text."""
+    """Parses a text that is a region as a whole; None for any other text."""
     text, variable = text.strip(), ""
     if match := _SET_BUILDER.fullmatch(text):
         variable, text = match.groups()
@@ -88,7 +88,7 @@ def _read_interval(text: str) -> tuple[str, list[Interval], bool] | None:
 
 
 def _read_relations(text: str) -> tuple[str, list[Interval], bool] | None:
-    """A relation, a chain such as `1 < x < 2`, or two relations that both hold."""
+    """A relation, a chain such as `1 < x < 2`, or a conjunction of two relations."""
     parts = [part.strip() for part in _BOTH.split(text)]
     read = [_read_chain(part) for part in parts]
     if len(read) > 2 or any(part is None for part in read):
@@ -138,7 +138,7 @@ def _one_sided(variable: str, sign: str, bound: str) -> tuple[str, list[Interval
 
 
 def _intersect(one: Interval, other: Interval) -> Interval | None:
-    """What is above one bound and below another; None if both bound the same side."""
+    """The intersection of two half-lines; None if both are bounded on the same side."""
     if one.low == "-\\infty":
         one, other = other, one
     if one.low == "-\\infty" or one.high != "\\infty" or other.low != "-\\infty":
