@@ -1,4 +1,4 @@
-"""The scripts that counted what docs/experiments.md says of rollouts and sampled answers."""
+"""The scripts that counted what docs/experiments/ says of rollouts and sampled answers."""
 
 import json
 import pathlib

@@ -18,7 +18,7 @@ from care_jax.rewards.verifier import Verifier, parse_text
 from experiments.sweep.experiment import load_experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "deploy" / "README.md"])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "deploy" / "README.md"])
 # Modules that take the keys of a configuration.
 CONFIGURED = (
     *("care_jax.main", "care_jax.aot", "experiments.sweep"),
@@ -37,7 +37,11 @@ def commands_of(text):
 
 
 COMMANDS = sorted(
-    {(page.name, command) for page in PAGES for command in commands_of(page.read_text())}
+    {
+        (str(page.relative_to(ROOT)), command)
+        for page in PAGES
+        for command in commands_of(page.read_text())
+    }
 )
 
 
@@ -81,10 +85,10 @@ def test_a_command_names_a_module_a_config_and_keys_that_are_there(page, command
             assert f'"{name}"' in text or f'"--{name}"' in text, f"{module} has no --{name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        assert (page.parent / target).exists(), f"{page} links to {target}"
 
 
 def blocks_of(text):

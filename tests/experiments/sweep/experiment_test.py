@@ -40,7 +40,7 @@ def test_a_file_that_is_none_is_told(tmp_path):
 
 
 def test_the_documentation_names_every_measure_and_no_other():
-    text = (FOLDER.parent / "docs" / "experiments.md").read_text()
+    text = (FOLDER.parent / "docs" / "experiments" / "README.md").read_text()
     rows = text.partition("| measure |")[2].partition("\n\n")[0].splitlines()[2:]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     assert named == {*MEASURES, BENCHMARKS}
