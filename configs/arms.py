@@ -1,8 +1,8 @@
 """An arm of an experiment: a base configuration with some keys changed.
 
-`--config=experiments/selector.py:farthest` is the arm `farthest` with `configs/tiny.py` as base.
-`--config=experiments/selector.py:farthest@qwen25vl_7b` has `configs/qwen25vl_7b.py` as base, and
-`...:farthest@tiny:qwen3_vl` passes the argument `qwen3_vl` to the base.
+`--config=experiments/selector.py:farthest` is the arm `farthest` on `configs/tiny.py`,
+`...:farthest@qwen25vl_7b` on `configs/qwen25vl_7b.py`, and `...:farthest@tiny:qwen3_vl` on
+`configs/tiny.py:qwen3_vl`.
 """
 
 import importlib
@@ -18,7 +18,7 @@ def with_arm(arms: Arms, argument: str) -> ConfigDict:
     """The configuration of an arm.
 
     Args:
-        arms: changed keys of each arm, such as "care.rule"; keys outside a section are not allowed.
+        arms: changed keys of each arm, each in a section, such as "care.rule".
         argument: `arm`, `arm@base` or `arm@base:argument`; the base is a file of configs/.
 
     Raises:

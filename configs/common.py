@@ -1,12 +1,12 @@
 """Every configuration key, with its default. The other config files start from this one.
 
-Defaults marked (open) are not given in the paper; they follow the published configuration of its
-code base.
+(open): the paper, arXiv 2512.19554, gives no value; the default is that of its released code.
+Labels such as tab:train_config are the paper's. `care_jax/config/keys.py` checks the ranges.
 """
 
 from ml_collections import ConfigDict
 
-# The repair cue of the paper (reflection-guided resampling).
+# The repair cue of the paper (sec:care-reflection).
 CUE = (
     "\nYour previous reasoning was incorrect. Identify the failing operation, correct it, and "
     "re-derive the necessary quantities. Keep this section concise. Do not restate the question.\n"
@@ -14,29 +14,26 @@ CUE = (
 
 
 def source(name: str = "", **options) -> ConfigDict:
-    """The configuration of one data source: every key with its default, then `options`.
-
-    An unknown key among the options is an error.
-    """
+    """A data source: the defaults below, updated with `options`. Unknown options are an error."""
     section = ConfigDict()
-    # Drawn: synthetic (charts and diagrams), readings (diagrams; rationales state what is read),
-    # word_problems (text alone). Read: jsonl, parquet, arrayrecord, chartqa, geometry3k, virl39k,
-    # vision_r1_cold. Or "mixture", the sources in `parts`.
+    # Drawn: synthetic (charts and diagrams), readings (diagrams whose rationales state what was
+    # read), word_problems (text only). Files: jsonl, parquet, arrayrecord, chartqa, geometry3k,
+    # virl39k, vision_r1_cold. "mixture": the sources in `parts`.
     section.source = name
-    section.path = ""  # file, folder or hub id; empty for drawn sources and mixture
+    section.path = ""  # file, folder or hub id; empty for drawn sources and mixtures
     section.split = ""  # split of a release: train, val, test
-    section.subset = ""  # part of a release (chartqa: human, augmented), see its reader
-    section.images = ""  # folder that image paths are relative to; empty: the release's folder
-    # False: rows whose image paths lead out of that folder are left out, so that no data can show
-    # the model a file of yours.
+    section.subset = ""  # part of a release, see its reader; chartqa: human, augmented
+    section.images = ""  # folder of relative image paths; empty: the release's folder
+    # False: rows with an image path outside that folder are dropped, so that untrusted data cannot
+    # read other files.
     section.images_outside = False
-    section.num_examples = 0  # of a drawn source; else: use only the first rows, 0 for all of them
+    section.num_examples = 0  # drawn: number of examples; files: only the first rows, 0 for all
     section.seed = 0  # of a drawn source
-    section.weight = 0.0  # share in a mixture; 0 in all of its parts: proportional to their sizes
+    section.weight = 0.0  # sampling weight in a mixture; 0 in all parts: proportional to their size
     section.tolerance = 0.0  # relative error allowed between numbers; the ChartQA benchmark: 0.05
-    section.min_pixels = 0  # per image, height x width; 0: data.min_pixels
-    section.max_pixels = 0  # likewise; 0: data.max_pixels
-    # Column names of the parquet source; empty: it has no such column.
+    section.min_pixels = 0  # minimum height x width of an image; 0: data.min_pixels
+    section.max_pixels = 0  # maximum; 0: data.max_pixels
+    # Column names of the parquet source; empty: no such column.
     columns = ("id", "question", "answer", "images", "choices", "rationale", "response")
     section.columns = ConfigDict(dict.fromkeys(columns, ""))
     section.parts = ()  # the sources of a mixture
@@ -46,40 +43,40 @@ def source(name: str = "", **options) -> ConfigDict:
 
 
 def get_config() -> ConfigDict:
-    """A complete configuration: Qwen2.5-VL sizes, CARE objective, no data source."""
+    """The defaults of all keys: CARE, sized for Qwen2.5-VL; no model and no data source."""
     config = ConfigDict()
-    # Run in this order, each from the parameters of the one before. "evaluate" may appear twice.
+    # In order; each starts from the parameters of the previous one. "evaluate" may be repeated.
     config.stages = ("sft", "rl", "evaluate")  # also "export"
-    config.seed = 0
-    config.log_every = 1  # steps between console lines, and in SFT between logged metrics
+    config.seed = 0  # of initial weights, data order and sampling
+    config.log_every = 1  # steps between console lines; in SFT also between logged metrics
     config.checkpoint_every = 50  # steps; the last step of a stage is always saved
-    config.keep_checkpoints = 2  # newest checkpoints kept, per stage
-    config.keep_best = 0  # checkpoints kept besides, per stage: those of the highest best_metric
-    # Metric of the evaluations inside a stage: acc, fmt, pass@2 and the like of data.test;
-    # <benchmark>/acc, <benchmark>/pass@2, or mean/acc of the benchmarks.
+    config.keep_checkpoints = 2  # newest checkpoints kept per stage
+    config.keep_best = 0  # checkpoints kept in addition per stage, by the highest best_metric
+    # Metric of the evaluations during a stage, higher is better: acc, fmt or pass@k of data.test;
+    # <benchmark>/acc, <benchmark>/pass@k; mean/acc over the benchmarks.
     config.best_metric = "acc"
-    config.xla_preset = "auto"  # XLA flags, see `care_jax.devices.xla_flags`, or "none"
-    # A state is checked before it is saved or evaluated. If it is broken, the run ends and the last
-    # good checkpoint stays. Broken: not finite, or worse than the last state by these factors.
+    config.xla_preset = "auto"  # XLA flags of `care_jax.devices.xla_flags`; "none": set no flags
+    # A state is checked before it is saved or evaluated: it must be finite and not far worse than
+    # the last one. If it fails, the run ends and the last good checkpoint stays.
     config.state_check = state_check = ConfigDict()
-    # Maximum loss on the last batch, as a multiple of the larger of log(vocabulary) and the last
-    # loss; inf: any.
+    # Maximum loss on the last batch, as a multiple of max(log(vocabulary size), last loss); inf:
+    # unchecked.
     state_check.max_loss_factor = 2.0
-    state_check.max_norm_factor = 10.0  # maximum growth of the parameters' norm; inf: any
+    state_check.max_norm_factor = 10.0  # maximum growth of the parameter norm; inf: unchecked
     config.compilation_cache = True  # keep compiled programs in workdir/compilation_cache
-    config.profile_steps = ()  # (first, last) RL step that is traced to workdir/profile
+    config.profile_steps = ()  # (first, last) RL step traced to workdir/profile; (): none
 
     config.model = model = ConfigDict()
     model.path = ""  # folder or hub id of a Hugging Face release; empty: random weights
     model.backbone = ConfigDict()  # config.json fields for random weights; needs an empty path
-    model.tokenizer = ""  # folder of a tokenizer; empty: that of model.path, or the built-in one
+    model.tokenizer = ""  # tokenizer folder; empty: that of model.path, or the built-in one
     model.compute_dtype = "bfloat16"  # dtype of activations and of the weights used in decoding
-    # Attention of training and prefill: "xla"; "kernel", that of the device (TPU, GPU); "auto", the
-    # kernel if there is one and it agrees with XLA when a stage starts.
+    # Attention in training and prefill: "xla"; "kernel", the Pallas kernel for the device (TPU,
+    # GPU); "auto", the kernel if there is one and it agrees with XLA when a stage starts.
     model.attention = "auto"
     # Tokens per device whose logits are in memory at a time. 0: 4096 on GPUs with FSDP, else 1024.
     model.logprob_chunk = 0
-    model.freeze_vision = False  # (open) False: the vision tower is trained
+    model.freeze_vision = False  # (open) True: the vision tower is not trained
     model.freeze_decoder = False  # True: only the vision tower and its merger are trained
     # The next keys trade speed or precision for memory.
     # What the backward pass rematerialises: "none"; "dots", everything except the outputs of weight
@@ -88,12 +85,12 @@ def get_config() -> ConfigDict:
     model.param_dtype = "float32"  # dtype of the master weights; "bfloat16" rounds stochastically
     model.moments_dtype = "float32"  # dtype of the optimizer state; likewise
     model.lora_rank = 0  # above 0: train only LoRA adapters on the decoder's linear layers
-    model.lora_alpha = 32.0  # the adapters are scaled by alpha / rank
-    model.offload = ()  # what is kept in host memory: "reference", "optimizer"
+    model.lora_alpha = 32.0  # adapters are scaled by lora_alpha / lora_rank
+    model.offload = ()  # kept in host memory: "reference", "optimizer"
 
-    # Devices along each mesh axis; one may be -1 and takes the remaining devices.
+    # Devices along each mesh axis; -1 on one axis: the remaining devices.
     config.mesh = mesh = ConfigDict()
-    mesh.data = 0  # 0: the number of TPU slices or GPU nodes, between which the network is slow
+    mesh.data = 0  # 0: the number of TPU slices or GPU nodes, which a slower network connects
     mesh.fsdp = -1
     mesh.tensor = 1
     mesh.sequence = 1
@@ -106,8 +103,7 @@ def get_config() -> ConfigDict:
         ("batch", ("data", "fsdp", "tensor", "sequence")),
         ("embed", ("fsdp", "tensor", "sequence")),
     )
-    # Decoding: heads, MLP and vocabulary are sharded over tensor and sequence, the batch over data
-    # and fsdp.
+    # Decoding: tensor parallel over tensor and sequence, data parallel over data and fsdp.
     config.decode_sharding_rules = (
         ("batch", ("data", "fsdp")),
         ("vocab", ("tensor", "sequence")),
@@ -118,19 +114,19 @@ def get_config() -> ConfigDict:
     )
 
     config.data = data = ConfigDict()
-    data.train = source()
-    data.sft = source()
-    data.test = source()
+    data.train = source()  # of RL
+    data.sft = source()  # of the cold start
+    data.test = source()  # held out
     data.num_workers = 8  # threads per process that decode images and tokenise prompts
-    # Of the cold start on a drawn source, as shares of its responses:
-    data.teacher_error = 0.0  # a wrong result, among the kinds that the teacher cannot compute
-    data.misread_share = 0.0  # source readings: a wrong reading, among the kinds that it misreads
-    data.cue_share = 0.0  # a rationale with the repair cue in it
+    # Shares in [0, 1] of the cold start's responses, on drawn sources. The errors are confined to
+    # some kinds of question, see `care_jax/data/drawn/`.
+    data.teacher_error = 0.0  # wrong results
+    data.misread_share = 0.0  # source readings: wrong readings
+    data.cue_share = 0.0  # rationales that contain the repair cue
     data.min_pixels = 262144  # (open) minimum height x width that images are resized to
-    data.max_pixels = 1003520  # (open) maximum, for the mixture; 4194304 for geometry alone
+    data.max_pixels = 1003520  # maximum; the paper's code, on Geometry3K alone, has 4194304
     # (prompt tokens, image patches) per prompt. A batch is padded to the smallest bucket that holds
-    # all of its prompts. Prompts that fit no bucket are left out and counted. ((512, 0),) is for
-    # text alone.
+    # all of its prompts. Prompts that fit no bucket are dropped and counted. Text only: ((512, 0),)
     data.buckets = ((512, 2048), (1024, 4096), (2048, 6144))
     data.system_prompt = "You are a helpful assistant."
     # Appended to every question to state the format; {tag} is replaced by data.think_tag.
@@ -138,92 +134,93 @@ def get_config() -> ConfigDict:
         "First think about the reasoning process inside <{tag}> </{tag}> tags, then give the "
         "final answer inside <answer> </answer> tags."
     )
-    data.think_tag = "think"  # tag of the rationale; "reasoning" for Qwen3-VL
+    data.think_tag = "think"  # tag of the rationale; Qwen3-VL: "reasoning" (app:exp_details)
 
-    # What `python -m care_jax.commands.prepare` writes.
+    # Read by `python -m care_jax.commands.prepare`.
     data.prepare = prepare = ConfigDict()
-    prepare.sources = ()  # in order; of two equal examples the first is kept
-    prepare.benchmarks = ()  # sources whose questions must not be trained on
-    prepare.near_bits = 20  # images match if at most so many of 144 perceptual-hash bits differ
+    prepare.sources = ()  # sources to deduplicate, in order; the first of two equal examples stays
+    prepare.benchmarks = ()  # sources whose questions and images are removed from the output
+    prepare.near_bits = 20  # images match if at most this many of 144 perceptual-hash bits differ
     prepare.shard_megabytes = 256  # MiB after which an output shard is closed
 
     config.sft = sft = ConfigDict()
-    sft.num_steps = 1000
+    sft.num_steps = 1000  # optimizer updates
     sft.eval_every = 0  # steps between evaluations inside the stage, and after its last; 0: none
     sft.batch_size = 128  # examples per step
-    sft.microbatch_size = 0  # packed rows per pass on all devices; 0: one per shard of the batch
+    sft.microbatch_size = 0  # packed rows per microbatch on all devices; 0: one per batch shard
     sft.learning_rate = 1e-5  # peak
     sft.warmup_steps = 50
     sft.schedule = "cosine"  # "constant" or "cosine" (to 0)
-    sft.weight_decay = 0.01
+    sft.weight_decay = 0.01  # AdamW, on all parameters
     sft.max_grad_norm = 1.0  # the global gradient norm is clipped to this
-    sft.max_skipped = 0  # updates in a row that are skipped if not finite; one more ends the run
-    sft.answer_weight = 1.0  # loss weight of answer tokens; all other response tokens weigh 1
-    sft.row_tokens = 4096  # of a row, into which examples are packed; longer examples are left out
-    sft.row_patches = 8192  # image patches of a row
+    sft.max_skipped = 0  # non-finite updates skipped in a row; one more ends the run
+    sft.answer_weight = 1.0  # loss weight of answer tokens; other response tokens have 1
+    sft.row_tokens = 4096  # tokens of a packed row; longer examples are dropped
+    sft.row_patches = 8192  # image patches of a packed row
 
     config.rl = rl = ConfigDict()
     rl.objective = "care"  # "care", "grpo", "dapo", "gspo", "dr_grpo", "rloo"
     rl.num_steps = 200  # rollout batches
-    rl.eval_every = 0  # steps between evaluations inside the stage, and after its last; 0: none
-    rl.num_rollouts = 8  # G, rollouts per prompt
+    rl.eval_every = 0  # steps between evaluations, as sft.eval_every
+    rl.num_rollouts = 8  # G, rollouts per prompt (tab:train_config)
     rl.prompts_per_step = 512  # (open) prompts per rollout batch
     rl.prompts_per_update = 128  # (open) prompts per optimizer update
     rl.microbatch_size = 0  # as sft.microbatch_size
-    # Maximum tokens of a row, into which prompts are packed with their responses. A prompt whose
-    # responses do not fit in one row is repeated in several.
+    # Tokens of a row, into which prompts are packed with their responses. If the responses to a
+    # prompt do not fit in one row, the prompt is repeated in several.
     rl.row_tokens = 8192
-    rl.row_patches = 8192  # image patches of a row
-    rl.decode_prompts = 64  # prompts decoded at a time; the next one replaces a finished one
-    rl.decode_rows = 4  # rollouts decoded at a time per prompt; the next replaces a finished one
+    rl.row_patches = 8192  # image patches of a packed row
+    rl.decode_prompts = 64  # prompts in flight; a finished one is replaced by the next
+    rl.decode_rows = 4  # rollouts in flight per prompt, likewise
     rl.max_response_tokens = 2048  # (open) T, including the forced tokens of a reflected row
     rl.temperature = 1.0  # (open)
     rl.top_p = 1.0  # (open)
     rl.learning_rate = 1e-6  # (open) peak
-    rl.warmup_steps = 0  # optimizer updates
+    rl.warmup_steps = 0  # (open) optimizer updates
     rl.schedule = "constant"  # (open) "constant" or "cosine" (to 0)
     rl.weight_decay = 0.01  # (open)
     rl.max_grad_norm = 1.0  # (open)
-    rl.max_skipped = 0  # updates in a row, see sft.max_skipped
-    rl.format_weight = 0.1  # λ of the reward (eq:overall)
+    rl.max_skipped = 0  # as sft.max_skipped
+    rl.format_weight = 0.1  # (open) λ of the reward (eq:overall)
     # Log-probabilities under π_old: "sampler", as recorded during sampling; "trainer", recomputed
-    # by the trainer, which costs a forward pass and hides differences of the two programs.
+    # by the trainer, which costs a forward pass and hides the mismatch of the two programs.
     rl.old_logp = "sampler"
 
-    # One section per objective, each with its clip range and KL weight. Only the section of
-    # rl.objective is read; a key of another section on the command line is an error.
+    # One section per objective, each with its clip range and KL weight (tab:train_config has those
+    # of CARE, GRPO, DAPO and GSPO). Only the section of rl.objective is read; a key of another
+    # section on the command line is an error.
     config.care = care = ConfigDict()
     # The importance ratio to π_old is clipped to [1 - clip_low, 1 + clip_high].
     care.clip_low = 0.20
     care.clip_high = 0.28
     care.beta = 0.02  # β, weight of the KL to the reference policy; 0: no reference is kept
-    care.anchor_rule = "shortest"  # among the correct rollouts; "random": any of them
+    care.anchor_rule = "shortest"  # success with the shortest rationale; "random": any success
     care.K = 4  # maximum number of hard negatives per prompt
-    care.M = 6  # nearest_diverse: it chooses among the M failures nearest to the anchor
+    care.M = 6  # candidates of nearest_diverse: the M failures nearest to the anchor
     care.rule = "nearest_diverse"  # nearest, nearest_diverse, mixed, farthest, random
-    care.s = 0.5  # scale of the negatives' advantages
-    care.s_refl = 0.25  # scale of a reflected failure's advantage; s/2
-    care.delta = 0.1  # δ of the pseudo-rewards in a rescued group
-    care.eps = 1e-6  # ε added to σ
+    care.s = 0.5  # scale of the negatives' advantages (eq:neg-scale)
+    care.s_refl = 0.25  # scale of a reflected failure's advantage, s/2 (sec:care-reflection)
+    care.delta = 0.1  # δ of the rescue's pseudo-rewards (eq:pseudoreward); normalisation cancels it
+    care.eps = 1e-6  # (open) ε added to σ (eq:sigma-s)
     care.equalize = True  # A <- sqrt(K / K_S) A if a subgroup has only K_S < K negatives
     care.robust = False  # True: μ, σ are the trimmed mean and the median absolute deviation
-    care.rescue = True  # all-failed groups get a pseudo-anchor
+    care.rescue = True  # all-failed groups get a pseudo-anchor (sec:rescue)
     care.rescue_scale = 1.0  # advantages of a rescued group are multiplied by this
     care.region_weights = True  # False: weight 1 on every sampled token
-    care.gamma_pos = 0.005  # weight of a correct rollout's rationale tokens; its answer weighs 1
+    care.gamma_pos = 0.005  # γ⁺, weight of a correct rollout's rationale tokens; its answer: 1
     # Above 0, instead of gamma_pos: the rationale's share of a correct rollout's credit. gamma_pos
     # 0.005 gives 400 rationale tokens a share of 0.17 beside 10 answer tokens.
     care.gamma_share = 0.0
-    care.gamma_neg = 0.0  # weight of rationale tokens in all other rollouts
-    care.eps_w = 1e-6  # ε_w, added to the sum of a rollout's token weights
+    care.gamma_neg = 0.0  # γ⁻, weight of rationale tokens in all other rollouts
+    care.eps_w = 1e-6  # ε_w, added to the sum of a rollout's token weights (eq:token-adv)
     care.reflect = True  # reflection-guided resampling (RGR)
-    # "cue", or one of its controls: "no_cue"; "shuffled", the words of the cue in random order;
-    # "resample", a fresh rollout without cue and failed rationale.
+    # "cue", or a control: "no_cue"; "resample", a fresh rollout without cue and failed rationale
+    # (both in fig:rgr_ablation); "shuffled", the words of the cue in random order.
     care.reflect_mode = "cue"
     # A reflected row is trained with its forced context ("as_sampled") or without ("prompt_only").
     care.reflect_credit = "as_sampled"
     care.max_context = 1024  # maximum tokens of think tag and failed rationale in the context; T/2
-    care.cue = CUE  # appended directly to the failed rationale
+    care.cue = CUE  # appended to the failed rationale, without a separator
 
     config.grpo = grpo = ConfigDict()
     grpo.clip_low = 0.20
@@ -261,47 +258,47 @@ def get_config() -> ConfigDict:
     dr_grpo.beta = 0.0
 
     config.rloo = rloo = ConfigDict()
-    # The paper does one update per rollout batch, so that every ratio is 1 and none is clipped.
+    # RLOO's paper has one update per rollout batch, so every ratio is 1 and nothing is clipped.
     rloo.clip_low = 0.20
     rloo.clip_high = 0.20
-    rloo.beta = 0.0  # the paper's KL is part of a preference reward; a verifier needs none
+    rloo.beta = 0.0  # RLOO's KL is part of a preference reward; a verifier needs none
 
     config.evaluate = evaluate = ConfigDict()
     evaluate.batch_size = 64  # questions decoded at a time
     evaluate.max_response_tokens = 2048
-    evaluate.temperature = 0.0  # 0: greedy. The paper evaluates with rl.temperature and rl.top_p
-    evaluate.top_p = 1.0  # as rl.top_p; needs a temperature above 0
-    evaluate.num_samples = 1  # per question; above 1, accuracy is their mean, pass@k estimated
-    evaluate.decode_rows = 4  # samples decoded at a time per question, at most num_samples
-    evaluate.at_start = True  # with eval_every: evaluate before the stage's first step too
+    evaluate.temperature = 0.0  # 0: greedy; the paper samples as in training (app:exp_details)
+    evaluate.top_p = 1.0  # needs a temperature above 0
+    evaluate.num_samples = 1  # per question; above 1: acc is their mean, pass@k is estimated
+    evaluate.decode_rows = 4  # samples in flight per question, at most num_samples
+    evaluate.at_start = True  # with eval_every: also evaluate before the stage's first step
     # (name, path of the downloaded release) pairs, evaluated in addition to data.test, or alone if
     # data.test is not set. Names: mathvista, mathverse, mathvision, mathvision_testmini, mmmu,
     # mmmu_pro, mmmu_pro_vision.
     evaluate.benchmarks = ()
     # URL of an OpenAI-compatible endpoint, without /chat/completions, that judges the free-form
-    # benchmark answers that the rules call wrong; JUDGE_API_KEY holds its key. Empty: no judge.
+    # benchmark answers that the rules reject; JUDGE_API_KEY holds its key. Empty: no judge.
     evaluate.judge_url = ""
-    evaluate.judge_model = ""
+    evaluate.judge_model = ""  # model name in its requests
     evaluate.judge_timeout = 60.0  # seconds per request
     evaluate.judge_retries = 3  # retries of a failed request
     evaluate.judge_prices = (0.0, 0.0)  # per million (prompt, completion) tokens, to count cost
 
-    # Which checkpoint of the last training stage is exported: "last", "best" by best_metric, or the
-    # number of a saved step. It is also the one that a run without training evaluates.
+    # Exported checkpoint of the last training stage: "last", "best" by best_metric, or the number
+    # of a saved step. A run without training evaluates the same checkpoint.
     config.export = export = ConfigDict()
     export.step = "last"
 
     # workdir/report.html: curves, and prompts with their images, responses and advantages.
     config.report = report = ConfigDict()
-    report.groups_per_step = 4  # prompts shown per logged step, from each outcome in turn; 0: none
-    report.max_megabytes = 16.0  # MiB of the file; old steps are thinned out to stay below it
+    report.groups_per_step = 4  # prompts per logged step, round-robin over their outcomes; 0: none
+    report.max_megabytes = 16.0  # maximum MiB of the file; old steps are thinned out
     report.image_side = 448  # maximum pixels of an image's longer side
-    # MiB of workdir/rollouts.jsonl and rollouts.1.jsonl, every response of the last steps with its
-    # reward, components and advantage; per process. 0: not written.
+    # MiB per process of workdir/rollouts.jsonl and rollouts.1.jsonl, every response of the last
+    # steps with its reward, components and advantage. 0: not written.
     report.rollouts_megabytes = 256.0
 
     config.metrics = metrics = ConfigDict()
-    metrics.wandb_project = ""  # also gets the metrics (needs care_jax[wandb]); empty: not used
+    metrics.wandb_project = ""  # wandb project to log to (needs care_jax[wandb]); empty: no wandb
 
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # worker processes for computer algebra or the reward function
@@ -310,9 +307,9 @@ def get_config() -> ConfigDict:
     # Example), it returns a mapping of components in [0, 1] for each response of the group. Empty:
     # compare with the gold answer.
     verifier.reward = ""
-    # The next keys are those of a reward function. (component, weight) pairs: their weighted sum
-    # takes the place of acc in the reward, beside rl.format_weight.
+    # The next keys apply to a reward function. (component, weight) pairs: their weighted sum
+    # replaces acc in the reward (eq:overall).
     verifier.weights = (("acc", 1.0),)
     verifier.success = 0.5  # a response whose component acc is at least this is a success
-    verifier.concurrency = 16  # groups that each worker awaits at once, for an async function
+    verifier.concurrency = 16  # groups that each worker awaits at a time, for an async function
     return config

@@ -1,16 +1,13 @@
-"""The paper's data, from the releases' hub ids; a path may be set to a folder of the same format.
+"""The paper's data (app:dataset) by hub id; a path may also be a folder of the same format.
 
     python -m care_jax.commands.prepare --config=configs/mixture.py --out=data/train
     python -m care_jax.commands.prepare --config=configs/mixture.py:cold_start --out=data/sft
 
-and then, to train on the output,
-
     python -m care_jax.main --config=configs/mixture.py --workdir=runs/7b
 
-The images of Vision-R1-cold come from two other releases, in archives of several parts; unpack them
-and set `images` to their folder. The benchmarks' column names are taken from public code. The
-vision form of MMMU-Pro shows the questions of its standard form as pictures, so only the standard
-form is compared.
+The images of Vision-R1-cold come from two other releases, in archives of several parts. Unpack them
+and set `images` to their folder. The benchmarks' column names are taken from public code. MMMU-Pro
+vision renders the questions of MMMU-Pro standard as images, so only the latter is compared.
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +18,7 @@ FOLDERS = {"train": "data/train", "cold_start": "data/sft"}
 
 
 def get_config(part: str = "train") -> ConfigDict:
-    """Prepares the RL mixture or the cold start; trains Qwen2.5-VL-7B on both."""
+    """What to prepare, the RL mixture or the cold start; training of Qwen2.5-VL-7B on both."""
     if part not in FOLDERS:
         raise ValueError(f"configs/mixture.py has {' and '.join(FOLDERS)}, not {part!r}")
     config = qwen25vl_7b.get_config()

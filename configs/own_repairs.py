@@ -1,14 +1,14 @@
-"""`configs/repair.py`, where the cue is taught by repairs of the model's own failures.
+"""`configs/repair.py`, with a cold start on repairs of failures sampled from the model.
 
     python -m care_jax.main --config=configs/own_repairs.py:first --workdir=runs/first
     python -m care_jax.commands.repairs --config=configs/own_repairs.py:first \\
         --workdir=runs/first --stage=sft --questions=4096 --out=data/repairs
     python -m care_jax.main --config=configs/own_repairs.py --workdir=runs/second
 
-In `configs/repair.py` the wrong rationales of the rows that show a repair are drawn like the
-teacher's mistakes. Here the first cold start shows none; the failures behind it are sampled, and
-are 5% of a second, shorter one, as context that is not learnt. `own_repairs.py:control` is the
-second without them: as many steps more on the teacher's responses alone.
+In `configs/repair.py` the failed rationales that precede the cue are drawn from the teacher's error
+distribution. Here they are sampled from the model after a first cold start without repairs. A
+second, shorter cold start has 5% repairs, with the failed rationale as untrained context.
+`own_repairs.py:control` is the second cold start without repairs.
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +19,7 @@ FIRST = "runs/first"
 
 
 def get_config(part: str = "second") -> ConfigDict:
-    """The first cold start; the second and what follows it; or the second without repairs."""
+    """The first cold start, or the second one (with or without repairs) followed by RL."""
     if part not in ("first", "second", "control"):
         raise ValueError(f"configs/own_repairs.py has first, second and control, not {part!r}")
     config = repair.get_config()

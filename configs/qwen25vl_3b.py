@@ -1,7 +1,7 @@
-"""Qwen2.5-VL-3B-Instruct: CARE on a file of verifiable questions with images.
+"""Qwen2.5-VL-3B-Instruct: CARE on JSONL files of verifiable questions with images.
 
-Name the data on the command line: `--config.data.train.path=train.jsonl`, likewise `data.sft` and
-`data.test`; `care_jax/data/readers/jsonl.py` describes a row.
+Set `--config.data.train.path=train.jsonl`, likewise `data.sft.path` and `data.test.path`.
+`care_jax/data/readers/jsonl.py` describes a row.
 """
 
 from ml_collections import ConfigDict
@@ -10,11 +10,11 @@ from configs import common
 
 
 def get_config(path: str = "Qwen/Qwen2.5-VL-3B-Instruct") -> ConfigDict:
-    """Cold start, CARE, evaluation and export of the release at a hub id or in a folder."""
+    """Cold start, CARE, evaluation and export; `path` is a hub id or folder of the release."""
     config = common.get_config()
     config.stages = ("sft", "evaluate", "rl", "evaluate", "export")
     config.model.path = path
-    # Decoding shards the weights over these axes, to fit the 16 GB of a v5e. Training is FSDP over
+    # Decoding is tensor parallel over both axes, to fit the 16 GB of a v5e. Training is FSDP over
     # the whole mesh.
     config.mesh.tensor = config.mesh.sequence = 2
     for section in ("sft", "train", "test"):

@@ -1,4 +1,4 @@
-"""Qwen3-VL-8B-Instruct: CARE on a file of questions, as in `configs/qwen25vl_3b.py`."""
+"""Qwen3-VL-8B-Instruct: CARE on JSONL files, as in `configs/qwen25vl_3b.py`."""
 
 from ml_collections import ConfigDict
 
@@ -6,7 +6,7 @@ from configs import qwen25vl_3b
 
 
 def get_config() -> ConfigDict:
-    """Cold start, CARE, evaluation and export. The rationale is in <reasoning> tags."""
+    """Cold start, CARE, evaluation and export; <reasoning> tags as in the paper's 8B."""
     config = qwen25vl_3b.get_config("Qwen/Qwen3-VL-8B-Instruct")
     config.data.think_tag = "reasoning"
     return config

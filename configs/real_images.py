@@ -1,9 +1,9 @@
-"""The tiny backbone on a file of real images: rollouts, verification and updates of every size.
+"""The tiny backbone on real images of many sizes: a test of the pipeline.
 
     python -m care_jax.main --config=configs/real_images.py --config.data.train.path=FILE.jsonl \
         --config.data.test.path=FILE.jsonl --workdir=runs/real
 
-It shows that the pipeline handles real images; a backbone this small learns nothing from them.
+A backbone this small learns nothing from them.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     for section in ("train", "test"):
         data[section] = common.source("jsonl")
     data.num_workers = 2
-    # 16 x 16 pixels are one token of this backbone.
+    # One image token of this backbone is 16 x 16 pixels.
     data.min_pixels, data.max_pixels = 4096, 36864
     data.buckets = ((384, 576), (1088, 576))
     rl = config.rl
@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     rl.row_tokens, rl.row_patches = 2048, 1152
     rl.decode_prompts = 19
     rl.warmup_steps = 1
-    # Random weights do not produce the format; a KL term exercises the reference policy as well.
+    # Random weights never produce the format. β > 0 also exercises the reference policy.
     config.care.beta = config.grpo.beta = 0.02
     config.evaluate.batch_size = 19
     return config

@@ -1,9 +1,9 @@
-"""The small backbone on figures whose rationale states what was read: a task for reflection.
+"""The tiny backbone on a task for reflection: rationales state what was read, often wrongly.
 
 In the demo (`configs/tiny.py`) no rationale is wrong, so reflection has nothing to repair. Here the
-teacher misreads the figure in half of the kinds of question, and answers from what it read. In the
+teacher misreads the figure in half of the kinds of question and answers from its reading. In the
 other half it reads correctly and sometimes computes wrongly. See `care_jax/data/drawn/readings.py`.
-`python -m care_jax.commands.probe --config=configs/repair.py` says what a repair could gain.
+`python -m care_jax.commands.probe --config=configs/repair.py` measures what a repair can gain.
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +12,7 @@ from configs import common, tiny
 
 
 def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
-    """The configuration; `family` as in `configs/tiny.py`."""
+    """`family` as in `configs/tiny.py`."""
     config = tiny.get_config(family)
     data = config.data
     data.sft = common.source("readings", num_examples=65536, seed=1)
@@ -32,10 +32,11 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     rl.row_tokens = 768  # a prompt, eight rollouts of about 57 tokens, and a repair
     rl.row_patches = 128
     rl.microbatch_size = 2
-    rl.learning_rate = 2.5e-4  # of CARE; experiments/repair_rates.py
-    rl.max_response_tokens = 136  # a rationale twice, the cue and the answer
+    rl.learning_rate = 2.5e-4  # CARE's, from experiments/repair_rates.py
+    rl.max_response_tokens = 136  # two rationales, the cue and the answer
     config.care.max_context = 62
     config.evaluate.max_response_tokens = 136
-    # Sampled as in training, as the paper does: the cold start's most likely readings are right.
+    # As in training and in the paper (app:exp_details). Greedy readings are right after the cold
+    # start.
     config.evaluate.temperature = 1.0
     return config

@@ -1,10 +1,10 @@
-"""The model of `configs/smollm_words.py` learns to see drawn charts, in several sittings.
+"""Trains a vision tower for the model of `configs/smollm_words.py`, on drawn charts.
 
     python -m care_jax.main --config=configs/smollm_charts.py --workdir=runs/charts
 
-It starts from the export of the run on words, which knows the format of an answer. The decoder is
-frozen and the random vision tower is trained with its merger, in the cold start as in RL, so that
-what is learned is reading pictures. The same command goes on where a sitting has ended.
+It starts from that run's export, which has learned the response format. The decoder is frozen; the
+random vision tower and its merger are trained, in the cold start and in RL. The run is long: the
+same command resumes it.
 """
 
 from ml_collections import ConfigDict
@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     sft.batch_size = 32
     sft.learning_rate = 1e-3
     sft.warmup_steps = 20
-    sft.answer_weight = 6.0  # rationales name the operation, only answers need the picture
+    sft.answer_weight = 6.0  # rationales name the operation; only the answer depends on the picture
     sft.row_patches = 512
 
     rl = config.rl

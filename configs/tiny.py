@@ -1,9 +1,8 @@
-"""A small backbone on synthetic charts and diagrams: SFT, RL and evaluation on a laptop CPU.
+"""A 0.6M-parameter backbone on synthetic charts and diagrams: SFT, RL, evaluation; minutes on CPUs.
 
-The teacher of the cold start is wrong on purpose: most of its sums and differences are off by two.
-SFT learns the error and RL corrects it, see `data/drawn/synthetic.py`. The run takes minutes.
-The backbone has the architecture of Qwen2.5-VL, or of Qwen3-VL with
-`--config=configs/tiny.py:qwen3_vl`.
+The cold start's teacher is wrong on purpose: most of its sums and differences are off by two. SFT
+learns the error and RL corrects it, see `care_jax/data/drawn/synthetic.py`. The architecture is
+Qwen2.5-VL's, or Qwen3-VL's with `--config=configs/tiny.py:qwen3_vl`.
 """
 
 from ml_collections import ConfigDict
@@ -29,7 +28,7 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     data.sft = common.source("synthetic", num_examples=32768, seed=1)
     data.train = common.source("synthetic", num_examples=32768, seed=2)
     data.test = common.source("synthetic", num_examples=512, seed=3)
-    data.num_workers = 1  # images are drawn by Python code, which threads do not speed up
+    data.num_workers = 1  # images are drawn in Python, which threads do not speed up
     data.teacher_error = 0.75
     data.cue_share = 0.1
     data.min_pixels, data.max_pixels = 256, 4096
@@ -59,8 +58,8 @@ def get_config(family: str = "qwen2_5_vl") -> ConfigDict:
     rl.schedule = "cosine"
     config.care.beta = config.grpo.beta = 0.0
     config.care.max_context = 11
-    # At this size a prompt that fails G times is mostly one that the backbone cannot read. A rescue
-    # at full strength would reinforce a guess.
+    # At this size most all-failed prompts are ones that the backbone cannot read. A full-scale
+    # rescue would reinforce a guess.
     config.care.rescue_scale = 0.1
     config.care.cue = " Wait, that is wrong."
     config.evaluate.batch_size = 64
