@@ -1,4 +1,4 @@
-"""Which success is the anchor: the shortest, or a random one."""
+"""The anchor: the success with the shortest rationale, or a random one (fig:anchor-ablation)."""
 
 from configs.arms import with_arm
 

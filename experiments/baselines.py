@@ -1,8 +1,8 @@
-"""CARE against its baselines: same data, verifier, reward and prompts per update.
+"""CARE against its baselines (tab:math_benchmark): same data, verifier, reward and update size.
 
-DAPO samples more prompts, about twice as many here, to fill an update with mixed groups. Clip
-ranges and β are those of `configs/common.py`, except that CARE and GRPO have no KL (β = 0) in
-`configs/tiny.py`, as in the demo.
+DAPO samples about twice as many prompts here, to fill an update with mixed groups. Clip ranges and
+β are those of tab:train_config, except that `configs/tiny.py` sets β = 0 for CARE and GRPO.
+Dr. GRPO and RLOO are not in the paper.
 """
 
 from configs.arms import with_arm

@@ -1,6 +1,6 @@
-"""What the parts of CARE add: GRPO, the anchored contrast, and with reflection (RGR) upon it.
+"""The components of CARE: GRPO, the anchored contrast, and the contrast with reflection (RGR).
 
-One table per backbone, such as `components.py:anchor@qwen3vl_4b`.
+tab:ablation_on_care; its backbones are `--base=qwen25vl_3b` and `--base=qwen25vl_7b`.
 """
 
 from configs.arms import with_arm

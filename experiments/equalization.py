@@ -1,4 +1,4 @@
-"""The target number of negatives K, with and without equalisation when fewer exist."""
+"""The number of negatives K, with and without equalisation for K' < K (fig:k_eq_acc_ci)."""
 
 from configs.arms import with_arm
 

@@ -1,4 +1,4 @@
-"""The scale s of negative advantages; that of a failed reflection stays s/2."""
+"""The scale s of negative advantages, with s_refl = s/2 (fig:neg_penalty)."""
 
 from configs.arms import with_arm
 

@@ -1,4 +1,4 @@
-"""The advantage scale s_refl of a failed reflection, as a fraction of s = 0.5."""
+"""The advantage scale s_refl of a failed reflection, in units of s = 0.5 (fig:srefl_ablation)."""
 
 from configs.arms import with_arm
 

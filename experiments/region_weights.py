@@ -1,8 +1,8 @@
-"""Token weights by region (RW): uniform, on the answer alone, or as in CARE.
+"""Token weights by region (RW): uniform, answer only, or CARE's (fig:rw).
 
-`rw_unmasked` gives the rationale of wrong rows the weight that CARE reserves for correct ones. The
-shares fix the rationale's part of a correct row's credit instead of its weight.
-Plotted against decoded tokens.
+`rw_unmasked` also gives failed rationales the weight γ⁺. `uniform` is CARE with uniform weights;
+the paper calls its uniform arm GRPO. `share_*`, not in the paper, fixes the rationale's share of a
+correct rollout's credit.
 """
 
 from configs.arms import with_arm

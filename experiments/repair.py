@@ -1,24 +1,23 @@
-"""Does CARE lead on a task made for reflection? The rule was written before the runs.
+"""CARE against GRPO and ablations on a task made for reflection, by a rule fixed before the runs.
 
     python -m experiments.sweep --experiment=experiments/repair.py --base=repair --seeds=10 \\
         --config.data.test.num_examples=8192 --config.rl.eval_every=25
 
 1. The learning rate is the one of 2.5e-4, 5e-4 and 1e-3 with the highest accuracy after RL, over
-   seeds 100 to 102, which are not used again. It is chosen for `care` and for `grpo`, by
-   `experiments/repair_rates.py`; `grpo_extra_row` takes that of `grpo`, the others that of `care`.
-2. Then seeds 0 to 9: held-out accuracy on 8192 questions, sampled at temperature 1 as in training.
+   seeds 100 to 102, which are not used again (`experiments/repair_rates.py`). It is tuned for
+   `care` and `grpo`; `grpo_extra_row` uses that of `grpo`, all other arms that of `care`.
+2. Seeds 0 to 9 are evaluated on 8192 held-out questions, sampled at temperature 1 as in training.
 3. Arms are compared at equal decoded tokens: each seed's accuracy during RL, interpolated at the
    number of tokens that all arms of that seed have decoded.
-4. CARE leads an arm if the 95% interval (Student's t over the seeds) of the paired differences lies
-   above 0, and is behind if it lies below. Otherwise it is undecided which is better.
+4. CARE leads an arm if the 95% interval (Student's t over the seeds) of the paired differences is
+   above 0, and trails it if the interval is below 0. Otherwise the comparison is undecided.
 
-Of the rates, 2.5e-4 was chosen for `care`, the lowest there was (82.6, 77.2 and 48.9%), and 1e-3
-for `grpo` (98.4, 98.8 and 98.8%).
+Accuracy at the three rates, in order: `care` 82.6, 77.2 and 48.9%, so 2.5e-4, the lowest rate;
+`grpo` 98.4, 98.8 and 98.8%, for which 1e-3 was chosen.
 
-`grpo_extra_row` draws as many rollouts for every prompt as CARE has rows at most. `resample` is
-CARE with a fresh rollout for the repair. The shares are of a correct rollout's credit that its
-rationale gets. With the paper's γ⁺ it is 0.026 at 43 rationale and 8 answer tokens, those of
-`configs/repair.py`.
+`grpo_extra_row` has G = 9, the maximum number of rows of a prompt under CARE. `resample` replaces
+the repair by a fresh rollout. `share_*` fixes the rationale's share of a correct rollout's credit;
+γ⁺ gives 0.026 at 43 rationale and 8 answer tokens, the lengths of `configs/repair.py`.
 """
 
 from configs.arms import with_arm

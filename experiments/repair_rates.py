@@ -1,10 +1,10 @@
-"""Learning rates for the arms of `experiments/repair.py`, on seeds of their own.
+"""Learning rates for the arms of `experiments/repair.py`, tuned on separate seeds.
 
     python -m experiments.sweep --experiment=experiments/repair_rates.py --base=repair \\
         --first_seed=100 --seeds=3 --config.data.test.num_examples=2048
 
-The rule chooses among 2.5e-4, 5e-4 and 1e-3. 1.25e-4 was run after the choice, which for CARE was
-the lowest of the three, to see whether a lower one does better.
+The rule chooses among 2.5e-4, 5e-4 and 1e-3. CARE's choice was the lowest, so 1.25e-4 was run
+afterwards, to see whether a lower rate is better.
 """
 
 from configs.arms import with_arm

@@ -1,19 +1,19 @@
-"""Does the repair help once rationales have credit? The rule was written before the runs.
+"""The effect of the repair under uniform token weights, by a rule fixed before the runs.
 
     python -m experiments.sweep --experiment=experiments/repair_uniform.py --base=repair \\
         --first_seed=5 --seeds=5 --config.data.test.num_examples=8192 --config.rl.eval_every=25
 
-With the paper's weights CARE leaves wrong readings wrong, with a repair and without
-(`experiments/repair.py`). There the repair may have had nothing to act through. Here all tokens
-weigh alike in every arm, and only the repair differs: `repair` has it, `resample` has a fresh
-rollout in its place, `anchor` has neither.
+With the paper's region weights CARE does not correct wrong readings, with or without the repair
+(`experiments/repair.py`): rationales may have too little credit for the repair to act on. Here all
+tokens have weight 1, and the arms differ in the repair alone: `repair` has it, `resample` has a
+fresh rollout instead, `anchor` has neither.
 
-1. Seeds 5 to 9, on which no arm with uniform weights was run before. The learning rate is that of
-   `care` in `experiments/repair.py`, whose points 2 to 4 hold here too: sampled accuracy on 8192
-   questions, at equal decoded tokens, and a lead is a 95% interval that lies above 0.
-2. With uniform weights CARE ended at 97% on seeds 0 to 4, which leaves little room above. So the
-   mean accuracy over the steps (`held_out_area`) is compared by the same intervals.
-3. `repair` is `uniform` of `experiments/repair.py`, so that with its seeds 0 to 4 there are ten to
+1. Seeds 5 to 9, new to uniform weights. The learning rate is that of `care` in
+   `experiments/repair.py`, and its points 2 to 4 apply: sampled accuracy on 8192 questions, equal
+   decoded tokens, a lead is a 95% interval above 0.
+2. With uniform weights CARE ended at 97% on seeds 0 to 4, close to the maximum. So the mean
+   accuracy over the steps (`held_out_area`) is compared too, by the same intervals.
+3. `repair` is `uniform` of `experiments/repair.py`. With its seeds 0 to 4 there are ten seeds to
    compare with `care` and `grpo`, each pair at the tokens that both have decoded.
 """
 

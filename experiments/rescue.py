@@ -1,4 +1,4 @@
-"""All-failed groups: skipped, rescued at full scale as in the paper, or at a tenth of it."""
+"""All-failed groups: skipped, rescued as in the paper (fig:rescue), or at a tenth of the scale."""
 
 from configs.arms import with_arm
 

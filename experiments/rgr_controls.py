@@ -1,7 +1,7 @@
-"""RGR controls: what repairs a failure, the cue's meaning, any words, or sampling again?
+"""RGR controls: no cue, a shuffled cue, or a fresh rollout instead of the repair.
 
-`resample` is the paper's control: a fresh rollout replaces the reflected row. `prompt_only` drops
-the forced tokens from the context in which the reflected row is trained.
+In fig:rgr_ablation `no_cue` is No-Cue-Resample and `resample`, a fresh rollout in place of the
+reflected row, is Random-Resample. `prompt_only` trains the reflected row without its forced tokens.
 """
 
 from configs.arms import with_arm

@@ -1,4 +1,4 @@
-"""Which failures are contrasted with the anchor."""
+"""Selection of the hard negatives by distance to the anchor (fig:selection_side_by_side)."""
 
 from configs.arms import with_arm
 

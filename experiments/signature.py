@@ -1,9 +1,9 @@
-"""The √K' signature: A_raw of an anchor is α·√K' and that of its negatives -α/√K'.
+"""The √K' signature: A_raw of an anchor is α·√K', that of its negatives -α/√K' (eq:sqrtK-cont).
 
-Reflection is off, as a reflected row changes S. With acc alone as the reward all negatives are
-equal and α is 1. With the format in the reward (`acc_fmt`) or partial credit for wrong numbers
-(`graded`) the negatives' rewards differ and α falls below 1. Right answers alone are successes in
-all arms. The sample is every contrasted group in rollouts.jsonl, see `experiments.sweep.signature`.
+fig:k2to7. Reflection is off, because a reflected row changes S. With acc as the only reward all
+negatives are equal and α is 1. With format (`acc_fmt`) or partial credit for wrong numbers
+(`graded`) their rewards differ and α falls below 1. Only right answers are successes. The sample is
+every contrasted group in rollouts.jsonl, see `experiments.sweep.signature`.
 """
 
 from configs.arms import with_arm

@@ -1,1 +1,1 @@
-"""Runs the arms of an experiment over seeds, tabulates and plots them. See `__main__`."""
+"""Runs the arms of an experiment over seeds, tabulates and plots the results. See `__main__`."""

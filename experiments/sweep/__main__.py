@@ -3,10 +3,11 @@
 Each arm and seed is one run, in `workdir/<experiment>/<arm>/seed_<i>`; arms share the cold start of
 their seed. Finished runs are skipped: the same command resumes an interrupted sweep, and a larger
 --seeds adds runs. Afterwards `workdir/<experiment>/` has `table.md` (mean ± 95% interval over the
-seeds), `table.csv` (each seed), `figure.png` and `figure.csv`. --arms runs some of the arms;
---columns and --panels choose other measures than the experiment does, also of runs that are done:
---columns=acc,held_out_area,acc:lead.
-Flags such as --config.rl.num_steps=50 are passed to every run.
+seeds), `table.csv` (each seed), `figure.png` and `figure.csv`.
+
+--arms runs a subset of the arms. --columns and --panels replace the experiment's measures, also for
+finished runs: --columns=acc,held_out_area,acc:lead. Flags such as --config.rl.num_steps=50 are
+passed to every run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SET_BY_SWEEP = ("--config.seed", "--config.stages")  # set per trial
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs missing trials, writes table and figure of the finished ones; 1 if a run failed."""
+    """Runs the unfinished trials, writes table and figure; returns 1 if a run failed."""
     args, overrides = _parse(argv)
     workdir = command_line.folder_of(args.workdir)
     chosen = {name: getattr(args, name) for name in ("arms", "columns", "panels")}
@@ -64,7 +65,7 @@ def write_results(
 ) -> None:
     """Writes table and figure of finished trials to `workdir/<experiment>`; prints the table.
 
-    The command's other flags stand in the note below the table.
+    `flags` are quoted in the note below the table.
     """
     folder, reference, title = workdir / experiment.name, experiment.reference, experiment.title
     folder.mkdir(parents=True, exist_ok=True)

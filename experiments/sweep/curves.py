@@ -1,9 +1,8 @@
-"""Accuracy of a run over its steps and over its decoded tokens.
+"""Accuracy of a run over its steps and over its decoded tokens, as fractions.
 
-Two curves are read. Held-out accuracy comes from the evaluations during RL (`rl.eval_every`), after
-so many steps. Accuracy of the rollouts is logged at every step, of the policy before its updates.
-Both are fractions here; where there are no held-out questions, held-out accuracy is the mean over
-the benchmarks.
+Held-out accuracy comes from the evaluations during RL (`rl.eval_every`); without held-out questions
+it is the mean over the benchmarks. Rollout accuracy is logged at every step, for the policy before
+the step's updates.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Curve = tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]
 
 
 def acc_name(metrics: Mapping[str, float]) -> str:
-    """Name of the held-out accuracy of an evaluation, or else of its benchmarks' mean."""
+    """The metric of held-out accuracy, or of the benchmarks' mean if there is none."""
     return "acc" if "acc" in metrics else "mean/acc"
 
 
 def held_out(outcome: Outcome) -> Curve:
-    """(steps done, held-out accuracy) of every evaluation during RL; `NotLogged` without any."""
+    """(steps done, held-out accuracy) of every evaluation during RL; `NotLogged` if none."""
     rows = [row for row in outcome.evaluations if acc_name(row) in row]
     if not rows:
         raise NotLogged("set rl.eval_every above 0, and data.test or evaluate.benchmarks")
@@ -36,20 +35,20 @@ def held_out(outcome: Outcome) -> Curve:
 
 
 def held_out_area(outcome: Outcome) -> float:
-    """Mean height of the held-out curve over the steps, by the trapezoidal rule."""
+    """Held-out accuracy, mean over the steps by the trapezoidal rule."""
     x, y = held_out(outcome)
     return float(np.trapezoid(y, x) / (x[-1] - x[0])) if len(x) > 1 else float(y[0])
 
 
 def rollouts(outcome: Outcome) -> Float[np.ndarray, " N"]:
-    """Accuracy of the rollouts of every step; `NotLogged` without any."""
+    """Rollout accuracy of every step; `NotLogged` if there is none."""
     if not outcome.steps:
         raise NotLogged('put "rl" into stages')
     return outcome.series("acc")
 
 
 def rollouts_at(outcome: Outcome, step: int) -> float:
-    """Accuracy of the rollouts of the last WINDOW steps up to a step, which counts from 1.
+    """Rollout accuracy over the last WINDOW steps up to `step`, counted from 1.
 
     Raises `NotLogged` if the run is shorter.
     """
@@ -59,16 +58,15 @@ def rollouts_at(outcome: Outcome, step: int) -> float:
 
 
 def tokens_after(outcome: Outcome, steps: np.ndarray) -> np.ndarray:
-    """Tokens decoded in so many steps."""
+    """Cumulative decoded tokens after each number of steps."""
     return np.append(0.0, outcome.series("decoded_tokens"))[steps.astype(int)]
 
 
 def rollouts_at_tokens(outcome: Outcome, tokens: float) -> float:
-    """Accuracy of the rollouts that were decoded as the last tenth of `tokens`.
+    """Rollout accuracy over the last tenth of `tokens`, the interval (0.9 · tokens, tokens].
 
-    Steps end at other numbers of tokens in every run. So each step's accuracy is spread evenly over
-    the tokens that it decoded, and the mean is taken over the interval (0.9 · tokens, tokens]. The
-    run has decoded at least so many.
+    Steps end at different token counts in every run, so each step's accuracy is spread evenly over
+    the tokens it decoded. The run must have decoded at least `tokens`.
     """
     acc, ends = rollouts(outcome), outcome.series("decoded_tokens")
     integral = np.cumsum(np.diff(ends, prepend=0.0) * acc)
@@ -78,10 +76,10 @@ def rollouts_at_tokens(outcome: Outcome, tokens: float) -> float:
 
 
 def held_out_at_tokens(outcome: Outcome, tokens: float) -> float:
-    """Held-out accuracy at a number of decoded tokens, linear between two evaluations.
+    """Held-out accuracy at a number of decoded tokens, interpolated between two evaluations.
 
     Raises:
-        NotLogged: there was no evaluation, or none on one of the two sides.
+        NotLogged: no evaluation at or before `tokens`, or none at or after it.
     """
     x, y = held_out(outcome)
     decoded = tokens_after(outcome, x)
@@ -91,13 +89,13 @@ def held_out_at_tokens(outcome: Outcome, tokens: float) -> float:
 
 
 def gain_after_rescue(outcome: Outcome, num_steps: int) -> float | None:
-    """How much the rollouts' accuracy rises over the steps after a rescue, mean over the groups.
+    """Rise of the rollout accuracy y after a rescue, mean over the rescued groups (fig:rescue).
 
-    A group rescued in step t counts with y(t + num_steps) - y(t), or not at all if the run ends
-    before that. None if no group was rescued, as under objectives other than CARE.
+    A group rescued in step t counts y(t + num_steps) - y(t), or is left out if the run ends before.
+    None if no group was rescued, as under objectives other than CARE.
 
     Raises:
-        NotLogged: the run has no `num_steps` after its first step.
+        NotLogged: the run has at most `num_steps` steps.
     """
     acc, rates = rollouts(outcome), np.nan_to_num(outcome.series("rescue_rate"))[:-num_steps]
     if len(acc) <= num_steps:

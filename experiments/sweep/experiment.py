@@ -24,7 +24,7 @@ class Experiment:
     path: pathlib.Path
     title: str  # the first line of its docstring
     arms: Mapping[str, Mapping[str, Any]]  # arm -> changed keys, in the order of the table
-    reference: str  # the arm that others are compared with, seed by seed
+    reference: str  # the arm that the others are compared with, seed by seed
     columns: tuple[str, ...]  # of the table, names of measures
     panels: tuple[str, ...]  # of the figure, names of `figures.PANELS` or of measures
     get_config: Callable[[str], ConfigDict]  # of "arm@base", see `configs/arms.py`
@@ -39,12 +39,12 @@ def load_experiment(
 ) -> Experiment:
     """Reads an experiment's file.
 
-    `arms` names some of its arms, separated by commas, or all if empty. `columns` and `panels` are
-    taken in place of the file's, likewise.
+    `arms` selects arms by name, separated by commas; empty: all. `columns` and `panels`, likewise,
+    replace the file's.
 
     Raises:
-        ValueError: the file is missing, lacks a declaration, or there is an unknown name in one or
-            among the arguments.
+        ValueError: the file is missing or lacks a declaration; a declaration or an argument has an
+            unknown name.
     """
     if not path.is_file() or path.suffix != ".py":
         raise ValueError(

@@ -1,7 +1,7 @@
 """An experiment's figure, as PNG and as CSV of the plotted points.
 
-A panel is a function that plots the arms into axes and returns the plotted points. An arm that
-lacks the rows for it is named in the panel, with the key to set.
+A panel is a function that plots the arms into axes and returns the plotted points. Arms whose runs
+did not log what it needs are listed in the panel, with the key to set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Point = dict[str, Any]  # arm, seed or None for the mean, x, y, low, high
 Panel = Callable[[Axes, Arms, str], list[Point]]  # the third is the reference arm's name
 
 _BINS = 25  # per curve, over the length of the run
-# The Okabe-Ito palette, which colour-blind readers can distinguish.
+# Okabe-Ito, a colour-blind safe palette.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
@@ -49,7 +49,7 @@ def write_figure(
 
 
 def _draw_arms(axes: Axes, arms: Arms, values_of: Callable, draw: Callable) -> list[Point]:
-    """Draws each arm by the values of its outcomes; says in the panel what arms lack.
+    """Draws each arm from its outcomes; lists in the panel what was not logged.
 
     `values_of` maps an outcome to its value, or raises `NotLogged`; `draw` maps an arm, the values
     by seed and the style to the plotted points.
@@ -109,10 +109,10 @@ def _measured(name: str) -> Panel:
 def _curve(
     curve_of: Callable[[Outcome], curves.Curve], x_label: str, y_label: str, *, num_bins: int
 ) -> Panel:
-    """A curve of every arm, mean and 95% interval over the seeds; the points have each seed's too.
+    """A curve of every arm, mean and 95% interval over the seeds; the points include each seed's.
 
-    y of a run may be NaN where it is undefined. Neighbouring points of a run are plotted as the
-    means of `num_bins` bins; 0: every point.
+    y is NaN where it is undefined. Each run is averaged over `num_bins` bins of consecutive points;
+    0: every point is plotted.
     """
 
     def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:
@@ -140,7 +140,7 @@ def _curve(
 
 
 def _binned(x: np.ndarray, y: np.ndarray, num_bins: int) -> curves.Curve:
-    """Means of consecutive points; NaN for a bin in which y is nowhere defined."""
+    """Means over bins of consecutive points; NaN for a bin in which y is undefined throughout."""
     if not num_bins:
         return x, y
     bins = np.array_split(np.arange(len(x)), min(num_bins, len(x)))
@@ -173,11 +173,11 @@ def _held_out_by_tokens(outcome: Outcome) -> curves.Curve:
 def _buckets(
     columns: Mapping[str, tuple[str, str]], power: float, x_label: str, y_label: str
 ) -> Panel:
-    """Values by K' to a power over the contrasted groups of all seeds.
+    """Means by K' over the contrasted groups of all seeds, against K' to a power (fig:k2to7).
 
-    The interval is Student's t over the groups, which it takes as independent. For a power of ±1/2
-    the law for binary rewards, y = ±x, is drawn. `columns` maps those of a `Sample` to the marker
-    and to what follows the arm's name.
+    The interval is Student's t over the groups, taken as independent. For a power of ±1/2 the law
+    for binary rewards, y = ±x (eq:sqrtK), is drawn. `columns` maps fields of a `Sample` to a marker
+    and a suffix of the arm's name.
     """
 
     def panel(axes: Axes, arms: Arms, _: str) -> list[Point]:
@@ -210,7 +210,7 @@ def _means(arm: str, x: np.ndarray, mean: np.ndarray, half: np.ndarray) -> list[
 
 
 def _point(arm, seed, x, y, low=math.nan, high=math.nan) -> Point:
-    """A plotted point; its bounds are None, an empty cell, if it has no interval."""
+    """A plotted point; its bounds are None, empty cells, if it has no interval."""
     low, high = (None if math.isnan(bound) else bound for bound in (low, high))
     return {"arm": arm, "seed": seed, "x": x, "y": y, "low": low, "high": high}
 
@@ -238,5 +238,5 @@ PANELS: dict[str, Panel] = {
 
 
 def panel_named(name: str) -> Panel:
-    """The panel of a name of PANELS, or else of a measure; a KeyError if there is neither."""
+    """The panel of this name in PANELS, or of the measure of this name; KeyError if neither."""
     return PANELS[name] if name in PANELS else _measured(name)

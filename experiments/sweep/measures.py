@@ -1,9 +1,8 @@
 """Measures of a finished trial by name, and their mean and interval over seeds.
 
 A measure is None if it is undefined for a trial: there is no gain without an evaluation before RL,
-and the reference has no lead over itself. It raises `NotLogged` where the run lacks the rows that
-it needs. Behind every name `:lead` stands for the difference to the reference arm under the same
-seed, `held_out_area:lead`.
+and the reference has no lead over itself. It raises `NotLogged` if the run did not log what it
+needs. `<measure>:lead` is the difference to the reference arm of the same seed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from experiments.sweep import curves
 from experiments.sweep.outcome import Outcome
 from experiments.sweep.signature import alpha_error, mean_alpha, r2, sample_of, sample_points, slope
 
-_TAIL = 0.1  # share of the steps, the last ones, over which a fluctuating metric is averaged
+_TAIL = 0.1  # share of the steps, at the end, over which a fluctuating metric is averaged
 
 _Of = Callable[[Outcome, Outcome | None], float | None]
 
@@ -43,7 +42,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def lead_of(measure: Measure) -> Measure:
-    """The difference of a measure to the reference arm's under the same seed."""
+    """The difference of a measure to the reference arm with the same seed."""
 
     def difference(ours: Outcome, theirs: Outcome) -> float | None:
         one, other = (measure.of(each, theirs) for each in (ours, theirs))
@@ -54,7 +53,7 @@ def lead_of(measure: Measure) -> Measure:
 
 
 def _over_reference(difference: Callable[[Outcome, Outcome], float | None]) -> _Of:
-    """A comparison with the reference arm; undefined for this arm itself."""
+    """A comparison with the reference arm; None for the reference itself."""
 
     def of(ours: Outcome, theirs: Outcome | None) -> float | None:
         return None if theirs is None or theirs.arm == ours.arm else difference(ours, theirs)
@@ -75,13 +74,13 @@ def _final(name: str) -> _Of:
 
 
 def _points(metrics: Mapping[str, float], others: Mapping[str, float]) -> float | None:
-    """Difference in percentage points of held-out accuracy, or else of the benchmark mean."""
+    """Difference in percentage points of held-out accuracy, or of the benchmark mean."""
     name = curves.acc_name(metrics)
     return 100 * (metrics[name] - others[name]) if name in metrics and name in others else None
 
 
 def _tail_mean(name: str) -> _Of:
-    """Mean over the last steps at which a metric is defined; None without any."""
+    """Mean over the last tenth of the steps, where a metric is defined; None if nowhere."""
 
     def of(outcome: Outcome, _) -> float | None:
         values = outcome.series(name)[-max(1, round(_TAIL * len(outcome.steps))) :]
@@ -104,10 +103,10 @@ def _over_reflections(name: str) -> _Of:
 
 
 def _kl_per_trigger(ours: Outcome, theirs: Outcome) -> float | None:
-    """KL of a run minus that of the reference arm, per 1000 rescued groups.
+    """KL of a run minus that of the reference arm, per 1000 rescued groups (ΔKL in fig:rescue).
 
-    The KL is to the reference policy, averaged over the end of the run, if one is kept. Otherwise
-    it is the KL to the sampling policy, summed over the steps.
+    With β > 0 it is the KL to the reference policy, averaged over the end of the run. Otherwise it
+    is the KL to the sampling policy, summed over the steps.
     """
     if not ours.steps or not ours.num_triggers[-1] > 0:
         return None
@@ -121,11 +120,11 @@ def _kl_per_trigger(ours: Outcome, theirs: Outcome) -> float | None:
 
 
 def _equal_tokens(accuracy: Callable[[Outcome, float], float]) -> _Of:
-    """An accuracy in percent at the decoded tokens that all arms of the seed have reached."""
+    """An accuracy in percent, at the decoded tokens that all arms of the seed have reached."""
 
     def at_shared(outcome: Outcome) -> float | None:
         tokens = outcome.shared_tokens
-        return accuracy(outcome, tokens) if tokens > 0 else None  # NaN: not known
+        return accuracy(outcome, tokens) if tokens > 0 else None  # None for NaN too
 
     return _percent(at_shared)
 
@@ -188,14 +187,14 @@ MEASURES = {
 }
 # fmt: on
 
-# They expand to one column per evaluated benchmark and their mean, or the leads of these.
+# These expand to a column per evaluated benchmark and their mean, or to the leads of these.
 BENCHMARKS = "benchmarks"
 BENCHMARK_COLUMNS = (BENCHMARKS, f"{BENCHMARKS}:lead")
 NAMES = (*MEASURES, "<any of these>:lead")  # of measures, for messages
 
 
 def measure_named(name: str) -> Measure:
-    """The measure of a name, see the module's docstring; a KeyError if there is none."""
+    """The measure of a name, with or without `:lead`; KeyError if there is none."""
     base, colon, lead = name.partition(":")
     if colon and lead != "lead":
         raise KeyError(name)
@@ -203,7 +202,7 @@ def measure_named(name: str) -> Measure:
 
 
 def columns_of(names: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, Measure]:
-    """The measures by name, those of BENCHMARK_COLUMNS expanded."""
+    """The measures by name, BENCHMARK_COLUMNS expanded."""
     found = dict.fromkeys(key for each in outcomes for key in each.final if key.endswith("/acc"))
     benchmarks = {key: Measure(f"{key[:-4]}, %", _final(key)) for key in found}
     leads = {f"{key}:lead": lead_of(measure) for key, measure in benchmarks.items()}

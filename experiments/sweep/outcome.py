@@ -1,4 +1,4 @@
-"""What a finished trial left behind, as measures and panels read it: metrics, and rollouts."""
+"""The result of a finished trial, as measures and panels read it: metrics and rollouts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 
 
 class NotLogged(Exception):
-    """A run lacks the rows that a measure needs; the message says which key to set."""
+    """A run did not log what a measure needs; the message says which key to set."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Configuration, as JSON, and metrics of a finished trial."""
+    """Configuration and metrics of a finished trial."""
 
     arm: str
     seed: int
-    config: dict[str, Any]
+    config: dict[str, Any]  # as JSON
     start: dict[str, float]  # of the last evaluation before RL (of the cold start, if any), or {}
     final: dict[str, float]  # of the last evaluation
     steps: list[dict[str, float]]  # of each RL step
-    evaluations: list[dict[str, float]]  # during RL; their `step` counts the steps done
+    evaluations: list[dict[str, float]]  # during RL; `step` is the number of steps done
     workdir: pathlib.Path
-    shared_tokens: float = math.nan  # that every arm has decoded, see `with_shared_tokens`
+    shared_tokens: float = math.nan  # tokens decoded by every arm, see `with_shared_tokens`
 
     def series(self, name: str) -> np.ndarray:
         """A metric at every step; NaN if it was not logged."""
@@ -36,12 +36,12 @@ class Outcome:
 
     @property
     def num_triggers(self) -> np.ndarray:
-        """Cumulative number of rescued groups, including each step."""
+        """Cumulative number of rescued groups at each step."""
         return np.cumsum(self.series("rescue_rate")) * self.config["rl"]["prompts_per_step"]
 
 
 def logged_groups(workdir: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Every group of a run as in `rollouts.jsonl`, of all processes.
+    """Every group of a run, as in `rollouts.jsonl`, from all processes.
 
     Raises:
         NotLogged: the run kept no rollouts, or has dropped those of its first steps.
@@ -63,9 +63,9 @@ def logged_groups(workdir: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def with_shared_tokens(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The outcomes, each with the decoded tokens that all outcomes of its seed have reached.
+    """The outcomes with `shared_tokens` set: the fewest tokens decoded by an outcome of the seed.
 
-    Those without RL, which decode nothing, do not count, and have NaN.
+    Outcomes without RL do not count and get NaN.
     """
     reached: dict[int, float] = {}
     for outcome in outcomes:

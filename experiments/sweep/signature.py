@@ -1,15 +1,14 @@
 """The √K' signature over every contrasted group of a run.
 
 A_raw of an anchor is α·√K', the mean A_raw of its K' negatives -α/√K'. α is predicted by the
-formula of the paper's text and by its appendix's; `care_jax.method.diagnostics` says which holds:
+formulas of the paper's text and appendix; `care_jax.method.diagnostics` says which one holds:
 
-    text      α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)
-    appendix  α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2),       Δ = r⁺ - mean(r⁻)
+    α̂ = (1 + (K'+1)·Var(r⁻)/Δ²)^(-1/2)   text (eq:sqrtK-cont),  Δ = r⁺ - mean(r⁻)
+    α̂ = (1 + K'·Var(r⁻)/Δ²)^(-1/2)       appendix (prop:ksignature)
 
-The groups are read from `rollouts.jsonl`, which has role, reward and A_raw of every response, with
-four significant digits. The metrics have only the means of a step, which scatter less than groups
-do and so have a higher R². Groups with a reflected row are left out, as in the metrics: that row
-changes S.
+The groups are read from `rollouts.jsonl`, with role, reward and A_raw of every response to four
+significant digits. Metrics are means over a step, which scatter less than groups and so have a
+higher R². Groups with a reflected row are left out, as in the metrics, because it changes S.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class Sample(NamedTuple):
     num_negatives: Int[np.ndarray, " N"]  # K'
     anchor: Float[np.ndarray, " N"]  # A_raw of the anchor
     negative: Float[np.ndarray, " N"]  # mean A_raw of the negatives
-    text: Float[np.ndarray, " N"]  # α̂ by the formula of the paper's text
-    appendix: Float[np.ndarray, " N"]  # α̂ by that of its appendix
+    text: Float[np.ndarray, " N"]  # α̂ by the formula of the text
+    appendix: Float[np.ndarray, " N"]  # α̂ by the formula of the appendix
     ratio: Float[np.ndarray, " N"]  # A_raw/√K' of the anchor, which α̂ predicts
 
 
 def sample_of(outcome: Outcome) -> Sample:
-    """The groups with a successful anchor, a higher reward than their negatives' and no repair.
+    """The groups with Δ > 0 that are neither rescued nor reflected.
 
     Raises:
         NotLogged: the run kept no rollouts, or has dropped those of its first steps.
@@ -46,7 +45,7 @@ def sample_of(outcome: Outcome) -> Sample:
     return _read(outcome.workdir)
 
 
-@functools.cache  # measures and panels of one run ask for it in turn
+@functools.cache  # every measure and panel reads it
 def _read(workdir: pathlib.Path) -> Sample:
     found = [_values(group["responses"]) for group in logged_groups(workdir)]
     columns = np.array([values for values in found if values], float).reshape(-1, 5).T
@@ -54,7 +53,7 @@ def _read(workdir: pathlib.Path) -> Sample:
 
 
 def _values(responses: Sequence[dict[str, Any]]) -> tuple[float, ...] | None:
-    """The fields of a `Sample` but the ratio for one group; None if it is no contrasted one."""
+    """The fields of a `Sample` except `ratio`, for one group; None if it is not in the sample."""
     anchors, negatives, reflected = (
         [response for response in responses if response["role"] == role]
         for role in ("anchor", "hard negative", "reflected")
@@ -73,8 +72,8 @@ def _values(responses: Sequence[dict[str, Any]]) -> tuple[float, ...] | None:
 def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Points (x, y) of the signature, one for each contrasted group.
 
-    Of "anchor" (√K', A_raw of the anchor), of "negative" (1/√K', mean A_raw of the negatives), of
-    "text" and "appendix" (α̂ by that formula, A_raw/√K' of the anchor).
+    "anchor": (√K', A_raw of the anchor); "negative": (1/√K', mean A_raw of the negatives); "text",
+    "appendix": (α̂ by that formula, A_raw/√K' of the anchor).
     """
     sample = sample_of(outcome)
     root = np.sqrt(sample.num_negatives)
@@ -83,7 +82,7 @@ def sample_points(outcome: Outcome, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float | None:
-    """Of ordinary least squares; None under 3 points or for constant x."""
+    """Slope of ordinary least squares; None under 3 points or for constant x."""
     return float(scipy.stats.linregress(x, y).slope) if _has_line(x) else None
 
 

@@ -1,7 +1,7 @@
 """An experiment's table, as markdown and as CSV: a row per arm, mean ± 95% interval over seeds.
 
-A cell is "–" where a measure is undefined, and "not logged" where a run lacks the rows it needs;
-below the table stands which key to set.
+A cell is "–" if a measure is undefined, and "not logged" if a run did not log what it needs. The
+notes below the table then say which key to set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def write_table(
     title: str,
     notes: Sequence[str],
 ) -> str:
-    """Writes `table.md`, which it returns, and `table.csv`, which has the value of every seed.
+    """Writes `table.md`, whose text it returns, and `table.csv`, with the value of every seed.
 
     Leads are over the arm `reference`. A column that is undefined in every cell is left out.
     """

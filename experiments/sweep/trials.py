@@ -1,7 +1,7 @@
 """Trials: one arm with one seed, each run in a separate process.
 
 A trial's workdir holds `trial.json`: its configuration, the commits it ran at and, once it is done,
-the duration of its last start in seconds. A finished trial is never run again, not even for another
+the seconds that its last launch took. A finished trial is never run again, not even by another
 experiment: arms with equal settings are the same trial. Arms of a seed with equal cold-start
 settings share one cold start, which runs first.
 """
@@ -39,7 +39,7 @@ class Trial:
 
     arm: str  # empty for a cold start
     seed: int
-    settings: Any  # everything that determines the result, as JSON; if equal, it is the same trial
+    settings: Any  # everything that determines the result, as JSON; identifies the trial
     workdir: pathlib.Path
     flags: tuple[str, ...]  # of `python -m care_jax.main`, without --workdir
     cold_start: Trial | None = None  # the trial it starts from, if any
@@ -70,13 +70,13 @@ def plan(
     """Every trial of an experiment, by seed and then by arm.
 
     Args:
-        folder: of this and other experiments; a trial is in `folder/experiment/arm/seed_i`, or
-            where an equal one already is.
+        folder: of all experiments; a trial is in `folder/experiment/arm/seed_i`, or in the folder
+            of an equal trial.
         base: configuration that the arms modify, a file of `configs/`, such as "tiny".
         overrides: flags `--config.key=value` for all trials.
 
     Raises:
-        ValueError: the workdir of a trial is taken by one with other settings.
+        ValueError: the workdir of a trial holds one with other settings.
     """
     known = {
         _key(json.loads(path.read_text())["settings"]): path.parent
@@ -130,8 +130,8 @@ def run_all(
 ) -> list[TrialFailed]:
     """Runs all unfinished trials, cold starts first; `on_done` is called when one succeeds.
 
-    Of `num_processes` runs at a time each gets its share of the cores, and of the devices that
-    CUDA_VISIBLE_DEVICES names. Returns the failures; what does not depend on one still runs.
+    Each of `num_processes` concurrent runs gets a share of the cores and of CUDA_VISIBLE_DEVICES.
+    Returns the failures; trials that do not depend on a failed one still run.
     """
     todo = {trial.workdir: trial for trial in trials if not trial.is_done}
     starts = [trial.cold_start for trial in todo.values() if trial.cold_start is not None]
@@ -139,7 +139,7 @@ def run_all(
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(num_processes):
         slots.put(slot)
-    # A pool starts tasks in submission order, so no trial waits for a task behind it in the queue.
+    # A pool starts tasks in submission order, so no trial waits for a cold start queued after it.
     with concurrent.futures.ThreadPoolExecutor(num_processes) as pool:
         begun: dict[pathlib.Path, concurrent.futures.Future] = {}
 
@@ -169,7 +169,7 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
     record = {"settings": trial.settings, "commits": list(commits)}
     _write_record(trial, record)
     if trial.cold_start is not None and not (trial.workdir / _CHECKPOINTS).exists():
-        # Copy under another name first: a partial copy would be taken for a checkpoint.
+        # Copied under another name first: a partial copy would be read as a checkpoint.
         partial = trial.workdir / "checkpoints" / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(trial.cold_start.workdir / _CHECKPOINTS, partial)
@@ -191,7 +191,7 @@ def run_trial(trial: Trial, slot: int, num_slots: int) -> None:
 
 
 def read_outcome(trial: Trial) -> Outcome:
-    """Reads what a finished trial wrote."""
+    """Reads the configuration and metrics of a finished trial."""
     stages = _stages(trial)
     start = _stages(trial.cold_start) if trial.cold_start else stages
     final = [rows[-1] for name, rows in stages.items() if name.startswith("evaluate_")]
@@ -199,7 +199,7 @@ def read_outcome(trial: Trial) -> Outcome:
     return Outcome(
         arm=trial.arm,
         seed=trial.seed,
-        # Not that of the settings, in which the overrides are not applied.
+        # Not from the settings, which lack the overrides.
         config=json.loads((trial.workdir / "config.json").read_text()),
         start=firsts[-1] if firsts else {},
         final=final[-1] if final else {},
@@ -218,7 +218,7 @@ def _stages(trial: Trial) -> dict[str, list[dict[str, float]]]:
 
 
 def commit() -> str:
-    """The commit of the working tree, with "+" if files differ from it; "" outside git."""
+    """The commit of the working tree, with "+" if it is dirty; "" outside git."""
     command = ["git", "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
