@@ -1,4 +1,4 @@
-"""Does a run fit in memory, and how fast can it be? Compiles it, without any TPU or GPU.
+"""Memory and least time of a run on TPUs or GPUs, compiled without one.
 
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --mean_response=600
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --slices=4
@@ -14,11 +14,10 @@ Prints a row for every program of the configuration's stages "sft" and "rl", in 
     bound                             what limits the least time: compute, memory, the network
                                       between chips, or that between slices or nodes
 
-and the bytes that one chip receives from others, by collective, as compiled; with several slices
-or nodes, also what of it comes from others of these in a step. The worst step has
-prompts and responses of maximum length. With --mean_response, a step with randomly drawn lengths is
-printed too, see `step_sizes` and `lengths`. With --price, the list price of a chip for an hour, the
-last line says what all steps of "rl" cost at least.
+and the bytes that one chip receives, by collective, as compiled; with several slices or nodes, also
+the bytes per step that cross between them. Prompts and responses of the worst step have maximum
+length. With --mean_response, a step with drawn lengths is added, see `step_sizes` and `lengths`.
+With --price, the list price of a chip hour, the last line has the least cost of all "rl" steps.
 
 Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Exits with status 1 if the
 run does not fit, 2 if flags, configuration or topology are invalid.
@@ -53,7 +52,7 @@ _GPU_LIMITS = (
 
 
 def report(result: Fit) -> str:
-    """The tables, as Markdown with aligned columns, and the conclusions."""
+    """The tables, in Markdown with aligned columns, and the conclusions."""
     sizes = result.mesh.shape
     mesh_shape = " x ".join(f"{name} {sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
     is_named = result.num_slices > 1 and not _is_gpu(result)
@@ -150,7 +149,7 @@ def _step_line(result: Fit, stage: str) -> str:
 
 
 def price_line(result: Fit, num_steps: int, price: float | None) -> str:
-    """What the steps of "rl" take and cost at least; at the mean length where there is one."""
+    """Least time and cost of all steps of "rl", at the mean length if there is one."""
     seconds = num_steps * result.step_seconds("rl", is_expected=bool(result.expected))
     hours = seconds / 3600
     line = f"{num_steps} steps of 'rl' take at least {hours:.1f} h, {hours * result.mesh.size:.0f} "
@@ -186,7 +185,7 @@ def run_main() -> None:
             _leave(error)
 
     def main(_: Sequence[str]) -> None:
-        jax.config.update("jax_platforms", "cpu")  # leave any accelerator of this machine alone
+        jax.config.update("jax_platforms", "cpu")  # do not initialise this machine's accelerators
         try:
             result = fit(config.value, topology.value, mean.value, slices.value)
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Bytes that one chip receives from others while a compiled program runs, from its HLO text.
+"""Bytes that one chip receives in the collectives of a compiled program, from its HLO text.
 
 With a result of s bytes in groups of g chips, a chip receives at least
 
@@ -8,16 +8,16 @@ With a result of s bytes in groups of g chips, a chip receives at least
     all-to-all          s (g-1)/g
     collective-permute  s
 
-A collective in a loop counts once per iteration. For a loop of known length, the number of
-iterations is in the compiler's annotation, or is the constant in its loop condition. For
-loops of unknown length, over microbatches or decode steps, the caller passes the number.
+A collective in a loop counts once per iteration. The length of a loop is the compiler's annotation
+or the constant in its condition. For loops of unknown length, over microbatches or decode steps,
+the caller passes it.
 
 On TPUs a reduce-scatter is a fusion of an all-reduce and slices, with both in its name.
 
-Slices of TPUs and nodes of GPUs are connected by a slower network. If a group of g chips spans k of
-them, the share (k-1)/(g-1) of these bytes crosses it: the chips of a slice together receive what
-is in the other slices once. A TPU program is that of one slice: what it exchanges with others is
-a `send` to the host, which carries out the collective.
+TPU slices and GPU nodes are connected by a slower network. If a group of g chips spans k of them,
+the share (k-1)/(g-1) of these bytes crosses it, because the chips of a slice together receive the
+data of the other slices once. A TPU program covers one slice; collectives between slices are a
+`send` to the host, which carries them out.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Received:
     """Bytes that one chip receives in a call of a program, by collective."""
 
     once: Counter[str]  # outside loops of unknown length
-    each_pass: Counter[str]  # in one iteration of these; a nested loop is assumed to run once
+    each_pass: Counter[str]  # per iteration of such a loop; nested ones are assumed to run once
 
     def by_collective(self, num_passes: int) -> dict[str, int]:
-        """Bytes of each collective if the loops of unknown length run `num_passes` times."""
+        """Bytes of each collective; loops of unknown length run `num_passes` times."""
         return {kind: self.once[kind] + num_passes * self.each_pass[kind] for kind in COLLECTIVES}
 
     def between_slices(self, num_passes: int) -> int:
-        """Bytes from other slices of TPUs or nodes of GPUs, likewise."""
+        """Bytes from other TPU slices or GPU nodes, likewise."""
         return self.once[_BETWEEN] + num_passes * self.each_pass[_BETWEEN]
 
     def total(self, num_passes: int) -> int:
@@ -65,12 +65,12 @@ class Received:
 
 
 def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Received:
-    """Bytes that one chip receives in a program, of which `hlo` is `compiled.as_text()`.
+    """Bytes that one chip receives in a program; `hlo` is its `compiled.as_text()`.
 
-    Slices are those of TPUs or nodes of GPUs; the chips of one have consecutive numbers.
+    A slice is a TPU slice or GPU node; its chips have consecutive numbers.
 
     Raises:
-        ValueError: the text has no entry computation, or groups that cannot be read.
+        ValueError: the text has no entry computation, or groups that cannot be parsed.
     """
     computations, entry = _computations(hlo)
     if entry is None:
@@ -89,7 +89,7 @@ def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Receive
                 is_fused = operation == "all-reduce" and "all-reduce-scatter" in name
                 groups = _groups(line, num_chips)
                 size = _bytes_received(shape, operation, bool(is_start), groups.shape[1])
-                # Only the slice is kept, so the all-gather half of the all-reduce never happens.
+                # The chip keeps one slice, so there is no all-gather half of the all-reduce.
                 size = size // 2 if is_fused else size
                 once["reduce-scatter" if is_fused else operation] += size
                 if num_slices > 1:
@@ -116,7 +116,7 @@ def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Receive
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
-    """The lines of every computation by its name, and the name of the entry computation."""
+    """The lines of each computation by name, and the name of the entry computation."""
     computations: dict[str, list[str]] = {}
     entry, lines = None, []
     for line in hlo.splitlines():
@@ -137,7 +137,7 @@ def _called(line: str) -> Sequence[str]:
 def _num_passes(line: str, condition: Sequence[str]) -> int | None:
     """Iterations of a loop; None if known only at run time.
 
-    Loops of known length count from 0 in steps of 1 up to a constant.
+    Loops of known length count from 0 to a constant in steps of 1.
     """
     if known := _TRIPS.search(line):
         return int(known[1])
@@ -164,13 +164,13 @@ def _bytes_received(shape: str, operation: str, is_start: bool, group: int) -> i
 
 
 def _share_between(groups: Int[np.ndarray, "n g"], chips_per_slice: int) -> float:
-    """Share of a collective's bytes that a chip receives from other slices; of all, the largest."""
+    """Share of a collective's bytes that comes from other slices, maximum over the groups."""
     num_spanned = max(len(set(group)) for group in (groups // chips_per_slice).tolist())
     return (num_spanned - 1) / max(groups.shape[1] - 1, 1)
 
 
 def _bytes_to_slices(line: str, shape: str, num_slices: int) -> int:
-    """Bytes that a chip receives from other slices for what it sends to the host, else 0."""
+    """Bytes that a chip receives in a collective between slices; 0 for any other `send`."""
     if (transfer := _TRANSFER.search(line)) is None:
         return 0
     share = (num_slices - 1) / num_slices
@@ -203,8 +203,8 @@ def _num_bytes(shape: str) -> int:
 def _groups(line: str, num_chips: int) -> Int[np.ndarray, "n g"]:
     """The chips of each group of a collective; a permutation's (source, target) pairs.
 
-    Three notations: {{0,1},{2,3}}; [2,4]<=[8], groups x size, perhaps of a transposed array of all
-    chips; mesh['a'=2,'b'=4] {'b'}, the axes that span a group, or a part of an axis as 'b':(1)2.
+    Three notations: {{0,1},{2,3}}; [2,4]<=[8], groups x size, of all chips in order or transposed;
+    mesh['a'=2,'b'=4] {'b'}, the axes that span a group, or a part of an axis as 'b':(1)2.
     """
     if pairs := re.search(r"source_target_pairs=\{([\d,{}]*)\}", line):
         return np.array(re.findall(r"(\d+),(\d+)", pairs[1]) or [(0, 0)], int)
@@ -232,7 +232,7 @@ def _groups(line: str, num_chips: int) -> Int[np.ndarray, "n g"]:
 
 
 def _iota(text: str, num_chips: int) -> Int[np.ndarray, " n"]:
-    """Chips in the order of "[2,8]T(1,0)": counted in that shape, then transposed."""
+    """Chips in the order of "[2,8]T(1,0)": an iota of that shape, transposed."""
     found = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if found is None:
         return np.arange(num_chips)

@@ -1,10 +1,10 @@
 """Memory and least time of a run, from programs compiled ahead of time without the devices.
 
 Every program of a run is compiled for the chips of a topology, with the shapes of its largest
-batch. The memory of a chip while a program runs is the compiler's figure for the program, plus
-arrays that the run keeps on the chip but does not pass to it: optimizer state, reference, later
-batches. The least time of a step comes from the roofline, for the largest step and for lengths
-drawn around a mean; its bytes between chips are those of the compiled programs.
+batch. A chip's memory is the compiler's figure for the program, plus the arrays that the run keeps
+on the chip but does not pass to it: optimizer state, reference policy, later batches. The least
+time of a step is the roofline's, for the largest step and for drawn lengths; the bytes between
+chips are those of the compiled collectives.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _UNITS = {"G": 2**30, "M": 2**20}
 class Program:
     """One program of a run."""
 
-    name: str  # its stage and what it does
-    work: Work  # what it computes and moves in its largest call
-    num_calls: int = 1  # calls in one step of its stage
+    name: str  # stage and function, such as "rl update"
+    work: Work  # of its largest call
+    num_calls: int = 1  # per step of its stage
     expected: tuple[Work, ...] = ()  # of every call of a step at the mean length, if one is given
     beside: int = 0  # bytes of other arrays that the run keeps on one chip meanwhile
     # Bytes on one chip; an output aliased to a donated argument is counted once. If the compiler
@@ -58,13 +58,13 @@ class Program:
     arguments: int = 0
     outputs: int = 0
     temporaries: int = 0
-    received: Received | None = None  # bytes from other chips, as compiled; None if it was refused
+    received: Received | None = None  # bytes from other chips; None if it was refused
     is_refused: bool = False  # the program alone is too large for the chip
     seconds: float = 0.0  # compile time
 
     @property
     def own_bytes(self) -> int:
-        """Bytes on one chip of the program alone."""
+        """Bytes on one chip, without `beside`."""
         return self.arguments + self.outputs + self.temporaries
 
     @property
@@ -84,13 +84,13 @@ class Fit:
     topology: str
     chip: Chip
     mesh: Mesh
-    # In the order of a run; if one is refused, those that need its results are missing.
+    # In the order of a run; programs that need the results of a refused one are missing.
     programs: tuple[Program, ...]
-    decode_prompts: int | None  # most prompts in flight that should fit; None without rollouts
-    num_slices: int = 1  # slices of TPUs or nodes of GPUs among its chips
-    largest: StepSizes | None = None  # what a step of "rl" computes at worst
-    expected: StepSizes | None = None  # at the mean length, if one is given
-    mean_response: float | None = None  # that mean, in tokens of a response
+    decode_prompts: int | None  # maximum prompts in flight that should fit; None without rollouts
+    num_slices: int = 1  # TPU slices or GPU nodes
+    largest: StepSizes | None = None  # the largest step of "rl"
+    expected: StepSizes | None = None  # a step at the mean length, if one is given
+    mean_response: float | None = None  # that mean, in tokens per response
 
     @property
     def fullest(self) -> Program:
@@ -119,7 +119,7 @@ def fit(
     Args:
         topology: such as "v5e:4x4"; its chips are the mesh.
         mean_response: mean tokens of a response; None skips the expected step.
-        num_slices: slices of TPUs of that topology, between which the network is slow.
+        num_slices: number of TPU slices, each of that topology.
 
     Raises:
         ValueError: the topology is unknown, or the configuration cannot run on it.
@@ -169,7 +169,7 @@ def _sft_program(run: Run, mean_response: float | None) -> Program:
 def _rollout_programs(
     run: Run, chip: Chip, largest: StepSizes, expected: StepSizes | None
 ) -> tuple[list[Program], int | None]:
-    """The reshard program, decode programs for its output, and the most prompts that should fit."""
+    """The reshard and decode programs, and the maximum prompts in flight that should fit."""
     rl, config = run.config.rl, run.policy.config
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
@@ -210,7 +210,7 @@ def _decode_programs(
 ) -> list[Program]:
     """The prefill and decode programs of one pass, "decode" or "reflect".
 
-    `kept` are bytes of other arrays that the run keeps on one chip meanwhile.
+    `kept` becomes `Program.beside`.
     """
     rows_sharding, rules = run.decode_batch_sharding, run.config.decode_sharding_rules
     impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
@@ -220,7 +220,7 @@ def _decode_programs(
     slots = shapes.slots(run, sizes, num_tokens)
 
     def compiled(kind: str, jitted, arguments: tuple, work_of, calls_of) -> Program:
-        """One program; every call of the worst step counts as its largest call."""
+        """One program; each call of the worst step is counted as the largest one."""
         calls = calls_of(largest)
         work = max(map(work_of, calls), key=lambda work: (work.hbm_bytes, work.flops))
         works = tuple(map(work_of, calls_of(expected))) if expected else ()
@@ -280,9 +280,9 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
 
 
 def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Program, Any]:
-    """The program with what its compiler says of it, and its results as abstract arrays.
+    """The program with its compiled memory and collectives, and its results as abstract arrays.
 
-    There are no results if the compiler refused it for its size.
+    The results are None if the compiler refused it for its size.
     """
     logging.info("compiling %s", program.name)
     began = time.perf_counter()
@@ -326,6 +326,6 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:
-    """Bytes of a reference policy kept on the devices, see `update_batch.copy_reference`."""
+    """Bytes of the reference policy on the devices, see `update_batch.copy_reference`."""
     has_copy = run.has_reference_copy and "reference" not in run.config.model.offload
     return shapes.num_bytes(state.params) if has_copy else 0

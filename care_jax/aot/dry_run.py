@@ -1,7 +1,7 @@
-"""What a run would do, told in seconds: `python -m care_jax.main --dry_run --config=...`.
+"""Describes what a run would do: `python -m care_jax.main --dry_run --config=...`.
 
-The configuration, the devices, the first rows of every source as they are tokenised, parameters and
-memory, and the files that would be written. No weight is read, nothing is trained or written.
+The configuration, the devices, the first tokenised rows of every source, parameters and memory, and
+the files that would be written. No weights are read; nothing is trained or written.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from care_jax.run.run import (
     params_of,
 )
 
-NUM_ROWS = 2  # shown of each source
-_MOST_TRIED = 64  # rows that are tokenised for them
-_CHEAP = 50e6  # parameters up to which the update is compiled: seconds on a CPU
+NUM_ROWS = 2  # shown per source
+_MOST_TRIED = 64  # rows tokenised to find usable ones
+_CHEAP = 50e6  # maximum parameters for which the update is compiled, in seconds on a CPU
 
 
 def describe(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
-    """The description, in plain text, with the examples of each stage, held out for "evaluate".
+    """The description, in plain text; `sources` has the examples of each stage.
 
     Raises:
-        ValueError: a source has no usable row among its first.
+        ValueError: a source has no usable row among its first `_MOST_TRIED`.
     """
     sections = {
         "Configuration": _configuration(run.config),
@@ -89,7 +89,7 @@ def _data(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
 
 
 def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
-    """The first usable rows, and why those before them are not."""
+    """The first usable rows, and the reasons why rows before them are unusable."""
     left_out, num_shown, builder = Counter(), 0, run.policy.prompts
     for index in range(min(len(examples), _MOST_TRIED)):
         try:
@@ -122,7 +122,7 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
 
 
 def _memory(run: Run) -> Iterator[str]:
-    """GiB of what lies on a device throughout a stage, and of the update where it is compiled."""
+    """GiB of the arrays kept on a device during a stage, and of the update if it is compiled."""
     stages = [stage for stage in TRAINING if stage in run.config.stages]
     if not stages:
         yield f"{_gib(shapes.num_bytes(params_of(run)))} weights"
@@ -176,7 +176,7 @@ def _files(run: Run) -> Iterator[str]:
             f"steps, {_gib(size).strip()} each, the last {config.keep_checkpoints} kept; "
             + (f"goes on from step {max(saved)}" if saved else "none yet")
         )
-    # What is evaluated before any training, see `run.weights.find`.
+    # The weights that an evaluation before any training uses, see `run.weights.find`.
     found = [stage for stage in TRAINING if has_checkpoint(run, stage)]
     last = f"{found[-1]} (export.step {config.export.step!r})" if found else "start"
     if any(stage in TRAINING for stage in config.stages):

@@ -3,15 +3,15 @@
 They size the computation of a run before there is any data. These are assumptions, not
 measurements:
 
-- Sources in proportion to their examples: ChartQA human 7398, Geometry3K 2101, ViRL39K 38870.
+- Sources by number of examples (tab:dataset-stats): ChartQA human 7398, Geometry3K 2101, ViRL39K
+  38870.
 - Text: 60 tokens of template, system prompt and instruction, then a question of log-normal length
   (σ 0.5), on average 16 tokens (ChartQA), 30 (Geometry3K), 80 (ViRL39K).
 - Images: ChartQA 800 x 560 to 850 x 600 pixels; Geometry3K 300 to 500 a side; ViRL39K log-normal in
   area (median 250,000, σ 1) and aspect ratio (σ 0.3), with one image in 94% of examples, none in
-  4%, two in 2%. All are resized by `patches.target_size`. Prompts that fit no bucket are dropped,
-  as in a run.
+  4%, two in 2%. All are resized by `patches.target_size`. Prompts that fit no bucket are dropped.
 - Responses: log-normal with the given mean, then clipped to the cap. Half of the variance of the
-  log-length is between prompts: all nine responses to a hard question are long.
+  log-length is between prompts: responses to a hard question are all long.
 
 Letters: N prompts, R responses of a prompt.
 """
@@ -31,7 +31,7 @@ _QUESTION_TOKENS = {"chartqa": 16, "geometry3k": 30, "virl39k": 80}
 _TEMPLATE_TOKENS = 60
 _NUM_IMAGES = (0.04, 0.94, 0.02)  # shares of ViRL39K's examples with none, one and two
 _MIN_RESPONSE = 8  # tokens
-_TRIES = 1000  # most draws for one prompt that fits a bucket
+_TRIES = 1000  # maximum draws for one prompt that fits a bucket
 
 
 def draw_prompts(
@@ -94,7 +94,7 @@ def draw_responses(
 ) -> Int[np.ndarray, "N R"]:
     """Tokens of each response: log-normal with this mean, then clipped to at most `cap`.
 
-    `shape` is (N, R); `sigma` is the standard deviation of the log.
+    `shape` is (N, R); `sigma` is the standard deviation of the log-length.
     """
     scale = np.sqrt(0.5) * sigma
     log = np.log(mean) - sigma**2 / 2 + rng.normal(0, scale, (shape[0], 1))

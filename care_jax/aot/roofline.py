@@ -1,6 +1,6 @@
-"""Roofline of a program: its FLOPs and bytes, and the least time that the peaks of a chip allow.
+"""Roofline of a program: its FLOPs and bytes, and its least time at the peak rates of a chip.
 
-FLOPs are those of `devices.flops`. The bytes of activations are left out.
+FLOPs are counted by `devices.flops`. The bytes of activations are left out.
 
 Letters: P prompt tokens, N image patches, R rows per prompt, T response tokens.
 """
@@ -17,17 +17,17 @@ from models.config import BackboneConfig, TextConfig
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a program computes and moves."""
+    """FLOPs and bytes of a program."""
 
     flops: float = 0  # of all chips together
-    hbm_bytes: float = 0  # bytes that one chip reads and writes
-    ici_bytes: float = 0  # bytes that one chip receives; estimated until its program is compiled
-    dcn_bytes: float = 0  # those from other slices or nodes; 0 until it is compiled
-    tokens: int = 0  # tokens sampled or trained on; 0 if the program does neither
+    hbm_bytes: float = 0  # read and written by one chip
+    ici_bytes: float = 0  # received by one chip; an estimate until the program is compiled
+    dcn_bytes: float = 0  # received from other slices or nodes; 0 until the program is compiled
+    tokens: int = 0  # sampled or trained on; 0 if the program does neither
     num_passes: int = 0  # iterations of the loop of unknown length: microbatches or decode steps
 
     def bounds(self, chip: Chip, num_chips: int) -> dict[str, float]:
-        """Seconds of compute, memory traffic and both networks, each at its peak rate."""
+        """Seconds for compute, memory traffic and both networks, each at its peak rate."""
         return {
             "compute": self.flops / (num_chips * chip.flops),
             "memory": self.hbm_bytes / chip.hbm_bandwidth,
@@ -36,13 +36,13 @@ class Work:
         }
 
     def seconds(self, chip: Chip, num_chips: int) -> float:
-        """The least time: the longest of them."""
+        """The least time: the maximum of `bounds`."""
         return max(self.bounds(chip, num_chips).values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is decoded: prompts of P tokens and N patches, each with R rows of T cache slots."""
+    """Prompts of P tokens and N patches, each with R rows of T cache slots."""
 
     prompts: int
     prompt_tokens: int
@@ -56,7 +56,7 @@ class Layout:
     """How a program is sharded."""
 
     batch_parts: int  # shards of a batch
-    weight_parts: int  # FSDP shards of the weights, which are all-gathered where they are used
+    weight_parts: int  # FSDP shards of the weights, all-gathered for use
     product_parts: int  # tensor-parallel shards of every matmul
     itemsize: int  # bytes of a weight or activation in the compute dtype
 
@@ -72,7 +72,7 @@ def train_work(
     freeze_decoder: bool = False,
     has_adapters: bool = False,
 ) -> Work:
-    """An update: each microbatch all-gathers weights every pass and reduce-scatters gradients."""
+    """An update: per microbatch, an all-gather in every pass and a reduce-scatter of gradients."""
     num_weights = decoder_weights(config.text)
     gathered = num_weights * layout.itemsize / layout.product_parts
     num_passes = 2 + (remat != "none")
@@ -125,9 +125,9 @@ def decode_work(
 ) -> Work:
     """Decode steps of all rows, including idle ones.
 
-    Every step reads the weights, and the KV cache as far as attention needs it. `rows` have the
-    cache slots allocated for each; all of them sample `num_tokens`. `num_read` are the slots read
-    of the prompts and of the rows, summed over the steps; None if attention reads all.
+    Every step reads the weights and the KV cache. `rows` has the allocated cache slots; all rows
+    together sample `num_tokens`. `num_read` has the cache slots read of prompts and of rows, summed
+    over the steps; None: all.
     """
     text = config.text
     num_rows = rows.prompts * rows.rows
@@ -147,7 +147,7 @@ def decode_work(
 
 
 def decoder_weights(text: TextConfig) -> int:
-    """Number of weights in the matmuls of the decoder layers and the unembedding."""
+    """Number of weights in the matmuls of the decoder layers and of the unembedding."""
     D, H = text.hidden_size, text.head_dim
     heads = 2 * text.num_heads + 2 * text.num_kv_heads
     layer = D * H * heads + 3 * D * text.intermediate_size

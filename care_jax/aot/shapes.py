@@ -1,4 +1,4 @@
-"""A run's inputs as abstract arrays, which `compile` needs: no weights, data or devices.
+"""A run's inputs as abstract arrays, for `compile`: no weights, data or devices.
 
 Every prompt fills the largest bucket and has an image; every response has the maximum length.
 """
@@ -32,7 +32,7 @@ from models.release import config_json
 
 
 def policy(config: ConfigDict) -> Policy:
-    """A policy without a tokenizer and without weights.
+    """A policy without tokenizer and weights.
 
     Raises:
         ValueError: `model.path` is neither a folder with a config.json nor a known release.
@@ -52,12 +52,12 @@ def policy(config: ConfigDict) -> Policy:
         )
     no_bytes, think_tag = [b""] * backbone.text.vocab_size, config.data.think_tag
     tag_table = spans.closing_tag_table(no_bytes, think_tag)
-    no_text: Any = None  # no program reads any
+    no_text: Any = None  # unused by compiled programs
     return Policy(backbone, no_text, no_text, no_bytes, tag_table, think_tag, folder=None)
 
 
 def on_batch(rows_sharding: NamedSharding, *shape: int) -> Callable[[Any], jax.ShapeDtypeStruct]:
-    """dtype -> abstract array of this shape and sharding, such as that of a batch of `Run`."""
+    """dtype -> abstract array of this shape and sharding."""
     return lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=rows_sharding)
 
 
@@ -76,7 +76,7 @@ def largest_bucket(run: Run) -> tuple[int, int]:
 
 
 def num_rows(run: Run) -> int:
-    """Rows of a prompt: its rollouts, plus the reflected one if the objective has reflection."""
+    """Rows of a prompt: its rollouts and, if the objective has reflection, the reflected row."""
     return run.config.rl.num_rollouts + run.objective.has_reflection
 
 
@@ -88,7 +88,7 @@ def largest_update(run: Run) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N
 
 
 def prompts(run: Run, size: int, context_tokens: int = 0) -> Prompts:
-    """`size` prompts of the largest bucket, each with `context_tokens` more tokens."""
+    """`size` prompts of the largest bucket, each with `context_tokens` additional tokens."""
     num_tokens, num_patches = largest_bucket(run)
     num_tokens += context_tokens
     rows_sharding = run.decode_batch_sharding

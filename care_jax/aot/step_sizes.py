@@ -1,7 +1,7 @@
-"""How much one step computes: the rows of its updates and the calls of its decoding (host).
+"""Sizes of one step: the packed rows of its updates and the calls of its decoding (host).
 
-In the largest step, every prompt and response has the maximum length. In the expected step, lengths
-are drawn around a mean from the model in `lengths`. All tokens of a reflected row count as sampled.
+In the largest step every prompt and response has the maximum length. In the expected step lengths
+are drawn by `lengths`. All tokens of a reflected row count as sampled.
 
 Letters: N prompts, R rows of a prompt.
 """
@@ -21,14 +21,14 @@ from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.run import Run
 
-_SEED = 0  # of the drawn lengths, so that two means or two topologies get the same prompts
+_SEED = 0  # of the drawn lengths: all means and topologies get the same prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
-    """What an RL step computes."""
+    """Sizes of an RL step."""
 
-    updates: tuple[tuple[RowPlan, Packed], ...]  # rows, and what a forward over them computes
+    updates: tuple[tuple[RowPlan, Packed], ...]  # packed rows, and the size of their forward
     decoding: Schedule  # of the first decode
     reflecting: Schedule  # of the second, as if every prompt were repaired
 
@@ -45,12 +45,12 @@ class StepSizes:
 
 
 def num_processes(run: Run) -> int:
-    """Processes of the mesh; with compile-only devices, this process is not one of them."""
+    """Processes of the mesh. With compile-only devices, this process is not among them."""
     return len({device.process_index for device in run.mesh.devices.flat})
 
 
 def largest_step(run: Run) -> StepSizes:
-    """A step whose prompts all fill the largest bucket and whose responses are all longest."""
+    """A step in which prompts fill the largest bucket and responses have maximum length."""
     num_updates = run.config.rl.prompts_per_step // run.config.rl.prompts_per_update
     prompts, responses = shapes.largest_update(run)
     update = plan_update(run, "rl", prompts, responses)
@@ -61,7 +61,7 @@ def largest_step(run: Run) -> StepSizes:
 def expected_step(run: Run, mean_response: float) -> StepSizes:
     """A step with prompts and responses of drawn lengths, planned as in a run.
 
-    The mean is of a response's tokens before they are clipped to rl.max_response_tokens.
+    `mean_response` is in tokens, before clipping to rl.max_response_tokens.
     """
     rl = run.config.rl
     prompts, responses = draw(
@@ -75,9 +75,9 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
 
 
 def largest_imitation(run: Run) -> tuple[int, Packed]:
-    """Microbatches of an SFT step (the cold start), and the size of a forward over all its rows.
+    """Microbatches of the largest SFT step, and the size of a forward over all its rows.
 
-    As many rows as examples, all of them full, which is the most a step can have.
+    It has one full row per example.
     """
     sft = run.config.sft
     num_rows = max(sft.batch_size, sft.microbatch_size)
@@ -104,9 +104,9 @@ def expected_imitation(run: Run, mean_response: float) -> tuple[int, Packed]:
 def draw(
     run: Run, num_prompts: int, num_rows: int, mean: float, cap: int
 ) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
-    """Tokens and patches of N prompts, and tokens of R responses to each, the same each time.
+    """Tokens and patches of N prompts, and tokens of R responses to each; deterministic.
 
-    A response has `mean` tokens on average before it is clipped to `cap`.
+    Responses have `mean` tokens on average before they are clipped to `cap`.
     """
     data, vision = run.config.data, run.policy.config.vision
     rng = np.random.default_rng(_SEED)
@@ -151,9 +151,9 @@ def plan_update(
 def schedules(
     run: Run, prompts: Int[np.ndarray, "N 2"], responses: Int[np.ndarray, "N R"]
 ) -> tuple[Schedule, Schedule]:
-    """The schedules of the first decode, and of the reflected one.
+    """The schedules of the first and of the reflected decode.
 
-    The tokens that a reflected row samples are clipped to what the longest context leaves.
+    Sampled tokens of a reflected row are clipped to what the longest context leaves.
     """
     buckets = sorted(map(tuple, run.config.data.buckets))
     first, second = rollout_sizes(run)

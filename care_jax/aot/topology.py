@@ -1,6 +1,6 @@
 """Compile-only devices of a named topology.
 
-TPUs: "v5e:8x8", the shape of a slice in chips, as libtpu names it. GPUs: "h100:8" or "h100:2x8",
+TPUs: "v5e:8x8", the shape of a slice in chips, in libtpu's notation. GPUs: "h100:8" or "h100:2x8",
 nodes x GPUs. Both compilers run without a device.
 """
 
@@ -18,14 +18,14 @@ from jax.experimental import topologies
 
 from care_jax.devices.flops import CHIPS, Chip
 
-# What libtpu would otherwise query over the network, on a host without TPUs.
+# libtpu otherwise queries these over the network, on a host without TPUs.
 _HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may load libtpu at once
 }
-# What sets the architectures apart in GpuTargetConfigProto, from NVIDIA's data sheets and CUDA's
+# GpuTargetConfigProto fields that depend on the architecture, from NVIDIA's data sheets and CUDA's
 # tables.
 _AMPERE = """shared_memory_per_core: 167936 core_count: 108 fpus_per_core: 64
   l2_cache_size: 41943040 clock_rate_ghz: 1.41 shared_memory_per_block_optin: 166912
@@ -63,18 +63,18 @@ class Topology:
 
     @property
     def slices(self) -> list[int]:
-        """The slice of TPUs or node of GPUs of each device."""
+        """TPU slice or GPU node of each device."""
         return [slice_of(device) for device in self.devices]
 
 
 def slice_of(device: jax.Device) -> int:
-    """The slice or node of a compile-only device. GPUs know only their process, one per node."""
+    """TPU slice or GPU node of a compile-only device; a GPU's node is its process index."""
     is_gpu = device.platform == "gpu"
     return device.process_index if is_gpu else getattr(device, "slice_index", None) or 0
 
 
 def find_topology(name: str, num_slices: int = 1) -> Topology:
-    """The chips of a topology such as "v5e:4x4" or "h100:2x8", and as many slices of TPUs.
+    """The chips of a topology such as "v5e:4x4" or "h100:2x8"; on TPUs, of `num_slices` slices.
 
     Raises:
         ValueError: the topology is unknown, or its compiler is not installed.

@@ -1,7 +1,6 @@
-"""What the calls of a run's programs compute and move, for the roofline.
+"""FLOPs and bytes of each call of a run's programs, for the roofline.
 
-`compile` asks it for programs that are only compiled, `perf.accelerator` for calls that it has
-timed.
+`compile` uses it for compiled programs, `perf.accelerator` for timed calls.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from models.attention.packed import AttentionImpl
 
 
 def layout(run: Run, is_decoding: bool = False) -> Layout:
-    """Number of shards of batches, gathered weights and matmuls under the rules."""
+    """Number of shards of batches, all-gathered weights and matmuls under the sharding rules."""
     rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
     axes = "batch", "embed", "mlp"
     parts = (sharding.num_shards_of(axis, rules, run.mesh) for axis in axes)
@@ -27,13 +26,13 @@ def layout(run: Run, is_decoding: bool = False) -> Layout:
 
 
 def prefill(run: Run, sizes: Sizes, bucket: tuple[int, int]) -> Work:
-    """A prefill of `sizes.num_new` prompts, padded to a bucket of (tokens, patches)."""
+    """Prefill of `sizes.num_new` prompts, padded to a bucket of (tokens, patches)."""
     rows = Rows(sizes.num_new, *bucket, 1, 0)
     return roofline.prefill_work(run.policy.config, rows, layout(run, is_decoding=True))
 
 
 def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
-    """The decode steps of one call; the attention of XLA reads all positions of the caches."""
+    """The decode steps of one call; XLA's attention reads the whole caches."""
     rows = Rows(call.num_slots, call.num_prompt_tokens, 0, sizes.num_rows, sizes.max_tokens)
     return roofline.decode_work(
         run.policy.config,
@@ -46,10 +45,10 @@ def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
 
 
 def _positions_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
-    """Cache positions that the steps of a call read of prompts and rows, in whole blocks.
+    """Cache positions of prompts and of rows that the steps of a call read, in whole blocks.
 
-    Prompts end where a block ends. Those of a row begin and end anywhere, so that on average
-    they touch a block more than they fill.
+    A prompt ends at a block boundary, so on average half a block is read in excess. The positions
+    of a row start and end anywhere, so it is one block.
     """
 
     def read(num_owners, num_tokens, num_positions, num_partial):
@@ -65,14 +64,14 @@ def _positions_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, i
 
 
 def score(run: Run, num_microbatches: int, packed: Packed) -> Work:
-    """The log-probabilities of all responses of an update."""
+    """Log-probabilities of all responses of an update."""
     return roofline.score_work(
         run.policy.config, packed, layout(run), num_microbatches=num_microbatches
     )
 
 
 def train(run: Run, num_microbatches: int, packed: Packed) -> Work:
-    """The forward and backward over packed rows, and the optimizer."""
+    """Forward and backward over packed rows, and the optimizer."""
     model = run.config.model
     return roofline.train_work(
         run.policy.config,

@@ -1,1 +1,1 @@
-"""Programs beside training; each runs alone and none is imported."""
+"""Standalone programs beside training: data preparation, probing, repairs, SmolLM2."""

@@ -1,10 +1,10 @@
-"""Detects duplicate examples across corpora, and examples that leak from evaluation benchmarks.
+"""Detects duplicate examples across corpora, and contamination by evaluation benchmarks.
 
 An exact duplicate has the same text and the same pictures. A near duplicate has the same text up to
 case, spaces and punctuation, similar pictures, and the same answer. The answer is compared because
-short questions ("Find x.") are asked of many diagrams that differ only in one label.
+short questions ("Find x.") recur with many diagrams that differ in one label.
 
-Against a benchmark, answers are ignored, and sharing a picture is enough, whatever the question.
+Matches with a benchmark ignore the answer; a shared picture is enough, whatever the question.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT = re.compile(r"\d+(?:[.,]\d+)*|[^\W_]|[-+*/^<>=%°√π]")
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """Digests of what an example asks, a few dozen bytes."""
+    """Digests of an example, a few dozen bytes."""
 
     exact: bytes  # digest of the question (whitespace collapsed) and the pictures' pixels
     text: bytes  # digest of the question without choices, case, spaces and punctuation
@@ -32,7 +32,7 @@ class Content:
 
 
 def content_of(example: Example) -> Content:
-    """Decodes the pictures of an example, which may be `Unusable`, and computes its digests."""
+    """Decodes the pictures of an example and computes its digests; may raise `Unusable`."""
     pictures, question = tuple(map(fingerprint, example.images)), example.question
     if example.choices:
         question = "\n".join(question.split("\n")[: -len(example.choices)]) or question
@@ -54,7 +54,7 @@ def normalized_text(text: str) -> str:
 class DuplicateIndex:
     """An index of the examples kept so far and of the benchmarks' questions.
 
-    Two pictures are similar if at most `near_bits` of their 144 hash bits differ.
+    Two pictures are similar if at most `near_bits` of their 144 perceptual-hash bits differ.
     """
 
     def __init__(self, near_bits: int):
@@ -71,7 +71,7 @@ class DuplicateIndex:
             self._benchmark_pictures.setdefault(picture.digest, name)
 
     def in_benchmark(self, content: Content) -> tuple[str, str]:
-        """(reason, name) of the benchmark that has the question or a picture; empty if none."""
+        """(reason, name) of the benchmark with the question or a picture; empty if none."""
         for name, other in self._benchmark.get(content.text, ()):
             if self._has_similar_pictures(content, other):
                 return f"question of benchmark {name}", name
@@ -81,7 +81,7 @@ class DuplicateIndex:
         return "", ""
 
     def duplicate(self, content: Content) -> str:
-        """The reason an example is dropped as a duplicate of a kept one; empty if it is not."""
+        """The reason to drop an example as a duplicate of a kept one; empty if there is none."""
         if content.exact in self._exact:
             name, answer = self._exact[content.exact]
             conflict = "" if answer == content.answer else " with another answer"

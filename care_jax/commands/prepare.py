@@ -1,13 +1,13 @@
 """Cleans sources into one folder: `python -m care_jax.commands.prepare --config=FILE --out=FOLDER`.
 
-Reads `data.prepare.sources` in order, row by row. Drops rows that are unusable, that duplicate an
-earlier row, that match a benchmark of `data.prepare.benchmarks`, or that do not fit `data.buckets`
-or, with their response, `sft.row_tokens`. Writes the rest to ArrayRecord shards, with a manifest
-(counts by source and reason, sizes, checksums) and a list of every dropped row.
+Reads `data.prepare.sources` in order. Drops rows that are unusable, that duplicate an earlier row,
+that match a benchmark of `data.prepare.benchmarks`, or that do not fit `data.buckets` or, with
+their response, `sft.row_tokens`. Writes the rest to ArrayRecord shards, with a manifest (counts by
+source and reason, sizes, checksums) and a list of every dropped row.
 
 The same configuration and files give the same bytes. The folder is written under a temporary name
-and renamed at the end, so it is complete if it exists. Only one run at a time may write it. Memory
-holds a few dozen images and about a kilobyte per kept row.
+and renamed at the end, so it is complete if it exists. Only one process at a time may write it.
+Memory: a few dozen images and about a kilobyte per kept row.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from care_jax.data.stages import open_prompts
 
 LEFT_OUT = "left_out.jsonl"
 RESPONSE_TOO_LONG = "response too long"
-# Keys of `data` that determine the bytes, so not those of training or `num_workers`.
+# Keys of `data` that determine the output.
 _DECISIVE = ("prepare", "min_pixels", "max_pixels", "buckets")
 _DECISIVE += ("system_prompt", "instruction", "think_tag")
 _AHEAD = 4  # rows per worker inspected in advance
-# Row, its example if it can be read, and its content or why it is unusable.
+# Row, its example if readable, and its content or the reason why it is unusable.
 _Inspected = tuple[int, Example | None, Content | Unusable]
 
 
 def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     """Writes the folder and returns its manifest.
 
-    `out` is left alone if it was prepared with the same configuration.
+    If `out` was prepared with the same configuration, only its manifest is read.
 
     Raises:
-        ValueError: the configuration is invalid, no example is left, or `out` exists and was not
-            prepared with this configuration.
+        ValueError: the configuration is invalid, no example is left, or `out` was prepared with
+            another configuration.
     """
     data = config.data
     _check(config)
@@ -74,7 +74,7 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
         return manifest
     inspect = _make_inspect(config)
     partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed run
     partial.mkdir(parents=True)
     index = DuplicateIndex(data.prepare.near_bits)
     manifest = {"config": expected, "num_examples": 0, "sources": {}, "benchmarks": {}}
@@ -129,7 +129,7 @@ def _in_order(
     workers: ThreadPoolExecutor,
     ahead: int,
 ) -> Iterator[_Inspected]:
-    """Reads and inspects rows in parallel, a few ahead, and yields the results in order."""
+    """Reads and inspects rows in parallel, `ahead` in advance; yields the results in order."""
 
     def inspected(row: int) -> _Inspected:
         example = None
@@ -154,7 +154,7 @@ def _clean(
     writer: shards.ShardWriter,
     left_out: TextIO,
 ) -> dict[str, Any]:
-    """Writes the rows of a source that are kept, and counts the others by reason."""
+    """Writes the rows of a source that are kept, and counts the dropped ones by reason."""
     reasons, repaired, in_benchmarks = Counter(), Counter(), Counter()
     num_kept = 0
     for row, example, content in rows:
@@ -251,7 +251,7 @@ def _check(config: ConfigDict) -> None:
 
 def run_main() -> None:
     """Parses flags and prepares; user errors print one line, not a traceback."""
-    # Not on import: another command, or a caller's program, may have flags of these names.
+    # Not at module level: other modules define flags of the same names.
     config = config_flags.DEFINE_config_file("config", None, "Configuration with data.prepare.")
     out = flags.DEFINE_string("out", None, "Folder to write.")
 

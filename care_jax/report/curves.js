@@ -1,4 +1,4 @@
-// Curves: one small picture per group of metrics, all of a stage under one cursor.
+// Curves: one small chart per group of metrics; the charts of a stage share a cursor.
 
 const STAGES = {
   rl: "Reinforcement learning",
@@ -9,7 +9,7 @@ const STAGES = {
 const HEIGHT = 168;
 const EDGE = { left: 46, right: 10, top: 8, bottom: 22 };
 const NUM_COLORS = 6;
-const NUM_FIRST = 6; // charts of a stage that are shown at once, so that the rollouts are not far below
+const NUM_FIRST = 6; // charts of a stage outside "more charts", so that the rollouts stay near the top
 
 function shape(tag, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
@@ -115,7 +115,7 @@ class Chart {
     this.point(this.stage.index);
   }
 
-  // Shows the values at one place; without one, the last there are.
+  // Shows the values at one step; for null, the last values.
   point(index) {
     if (!this.cursor) return;
     this.cursor.replaceChildren();
@@ -178,7 +178,7 @@ class Stage {
   }
 }
 
-// A stage of one step is an evaluation: a column of the table. Its interval goes beside a figure.
+// A value with its interval, if any, in the table of evaluations (stages of one step).
 function cell(values, name) {
   if (!values.has(name)) return element("td", {});
   const interval = values.has(`${name}_low`)
@@ -207,7 +207,7 @@ const isEvaluation = (stage) => stage.name.startsWith("evaluate");
 const evaluations = data.stages.filter(isEvaluation);
 if (evaluations.length) find("evaluations").append(...table(evaluations));
 const curves = data.stages.filter((stage) => !isEvaluation(stage)).reverse();
-// The last stage is open, and above it the evaluations inside it.
+// The last stage and the evaluations inside it are open.
 const isOpen = (stage) => stage === curves[0] || curves[0].name === `${stage.name}_eval`;
 curves.forEach((stage) => find("stages").append(new Stage(stage, isOpen(stage)).element));
 if (!data.stages.length) find("stages").append(element("p", { class: "muted" }, "Nothing is logged yet."));

@@ -1,4 +1,4 @@
-"""Metrics as charts: metrics.jsonl grouped into a few pictures per stage.
+"""Metrics as charts: metrics.jsonl grouped into a few charts per stage.
 
 A metric is assigned to a chart by name. A metric that matches no chart gets a separate one, so that
 everything logged is shown.
@@ -54,7 +54,7 @@ CHARTS = (
 def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
     """The stages of metrics.jsonl, if it exists, in the order they began, each with its charts.
 
-    Of more than `max_points` steps every n-th and the last are drawn.
+    Of more than `max_points` steps, every n-th and the last are drawn.
 
     Returns:
         {"name", "stride", "steps", "charts": [{"title", "unit", "series": [{"name", "values"}]}]};
@@ -68,7 +68,7 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
         began.setdefault(name.removesuffix("_eval"), len(began))
 
     def rank(name: str) -> tuple[int, bool]:
-        """The evaluations inside a stage come directly behind it."""
+        """The evaluations inside a stage follow it directly."""
         return began[name.removesuffix("_eval")], name.endswith("_eval")
 
     return [_stage(name, lines[name], max_points) for name in sorted(lines, key=rank)]

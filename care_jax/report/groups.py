@@ -1,8 +1,7 @@
-"""A prompt's group as the JSON of a line of rollouts.jsonl: responses with roles and advantages.
+"""A prompt's group as a line of rollouts.jsonl: responses with roles, rewards and advantages.
 
-Functions of one group take a record from `Groups.take(index)`, without the prompt axis.
-
-Row r is response r + 1; a reflected one is the last.
+Functions of one group take a record from `Groups.take(index)`, without the prompt axis. Row r is
+response r + 1; the reflected row is the last.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ OUTCOMES = (
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """How token ids become text, and the markers in that text."""
+    """Detokenisation, and the markers in the text."""
 
     token_bytes: Sequence[bytes]  # of every token id
-    eos_token_ids: Collection[int]  # any of them ends a response
+    eos_token_ids: Collection[int]
     think_tag: str  # of the rationale
     cue: str  # appended to a failed rationale; empty for none
 
 
 def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[str, Any]:
-    """A prompt's group in JSON types; with roles, its responses in their order, then by distance.
+    """A prompt's group in JSON types; responses with roles are sorted by role, then by distance.
 
-    The groups are those of the RL step, with credit.
+    `groups` are those of an RL step, with credit.
     """
     example, group = groups.examples[index], groups.take(index)
     num_rows = len(group.scores.acc)
     if group.raw is not None and not group.has_reflection:
-        num_rows = len(group.subgroup.is_negative)  # without the empty slot
+        num_rows = len(group.subgroup.is_negative)  # without the empty reflected row
     rows = zip(range(num_rows), roles(group), distances(group), strict=False)
     responses = [_response(group, row, wording, role, apart) for row, role, apart in rows]
     repair = None
@@ -62,7 +61,7 @@ def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[st
             "after": reflected["answer"],
             # `care.reflect_credit = "prompt_only"` removes the context from the row.
             "has_context": bool(context),
-            "num_given": len(context),  # characters, with which the text begins; cue included
+            "num_given": len(context),  # leading characters that were forced, cue included
         }
     if group.raw is not None:
         responses.sort(key=lambda r: (ROLES.index(r["role"]), r["distance"] or 0.0, r["number"]))
@@ -80,9 +79,9 @@ def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[st
 
 
 def choose(outcomes: Sequence[str], number: int, *, turn: int = 0) -> list[int]:
-    """Indices of up to `number` prompts, taken round-robin over their outcomes.
+    """Indices of up to `number` prompts, round-robin over their outcomes.
 
-    `turn` is the index of the first one; varying it keeps small samples from repeating outcomes.
+    `turn` is the rank of the first outcome; varying it gives small samples different outcomes.
     """
     kinds = [kind for kind in OUTCOMES if kind in outcomes]
     order = {kind: (rank - turn) % len(kinds) for rank, kind in enumerate(kinds)}
@@ -114,7 +113,7 @@ def outcome(group: Groups) -> str:
 def roles(group: Groups) -> list[str]:
     """One of ROLES for each row; empty strings if the objective has no roles.
 
-    A hard negative that its successful reflection replaced in S keeps its role.
+    A hard negative keeps its role if a successful reflection replaced it in S.
     """
     num_rows, subgroup = len(group.scores.acc), group.subgroup
     if group.raw is None:
@@ -130,9 +129,9 @@ def roles(group: Groups) -> list[str]:
 
 
 def distances(group: Groups) -> list[float] | list[None]:
-    """d_cos = 1 - hᵢ·h₊ of each row to the anchor, if there is one; 1 for a zero vector.
+    """d_cos = 1 - hᵢ·h₊ (eq:cosdist) of each row, if there is an anchor; 1 for a zero vector.
 
-    Rounded to four decimals, as float32 resolves 1 - x; abs, because rounding can make it < 0.
+    Rounded to four decimals to hide the float32 error of 1 - x; abs, because that can be negative.
     """
     if group.raw is None or not group.subgroup.has_update:
         return [None] * len(group.scores.acc)

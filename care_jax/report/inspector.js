@@ -1,4 +1,4 @@
-// The rollout inspector: one prompt at a time, with all that was sampled for it.
+// The rollout inspector: one prompt at a time, with all of its responses.
 
 const BAR = 50; // percent of the bar on each side of zero
 
@@ -6,7 +6,7 @@ const groups = data.groups.map((group, at) =>
   ({ ...group, key: `${group.step}/${at - data.groups.findIndex((each) => each.step === group.step)}` }));
 
 const state = { shown: [], at: 0, isWhole: false };
-const selects = {}; // by what they filter
+const selects = {}; // select elements by filtered property
 
 const valuesOf = {
   step: (group) => [String(group.step)],
@@ -36,7 +36,7 @@ function clearFilters() {
   filter();
 }
 
-// Keeps the group in view where it passes.
+// Keeps the current group if it passes the filters.
 function filter() {
   const current = state.shown[state.at];
   const chosen = Object.entries(selects).filter(([, select]) => select.value);
@@ -169,14 +169,14 @@ function change(repair) {
   );
 }
 
-// Where a tag's span starts and ends, tags included; without a tag, at the text's start or end.
+// [start, end] of a tag's span, tags included; a missing tag gives the text's start or end.
 function extent(text, tag) {
   const start = Math.max(text.indexOf(`<${tag}>`), 0);
   const end = text.indexOf(`</${tag}>`, start);
   return [start, end < 0 ? text.length : end + tag.length + 3];
 }
 
-// The text of a response as [kind, part]: "context" and "cue" were given, the rest was sampled.
+// The text of a response as [kind, part]: "context" and "cue" were forced, the rest was sampled.
 function segments({ role, text, answer, think_tokens }, { repair, think_tag }) {
   const numGiven = role === "reflected" ? repair.num_given : 0;
   const given = [...text].slice(0, numGiven).join(""); // counted in code points, not in UTF-16
@@ -192,7 +192,7 @@ function segments({ role, text, answer, think_tokens }, { repair, think_tag }) {
   return bounds.slice(1).map((end, i) => [kindAt(bounds[i]) || "text", text.slice(bounds[i], end)]);
 }
 
-// A second try stands beside what it was given.
+// A reflected row is shown in two columns: forced and sampled text.
 function texts(parts, isRepair) {
   const isGiven = ([kind]) => kind === "context" || kind === "cue";
   const given = parts.filter(isGiven);
@@ -205,7 +205,7 @@ function texts(parts, isRepair) {
   )];
 }
 
-// Long texts show their beginning, and a button for the rest.
+// Clips long texts and adds a button that shows the rest.
 function clip(text) {
   text.classList.toggle("clipped", !state.isWhole);
   if (state.isWhole || text.scrollHeight <= text.clientHeight + 4) {
@@ -231,7 +231,7 @@ function moveStep(by) {
   if (wanted !== undefined) show(state.shown.findIndex((group) => group.step === wanted));
 }
 
-// Shows the groups of the step nearest to this one.
+// Shows the groups of the step nearest to `step`.
 function inspect(step) {
   if (!groups.length) return;
   const away = (group) => Math.abs(group.step - step);
@@ -245,7 +245,7 @@ function toggleWhole() {
   show(state.at);
 }
 
-// [keys, what they do, how]; the help shows them.
+// [keys, description for the help, action].
 const KEYS = [
   [["j", "→"], "next group", () => move(1)],
   [["k", "←"], "previous group", () => move(-1)],

@@ -1,8 +1,8 @@
 """Metrics of a run, under the same names in metrics.jsonl, TensorBoard and wandb; console lines.
 
-A run has stages ("sft", "rl", "evaluate_rl", ...). Steps are counted from 0 within each stage. Each
-line of metrics.jsonl is one flat object: stage, step, then the metrics by name. A resumed run drops
-the lines of the steps that it will repeat, so that every step appears once.
+Steps are counted from 0 within each stage ("sft", "rl", "evaluate_rl", ...). A line of
+metrics.jsonl is one flat object: stage, step, then the metrics by name. A resumed run drops the
+lines of the steps that it will repeat, so that every step appears once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from care_jax.devices.whole_file import write_whole
 from care_jax.report import pictures
 
 Item = TypeVar("Item")
-# Of a response on TensorBoard and wandb.
+# Shown for a response on TensorBoard and wandb.
 _COLUMNS = ("role", "acc", "reward", "advantage", "tokens", "reason", "components", "text")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
 
@@ -47,10 +47,7 @@ def check_finite(
     metrics: Mapping[str, Scalar],
     advice: str = "lower the learning rate or resume from an earlier checkpoint",
 ) -> None:
-    """Stops a run that has diverged.
-
-    The FloatingPointError names the stage, the step and the metrics that are NaN or infinite.
-    """
+    """Raises a FloatingPointError that names stage, step and the NaN or infinite metrics."""
     values = _on_host(metrics)
     bad = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
     if bad:
@@ -60,14 +57,14 @@ def check_finite(
 
 
 class Pace:
-    """How long a stage of `num_steps` will still take, at the pace of its last steps."""
+    """Remaining time of a stage of `num_steps`, from the mean of its last 10 steps."""
 
     def __init__(self, num_steps: int):
         self._num_steps = num_steps
         self._ends: deque[tuple[int, float]] = deque(maxlen=11)
 
     def left(self, step: int) -> float | None:
-        """Seconds after this step; None for the first, whose compilation tells nothing."""
+        """Seconds left after this step; None after the first, which includes compilation."""
         self._ends.append((step, time.perf_counter()))
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
         if last == first:
@@ -85,7 +82,7 @@ def format_line(
 ) -> str:
     """One line for the console: `rl   12/200  reward 0.5132  acc 0.4375  3.21 s  0:10:03 left`.
 
-    `seconds` is the wall time of the step, `left` that until the stage ends, if known.
+    `seconds` is the wall time of the step, `left` the remaining time of the stage, if known.
     """
     width = len(str(num_steps))
     values = (f"{name} {value:.4g}" for name, value in _on_host(metrics).items())
@@ -100,7 +97,7 @@ def print_line(line: str) -> None:
 
 
 def progress(items: Iterable[Item], name: str, start: int, stop: int) -> Iterator[Item]:
-    """Yields the items under a progress bar, which is not shown if the output is no terminal."""
+    """Yields the items under a progress bar, hidden if the output is no terminal."""
     hidden = True if jax.process_index() else None  # None: unless it is a terminal
     with tqdm.tqdm(items, name, stop, leave=False, initial=start, disable=hidden) as bar:
         yield from bar
@@ -128,7 +125,7 @@ def wilson_interval(num_correct: float, num_examples: int) -> tuple[float, float
 
         (p + z²/2n ± z·√(p(1-p)/n + z²/4n²)) / (1 + z²/n),  z = 1.96
 
-    Partial credit counts in part in `num_correct`.
+    `num_correct` may include partial credit.
     """
     if num_examples < 1 or not 0 <= num_correct <= num_examples:
         raise ValueError(
@@ -147,8 +144,8 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
 
         1 - C(n - c, k) / C(n, k),   n samples of a question, c of them correct,
 
-    the unbiased estimate that one of k samples is correct (Chen et al., arXiv 2107.03374, eq. 1).
-    `num_correct` has c of each question, n is the same for all; {} is returned for n = 1.
+    the unbiased estimator of Chen et al. (arXiv 2107.03374, eq. 1). `num_correct` has c of each
+    question, `num_samples` is n; {} for n = 1.
     """
     if num_samples == 1 or not num_correct:
         return {}
@@ -160,13 +157,12 @@ def pass_rates(num_correct: Sequence[int], num_samples: int) -> dict[str, float]
 
 
 def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file of JSON objects with a step, each with its object.
+    """The lines of a JSONL file, each with its object, which has a step; none without a file.
 
-    Left out are damaged lines, printed if `says`, and a last one that a kill has cut off. There may
-    be no file.
+    Damaged lines are skipped, and reported if `says`. A last line without newline is ignored.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    # Not `splitlines`, for which U+2028 in a response ends a line too.
+    # Not `splitlines`, which also splits at U+2028 in a response.
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             record = json.loads(line)
@@ -179,7 +175,7 @@ def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[st
 
 
 def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Atomically rewrites a file without the records that are not kept; names damaged lines."""
+    """Atomically rewrites a file with the kept records only; reports damaged lines."""
     if path.exists():
         records = read_records(path, says=True)
         write_whole(path, "".join(f"{line}\n" for line, record in records if is_kept(record)))
@@ -223,16 +219,16 @@ def _image(group: Mapping[str, Any]) -> Image.Image | None:
 class MetricWriter:
     """Writes workdir/metrics.jsonl and workdir/tensorboard/<stage>, on the first process only.
 
-    On wandb each stage is a run, in a group named for the workdir. A resumed stage continues its
-    wandb run. Steps sent there cannot be dropped; repeated steps have the same values, and wandb
-    ignores them. Without a project wandb is not used; with one, a ValueError if it is missing.
+    With `wandb_project`, each stage is a wandb run in a group named after the workdir, and a
+    resumed stage continues its run. Steps logged there cannot be dropped; repeated steps have the
+    same values, and wandb ignores them. ValueError if wandb is not installed.
     """
 
     def __init__(self, workdir: str | pathlib.Path, wandb_project: str = ""):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._is_writer = jax.process_index() == 0
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
-        self._refused: OSError | None = None  # the first that a board's thread met
+        self._refused: OSError | None = None  # the first one in a TensorBoard thread
         self._wandb: Any = _import_wandb() if wandb_project and self._is_writer else None
         self._project = wandb_project
         self._online: dict[str, Any] = {}
@@ -261,7 +257,7 @@ class MetricWriter:
             )
 
     def has_line(self, stage: str, step: int) -> bool:
-        """Whether the file has the line of a step; the same on all processes."""
+        """Whether metrics.jsonl has the line of a step; the same on all processes."""
         found = False
         if self._is_writer:
             records = (record for _, record in read_records(self.path))
@@ -271,7 +267,7 @@ class MetricWriter:
     def counter(self, stage: str, name: str) -> Counter[str]:
         """A counter by reason, updated by the caller and written with every line of the stage.
 
-        Counts are written as `name/reason`, summed over the processes. All processes must ask for
+        Counts are written as `name/reason`, summed over the processes. All processes must create
         the same counters.
         """
         return self._counters.setdefault(stage, {}).setdefault(name, Counter())
@@ -291,7 +287,7 @@ class MetricWriter:
             return
         if stage not in self._boards:
             self.begin(stage, step)
-        # Opened for each line: a line is in a mounted bucket only once the file is closed.
+        # Opened for each line: a mounted bucket has a line only once the file is closed.
         with self.path.open("a") as file:
             file.write(json.dumps({"stage": stage, "step": step, **values}) + "\n")
         for name, value in values.items():
@@ -304,7 +300,7 @@ class MetricWriter:
     def show(self, stage: str, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Sends prompts and responses to TensorBoard, as images and text, and to wandb, as a table.
 
-        The stage has begun; the groups are from `Report.add`, and few, as each is stored whole.
+        The stage has begun. `groups` are from `Report.add`; each is stored whole.
         """
         if not self._is_writer or not groups:
             return
@@ -340,9 +336,9 @@ class MetricWriter:
             raise self._refused
 
     def _keep_refusals(self, board: tensorboardX.SummaryWriter, folder: str) -> None:
-        """Keeps what the system refuses the board's thread, for `write` and `close` to raise.
+        """Keeps an OSError of the board's writer thread, for `write` and `close` to raise.
 
-        The thread would end, and the main thread wait for it for ever when its queue is full.
+        Otherwise the thread would end, and the main thread would block when its queue is full.
         """
 
         def guarded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,5 @@
 "use strict";
-// What both parts share: the data, elements made of text alone, numbers as they are read.
+// Shared by both parts: the data, element construction, number formatting.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 

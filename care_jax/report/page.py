@@ -1,8 +1,8 @@
 """Renders one HTML file from template, style, scripts and data.
 
-Text from models and datasets appears only in the data: JSON with "<" escaped, so that it cannot
-close its element. The scripts insert it as text, never as markup. As a second defence, the page's
-Content-Security-Policy allows only the script with the given hash, and no network requests.
+Text from models and datasets appears only in the data, which is JSON with "<" escaped, so that it
+cannot close its element. The scripts insert it as text, never as markup. As a second defence, the
+page's Content-Security-Policy allows only the script with this hash, and no network requests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _SCRIPTS = ("page.js", "curves.js", "inspector.js")
 
 
 def to_json(value: Any) -> str:
-    """JSON safe within a script element: ASCII, without "<"; a ValueError for NaN and infinity."""
+    """JSON safe within a script element: ASCII, without "<"; ValueError for NaN and infinity."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def render(data: str) -> str:
-    """The whole file, with a JSON object from `to_json`."""
+    """The whole file; `data` is a JSON object from `to_json`."""
     script = "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()
     parts = {
@@ -33,7 +33,7 @@ def render(data: str) -> str:
         "{{script}}": script,
     }
     page = (_FOLDER / "page.html").read_text()
-    for place, part in parts.items():  # from the right: the data is never searched
+    for place, part in parts.items():  # from the right, so that the data is not searched
         before, _, after = page.rpartition(place)
         page = before + part + after
     return page

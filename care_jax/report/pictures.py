@@ -1,4 +1,4 @@
-"""Pictures as data URIs, small enough that a report holds many."""
+"""Pictures as data URIs of at most MAX_BYTES, so that a report can hold many."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DRAWING_COLORS = 4096  # with more, a PNG is no smaller and takes ten times as 
 def data_uri(image: AnyImage, *, max_side: int) -> str:
     """A JPEG or PNG, whichever is smaller, of at most MAX_BYTES; empty if it cannot be read.
 
-    What is transparent becomes white. The longer side has at most `max_side` pixels, fewer where
-    MAX_BYTES needs it.
+    Transparent pixels become white. The longer side has at most `max_side` pixels, fewer if
+    MAX_BYTES requires it.
     """
     try:
         picture = open_image(image, at_least=max_side).convert("RGBA")

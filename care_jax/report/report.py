@@ -1,14 +1,13 @@
-"""Maintains what a run leaves to read: rollouts.jsonl, report.jsonl and report.html in its workdir.
+"""Maintains rollouts.jsonl, report.jsonl and report.html in a run's workdir.
 
-rollouts.jsonl has a line for every prompt of every step: the step, and the group as
-`groups.describe` gives it. Its size is bounded: a file that has half of the allowed bytes becomes
-rollouts.1.jsonl, in place of the former one. A process that is not the first appends its number to
-the name.
+rollouts.jsonl has a line for every prompt of every step, from `groups.describe`. Its size is
+bounded: at half of the allowed bytes the file replaces rollouts.1.jsonl, and a new one begins.
+Processes other than the first append their number to the name.
 
-report.jsonl has a line for every logged step and, with their pictures, some of its lines of
-rollouts.jsonl. report.html is drawn from it and from metrics.jsonl alone. To keep report.html
-within its size, the groups of whole steps are dropped from both, those of older steps more often
-than those of recent ones, and the page says so. Curves are thinned separately.
+report.jsonl has a line for every logged step and some of its lines of rollouts.jsonl, with
+pictures. report.html is drawn from report.jsonl and metrics.jsonl alone. To keep report.html within
+its size, the groups of whole steps are dropped from both files, more often for older steps, and the
+page says so. Curves are thinned separately.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ class Report:
         groups_per_step: prompts shown per logged step.
         max_megabytes: maximum size of report.html, MiB.
         image_side: maximum pixels of a picture's longer side.
-        rollouts_megabytes: of rollouts.jsonl and rollouts.1.jsonl together, MiB; 0 writes none. A
-            step is never divided, so that one step may exceed it.
-        wording: how tokens become text; None if `add` is never called.
+        rollouts_megabytes: maximum MiB of rollouts.jsonl and rollouts.1.jsonl together; 0 writes
+            neither. A step is never split over files, so one step may exceed it.
+        wording: detokenisation; None if `add` is never called.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class Report:
         number = jax.process_index()
         stem = f"rollouts_{number}" if number else "rollouts"
         self._rollouts, self._former = workdir / f"{stem}.jsonl", workdir / f"{stem}.1.jsonl"
-        self._rollouts_bytes = int(rollouts_megabytes * 2**20 / 2)  # of one file
+        self._rollouts_bytes = int(rollouts_megabytes * 2**20 / 2)  # per file
         self.path, self._shown = workdir / "report.html", workdir / "report.jsonl"
         self._is_writer = number == 0
         self._max_bytes = int(max_megabytes * 2**20)
         self._groups_per_step = groups_per_step
         self._image_side = image_side
         self._wording = wording
-        # Of each logged step, in order, its groups as JSON; none where they were dropped.
+        # Groups of each logged step as JSON, steps in order; empty if they were dropped.
         self._steps: dict[int, list[str]] = {}
         for line, record in read_records(self._shown) if self._is_writer else ():
             groups = self._steps.setdefault(record["step"], [])
@@ -77,9 +76,9 @@ class Report:
         self._steps = {step: shown for step, shown in self._steps.items() if step < start_step}
 
     def add(self, step: int, groups: Groups, *, is_logged: bool) -> list[dict[str, Any]]:
-        """Logs the groups of a step; at a logged step, shows some of them and writes the report.
+        """Logs the groups of a step; at a logged step, also writes the report with some of them.
 
-        Returns the groups shown: lines of rollouts.jsonl, each with "pictures", data URIs.
+        Returns these groups: lines of rollouts.jsonl, each with "pictures", data URIs.
         """
         is_shown = is_logged and self._is_writer
         if not (is_shown or self._rollouts_bytes):
@@ -122,11 +121,11 @@ class Report:
         write_whole(self.path, page.render(f"{head[:-2]}{groups}]}}"))
 
     def _lines(self, step: int) -> list[str]:
-        """Of report.jsonl: the logged step, then its groups."""
+        """The lines of a step in report.jsonl: the step, then its groups."""
         return [page.to_json({"step": step}), *self._steps[step]]
 
     def _thin(self, max_bytes: int) -> None:
-        """Drops the groups of steps until the rest fits; of the last one, its last groups first."""
+        """Drops groups, step by step, until the rest fits; from a last single step, one by one."""
         steps = [step for step, groups in self._steps.items() if groups]
         size = sum(len(line) + 1 for step in steps for line in self._steps[step])
         if size <= max_bytes:
@@ -148,11 +147,11 @@ def _append(path: pathlib.Path, lines: Iterable[str]) -> None:
 
 
 def next_to_go(steps: Sequence[int]) -> int:
-    """The step to drop next: argmin of gap / age over all but the first and the newest.
+    """The step to drop next: argmin of gap / age over all but the first and the last.
 
-    gap is the distance between the two neighbours of a step, age its distance to the newest step.
-    The remaining steps are then spread evenly in log(age). Of one or two steps, which ascend, it is
-    the first.
+    gap is the distance between the two neighbours of a step, age its distance to the last step.
+    The remaining steps are then spread evenly in log(age). Of one or two steps it is the first.
+    `steps` are in ascending order.
     """
     if len(steps) < 3:
         return steps[0]
