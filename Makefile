@@ -1,4 +1,4 @@
-# Two commands for a fresh machine with Python 3.11+ and make: `make demo` and `make test`.
+# For a fresh machine with Python 3.11 or later: `make demo` and `make test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 
 .PHONY: demo test test-all lint clean
 
-# A stamp per extra: installing again costs nothing until one of these files changes.
+# A stamp file per extra: reinstalled only if one of these files changes.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv $(VENV)

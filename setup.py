@@ -1,8 +1,8 @@
-"""Builds the wheel, in which `models`, `configs` and `experiments` lie inside `care_jax`.
+"""Builds the wheel, with `models`, `configs` and `experiments` as subpackages of `care_jax`.
 
-In the checkout they are folders beside it. Installed like that they would collide with the `models`
-of other programs, so the wheel has `care_jax.models` and so on, and its imports say so. An editable
-install (`pip install -e .`) uses the checkout as it is.
+In the checkout they are top-level folders. Installed as such they would collide with the `models`
+of other programs, so the wheel moves them and rewrites their imports. An editable install
+(`pip install -e .`) uses the checkout as it is.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ IMPORT = re.compile(rf"^(\s*)from ({'|'.join(BUNDLED)})(?=[. ])", re.MULTILINE)
 
 
 class BundledBuild(build_py):
-    """Moves the bundled folders into the package and rewrites the imports of them."""
+    """Copies the bundled folders into the package and rewrites imports of them."""
 
     def run(self):
         super().run()

@@ -1,6 +1,6 @@
-"""Prints what pyproject.toml requires: `python requirements.py tpu data` with these extras.
+"""Prints the dependencies of pyproject.toml: `python requirements.py tpu data` with these extras.
 
-So that the image has the libraries in a layer below the code; pip alone would need the code.
+The image installs them in a layer below the code; pip alone would need the code for that.
 """
 
 import pathlib

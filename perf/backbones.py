@@ -1,4 +1,4 @@
-"""The backbone that the measurements share, of the Qwen2.5-VL architecture."""
+"""The Qwen2.5-VL backbone of the measurements."""
 
 import dataclasses
 

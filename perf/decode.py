@@ -4,11 +4,11 @@
     python -m perf.decode --lengths=lognormal --rows 2 4 8
 
 Prompts have 283 tokens with a 448 x 448 image, and G = 8 rollouts each; prefill and vision tower
-are included. Response lengths are fixed in advance and the same on both sides (EOS ends no row):
-"equal" is 4 prompts with 64 sampled tokens per rollout, "lognormal" is 16 prompts with mean 128,
-σ 0.8 and at most 512 tokens. transformers decodes a batch until its longest row ends, with the
-batch size and cache that were fastest in a first round. Both sides run in one process and
-alternate; ratios compare consecutive runs and are reported as medians.
+are included. Response lengths are fixed and the same on both sides (EOS ends no row): "equal" is 4
+prompts with 64 sampled tokens per rollout, "lognormal" is 16 prompts with mean 128, σ 0.8 and at
+most 512 tokens. transformers decodes a batch until its longest row ends, with the batch size and
+cache that were fastest in a warm-up round. Both sides run in one process and alternate. Ratios are
+of consecutive runs; medians are reported.
 
 Also printed: our row steps (decode steps x rows) per sampled token, about 1 if no row is ever idle.
 """
@@ -54,7 +54,7 @@ def make_run(dtype: str, num_tokens: int, num_patches: int) -> Run:
 
 
 def make_prompts(config: BackboneConfig, num_prompts: int, rng) -> list[TokenizedPrompt]:
-    """Prompts of an image followed by text."""
+    """Prompts with an image followed by text."""
     side = IMAGE_SIDE // config.vision.patch_size
     image = np.full((side // config.vision.merge_size) ** 2, config.image_token_id)
     wrapped = [config.vision_start_token_id, *image, config.vision_end_token_id]

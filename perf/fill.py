@@ -2,16 +2,14 @@
 
     python -m perf.fill
 
-Needs no data: lengths of the paper's mixture are drawn from the model in `care_jax.aot.lengths`,
-which states its assumptions.
+Needs no data: lengths are drawn from the model of the paper's mixture in `care_jax.aot.lengths`.
 
-Cases: 8 and 64 device shards with one row each per microbatch, any tree in any row. Then, for
-comparison and excluded from the last line, 64 shards of 8 processes whose rows hold only prompts
-that the process decoded. A figure is Σ real / Σ computed over the updates. Empty rows of a
-microbatch and repeated prompts count as computed, not real. "fill" is for tokens, "least" for the
-update with the lowest fill, "patches" for image patches. "shapes" is the number of programs to
-compile. "padded" and "its patches" are the fill of one row per prompt, padded to data.buckets and
-RESPONSE_BUCKETS.
+Cases: 8 and 64 device shards with one row each per microbatch, any tree in any row; for comparison,
+not in the last line, 64 shards of 8 processes, each of which packs only the prompts it decoded. A
+figure is Σ real / Σ computed over the updates. Empty rows of a microbatch and repeated prompts are
+computed, not real. "fill" is for tokens, "least" for the update with the lowest fill, "patches" for
+image patches, "shapes" the number of programs to compile. "padded" and "its patches" are the fill
+of one row per prompt, padded to data.buckets and RESPONSE_BUCKETS.
 """
 
 import argparse
@@ -26,7 +24,7 @@ from care_jax.packing.trees import TreeSizes
 from configs import common
 
 RESPONSE_BUCKETS = (512, 1024, 2048)
-CASES = ((8, 1), (64, 1), (64, 8))  # device shards; processes, each with only its prompts
+CASES = ((8, 1), (64, 1), (64, 8))  # device shards; processes that pack separately
 COLUMNS = ("shards", "processes", "row", "mean", "σ", "rows", "fill", "least", "patches")
 COLUMNS += ("shapes", "seconds", "padded", "its patches")
 

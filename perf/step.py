@@ -6,16 +6,16 @@
 4 prompts of 283 tokens with a 448 x 448 image, G = 8 rollouts each, and one GRPO update with
 β = 0.02 over all 32 rows. A step covers image preprocessing, decoding, rewards, reference
 log-probabilities and the update. The backbone is a random Qwen2.5-VL of 107M parameters in float32.
-Response lengths are fixed in advance and the same on both sides (no row ends at EOS): "equal" is 64
-tokens each, "lognormal" has mean 64, σ 0.8 and at most 256 tokens. Rewards are a hash of the
-response, so that every group has nonzero advantages.
+Response lengths are fixed and the same on both sides (EOS ends no row): "equal" is 64 tokens each,
+"lognormal" has mean 64, σ 0.8 and at most 256 tokens. Rewards are a hash of the response, so that
+every group has nonzero advantages.
 
-TRL runs with its defaults, which rematerialise activations in the backward pass. With
+TRL runs with its defaults, which rematerialise activations in the backward pass; with
 `--keep-activations` it stores them, as our side does (`remat="none"`). It decodes all 32 rows in
 one batch and trains with microbatches of `--rows-per-device`. A stopping criterion ends its rows in
-`generate`. Its processor has no video part, which would need torchvision. Both sides run in one
-process: each of our steps runs just before TRL's. Ratios are medians over the steps; the last line
-is `equal <ratio> lognormal <ratio>`.
+`generate`. Its processor lacks the video part, which needs torchvision. Both sides run in one
+process, each of our steps just before TRL's. Ratios are medians over the steps; the last line is
+`equal <ratio> lognormal <ratio>`.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def make_config(cap: int, num_slots: int, num_rows: int, folder: str = ""):
 
 
 def make_examples(builder) -> list[Example]:
-    """Questions with as many digits as give every prompt `PROMPT_TOKENS` tokens."""
+    """Questions of random digits that give every prompt `PROMPT_TOKENS` tokens."""
     rng = np.random.default_rng(0)
 
     def example(place, num_digits):
@@ -121,7 +121,7 @@ def draw_lengths() -> dict[str, np.ndarray]:
 
 
 class Ours:
-    """Runs training steps of one case, as `train.train` does."""
+    """Runs training steps of one case, as `care_jax.stages.rl` does."""
 
     def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
         cap = int(lengths.max())
@@ -143,7 +143,7 @@ class Ours:
         self.num_trained = int(lengths.sum())
 
     def _forced(self, programs, lengths):
-        """The programs with rollouts that end at exactly these lengths [B, G]."""
+        """The programs, with rollouts of exactly these lengths [B, G]."""
         decoder = compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False)
         sizes, prompts = rollout_sizes(self.run)[0], self.run.policy.prompts
         queue = DecodeQueue(decoder, prompts, sizes, DeviceClock())
@@ -241,7 +241,7 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.G
         assert input_ids.shape == (num_rows, PROMPT_TOKENS), input_ids.shape
         ends = AtLengths(PROMPT_TOKENS + lengths)
         out = generate(input_ids=input_ids, stopping_criteria=[ends], **inputs)
-        # A row is padded after its end. EOS as its last token tells TRL that it ended there.
+        # TRL ends a row at its first EOS, so a shorter row gets one as its last token.
         for row, length in zip(out, lengths, strict=True):
             if PROMPT_TOKENS + length < out.shape[1]:
                 row[PROMPT_TOKENS + length - 1] = eos

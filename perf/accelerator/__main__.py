@@ -1,4 +1,4 @@
-"""How fast is this program on the TPUs or GPUs of this machine?
+"""Speed and memory of kernels and of an RL step on this host's TPUs or GPUs.
 
     python -m perf.accelerator
     python -m perf.accelerator --quick
@@ -12,16 +12,15 @@ Measures, on all devices of one host:
     backbones   a step of qwen25vl_3b and qwen25vl_7b with random weights, at worst case and at
                 a mean of 600 tokens: prefill, decoding, scoring, update
 
-and prints a Markdown table and a line of JSON. "of products" is the share of the measured rate of
-matrix products that the model FLOPs reach (padding and rematerialisation do not count, but the
-padding of prefills does); "of copies" the share of the measured bandwidth that the weights and the
-live KV cache reach. "peak" is the most memory of a device so far, beside what `care_jax.aot`
-predicts for the programs so far, which is compiled meanwhile on the CPU. Calls that compile are
-left out of the times; "compiled" counts programs. A decode step that is compiled in the mean case
-but not in the worst is a recompilation.
+and prints a Markdown table and a line of JSON. "of products" is the rate of model FLOPs as a share
+of the measured matmul rate (without rematerialisation, and without padding except in prefill). "of
+copies" is the bandwidth of weights and live KV cache as a share of the measured copy bandwidth.
+"peak" is a device's peak memory so far, "predicted" that of `care_jax.aot` for the same programs,
+compiled on the CPU meanwhile. Times exclude calls that compile; "compiled" counts programs. A
+decode step that compiles in the mean case and not in the worst case is a recompilation.
 
-Every part runs in a process of its own, so that one that fails leaves the others. Parts that would
-begin after --minutes are left out and named. Goals: decoding at 60% of copies, the update at 50% of
+Each part runs in a separate process, so a failure does not affect the others. Parts that would
+start after --minutes are skipped and listed. Goals: decoding at 60% of copies, the update at 50% of
 products, memory within 10% of the prediction.
 """
 
@@ -51,13 +50,13 @@ CASES = {"worst case": None, "mean 600": 600.0}
 QUICK_CASES = {"mean 150": 150.0}
 GRACE = 60  # seconds for a part to end before it is killed
 COLUMNS = "part,lengths,seconds,tokens/s,of products,of copies,peak GiB,predicted,compiled,in"
-# Slices of TPUs by the chips of one host.
+# TPU topologies of one host, by its number of chips.
 _SHAPES = {1: "1x1", 4: "2x2", 8: "2x4"}
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 
 
 def topology_of(device_kind: str, num_devices: int) -> str | None:
-    """The devices as a topology of `care_jax.aot`; None if it knows none like them."""
+    """The devices as a topology of `care_jax.aot`; None if there is no such topology."""
     for kind, (name, *_) in GPUS.items():
         if device_kind == name:
             return f"{kind}:{num_devices}"
@@ -69,7 +68,8 @@ def topology_of(device_kind: str, num_devices: int) -> str | None:
 
 def rows_of(part: str, *, is_quick: bool, until: float) -> Iterator[dict[str, Any]]:
     """The rows of a part: "rates", "kernels|<backbone>", "step|<backbone>" on these devices, or
-    "predict|<backbone>|<topology>|<bytes>", what `care_jax.aot` predicts of a program in bytes."""
+    "predict|<backbone>|<topology>|<bytes>", the bytes of each program according to `care_jax.aot`.
+    """
     name, *rest = part.split("|")
     if name == "predict":
         from care_jax.aot.compile import fit
@@ -97,7 +97,7 @@ def rows_of(part: str, *, is_quick: bool, until: float) -> Iterator[dict[str, An
 
 
 def start(part: str, args: argparse.Namespace, until: float, **environment: str):
-    """Starts this program anew for one part."""
+    """Starts this program in a new process, for one part."""
     command = [sys.executable, "-m", "perf.accelerator", f"--part={part}", f"--until={until}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     flags = ["--quick"] if args.quick else []
@@ -170,7 +170,7 @@ def _step_rows(part: dict[str, Any], device: dict[str, Any]) -> list[list[str]]:
             cells.append([row.get("part", ""), row.get("case", ""), row["failed"], *[""] * 7])
             continue
         seconds = row["seconds"]
-        # The peak is that of the process so far, and prefill and decode run together.
+        # The peak is cumulative, and prefill and decode are in one queue.
         names = ["rl reshard", f"rl {row['part']}"]
         if row["part"] in ("prefill", "decode"):
             names += ["rl decode prefill", "rl decode"]
@@ -211,7 +211,7 @@ def main() -> int:
         return 0
 
     until = time.time() + 60 * (args.minutes or (3 if args.quick else 10))
-    # A child asks for the devices, so that this process never takes their memory.
+    # In a child process, so that this one never allocates device memory.
     device: dict[str, Any] = {}
     for row in finish(start("rates", args, until), until):
         device |= row

@@ -1,4 +1,4 @@
-"""The attention kernels of the device against dense attention: differences and times."""
+"""Attention kernels of the device: difference from dense attention, and time against XLA."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from care_jax.run.run import Run
 from models.attention.packed import AttentionImpl, attend, block_mask
 from perf.accelerator.rates import best_seconds
 
-DENSE_TOKENS = 2048  # of a row, whose dense logits fit on a device
+DENSE_TOKENS = 2048  # maximum tokens of a row whose dense attention fits on a device
 
 
 def measure(run: Run) -> list[dict[str, Any]]:
     """A row for each kernel that the run would use.
 
-    Differences are the largest, relative to the largest entry: of the output ("forward") and of the
-    gradients of queries, keys and values ("backward").
+    Differences are max |a - b| / max |b|, of the output ("forward") and of the gradients of
+    queries, keys and values ("backward").
     """
     text, vision = run.policy.config.text, run.policy.config.vision
     impl, xla = (
@@ -52,7 +52,7 @@ def _trial_text(num_tokens: int):
 
 
 def _arrays(run: Run, first, last, heads):
-    """first, last, q, k, v and a gradient of the output, in the compute dtype, a row per shard."""
+    """first, last, q, k, v and an output gradient, in the compute dtype, one row per shard."""
     K, G, H = heads
     num_rows = sharding.num_shards(run.train_batch_sharding)
     spans = (
@@ -77,8 +77,8 @@ def _with_gradients(function, q, k, v, g):
 def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[float, float]:
     """(forward, backward) difference of a kernel from dense attention in float32.
 
-    `first` and `last` are of one row, as in `models.attention.packed.block_mask`; `heads` has kv
-    heads, query heads per kv head, head dim.
+    `first` and `last` are of one row, see `models.attention.packed.block_mask`; `heads` is (kv
+    heads, query heads per kv head, head dim).
     """
 
     @jax.jit
@@ -94,10 +94,10 @@ def differences(run: Run, impl: AttentionImpl, first, last, heads) -> tuple[floa
 
 
 def dense(q, k, v, first, last):
-    """Attention with all logits in memory: query q sees key k iff first[k] <= q <= last[k].
+    """Dense attention in float32: query q attends to key k iff first[k] <= q <= last[k].
 
-    q and the result, in float32, are [B, S, K, G, H], k and v [B, S, K, H], first and last [B, S];
-    first is None for the key itself.
+    q and the result are [B, S, K, G, H], k and v [B, S, K, H], first and last [B, S]; first None
+    means first[k] = k.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     places = jnp.arange(last.shape[1])
@@ -110,7 +110,7 @@ def dense(q, k, v, first, last):
 
 
 def seconds(run: Run, impl: AttentionImpl, first, last, heads) -> float:
-    """Seconds of forward and backward over one row a shard."""
+    """Seconds of forward and backward over one row per shard."""
 
     @jax.jit
     def both(first, last, *arrays):

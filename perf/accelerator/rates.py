@@ -1,4 +1,4 @@
-"""What the devices reach at best: matrix products, and copies in their memory."""
+"""Measured peak rates of a device: bfloat16 matmuls, and copies in device memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-REPEATS = 20  # inside one program, so that the host's calls take no part
+REPEATS = 20  # inside one program, to exclude dispatch time
 
 
 def best_seconds(function: Callable[[], jax.Array], repeats: int = 3) -> float:
-    """The least time of a call; the first, which compiles, is left out."""
+    """The minimum time of a call, after a first one that compiles."""
     jax.block_until_ready(function())
     times = []
     for _ in range(repeats):
@@ -23,7 +23,7 @@ def best_seconds(function: Callable[[], jax.Array], repeats: int = 3) -> float:
 
 
 def matmul_rate(device: jax.Device, size: int = 8192) -> float:
-    """FLOPs per second of bfloat16 products of two square matrices of this size."""
+    """FLOPs per second of bfloat16 matmuls of two square matrices of this size."""
     x, kernel = (jax.device_put(jnp.full((size, size), 1e-2, jnp.bfloat16), device) for _ in "ab")
 
     @jax.jit

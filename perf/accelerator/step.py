@@ -1,7 +1,7 @@
-"""One step of a backbone with random weights: prefill, decoding and update, timed by program.
+"""One RL step of a backbone with random weights: prefill, decoding, scoring, update, each timed.
 
-The programs, the queue, the packing and the arrays kept on the devices are a run's own. Calls that
-compile are left out of the times, and what they compiled is counted.
+Programs, queue, packing and the arrays on the devices are those of a run. Calls that compile are
+excluded from the times; the compiled programs are counted.
 
 Letters: N prompts, R responses of a prompt.
 """
@@ -39,16 +39,15 @@ from models.backbone import Params
 from models.config import RELEASES, BackboneConfig
 from models.release import config_json
 
-BYTES_OF_FULL_TRAINING = 14  # a parameter: weights, moments, gradient, reference and decode layout
+BYTES_OF_FULL_TRAINING = 14  # per parameter: weights, moments, gradient, reference, decode layout
 SHARE_OF_STATE = 0.6  # of the memory; the rest is for caches and activations
 LORA_RANK = 64
 
 
 def configuration(name: str, num_bytes: float, *, is_quick: bool) -> ConfigDict:
-    """A shipped configuration, cut down to what the devices here hold.
+    """A shipped configuration, scaled down to the memory of these devices.
 
-    Weights and moments are bfloat16, all parameters are trained where there is room, else adapters.
-
+    Weights and moments are bfloat16. If the state of full training does not fit, LoRA is used.
     `name` is a file of `configs`, such as "qwen25vl_7b", `num_bytes` the memory of all devices.
     """
     config = importlib.import_module(f"configs.{name}").get_config()
@@ -70,7 +69,7 @@ def configuration(name: str, num_bytes: float, *, is_quick: bool) -> ConfigDict:
 
 
 class Compilations:
-    """Counts programs as they are compiled, and the seconds that tracing and compiling take."""
+    """Counts compiled programs, and the seconds of tracing and compiling."""
 
     def __init__(self) -> None:
         self.number, self.seconds = 0, 0.0
@@ -83,7 +82,7 @@ class Compilations:
 
 
 class Timed:
-    """A compiled function that waits for its result; `calls` has seconds, None if it compiled."""
+    """A jitted function that blocks on its result; `calls` has seconds, None if it compiled."""
 
     def __init__(self, function: Callable, compilations: Compilations):
         self._function, self._compilations = function, compilations
@@ -97,7 +96,7 @@ class Timed:
         return result
 
     def row(self, part: str, works: Sequence[Work], num_tokens: Sequence[int]) -> dict[str, Any]:
-        """The sums over the calls that compiled nothing, of each call's work and tokens."""
+        """Seconds, work and tokens, summed over the calls that did not compile."""
         row = {"part": part, "calls": 0, "seconds": 0, "tokens": 0, "flops": 0, "hbm_bytes": 0}
         for seconds, work, tokens in zip(self.calls, works, num_tokens, strict=True):
             if seconds is not None:
@@ -107,10 +106,10 @@ class Timed:
 
 
 def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[dict[str, Any]]:
-    """Rows of measurements: prefill, decode, score and update; of one that did not run, why.
+    """Rows of measurements for prefill, decode, score and update, or the reason of a failure.
 
-    Cases are mean tokens of a response by name, None for the worst case; `until` is the
-    `time.time()` after which no further part is begun.
+    `cases` maps a name to the mean tokens of a response, None for the worst case; `until` is the
+    `time.time()` after which no further part starts.
     """
     compilations = Compilations()
     step = Step(run, compilations)
@@ -144,7 +143,7 @@ def measure(run: Run, cases: dict[str, float | None], until: float) -> Iterator[
 
 
 class Step:
-    """What a step keeps on the devices, and its parts.
+    """The arrays that a step keeps on the devices, and its parts as methods.
 
     Each part takes the mean tokens of a response, None for the worst case, and returns its rows:
     part, seconds, calls, and the tokens, FLOPs and bytes of these calls.
@@ -159,7 +158,7 @@ class Step:
         self._decode_params = self._programs.to_decode_layout(self.state.params)
 
     def decode(self, mean: float | None) -> list[dict[str, Any]]:
-        """The prefills and the decode steps; no response ends before its length."""
+        """The prefills and decode steps; every response has its drawn length."""
         run, rl, (first, _) = self._run, self._run.config.rl, rollout_sizes(self._run)
         sizes, responses = draw(run, rl.prompts_per_step, rl.num_rollouts, mean)
         programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
@@ -198,7 +197,7 @@ class Step:
         return [timed.row("score", [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)]
 
     def update(self, mean: float | None) -> list[dict[str, Any]]:
-        """An update of all its prompts."""
+        """One update."""
         batch, sizes, responses, plan = self._batch(mean)
         timed = Timed(self._programs.update, self._compilations)
         for _ in range(2):
@@ -211,7 +210,7 @@ class Step:
         return [row | {"fill": plan.real_tokens / plan.computed_tokens}]
 
     def _batch(self, mean: float | None) -> tuple[TrainBatch, np.ndarray, np.ndarray, RowPlan]:
-        """Random tokens and advantages on the devices; sizes of prompts and responses; packing."""
+        """A batch of random tokens and advantages; sizes of prompts and responses; row plan."""
         run, rl, config = self._run, self._run.config.rl, self._run.policy.config
         sizes, responses = draw(run, rl.prompts_per_update, shapes.num_rows(run), mean)
         prompts, rng = prompts_of(config, sizes), np.random.default_rng(1)
@@ -235,9 +234,9 @@ class Step:
 
 
 def random_params(run: Run) -> Params:
-    """Parameters of the stage's shapes and shardings, without adapters.
+    """Parameters with the stage's shapes and shardings, without adapters.
 
-    Computed from indices alone, so that no random bits take memory beside the weights.
+    A hash of the indices, because random bits would need memory beside the weights.
     """
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -259,7 +258,7 @@ def random_params(run: Run) -> Params:
 def draw(
     run: Run, num_prompts: int, num_rows: int, mean: float | None
 ) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
-    """Tokens and patches of prompts, and tokens of their responses; all largest without a mean."""
+    """Tokens and patches of prompts, tokens of responses; all at their maximum if mean is None."""
     cap = run.config.rl.max_response_tokens
     if mean is None:
         sizes = np.tile(shapes.largest_bucket(run), (num_prompts, 1))
@@ -268,7 +267,7 @@ def draw(
 
 
 def prompts_of(config: BackboneConfig, sizes: Int[np.ndarray, "N 2"]) -> list[TokenizedPrompt]:
-    """Prompts of about these sizes: a square image if there are patches, then random text."""
+    """Prompts of about these sizes: a square image, if there are patches, and random text."""
     rng, vision, prompts = np.random.default_rng(0), config.vision, []
     for num_tokens, num_patches in sizes.tolist():
         side = int((num_patches / vision.merge_size**2) ** 0.5)

@@ -1,4 +1,4 @@
-"""What goes wrong on purpose, and what comes of it.
+"""Fault injection: malformed inputs, kill -9, and a soak test.
 
     python -m perf.faults --fuzz=10000                         malformed input of every kind
     python -m perf.faults --fuzz=1000 --kinds=image,answer --seed=7
@@ -6,10 +6,10 @@
     python -m perf.faults --soak=2000                          that many small RL steps
 
 --fuzz draws that many configurations, JSONL and parquet rows, images, safetensors files,
-checkpoints and answers, reads each as a run does (`tests/fuzz.py` has the strategies), and prints
-how often each outcome came. --kills ends short whole runs (`runs.SHORT`: all stages, evaluations
-inside RL) at moments drawn evenly over an unbroken run, starts them again, and compares. --soak
-compares memory, handles and threads of the end with those of step 200. The last two print a table:
+checkpoints and answers, reads each as a run does (`tests/fuzz.py` has the strategies), and counts
+the outcomes. --kills kills short complete runs (`runs.SHORT`: all stages, evaluations inside RL) at
+uniformly drawn times, restarts them, and compares them with an uninterrupted run. --soak compares
+memory, file handles and threads at the end with those at step 200. The last two print a table:
 promise, how tried, how often, result. Exits with status 1 if a promise does not hold. Needs the
 test extra.
 """

@@ -1,4 +1,4 @@
-"""kill -9 at random moments of short whole runs, and what the restarts come to."""
+"""kill -9 at random times of short complete runs, and checks of the restarts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import psutil
 from perf.faults import runs
 from perf.faults.runs import SHORT, Launched
 
-LEAVE = 15  # seconds in which children and peers of a killed process must end
-PEERS = 60  # likewise the other process of a run, which may be in a collective
+LEAVE = 15  # seconds for the children of a killed process to end
+PEERS = 60  # seconds for the other process of the run, which may be in a collective
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is killed, and how it is started again.
+    """How a run is killed and restarted.
 
-    With another mesh sums are rounded otherwise, so that only the lines and the end are compared,
-    not the values.
+    Another mesh rounds sums differently, so that then only the steps logged and the exit status are
+    compared, not the values.
     """
 
     promise: str  # what must hold
@@ -38,10 +38,10 @@ CASES = (
 
 
 def run(case: Case, number: int, folder: pathlib.Path, seed: int) -> tuple[int, list[str]]:
-    """Kills runs of a case: how many before they had ended, and what did not hold, a line each."""
+    """Kills runs of a case; returns how many were killed before their end, and the failures."""
     rng, cache = random.Random(seed), folder / "cache"
     whole = folder / "whole"
-    for name in ("compiling", "whole"):  # the second finds all programs in the cache
+    for name in ("compiling", "whole"):  # the second has all programs in the cache
         unbroken = Launched(folder / name, SHORT, cache, case.num_processes)
         statuses, told = unbroken.finish()
         assert set(statuses) == {0}, f"the unbroken run ended with {statuses}: {told}"
@@ -71,13 +71,13 @@ def run(case: Case, number: int, folder: pathlib.Path, seed: int) -> tuple[int, 
 
 
 def _left(children: list[psutil.Process]) -> str:
-    """Children of a killed process that live on."""
+    """Reports children that survive a killed process; "" if there are none."""
     _, alive = psutil.wait_procs(children, timeout=LEAVE)
     return f"{len(alive)} workers lived on for {LEAVE} s" if alive else ""
 
 
 def _restart(case: Case, workdir: pathlib.Path, cache: pathlib.Path, metrics, sums) -> str:
-    """Starts a killed run again; what is wrong with its end, or ""."""
+    """Restarts a killed run; returns its difference from the uninterrupted run, or ""."""
     num_devices = case.restart_devices or 1
     statuses, told = Launched(workdir, SHORT, cache, case.num_processes, num_devices).finish()
     if set(statuses) != {0}:

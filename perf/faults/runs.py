@@ -1,4 +1,4 @@
-"""Short whole runs in processes of their own, and what they leave behind."""
+"""Short complete runs in subprocesses, and their metrics and exports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-# All stages, an evaluation inside RL, more prompts than slots, a save every second step.
+# All stages, evaluations inside RL, more prompts than slots, a checkpoint every second step.
 SHORT = {
     "stages": "('sft','rl','evaluate','export')",
     "log_every": 1,
@@ -43,10 +43,10 @@ _TIMES = re.compile("second|device_idle|host/")
 
 
 class Launched:
-    """The processes of one run, with keys upon `configs/tiny.py`.
+    """The processes of one run of `configs/tiny.py`, with some keys changed.
 
-    Several processes have two CPU devices each, a single one has `num_devices` virtual ones. The
-    cache is a folder of compiled programs, shared by all runs.
+    A single process has `num_devices` virtual CPU devices; several processes have two each. `cache`
+    is the folder of compiled programs, shared by all runs.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Launched:
         return children
 
     def finish(self, timeout: float = 600) -> tuple[list[int], str]:
-        """Exit statuses, and the last lines that the processes said; a hang is killed and told."""
+        """Exit statuses and last lines of stderr; kills and reports processes after `timeout`."""
         told = []
         for process, errors in zip(self.processes, self._errors, strict=True):
             late = ""
@@ -110,7 +110,7 @@ class Launched:
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what differs between equal runs; a ValueError if torn."""
+    """The lines of metrics.jsonl without times and host usage; ValueError if a line is damaged."""
     rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return [{name: row[name] for name in row if not _TIMES.search(name)} for row in rows]
 

@@ -1,4 +1,4 @@
-"""Many small RL steps: memory, handles and threads must stay as they are, nothing be compiled."""
+"""Soak test: in many small RL steps, memory, file handles, threads and programs must not grow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import time
 
 from perf.faults.runs import SHORT, Launched
 
-SETTLED = 200  # steps after which nothing may grow
+SETTLED = 200  # step from which on nothing may grow
 MOST_GROWTH = {"host/memory_gib": 1.05, "host/open_files": 1.1, "host/threads": 1.1}
 
 
 def run(num_steps: int, folder: pathlib.Path) -> tuple[list[str], list[str]]:
-    """Runs so many RL steps with saving, logging and report on.
+    """Runs `num_steps` RL steps with checkpoints, logging and report.
 
-    Returns a line for each quantity, and of these the ones that grew.
+    Returns a line for each quantity, and the lines of those that grew.
     """
     changes = {
         "stages": "('rl',)",
@@ -29,7 +29,7 @@ def run(num_steps: int, folder: pathlib.Path) -> tuple[list[str], list[str]]:
     }
     workdir, cache = folder / "soak", folder / "cache"
     launched = Launched(workdir, SHORT | changes, cache)
-    # Rare shapes of rows come late: only in the second half must none be new.
+    # Rare row shapes come late, so only the second half must compile nothing new.
     while launched.is_running and _num_lines(workdir / "metrics.jsonl") < num_steps // 2:
         time.sleep(1)
     known = _programs(cache)
@@ -39,7 +39,7 @@ def run(num_steps: int, folder: pathlib.Path) -> tuple[list[str], list[str]]:
     steps = [line for line in lines if line["stage"] == "rl"]
     rows, grown = [], []
     for name, limit in MOST_GROWTH.items():
-        # The median of 50 steps, as memory goes up and down with what is saved.
+        # The median of 50 steps, because memory varies with checkpoints.
         early, late = (
             sorted(line[name] for line in part)[len(part) // 2]
             for part in (steps[SETTLED - 50 : SETTLED], steps[-50:])
@@ -60,5 +60,5 @@ def _num_lines(path: pathlib.Path) -> int:
 
 
 def _programs(cache: pathlib.Path) -> set[str]:
-    """Names of the compiled programs that the run has kept."""
+    """Names of the compiled programs in the cache."""
     return {path.name for path in cache.glob("*-cache")}
