@@ -24,7 +24,7 @@ STAGES = ("sft", "rl", "evaluate", "export")
 _DTYPES = ("float32", "bfloat16")
 _MAX_INT = 2**31 - 1  # of int32 on the devices
 
-# Whether a key may change when a run goes on, in the words of docs/operations.md.
+# Whether a key may change on resume, in the words that `python -m care_jax.config.keys` prints.
 FIXED = ""  # weights depend on it
 STEPS = (
     "to any number that is not below the steps done; a cosine schedule is then that of the new one"
@@ -296,7 +296,7 @@ def change_of(key: str) -> str:
 
 
 def resume_table() -> str:
-    """The table of docs/operations.md of what may change when a run goes on."""
+    """A Markdown table of the keys that may change on resume, which this module prints."""
     keys: dict[str, list[str]] = {}
     for pattern, (_, change) in KEYS.items():
         keys.setdefault(change, []).append(f"`{pattern}`")

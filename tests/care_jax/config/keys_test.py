@@ -1,6 +1,8 @@
 """Every key has a row, and a value that its row refuses stops the run before anything is done."""
 
 import pathlib
+import re
+import runpy
 
 import jax
 import pytest
@@ -171,6 +173,33 @@ def test_a_batch_without_a_rule_is_one_shard():
     assert fill_in(config, mesh).sft.microbatch_size == 1
 
 
-def test_the_documentation_has_the_table_of_what_may_change():
-    """`python -m care_jax.config.keys` prints it."""
-    assert keys.resume_table() in (ROOT / "docs" / "operations.md").read_text()
+def changes_in(text):
+    """(pattern of a key, what is said of it) of the rows of a Markdown table."""
+    for row in text.splitlines():
+        if row.startswith("| `"):
+            patterns, change = row.strip("| ").split(" | ")
+            yield from ((pattern, change) for pattern in re.findall("`([^`]+)`", patterns))
+
+
+def test_the_command_prints_every_key_that_may_change_on_resume_and_no_other(capsys):
+    """`python -m care_jax.config.keys`."""
+    runpy.run_path(keys.__file__, run_name="__main__")
+    printed = sorted(changes_in(capsys.readouterr().out))
+    assert printed == sorted((pattern, change) for pattern, (_, change) in KEYS.items() if change)
+    assert "*.learning_rate" not in dict(printed) and dict(printed)["*.num_steps"] == keys.STEPS
+
+
+def test_the_documentation_agrees_with_the_rows_on_what_may_change():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    section = text.partition("## What may I change on resume?")[2].partition("\n## ")[0]
+    assert "python -m care_jax.config.keys" in section
+    changes = {"free": "freely", "any number": keys.STEPS, "the folder": keys.MOVED}
+    described = dict(changes_in(section))
+    assert len(described) > 30
+    for pattern, said in described.items():
+        change = keys.change_of(pattern)
+        if said == "fixed":
+            assert change == keys.FIXED, pattern
+        else:
+            (expected,) = (changes[first] for first in changes if said.startswith(first))
+            assert change.startswith(expected), pattern
