@@ -181,10 +181,10 @@ def test_a_config_file_that_raises_is_named_with_its_line(parsed, tmp_path, text
     [
         (
             "--config.care.rul=nearest",
-            "no such key: 'rul'; configs/common.py has all of them. "
+            "no such key: 'rul'; configs/common.py lists all keys. "
             'Did you mean "rule" instead of "rul"?',
         ),
-        ("--config.qqqq=1", "no such key: 'qqqq'; configs/common.py has all of them."),
+        ("--config.qqqq=1", "no such key: 'qqqq'; configs/common.py lists all keys."),
         ("--config=configs/huge.py", "No such file or directory: 'configs/huge.py'"),
     ],
 )
