@@ -19,7 +19,7 @@ from care_jax.config import command_line
 from care_jax.config.checks import has_test
 from care_jax.data.readers import jsonl
 from care_jax.devices import xla_flags
-from care_jax.rewards.reward_function import RewardFunction, check_reward, packed
+from care_jax.rewards.reward_function import RewardFunction, check_reward, pickled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def train_on(
     folder = command_line.folder_of(workdir, flag="workdir")
     if reward is not None:
         check_reward(reward, "reward")
-        packed(reward)  # fails early if it cannot be sent to a process
+        pickled(reward)  # fails early if it cannot be sent to a process
     config = config.copy_and_resolve_references()
     examples = {"rl": jsonl.in_memory(train, "train")}
     if test is not None:

@@ -53,11 +53,11 @@ def main(_: Sequence[str]) -> None:
     given = flags.FLAGS
     if not given.workdir:
         raise ValueError("--workdir must name a folder, got ''; write --workdir=runs/<name>")
-    told = xla_flags.set_defaults(given.config.xla_preset)
+    defaults = xla_flags.set_defaults(given.config.xla_preset)
     workdir = command_line.folder_of(given.workdir)
     distributed.start(given.coordinator_address, given.num_processes, given.process_id)
-    if told:
-        print_line(f"XLA: {', '.join(told)}")
+    if defaults:
+        print_line(f"XLA: {', '.join(defaults)}")
     overridden = config_flags.get_override_values(given["config"])
     run_stages(given.config, workdir, overridden, is_dry=given.dry_run)
 
@@ -160,12 +160,12 @@ def run_main() -> None:
     interrupts.exit_at_the_second()
     try:
         app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
-    except distributed.Preempted as place:
-        message = f"stopped by SIGTERM {place}; the same command goes on from there"
+    except distributed.Preempted as stopped:
+        message = f"stopped by SIGTERM {stopped}; run the same command to resume"
         distributed.exit_run(message, is_preempted=True)
     except KeyboardInterrupt:
         # Each process gets its own Ctrl-C, so none must wait for the others.
-        message = interrupts.told(pathlib.Path(flags.FLAGS.workdir))
+        message = interrupts.message(pathlib.Path(flags.FLAGS.workdir))
         distributed.exit_run(message, status=interrupts.STATUS)
     except (ValueError, FloatingPointError) as error:
         distributed.exit_run(f"error: {error}")

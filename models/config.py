@@ -26,7 +26,7 @@ def flags_of(family: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The row of `FAMILIES`; refuses an unknown family."""
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ValueError(f"family must be one of {known}, got {family!r}; use such a backbone")
+        raise ValueError(f"family must be one of {known}, got {family!r}; choose another model")
     return FAMILIES[family]
 
 
@@ -53,8 +53,8 @@ class VisionConfig:
         _check_divides("vision hidden_size", self.hidden_size, "4 * num_heads", 4 * self.num_heads)
         if 0 < self.window_size < self.merge_size * self.patch_size:
             raise ValueError(
-                f"window_size {self.window_size} must hold one merged cell of "
-                f"{self.merge_size * self.patch_size} pixels; raise window_size"
+                f"window_size {self.window_size} must be 0 or at least one merge block, "
+                f"{self.merge_size * self.patch_size} pixels; change it"
             )
         if self.position_side**2 != self.num_position_embeddings:
             number = self.num_position_embeddings
@@ -62,7 +62,7 @@ class VisionConfig:
         layers = self.deepstack_layers
         if layers != tuple(sorted(set(layers) & set(range(self.num_layers)))):
             raise ValueError(
-                f"deepstack_visual_indexes {layers} must be increasing layers of a tower of "
+                f"deepstack_visual_indexes {layers} must be increasing layer numbers below "
                 f"{self.num_layers}; change them"
             )
 
@@ -115,8 +115,8 @@ class TextConfig:
             )
         if self.mrope_interleaved and 6 * max(self.mrope_section[1:]) > self.head_dim:
             raise ValueError(
-                f"mrope_section {self.mrope_section} must give height and width at most every "
-                f"third of the {self.head_dim // 2} frequencies; change it"
+                f"mrope_section {self.mrope_section} must give height and width at most a third "
+                f"each of the {self.head_dim // 2} frequencies; change it"
             )
 
 
@@ -144,7 +144,7 @@ class BackboneConfig:
         if len(self.vision.deepstack_layers) > self.text.num_layers:
             raise ValueError(
                 f"deepstack_visual_indexes {self.vision.deepstack_layers} must not outnumber the "
-                f"{self.text.num_layers} decoder layers; name fewer"
+                f"{self.text.num_layers} decoder layers; list fewer"
             )
 
 

@@ -157,7 +157,7 @@ def test_a_release_whose_weights_are_no_numbers_is_refused(tmp_path, monkeypatch
         main.run_stages(small_config(stages=("export",)), tmp_path / "made")
     config = small_config(stages=("evaluate",))
     config.model.path, config.model.backbone = str(tmp_path / "made" / "export"), {}
-    with pytest.raises(ValueError, match=r"made/export has .* text\.norm\.scale \(1 values\);"):
+    with pytest.raises(ValueError, match=r"made/export must .* text\.norm\.scale \(1 values\);"):
         main.run_stages(config, tmp_path / "run")
 
 
@@ -286,16 +286,14 @@ def test_any_saved_step_of_a_finished_run_is_evaluated(evaluated, monkeypatch, s
 
 
 def test_rl_without_the_cold_start_of_its_workdir_is_refused(finished):
-    with pytest.raises(ValueError, match=r"sft has a cold start, from which RL would not start,"):
+    with pytest.raises(ValueError, match=r"sft has checkpoints of a cold start, which RL"):
         main.run_stages(small_config(stages=("rl",)), finished[0])
 
 
 def test_a_step_that_is_not_saved_is_refused_by_those_that_are(evaluated, tmp_path):
     workdir, _ = evaluated
     config = small_config(stages=("export",), **{"export.step": "3"})
-    with pytest.raises(
-        ValueError, match=r"'3' is no saved step of rl; saved are \[2, 4\], the best"
-    ):
+    with pytest.raises(ValueError, match=r"'3' must be a saved step of rl: \[2, 4\], the best"):
         main.run_stages(config, workdir)
     config.export.step = "best"
     with pytest.raises(ValueError, match=r"'best' needs a checkpoint, and .* has none"):
@@ -486,7 +484,7 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
         (["--config.rl.decode_prompts=3", "--config.mesh.fsdp=2"], "mesh.fsdp=2"),
         (
             ["--config.rl.row_tokens=64"],
-            "rl.row_tokens 64 does not hold the largest of data.buckets, 48 tokens and 64 patches, "
+            "rl.row_tokens 64 is too small for the largest of data.buckets (48 tokens, 64 patches) "
             "and a response of 36 tokens; set it to 84 or more",
         ),
         (["--config.rl.objective=grpo", "--config.care.delta=0.2"], "has no effect under"),

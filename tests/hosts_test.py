@@ -123,7 +123,7 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     assert samples[0] == samples[1] and len(samples[0]) == 12
 
     step = metrics_of(two)[-1]["step"] + 1
-    message = f"stopped by SIGTERM before rl step {step}; the same command goes on from there"
+    message = f"stopped by SIGTERM before rl step {step}; run the same command to resume"
     assert ends == [(75, message)] * 2
     assert (two / "checkpoints" / "rl" / str(step) / "state").is_dir()
 
@@ -187,7 +187,7 @@ def test_a_run_told_to_end_saves_and_goes_on_where_it_was(tmp_path, monkeypatch)
     steps = [record["step"] for record in metrics_of(tmp_path)]
     assert (status, message) == (
         75,
-        f"stopped by SIGTERM before sft step {len(steps)}; the same command goes on from there",
+        f"stopped by SIGTERM before sft step {len(steps)}; run the same command to resume",
     )
 
     one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])

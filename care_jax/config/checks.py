@@ -40,13 +40,13 @@ def check_config(
         if config.stages.count(stage) > 1:
             raise ValueError(
                 f"stages must name {stage!r} once, got {config.stages}; set {stage}.num_steps "
-                "higher, or train on from an export in another --workdir"
+                "higher, or train an export (model.path) further in another --workdir"
             )
     _check_model(config.model, mesh)
     if config.verifier.reward and "reward" in given:
         raise ValueError(
-            f"a reward function was given beside verifier.reward {config.verifier.reward!r}; clear "
-            "one"
+            "expected one reward function, got one from Python and verifier.reward "
+            f"{config.verifier.reward!r}; remove one"
         )
     if config.verifier.reward:
         load_reward(config.verifier.reward)
@@ -161,9 +161,9 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
         )
     if model.freeze_decoder and (model.freeze_vision or model.lora_rank):
         raise ValueError(
-            "model.freeze_decoder leaves nothing to train with model.freeze_vision "
-            f"{model.freeze_vision} and model.lora_rank {model.lora_rank}, whose adapters are the "
-            "decoder's; set freeze_decoder to False, or the others to False and 0"
+            "model.freeze_decoder needs model.freeze_vision False and model.lora_rank 0 (adapters "
+            f"are in the decoder), got {model.freeze_vision} and {model.lora_rank}; set "
+            "freeze_decoder to False, or the others to False and 0"
         )
 
 
@@ -174,9 +174,9 @@ def _check_row(stage: str, config: ConfigDict) -> None:
     for name, size in (("row_tokens", num_tokens + num_response), ("row_patches", num_patches)):
         if config[stage][name] < size:
             raise ValueError(
-                f"{stage}.{name} {config[stage][name]} does not hold the largest of data.buckets, "
-                f"{num_tokens} tokens and {num_patches} patches, and a response of {num_response} "
-                f"tokens; set it to {size} or more"
+                f"{stage}.{name} {config[stage][name]} is too small for the largest of "
+                f"data.buckets ({num_tokens} tokens, {num_patches} patches) and a response of "
+                f"{num_response} tokens; set it to {size} or more"
             )
 
 
@@ -213,7 +213,7 @@ def _check_evaluate(evaluate: ConfigDict) -> None:
     if evaluate.temperature == 0 and evaluate.num_samples > 1:
         raise ValueError(
             f"evaluate.num_samples {evaluate.num_samples} needs evaluate.temperature above 0, as "
-            "greedy samples are all alike; set the temperature to that of rl, or num_samples to 1"
+            "greedy samples are identical; set the temperature to that of rl, or num_samples to 1"
         )
     if evaluate.temperature == 0 and evaluate.top_p < 1:
         raise ValueError(
@@ -251,6 +251,6 @@ def _check_export(config: ConfigDict) -> None:
         )
     if step.isdecimal() and int(step) > section.num_steps:
         raise ValueError(
-            f"export.step {step} lies behind the last of {last}.num_steps {section.num_steps}; "
-            "name a step that is saved, or 'last'"
+            f"export.step {step} must not exceed {last}.num_steps {section.num_steps}; set it to a "
+            "step that is saved, or to 'last'"
         )

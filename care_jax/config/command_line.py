@@ -37,7 +37,7 @@ def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = Non
     except Exception as error:  # whatever a configuration file raises
         raise ValueError(" ".join(_message(error).split())) from error
     if len(rest) > 1:
-        raise ValueError(f"expected flags alone, got {rest[1]!r}; write --<flag>=<value>")
+        raise ValueError(f"expected only flags, got {rest[1]!r}; write --<flag>=<value>")
     return rest
 
 
@@ -83,13 +83,13 @@ def os_error(error: OSError, workdir: str) -> str:
     The error names its file if opening it failed, but not if writing did.
     """
     reason = error.strerror or str(error) or type(error).__name__
-    path = f": {error.filename}" if error.filename else f", at work on the files in {workdir}"
-    full = "; free space there, and the same command goes on"
+    path = f": {error.filename}" if error.filename else f", while accessing files in {workdir}"
+    full = "; free space there, then run the same command to resume"
     advice = {
         errno.ENOSPC: full,
         errno.EDQUOT: full,
-        errno.EACCES: "; make it writable, or name another --workdir",
-        errno.EROFS: "; name another --workdir",
+        errno.EACCES: "; make it writable, or choose another --workdir",
+        errno.EROFS: "; choose another --workdir",
     }
     return f"{reason}{path}{advice.get(error.errno or 0, '')}"
 
@@ -98,7 +98,7 @@ def _message(error: Exception) -> str:
     cause = error.args[0] if error.args and isinstance(error.args[0], KeyError) else error
     if isinstance(cause, KeyError):
         key, _, suggestion = str(cause.args[0]).partition("\n")
-        return f"no such key: {key}; configs/common.py has all of them. {suggestion}"
+        return f"no such key: {key}; configs/common.py lists all keys. {suggestion}"
     wrapper = error.__context__
     if wrapper is not None and str(wrapper).startswith(_WRAPPED):
         return f"{str(error).partition(_WRAPPED)[0]}{wrapper.__context__}"

@@ -26,30 +26,28 @@ _MAX_INT = 2**31 - 1  # of int32 on the devices
 
 # Whether a key may change on resume, in the words that `python -m care_jax.config.keys` prints.
 FIXED = ""  # weights depend on it
-STEPS = (
-    "to any number that is not below the steps done; a cosine schedule is then that of the new one"
-)
+STEPS = "to any number not below the steps already done; a cosine schedule then follows the new one"
 MOVED = (
-    "if the last part of the path stays: files may move, and `a/rows.jsonl` does not become "
+    "if the last part of the path stays the same: `a/rows.jsonl` may become `b/rows.jsonl`, not "
     "`a/other.jsonl`"
 )
-_BEFORE = "if the stages before one that has checkpoints, and that is run again, train the same"
-_BACKBONE = "if the backbone stays the same, which is compared by itself"
+_BEFORE = "if each stage with checkpoints still follows the same training stages, or is left out"
+_BACKBONE = "if the backbone stays the same; its resolved shape is compared"
 _EVALUATIONS = "freely: evaluations change no weight"
-_SKIPPED = "freely: what becomes of updates that are not finite"
-_DIVIDED = "freely: how the work of a step is divided, with the same result up to rounding"
+_SKIPPED = "freely: how many non-finite updates in a row are skipped"
+_DIVIDED = "freely: how the work of a step is divided; results differ by rounding only"
 _COMPUTED = "freely: how the same values are computed"
 _SPREAD = "freely: how the work is spread over devices and threads"
 _VERIFIED = "freely: how the verifier works"
-_TOLD = "freely: what is kept and told"
-_READ = "freely: they read weights and change none"
+_OUTPUT = "freely: what is logged, saved, checked and cached"
+_READ = "freely: no weight depends on them"
 
 
 class Check(NamedTuple):
     """A check of one value, and the requirement in words that follow "must" in a message."""
 
     holds: Callable[[Any], bool]
-    told: str
+    requirement: str
 
 
 def interval(text: str) -> Check:
@@ -68,7 +66,7 @@ def _one_of(*choices: str) -> Check:
 
 
 def _each(
-    holds: Callable[[Any], bool], told: str, *, at_least: int = 0, is_once: bool = False
+    holds: Callable[[Any], bool], requirement: str, *, at_least: int = 0, is_once: bool = False
 ) -> Check:
     """A tuple whose elements satisfy a condition; with `is_once` their first entries differ."""
 
@@ -78,7 +76,7 @@ def _each(
             return False
         return not is_once or len({first for first, _ in value}) == len(value)
 
-    return Check(all_hold, told)
+    return Check(all_hold, requirement)
 
 
 def _is_number(value: Any) -> bool:
@@ -153,15 +151,15 @@ _STEP = Check(
 _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("stages", _STAGES, _BEFORE),
     ("seed", "[0, 2147483647]", FIXED),
-    ("log_every", "[1, inf)", _TOLD),
-    ("checkpoint_every", "[1, inf)", _TOLD),
-    ("keep_checkpoints", "[1, inf)", _TOLD),
-    ("keep_best", "[0, inf)", _TOLD),
-    ("best_metric", _ANY, _TOLD),
-    ("xla_preset", xla_flags.PRESETS, _TOLD),
-    ("state_check.*", "[1, inf]", _TOLD),
-    ("compilation_cache", _ANY, _TOLD),
-    ("profile_steps", _PROFILED, _TOLD),
+    ("log_every", "[1, inf)", _OUTPUT),
+    ("checkpoint_every", "[1, inf)", _OUTPUT),
+    ("keep_checkpoints", "[1, inf)", _OUTPUT),
+    ("keep_best", "[0, inf)", _OUTPUT),
+    ("best_metric", _ANY, _OUTPUT),
+    ("xla_preset", xla_flags.PRESETS, _OUTPUT),
+    ("state_check.*", "[1, inf]", _OUTPUT),
+    ("compilation_cache", _ANY, _OUTPUT),
+    ("profile_steps", _PROFILED, _OUTPUT),
     ("model.path model.tokenizer", _ANY, MOVED),
     ("model.backbone*", _ANY, _BACKBONE),
     ("model.compute_dtype", _DTYPES, FIXED),
@@ -238,10 +236,10 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("*.clip_high", "(0, inf)", FIXED),
     ("*.ddof", "[0, 1]", FIXED),
     ("*.beta *.eps *.eps_w", "[0, inf)", FIXED),
-    ("report.groups_per_step", "[0, inf)", _TOLD),
-    ("report.max_megabytes report.image_side", "[1, inf)", _TOLD),
-    ("report.rollouts_megabytes", "[0, inf)", _TOLD),
-    ("metrics.wandb_project", _ANY, _TOLD),
+    ("report.groups_per_step", "[0, inf)", _OUTPUT),
+    ("report.max_megabytes report.image_side", "[1, inf)", _OUTPUT),
+    ("report.rollouts_megabytes", "[0, inf)", _OUTPUT),
+    ("metrics.wandb_project", _ANY, _OUTPUT),
     ("verifier.num_workers", "[1, inf)", _VERIFIED),
     ("verifier.timeout", "(0, inf)", _VERIFIED),
     ("verifier.reward", _ANY, FIXED),
@@ -260,9 +258,14 @@ def check_keys(config: Mapping[str, Any]) -> None:
         check = check_of(key)
         if isinstance(value, int) and abs(value) > _MAX_INT:
             shown = f"a number of {value.bit_length()} bits"
-            raise ValueError(f"{key} must lie within ±{_MAX_INT}, got {shown}; set --config.{key}")
+            raise ValueError(
+                f"{key} must be a number from -{_MAX_INT} to {_MAX_INT}, got {shown}; "
+                f"set --config.{key}"
+            )
         if not check.holds(value):
-            raise ValueError(f"{key} must {check.told}, got {value!r:.200}; set --config.{key}")
+            raise ValueError(
+                f"{key} must {check.requirement}, got {value!r:.200}; set --config.{key}"
+            )
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -291,7 +294,7 @@ def check_of(key: str) -> Check:
 
 
 def change_of(key: str) -> str:
-    """Whether a key may change when a run goes on, as in `KEYS`."""
+    """Whether a resumed run may change a key, as in `KEYS`."""
     return KEYS.get(row_of(key), (_ANY, FIXED))[1]
 
 

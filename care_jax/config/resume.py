@@ -19,8 +19,8 @@ from care_jax.data.stages import SECTIONS
 from care_jax.method.objectives import OBJECTIVES
 
 TRAINING = ("sft", "rl")  # the stages that train
-# Settings that only the weights of this stage depend on.
-_ALONE = {
+# Prefixes of the keys that no other stage's weights depend on.
+_ONLY_IN = {
     "sft": ("sft.", "data.sft.", "data.teacher_error", "data.misread_share", "data.cue_share"),
     "rl": ("rl.", "data.train.", "data.buckets", "verifier.", *(f"{name}." for name in OBJECTIVES)),
 }
@@ -29,7 +29,7 @@ _ALONE = {
 def settings(config: ConfigDict, stage: str) -> dict[str, Any]:
     """The settings that the weights of a stage, "sft" or "rl", depend on, by dotted key."""
     (other,) = set(TRAINING) - {stage}
-    unread = (*_ALONE[other], f"data.{SECTIONS['evaluate']}.", "data.prepare.")
+    unread = (*_ONLY_IN[other], f"data.{SECTIONS['evaluate']}.", "data.prepare.")
     if stage == "rl":
         unread += tuple(f"{name}." for name in OBJECTIVES if name != config.rl.objective)
     found = {}

@@ -89,7 +89,7 @@ def check_mesh(mesh: Mesh, rules: sharding.Rules) -> None:
         inner = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
         raise ValueError(
             f"{inner} must divide the {mesh.size // num_processes} devices of each of "
-            f"{num_processes} processes, so that a row of a batch belongs to one; change mesh"
+            f"{num_processes} processes, so that each row of a batch is in one process; change mesh"
         )
 
 
@@ -175,8 +175,8 @@ def _join(address: str, num_processes: int, process_id: int, timeout: int) -> No
         raise ValueError(f"coordinator address {address!r} must be host:port, such as {example}")
     if not 0 <= process_id < num_processes:
         raise ValueError(
-            f"process id {process_id} must lie in 0..{num_processes - 1} of {num_processes} "
-            "processes; number them from 0"
+            f"process id {process_id} must be from 0 to {num_processes - 1} in a run of "
+            f"{num_processes} processes; number them from 0"
         )
     if process_id:  # JAX would abort if it cannot connect
         _wait_for(host, int(port), timeout)

@@ -17,7 +17,7 @@ from absl import logging
 _LOADED = "/jax/core/compile/backend_compile_duration"  # a program compiled, or read from the cache
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MOST_MAPPINGS = pathlib.Path("/proc/sys/vm/max_map_count")
-_SHARE = 0.6  # the rest is for programs loaded until the next call
+_MOST_FILLED = 0.6  # share of the limit; the rest is for programs loaded until the next call
 # loaded: programs since the last count of mappings; kept: mappings left after the last drop.
 _counts: Counter[str] = Counter()
 
@@ -36,14 +36,14 @@ def drop_if_many() -> bool:
         return False
     _counts["loaded"] = 0
     mappings, most = num_mappings(), int(_MOST_MAPPINGS.read_text())
-    if mappings - _counts["kept"] < _SHARE * (most - _counts["kept"]):
+    if mappings - _counts["kept"] < _MOST_FILLED * (most - _counts["kept"]):
         return False
     jax.clear_caches()
     _counts["kept"] = num_mappings()
     logging.warning(
-        "dropped the compiled programs, which had most of the %d memory mappings of a process "
-        "(%d before, %d now); those needed again are loaded or compiled again. A larger limit, "
-        "sysctl vm.max_map_count=1048576, keeps them",
+        "dropped the compiled programs, which used most of the %d memory mappings of a process "
+        "(%d before, %d now); those needed again are loaded or recompiled. Raise the limit to keep "
+        "them: sysctl vm.max_map_count=1048576",
         most,
         mappings,
         _counts["kept"],

@@ -63,8 +63,8 @@ def make_mesh(
     known, count = math.prod(sizes), len(devices)
     if known < 0 and count % -known:
         raise ValueError(
-            f"{named} cannot divide {count} devices; set the other sizes so that their product "
-            f"{-known} divides {count}"
+            f"{named}: the product {-known} of the other sizes must divide {count} devices; change "
+            "one of them"
         )
     if known > 0 and known != count:
         raise ValueError(
@@ -87,8 +87,8 @@ def _grid(
             f"network is slow; set it to {len(members)}, or to 0 for their number"
         )
     size = sizes[0] // len(members), *sizes[1:]
-    lay = functools.partial(mesh_utils.create_device_mesh, size, allow_split_physical_axes=True)
-    grid = np.concatenate([*map(lay, members)])
+    grid_of = functools.partial(mesh_utils.create_device_mesh, size, allow_split_physical_axes=True)
+    grid = np.concatenate([*map(grid_of, members)])
     rows = grid.reshape(-1, sizes[2] * sizes[3])
     if all(len({device.process_index for device in row}) == 1 for row in rows):
         return grid
@@ -130,7 +130,7 @@ def _partition_spec(
             num_parts *= mesh.shape[mesh_axis]
             if size % num_parts:
                 _warn_once(
-                    f"axis {name!r} of size {size} does not divide by mesh.{mesh_axis}="
+                    f"axis {name!r} of size {size} is not divisible by mesh.{mesh_axis}="
                     f"{mesh.shape[mesh_axis]} and is replicated"
                 )
                 break
@@ -145,7 +145,7 @@ def check_rules(name: str, rules: Rules) -> None:
         for mesh_axis in _mesh_axes(logical, rules):
             if mesh_axis not in MESH_AXES:
                 raise ValueError(
-                    f"{name} maps {logical!r} to {mesh_axis!r}, which is no mesh axis; "
+                    f"{name} maps {logical!r} to {mesh_axis!r}, which is not a mesh axis; "
                     f"choose among {', '.join(MESH_AXES)} or None"
                 )
 

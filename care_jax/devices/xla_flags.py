@@ -29,8 +29,8 @@ def set_defaults(preset: str = "auto") -> list[str]:
     flags = os.environ.get("XLA_FLAGS", "")
     missing = [f"--{name}={value}" for name, value in _FLAGS.items() if f"--{name}=" not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
-    told = [f"XLA_FLAGS={flag}" for flag in missing]
+    assigned = [f"XLA_FLAGS={flag}" for flag in missing]
     if not any(name in os.environ for name in _MEMORY_NAMES):
         os.environ[_MEMORY] = _MEMORY_SHARE
-        told.append(f"{_MEMORY}={_MEMORY_SHARE}")
-    return told
+        assigned.append(f"{_MEMORY}={_MEMORY_SHARE}")
+    return assigned

@@ -169,7 +169,7 @@ def read_records(path: pathlib.Path, *, says: bool = False) -> Iterator[tuple[st
             _ = str.encode(record.get("stage", "")), int(record["step"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if says:
-                print_line(f"{path}:{number} is damaged ({error!r}) and was left out")
+                print_line(f"{path}:{number} is damaged ({error!r}) and is ignored")
         else:
             yield line, record
 

@@ -33,7 +33,7 @@ def render(data: str) -> str:
         "{{script}}": script,
     }
     page = (_FOLDER / "page.html").read_text()
-    for place, part in parts.items():  # from the right, so that the data is not searched
-        before, _, after = page.rpartition(place)
+    for placeholder, part in parts.items():  # from the right, so that the data is not searched
+        before, _, after = page.rpartition(placeholder)
         page = before + part + after
     return page

@@ -89,7 +89,7 @@ class RewardPool:
         function = load_reward(reward) if isinstance(reward, str) else reward
         check_reward(function, "reward")
         self._pool = WorkerPool(
-            packed(reward),
+            pickled(reward),
             num_workers=num_workers,
             timeout=timeout,
             concurrency=concurrency if worker.is_async(function) else 0,
@@ -110,7 +110,7 @@ class RewardPool:
         return self._pool.submit(question, list(responses), example)
 
 
-def packed(reward: str | RewardFunction) -> bytes:
+def pickled(reward: str | RewardFunction) -> bytes:
     """The pickled function for `worker.main`; ValueError if it cannot be pickled."""
     try:
         return cloudpickle.dumps({"function": reward, "example": Example})

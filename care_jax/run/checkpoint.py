@@ -29,7 +29,7 @@ from care_jax.run import integrity, mounts
 
 _DAMAGED = ".damaged"
 # Orbax rewrites these at the commit; they hold timestamps only.
-_UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
+_NOT_HASHED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 _QUICK_BYTES = 2**20  # larger files are hashed only before a restore
 
@@ -95,8 +95,8 @@ class Checkpoints:
             return metrics.get(best_metric, -math.inf)
 
         self._saving = 0  # the step that is being written
-        self._unsummed: set[int] = set()  # steps already reported to have no manifest
-        self._set_aside_damaged()
+        self._without_manifest: set[int] = set()  # steps already reported
+        self._mark_damaged_steps()
         # A bucket without hierarchical namespaces has no atomic rename of folders, and gcsfuse
         # refuses to rename one, so on FUSE mounts a marker file commits the step.
         is_bucket = mounts.is_fuse(self.folder)
@@ -167,7 +167,7 @@ class Checkpoints:
         if self.latest_step is not None and step <= self.latest_step:
             raise ValueError(
                 f"step {step} is not after step {self.latest_step} in {self.folder}; restore it "
-                "first or choose another --workdir"
+                "first, or choose another --workdir"
             )
         progress = {"data_position": data_position, "rng": rng, "metadata": dict(metadata)}
         progress |= {"fingerprint": self._fingerprint, "settings": self._settings}
@@ -175,7 +175,7 @@ class Checkpoints:
         self._saving = step
         self._values[step] = dict(metrics or {})
         items = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave(progress)}
-        with self._told_failures():
+        with self._with_os_errors():
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=self._values[step])
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -207,7 +207,7 @@ class Checkpoints:
         if step is None or step not in self.steps:
             raise ValueError(
                 f"expected checkpoint {'of any step' if step is None else step} in {self.folder}, "
-                f"found steps {self.steps}; check --workdir"
+                f"found steps {self.steps}; correct --workdir"
             )
         progress = self._progress(step)
         items = {"state": ocp.args.StandardRestore(abstract_state)}
@@ -257,11 +257,14 @@ class Checkpoints:
         self.wait()
         folder = self.folder / str(step)
         fault = integrity.shared_damage(folder)
-        if not integrity.has_manifest(folder) and step not in self._unsummed:
-            self._unsummed.add(step)
-            _say(f"checkpoint {step} in {self.folder} has no sums; restored unchecked")
+        if not integrity.has_manifest(folder) and step not in self._without_manifest:
+            self._without_manifest.add(step)
+            _print_error(
+                f"checkpoint {step} in {self.folder} has no {integrity.MANIFEST}; restored without "
+                "verification"
+            )
         if fault:
-            self._set_aside({step: fault})
+            self._mark_damaged({step: fault})
             self._manager.reload()
         return not fault
 
@@ -269,16 +272,16 @@ class Checkpoints:
         if not self.is_whole(step):
             raise ValueError(
                 f"checkpoint {step} in {self.folder} is damaged and was renamed to "
-                f"{step}{_DAMAGED}; choose another step, there are {self.steps}"
+                f"{step}{_DAMAGED}; choose one of the steps {self.steps}"
             )
 
     def _write_manifest(self) -> None:
         """Called on process 0 when all processes have written a step, before the commit."""
         written = [*self.folder.glob(f"{self._saving}.*tmp*"), self.folder / str(self._saving)]
-        integrity.write_manifest(written[0], leave_out=_UNSUMMED)
+        integrity.write_manifest(written[0], leave_out=_NOT_HASHED)
 
-    def _set_aside_damaged(self) -> None:
-        """Sets aside the steps that have a file of a wrong size or a small file of a wrong hash."""
+    def _mark_damaged_steps(self) -> None:
+        """Renames the steps that have a file of a wrong size or a small file of a wrong hash."""
         found = {}
         if jax.process_index() == 0 and self.folder.is_dir():
             steps = [path for path in self.folder.iterdir() if path.name.isdecimal()]
@@ -286,12 +289,14 @@ class Checkpoints:
                 path.name: integrity.find_damage(path, most_bytes=_QUICK_BYTES) for path in steps
             }
         found = distributed.gather_json(found)[0]
-        self._set_aside({int(step): found[step] for step in sorted(found, key=int) if found[step]})
+        self._mark_damaged(
+            {int(step): found[step] for step in sorted(found, key=int) if found[step]}
+        )
 
-    def _set_aside(self, faults: Mapping[int, str]) -> None:
+    def _mark_damaged(self, faults: Mapping[int, str]) -> None:
         """Renames damaged steps on the first process; `faults` is the same on all."""
         for step, fault in faults.items():
-            _say(f"checkpoint {step} is damaged: {fault}; renamed to {step}{_DAMAGED}")
+            _print_error(f"checkpoint {step} is damaged: {fault}; renamed to {step}{_DAMAGED}")
             if jax.process_index() == 0:
                 names = [f"{step}{_DAMAGED}", *(f"{step}{_DAMAGED}.{i}" for i in range(1, 100))]
                 free = next(name for name in names if not (self.folder / name).exists())
@@ -304,8 +309,8 @@ class Checkpoints:
         damaged = sorted(path.name for path in self.folder.glob(f"*{_DAMAGED}*"))
         if distributed.gather_json(bool(damaged))[0]:
             raise ValueError(
-                f"no checkpoint in {self.folder} is whole ({', '.join(damaged)}); copy one back "
-                "from elsewhere, or remove these folders to start the stage anew"
+                f"every checkpoint in {self.folder} is damaged ({', '.join(damaged)}); restore one "
+                "from a copy, or remove these folders to restart the stage"
             )
 
     def _check_fingerprint(self, saved: Mapping[str, Any]) -> None:
@@ -324,11 +329,11 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns once everything saved so far is on disk; OSError if it could not be written."""
-        with self._told_failures():
+        with self._with_os_errors():
             self._manager.wait_until_finished()
 
     @contextlib.contextmanager
-    def _told_failures(self) -> Iterator[None]:
+    def _with_os_errors(self) -> Iterator[None]:
         """Turns TensorStore's error about a file it cannot write into an OSError with the path."""
         try:
             yield
@@ -353,6 +358,6 @@ class Checkpoints:
             self.close()
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     if jax.process_index() == 0:
         print(line, file=sys.stderr, flush=True)

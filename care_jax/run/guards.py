@@ -72,8 +72,8 @@ class StateCheck:
             if step:
                 earlier = [saved for saved in self._checkpoints.steps if saved < step]
                 source = f"checkpoint {earlier[-1]}" if earlier else "the start of the stage"
-                message += f"; remove {self._checkpoints.folder / str(step)}, so that the same "
-                message += f"command goes on from {source}"
+                message += f"; remove {self._checkpoints.folder / str(step)}, then run the same "
+                message += f"command to resume from {source}"
             raise FloatingPointError(message)
         saved = metadata.get(_METADATA) or {}
         self._last = Measured(_norm(found), saved.get("loss"))
@@ -90,7 +90,7 @@ class StateCheck:
         found = self._sums(state)
         now = Measured(_norm(found), loss())
         section = self._run.config.state_check
-        fault = not_finite(found) or worse(
+        fault = not_finite(found) or divergence(
             now,
             self._last,
             log_vocabulary=math.log(self._run.policy.config.text.vocab_size),
@@ -118,9 +118,9 @@ class StateCheck:
                 "again with the same --workdir"
             )
         return (
-            f"the last good checkpoint is {self._checkpoints.folder / str(step)}: the same command "
-            "goes on from it, --config.stages=\"('export',)\" exports it, and a new --workdir with "
-            f"that export as model.path and a lower {stage}.learning_rate trains it on"
+            f"the last good checkpoint is {self._checkpoints.folder / str(step)}; run the same "
+            "command to resume from it, or export it with --config.stages=\"('export',)\" and "
+            f"train the export (model.path) with a lower {stage}.learning_rate in a new --workdir"
         )
 
     def _sums(self, state: TrainState) -> dict[str, tuple[float, float]]:
@@ -131,16 +131,16 @@ class StateCheck:
 def check_weights(run: Run, params: Params, name: str, advice: str) -> None:
     """Rejects weights that are not finite: a ValueError with `name`, the tensors and `advice`."""
     if faults := not_finite(_named(compile_tensor_sums(run)(params), params)):
-        raise ValueError(f"{name} has weights that are no numbers: {faults}; {advice}")
+        raise ValueError(f"{name} must have finite weights, got {faults}; {advice}")
 
 
 def not_finite(found: Mapping[str, tuple[float, float]]) -> str:
     """Names the tensors that are not finite, "" if none. `found` is from `_named`."""
     bad = [f"{name} ({count:.0f} values)" for name, (count, _) in found.items() if count]
-    return f"NaN or infinite: {_few(bad, ' tensors')}" if bad else ""
+    return f"NaN or infinity in {_first_of(bad, ' tensors')}" if bad else ""
 
 
-def worse(
+def divergence(
     now: Measured,
     last: Measured,
     *,
@@ -255,11 +255,11 @@ class SkippedUpdates:
             parts.append(f"{self._in_a_row} updates in a row were skipped, {key} is {self._most}")
         pairs = zip(self._names, metrics.get(BROKEN_GRADIENTS, ()), strict=False)
         if names := [name for name, is_broken in pairs if is_broken]:
-            parts.append(f"gradients NaN or infinite: {_few(names)}")
+            parts.append(f"gradients with NaN or infinity: {_first_of(names)}")
         ids = [f"{example.source} {example.id}" for example in examples]
-        parts += [f"prompts {_few(ids)}", self._dump(step, batch, ids)]
+        parts += [f"prompts {_first_of(ids)}", self._dump(step, batch, ids)]
         if not self._most:
-            parts.append(f"{key} above 0 skips such updates")
+            parts.append(f"set {key} above 0 to skip such updates")
         return "; ".join([*parts, self._advice()])
 
     def _dump(self, step: int, batch: TrainBatch | ImitationBatch, ids: Sequence[str]) -> str:
@@ -283,7 +283,7 @@ def _paths(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in pairs}
 
 
-def _few(names: Sequence[str], what: str = "") -> str:
+def _first_of(names: Sequence[str], what: str = "") -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more{what}" if more > 0 else "")
 

@@ -30,7 +30,7 @@ def exit_at_the_second() -> None:
                 continue
             if not first:
                 first = time.monotonic()
-                line = "stopping; Ctrl-C again ends at once, without waiting for saves"
+                line = "stopping; press Ctrl-C again to exit at once, without waiting for saves"
                 print(line, file=sys.stderr, flush=True)
             elif time.monotonic() - first > _SAME:
                 os._exit(STATUS)
@@ -38,13 +38,13 @@ def exit_at_the_second() -> None:
     threading.Thread(target=watch, name="Ctrl-C", daemon=True).start()
 
 
-def told(workdir: pathlib.Path) -> str:
+def message(workdir: pathlib.Path) -> str:
     """Says which steps a stopped run has lost."""
     for stage in ("rl", "sft"):
         names = [path.name for path in (workdir / "checkpoints" / stage).glob("*")]
         if steps := [int(name) for name in names if name.isdecimal()]:
             return (
-                f"stopped by Ctrl-C; steps after checkpoint {stage} {max(steps)} are lost; the "
-                "same command goes on from there"
+                f"stopped by Ctrl-C; steps after checkpoint {stage} {max(steps)} are lost; run "
+                "the same command to resume"
             )
-    return "stopped by Ctrl-C; nothing was saved yet, the same command begins anew"
+    return "stopped by Ctrl-C; nothing was saved yet; run the same command to start over"

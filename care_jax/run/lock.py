@@ -34,8 +34,8 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
         if jax.process_index() == 0:
             file = stack.enter_context((workdir / NAME).open("a+"))
             refusal = _take(file.fileno(), workdir)
-        if told := distributed.gather_json(refusal)[0]:
-            raise ValueError(told)
+        if refusal := distributed.gather_json(refusal)[0]:
+            raise ValueError(refusal)
         yield
 
 
@@ -48,7 +48,7 @@ def _take(file: int, workdir: pathlib.Path) -> str:
         advice = "wait until it ends, end it, or choose another --workdir"
         return f"{workdir} is in use by {holder}; {advice}"
     except OSError as error:
-        line = f"{workdir} cannot be locked ({error.strerror}); start no second run in it"
+        line = f"{workdir} cannot be locked ({error.strerror}); do not start a second run in it"
         print(line, file=sys.stderr, flush=True)
     since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     holder = f"process {os.getpid()} on host {socket.gethostname()} (since {since})\n"

@@ -12,7 +12,7 @@ import re
 
 def is_fuse(path: pathlib.Path, table: pathlib.Path = pathlib.Path("/proc/self/mounts")) -> bool:
     """Whether a path, which need not exist, is on a FUSE mount according to a mount table."""
-    place = path.resolve()
+    path = path.resolve()
     try:
         lines = table.read_text().splitlines()
     except OSError:  # not on Linux
@@ -21,7 +21,7 @@ def is_fuse(path: pathlib.Path, table: pathlib.Path = pathlib.Path("/proc/self/m
     for line in lines:
         point, type_of_point = map(_plain, line.split(" ")[1:3])
         # The last of several mounts at one mount point hides the others.
-        if place.is_relative_to(point) and len(point) >= longest:
+        if path.is_relative_to(point) and len(point) >= longest:
             kind, longest = type_of_point, len(point)
     # The type of gcsfuse is "fuse.gcsfuse" on a VM and "fuse" in a pod of GKE.
     return kind == "fuse" or kind.startswith("fuse.")

@@ -168,9 +168,9 @@ def check_workdir(run: Run) -> None:
     stages = run.config.stages
     if "rl" in stages and "sft" not in stages and has_checkpoint(run, "sft"):
         raise ValueError(
-            f"{checkpoint_folder(run, 'sft')} has a cold start, from which RL would not start, as "
-            f'stages {tuple(stages)} lacks "sft"; add it (what is done of it is not repeated), or '
-            "choose another --workdir to start from the weights of model.path"
+            f"{checkpoint_folder(run, 'sft')} has checkpoints of a cold start, which RL would "
+            f"ignore, as stages {tuple(stages)} lacks 'sft'; add it (finished steps are not "
+            "repeated), or choose another --workdir to start from the weights of model.path"
         )
     for stage in resume.TRAINING:
         if any(path.name[0].isdecimal() for path in checkpoint_folder(run, stage).glob("*")):

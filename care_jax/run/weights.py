@@ -40,7 +40,7 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
     if not stages:
         raise ValueError(
             f"export.step {wanted!r} needs a checkpoint, and {run.workdir} has none; train first, "
-            "name the --workdir of a run, or set export.step to 'last' for the weights that the "
+            "choose the --workdir of a run, or set export.step to 'last' for the weights that the "
             "run starts from"
         )
     with open_checkpoints(run, stages[-1]) as saved:
@@ -53,8 +53,8 @@ def find(run: Run, trained: tuple[str, ...]) -> Source:
     if step is None or int(step) not in steps:
         known = f"the best by {run.config.best_metric!r}: {best or 'none was evaluated'}"
         raise ValueError(
-            f"export.step {wanted!r} is no saved step of {stages[-1]}; saved are {steps}, {known}; "
-            "name one of these, or train with eval_every and keep_best"
+            f"export.step {wanted!r} must be a saved step of {stages[-1]}: {steps}, {known}; set "
+            "it to one of these, or train with eval_every and keep_best"
         )
     name = stages[-1] if wanted == "last" else f"{stages[-1]}_step_{step}"
     return Source(stages, int(step), name)
@@ -112,7 +112,7 @@ def last_of(run: Run, stage: str) -> tuple[Params, str, str]:
                 return lora.merged(restore(run, name, step)), name, f"{name} {step}"
     raise ValueError(
         f"expected a checkpoint in {checkpoint_folder(run, stage)}, found none; train first, or "
-        "name another --workdir or --stage"
+        "choose another --workdir or --stage"
     )
 
 

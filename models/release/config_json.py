@@ -270,7 +270,7 @@ def _vision_from_hf(config: dict[str, Any], family: str) -> VisionConfig:
     _check_tower_rope(config)
     fields = _fields(config, _VISION[family].fields, "vision_config")
     channels = config.get("in_channels", config.get("in_chans", 3))
-    _check("vision_config", "in_channels", channels, "3", _is_whole(channels, 1))
+    _check("vision_config", "in_channels", channels, "a whole number above 0", _is_size(channels))
     return VisionConfig(in_channels=channels, **fields, **flags_of(family)[0])
 
 

@@ -83,7 +83,7 @@ def _find(
     for entry in read_headers(folder).values():
         name = weights.release_name(entry.name, family)
         if name in found:
-            problems.append(f"{name} is there twice, as {found[name].name} and {entry.name}")
+            problems.append(f"{name} is duplicated, as {found[name].name} and {entry.name}")
         found[name] = entry
     copy = found.pop(weights.UNEMBEDDING, None) if config.text.tie_embeddings else None
     shapes = {tensor.name: tensor.hf_shape for tensor in expected}
@@ -97,8 +97,8 @@ def _find(
             problems.append(f"{name} is {entry.dtype}, expected {dtypes}")
     if problems:
         raise ValueError(
-            f"{folder} does not hold this backbone: {'; '.join(problems)}; check that config.json "
-            "belongs to the weights"
+            f"the weights in {folder} do not fit its config.json: {'; '.join(problems)}; use the "
+            "config.json of the same release"
         )
     embedding = found[weights.release_name(weights.EMBEDDING, family)]
     if copy is not None and not is_equal(copy, embedding):
@@ -125,7 +125,7 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
             header = _read_header(folder / file)
         except (OSError, SafetensorError) as error:
             unread.add(file)
-            problems.append(f"{file} is missing or cut short ({error})")
+            problems.append(f"{file} is missing or truncated ({error})")
             continue
         problems += [
             f"{name} is in {entries[name].path.name} and in {file}"
@@ -144,7 +144,7 @@ def read_headers(folder: str | pathlib.Path) -> dict[str, Entry]:
         ]
     if problems:
         found = " ".join("; ".join(problems).split())  # names in headers may hold line breaks
-        raise ValueError(f"{folder} is no complete release: {found}; fetch or export it again")
+        raise ValueError(f"{folder} is not a complete release: {found}; fetch or export it again")
     return entries
 
 
@@ -168,8 +168,8 @@ def _read_index(folder: pathlib.Path) -> dict[str, str]:
         # Untrusted text: a path would lead out of the folder.
         if not file.isprintable() or "/" in file or file in ("", ".", ".."):
             raise ValueError(
-                f"{path} must map tensors to files beside it, got {file!r:.100}; fetch or export "
-                "the release again"
+                f"{path} must map tensors to files in its folder, got {file!r:.100}; fetch or "
+                "export the release again"
             )
     return index
 

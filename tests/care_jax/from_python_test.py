@@ -102,30 +102,30 @@ def test_without_held_out_rows_nothing_is_evaluated(tmp_path, monkeypatch):
     assert "evaluate" in asked["config"].stages  # on data.test
 
 
-def test_what_cannot_run_is_refused_in_the_first_second(tmp_path):
-    lock = threading.Lock()
+def holding(lock):
+    return lambda question, responses, example: [lock]
 
-    def locked(question, responses, example):
-        return [lock]
 
-    def one(question, response, example):
-        return 1.0, 1.0
+REFUSED = {
+    "a lock": (holding(threading.Lock()), r"to a worker process, got TypeError: .*lock"),
+    "a single response": (lambda question, response, example: 1.0, "takes a single `response`"),
+    "answers without a function": (None, r"2 x answer is a list .* needs verifier\.reward"),
+}
 
-    config, rows = small_config(), rows_of(2)
-    with pytest.raises(ValueError, match=r"can be sent to a worker process, got TypeError: .*lock"):
-        care_jax.train_on(config, rows, reward=locked, workdir=tmp_path / "run")
-    with pytest.raises(ValueError, match="reward takes a single `response`"):
-        care_jax.train_on(config, rows, reward=one, workdir=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"2 x answer is a list .* needs verifier\.reward"):
-        care_jax.train_on(config, rows, workdir=tmp_path / "run")
+
+@pytest.mark.parametrize(("reward", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_run_is_refused_in_the_first_second(tmp_path, reward, message):
+    with pytest.raises(ValueError, match=message):
+        care_jax.train_on(small_config(), rows_of(2), reward=reward, workdir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_importing_the_package_imports_no_jax():
-    code = "import sys, care_jax; sys.exit('jax' in sys.modules or not care_jax.train_on.__doc__)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_flags_of_the_callers_program_are_its_own():
-    code = "import sys, absl.flags, care_jax.main; sys.exit('config' in absl.flags.FLAGS)"
+def test_importing_the_package_imports_no_jax_and_defines_no_flag():
+    """Flags of the caller's program may have the names of ours."""
+    code = """
+import sys, absl.flags, care_jax
+assert "jax" not in sys.modules
+assert care_jax.train_on.__doc__ and "care_jax.main" in sys.modules
+assert "config" not in absl.flags.FLAGS
+"""
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -181,10 +181,10 @@ def test_a_config_file_that_raises_is_named_with_its_line(parsed, tmp_path, text
     [
         (
             "--config.care.rul=nearest",
-            "no such key: 'rul'; configs/common.py has all of them. "
+            "no such key: 'rul'; configs/common.py lists all keys. "
             'Did you mean "rule" instead of "rul"?',
         ),
-        ("--config.qqqq=1", "no such key: 'qqqq'; configs/common.py has all of them."),
+        ("--config.qqqq=1", "no such key: 'qqqq'; configs/common.py lists all keys."),
         ("--config=configs/huge.py", "No such file or directory: 'configs/huge.py'"),
     ],
 )
@@ -292,16 +292,16 @@ def ended(monkeypatch, capsys, tmp_path):
     [
         (
             PermissionError(errno.EACCES, "Permission denied", "/a/config.json.partial"),
-            "Permission denied: /a/config.json.partial; make it writable, or name another "
+            "Permission denied: /a/config.json.partial; make it writable, or choose another "
             "--workdir",
         ),
         (
             OSError(errno.ENOSPC, "No space left on device", "/a/b"),
-            "No space left on device: /a/b; free space there, and the same command goes on",
+            "No space left on device: /a/b; free space there, then run the same command to resume",
         ),
         (
             OSError(errno.EFBIG, "File too large"),
-            "File too large, at work on the files in WORKDIR",
+            "File too large, while accessing files in WORKDIR",
         ),
     ],
 )
@@ -310,12 +310,14 @@ def test_what_the_system_refuses_is_one_line(ended, tmp_path, error, line):
 
 
 def test_ctrl_c_says_what_is_lost(ended, tmp_path):
-    end = "the same command begins anew\n"
-    assert ended(KeyboardInterrupt()) == (130, f"stopped by Ctrl-C; nothing was saved yet, {end}")
+    end = "run the same command to start over\n"
+    assert ended(KeyboardInterrupt()) == (130, f"stopped by Ctrl-C; nothing was saved yet; {end}")
     for name in ("sft/400", "rl/8", "rl/10", "rl/12.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    lost = "stopped by Ctrl-C; steps after checkpoint rl 10 are lost; the same command goes on"
-    assert ended(KeyboardInterrupt()) == (130, f"{lost} from there\n")
+    lost = (
+        "stopped by Ctrl-C; steps after checkpoint rl 10 are lost; run the same command to resume"
+    )
+    assert ended(KeyboardInterrupt()) == (130, f"{lost}\n")
 
 
 def test_a_workdir_must_be_named(ended, monkeypatch):
@@ -350,4 +352,5 @@ except KeyboardInterrupt:
     )
     assert result.returncode == 130 and time.monotonic() - began < 30
     assert result.stdout == "alive\n"
-    assert result.stderr == "stopping; Ctrl-C again ends at once, without waiting for saves\n"
+    told = "stopping; press Ctrl-C again to exit at once, without waiting for saves\n"
+    assert result.stderr == told

@@ -138,53 +138,64 @@ def test_decoder_remat_equals_no_remat(
     assert_close_gradients(recomputed, tree_gradients[0], 1e-5)
 
 
+@pytest.fixture(scope="module")
+def decode(params, prompts, features, config):
+    """(pieces) -> hidden states of prefill and of each piece, from the decode layout.
+
+    A piece is (tokens [B, R, S], first position behind the prompt, first slot, mask [S, T + 2]).
+    """
+
+    def decode(pieces):
+        @jax.jit
+        def run(params):
+            params = backbone.to_decode_layout(params, config, jnp.float32)
+            x = embed_prompts(params, prompts, features)
+            inputs = prompts.positions, prompts.is_valid, config
+            images = {"features": features, "slots": prompts.slots}
+            prompt_hidden, prefix = backbone.prefill(params, x, *inputs, **images)
+            suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
+            outs = []
+            for tokens, position, slot, is_visible in pieces:
+                S = tokens.shape[-1]
+                positions = prompts.next_position[:, None, None] + position + jnp.arange(S)
+                positions = jnp.broadcast_to(positions, (B, R, S))
+                hidden, suffix = backbone.extend(
+                    params,
+                    backbone.embed(params, tokens, dtype=jnp.float32),
+                    backbone.text_rotary(positions, config),
+                    jnp.int32(slot),
+                    prefix,
+                    prompts.is_valid,
+                    suffix,
+                    jnp.broadcast_to(is_visible, (B, R, S, T + 2)),
+                    config,
+                )
+                outs.append(hidden)
+            hidden = jnp.concatenate(outs, axis=2)
+            return hidden, prompt_hidden, backbone.unembed(params, hidden, config)
+
+        return run(params)
+
+    return decode
+
+
 def causal(start, length):
-    """Each of `length` tokens from slot `start` on sees the slots up to its own."""
-    is_visible = jnp.arange(T + 2) <= start + jnp.arange(length)[:, None]
-    return jnp.broadcast_to(is_visible, (B, R, *is_visible.shape))
+    """[S, T + 2]: each of `length` tokens from slot `start` on sees the slots up to its own."""
+    return np.arange(T + 2) <= start + np.arange(length)[:, None]
 
 
 @pytest.mark.parametrize("chunks", [(1,) * T, (3, 2)])
 def test_decoding_equals_the_full_forward(
-    params, prompts, features, responses, config, expected, chunks
+    params, prompts, responses, config, expected, decode, chunks
 ):
     expected_hidden, expected_prompt = expected
-
-    @jax.jit
-    def decode(params):
-        params = backbone.to_decode_layout(params, config, jnp.float32)
-        x = embed_prompts(params, prompts, features)
-        prompt_hidden, prefix = backbone.prefill(
-            params,
-            x,
-            prompts.positions,
-            prompts.is_valid,
-            config,
-            features=features,
-            slots=prompts.slots,
-        )
-        suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
-        outs, start = [], 0
-        for length in chunks:
-            new = slice(start, start + length)
-            positions = prompts.next_position[:, None, None] + jnp.arange(T)[new]
-            hidden, suffix = backbone.extend(
-                params,
-                backbone.embed(params, responses[:, :, new], dtype=jnp.float32),
-                backbone.text_rotary(jnp.broadcast_to(positions, (B, R, length)), config),
-                jnp.int32(start),
-                prefix,
-                prompts.is_valid,
-                suffix,
-                causal(start, length),
-                config,
-            )
-            outs.append(hidden)
-            start += length
-        hidden = jnp.concatenate(outs, axis=2)
-        return hidden, prompt_hidden, backbone.unembed(params, hidden, config)
-
-    hidden, prompt_hidden, logits = decode(params)
+    starts = [sum(chunks[:i]) for i in range(len(chunks))]
+    hidden, prompt_hidden, logits = decode(
+        [
+            (responses[:, :, start : start + length], start, start, causal(start, length))
+            for start, length in zip(starts, chunks, strict=True)
+        ]
+    )
     valid = prompts.is_valid
     np.testing.assert_allclose(hidden, expected_hidden, rtol=0, atol=2e-5)
     np.testing.assert_allclose(prompt_hidden[valid], expected_prompt[valid], rtol=0, atol=2e-5)
@@ -193,39 +204,11 @@ def test_decoding_equals_the_full_forward(
     np.testing.assert_allclose(logits, full, rtol=0, atol=5e-5)
 
 
-def test_invalid_suffix_slots_are_unseen(params, prompts, features, responses, config, expected):
+def test_invalid_suffix_slots_are_unseen(responses, expected, decode):
     """Forced tokens may be right-aligned in a row: what stands before them is not seen."""
-
-    @jax.jit
-    def decode(params):
-        params = backbone.to_decode_layout(params, config, jnp.float32)
-        x = embed_prompts(params, prompts, features)
-        _, prefix = backbone.prefill(
-            params,
-            x,
-            prompts.positions,
-            prompts.is_valid,
-            config,
-            features=features,
-            slots=prompts.slots,
-        )
-        suffix = backbone.init_cache(config, B, R, T + 2, jnp.float32)
-        tokens = np.pad(responses, ((0, 0), (0, 0), (2, 0)))
-        positions = prompts.next_position[:, None, None] + jnp.arange(-2, T)
-        hidden, _ = backbone.extend(
-            params,
-            backbone.embed(params, tokens, dtype=jnp.float32),
-            backbone.text_rotary(jnp.broadcast_to(positions, (B, R, T + 2)), config),
-            jnp.int32(0),
-            prefix,
-            prompts.is_valid,
-            suffix,
-            causal(0, T + 2) & (jnp.arange(T + 2) >= 2),
-            config,
-        )
-        return hidden[:, :, 2:]
-
-    np.testing.assert_allclose(decode(params), expected[0], rtol=0, atol=2e-5)
+    tokens = np.pad(responses, ((0, 0), (0, 0), (2, 0)))
+    hidden, *_ = decode([(tokens, -2, 0, causal(0, T + 2) & (np.arange(T + 2) >= 2))])
+    np.testing.assert_allclose(hidden[:, :, 2:], expected[0], rtol=0, atol=2e-5)
 
 
 # What follows is of no family: the decoder alone, on made-up embeddings.

@@ -31,39 +31,37 @@ def test_positions_of_text_alone_count_tokens(config):
     assert after == 4
 
 
-@pytest.mark.parametrize("num_tokens", [5, 7])
-def test_image_tokens_that_do_not_match_the_grid_are_refused(config, num_tokens):
-    tokens = np.full(num_tokens, config.image_token_id)
-    with pytest.raises(ValueError, match=f"{num_tokens} image tokens but grids"):
-        prompt_positions(tokens, np.array([[1, 4, 6]]), config)
+def positions(config, *is_image):
+    tokens = np.where(is_image, config.image_token_id, 5)
+    prompt_positions(tokens, np.array([[1, 4, 6]]), config)
 
 
-def test_an_interrupted_image_is_refused(config):
-    tokens = np.full(7, config.image_token_id)
-    tokens[3] = 5
-    with pytest.raises(ValueError, match="must be consecutive"):
-        prompt_positions(tokens, np.array([[1, 4, 6]]), config)
+def pack(config, grid, num_patches):
+    pack_images([np.zeros((24, 96))], [np.array([grid])], config.vision, num_patches)
+
+
+REFUSED = {
+    "too few tokens": (positions, (1,) * 5, "5 image tokens but grids"),
+    "too many tokens": (positions, (1,) * 7, "7 image tokens but grids"),
+    "interrupted": (positions, (1, 1, 1, 0, 1, 1, 1), "must be consecutive"),
+    "no room": (pack, ((1, 4, 6), 16), "room for 16"),
+    "another grid": (pack, ((1, 4, 5), 24), "got 24 patches"),
+    "two frames": (pack, ((2, 4, 3), 24), "one frame"),
+    "part of a block": (pack, ((1, 3, 8), 24), "multiples of merge_size 2"),
+    "room for part of a block": (pack, ((1, 4, 6), 26), "multiple of merge_size"),
+}
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_images_that_do_not_fit_are_refused(config, function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(config, *arguments)
 
 
 def test_coordinates_follow_merge_blocks(config):
     images = pack_images([np.zeros((16, 96))], [np.array([[1, 4, 4]])], config.vision, 16)
     expected = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
     np.testing.assert_array_equal(images.coordinates[0, :8], expected)
-
-
-@pytest.mark.parametrize(
-    "grid, num_patches, message",
-    [
-        ((1, 4, 6), 16, "room for 16"),
-        ((1, 4, 5), 24, "got 24 patches"),
-        ((2, 4, 3), 24, "one frame"),
-        ((1, 3, 8), 24, "multiples of merge_size 2"),
-        ((1, 4, 6), 26, "multiple of merge_size"),
-    ],
-)
-def test_grids_that_do_not_fit_are_refused(config, grid, num_patches, message):
-    with pytest.raises(ValueError, match=message):
-        pack_images([np.zeros((24, 96))], [np.array([grid])], config.vision, num_patches)
 
 
 sizes = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 7)), max_size=6)

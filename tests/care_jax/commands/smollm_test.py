@@ -250,7 +250,7 @@ def test_a_file_of_another_model_is_refused_by_name(change, message, tmp_path):
     ("flags", "message"),
     [
         (["--gguf=a.gguf"], "expected --out=FOLDER, got none; name the folder to write"),
-        (["--out=x", "a.gguf"], "expected flags alone, got 'a.gguf'"),
+        (["--out=x", "a.gguf"], "expected only flags, got 'a.gguf'"),
         (["--out=x", "--gguf=absent.gguf"], "--gguf must name a file, got 'absent.gguf'"),
         (["--out=x", f"--gguf={__file__}"], "must be a whole GGUF file"),
         (["--out=x", "--into=y"], "into"),

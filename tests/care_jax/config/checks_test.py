@@ -1,4 +1,4 @@
-"""Configurations that cannot run, or say what nobody reads, are refused in one line."""
+"""Configurations that cannot run, or set what nobody reads, are refused in one line."""
 
 import jax
 import pytest
@@ -10,34 +10,153 @@ from care_jax.run.policy import check_policy
 from configs import common, tiny
 
 MMMU = (("mmmu", "releases/MMMU"),)
+# Of a run that keeps the best checkpoint and exports it.
+BEST = {"stages": ("rl", "export"), "rl.eval_every": 5, "keep_best": 1, "export.step": "best"}
+SAMPLED = {"evaluate.temperature": 0.6, "evaluate.num_samples": 8}
+GREEDY = {"rl.eval_every": 5, "evaluate.temperature": 0.0, "evaluate.top_p": 1.0}
+JUDGED = {"stages": ("evaluate",), "evaluate.benchmarks": MMMU, "evaluate.judge_url": "http://x"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"benchmarks": MMMU, "judge_url": "http://x"}, "needs evaluate.judge_model"),
-        ({"judge_url": "http://x", "judge_model": "m"}, "needs .* and evaluate.benchmarks"),
-    ],
-)
-def test_an_evaluation_that_cannot_run_is_refused(changes, message):
+def reward(question, responses, example):
+    return [{"acc": 1.0}] * len(responses)
+
+
+REWARD = {"verifier.reward": f"{__name__}:reward"}
+OF_REWARD = {
+    "verifier.weights": (("acc", 0.5), ("short", -0.5)),
+    "verifier.success": 0.5,
+    "verifier.concurrency": 2,
+}
+
+
+def check(changes, *, given=(), overridden=None):
+    """Checks configs/tiny.py with only the stage "rl"; the changes are set on the command line."""
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    config = common.get_config()
-    config.stages = ("evaluate",)
-    config.evaluate.benchmarks = MMMU
-    check_config(config, mesh)
-    config.evaluate.benchmarks = ()
-    config.evaluate.update(changes)
+    config = tiny.get_config()
+    config.stages = ("rl",)
+    config.update_from_flattened_dict(changes)
+    check_config(
+        fill_in(config, mesh), mesh, [*changes] if overridden is None else overridden, given
+    )
+
+
+ACCEPTED = {
+    "every stage": {"stages": ("evaluate", "sft", "evaluate", "rl", "export", "evaluate")},
+    "traced steps": {"profile_steps": (3, 99), "rl.num_steps": 100},
+    "the best": BEST,
+    "the last step": BEST | {"export.step": "100"},
+    "the best of a benchmark": BEST | {"evaluate.benchmarks": MMMU, "best_metric": "mmmu/acc"},
+    "the best of several samples": BEST | SAMPLED | {"best_metric": "pass@2"},
+    # The stage "export" alone does not read what only training reads.
+    "an export of a finished run": {"stages": ("export",), "keep_best": 1, "export.step": "12"},
+    "sampling": {"rl.eval_every": 5, "evaluate.top_p": 0.95} | SAMPLED,
+    "greedy": GREEDY | {"evaluate.num_samples": 1},
+    "a judge": JUDGED | {"evaluate.judge_model": "m"},
+    "a share": {"care.gamma_share": 0.2},
+    "fixed weights": {"care.gamma_pos": 0.5, "care.gamma_neg": 0.5},
+    "uniform weights": {"care.region_weights": False},
+    "a cue": {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"},
+    "a reward function": REWARD | OF_REWARD,
+}
+REFUSED = {
+    "a stage twice": (
+        {"stages": ("rl", "sft", "rl")},
+        r"stages must name 'rl' once, .*; set rl\.n",
+    ),
+    "a judge without a model": (JUDGED, "judge_url needs evaluate.judge_model and"),
+    "a judge without a benchmark": (
+        JUDGED | {"evaluate.judge_model": "m", "evaluate.benchmarks": ()},
+        "judge_url needs evaluate.judge_model and evaluate.benchmarks",
+    ),
+    "equal samples": (
+        GREEDY | {"evaluate.num_samples": 4},
+        "num_samples 4 needs .*temperature above",
+    ),
+    "top_p of a greedy choice": (GREEDY | {"evaluate.top_p": 0.9}, "top_p 0.9 has no effect"),
+    "the best without evaluations": (
+        BEST | {"rl.eval_every": 0},
+        "keep_best 1 needs evaluations inside a stage; set rl.eval_every",
+    ),
+    "a metric that is not written": (
+        BEST | {"best_metric": "eval/acc"},
+        "best_metric must be one of acc, .*, fmt, got 'eval/acc'",
+    ),
+    "pass@2 of one sample": (
+        BEST | {"best_metric": "pass@2"},
+        "must be one of acc, .* got 'pass@2'",
+    ),
+    "a mean of no benchmarks": (BEST | {"best_metric": "mean/acc"}, "must be .* got 'mean/acc'"),
+    "no held-out data": (BEST | {"data.test.source": ""}, "data.test.source"),
+    "an export after the last step": (
+        BEST | {"export.step": "101"},
+        "export.step 101 must not exceed rl.num_steps 100",
+    ),
+    "an export of the best of none": (
+        BEST | {"rl.eval_every": 0, "keep_best": 0},
+        "'best' needs rl.eval_every and keep_best above 0, got 0 and 0; set them",
+    ),
+    "a module that is not there": (
+        {"stages": ("export",), "verifier.reward": "no_such:f"},
+        "expected verifier.reward as module:function",
+    ),
+    "nothing to train": (
+        {"model.freeze_decoder": True, "model.freeze_vision": True},
+        "freeze_decoder needs .* got True and 0; set freeze_decoder to False",
+    ),
+    "adapters of a frozen decoder": (
+        {"model.freeze_decoder": True, "model.lora_rank": 4},
+        "freeze_decoder needs .* got False and 4; set freeze_decoder to False",
+    ),
+    "steps in the wrong order": ({"profile_steps": (5, 3)}, "the first and the last step to trace"),
+    "steps before the first": ({"profile_steps": (-1, 2)}, "the first and the last step to trace"),
+    "steps after the last": ({"profile_steps": (0, 100)}, "between 0 and rl.num_steps - 1 = 99"),
+    "a fixed weight beside a share": (
+        {"care.gamma_share": 0.2, "care.gamma_pos": 0.1},
+        r"gamma_pos has no effect with care\.gamma_share 0\.2",
+    ),
+    **{
+        f"{name} under uniform weights": (
+            {f"care.{name}": 0.5, "care.region_weights": False},
+            f"config.care.{name} has no effect without care.region_weights",
+        )
+        for name in ("gamma_pos", "gamma_neg", "gamma_share")
+    },
+    **{
+        f"{key} under {mode}": (
+            {key: value, "care.reflect_mode": mode},
+            rf"config\.{key} has no effect under care\.reflect_mode",
+        )
+        for mode, key, value in (
+            ("no_cue", "care.cue", "No."),
+            ("resample", "care.max_context", 9),
+            ("resample", "care.reflect_credit", "prompt_only"),
+        )
+    },
+    **{
+        f"{key} without a function": ({key: value}, f"config.{key} has no effect without a reward")
+        for key, value in OF_REWARD.items()
+    },
+}
+
+
+@pytest.mark.parametrize("changes", ACCEPTED.values(), ids=ACCEPTED)
+def test_a_configuration_that_can_run_is_accepted(changes):
+    check(changes)
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_configuration_that_cannot_run_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError, match=message) as error:
-        check_config(config, mesh)
+        check(changes)
     assert "\n" not in str(error.value)
 
 
-def check_rl(objective, changes=(), overridden=()):
-    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    config = tiny.get_config()
-    config.stages, config.rl.objective = ("rl",), objective
-    config.update_from_flattened_dict(dict(changes))
-    check_config(fill_in(config, mesh), mesh, overridden)
+def test_a_function_from_python_takes_the_place_of_the_one_of_the_configuration():
+    check(OF_REWARD, given=["reward"])
+    with pytest.raises(
+        ValueError, match=r"got one from Python and verifier\.reward '.*; remove one"
+    ):
+        check(REWARD, given=["reward"])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -45,11 +164,12 @@ def test_objective_takes_its_own_keys_and_no_others(objective):
     """Clip range and β belong to an objective: GSPO's range says nothing to DAPO."""
     for section in OBJECTIVES:
         for key in common.get_config()[section]:
+            options = {"overridden": [f"{section}.{key}"]}
             if section == objective:
-                check_rl(objective, overridden=[f"{section}.{key}"])
+                check({"rl.objective": objective}, **options)
                 continue
             with pytest.raises(ValueError, match=f"config.{section}.{key} has no effect under"):
-                check_rl(objective, overridden=[f"{section}.{key}"])
+                check({"rl.objective": objective}, **options)
 
 
 PUBLISHED = {  # clip range and β
@@ -68,17 +188,6 @@ def test_objective_by_its_name_alone_has_the_published_settings(objective):
     assert (config.clip_low, config.clip_high, config.beta) == PUBLISHED[objective]
 
 
-@pytest.mark.parametrize(
-    ("mode", "key"),
-    [("no_cue", "care.cue"), ("resample", "care.max_context"), ("resample", "care.reflect_credit")],
-)
-def test_keys_that_a_reflection_mode_does_not_read_are_refused(mode, key):
-    value = {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"}[key]
-    check_rl("care", {key: value}, overridden=[key])
-    with pytest.raises(ValueError, match=rf"config\.{key} has no effect under care\.reflect_mode"):
-        check_rl("care", {key: value, "care.reflect_mode": mode}, overridden=[key])
-
-
 def test_a_reflected_context_that_leaves_no_room_is_refused(policy):
     """The cue counts by its tokens, so only the tokenizer can tell."""
     config = common.get_config()
@@ -92,143 +201,3 @@ def test_a_reflected_context_that_leaves_no_room_is_refused(policy):
         check_policy(config, policy)
     config.care.reflect_mode = "resample"
     check_policy(config, policy)
-
-
-def test_a_fixed_weight_beside_a_share_is_refused():
-    check_rl("care", {"care.gamma_share": 0.2}, overridden=["care.gamma_share"])
-    with pytest.raises(ValueError, match=r"gamma_pos has no effect with care\.gamma_share 0\.2"):
-        check_rl(
-            "care", {"care.gamma_share": 0.2, "care.gamma_pos": 0.1}, overridden=["care.gamma_pos"]
-        )
-
-
-@pytest.mark.parametrize("key", ["care.gamma_pos", "care.gamma_neg", "care.gamma_share"])
-def test_rationale_weights_have_no_effect_under_uniform_weights(key):
-    check_rl("care", {key: 0.5}, overridden=[key])
-    check_rl("care", {"care.region_weights": False}, overridden=["care.region_weights"])
-    with pytest.raises(ValueError, match=f"config.{key} has no effect without care.region_weights"):
-        check_rl("care", {key: 0.5, "care.region_weights": False}, overridden=[key])
-
-
-@pytest.mark.parametrize("steps", [(5, 3), (-1, 2), (0, 100)])
-def test_steps_that_cannot_be_traced_are_refused(steps):
-    check_rl("grpo", {"profile_steps": (3, 99), "rl.num_steps": 100})
-    with pytest.raises(ValueError, match=r"must be the first and the last step to trace"):
-        check_rl("grpo", {"profile_steps": steps, "rl.num_steps": 100})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_samples": 4}, "num_samples 4 needs evaluate.temperature above 0, .* or num_samples"),
-        ({"top_p": 0.9}, "top_p 0.9 has no effect at evaluate.temperature 0; set .* to 1"),
-    ],
-)
-def test_sampling_that_means_nothing_is_refused(changes, message):
-    """Also where only a stage's inside is evaluated."""
-    config = tiny.get_config()
-    config.stages, config.rl.eval_every = ("rl",), 5
-    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    check_config(fill_in(config, mesh), mesh)
-    config.evaluate.update({"temperature": 0.6, "top_p": 0.95, "num_samples": 8})
-    check_config(fill_in(config, mesh), mesh)
-    config.evaluate.update({"temperature": 0.0, "top_p": 1.0, "num_samples": 1} | changes)
-    with pytest.raises(ValueError, match=message) as error:
-        check_config(fill_in(config, mesh), mesh)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rl.eval_every": 0}, "keep_best 1 needs evaluations inside a stage; set rl.eval_every"),
-        ({"best_metric": "eval/acc"}, "best_metric must be one of acc, .*, fmt, got 'eval/acc'"),
-        ({"best_metric": "pass@2"}, "best_metric must be one of acc, .* got 'pass@2'"),
-        ({"best_metric": "mean/acc"}, "best_metric must be one of acc, .* got 'mean/acc'"),
-        ({"data.test.source": ""}, "data.test.source"),
-        ({"export.step": "101"}, "export.step 101 lies behind the last of rl.num_steps 100"),
-        (
-            {"export.step": "best", "rl.eval_every": 0, "keep_best": 0},
-            "'best' needs rl.eval_every and keep_best above 0, got 0 and 0; set them",
-        ),
-    ],
-)
-def test_a_best_checkpoint_that_cannot_be_told_is_refused(changes, message):
-    good = {"stages": ("rl", "export"), "rl.eval_every": 5, "keep_best": 1}
-    for step in ("best", "100"):
-        check_rl("care", good | {"export.step": step})
-    check_rl("care", good)
-    check_rl("care", good | {"evaluate.benchmarks": MMMU, "best_metric": "mmmu/acc"})
-    sampled = {"evaluate.temperature": 1.0, "evaluate.num_samples": 3, "best_metric": "pass@2"}
-    check_rl("care", good | sampled)
-    with pytest.raises(ValueError, match=message) as error:
-        check_rl("care", good | changes)
-    assert "\n" not in str(error.value)
-
-
-def test_a_finished_run_may_be_exported_with_its_own_configuration():
-    """What only training reads is not asked of the stage `export` alone."""
-    check_rl("care", {"stages": ("export",), "keep_best": 1, "export.step": "12"})
-
-
-def reward(question, responses, example):
-    return [{"acc": 1.0}] * len(responses)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reward": "no_such:f"}, "expected verifier.reward as module:function"),
-    ],
-)
-def test_a_verifier_that_cannot_be_is_refused(changes, message):
-    config = common.get_config()
-    config.stages = ("export",)
-    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    config.verifier.reward = f"{__name__}:reward"
-    config.verifier.weights = (("acc", 0.5), ("short", -0.5))
-    check_config(config, mesh)
-    config.verifier.update(changes)
-    with pytest.raises(ValueError, match=message) as error:
-        check_config(config, mesh)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("key", ["weights", "success", "concurrency"])
-def test_keys_of_a_reward_function_need_one(key):
-    config = common.get_config()
-    config.stages = ("export",)
-    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    overridden = [f"verifier.{key}"]
-    check_config(config, mesh, overridden, given=["reward"])
-    with pytest.raises(
-        ValueError, match=rf"config\.verifier\.{key} has no effect without a reward"
-    ):
-        check_config(config, mesh, overridden)
-    config.verifier.reward = f"{__name__}:reward"
-    check_config(config, mesh, overridden)
-    with pytest.raises(ValueError, match=r"was given beside verifier\.reward .*; clear one"):
-        check_config(config, mesh, given=["reward"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"stages": ("rl", "sft", "rl")}, r"stages must name 'rl' once, got .*; set rl\.num_steps"),
-        ({"stages": ("sft", "sft")}, "stages must name 'sft' once"),
-        (
-            {"model.freeze_decoder": True, "model.freeze_vision": True},
-            "model.freeze_decoder leaves nothing to train with model.freeze_vision True",
-        ),
-        (
-            {"model.freeze_decoder": True, "model.lora_rank": 4},
-            "and model.lora_rank 4, whose adapters are the decoder's; set freeze_decoder to False",
-        ),
-    ],
-)
-def test_a_run_that_would_train_wrongly_or_fail_late_is_refused(changes, message):
-    check_rl("care")
-    check_rl("care", {"stages": ("evaluate", "sft", "evaluate", "rl", "export", "evaluate")})
-    with pytest.raises(ValueError, match=message) as error:
-        check_rl("care", changes)
-    assert "\n" not in str(error.value)

@@ -1,9 +1,14 @@
-"""A run that is started again compiles nothing anew, which it says."""
+"""A run that is started again compiles nothing, and counts what it found."""
 
 import os
 import subprocess
 import sys
 
+import jax
+
+from care_jax.devices import compilation_cache
+
+CACHE = "jax_compilation_cache_dir"
 PROGRAM = """
 import pathlib, sys
 import jax, jax.numpy as jnp
@@ -14,10 +19,12 @@ print(compilation_cache.counts())
 """
 
 
-def counts(workdir, **environment):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+def counts(workdir):
+    environment = {name: value for name, value in os.environ.items() if name != CACHE.upper()}
     command = [sys.executable, "-c", PROGRAM, str(workdir)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment | {"JAX_PLATFORMS": "cpu"}
+    )
     assert done.returncode == 0, done.stderr
     return eval(done.stdout)
 
@@ -28,7 +35,10 @@ def test_a_second_start_finds_all_programs_of_the_first(tmp_path):
     assert second == {"compiled": 0, "found": first["compiled"]}
 
 
-def test_a_folder_of_the_users_own_is_left_to_be_it(tmp_path):
-    own, workdir = tmp_path / "own", tmp_path / "run"
-    counts(workdir, JAX_COMPILATION_CACHE_DIR=str(own))
-    assert own.exists() and not workdir.exists()
+def test_a_folder_of_the_users_own_stays(tmp_path):
+    """JAX_COMPILATION_CACHE_DIR in the environment sets the same key."""
+    before = jax.config.values[CACHE]
+    jax.config.update(CACHE, str(tmp_path / "own"))
+    compilation_cache.keep_programs(tmp_path / "run")
+    assert jax.config.values[CACHE] == str(tmp_path / "own")
+    jax.config.update(CACHE, before)

@@ -84,7 +84,7 @@ def test_rows_of_two_processes_go_to_the_devices_and_come_together():
     errors = [process.communicate(timeout=300)[1] for process in processes]
     message = (
         "refused: mesh.tensor=4 x mesh.sequence=2 must divide the 4 devices of each of 2 "
-        "processes, so that a row of a batch belongs to one"
+        "processes, so that each row of a batch is in one process"
     )
     assert all(message in error for error in errors), "\n".join(errors)
 
@@ -102,38 +102,32 @@ def test_one_process_holds_every_row_and_gathers_nothing():
     assert not distributed.is_preempted()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("here", 2, 1), "coordinator address 'here' must be host:port"),
-        (("10.0.0.1:8476", 2, 2), "process id 2 must lie in 0..1 of 2 processes"),
-        (("10.0.0.1:8476", 2, -1), "process id -1 must lie in 0..1"),
-    ],
-)
-def test_wrong_places_in_a_run_are_refused(arguments, message):
+ADDRESS = "10.0.0.1:8476"
+REFUSED = {  # arguments, environment, a part of the message
+    "no port": (("here", 2, 1), {}, "coordinator address 'here' must be host:port, such as"),
+    "a number too high": ((ADDRESS, 2, 2), {}, "process id 2 must be from 0 to 1 in a run of 2"),
+    "a number below 0": ((ADDRESS, 2, -1), {}, "process id -1 must be from 0 to 1"),
+    "environment": ((), {}, "process id 5 must be from 0 to 3"),
+    "arguments before the environment": ((None, 2), {}, "process id 5 must be from 0 to 1"),
+    "no number": (
+        ((), {"JAX_NUM_PROCESSES": "four"}, "JAX_NUM_PROCESSES must be a whole number, got 'four'")
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "environment", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_wrong_place_in_a_run_is_refused(monkeypatch, arguments, environment, message):
+    four = {"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "5"}
+    for name, value in (four | environment).items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=re.escape(message)):
         distributed.start(*arguments)
 
 
-def test_the_environment_says_who_is_who_where_the_arguments_do_not(monkeypatch):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:8476")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
-    monkeypatch.setenv("JAX_PROCESS_ID", "5")
-    with pytest.raises(ValueError, match=r"process id 5 must lie in 0\.\.3"):
-        distributed.start()
-    with pytest.raises(ValueError, match=r"process id 5 must lie in 0\.\.1"):
-        distributed.start(num_processes=2)
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "four")
-    with pytest.raises(ValueError, match="JAX_NUM_PROCESSES must be a whole number, got 'four'"):
-        distributed.start()
-
-
 def test_a_coordinator_that_does_not_answer_is_named():
-    port = free_port()
-    with pytest.raises(
-        ValueError, match=f"process 0 does not answer at 127.0.0.1:{port} after 0 s"
-    ):
-        distributed.start(f"127.0.0.1:{port}", 2, 1, timeout=0)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match=f"process 0 does not answer at {address} after 0 s"):
+        distributed.start(address, 2, 1, timeout=0)
 
 
 def test_a_proxy_does_not_stand_between_the_processes(monkeypatch):

@@ -34,17 +34,14 @@ def test_one_free_size_takes_what_the_others_leave(sizes, expected):
 
 
 def test_data_spans_the_slices():
-    """Devices of two slices, in any order: the first half of the mesh is one slice."""
-    slices = [0, 1, 1, 0, 0, 1, 0, 1]
-    mesh = sharding.make_mesh(0, -1, 2, devices=jax.devices(), slices=slices)
+    """The first half of the mesh is one slice."""
+    mesh = make_mesh(0, -1, 2, slices=SLICES)
     assert tuple(mesh.shape.values()) == (2, 2, 2, 1)
-    halves = [{slices[device.id] for device in half.flat} for half in mesh.devices]
+    halves = [{SLICES[device.id] for device in half.flat} for half in mesh.devices]
     assert halves == [{0}, {1}]
-    mesh = sharding.make_mesh(4, -1, 1, devices=jax.devices(), slices=slices)
-    quarters = [{slices[device.id] for device in part.flat} for part in mesh.devices]
+    mesh = make_mesh(4, -1, 1, slices=SLICES)
+    quarters = [{SLICES[device.id] for device in part.flat} for part in mesh.devices]
     assert quarters == [{0}, {0}, {1}, {1}]
-    with pytest.raises(ValueError, match=r"mesh\.data=1 must be a multiple of 2 slices"):
-        sharding.make_mesh(1, -1, 1, devices=jax.devices(), slices=slices)
     assert sharding.make_mesh(0, -1, 1).shape["data"] == 1
 
 
@@ -52,19 +49,64 @@ def test_a_mesh_may_take_some_of_the_devices():
     assert sharding.make_mesh(1, -1, 2, devices=jax.devices()[:4]).shape["fsdp"] == 2
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((1, 3, 1), r"mesh.fsdp=3 .* needs 3 devices, there are 8; set one size to -1"),
-        ((3, -1, 1), r"mesh.data=3 .* product 3 divides 8"),
-        ((-1, -1, 1), r"or -1 for one of them, got mesh.data=-1 x mesh.fsdp=-1"),
-        ((1, 0, 8), r"mesh sizes must be positive.* mesh.fsdp=0"),
-        ((1, -2, 8), r"mesh sizes must be positive"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_names_the_sizes(sizes, message):
+def place_of(mesh, *axes):
+    return sharding.batch_sharding(mesh, (("batch", axes),))
+
+
+def make_mesh(*sizes, **options):
+    return sharding.make_mesh(*sizes, devices=jax.devices(), **options)
+
+
+def shard(*axes):
+    sharding.param_shardings({"w": axes}, {"w": shape(2, 2)}, RULES, make_mesh(1, 4, 2))
+
+
+def put_rows(number):
+    place = place_of(make_mesh(2, 2, 2), "data", "fsdp")
+    sharding.put_batch({"rows": np.zeros((number, 3))}, place)
+
+
+def divide(size, *axes):
+    sharding.check_divides("rl.microbatch_size", size, place_of(make_mesh(2, 4, 1), *axes))
+
+
+SLICES = [0, 1, 1, 0, 0, 1, 0, 1]  # of each device, in any order
+REFUSED = {
+    "too few": (make_mesh, (1, 3, 1), "mesh.fsdp=3 .* needs 3 devices, there are 8; set one size"),
+    "no divisor": (make_mesh, (3, -1, 1), "product 3 of the other sizes must divide 8 devices"),
+    "two free": (make_mesh, (-1, -1, 1), "or -1 for one of them, got mesh.data=-1 x mesh.fsdp=-1"),
+    "zero": (make_mesh, (1, 0, 8), "mesh sizes must be positive.* mesh.fsdp=0"),
+    "below -1": (make_mesh, (1, -2, 8), "mesh sizes must be positive"),
+    "slices": (
+        *(lambda: make_mesh(1, -1, 1, slices=SLICES), ()),
+        "mesh.data=1 must be a multiple of 2 slices",
+    ),
+    "an axis twice": (shard, ("vocab", "mlp"), "w: axes 'vocab' and 'mlp' are both .* 'tensor'"),
+    "no axis": (shard, ("mlp",), r"w has axes \('mlp',\) but shape \(2, 2\); name each dimension"),
+    "unknown axis": (
+        *(sharding.check_rules, ("rules", (("embed", None), ("mlp", ("tensor", "model"))))),
+        "rules maps 'mlp' to 'model', which is not a mesh axis; choose among data",
+    ),
+    "rows": (put_rows, (6,), r"batch\['rows'\] of shape \(6, 3\) .* by 4 shards \(data x fsdp of"),
+    "12": (
+        divide,
+        (12, "data", "fsdp"),
+        r"12 must .* 8 devices \(data x fsdp\); set it to 8 or 16$",
+    ),
+    "3": (divide, (3, "data", "fsdp"), "rl.microbatch_size 3 must be .*; set it to 8$"),
+    "0": (divide, (0, "data", "fsdp"), "rl.microbatch_size 0 must be .*; set it to 8$"),
+}
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_the_mesh_is_refused(function, arguments, message):
     with pytest.raises(ValueError, match=message):
-        sharding.make_mesh(*sizes)
+        function(*arguments)
+
+
+def test_only_the_mesh_axes_of_its_rule_count_for_a_batch():
+    divide(16, "data", "fsdp")
+    divide(4, "fsdp", "tensor")
 
 
 def test_first_rule_decides_and_axes_without_rule_are_replicated():
@@ -76,14 +118,6 @@ def test_first_rule_decides_and_axes_without_rule_are_replicated():
     assert specs == {"a": P(None, "fsdp", "tensor"), "b": P(None, "tensor"), "c": P()}
 
 
-def test_a_mesh_axis_used_twice_names_parameter_and_axes():
-    mesh = sharding.make_mesh(1, 4, 2)
-    with pytest.raises(ValueError, match=r"text/odd: axes 'vocab' and 'mlp' .* 'tensor'"):
-        sharding.param_shardings(
-            {"text": {"odd": ("vocab", "mlp")}}, {"text": {"odd": shape(2, 2)}}, RULES, mesh
-        )
-
-
 def test_an_axis_that_does_not_divide_is_replicated_and_logged_once(caplog):
     mesh = sharding.make_mesh(1, 2, 4)
     axes = {"k": ("embed", "kv_heads"), "v": ("embed", "kv_heads")}
@@ -91,7 +125,7 @@ def test_an_axis_that_does_not_divide_is_replicated_and_logged_once(caplog):
         got = sharding.param_shardings(axes, dict.fromkeys("kv", shape(8, 2)), RULES, mesh)
     assert got["k"].spec == got["v"].spec == P("fsdp", None)
     assert [r.getMessage() for r in caplog.records if "'kv_heads' of size 2" in r.getMessage()] == [
-        "axis 'kv_heads' of size 2 does not divide by mesh.tensor=4 and is replicated"
+        "axis 'kv_heads' of size 2 is not divisible by mesh.tensor=4 and is replicated"
     ]
 
 
@@ -104,7 +138,7 @@ def test_an_axis_is_cut_over_as_many_mesh_axes_as_it_divides_by(caplog):
         got = sharding.param_shardings(axes, shapes, rules, mesh)
     assert got["all"].spec == P(("tensor", "sequence"), None)
     assert got["some"].spec == P("tensor", None)
-    assert "axis 'heads' of size 6 does not divide by mesh.sequence=4" in caplog.text
+    assert "axis 'heads' of size 6 is not divisible by mesh.sequence=4" in caplog.text
 
 
 def test_activations_are_laid_out_only_inside_a_placed_function():
@@ -122,15 +156,6 @@ def test_activations_are_laid_out_only_inside_a_placed_function():
     assert jax.jit(double)(x).sharding.is_fully_replicated
 
 
-def test_wrong_rules_and_ranks_are_refused():
-    mesh = sharding.make_mesh(1, 8, 1)
-    message = "sharding_rules maps 'mlp' to 'model', which is no mesh axis; choose among data"
-    with pytest.raises(ValueError, match=message):
-        sharding.check_rules("sharding_rules", (("embed", None), ("mlp", ("tensor", "model"))))
-    with pytest.raises(ValueError, match=r"w has axes \('mlp',\) but shape \(2, 2\)"):
-        sharding.param_shardings({"w": ("mlp",)}, {"w": shape(2, 2)}, RULES, mesh)
-
-
 def test_optimizer_state_lies_as_its_parameters():
     mesh = sharding.make_mesh(1, 4, 2)
     axes = {"text": {"up": ("embed", "mlp")}, "scale": ("embed",)}
@@ -140,10 +165,6 @@ def test_optimizer_state_lies_as_its_parameters():
     moments = sharding.shardings_like(state, own, mesh)[0]
     assert moments.mu == moments.nu == own
     assert moments.count.spec == P()
-
-
-def place_of(mesh, *axes):
-    return sharding.batch_sharding(mesh, (("batch", axes),))
 
 
 def test_batch_is_sharded_by_rows_as_its_rule_says():
@@ -169,31 +190,6 @@ def test_batches_are_put_one_ahead_of_the_one_worked_on(monkeypatch):
         assert put == list(range(min(number + 2, 4)))
         np.testing.assert_array_equal(batch, np.full(4, number))
     assert number == 3 and not list(sharding.put_ahead([], place))
-
-
-def test_a_batch_that_does_not_divide_names_the_array():
-    place = place_of(sharding.make_mesh(2, 2, 2), "data", "fsdp")
-    with pytest.raises(ValueError, match=r"batch\['rows'\] of shape \(6, 3\) .* by 4 shards"):
-        sharding.put_batch({"rows": np.zeros((6, 3))}, place)
-
-
-def test_sizes_that_divide_pass_and_others_are_told_what_to_set():
-    place = place_of(sharding.make_mesh(2, 4, 1), "data", "fsdp")
-    sharding.check_divides("rl.microbatch_size", 16, place)
-    for size, choices in ((12, "8 or 16"), (3, "8"), (0, "8")):
-        with pytest.raises(ValueError) as error:
-            sharding.check_divides("rl.microbatch_size", size, place)
-        assert str(error.value) == (
-            f"rl.microbatch_size {size} must be divisible by 8 devices (data x fsdp); "
-            f"set it to {choices}"
-        )
-
-
-def test_only_the_mesh_axes_of_its_rule_count_for_a_batch():
-    mesh = sharding.make_mesh(2, 2, 2)
-    sharding.check_divides("sft.microbatch_size", 4, place_of(mesh, "data", "fsdp"))
-    with pytest.raises(ValueError, match=r"by 8 devices \(data x fsdp x tensor\)"):
-        sharding.check_divides("sft.microbatch_size", 4, place_of(mesh, *mesh.axis_names[:3]))
 
 
 def test_every_row_of_a_batch_has_one_owner():

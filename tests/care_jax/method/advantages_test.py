@@ -107,17 +107,10 @@ def test_reflected_success_of_the_only_negative_leaves_nothing_to_contrast():
     assert A.tolist() == [0] * 5
 
 
-def test_reflected_failure_joins_beside_the_original_with_the_smaller_penalty():
-    # S = {1, 0, 0, 0, reflected 0}: A_raw = 2 and -1/2, K_S = 4.
-    subgroup = subgroup_of(4, 0, [1, 2, 3], 1)
-    A = advantages([1, 0, 0, 0], subgroup, reflected=0.0)
-    np.testing.assert_allclose(A, [2, -0.25, -0.25, -0.25, -0.125], rtol=1e-5)
-
-
-def test_more_negatives_than_the_target_are_left_as_they_are():
-    # K = 3 and K_S = 4 after a failed reflection: no factor √(3/4).
-    subgroup = subgroup_of(4, 0, [1, 2, 3], 1)
-    A = advantages([1, 0, 0, 0], subgroup, reflected=0.0, K=3)
+@pytest.mark.parametrize("K", [4, 3])
+def test_reflected_failure_joins_beside_the_original_with_the_smaller_penalty(K):
+    """S = {1, 0, 0, 0, reflected 0}: A_raw = 2 and -1/2. K_S = 4: for K = 3 no factor √(3/4)."""
+    A = advantages([1, 0, 0, 0], subgroup_of(4, 0, [1, 2, 3], 1), reflected=0.0, K=K)
     np.testing.assert_allclose(A, [2, -0.25, -0.25, -0.25, -0.125], rtol=1e-5)
 
 

@@ -23,29 +23,43 @@ region_weights = functools.partial(objective.region_weights, gamma_pos=GAMMA)
 surrogate = functools.partial(objective.clipped_surrogate, clip_low=0.2, clip_high=0.28)
 
 
-@pytest.mark.parametrize(("is_positive", "think"), [(YES, GAMMA), (NO, 0.0)])
-def test_answer_has_full_weight_and_the_rationale_little_or_none(is_positive, think):
-    w = region_weights(IS_THINK, IS_ANSWER, IS_RESPONSE, is_positive)
-    np.testing.assert_allclose(w, [think, think, 0, 1, 1])
+def mask(*values):
+    return jnp.array(values, bool)
 
 
-@pytest.mark.parametrize("is_positive", [YES, NO])
-def test_response_without_an_answer_has_weight_one_on_all_its_tokens(is_positive):
-    is_response = jnp.array([1, 1, 1, 1, 0], bool)
-    w = region_weights(IS_THINK, jnp.zeros(5, bool), is_response, is_positive)
-    np.testing.assert_allclose(w, [1, 1, 1, 1, 0])
+NOTHING = mask(0, 0, 0, 0, 0)
+SOME = mask(0, 1, 1, 1, 0)  # the first was forced, the last is padding
+UNIFORM = {"is_response": SOME, "gamma_neg": 0.25, "is_uniform": True}
+# (what differs from a positive row of two rationale and two answer tokens, its weights)
+WEIGHTS = {
+    "positive": ({}, [GAMMA, GAMMA, 0, 1, 1]),
+    "negative": ({"is_positive": NO}, [0, 0, 0, 1, 1]),
+    "negative with a weight": ({"is_positive": NO, "gamma_neg": 0.25}, [0.25, 0.25, 0, 1, 1]),
+    "positive beside it": ({"gamma_neg": 0.25}, [GAMMA, GAMMA, 0, 1, 1]),
+    "forced token": ({"is_response": mask(0, 1, 1, 1, 1)}, [0, GAMMA, 0, 1, 1]),
+    "token of both spans": ({"is_think": IS_RESPONSE}, [GAMMA, GAMMA, GAMMA, 1, 1]),
+    "no answer": ({"is_answer": NOTHING, "is_response": SOME}, [0, 1, 1, 1, 0]),
+    "no answer, negative": (
+        {"is_answer": NOTHING, "is_response": SOME, "is_positive": NO},
+        [0, 1, 1, 1, 0],
+    ),
+    "uniform": (UNIFORM, [0, 1, 1, 1, 0]),
+    "uniform, negative": (UNIFORM | {"is_positive": NO}, [0, 1, 1, 1, 0]),
+    "uniform without an answer": (UNIFORM | {"is_answer": NOTHING}, [0, 1, 1, 1, 0]),
+    # A token of both spans counts to the answer's share: 2 of 5.
+    "share": (
+        {"is_think": mask(1, 1, 1, 0, 0), "is_answer": mask(0, 0, 1, 1, 1), "gamma_share": 0.4},
+        [1, 1, 1, 1, 1],
+    ),
+    "share of no rationale": ({"is_think": NOTHING, "gamma_share": 0.5}, [0, 0, 0, 1, 1]),
+}
 
 
-def test_forced_tokens_have_no_weight():
-    is_response = jnp.array([0, 1, 1, 1, 1], bool)
-    w = region_weights(IS_THINK, IS_ANSWER, is_response, YES)
-    np.testing.assert_allclose(w, [0, GAMMA, 0, 1, 1])
-
-
-@pytest.mark.parametrize(("is_positive", "think"), [(YES, GAMMA), (NO, 0.25)])
-def test_rationale_of_the_other_rows_has_a_weight_of_its_own(is_positive, think):
-    w = region_weights(IS_THINK, IS_ANSWER, IS_RESPONSE, is_positive, gamma_neg=0.25)
-    np.testing.assert_allclose(w, [think, think, 0, 1, 1])
+@pytest.mark.parametrize(("changes", "weights"), WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_of_rationale_answer_and_other_tokens(changes, weights):
+    row = {"is_think": IS_THINK, "is_answer": IS_ANSWER, "is_response": IS_RESPONSE}
+    w = region_weights(**{**row, "is_positive": YES, **changes})
+    np.testing.assert_allclose(w, weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.9])
@@ -58,34 +72,6 @@ def test_share_fixes_the_rationale_s_part_of_the_credit(share):
         np.testing.assert_allclose(w[2:], [0, 1, 1])
     w = region_weights(IS_THINK, IS_ANSWER, IS_RESPONSE, NO, gamma_neg=0.25, gamma_share=share)
     np.testing.assert_allclose(w, [0.25, 0.25, 0, 1, 1])
-
-
-def test_a_token_of_both_spans_counts_to_the_answer_s_share():
-    is_think, is_answer = jnp.array([1, 1, 1, 0, 0], bool), jnp.array([0, 0, 1, 1, 1], bool)
-    w = region_weights(is_think, is_answer, IS_RESPONSE, YES, gamma_share=0.4)
-    np.testing.assert_allclose(w, [1, 1, 1, 1, 1], rtol=1e-6)  # 2 of 5
-
-
-def test_share_without_a_rationale_leaves_the_answer_its_weight():
-    is_think = jnp.zeros(5, bool)
-    w = region_weights(is_think, IS_ANSWER, IS_RESPONSE, YES, gamma_share=0.5)
-    np.testing.assert_allclose(w, [0, 0, 0, 1, 1])
-
-
-@pytest.mark.parametrize("is_positive", [YES, NO])
-@pytest.mark.parametrize("is_answer", [IS_ANSWER, jnp.zeros(5, bool)])
-def test_uniform_weight_is_one_on_every_sampled_token(is_positive, is_answer):
-    """Tokens of no span too; the first was forced, the last is padding."""
-    is_response = jnp.array([0, 1, 1, 1, 0], bool)
-    w = region_weights(
-        IS_THINK, is_answer, is_response, is_positive, gamma_neg=0.25, is_uniform=True
-    )
-    np.testing.assert_allclose(w, [0, 1, 1, 1, 0])
-
-
-def test_token_in_both_spans_is_the_answers():
-    w = region_weights(jnp.ones(5, bool), IS_ANSWER, IS_RESPONSE, YES)
-    np.testing.assert_allclose(w, [GAMMA, GAMMA, GAMMA, 1, 1])
 
 
 def test_token_advantages_share_out_the_rows_advantage():

@@ -52,10 +52,11 @@ def test_a_metric_is_written_under_one_name_to_both_places(tmp_path):
     }  # fmt: skip
 
 
-def test_a_line_is_closed_away_at_once(tmp_path):
+def test_a_line_is_written_and_closed_at_once(tmp_path):
     """A mounted bucket has it only then, and a killed run keeps it."""
     with MetricWriter(tmp_path) as writer:
         writer.write("rl", 0, {"acc": 0.5})
+        assert len(lines(tmp_path)) == 1
         opened = {path.resolve() for path in pathlib.Path("/proc/self/fd").iterdir()}
         assert tmp_path / "metrics.jsonl" not in opened
 
@@ -156,12 +157,33 @@ def test_prompts_and_responses_are_a_table_on_wandb_and_text_and_images_on_tenso
     assert data.count(b"\x89PNG") == 1
 
 
-def test_wandb_is_imported_for_a_project_alone(tmp_path, monkeypatch):
+def begin_twice(writer):
+    writer.begin("rl")
+    writer.begin("rl")
+
+
+def write(**values):
+    return lambda writer: writer.write("rl", 12, values)
+
+
+REFUSED = {
+    "begun twice": (begin_twice, "stage rl has begun already; call begin once"),
+    "step": (write(step=1), "no metric may be named 'step'; rename it"),
+    "nan": (write(acc=0.5, loss=jnp.float32(math.nan)), "^rl step 12: .* got loss=nan; lower the"),
+    "inf": (write(loss=-math.inf), "rl step 12: expected finite metrics, got loss=-inf;"),
+    "nothing": (lambda _: metrics.wilson_interval(0, 0), "at least one example, got 0 of 0"),
+    "wandb": (lambda writer: MetricWriter(writer.path.parent, "x"), "needs wandb, .*; pip install"),
+}
+
+
+@pytest.mark.parametrize(("act", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch, act, message):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
-    with MetricWriter(tmp_path) as writer:
-        writer.write("rl", 0, {"acc": 1})
-    with pytest.raises(ValueError, match=r"not installed; pip install 'care_jax\[wandb\]'"):
-        MetricWriter(tmp_path, "project")
+    with (
+        pytest.raises((ValueError, FloatingPointError), match=message),
+        MetricWriter(tmp_path) as writer,
+    ):
+        act(writer)
 
 
 def test_a_resumed_stage_has_every_step_once(tmp_path):
@@ -194,13 +216,6 @@ def test_a_line_cut_by_a_kill_is_dropped(tmp_path):
     assert [each["step"] for each in lines(tmp_path)] == [0, 1]
 
 
-def test_lines_are_on_disk_at_once(tmp_path):
-    writer = MetricWriter(tmp_path)
-    writer.write("rl", 0, {"acc": 1})
-    assert len(lines(tmp_path)) == 1
-    writer.close()
-
-
 def test_only_the_first_process_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     with MetricWriter(tmp_path / "run") as writer:
@@ -209,26 +224,6 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch, capsys):
     metrics.print_line("a line")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf, jnp.float32(math.nan)])
-def test_divergence_names_stage_step_and_metric(tmp_path, value):
-    with pytest.raises(
-        FloatingPointError, match=r"rl step 12: expected finite .* got loss=(nan|-inf);"
-    ):
-        metrics.check_finite(12, "rl", {"acc": 0.5, "loss": value})
-    with MetricWriter(tmp_path) as writer, pytest.raises(FloatingPointError):
-        writer.write("rl", 12, {"loss": value})
-    metrics.check_finite(12, "rl", {"acc": 0.5, "count": 3, "loss": jnp.float32(2)})
-
-
-def test_misuse_is_refused(tmp_path):
-    with MetricWriter(tmp_path) as writer:
-        writer.begin("rl")
-        with pytest.raises(ValueError, match="stage rl has begun already"):
-            writer.begin("rl")
-        with pytest.raises(ValueError, match="no metric may be named 'step'"):
-            writer.write("rl", 0, {"step": 1})
 
 
 def test_the_console_line_is_readable(capsys):
@@ -295,11 +290,6 @@ def test_wilson_interval_equals_published_values(num_correct, num_examples, low,
     """Newcombe (1998), table I."""
     got = metrics.wilson_interval(num_correct, num_examples)
     np.testing.assert_allclose(got, (low, high), atol=1e-4)
-
-
-def test_an_interval_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one example, got 0 of 0"):
-        metrics.wilson_interval(0, 0)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():

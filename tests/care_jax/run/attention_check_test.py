@@ -86,25 +86,16 @@ def test_a_measured_time_is_that_of_a_call():
     assert attention_check._milliseconds(lambda: np.ones(3)) > 0
 
 
-def test_a_kernel_that_errs_on_images_alone_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
+@pytest.mark.parametrize("wrong_on", ["text", "images"])
+def test_a_kernel_that_errs_on_one_kind_of_row_is_left_for_xla(
+    run_on_a_tpu, capsys, monkeypatch, wrong_on
+):
     forward = packed._forward
 
     def wrong(q, k, v, mask):
         out, lse = forward(q, k, v, mask)
-        is_tower = q.shape[-2] == 1 and mask.impl.name == "tpu"
-        return (out.at[:, -1].multiply(0.5), lse) if is_tower else (out, lse)
-
-    monkeypatch.setattr("models.attention.packed._forward", wrong)
-    assert training_attention(run_on_a_tpu, 256, 64).name == "xla"
-    assert capsys.readouterr().out.endswith("so XLA is used\n")
-
-
-def test_a_kernel_that_differs_is_left_for_xla(run_on_a_tpu, capsys, monkeypatch):
-    forward = packed._forward
-
-    def wrong(q, k, v, mask):
-        out, lse = forward(q, k, v, mask)
-        return (out.at[:, -1].multiply(0.5), lse) if mask.impl.name == "tpu" else (out, lse)
+        is_wrong = mask.impl.name == "tpu" and (q.shape[-2] == 1) == (wrong_on == "images")
+        return (out.at[:, -1].multiply(0.5), lse) if is_wrong else (out, lse)
 
     monkeypatch.setattr("models.attention.packed._forward", wrong)
     assert training_attention(run_on_a_tpu, 256, 64).name == "xla"

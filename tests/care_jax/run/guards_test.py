@@ -1,4 +1,4 @@
-"""A broken state is not saved: what counts as broken, who is told, and which checkpoint is good."""
+"""A broken state is not saved: what counts as broken, and which checkpoint the error names."""
 
 import dataclasses
 import math
@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 from scripted import LOOP, Script
 
-from care_jax.config.checks import check_config, fill_in
 from care_jax.devices import distributed, sharding
 from care_jax.devices.sharding import make_mesh
 from care_jax.run import guards, weights
 from care_jax.run.guards import Measured
 from care_jax.run.run import make_adamw, open_checkpoints, params_of, start_state
-from configs import tiny
 
 FACTORS = dict(log_vocabulary=math.log(600), max_norm_factor=10.0, max_loss_factor=2.0)
 
@@ -35,8 +33,8 @@ FACTORS = dict(log_vocabulary=math.log(600), max_norm_factor=10.0, max_loss_fact
         (Measured(1.0, None), Measured(0.0, None), ""),
     ],
 )
-def test_worse_is_a_multiple_of_the_last_state_and_of_a_uniform_guess(now, last, told):
-    found = guards.worse(now, last, **FACTORS)
+def test_divergence_is_a_multiple_of_the_last_state_and_of_a_uniform_guess(now, last, told):
+    found = guards.divergence(now, last, **FACTORS)
     assert re.search(told, found) if told else found == ""
 
 
@@ -90,8 +88,7 @@ def saved_in(tmp_path):
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        (breaks(), r"NaN or infinite: params\.text\.w \(1 values\)"),
-        (breaks(value=1e30), "the norm of its parameters is inf"),
+        (breaks(), r"NaN or infinity in params\.text\.w \(1 values\)"),
         (breaks(value=500.0), r"the norm of its parameters is 502\.1, was 15\.1 in the last"),
         (breaks(value=3.0, loss=99.0), "its loss on the last batch is 99 nats per token"),
     ],
@@ -103,14 +100,13 @@ def test_a_broken_state_is_not_saved_and_the_last_good_one_is_named(
     script.at = 5 if script.loss == 1 else 0
     with pytest.raises(FloatingPointError) as error:
         run_loop(make_script=script, changes={"checkpoint_every": 2})
-    saved = [] if script.at == 0 else [2]
+    saved, step = ([], 2) if script.at == 0 else ([2], 4)
     message = str(error.value)
-    step = 2 if script.at == 0 else 4
     assert message.startswith(f"the state after {step} steps of rl is broken and was not saved: ")
     assert re.search(told, message) and "\n" not in message
     assert saved_in(tmp_path) == saved
     if saved:
-        assert f"the last good checkpoint is {tmp_path / 'run/checkpoints/rl/2'}" in message
+        assert f"the last good checkpoint is {tmp_path / 'run/checkpoints/rl/2'}; run " in message
     else:
         assert "no checkpoint of rl was saved before; lower rl.learning_rate" in message
 
@@ -156,27 +152,16 @@ def test_a_saved_state_that_is_broken_is_not_gone_on_from(run_loop, tmp_path, mo
     """As an earlier version saved it; the step before is named."""
     with monkeypatch.context() as patch:
         patch.setattr(guards, "not_finite", lambda found: "")
-        patch.setattr(guards, "worse", lambda *_, **__: "")
+        patch.setattr(guards, "divergence", lambda *_, **__: "")
         run_loop(make_script=Breaks)
     assert saved_in(tmp_path) == [2, 4]
     with pytest.raises(FloatingPointError) as error:
         run_loop()
     folder = tmp_path / "run" / "checkpoints" / "rl"
     assert str(error.value) == (
-        "rl starts from a broken state: NaN or infinite: params.text.w (1 values); remove "
-        f"{folder / '4'}, so that the same command goes on from checkpoint 2"
+        "rl starts from a broken state: NaN or infinity in params.text.w (1 values); remove "
+        f"{folder / '4'}, then run the same command to resume from checkpoint 2"
     )
-
-
-def test_factors_that_mean_nothing_are_refused():
-    config = tiny.get_config()
-    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    config.state_check.max_loss_factor = math.inf
-    check_config(fill_in(config, mesh), mesh)
-    for value in (0.5, math.nan):
-        config.state_check.max_loss_factor = value
-        with pytest.raises(ValueError, match=r"state_check\.max_loss_factor must lie in \[1, inf"):
-            check_config(fill_in(config, mesh), mesh)
 
 
 def test_weights_of_a_file_must_be_numbers(make_run, params):
@@ -185,7 +170,9 @@ def test_weights_of_a_file_must_be_numbers(make_run, params):
     guards.check_weights(run, params, "model.path x", "change it")
     broken = jax.tree.map(lambda x: x, params)
     broken["text"]["norm"] = {"scale": jnp.full_like(params["text"]["norm"]["scale"], jnp.nan)}
-    with pytest.raises(ValueError, match=r"model\.path x has weights .*: text\.norm\.scale \(96 v"):
+    with pytest.raises(
+        ValueError, match=r"x must have finite .* in text\.norm\.scale \(96 values\); change it"
+    ):
         guards.check_weights(run, broken, "model.path x", "change it")
 
 
@@ -197,5 +184,5 @@ def test_a_broken_checkpoint_is_neither_exported_nor_evaluated(make_run, params)
     state = start_state(run, jax.device_put(broken, where), make_adamw(run, "sft")[1])
     with open_checkpoints(run, "sft") as saved:
         saved.save(1, state, 1, 0, {})
-    with pytest.raises(ValueError, match=r"^checkpoint 1 of sft has .*; set export\.step to ano"):
+    with pytest.raises(ValueError, match=r"^checkpoint 1 of sft must .*; set export\.step to ano"):
         weights.load(run, weights.find(run, ()))

@@ -10,7 +10,6 @@ from abstract import assert_same
 
 from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
-from care_jax.learning import optimizer
 from care_jax.run.run import Run, abstract_state, make_adamw, params_of, start_state
 from configs import tiny
 from models import layers, lora
@@ -67,16 +66,11 @@ def test_adapters_of_the_start_are_new_and_alone_have_moments(run, start, params
     assert not np.array_equal(up["lora_a"], other["lora_a"])
 
 
-def test_a_frozen_tower_is_not_trained(run, params):
-    trained, frozen = run.partition(params)
-    assert trained.keys() == params.keys() and not frozen
+def test_what_is_frozen_is_that_of_the_configuration(run, params):
     run.config.model.freeze_vision = True
-    trained, frozen = run.partition(params)
-    assert list(trained) == ["text"] and list(frozen) == ["vision"]
+    assert [list(part) for part in run.partition(params)] == [["text"], ["vision"]]
     run.config.model.update(freeze_vision=False, freeze_decoder=True)
-    trained, frozen = run.partition(params)
-    assert list(trained) == ["vision"] and list(frozen) == ["text"]
-    assert jax.tree.structure(optimizer.combine(trained, frozen)) == jax.tree.structure(params)
+    assert [list(part) for part in run.partition(params)] == [["vision"], ["text"]]
 
 
 # By stage: updates in its 10 steps. An RL step of 64 prompts has four updates.

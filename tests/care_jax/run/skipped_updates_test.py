@@ -64,9 +64,9 @@ def test_too_many_in_a_row_end_the_stage_and_leave_their_batch(
     message = str(error.value)
     assert message.startswith(f"rl step {step}: expected finite metrics, got grad_norm=inf; ")
     assert ("2 is" in message or "max_skipped is 2" in message) == (most == 2)
-    assert ("rl.max_skipped above 0 skips such updates" in message) == (most == 0)
-    assert "gradients NaN or infinite: text.w;" in message
-    assert f"the last good checkpoint is {tmp_path / 'run/checkpoints/rl/1'}: " in message
+    assert ("set rl.max_skipped above 0 to skip such updates" in message) == (most == 0)
+    assert "gradients with NaN or infinity: text.w;" in message
+    assert f"the last good checkpoint is {tmp_path / 'run/checkpoints/rl/1'}; " in message
     path = tmp_path / "run" / "nonfinite" / f"rl_step_{step}.npz"
     assert f"their batch is in {path}" in message and "\n" not in message
     with np.load(path) as batch:
@@ -135,7 +135,9 @@ def test_the_cold_start_names_the_step_that_was_not_logged(imitate, tmp_path):
         imitate([1, 2], most=1)
     message = str(error.value)
     assert message.startswith("sft step 2: expected finite metrics, got loss=nan; 2 updates in a")
-    assert "sft.max_skipped is 1; gradients NaN or infinite: text.seen; prompts made e" in message
+    assert (
+        "sft.max_skipped is 1; gradients with NaN or infinity: text.seen; prompts made e" in message
+    )
     with np.load(tmp_path / "run" / "nonfinite" / "sft_step_2.npz") as batch:
         named = re.findall(r"made e\d+", message)
         assert len(named) == 3 and batch["examples"].tolist()[:3] == named

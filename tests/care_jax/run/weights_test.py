@@ -43,10 +43,7 @@ def test_a_release_is_loaded_in_float32_onto_the_mesh(policy, params, mesh, tmp_
     assert up.addressable_shards[0].data.size * 4 == up.size
 
 
-@pytest.mark.parametrize("fault", ["flipped", "truncated", "lost"])
-def test_an_export_that_differs_from_its_sums_is_refused_and_named(
-    policy, params, mesh, tmp_path, fault
-):
+def test_an_export_that_differs_from_its_sums_is_refused_and_named(policy, params, mesh, tmp_path):
     export.export(types.SimpleNamespace(policy=policy), params, tmp_path)
     config = tiny.get_config()
     config.model.path, config.model.backbone = str(tmp_path), {}
@@ -55,13 +52,9 @@ def test_an_export_that_differs_from_its_sums_is_refused_and_named(
     path = tmp_path / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    if fault == "lost":
-        path.rename(tmp_path / "model-00001-of-00001.safetensors")
-    else:
-        path.write_bytes(data if fault == "flipped" else data[:-1])
-    message = f"model.path {tmp_path} is damaged: model.safetensors "
+    path.write_bytes(data)
+    message = f"model.path {tmp_path} is damaged: model.safetensors has another SHA-256"
     with pytest.raises(ValueError, match=re.escape(message)):
         load()
-    if fault == "flipped":  # changed on purpose
-        (tmp_path / "sha256.json").unlink()
-        load()
+    (tmp_path / "sha256.json").unlink()  # changed on purpose
+    load()

@@ -25,18 +25,15 @@ def test_every_experiment_of_the_project_declares_what_it_must(path):
         ({'REFERENCE = "one"': 'REFERENCE = "1"'}, "REFERENCE of .* among one, two, same, got '1'"),
         ({"\nREFERENCE": '\nCOLUMNS = "fun"\nREFERENCE'}, "COLUMNS .* acc, .*, got 'fun'"),
         ({"\nREFERENCE": '\nPANELS = "fun"\nREFERENCE'}, "PANELS .* accuracy, .*, got 'fun'"),
+        ("nothing.py", "must be a file such as .*, got .*nothing.py"),
+        ("text.txt", "must be a file such as .*, got .*text.txt"),
     ],
 )
-def test_what_it_does_not_declare_is_named(write_experiment, change, message):
-    with pytest.raises(ValueError, match=message):
-        load_experiment(write_experiment(**change))
-
-
-def test_a_file_that_is_none_is_told(tmp_path):
+def test_what_a_file_does_not_declare_is_named(write_experiment, tmp_path, change, message):
     (tmp_path / "text.txt").write_text("")
-    for name in ("nothing.py", "text.txt"):
-        with pytest.raises(ValueError, match=f"must be a file such as .*, got .*{name}"):
-            load_experiment(tmp_path / name)
+    path = tmp_path / change if isinstance(change, str) else write_experiment(**change)
+    with pytest.raises(ValueError, match=message):
+        load_experiment(path)
 
 
 def test_the_documentation_names_every_measure_and_no_other():

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 
 import matplotlib.figure
 import numpy as np
@@ -290,13 +291,18 @@ def test_a_failed_run_ends_the_command_with_status_1_and_the_rest_is_tabulated(
         ("--config.seed=3", "--config.seed is set by the sweep for each of its runs; leave it out"),
         ("--config.stages=()", "--config.stages is set by the sweep"),
         ("--config.rl.num_steps=9", "--config.rl.num_steps is given twice; leave one of them out"),
+        ("--arms=one,four", "--arms of .* must be among one, two, same, got 'four'"),
+        ("--columns=acc,fun", "--columns of .* acc, .*<any of these>:lead.*, got 'fun'"),
+        ("--panels=acc@2", "--panels of .* accuracy, .*, got 'acc@2'"),
+        ("--base=huge", "'one@huge' names a base that is not in configs/: huge"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(command, flag, message, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises((SystemExit, ValueError)) as ended:
         command(flag, "--config.rl.num_steps=8")
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    if isinstance(ended.value, SystemExit):
+        assert ended.value.code == 2
+    assert re.search(message, f"{ended.value}{capsys.readouterr().err}")
 
 
 def test_some_of_the_arms_can_be_run(command, runs, tmp_path, capsys):
@@ -306,8 +312,6 @@ def test_some_of_the_arms_can_be_run(command, runs, tmp_path, capsys):
     began = len(runs)
     command("--seeds=1", "--arms=one")
     assert len(runs) == began
-    with pytest.raises(ValueError, match=r"--arms of .* must be among one, two, same, got 'four'"):
-        command("--arms=one,four")
 
 
 def test_without_the_reference_there_are_no_leads(command, tmp_path):
@@ -318,17 +322,3 @@ def test_without_the_reference_there_are_no_leads(command, tmp_path):
     text = table.read_text()
     assert "lead over" not in text and "without runs of one there are no leads." in text
     assert "| two | 1 | 75.0 |" in text
-
-
-def test_a_measure_or_panel_that_is_not_there_is_refused(command):
-    for flag, message in (
-        ("--columns=acc,fun", "--columns of .* acc, .*<any of these>:lead.*, got 'fun'"),
-        ("--panels=acc@2", "--panels of .* accuracy, .*, got 'acc@2'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            command(flag)
-
-
-def test_a_base_that_is_not_there_is_refused(command):
-    with pytest.raises(ValueError, match="'one@huge' names a base that is not in configs/: huge"):
-        command("--base=huge")

@@ -233,7 +233,7 @@ def test_tensors_of_integers_or_under_two_names_are_refused(released, tmp_path):
     save_file(stored, tmp_path / transfer.SINGLE)
     with pytest.raises(ValueError) as error:
         backbone.load(tmp_path, config)
-    assert f"{up} is there twice, as model." in str(error.value)
+    assert f"{up} is duplicated, as model." in str(error.value)
     assert f"{norm} is I8, expected" in str(error.value)
 
 

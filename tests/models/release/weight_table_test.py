@@ -143,8 +143,3 @@ def test_a_copy_of_tied_embeddings_is_left_out(
     with pytest.raises(ValueError, match=f"^lm_head.weight must equal {name}") as error:
         backbone.load(tmp_path)
     assert "\n" not in str(error.value) and "set tie_word_embeddings to false" in str(error.value)
-
-
-def test_a_folder_without_weights_is_refused(config, tmp_path):
-    with pytest.raises(ValueError, match=r"must hold model\.safetensors"):
-        backbone.load(tmp_path, config)
