@@ -67,22 +67,22 @@ class _Reader:
 
     def __init__(self, text: str):
         self._tokens: list[tuple[str | None, str]] = []  # kind and text
-        place = 0
-        while match := _TOKEN.match(text, place):
+        position = 0
+        while match := _TOKEN.match(text, position):
             self._tokens.append((match.lastgroup, match.group().strip()))
-            place = match.end()
-        self._tokens.append(("unknown" if text[place:].strip() else "end", ""))
-        self._place = 0
+            position = match.end()
+        self._tokens.append(("unknown" if text[position:].strip() else "end", ""))
+        self._position = 0
 
     def peek(self) -> str:
         """The next token; empty at the end."""
-        kind, token = self._tokens[self._place]
+        kind, token = self._tokens[self._position]
         if kind == "unknown":
             raise _NoValue
         return token
 
     def _is_number(self) -> bool:
-        return self._tokens[self._place][0] == "number"
+        return self._tokens[self._position][0] == "number"
 
     def _take(self, *allowed: str) -> str:
         """Consumes the next token if it is among `allowed`, by default any; else returns ""."""
@@ -91,7 +91,7 @@ class _Reader:
             return ""
         if not token:
             raise _NoValue
-        self._place += 1
+        self._position += 1
         return token
 
     def sum(self) -> int | float:
@@ -117,7 +117,7 @@ class _Reader:
         return result
 
     def _starts_factor(self, in_function: bool) -> bool:
-        token, kind = self.peek(), self._tokens[self._place][0]
+        token, kind = self.peek(), self._tokens[self._position][0]
         if in_function and token in _FUNCTIONS:
             return False
         # An unknown command also starts a factor, for which `_atom` raises.

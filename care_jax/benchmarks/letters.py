@@ -69,8 +69,8 @@ def _by_rules(text: str, options: Sequence[str], letters: str) -> str:
             return max(found, key=lambda letter: text.rfind(stands.format(letter)))
     if len(text.split()) < _MIN_WORDS:
         return ""
-    places = [text.lower().rfind(option.lower()) for option in options]
-    return letters[places.index(max(places))] if max(places, default=-1) >= 0 else ""
+    positions = [text.lower().rfind(option.lower()) for option in options]
+    return letters[positions.index(max(positions))] if max(positions, default=-1) >= 0 else ""
 
 
 def labelled(options: Sequence[str], form: str = "{}. {}") -> list[str]:

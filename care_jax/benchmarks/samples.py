@@ -22,12 +22,12 @@ class Answers(NamedTuple):
     """Questions of this process, in order, and G answers to each.
 
     Attributes:
-        places: the questions' indices.
+        indices: of the questions, in the benchmark.
         texts: the rollouts' texts, without EOS.
         dropped: questions that fit no bucket and were not answered, by index.
     """
 
-    places: list[int]
+    indices: list[int]
     examples: list[Example]
     rollouts: Rollouts
     texts: list[list[str]]
@@ -66,20 +66,20 @@ def samples_of(answers: Answers, verdicts: Sequence[Verdict]) -> list[Sample]:
     """A sample per question, with the fields that `scoreboard.score` needs."""
     num_samples = answers.rollouts.tokens.shape[1]
     is_complete = [bool(row.all()) for row in np.asarray(answers.rollouts.is_complete)]
-    columns = answers.places, answers.examples, answers.texts, verdicts, is_complete
+    columns = answers.indices, answers.examples, answers.texts, verdicts, is_complete
     unasked = [""] * num_samples, Verdict([0.0] * num_samples, is_parsed=False), False
     return [_sample(*row) for row in zip(*columns, strict=True)] + [
-        _sample(place, example, *unasked) | {"is_dropped": True}
-        for place, example in answers.dropped.items()
+        _sample(index, example, *unasked) | {"is_dropped": True}
+        for index, example in answers.dropped.items()
     ]
 
 
 def _sample(
-    place: int, example: Example, texts: Sequence[str], verdict: Verdict, is_complete: bool
+    index: int, example: Example, texts: Sequence[str], verdict: Verdict, is_complete: bool
 ) -> Sample:
     document = json.dumps(example.extra, ensure_ascii=False, default=str)
     return {
-        "doc_id": place,
+        "doc_id": index,
         "id": example.id,
         "source": example.source,
         "doc": json.loads(document),

@@ -85,7 +85,7 @@ class Benchmark(Sequence[Example]):
     def __init__(self, name: str, path: str | pathlib.Path):
         if name not in RELEASES:
             raise ValueError(
-                f"evaluate.benchmarks names {name!r}; it must be one of {', '.join(RELEASES)}"
+                f"evaluate.benchmarks must name one of {', '.join(RELEASES)}, got {name!r}"
             )
         self.name, self.release = name, RELEASES[name]
         self.scorer = self.release.scorer
@@ -105,17 +105,17 @@ class Benchmark(Sequence[Example]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, place: int) -> Example:
-        row = self.rows[place] | self._images[place]()
+    def __getitem__(self, index: int) -> Example:
+        row = self.rows[index] | self._images[index]()
         question = self.scorer.question(row)
         return Example(
-            id=self.ids[place],
+            id=self.ids[index],
             source=self.name,
             images=tuple(self._image(row, field) for field in question.images),
             question=question.text,
             answer=gold_of(row),
             choices=question.options,
-            extra=self.rows[place],
+            extra=self.rows[index],
         )
 
     def questions(self, judge: Judge | None) -> Questions:
@@ -136,21 +136,21 @@ class Benchmark(Sequence[Example]):
     def verdicts(self, answers: Answers, judge: Judge | None) -> list[Verdict]:
         """Verdicts of the rules, and of a judge on free answers that are parsed but wrong."""
         scorer, verdicts, cases = self.scorer, [], {}
-        columns = answers.places, answers.texts, answers.examples
-        for number, (place, texts, example) in enumerate(zip(*columns, strict=True)):
-            row = self.rows[place]
+        columns = answers.indices, answers.texts, answers.examples
+        for number, (index, texts, example) in enumerate(zip(*columns, strict=True)):
+            row = self.rows[index]
             accs = [float(scorer.is_correct(text, row)) for text in texts]
             is_parsed = [scorer.parse(text, row) is not None for text in texts]
             verdicts.append(Verdict(accs, all(is_parsed)))
-            for index, text in enumerate(texts):
-                if is_parsed[index] and not accs[index] and not example.choices:
+            for sample, text in enumerate(texts):
+                if is_parsed[sample] and not accs[sample] and not example.choices:
                     case = Case(example.question, example.answer, response.unwrap(text))
-                    cases[number, index] = case
+                    cases[number, sample] = case
         words = judge.verdicts(list(cases.values())) if judge is not None else [None] * len(cases)
         judged: dict[int, list[float]] = {}
-        for (number, index), word in zip(cases, words, strict=True):
+        for (number, sample), word in zip(cases, words, strict=True):
             if word is not None:
-                judged.setdefault(number, list(verdicts[number].accs))[index] = float(word)
+                judged.setdefault(number, list(verdicts[number].accs))[sample] = float(word)
         for number, accs in judged.items():
             verdicts[number] = verdicts[number]._replace(acc_judged=sum(accs) / len(accs))
         return verdicts
@@ -198,9 +198,9 @@ def _files(path: pathlib.Path, release: Release) -> list[pathlib.Path]:
 
 def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
     rows, table = [], JsonRows(path)
-    for place, number in enumerate(table.numbers):
+    for index, number in enumerate(table.numbers):
         try:
-            rows.append(table[place])
+            rows.append(table[index])
         except Unusable as error:
             raise ValueError(
                 f"expected JSON on line {number} of {str(path)!r}, got {error}; repair the file"
@@ -211,8 +211,8 @@ def _read_json_lines(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], R
 def _read_parquet(path: pathlib.Path) -> tuple[list[Row], list[Callable[[], Row]]]:
     texts, whole = ParquetRows([path], columns_without_bytes([path])), ParquetRows([path])
 
-    def images(place: int) -> Row:
-        return whole[place] | {"folder": path.parent}
+    def images(index: int) -> Row:
+        return whole[index] | {"folder": path.parent}
 
-    places = range(len(texts))
-    return [texts[place] for place in places], [functools.partial(images, x) for x in places]
+    indices = range(len(texts))
+    return [texts[i] for i in indices], [functools.partial(images, i) for i in indices]

@@ -240,7 +240,10 @@ def _check(config: ConfigDict) -> None:
     for section in sections:
         check_section("data.prepare", section, config.data)
         if section.parts:
-            raise ValueError("data.prepare.sources must be no mixtures; list their parts instead")
+            raise ValueError(
+                f"data.prepare.sources must not be mixtures, got one of {len(section.parts)} "
+                "parts; list its parts instead"
+            )
     for name, count in Counter(map(name_of, sections)).items():
         if count > 1:
             raise ValueError(

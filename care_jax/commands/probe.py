@@ -216,12 +216,11 @@ def summary(outcomes: Outcomes, rates: Sequence[Rate], name: str) -> list[str]:
     if "negative_is_wrong" not in values:
         why = "the data has no rationales"
     elif "forced_right" not in values:
-        why = "behind every rationale of the data there is no room for the answer; raise "
-        why += "rl.max_response_tokens"
+        why = "no rationale of the data leaves room for the answer; raise rl.max_response_tokens"
     elif np.isnan(gains := values["forced_right"] - values["resample"]).all():
         why = "the reward function judged no question under both forced_right and resample"
     if why:
-        return [*lines, f"{why}: nothing is known of what a repair can gain"]
+        return [*lines, f"{why}: the gain of a repair is unknown"]
     gain, num_gains = round(float(np.nanmean(gains)), 9), int((~np.isnan(gains)).sum())
     wrong = of_all["negative_is_wrong"].rate
     is_task = gain >= GAIN and wrong >= WRONG

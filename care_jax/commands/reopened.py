@@ -79,7 +79,7 @@ def questions_of(run: Run, num_questions: int) -> Sequence[Example]:
     examples = open_stage(run.config, "rl", bool(run.config.verifier.reward))
     if num_questions > len(examples):
         raise ValueError(
-            f"--questions must be at most {len(examples)}, which is what data.train has, got "
+            f"--questions must be at most {len(examples)}, the size of data.train, got "
             f"{num_questions}"
         )
     return examples
@@ -128,15 +128,15 @@ def sample_groups(
     subgroup = jax.device_get(programs.select(tried.rollouts, tried.scores, select_rng, indices))
     is_judged = tried.is_judged.all(1)
     if again := num_questions - len(asked):
-        logging.warning("leaving out %d drawn questions, which were drawn before", again)
+        logging.warning("skipping %d repetitions of questions that were drawn before", again)
     if unjudged := int((~is_judged).sum()):
-        logging.warning("leaving out %d groups with answers that nothing judged", unjudged)
+        logging.warning("skipping %d groups that the reward function failed on", unjudged)
     kept = np.flatnonzero(subgroup.has_update & ~subgroup.is_rescue & is_judged)
     if not len(kept):
         raise ValueError(
-            f"expected groups with both outcomes, got none among {len(asked)} questions, "
-            f"{tried.scores.acc.mean():.1%} of whose answers are right; raise --questions, or "
-            "name another checkpoint"
+            f"expected groups with both outcomes, got none among {len(asked)} questions "
+            f"({tried.scores.acc.mean():.1%} of the answers are right); raise --questions, or "
+            "use another checkpoint"
         )
     return Tried(
         num_asked=len(asked),

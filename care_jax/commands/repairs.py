@@ -30,7 +30,7 @@ from absl import flags
 from care_jax.batch import Example
 from care_jax.commands.reopened import Reopened, Tried, run_command, sample_groups
 from care_jax.config import command_line
-from care_jax.data.drawn.noise import spaced
+from care_jax.data.drawn.splits_and_repairs import spaced
 from care_jax.data.readers import shards
 from care_jax.data.rows import SPECIAL_TOKEN
 from care_jax.decoding import reflection
@@ -146,8 +146,8 @@ def write_repairs(opened: Reopened, out: pathlib.Path, *, right_share: float) ->
 def run_main() -> None:
     """Parses flags and writes the folder; user errors print one line, not a traceback."""
     out = flags.DEFINE_string("out", None, "Folder to write.", required=True)
-    told = "Share of rows whose first rationale is of a right response."
-    share = flags.DEFINE_float("right_share", RIGHT_SHARE, told, lower_bound=0, upper_bound=1)
+    text = "Share of rows whose first rationale is of a right response."
+    share = flags.DEFINE_float("right_share", RIGHT_SHARE, text, lower_bound=0, upper_bound=1)
     flags.register_validator(  # fails before weights are loaded
         "out",
         lambda path: path is None or not pathlib.Path(path).expanduser().exists(),

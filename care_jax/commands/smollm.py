@@ -152,7 +152,7 @@ def read_gguf(path: pathlib.Path) -> GGUF:
         reader = gguf.GGUFReader(path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        fault = f"{path} must be a whole GGUF file, got {error!r:.200}; fetch it again"
+        fault = f"{path} must be a complete GGUF file, got {error!r:.200}; download it again"
         raise ValueError(fault) from error
     return GGUF(path, fields, {tensor.name: tensor for tensor in reader.tensors}, gguf)
 
@@ -246,7 +246,7 @@ def params_of(file: GGUF, config: BackboneConfig, *, seed: int) -> Params:
             if source.shape != tensor.hf_shape:
                 raise ValueError(
                     f"{file.path} must have {sources[tensor.name]} of shape {tensor.hf_shape}, got "
-                    f"{source.shape}; fetch it again"
+                    f"{source.shape}; download it again"
                 )
             projection = tensor.name.split(".")[-2]
             if projection in heads:

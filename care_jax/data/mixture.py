@@ -21,7 +21,7 @@ class Mixture(Sequence[Example]):
         check_weights(weights)
         lengths = [len(source) for source in sources]
         if not lengths or not all(lengths):
-            raise ValueError(f"expected non-empty sources, got lengths {lengths}; drop the empty")
+            raise ValueError(f"expected non-empty sources, got lengths {lengths}; drop empty ones")
         self.sources = list(sources)
         self.weights = list(weights) if any(weights) else [float(length) for length in lengths]
         self._ends = list(itertools.accumulate(lengths))
@@ -32,8 +32,8 @@ class Mixture(Sequence[Example]):
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} is outside 0..{len(self) - 1}")
-        number, place = locate(self._ends, index)
-        return self.sources[number][place]
+        number, own_index = locate(self._ends, index)
+        return self.sources[number][own_index]
 
 
 def check_weights(weights: Sequence[float]) -> None:

@@ -76,12 +76,12 @@ class Batches:
 
     def batch(self, step: int) -> _Batch:
         """The examples of a step and their prompts, a pure function of the step."""
-        places = [step * self._batch_size + row for row in self._rows]
+        indices = [step * self._batch_size + row for row in self._rows]
         if self._num_workers == 1:
-            pairs = list(map(self._stream.__getitem__, places))
+            pairs = list(map(self._stream.__getitem__, indices))
         else:
             with ThreadPoolExecutor(self._num_workers, "prompts") as workers:
-                pairs = list(workers.map(self._stream.__getitem__, places))
+                pairs = list(workers.map(self._stream.__getitem__, indices))
         return [example for example, _ in pairs], [prompt for _, prompt in pairs]
 
     def iterate(
@@ -127,11 +127,11 @@ class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, place: int) -> tuple[Example, TokenizedPrompt]:
+    def __getitem__(self, index: int) -> tuple[Example, TokenizedPrompt]:
         reasons: Counter[str] = Counter()
         for turn in range(_MAX_TRIES):
             try:
-                example = self._shuffled[place + turn * self._num_examples]
+                example = self._shuffled[index + turn * self._num_examples]
                 prompt = self._builder.tokenize(example)
                 if self._builder.fits(prompt):
                     return example, prompt
@@ -145,5 +145,5 @@ class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
         if reason == TOO_LONG:
             advice = f" of {self._builder.buckets}; enlarge data.buckets or lower data.max_pixels"
         raise ValueError(
-            f"{_MAX_TRIES} examples in a row cannot be used, {count} of them: {reason}{advice}"
+            f"{_MAX_TRIES} successive examples are unusable, {count} of them: {reason}{advice}"
         )

@@ -32,12 +32,13 @@ PUT_IN_FRONT = "placeholder put in front"
 NOT_TEXT = "answer is a list or an object, which needs verifier.reward"
 NO_TEXT_LEFT = "answer has no text inside its LaTeX or Markdown marks"
 NO_RESPONSE = "no response to imitate"
-OUTSIDE = "image path leaves the folder of the images, see images_outside"
+OUTSIDE = "image path outside the images folder, which needs images_outside"
+LONE_SURROGATE = "a lone surrogate in the text, which UTF-8 cannot encode"
 AnyFolder = pathlib.Path | zipfile.Path
 _LETTERS = string.ascii_uppercase
 _PLACEHOLDER = re.compile(r"<image(\d*)>")
 SPECIAL_TOKEN = re.compile(r"<\|\w+\|>")
-_NOT_TEXT = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DIGITS = 4  # of a placeholder's number
 _MAX_TRIES = 64  # a source is rejected if this many first rows are unusable
 
@@ -70,12 +71,12 @@ def with_text_answers(source: Sequence[Example]) -> Rows:
     The built-in verifier compares text; other answers need a reward function.
     """
 
-    def lack(example: Example) -> str:
+    def problem(example: Example) -> str:
         if not isinstance(example.answer, str):
             return NOT_TEXT
         return "" if notation.clean(example.answer) else NO_TEXT_LEFT
 
-    return _without(source, lack)
+    return _without(source, problem)
 
 
 def with_responses(source: Sequence[Example]) -> Rows:
@@ -83,10 +84,10 @@ def with_responses(source: Sequence[Example]) -> Rows:
     return _without(source, lambda example: "" if example.response else NO_RESPONSE)
 
 
-def _without(source: Sequence[Example], lack: Callable[[Example], str]) -> Rows:
+def _without(source: Sequence[Example], problem: Callable[[Example], str]) -> Rows:
     def read(index: int) -> Example:
         example = source[index]
-        if reason := lack(example):
+        if reason := problem(example):
             raise Unusable(reason)
         return example
 
@@ -143,7 +144,7 @@ def make_example(
     question: Any,
     answer: Any,
     images: Sequence[AnyImage],
-    place: Any = "",
+    position: Any = "",
     choices: Any = (),
     rationale: Any = "",
     response: Any = "",
@@ -159,7 +160,7 @@ def make_example(
     their position in the list. If the text has no placeholder, all images are put in front.
 
     Args:
-        id: text or number; if None or "", `place`, the row's position in its source.
+        id: text or number; if None or "", `position`, the row's position in its source.
         question: text, with or without placeholders.
         answer: text or number; with choices a letter, or the text of one of them; for a reward
             function also a list or a dict in JSON types.
@@ -194,12 +195,12 @@ def make_example(
     is_long = max(len(question), len(gold)) > MAX_CHARS
     if is_long or max(len(rationale), len(given) + len(target)) > MAX_RESPONSE_CHARS:
         raise Unusable("text too long")
-    id = _text(place if id is None or id == "" else id, "id", is_number_allowed=True)
+    id = _text(position if id is None or id == "" else id, "id", is_number_allowed=True)
     texts = (question, gold, rationale, given, target)
     if any(map(SPECIAL_TOKEN.search, texts)):
         raise Unusable("a special token in the text")
-    if any(map(_NOT_TEXT.search, (*texts, id))):
-        raise Unusable("half a character in the text")
+    if any(map(SURROGATE.search, (*texts, id))):
+        raise Unusable(LONE_SURROGATE)
     units = _text(units, "units")
     if units not in ("", "matter"):
         raise Unusable('units is neither empty nor "matter"')
@@ -235,7 +236,7 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
         return [_image_path(folder, cell, images_outside)]
     if isinstance(cell, bytes | pathlib.Path | Image.Image):
         return [cell]
-    raise Unusable("image of a wrong type")
+    raise Unusable("image is neither a path nor bytes")
 
 
 def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
@@ -260,9 +261,11 @@ def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
     if is_number_allowed and isinstance(value, int | float) and not isinstance(value, bool):
         return _number_text(value, name)
     if not isinstance(value, str):
-        raise Unusable(f"{name} of a wrong type")
+        raise Unusable(
+            f"{name} is {'neither text nor a number' if is_number_allowed else 'not text'}"
+        )
     is_visible = any(unicodedata.category(c)[0] in "LNPS" for c in value)
-    return value.strip() if is_visible or _NOT_TEXT.search(value) else ""
+    return value.strip() if is_visible or SURROGATE.search(value) else ""
 
 
 def _number_text(value: float, name: str) -> str:
@@ -285,7 +288,7 @@ def _choices(value: Any) -> tuple[str, ...]:
     value = value or []
     is_list = isinstance(value, list | tuple)
     if not is_list or not all(isinstance(choice, str | int | float) for choice in value):
-        raise Unusable("choices of a wrong type")
+        raise Unusable("choices are not a list of texts and numbers")
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")
     return tuple(

@@ -64,8 +64,8 @@ def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]
         low, high = (part[key] or data[key] for key in ("min_pixels", "max_pixels"))
         if low > high:
             raise ValueError(
-                f"{name}: images of {part['source']} would have {low} to {high} pixels; change "
-                "its min_pixels or max_pixels, or those of data"
+                f"{name}: min_pixels must not exceed max_pixels, got min_pixels {low} and "
+                f"max_pixels {high} for {part['source']}; change its own, or those of data"
             )
 
 

@@ -34,9 +34,9 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     sources = [_open_part(config, part, stage) for part in parts]
     for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
         if not len(source):
-            place = f"{name}.parts.{number}" if len(parts) > 1 else name
+            key = f"{name}.parts.{number}" if len(parts) > 1 else name
             raise ValueError(
-                f"{place} must have rows, got a source {part.source!r} without any; change its "
+                f"{key} must have rows, got a source {part.source!r} without any; change its "
                 "path, split or num_examples"
             )
     if stage == "sft":

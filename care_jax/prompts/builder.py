@@ -92,7 +92,7 @@ def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | Non
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"expected a chat template in {str(folder)!r}, got {str(error).splitlines()[0]!r}; "
-            "fetch the release's chat_template.json or chat_template.jinja again, and keep one"
+            "download the release's chat_template.json or chat_template.jinja again, and keep one"
         ) from error
     return fields.get("chat_template")
 
@@ -154,8 +154,8 @@ class PromptBuilder:
         buckets = tuple(sorted((int(p), int(n)) for p, n in buckets))
         if buckets[-1][1] < max(n for _, n in buckets):
             raise ValueError(
-                f"the bucket with most tokens must have most patches too, got {buckets}; change "
-                "data.buckets, so that prompts that fit one by one also fit together"
+                "the bucket with the most tokens must also have the most patches, so that prompts "
+                f"that fit one by one also fit together, got {buckets}; change data.buckets"
             )
         self.tokenizer, self.config, self.buckets = tokenizer, config, buckets
         self.min_pixels, self.max_pixels = min_pixels, max_pixels
@@ -173,7 +173,7 @@ class PromptBuilder:
         if num_placed != num_images:
             raise ValueError(
                 f"example {example.id} of {example.source} has {num_images} images and "
-                f"{num_placed} {IMAGE_PLACEHOLDER} in its question; make them agree"
+                f"{num_placed} {IMAGE_PLACEHOLDER} in its question; write one for each image"
             )
         return self._chat_of(example.question)
 
@@ -273,14 +273,14 @@ class PromptBuilder:
         slots = np.full(shape, -1, np.int32)
         for row, (prompt, context) in enumerate(zip(prompts, contexts, strict=True)):
             end = num_tokens - len(context)
-            place = slice(end - len(prompt.tokens), end)
-            tokens[row, place], tokens[row, end:] = prompt.tokens, context
-            is_valid[row, place.start :] = True
+            own = slice(end - len(prompt.tokens), end)
+            tokens[row, own], tokens[row, end:] = prompt.tokens, context
+            is_valid[row, own.start :] = True
             found = prompt_positions(prompt.tokens, prompt.grids, self.config)
-            positions[row, place], following = found
+            positions[row, own], following = found
             positions[row, end:] = following + np.arange(len(context))[:, None]
             next_position[row] = following + len(context)
-            slots[row, place] = image_slots(prompt.tokens, self.config)
+            slots[row, own] = image_slots(prompt.tokens, self.config)
         images = None
         if sizes[:, 1].any():
             patches, grids = [p.patches for p in prompts], [p.grids for p in prompts]

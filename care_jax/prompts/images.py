@@ -97,8 +97,8 @@ def fingerprint(image: AnyImage) -> Fingerprint:
     picture = Image.alpha_composite(Image.new("RGBA", picture.size, (255,) * 4), picture)
     digest = hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).digest()[:16]
     gray = picture.convert("L").resize((_GRAY_SIDE, _GRAY_SIDE), Image.Resampling.BILINEAR)
-    place = np.arange(_GRAY_SIDE) + 0.5
-    cosines = np.cos(np.pi / _GRAY_SIDE * np.outer(np.arange(_HASH_SIDE), place))
+    centres = np.arange(_GRAY_SIDE) + 0.5  # of the pixels
+    cosines = np.cos(np.pi / _GRAY_SIDE * np.outer(np.arange(_HASH_SIDE), centres))
     frequencies = (cosines @ np.asarray(gray, np.float64) @ cosines.T).ravel()
     frequencies[0] = 0.0  # the mean brightness
     bits = frequencies.round(6) > np.median(frequencies.round(6))

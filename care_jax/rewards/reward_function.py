@@ -56,7 +56,7 @@ def load_reward(name: str) -> RewardFunction:
 def check_reward(function: Any, name: str) -> None:
     """Raises ValueError unless it is a function of (question, responses, example)."""
     if not callable(function):
-        raise ValueError(f"{name} is no function but a {type(function).__name__}; name a function")
+        raise ValueError(f"{name} must be a function, got a {type(function).__name__}; name one")
     try:
         bound = inspect.signature(function).bind("", [], None)
     except TypeError as error:
@@ -139,7 +139,7 @@ def read_reply(
             "responses; set it higher, or make the function faster"
         )
     elif "crash" in reply:
-        kind, problem = "crash", "ended its worker process"
+        kind, problem = "crash", "ended its worker process, as os._exit or a lack of memory does"
     elif "error" in reply:
         kind, problem = f"failed: {reply['name']}", f"failed:\n{reply['error'].rstrip()}"
     elif rows is None or len(rows) != num_responses:

@@ -53,7 +53,8 @@ class SymbolicPool:
     def __init__(self, num_workers: int = 2, timeout: float = 5.0):
         if num_workers < 1 or timeout <= 0:
             raise ValueError(
-                f"expected num_workers >= 1 and timeout > 0, got {num_workers} and {timeout}"
+                "verifier.num_workers must be at least 1 and verifier.timeout above 0, got "
+                f"{num_workers} and {timeout}"
             )
         self.counts = {"symbolic_calls": 0, "cached": 0, "timeouts": 0, "crashes": 0}
         names = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME")
@@ -98,7 +99,7 @@ class SymbolicPool:
         self._pool.close()
 
 
-class _OutOfTime(BaseException):
+class _CpuTimeout(BaseException):
     """Raised by the CPU timer; a BaseException, so no `except Exception` in sympy catches it."""
 
 
@@ -160,14 +161,14 @@ def start(timeout: float) -> Callable[..., str]:
     import math_verify  # noqa: F401
 
     def out_of_time(signum, frame):
-        raise _OutOfTime
+        raise _CpuTimeout
 
     def answer(*question: Any) -> str:
         signal.alarm(int(timeout) + 10)  # ends a stuck worker even if the pool has died
         signal.setitimer(signal.ITIMER_PROF, 0.4 * timeout)
         try:
             return _compare(Question(*question))
-        except _OutOfTime:
+        except _CpuTimeout:
             return "timeout"
         except MemoryError:
             return "refused: memory"

@@ -84,7 +84,7 @@ class Verifier:
         self._tolerance, self._num_decimals = tolerance, num_decimals
         self._weights, self._success, self._timeout = dict(weights), success, timeout
         self._pool = SymbolicPool(num_workers, timeout)
-        self._num_fast, self._lost, self._told = 0, Counter[str](), set[str]()
+        self._num_fast, self._lost, self._warned = 0, Counter[str](), set[str]()
         self._rewards = RewardPool(reward, num_workers, timeout, concurrency) if reward else None
 
     def __enter__(self) -> Verifier:
@@ -213,11 +213,11 @@ class Verifier:
         names = list(dict.fromkeys(["acc", *self._weights]))
         rows, problem = read_reply(reply, len(parsed), names, self._timeout)
         kind = next((row for row in rows if isinstance(row, str)), "")
-        if kind and kind not in self._told:
-            self._told.add(kind)
+        if kind and kind not in self._warned:
+            self._warned.add(kind)
             logging.warning(
-                "responses get reward 0 and are counted under verifier/ in the metrics (said once "
-                "for each kind of failure): the reward function %s",
+                "some responses get reward 0 and count in the metrics verifier/*; further failures "
+                "of this kind are not logged. The reward function %s",
                 problem,
             )
         verdicts = []

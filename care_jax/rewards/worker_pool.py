@@ -185,8 +185,7 @@ class _Worker:
             await self.stop()
             raise ValueError(
                 f"a worker process {'ended' if is_ready else f'took {_START_SECONDS:g} s'} while "
-                f"it imported {pool.what}; what its module does when it is imported must work in a "
-                "process of its own"
+                f"importing {pool.what}; make its module importable in a separate process"
             )
         if "error" in (answer := ready.result()[1]):
             await self.stop()
@@ -195,9 +194,11 @@ class _Worker:
                 f"{answer['error']}"
             )
         self._replies, self._is_alive = {}, True
-        self._reader = asyncio.create_task(self._hand_out(self.process.stdout, self._replies))
+        self._reader = asyncio.create_task(
+            self._resolve_replies(self.process.stdout, self._replies)
+        )
 
-    async def _hand_out(
+    async def _resolve_replies(
         self, stream: asyncio.StreamReader, replies: dict[int, asyncio.Future[Reply | None]]
     ) -> None:
         """Sets the futures of replies, and at the process's end the remaining ones to None."""
@@ -214,7 +215,7 @@ class _Worker:
 
     def _send(self, number: int, content: bytes) -> None:
         assert self.process is not None and self.process.stdin is not None
-        # Writing to a dead process has no effect; `_hand_out` sees its end.
+        # Writing to a dead process has no effect; `_resolve_replies` sees its end.
         self.process.stdin.write(worker.HEADER.pack(number, len(content)) + content)
 
 

@@ -121,7 +121,7 @@ def decode_batches(
         rollouts = jax.tree.map(lambda *rows: np.concatenate(rows)[order], *rollouts)  # noqa: B023
         texts = row_texts(rollouts, policy.token_bytes, eos_token_ids=policy.config.eos_token_ids)
         yield Answers(
-            places=kept,
+            indices=kept,
             examples=[examples[place] for place in kept],
             rollouts=rollouts,
             texts=texts,

@@ -139,7 +139,6 @@ def test_the_shipped_configs_prompts(releases, open_processor, get_config):
 # As the mixture's sets ask, with sizes of their images.
 KINDS = {
     "chartqa": ("<image>What is the difference in value between mutton and corn?", [(850, 600)]),
-    "geometry3k": ("<image>Find x. Round to the nearest tenth, if necessary.", [(371, 271)]),
     "virl39k": (
         "<image>As shown in the figure, in $\\triangle ABC$, $\\angle C = 90^\\circ$ and "
         "$AC = BC = 3$. Point $D$ lies on $AB$ with $CD = \\sqrt{5}$. What is $AD$?",
@@ -151,26 +150,12 @@ KINDS = {
 }
 
 
-def test_prompts_of_the_mixtures_kinds_have_transformers_lengths_and_fit(
-    real_release, open_processor
-):
+def test_prompts_of_the_mixtures_kinds_fit_its_buckets(real_release):
     data = mixture.get_config().data
-    builder = builder_of(
-        real_release,
-        min_pixels=data.min_pixels,
-        max_pixels=data.max_pixels,
-        buckets=data.buckets,
-        system_prompt=data.system_prompt,
-        instruction=data.instruction,
-    )
-    processor = open_processor(real_release)
+    names = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction")
+    builder = builder_of(real_release, **{name: data[name] for name in names})
     for question, sizes in KINDS.values():
-        parts = question.split("<image>")
-        content = [parts[0], *(item for text in parts[1:] for item in (IMAGE, text))]
-        content = [item for item in content if item]
-        messages = conversation(content, data.system_prompt, TOLD)
         example = example_of(question, sizes)
-        assert_rendered_as(builder, processor, example, messages)
         num_tokens, num_patches = builder.measure(example)
         assert builder.fits(builder.tokenize(example))
         assert num_patches // 4 < num_tokens < num_patches // 4 + 200
@@ -188,19 +173,20 @@ def test_a_template_for_text_alone_is_one_line(releases, tmp_path):
     assert repr(str(tmp_path)) in message and "chat_template.json" in message
 
 
+NO_IMAGE = r"must write <\|image_pad\|> for an image, got "
 TEXT_ONLY = {
-    "fails": "{% for m in messages %}{{ '<|im_start|>' + m.content }}{% endfor %}",
-    "prints the list": "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}",
-    "drops images": "{% for m in messages %}{{ m.content[-1].text }}{% endfor %}",
-    "no template": "{% for m in messages %}",
+    "fails": ("{{ '<|im_start|>' + messages[1].content }}", NO_IMAGE + "TypeError"),
+    "no template": ("{% for m in messages %}", NO_IMAGE + "TemplateSyntaxError"),
+    "drops images": ("{{ messages[1].content[-1].text }}", NO_IMAGE + "0 of them for two images"),
+    "no default": ({"rag": CHAT_TEMPLATE}, "multiple chat templates with no default"),
 }
 
 
-@pytest.mark.parametrize("name", TEXT_ONLY)
-def test_whatever_a_template_does_instead_of_showing_images_is_refused(name, policy):
+@pytest.mark.parametrize(("template", "message"), TEXT_ONLY.values(), ids=TEXT_ONLY)
+def test_a_template_that_shows_no_images_is_refused(template, message, policy):
     tokenizer = build_tokenizer(synthetic.texts())
-    tokenizer.chat_template = TEXT_ONLY[name]
-    with pytest.raises(ValueError, match=r"must write <\|image_pad\|> for an image") as error:
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=message) as error:
         PromptBuilder(tokenizer, policy.config, **LIMITS, buckets=((64, 64),))
     assert "\n" not in str(error.value)
 
@@ -264,9 +250,7 @@ def test_the_template_is_the_one_autoprocessor_takes(name, policy, open_processo
     if expected is None:
         with pytest.raises(ValueError, match="conflicting files"):
             open_processor(tmp_path)
-        with pytest.raises(
-            ValueError, match=r"expected a chat template in .*conflicting files"
-        ) as e:
+        with pytest.raises(ValueError, match=r"a chat template in .*conflicting files") as e:
             load_tokenizer(str(tmp_path))
         assert "\n" not in str(e.value)
         return
@@ -281,13 +265,3 @@ def test_a_folder_without_any_template_gets_qwens(policy, tmp_path):
     policy.tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     assert load_tokenizer(str(tmp_path)).chat_template == CHAT_TEMPLATE
-
-
-def test_templates_of_which_none_is_the_default_are_one_line(policy, tmp_path):
-    policy.tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text(CHAT_TEMPLATE)
-    with pytest.raises(ValueError, match="multiple chat templates with no default") as error:
-        PromptBuilder(load_tokenizer(str(tmp_path)), policy.config, **LIMITS, buckets=((64, 64),))
-    assert "\n" not in str(error.value)

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from care_jax.batch import Example
-from care_jax.data.drawn import noise
+from care_jax.data.drawn import splits_and_repairs
 from care_jax.data.drawn.synthetic import (
     MAX_COUNT,
     SHAPES,
@@ -104,13 +104,13 @@ class ReadingsSource(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        noise.check(self, KINDS)
+        splits_and_repairs.check(self, KINDS)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        rng = noise.rng_of(self, index)
+        rng = splits_and_repairs.rng_of(self, index)
         kind = self.kinds[index % len(self.kinds)]
         while True:
             diagram, b = sample_diagram(rng, kind, _NUMBERS[kind])
@@ -125,7 +125,7 @@ class ReadingsSource(Sequence[Example]):
             is_right = rng.random() < _RIGHT_PREFIX
             first = count if is_right else _misreading(rng, kind, count, b)
             wrong = _rationale(rng, kind, diagram, b, first)
-            stated = "".join(noise.repair(wrong, self.cue, right))
+            stated = "".join(splits_and_repairs.repair(wrong, self.cue, right))
         elif kind in MISREAD and rng.random() < self.misread_share:
             reading = _misreading(rng, kind, count, b)
             stated = _rationale(rng, kind, diagram, b, reading)

@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from care_jax.batch import Example
-from care_jax.data.drawn import noise
+from care_jax.data.drawn import splits_and_repairs
 
 CELL = 16  # pixels
 UNIT = 12  # pixels per unit of a bar
@@ -108,13 +108,13 @@ class SyntheticSource(Sequence[Example]):
     think_tag: str = "think"  # around the rationale
 
     def __post_init__(self):
-        noise.check(self, KINDS)
+        splits_and_repairs.check(self, KINDS)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        rng = noise.rng_of(self, index)
+        rng = splits_and_repairs.rng_of(self, index)
         kind = self.kinds[index % len(self.kinds)]
         sample = _sample_chart if kind in CHART_KINDS else _sample_count
         while True:
@@ -124,7 +124,7 @@ class SyntheticSource(Sequence[Example]):
                 break
         response_answer = answer
         if rng.random() < self.cue_share:
-            rationale = "".join(noise.repair(wrong, self.cue, rationale))
+            rationale = "".join(splits_and_repairs.repair(wrong, self.cue, rationale))
         elif kind not in CLEAN_KINDS and rng.random() < self.teacher_error:
             response_answer = mistake(answer)
         tag = self.think_tag
@@ -161,7 +161,7 @@ def texts() -> Iterator[str]:
 
 
 def split_of(picture: Diagram | _Chart, question: str) -> str:
-    return noise.split_of(f"{dataclasses.astuple(picture)}{question}")
+    return splits_and_repairs.split_of(f"{dataclasses.astuple(picture)}{question}")
 
 
 def mistake(answer: str) -> str:

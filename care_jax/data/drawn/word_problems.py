@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from care_jax.batch import Example
-from care_jax.data.drawn import noise
+from care_jax.data.drawn import splits_and_repairs
 
 FAR = "_far"  # suffix of `source` for numbers outside the training range
 NAMES = ("Ann", "Ben", "Cara", "Dan", "Eva", "Finn", "Grace", "Hugo", "Iris", "Jack")
@@ -40,7 +40,7 @@ UNITS = (
     ("feet", "inches", 12),
 )
 _NOTES = (20, 50, 100, 200)  # dollars paid
-_FRUITLESS = 1000  # draws in a row without a new calculation, after which all count as drawn
+_MAX_REPEATS = 1000  # draws in a row without a new calculation, after which all count as drawn
 
 # kind -> wordings; `x` and `y` are names, `things` what is counted.
 _QUESTIONS = {
@@ -107,13 +107,13 @@ class WordProblems(Sequence[Example]):
     think_tag: str = "think"
 
     def __post_init__(self):
-        noise.check(self, KINDS)
+        splits_and_repairs.check(self, KINDS)
 
     def __len__(self) -> int:
         return self.num_examples
 
     def __getitem__(self, index: int) -> Example:
-        rng = noise.rng_of(self, index)
+        rng = splits_and_repairs.rng_of(self, index)
         kind, is_far = self._kind_of(index)
         problem = self._distinct[index] if self.split == "test" else self._problem(rng, index)
         x, y = _draw_names(rng)
@@ -124,7 +124,7 @@ class WordProblems(Sequence[Example]):
         context, taught = "", f"<{tag}>{rationale}"
         if rng.random() < self.cue_share and (wrong := _wrong_rationales(problem)):
             slip = wrong[rng.integers(len(wrong))]
-            context, taught = noise.repair(f"<{tag}>{slip}", self.cue, rationale)
+            context, taught = splits_and_repairs.repair(f"<{tag}>{slip}", self.cue, rationale)
         return Example(
             id=f"{self.split}-{self.seed}-{index}",
             source=f"word_problems/{kind}{FAR if is_far else ''}",
@@ -138,14 +138,14 @@ class WordProblems(Sequence[Example]):
 
     def _kind_of(self, index: int) -> tuple[str, bool]:
         """(kind, whether its numbers are larger than those of the training split)."""
-        turn, place = divmod(index, len(self.kinds))
-        return self.kinds[place], self.split == "test" and turn % 2 == 1
+        turn, number = divmod(index, len(self.kinds))
+        return self.kinds[number], self.split == "test" and turn % 2 == 1
 
     def _problem(self, rng: np.random.Generator, index: int) -> _Problem:
         kind, is_far = self._kind_of(index)
         while True:
             problem = _SAMPLERS[kind](rng, is_far)
-            if is_far or noise.split_of(f"{kind}{problem.numbers}") == self.split:
+            if is_far or splits_and_repairs.split_of(f"{kind}{problem.numbers}") == self.split:
                 return problem
 
     @functools.cached_property
@@ -155,11 +155,11 @@ class WordProblems(Sequence[Example]):
         asked: dict[tuple[str, bool], set[tuple[int, ...]]] = {}
         num_all: dict[tuple[str, bool], int] = {}  # number of calculations, once exhausted
         for index in range(self.num_examples):
-            rng, kind = noise.rng_of(self, index), self._kind_of(index)
+            rng, kind = splits_and_repairs.rng_of(self, index), self._kind_of(index)
             seen = asked.setdefault(kind, set())
             if len(seen) == num_all.get(kind):
                 seen.clear()
-            for _ in range(_FRUITLESS):
+            for _ in range(_MAX_REPEATS):
                 problem = self._problem(rng, index)
                 if problem.numbers not in seen:
                     break

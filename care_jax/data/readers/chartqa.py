@@ -32,35 +32,36 @@ def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
     """
     hub.check_split("chartqa", split)
     if subset not in ("", *SUBSETS):
-        raise ValueError(f"chartqa's subset must be {' or '.join(SUBSETS)}, or '', got {subset!r}")
+        choices = ", ".join(SUBSETS)
+        raise ValueError(f"chartqa's subset must be one of {choices} or '', got {subset!r}")
     root = hub.find(path, ["data/*.parquet"])
     for folder in (root, root / split, root / "ChartQA Dataset" / split):
         if (folder / f"{split}_human.json").is_file():
             return _open_folder(folder, split, [subset] if subset else SUBSETS)
     files = find_files(root, split)
     table = ParquetRows(files, ["image", "query", "label", "human_or_machine"])
-    places = list(range(len(table)))
+    indices = list(range(len(table)))
     if subset:
         kinds, wanted = ParquetRows(files, ["human_or_machine"]), SUBSETS.index(subset)
-        places = [place for place in places if kinds[place]["human_or_machine"] == wanted]
+        indices = [row for row in indices if kinds[row]["human_or_machine"] == wanted]
 
     def example(index: int) -> Example:
-        row = table[places[index]]
-        return _example(f"{split}-{places[index]}", row, row["image"], root)
+        row = table[indices[index]]
+        return _example(f"{split}-{indices[index]}", row, row["image"], root)
 
-    return Rows(len(places), example)
+    return Rows(len(indices), example)
 
 
 def _open_folder(folder: pathlib.Path, split: str, kinds: Sequence[str]) -> Rows:
     tables = {kind: JsonRows(folder / f"{split}_{kind}.json") for kind in kinds}
-    places = [(kind, number) for kind in kinds for number in range(len(tables[kind]))]
+    indices = [(kind, number) for kind in kinds for number in range(len(tables[kind]))]
 
     def example(index: int) -> Example:
-        kind, number = places[index]
+        kind, number = indices[index]
         row = tables[kind][number]
         return _example(f"{split}-{kind}-{number}", row, row.get("imgname"), folder / "png")
 
-    return Rows(len(places), example)
+    return Rows(len(indices), example)
 
 
 def _example(id: str, row: Mapping[str, Any], image: Any, folder: pathlib.Path) -> Example:

@@ -46,8 +46,8 @@ def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
         return Rows(len(problems), lambda index: _problem(problems[index].parent, subset))
     if subset == "logic":
         raise ValueError(
-            f"no logic forms in {str(root)!r}: they come with InterGPS's folders "
-            "(train/0/data.json); change the source's path, or its subset to ''"
+            f"geometry3k's subset 'logic' needs InterGPS's folders (train/0/data.json) in "
+            f"{str(root)!r}, got parquet files; change the source's path, or its subset to ''"
         )
     table = ParquetRows(find_files(root, "validation" if split == "val" else split))
 
@@ -56,7 +56,7 @@ def open_rows(path: str, *, split: str = "", subset: str = "") -> Rows:
         has_choices = subset == "choices"
         return make_example(
             id=row.get("id"),
-            place=f"{split}-{index}",
+            position=f"{split}-{index}",
             source=NAME,
             question=row.get("problem"),
             answer=row.get("ground_truth" if has_choices else "answer"),

@@ -63,14 +63,14 @@ def _may_be_id(path: str) -> bool:
 
 def _find(path: str, patterns: Sequence[str] | None, kind: str) -> pathlib.Path:
     key, example = _KEYS[kind]
-    place = pathlib.Path(path).expanduser()
-    if path and place.exists():
-        if kind == "model" and not (place / "config.json").is_file():
+    local = pathlib.Path(path).expanduser()
+    if path and local.exists():
+        if kind == "model" and not (local / "config.json").is_file():
             raise ValueError(
                 f"{key} {path!r} holds no config.json; set it to a folder in Hugging Face layout "
                 f"or a hub id such as {example}"
             )
-        return place
+        return local
     if not _may_be_id(path):
         raise ValueError(
             f"expected a folder, a file or a hub id such as {example}, got {path!r}, which does "
@@ -84,7 +84,7 @@ def _find(path: str, patterns: Sequence[str] | None, kind: str) -> pathlib.Path:
         )
     except Exception as error:
         raise ValueError(
-            f"{key} {path!r} is no local folder and could not be fetched from the hub "
+            f"{key} {path!r} is not a local path, and could not be downloaded from the hub "
             f"({type(error).__name__}); download it first and set {key} to its folder"
         ) from error
     return pathlib.Path(folder)

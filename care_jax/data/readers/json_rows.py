@@ -16,13 +16,13 @@ from array import array
 from typing import Any
 
 from care_jax.batch import Unusable
+from care_jax.data.rows import LONE_SURROGATE, SURROGATE
 
 # The tokens that delimit array elements. A whole string is one token, so brackets inside it do not
 # count. A lone quotation mark matches only where a string is never closed.
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
 # A pair of escaped UTF-16 surrogates is one character; a lone one cannot be encoded as UTF-8.
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recurses
 
 
@@ -92,7 +92,7 @@ class JsonRows:
         if depth or not len(self._data) or _without_mark(self._data[:64])[:1] != b"[":
             raise ValueError(
                 f"expected {str(self.path)!r} to be one complete JSON array; it may be truncated: "
-                "fetch it again, or name it .jsonl if it has one row per line"
+                "download it again, or name it .jsonl if it has one row per line"
             )
 
 
@@ -108,8 +108,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
         raise Unusable("not an object")
     if _is_deeper(row, _MAX_DEPTH):
         raise Unusable(f"nested more than {_MAX_DEPTH} deep")
-    if _ESCAPED_SURROGATE.search(text) and _SURROGATE.search(json.dumps(row, ensure_ascii=False)):
-        raise Unusable("half a character in the text")
+    if _ESCAPED_SURROGATE.search(text) and SURROGATE.search(json.dumps(row, ensure_ascii=False)):
+        raise Unusable(LONE_SURROGATE)
     return row
 
 

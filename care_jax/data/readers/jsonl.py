@@ -70,7 +70,7 @@ def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
         if not isinstance(row, Mapping):
             raise ValueError(
                 f"expected a mapping with question and answer as row {index} of {name}, got a "
-                f"{type(row).__name__}; give dicts, or objects that behave like them"
+                f"{type(row).__name__}; pass dicts or other mappings"
             )
         return _example(row, index + 1, name, pathlib.Path(), images_outside=True)
 
@@ -85,7 +85,7 @@ def _example(
         raise Unusable("both image and images")
     return make_example(
         id=row.get("id"),
-        place=number,
+        position=number,
         source=source,
         question=row.get("question"),
         answer=row.get("answer"),

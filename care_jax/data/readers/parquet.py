@@ -36,8 +36,8 @@ class ParquetRows:
             absent = set(self._columns or ()) - set(file.schema_arrow.names)
             if absent:
                 raise ValueError(
-                    f"{path} has columns {', '.join(file.schema_arrow.names)}, not "
-                    f"{', '.join(sorted(absent))}; change the source's columns"
+                    f"expected columns {', '.join(sorted(absent))} in {path}, got "
+                    f"{', '.join(file.schema_arrow.names)}; change the source's columns"
                 )
             for group in range(file.num_row_groups):
                 self._groups.append((path, group))
@@ -50,15 +50,15 @@ class ParquetRows:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        group, place = locate(self._ends, index)
+        group, row = locate(self._ends, index)
         with self._lock:  # so that threads do not read the same group twice
             cells = self._group(group)
         try:
-            return {name: column[place].as_py() for name, column in cells.items()}
+            return {name: column[row].as_py() for name, column in cells.items()}
         except UnicodeDecodeError as error:
             raise Unusable("not UTF-8") from error
-        except (ValueError, ArithmeticError) as error:  # a date or time outside Python's range
-            raise Unusable("a cell that Python has no value for") from error
+        except (ValueError, ArithmeticError) as error:
+            raise Unusable("a date or time that Python cannot hold") from error
 
     def _read(self, group: int) -> dict[str, Any]:
         """The row group's pyarrow columns by name."""
@@ -67,8 +67,8 @@ class ParquetRows:
             table = _open(path).read_row_group(number, columns=self._columns)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"row group {number} of {path} cannot be read ({_first_line(error)}); fetch the "
-                "file again"
+                f"row group {number} of {path} cannot be read ({_first_line(error)}); download "
+                "the file again"
             ) from error
         return dict(zip(table.column_names, table.columns, strict=True))
 
@@ -115,7 +115,7 @@ def open_rows(
             parts["answer"] = _plain(answer)
         return make_example(
             **{"id": None, **parts},
-            place=index,
+            position=index,
             source=release.stem,
             images=images_of([row[column] for column in image_columns], folder, images_outside),
             extra={name: _plain(row[name]) for name in others},
@@ -125,20 +125,20 @@ def open_rows(
     return Rows(len(table), example)
 
 
-def find_files(place: pathlib.Path, split: str) -> list[pathlib.Path]:
+def find_files(path: pathlib.Path, split: str) -> list[pathlib.Path]:
     """The parquet files of a release and its split, at least one, sorted by path."""
-    if place.is_file():
-        return [place]
-    files = sorted(place.rglob("*.parquet"))
+    if path.is_file():
+        return [path]
+    files = sorted(path.rglob("*.parquet"))
 
-    def is_of_split(path: pathlib.Path) -> bool:
-        return not split or split in (re.split("[-.]", path.name)[0], path.parent.name)
+    def is_of_split(file: pathlib.Path) -> bool:
+        return not split or split in (re.split("[-.]", file.name)[0], file.parent.name)
 
     found = list(filter(is_of_split, files))
     if not found:
-        names = ", ".join(str(path.relative_to(place)) for path in files[:8])
+        names = ", ".join(str(file.relative_to(path)) for file in files[:8])
         raise ValueError(
-            f"expected parquet files of split {split!r} in {str(place)!r}, got {names or 'none'}; "
+            f"expected parquet files of split {split!r} in {str(path)!r}, got {names or 'none'}; "
             "change the source's path or split"
         )
     return found
@@ -174,7 +174,7 @@ def _open(path: pathlib.Path) -> Any:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a whole parquet file ({_first_line(error)}); fetch it again"
+            f"{path} is not a complete parquet file ({_first_line(error)}); download it again"
         ) from error
 
 

@@ -76,16 +76,16 @@ def open_rows(path: str, *, subset: str = "") -> Rows:
     manifest = read_manifest(folder)
     sources = manifest["sources"]
     if subset and subset not in sources:
-        raise ValueError(f"{path!r} holds {', '.join(sources)}, not {subset!r}; change subset")
+        raise ValueError(f"subset must be one of {', '.join(sources)} in {path!r}, got {subset!r}")
     names = [subset] if subset else sources
     shards = [_Shard(folder, entry) for name in names for entry in sources[name]["shards"]]
     ends = list(itertools.accumulate(shard.num_records for shard in shards))
     if not ends:
-        raise ValueError(f"{path!r} has no example of {subset or 'any source'}; prepare it anew")
+        raise ValueError(f"{path!r} has no example of {subset or 'any source'}; prepare it again")
 
     def example(index: int) -> Example:
-        number, place = locate(ends, index)
-        return shards[number].read(place)
+        number, record = locate(ends, index)
+        return shards[number].read(record)
 
     return Rows(ends[-1], example)
 
@@ -97,10 +97,10 @@ class _Shard:
         path = folder / entry["file"]
         num_bytes = path.stat().st_size if path.is_file() else -1
         if num_bytes != entry["num_bytes"]:
-            found = "which is missing" if num_bytes < 0 else f"got {num_bytes}"
+            found = "no file" if num_bytes < 0 else num_bytes
             raise ValueError(
-                f"expected shard {path} of {entry['num_bytes']} bytes, {found}; copy it again, or "
-                "prepare the folder anew"
+                f"expected shard {path} of {entry['num_bytes']} bytes, got {found}; copy it "
+                "again, or prepare the folder again"
             )
         self._path, self.num_records, self._sha256 = path, entry["num_records"], entry["sha256"]
         self._reader = None
@@ -111,7 +111,7 @@ class _Shard:
             with self._lock:
                 if self._reader is None:
                     if sha256(self._path) != self._sha256:
-                        raise RuntimeError(f"it has another SHA-256 than in {MANIFEST}")
+                        raise RuntimeError(f"its SHA-256 differs from the one in {MANIFEST}")
                     self._reader = ArrayRecordReader(str(self._path))
                 if self._reader.num_records() != self.num_records:
                     raise RuntimeError(f"it has {self._reader.num_records()} records")
@@ -120,7 +120,7 @@ class _Shard:
         except (RuntimeError, ValueError, KeyError, TypeError, struct.error) as error:
             raise ValueError(
                 f"shard {self._path} is corrupt at record {index} of {self.num_records} "
-                f"({str(error).splitlines()[0][:120]}); copy it again, or prepare the folder anew"
+                f"({str(error).splitlines()[0][:120]}); copy it again, or prepare the folder again"
             ) from error
 
 
@@ -167,10 +167,10 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
         number = manifest["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} must be a manifest in JSON, got {error!r}; prepare the folder anew"
+            f"{path} must be a manifest in JSON, got {error!r}; prepare the folder again"
         ) from error
     if number != FORMAT:
-        raise ValueError(f"{path} has format {number}, expected {FORMAT}; prepare the folder anew")
+        raise ValueError(f"{path} has format {number}, expected {FORMAT}; prepare the folder again")
     return manifest
 
 

@@ -44,7 +44,7 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
         row = table[index]
         return make_example(
             id=row.get("qid"),
-            place=index,
+            position=index,
             source="virl39k",
             question=row.get("question"),
             answer=_unboxed(row.get("answer")),
@@ -55,15 +55,17 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
     return Rows(len(table), example)
 
 
-def _image_folder(place: pathlib.Path) -> AnyFolder:
+def _image_folder(folder: pathlib.Path) -> AnyFolder:
     """The root of the image paths: a folder, or `images.zip` as the release ships it."""
-    archive = place / "images.zip" if place.is_dir() else place
-    if (place / "images").is_dir() or not archive.is_file():
-        return place
+    archive = folder / "images.zip" if folder.is_dir() else folder
+    if (folder / "images").is_dir() or not archive.is_file():
+        return folder
     try:
         return zipfile.Path(archive)
     except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{archive} is not a whole archive ({error}); fetch it again") from error
+        raise ValueError(
+            f"{archive} is not a complete archive ({error}); download it again"
+        ) from error
 
 
 def _unboxed(answer: Any) -> Any:

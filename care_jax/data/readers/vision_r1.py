@@ -42,14 +42,14 @@ def open_rows(
     folder = hub.image_folder(images, release)
 
     def example(index: int) -> Example:
-        number, place = locate(ends, index)
-        row = tables[number][place]
+        number, row_index = locate(ends, index)
+        row = tables[number][row_index]
         question, response = _turns(row)
         rationale, answer = _parts(response)
         cell = row.get("image") if row.get("image") is not None else row.get("images")
         return make_example(
             id=row.get("id"),
-            place=f"{files[number].stem}-{tables[number].numbers[place]}",
+            position=f"{files[number].stem}-{tables[number].numbers[row_index]}",
             source="vision_r1_cold",
             question=question,
             answer=answer,
@@ -81,7 +81,7 @@ def _parts(response: str) -> tuple[str, str]:
     opening, found, rest = response.partition("<think>")
     rationale, closed, conclusion = rest.partition("</think>")
     if not found or not closed or opening.strip() or "<think>" in rest or "</think>" in conclusion:
-        raise Unusable("not one rationale")
+        raise Unusable("not exactly one rationale")
     if not rationale.strip():
         raise Unusable("rationale empty")
     _, is_tagged, tagged = conclusion.partition("<answer>")
@@ -90,5 +90,5 @@ def _parts(response: str) -> tuple[str, str]:
     else:
         answer = notation.clean(notation.final_answer(conclusion.strip()))
     if len(answer) > _MAX_ANSWER_CHARS:
-        raise Unusable("no short answer")
+        raise Unusable(f"answer longer than {_MAX_ANSWER_CHARS} characters")
     return rationale.strip(), answer

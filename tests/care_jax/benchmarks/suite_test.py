@@ -194,28 +194,25 @@ def test_an_image_may_lie_beside_the_file(tmp_path):
     assert colour_of(example.images[0]) == "blue"
 
 
-def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="must be one of mathvista, "):
-        Benchmark("chartqa", tmp_path)
-    with pytest.raises(ValueError, match=r"expected test-\*\.parquet .*'vision'.* point evaluate"):
-        Benchmark("mmmu_pro_vision", tmp_path)
-    other = tmp_path / "standard (4 options)" / "test-00000-of-00001.parquet"
-    write(tmp_path, "mmmu_pro", [ROWS["mmmu_pro"]]).rename(tmp_path / "moved")
-    other.parent.mkdir()
-    (tmp_path / "moved").rename(other)
-    with pytest.raises(ValueError, match=r"under 'standard \(10 options\)'"):
-        Benchmark("mmmu_pro", tmp_path)
-    assert len(Benchmark("mmmu_pro", other)) == 1
-    (tmp_path / "testmini.jsonl").write_text("{")
-    with pytest.raises(ValueError, match="expected JSON on line 1"):
-        Benchmark("mathvision_testmini", tmp_path)
-    (tmp_path / "testmini.jsonl").write_text("")
-    with pytest.raises(ValueError, match="expected rows of mathvista"):
-        Benchmark("mathvista", tmp_path)
-    row = ROWS["mathvision"] | {"image": None, "decoded_image": None}
-    (tmp_path / "testmini.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match="row 1 of mathvision_testmini has no image"):
-        Benchmark("mathvision_testmini", tmp_path)[0]
+REFUSED = {
+    "unknown": ("chartqa", "", "must name one of mathvista, .*, got 'chartqa'"),
+    "no file": ("mmmu", "", r"validation-\*\.parquet or validation\.jsonl in .*; point evaluate"),
+    "other configuration": ("mmmu_pro", "", r"under 'standard \(10 options\)' in .*, got no such"),
+    "no JSON": ("mathvista", "{", "expected JSON on line 1 of .*, got not JSON; repair the file"),
+    "no rows": ("mathvista", "", "expected rows of mathvista in .*, got none; download it again"),
+    "no image": ("mathvista", '{"pid": 1, "query": "?"}', "row 1 of mathvista has no image in its"),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "message"), REFUSED.values(), ids=REFUSED)
+def test_incomplete_release_is_refused(tmp_path, name, text, message):
+    """The folder has another configuration of MMMU-Pro, which its own path opens."""
+    write(tmp_path, "mmmu_pro", [ROWS["mmmu_pro"]])
+    other = (tmp_path / EXPECTED["mmmu_pro"][0]).parent.rename(tmp_path / "standard (4 options)")
+    assert len(Benchmark("mmmu_pro", other / "test-00000-of-00001.parquet")) == 1
+    (tmp_path / "testmini.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        _ = Benchmark(name, tmp_path)[0]
 
 
 def test_real_figures_are_read():

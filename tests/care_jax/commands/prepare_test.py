@@ -204,7 +204,9 @@ def test_run_that_died_leaves_no_folder_and_the_next_makes_a_whole_one(
         prepare.prepare(config, out)
 
 
-def test_command_prints_the_counts_and_mistakes_are_one_line(tmp_path, write_json, picture):
+def test_command_prints_the_counts_and_refuses_another_configuration(
+    tmp_path, write_json, picture, error_of
+):
     (tmp_path / "a.png").write_bytes(picture())
     write_json(tmp_path / "a.jsonl", [{"question": "?", "answer": "1", "image": "a.png"}])
     path = str(tmp_path / "a.jsonl")
@@ -216,43 +218,48 @@ def test_command_prints_the_counts_and_mistakes_are_one_line(tmp_path, write_jso
         "    return config\n"
     )
 
-    def run(*flags):
-        command = [sys.executable, "-m", "care_jax.commands.prepare", *flags]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-    config, out = f"--config={tmp_path / 'config.py'}", f"--out={tmp_path / 'out'}"
-    done = run(config, out)
+    given = f"--config={tmp_path / 'config.py'}", f"--out={tmp_path / 'out'}"
+    command = [sys.executable, "-m", "care_jax.commands.prepare", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "a: 1 of 1 rows kept" in done.stdout and "1 examples in all" in done.stdout
-    for flags, message in (
-        ([config], "expected --config=FILE --out=FOLDER"),
-        ([config, out, "--config.data.think_tag=reasoning"], "another configuration"),
-        ([config, out, "--config.data.nothing=1"], "no such key: 'nothing'"),
-        (["--config=configs/tiny.py", f"{out}2"], "at least one source in data.prepare.sources"),
-    ):
-        failed = run(*flags)
-        lines = [line for line in failed.stderr.splitlines() if line.strip()]
-        assert failed.returncode != 0 and len(lines) == 1 and message in lines[0], failed.stderr
+    error = error_of(prepare, *given, "--config.data.think_tag=reasoning")
+    assert "was prepared with another configuration" in error
+    assert "no such key: 'nothing'" in error_of(prepare, *given, "--config.data.nothing=1")
+    for flag in given:
+        assert "expected --config=FILE --out=FOLDER" in error_of(prepare, flag)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sources": ()}, "at least one source"),
-        ({"sources": (common.source("csv"),)}, "data.prepare.source must be one of synthetic"),
-        (
-            {"sources": (common.source("jsonl", path="a/x.jsonl"),) * 2},
-            "different names, got 2 called 'x'",
-        ),
-        ({"sources": (common.source("jsonl", path="gone.jsonl"),)}, "gone.jsonl"),
-        ({"shard_megabytes": 0}, r"shard_megabytes must lie in \(0, inf\), got 0"),
-    ],
-)
-def test_configuration_that_cannot_be_followed_is_refused(config, tmp_path, changes, message):
+FILE = common.source("jsonl", path="a/x.jsonl")
+REFUSED = {
+    "no source": (
+        {"sources": ()},
+        "at least one source in data.prepare.sources, got none; add one",
+    ),
+    "unknown": ({"sources": (common.source("csv"),)}, "data.prepare.source must be one of synth"),
+    "mixture": (
+        {"sources": (common.source("mixture", parts=(FILE,)),)},
+        "data.prepare.sources must not be mixtures, got one of 1 parts; list its parts",
+    ),
+    "names": ({"sources": (FILE, FILE)}, "different names, got 2 called 'x'; rename their files"),
+    "no file": ({"sources": (FILE,)}, "expected a file of JSON rows, got 'a/x.jsonl'"),
+    "key": ({"shard_megabytes": 0}, r"shard_megabytes must lie in \(0, inf\), got 0"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_configuration_is_refused(config, tmp_path, changes, message):
     config.data.prepare.update(changes)
     with pytest.raises(ValueError, match=message):
         prepare.prepare(config, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_sources_of_nothing_but_bad_rows_are_refused(config, tmp_path, write_json):
+    (tmp_path / "mine.jsonl").write_text("{}")
+    config.data.prepare.sources = config.data.prepare.sources[1:]
+    with pytest.raises(ValueError, match=r"no example is left: .*'no question': 1.*; check"):
+        prepare.prepare(config, tmp_path / "out")
 
 
 @pytest.mark.parametrize("part", mixture.FOLDERS)

@@ -137,7 +137,7 @@ def test_a_rationale_that_leaves_no_room_for_an_answer_is_not_forced(probed):
     assert "forced_right" not in forced
     assert outcomes.values["negative_is_wrong"].tolist() == [1.0] * 4
     told = probe.summary(outcomes, outcomes.rates(), "sft 3")[-1]
-    assert "no room for the answer; raise rl.max_response_tokens" in told
+    assert "leaves room for the answer; raise rl.max_response_tokens: the gain of" in told
 
 
 def test_room_is_for_the_whole_answer(probed, policy):
@@ -288,7 +288,7 @@ def test_first_tries_have_a_rate_and_no_interval(tmp_path):
 
 def test_groups_without_both_outcomes_are_refused(probed, monkeypatch):
     monkeypatch.setattr("probe_test.ACCS", ((1, 1, 1),) * 6)
-    with pytest.raises(ValueError, match=r"none among 6 questions, 100.0% of whose answers"):
+    with pytest.raises(ValueError, match=r"none among 6 questions \(100.0% of the answers"):
         probed()
 
 

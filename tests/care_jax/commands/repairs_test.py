@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -131,46 +130,34 @@ def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, policy
     assert again["sources"]["repairs"]["shards"] == manifest["sources"]["repairs"]["shards"]
 
 
-def test_a_folder_that_exists_is_left_alone(opened, tmp_path):
-    with pytest.raises(ValueError, match="exists; remove it, or name another --out"):
-        repairs.write_repairs(opened, tmp_path, right_share=0.5)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, np.nan])
-def test_a_share_is_one(opened, tmp_path, share):
-    with pytest.raises(ValueError, match=r"--right_share must lie in \[0, 1\], got"):
-        repairs.write_repairs(opened, tmp_path / "out", right_share=share)
-
-
-def test_groups_without_a_right_rationale_are_refused(opened, tmp_path):
-    """Random weights write no tags, and this data has no rationales."""
-    examples = [dataclasses.replace(example, rationale="") for example in opened.examples]
-    with pytest.raises(ValueError, match=r"expected right rationales in <think>, got none in \d"):
-        repairs.write_repairs(opened._replace(examples=examples), tmp_path / "out", right_share=0.0)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("folder", "share", "message"),
     [
-        ((), "flag --out"),
-        (("--out={here}",), "flag --out={here}: it exists; remove it, or name another folder"),
-        (("--out={here}/new", "--right_share=1.5"), "--right_share=1.5"),
-        (
-            ("--out={here}/new", "--stage=sft"),
-            "expected a checkpoint in {here}/run/checkpoints/sft",
-        ),
+        ("", 0.5, "exists; remove it, or name another --out"),
+        ("out", -0.1, r"--right_share must lie in \[0, 1\], got -0.1"),
+        ("out", 1.1, r"--right_share must lie in \[0, 1\], got 1.1"),
+        ("out", np.nan, r"--right_share must lie in \[0, 1\], got nan"),
+        # Random weights write no tags, and this data has no rationales.
+        ("out", 0.0, r"expected right rationales in <think>, got none in \d+ groups"),
     ],
 )
-def test_a_wrong_flag_is_told_in_one_line(given, message, tmp_path):
-    flags = [each.format(here=tmp_path) for each in given]
-    ended = subprocess.run(
-        [sys.executable, "-m", "care_jax.commands.repairs", f"--workdir={tmp_path}/run", *flags],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-    )
+def test_repairs_that_cannot_be_written_are_refused(opened, tmp_path, folder, share, message):
+    examples = [dataclasses.replace(example, rationale="") for example in opened.examples]
+    with pytest.raises(ValueError, match=message):
+        repairs.write_repairs(
+            opened._replace(examples=examples), tmp_path / folder, right_share=share
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # of `opened`
+
+
+def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, error_of):
+    monkeypatch.chdir(ROOT)  # of the default configuration
+    assert "flag --out" in error_of(repairs)
+    assert f"flag --out={tmp_path}: it exists; remove it" in error_of(repairs, f"--out={tmp_path}")
+    new = f"--out={tmp_path}/new"
+    assert "--right_share=1.5" in error_of(repairs, new, "--right_share=1.5")
+    command = [sys.executable, "-m", repairs.__name__, f"--workdir={tmp_path}/run", new]
+    ended = subprocess.run([*command, "--stage=sft"], capture_output=True, text=True)
+    *_, last = ended.stderr.splitlines()
+    assert last.startswith(f"error: expected a checkpoint in {tmp_path}/run/checkpoints/sft")
     assert ended.returncode == 1 and not (tmp_path / "new").exists()
-    told = ended.stderr.strip().splitlines()[-1]
-    assert told.startswith("error: ") and message.format(here=tmp_path) in told

@@ -87,24 +87,29 @@ def test_unusable_row_gives_its_place_to_its_own_source_and_is_counted_by_reason
     assert batches.left_out is counts and counts.total() >= len(replaced)
 
 
-def test_source_of_nothing_but_unusable_rows_is_refused_with_the_reason():
-    with pytest.raises(
-        ValueError, match="64 examples in a row cannot be used, 64 of them: no answer"
-    ):
-        drawn(mixture(bad=range(7)), [0])
-
-
 def test_sources_stand_one_after_another():
     examples = mixture()
     assert len(examples) == 17
     assert [examples[i].id for i in (0, 9, 10, 16)] == ["a0", "a9", "b0", "b6"]
-    with pytest.raises(IndexError):
-        _ = examples[17]
 
 
-@pytest.mark.parametrize("weights", [(1.0, 0.0), (1.0, -1.0)])
-def test_weights_are_for_all_sources_or_none(weights):
-    with pytest.raises(ValueError, match="a weight above 0 for every part"):
-        mixture(weights)
-    with pytest.raises(ValueError, match="expected non-empty sources"):
-        Mixture([source("a", 3), source("b", 0)], (1, 1))
+REFUSED = {
+    "weight 0 beside others": (lambda: mixture((1.0, 0.0)), "above 0 for every .* got .1.0, 0.0"),
+    "negative weight": (lambda: mixture((-1.0, -1.0)), r"or 0 for all of them, got \[-1.0, -1.0\]"),
+    "empty part": (
+        lambda: Mixture([source("b", 0)], (1,)),
+        r"non-empty sources, got lengths \[0\]",
+    ),
+    "no part": (lambda: Mixture([], ()), r"non-empty sources, got lengths \[\]"),
+    "index": (lambda: mixture()[17], r"index 17 is outside 0\.\.16"),
+    "unusable rows": (
+        lambda: drawn(mixture(bad=range(7)), [0]),
+        "64 of them: no answer; check the",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_parts_are_refused(make, message):
+    with pytest.raises((ValueError, IndexError), match=message):
+        make()

@@ -24,64 +24,41 @@ def rows(tmp_path, write_json, picture):
     return write
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("jsonl", {"subset": "human"}, "source 'jsonl' takes no subset, got 'human'; clear it"),
-        ("virl39k", {"split": "test"}, "takes no split"),
-        ("chartqa", {"columns": {"answer": "label"}}, "takes no columns"),
-        ("synthetic", {"images": "x"}, "takes no images"),
-        ("readings", {"path": "x", "num_examples": 1}, "takes no path, got 'x'; clear it"),
-        ("synthetic", {"misread_share": 0.5}, "'synthetic' takes no misread_share, got 0.5"),
-        ("jsonl", {"teacher_error": 0.5}, "'jsonl' takes no teacher_error, got 0.5; clear it"),
-        ("chartqa", {"images_outside": True}, "takes no images_outside, got True; clear it"),
-        (
-            "geometry3k",
-            {"path": "/", "split": "dev"},
-            "split must be one of train, val, test, got 'dev'",
-        ),
-        ("virl39k", {"path": "/nowhere"}, "does not exist; correct the source's path"),
-    ],
-)
-def test_option_a_source_does_not_take_is_refused(name, options, message):
+REFUSED_OPTIONS = [
+    ("csv", {}, r"source must be one of synthetic, readings, .*, got 'csv'"),
+    ("jsonl", {"subset": "human"}, "source 'jsonl' takes no subset, got 'human'; clear it"),
+    ("jsonl", {"teacher_error": 0.5}, "'jsonl' takes no teacher_error, got 0.5; clear it"),
+    ("synthetic", {"path": "x", "num_examples": 1}, "takes no path, got 'x'; clear it"),
+    ("jsonl", {"num_examples": 3}, "num_examples 3 exceeds the 2 rows of .*a.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED_OPTIONS)
+def test_wrong_source_or_option_is_refused(rows, name, options, message):
+    path = {"path": rows("a.jsonl", {}, {})} if name == "jsonl" else {}
     with pytest.raises(ValueError, match=message):
-        open_source(name, **options)
+        open_source(name, **path | options)
 
 
-def test_source_of_more_examples_than_there_are_is_refused(rows):
-    path = rows("a.jsonl", {}, {})
-    assert len(open_source("jsonl", path=path, num_examples=2)) == 2
-    with pytest.raises(ValueError, match="num_examples 3 exceeds the 2 rows"):
-        open_source("jsonl", path=path, num_examples=3)
+def test_num_examples_of_a_file_are_its_first(rows):
+    examples = open_source("jsonl", path=rows("a.jsonl", {}, {}, {}), num_examples=2)
+    assert [example.id for example in examples] == ["1", "2"]
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        (common.source("csv"), "must be one of synthetic, readings, .*mixture, got 'csv'"),
-        (common.source("mixture"), "got 0 for 'mixture'"),
-        (common.source("jsonl", parts=(common.source("jsonl"),)), "got 1 for 'jsonl'"),
-        (common.source("jsonl", min_pixels=9000), "would have 9000 to 4096 pixels"),
-        (
-            common.source("mixture", parts=(common.source("csv"),)),
-            "must be one of synthetic, .* got 'csv'",
-        ),
-        (
-            common.source("mixture", parts=(common.source("jsonl", weight=1.0),) * 2),
-            None,
-        ),
-        (
-            common.source(
-                "mixture", parts=(common.source("jsonl"), common.source("jsonl", weight=1.0))
-            ),
-            "a weight above 0 for every part of the mixture",
-        ),
-    ],
-)
-def test_section_that_cannot_be_opened_is_refused(section, message):
-    if message is None:
-        check_section("data.train", section, DATA)
-        return
+JSONL, WEIGHTED = common.source("jsonl"), common.source("jsonl", weight=1.0)
+CSV = common.source("csv")
+REFUSED_SECTIONS = {
+    "unknown": (common.source("mixture", parts=(JSONL, CSV)), "one of .*, mixture, got 'csv'"),
+    "no parts": (common.source("mixture"), "got 0 for 'mixture'; change source or parts"),
+    "parts of a file": (common.source("jsonl", parts=(JSONL,)), "got 1 for 'jsonl'"),
+    "pixels": (common.source("jsonl", min_pixels=9000), "got min_pixels 9000 and max_pixels 4096"),
+    "one weight": (common.source("mixture", parts=(JSONL, WEIGHTED)), "above 0 for every part"),
+}
+
+
+@pytest.mark.parametrize(("section", "message"), REFUSED_SECTIONS.values(), ids=REFUSED_SECTIONS)
+def test_wrong_section_is_refused(section, message):
+    check_section("data.train", common.source("mixture", parts=(WEIGHTED,) * 2), DATA)
     with pytest.raises(ValueError, match=message):
         check_section("data.train", section, DATA)
 
@@ -121,13 +98,9 @@ def test_held_out_rows_are_checked_before_the_stage_starts(rows, caplog):
         examples = open_stage(config, "evaluate")
     assert [example.id for example in examples] == ["2"]
     assert "data.test: left out 1 rows: image missing (first is row 1)" in caplog.text
-    config.data.test.path = rows("b.jsonl", {"answer": ""})
-    with pytest.raises(ValueError, match=r"no row of data.test can be used: 1 x no answer"):
-        open_stage(config, "evaluate")
 
 
 def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
-    """Nor are its parts of a mixture, whichever comes first."""
     config = tiny.get_config()
     path = rows("a.jsonl", {}, {"response": "<think>x</think><answer>1</answer>"})
     config.data.sft = common.source("jsonl", path=path)
@@ -135,29 +108,33 @@ def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):
     assert first_usable(examples).id == "2"
     with pytest.raises(Unusable, match="no response to imitate"):
         _ = examples[0]
-    parts = (common.source("synthetic", num_examples=4), common.source("jsonl", path=path))
-    parts[1].path = rows("b.jsonl", {})
-    config.data.sft = common.source("mixture", parts=parts)
-    with pytest.raises(ValueError, match=r"source 'jsonl' has no responses to imitate \(none of"):
-        open_stage(config, "sft")
 
 
-def test_responses_in_another_tag_are_refused(rows):
+OTHER_TAG = "responses in <think>, but data.think_tag is 'reasoning'"
+CONTINUED = {"context": "<think>x. Wait, ", "response": "y</think><answer>1</answer>"}
+REFUSED_ROWS = {
+    "no row": ("rl", [], "data.train must have rows, got a source 'jsonl' without any"),
+    "no row of a part": ("sft", [], r"data.sft.parts.1 must have rows"),
+    "unusable": ("rl", [{"answer": ""}], "none of the first 1 rows can be used: 1 x no answer"),
+    "unusable held-out": ("evaluate", [{"answer": ""}], "no row of data.test .*: 1 x no answer"),
+    "unusable cold start": ("sft", [{"answer": ""}], "none of the first 1 rows can be used"),
+    "no response": ("sft", [{"answer": ""}, {}], r"'jsonl' has no responses to imitate \(none of"),
+    "another tag": ("sft", [{"response": "<think>x</think><answer>1</answer>"}], OTHER_TAG),
+    "another tag in the context": ("sft", [CONTINUED], OTHER_TAG),
+}
+
+
+@pytest.mark.parametrize(("stage", "given", "message"), REFUSED_ROWS.values(), ids=REFUSED_ROWS)
+def test_rows_that_a_stage_cannot_use_are_refused(rows, stage, given, message):
+    """The cold start's are the second part of a mixture."""
     config = tiny.get_config()
-    response = "<think>x</think><answer>1</answer>"
-    config.data.sft = common.source("jsonl", path=rows("a.jsonl", {"response": response}))
-    assert first_usable(open_stage(config, "sft")).response == response
     config.data.think_tag = "reasoning"
-    half = {"context": "<think>x. Wait, ", "response": "y</think><answer>1</answer>"}
-    for row in ({"response": response}, half):
-        config.data.sft.path = rows("a.jsonl", row)
-        with pytest.raises(
-            ValueError, match=r"responses in <think>, but data.think_tag is 'reasoning'"
-        ):
-            open_stage(config, "sft")
-    config.data.sft.path = rows("b.jsonl", {"answer": ""}, {})
-    with pytest.raises(ValueError, match="has no responses to imitate"):
-        open_stage(config, "sft")
+    section = common.source("jsonl", path=rows("a.jsonl", *given))
+    parts = (common.source("synthetic", num_examples=4), section)
+    config.data.sft = common.source("mixture", parts=parts)
+    config.data.train = config.data.test = section
+    with pytest.raises(ValueError, match=message):
+        open_stage(config, stage)
 
 
 def test_each_stage_reads_its_own_section_and_the_cold_start_alone_has_a_teacher():

@@ -1,5 +1,6 @@
 """Prompts: the chat template, image tokens, padding and buckets, and the exported processor."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,81 +13,32 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from care_jax.batch import Example
 from care_jax.data.drawn import synthetic
 from care_jax.data.drawn.synthetic import SyntheticSource
-from care_jax.prompts.builder import PromptBuilder, load_tokenizer, prompt_sizes
+from care_jax.prompts.builder import (
+    PromptBuilder,
+    backbone_config,
+    load_tokenizer,
+    prompt_sizes,
+)
 from care_jax.prompts.tokenizer import build_tokenizer
+from configs import tiny
 from models.release import config_json
 
-FIELDS = {
-    "model_type": "qwen2_5_vl",
-    "tie_word_embeddings": True,
-    "image_token_id": 998,
-    "video_token_id": 999,
-    "vision_start_token_id": 995,
-    "vision_end_token_id": 996,
-    "eos_token_id": 994,
-    "pad_token_id": 992,
-    "text_config": {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "vocab_size": 1000,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "max_position_embeddings": 512,
-    },
-    "vision_config": {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 16,
-        "patch_size": 8,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "window_size": 64,
-        "fullatt_block_indexes": [0],
-    },
-}
-CONFIG = config_json.from_hf(FIELDS)
-QWEN3_FIELDS = {
-    **FIELDS,
-    "model_type": "qwen3_vl",
-    "text_config": FIELDS["text_config"]
-    | {"head_dim": 16, "rope_scaling": {"mrope_section": [4, 2, 2]}},
-    "vision_config": {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 16,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    },
-}
+TOKENIZER = build_tokenizer(synthetic.texts(), 1000)
+CONFIG, QWEN3_CONFIG = (
+    backbone_config(None, tiny.get_config(family).model.backbone.to_dict(), TOKENIZER)
+    for family in ("qwen2_5_vl", "qwen3_vl")
+)
 BUCKETS = ((96, 256), (48, 64), (64, 128))  # in no order
+SETTINGS = {"min_pixels": 256, "max_pixels": 16384, "buckets": BUCKETS}
+
+
+def make_builder(config=CONFIG, **changes):
+    return PromptBuilder(TOKENIZER, config, **SETTINGS | changes)
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return build_tokenizer(synthetic.texts(), 1000)
-
-
-@pytest.fixture(scope="module")
-def builder(tokenizer):
-    return PromptBuilder(
-        tokenizer,
-        CONFIG,
-        min_pixels=256,
-        max_pixels=16384,
-        buckets=BUCKETS,
-        system_prompt="Answer.",
-    )
+def builder():
+    return make_builder(system_prompt="Answer.")
 
 
 def example(question, *sizes):
@@ -95,15 +47,8 @@ def example(question, *sizes):
     return Example(id="7", source="made", images=images, question=question, answer="1")
 
 
-def test_chat_is_the_published_form_of_qwen(tokenizer):
-    builder = PromptBuilder(
-        tokenizer,
-        CONFIG,
-        min_pixels=256,
-        max_pixels=16384,
-        buckets=BUCKETS,
-        instruction="Think first.",
-    )
+def test_chat_is_the_published_form_of_qwen():
+    builder = make_builder(instruction="Think first.")
     assert builder.chat(example("See <image> and\n<image>\nwhich?", (16, 16), (16, 16))) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\n"
@@ -113,18 +58,9 @@ def test_chat_is_the_published_form_of_qwen(tokenizer):
     )
 
 
-def test_the_tag_stands_in_what_the_policy_is_told(tokenizer):
-    builder = PromptBuilder(
-        tokenizer,
-        CONFIG,
-        min_pixels=256,
-        max_pixels=16384,
-        buckets=BUCKETS,
-        system_prompt="Use {tag}.",
-        instruction="Think in <{tag}> </{tag}>.",
-        think_tag="reasoning",
-    )
-    text = builder.chat(example("1 + 1?"))
+def test_the_tag_is_filled_into_system_prompt_and_instruction():
+    texts = {"system_prompt": "Use {tag}.", "instruction": "Think in <{tag}> </{tag}>."}
+    text = make_builder(**texts, think_tag="reasoning").chat(example("1 + 1?"))
     assert "system\nUse reasoning.<" in text
     assert "1 + 1?\nThink in <reasoning> </reasoning>.<" in text
 
@@ -161,10 +97,9 @@ def test_batch_is_left_padded_and_keeps_each_prompt(builder):
     np.testing.assert_array_equal((prompts.images.segments >= 0).sum(-1), [24, 0])
 
 
-def test_patches_come_in_the_type_that_is_computed_with(tokenizer, builder):
+def test_patches_have_the_compute_dtype(builder):
     """As the tower would cast them; a prompt without images beside them changes nothing."""
-    settings = dict(min_pixels=256, max_pixels=16384, buckets=BUCKETS)
-    narrow = PromptBuilder(tokenizer, CONFIG, patch_dtype=jnp.bfloat16, **settings)
+    narrow = make_builder(patch_dtype=jnp.bfloat16)
     rng = np.random.default_rng(0)
     image = Image.fromarray(rng.integers(0, 256, (32, 48, 3), np.uint8))
     examples = [Example("7", "made", (image,), "<image>?", "1"), example("1 + 1?")]
@@ -175,16 +110,13 @@ def test_patches_come_in_the_type_that_is_computed_with(tokenizer, builder):
     np.testing.assert_array_equal(ours, wide.astype(jnp.bfloat16))
 
 
-def test_buckets_of_text_alone_hold_no_image(tokenizer):
-    settings = dict(min_pixels=256, max_pixels=16384, buckets=((64, 0), (96, 0)))
-    builder = PromptBuilder(tokenizer, CONFIG, system_prompt="Answer.", **settings)
-    text = builder.tokenize(example("1 + 1?"))
-    assert builder.fits(text) and builder.batch([text]).images is None
-    assert not builder.fits(builder.tokenize(example("<image>How many?", (32, 32))))
-
-
 def test_batch_without_any_image_has_none(builder):
-    assert builder.batch([builder.tokenize(example("1 + 1?"))]).images is None
+    """Whether its bucket could hold images or not."""
+    text_alone = make_builder(buckets=((64, 0), (96, 0)), system_prompt="Answer.")
+    for each in (builder, text_alone):
+        text = each.tokenize(example("1 + 1?"))
+        assert each.fits(text) and each.batch([text]).images is None
+    assert not text_alone.fits(text_alone.tokenize(example("<image>How many?", (32, 32))))
 
 
 def test_a_share_of_a_batch_is_padded_as_the_whole(builder):
@@ -220,8 +152,6 @@ def test_prompt_beyond_the_largest_bucket_does_not_fit_and_is_never_cut(builder)
     assert not builder.fits(long)
     assert not builder.fits(builder.tokenize(example("<image><image>", (128, 128), (16, 16))))
     assert builder.fits(builder.tokenize(example("<image>", (128, 128))))
-    with pytest.raises(ValueError, match="leave out prompts that do not fit"):
-        builder.batch([long])
 
 
 def test_response_ends_with_end_of_sequence(builder):
@@ -231,13 +161,18 @@ def test_response_ends_with_end_of_sequence(builder):
     assert builder.tokenizer.decode(tokens[:-1].tolist()) == text
 
 
-def test_images_and_placeholders_must_agree(builder):
-    with pytest.raises(ValueError, match="has 1 images and 2 <image>"):
-        builder.tokenize(example("<image><image>", (16, 16)))
-    with pytest.raises(ValueError, match="has an image or video token in its text"):
-        builder.tokenize(example("<image><|image_pad|>", (16, 16)))
-    with pytest.raises(ValueError, match="has an image or video token in its text"):
-        builder.tokenize(example("<|video_pad|>"))
+REFUSED_EXAMPLES = [
+    (example("<image><image>", (16, 16)), "has 1 images and 2 <image> in its question; write one"),
+    (example("<image><|image_pad|>", (16, 16)), "an image or video token in its text"),
+    (example("<|video_pad|>"), "an image or video token in its text; write <image> for an image"),
+    (example(" the" * 100), r"needs 1\d\d tokens and 0 patches, but the buckets are .*; leave out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "message"), REFUSED_EXAMPLES)
+def test_example_that_makes_no_prompt_is_refused(builder, one, message):
+    with pytest.raises(ValueError, match=message):
+        builder.batch([builder.tokenize(one)])
 
 
 def test_image_files_give_the_prompt_of_their_pixels(builder, tmp_path):
@@ -248,35 +183,30 @@ def test_image_files_give_the_prompt_of_their_pixels(builder, tmp_path):
     np.testing.assert_array_equal(builder.tokenize(stored).patches, builder.tokenize(drawn).patches)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"min_pixels": 99999}, "min_pixels must be positive and at most max_pixels"),
-        ({"buckets": ()}, "buckets must be pairs"),
-        ({"buckets": ((48, 66),)}, "patches in multiples of 4"),
-        ({"buckets": ((48, -4),)}, "patches in multiples of 4"),
-        ({"buckets": ((48, 128), (64, 64))}, "must have most patches too"),
-        ({"image_token_id": 5}, r"has <\|image_pad\|> at 5 and the tokenizer at 998"),
-        ({"vocab_size": 999}, "the tokenizer has 1000 tokens"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(tokenizer, change, message):
-    fields = FIELDS | {"image_token_id": change.pop("image_token_id", 998)}
-    vocab_size = change.pop("vocab_size", 1000)
-    fields["text_config"] = FIELDS["text_config"] | {"vocab_size": vocab_size}
-    settings = {"min_pixels": 256, "max_pixels": 16384, "buckets": BUCKETS} | change
+OTHER_ID = dataclasses.replace(CONFIG, image_token_id=5)
+SMALL = dataclasses.replace(CONFIG, text=dataclasses.replace(CONFIG.text, vocab_size=999))
+REFUSED_SETTINGS = [
+    ({"min_pixels": 99999}, "min_pixels must be positive and at most max_pixels, got 99999 and"),
+    ({"min_pixels": 0}, "min_pixels must be positive and at most max_pixels, got 0 and 16384"),
+    ({"buckets": ()}, r"buckets must be pairs .*, got \(\)"),
+    ({"buckets": ((48, 66),)}, r"multiples of 4, got \(\(48, 66\),\)"),
+    ({"buckets": ((48, -4),)}, r"multiples of 4, got \(\(48, -4\),\)"),
+    ({"buckets": ((0, 64),)}, r"multiples of 4, got \(\(0, 64\),\)"),
+    ({"buckets": ((48, 128), (64, 64))}, "with the most tokens must also have the most patches"),
+    ({"config": OTHER_ID}, r"has <\|image_pad\|> at 5 and the tokenizer at 998"),
+    ({"config": SMALL}, "the tokenizer has 1000 tokens and the backbone a vocabulary of 999"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED_SETTINGS)
+def test_settings_that_cannot_work_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        PromptBuilder(tokenizer, config_json.from_hf(fields), **settings)
+        make_builder(**change)
 
 
-@pytest.mark.parametrize("fields", [FIELDS, QWEN3_FIELDS], ids=lambda fields: fields["model_type"])
-def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(
-    tokenizer, tmp_path, fields
-):
-    config = config_json.from_hf(fields)
-    builder = PromptBuilder(
-        tokenizer, config, min_pixels=256, max_pixels=16384, buckets=((96, 256),)
-    )
+@pytest.mark.parametrize("config", [CONFIG, QWEN3_CONFIG], ids=lambda config: config.family)
+def test_saved_processor_opens_in_transformers_and_gives_the_same_patches(tmp_path, config):
+    builder = make_builder(config, buckets=((96, 256),))
     (tmp_path / "config.json").write_text(json.dumps(config_json.to_hf(config)))
     builder.save_processor(tmp_path)
     drawn = SyntheticSource(1)[0]

@@ -11,21 +11,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 )
 
 from care_jax.prompts.patches import IMAGE_STATISTICS, target_size, to_patches
-from models.config import VisionConfig
-
-VISION = VisionConfig(
-    num_layers=1,
-    hidden_size=16,
-    intermediate_size=16,
-    num_heads=2,
-    output_size=16,
-    patch_size=14,
-    temporal_patch_size=2,
-    in_channels=3,
-    merge_size=2,
-    window_size=112,
-    full_attention_layers=(0,),
-)
 
 
 @pytest.mark.parametrize(("family", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
@@ -43,7 +28,7 @@ VISION = VisionConfig(
         ("CMYK", (60, 57)),
     ],
 )
-def test_patches_equal_the_published_processor(mode, size, family, patch):
+def test_patches_equal_the_published_processor(policy, mode, size, family, patch):
     bands = len(Image.new(mode, (1, 1)).getbands())
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (size[1], size[0], bands), dtype=np.uint8)
@@ -57,7 +42,7 @@ def test_patches_equal_the_published_processor(mode, size, family, patch):
     override = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family == "qwen3_vl" else {}
     expected = Qwen2VLImageProcessorPil(patch_size=patch, **override, **limits)(image)
     mean, std = IMAGE_STATISTICS[family]
-    config = dataclasses.replace(VISION, patch_size=patch)
+    config = dataclasses.replace(policy.config.vision, patch_size=patch)
     patches, grid = to_patches(image, config, mean=mean, std=std, **limits)
 
     np.testing.assert_array_equal(patches, expected["pixel_values"])

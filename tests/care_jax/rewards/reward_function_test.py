@@ -37,10 +37,10 @@ def test_a_function_is_found_by_its_name(rewards):
     ("name", "message"),
     [
         ("some_rewards:absent", "expected verifier.reward as module:function .* correct it or set"),
-        ("no_such_module:f", "expected verifier.reward as module:function"),
-        ("some_rewards", "expected verifier.reward as module:function"),
+        ("no_such_module:f", "expected verifier.reward as module:function .*No module named"),
+        (":f", "expected verifier.reward as module:function .*Empty module name"),
         (".rewards:f", "expected verifier.reward as module:function .*relative name"),
-        ("some_rewards:constant", "'some_rewards:constant' is no function but a float"),
+        ("some_rewards:constant", "'some_rewards:constant' must be a function, got a float"),
         ("some_rewards:one", "takes a single `response`; it must have the form def reward"),
         ("some_rewards:two", "must have the form def reward.*, but: too many positional arguments"),
     ],

@@ -51,10 +51,9 @@ def test_a_right_teacher_states_what_is_drawn_and_answers_from_it():
         assert rationale == source[i].rationale
 
 
-@pytest.mark.parametrize(("misread_share", "teacher_error"), [(0.75, 0.0), (0.0, 0.3), (0.75, 0.3)])
-def test_each_half_of_the_kinds_has_one_mistake(misread_share, teacher_error):
+def test_each_half_of_the_kinds_has_one_mistake():
     """Misread: the answer follows from the wrong reading. Miscomputed: the reading is right."""
-    source = ReadingsSource(2000, misread_share=misread_share, teacher_error=teacher_error)
+    source = ReadingsSource(2000, misread_share=0.75, teacher_error=0.3)
     misread, miscomputed = [], []
     for i in range(len(source)):
         kind, (reading,), number, _, answer = parts_of(source[i])
@@ -70,8 +69,8 @@ def test_each_half_of_the_kinds_has_one_mistake(misread_share, teacher_error):
         assert [int(next(filter(None, x))) for x in READING.findall(source[i].rationale)] == [
             drawn(source[i])
         ]
-    assert np.mean(misread) == pytest.approx(misread_share, abs=0.04)
-    assert np.mean(miscomputed) == pytest.approx(teacher_error, abs=0.04)
+    assert np.mean(misread) == pytest.approx(0.75, abs=0.04)
+    assert np.mean(miscomputed) == pytest.approx(0.3, abs=0.04)
 
 
 def test_repairs_begin_with_a_wrong_reading_mostly_and_end_right():
@@ -89,14 +88,6 @@ def test_repairs_begin_with_a_wrong_reading_mostly_and_end_right():
     assert len(first_is_right) / 1500 == pytest.approx(0.4, abs=0.04)
     assert np.mean(first_is_right) == pytest.approx(0.15, abs=0.04)
     assert kinds == set(KINDS)
-
-
-def test_example_depends_on_seed_and_index_alone():
-    first, again, other = ReadingsSource(50), ReadingsSource(90), ReadingsSource(50, seed=1)
-    for index in (49, 3, 8):
-        assert first[index].response == again[index].response
-        assert first[index].images[0].tobytes() == again[index].images[0].tobytes()
-    assert any(first[i].response != other[i].response for i in range(5))
 
 
 def test_splits_share_no_question_about_a_picture():
@@ -120,22 +111,3 @@ def test_wordings_and_orders_vary():
     source = ReadingsSource(400)
     forms = {re.sub(r"\d|circle|square|triangle", "", source[i].rationale) for i in range(400)}
     assert len(forms) > 60
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_examples": 0}, "num_examples must be at least 1, got 0"),
-        ({"kinds": ("count",)}, "kinds must be taken from sum, difference, missing, twice, got"),
-        ({"split": "dev"}, "split must be one of train, test, got 'dev'"),
-        ({"misread_share": 1.5}, r"misread_share must lie in \[0, 1\], got 1.5"),
-    ],
-)
-def test_a_source_that_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ReadingsSource(**{"num_examples": 1} | options)
-
-
-def test_an_index_outside_is_refused():
-    with pytest.raises(IndexError, match=r"index 3 is outside 0\.\.2"):
-        ReadingsSource(3)[3]

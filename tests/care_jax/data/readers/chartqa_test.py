@@ -56,7 +56,7 @@ def test_both_releases_give_the_same_questions_and_pictures(parquet, folder):
     assert hub[0].source == original[0].source == "chartqa"
 
 
-def test_subsets_are_told_apart(parquet, folder):
+def test_subsets_share_no_row(parquet, folder):
     for path in (parquet, folder):
         human = chartqa.open_rows(path, split="train", subset="human")
         augmented = chartqa.open_rows(path, split="train", subset="augmented")
@@ -80,7 +80,7 @@ def test_numbers_within_five_percent_are_right_where_the_source_says_so(parquet)
     ("split", "subset", "message"),
     [
         ("", "", "split must be one of train, val, test, got ''"),
-        ("train", "machine", "subset must be human or augmented, or '', got 'machine'"),
+        ("train", "machine", "subset must be one of human, augmented or '', got 'machine'"),
         ("val", "", r"expected parquet files of split 'val' in .*, got data/train-0"),
     ],
 )

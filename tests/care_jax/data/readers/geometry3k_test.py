@@ -39,7 +39,6 @@ def folder(tmp_path, picture):
 
     write(10)
     write(9, problem_text="Find y.")
-    write(11, answer="E")
     return str(tmp_path / "gps")
 
 
@@ -63,8 +62,6 @@ def test_folders_are_read_in_the_order_of_their_numbers(folder):
     rows = geometry3k.open_rows(folder, split="train", subset="")
     assert [rows[i].id for i in (0, 1)] == ["9", "10"]
     assert rows[1].question == "<image>Find x." and rows[1].answer == "4 \\sqrt { 2 }"
-    with pytest.raises(Unusable, match="answer not among the choices"):
-        _ = rows[2]
 
 
 def test_folders_have_choices_and_logic_forms(folder):
@@ -74,16 +71,31 @@ def test_folders_have_choices_and_logic_forms(folder):
     assert row.question == "<image>Find x.\nDiagram: Equals(AB, 3); P(A)"
 
 
-def test_broken_problem_is_unusable(folder, tmp_path):
+UNUSABLE = {
+    "letter": ("data.json", b'{"answer": "E", "choices": ["3"]}', "answer not among the choices"),
+    "no letter": ("data.json", b'{"answer": 2, "choices": ["3"]}', "no answer"),
+    "bytes": ("data.json", b'{"problem_text": "\xff"}', "not UTF-8"),
+    "no forms": ("logic_form.json", None, r"logic_form\.json missing"),
+}
+
+
+@pytest.mark.parametrize(("file", "content", "reason"), UNUSABLE.values(), ids=UNUSABLE)
+def test_broken_problem_is_unusable(folder, tmp_path, file, content, reason):
     rows = geometry3k.open_rows(folder, split="train", subset="logic")
-    (tmp_path / "gps/train/9/logic_form.json").unlink()
-    with pytest.raises(Unusable, match=r"logic_form\.json missing"):
+    path = tmp_path / "gps/train/9" / file
+    path.write_bytes(content) if content else path.unlink()
+    with pytest.raises(Unusable, match=reason):
         _ = rows[0]
-    (tmp_path / "gps/train/10/data.json").write_bytes(b'{"problem_text": "\xff"}')
-    with pytest.raises(Unusable, match="not UTF-8"):
-        _ = rows[1]
 
 
-def test_logic_forms_are_refused_of_parquet(parquet):
-    with pytest.raises(ValueError, match="come with InterGPS's folders"):
-        geometry3k.open_rows(parquet, split="train", subset="logic")
+REFUSED = [
+    ("train", "logic", "subset 'logic' needs InterGPS's folders .*, got parquet files"),
+    ("train", "hints", "geometry3k's subset must be one of .*, got 'hints'"),
+    ("dev", "", "geometry3k's split must be one of train, val, test, got 'dev'"),
+]
+
+
+@pytest.mark.parametrize(("split", "subset", "message"), REFUSED)
+def test_wrong_split_or_subset_is_refused(parquet, split, subset, message):
+    with pytest.raises(ValueError, match=message):
+        geometry3k.open_rows(parquet, split=split, subset=subset)

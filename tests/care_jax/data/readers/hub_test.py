@@ -9,8 +9,6 @@ from care_jax.devices import distributed
 
 
 def test_a_folder_with_a_config_is_taken_as_it_is(tmp_path):
-    with pytest.raises(ValueError, match=r"model.path .* holds no config.json; set it to a folder"):
-        hub.find(str(tmp_path), kind="model")
     (tmp_path / "config.json").write_text("{}")
     assert hub.find(str(tmp_path), kind="model") == tmp_path
 
@@ -26,21 +24,27 @@ def test_a_hub_id_is_its_snapshot(tmp_path, monkeypatch):
     assert asked == [("someone/some-release", {"repo_type": "model", "allow_patterns": None})]
 
 
-@pytest.mark.parametrize("path", ["", "./release", "/no/such/release", "~/no-such-release"])
-def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)  # not called
-    with pytest.raises(ValueError, match=r"does not exist; correct model.path"):
-        hub.find(path, kind="model")
+REFUSED = [
+    (".", "model", r"model.path '\.' holds no config.json; set it to a folder"),
+    ("", "model", "got '', which does not exist; correct model.path"),
+    ("./release", "model", "does not exist; correct model.path"),
+    ("~/release", "model", "does not exist; correct model.path"),
+    ("/release", "dataset", "does not exist; correct the source's path"),
+    ("someone/none", "model", r"'someone/none' is not a local path, .* \(OSError\); download it"),
+]
 
 
-def test_a_hub_id_that_cannot_be_fetched_is_one_line(monkeypatch):
+@pytest.mark.parametrize(("path", "kind", "message"), REFUSED)
+def test_a_release_that_cannot_be_found_is_one_line(path, kind, message, tmp_path, monkeypatch):
     def fail(name, **_):
+        assert name == "someone/none"  # the others are not requested from the hub
         raise OSError("no route\nto the hub")
 
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ValueError, match=r"'someone/none' is no local folder and could not") as e:
-        hub.find("someone/none", kind="model")
-    assert "\n" not in str(e.value) and "OSError" in str(e.value)
+    with pytest.raises(ValueError, match=message) as error:
+        hub.find(path, kind=kind)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -61,7 +65,7 @@ def test_the_first_process_downloads_before_the_others(tmp_path, monkeypatch, in
     monkeypatch.setattr(distributed, "gather_json", lambda value: called.append("barrier"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     if fails:
-        with pytest.raises(ValueError, match="could not be fetched"):
+        with pytest.raises(ValueError, match="could not be downloaded"):
             hub.find("someone/some-release")
     else:
         assert hub.find("someone/some-release") == tmp_path

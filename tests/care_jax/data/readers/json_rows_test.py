@@ -33,14 +33,30 @@ def test_lines_keep_their_numbers(tmp_path):
     assert list(rows.numbers) == [2, 4, 6, 8]
 
 
-def test_bad_element_costs_itself_alone(tmp_path):
-    path = tmp_path / "rows.json"
-    path.write_bytes(b'[{"a": 1}, {"a": "\xff"}, {"a": nope}, [1, 2], {"a": 5}]')
+UNUSABLE = {
+    "bytes": (b'{"a": "\xff"}', "not UTF-8"),
+    "word": (b'{"a": nope}', "not JSON"),
+    "brackets": (b"[" * 100_000 + b"]" * 100_000, "not JSON"),
+    "list": (b"[1, 2]", "not an object"),
+    "deep": (b'{"a": %s}' % (b"[" * 64 + b"]" * 64), "nested more than 64 deep"),
+    "lone surrogate": (b'{"a": [{"\\ud800": 1}]}', "lone surrogate in the text"),
+}
+
+
+@pytest.mark.parametrize(("row", "reason"), UNUSABLE.values(), ids=UNUSABLE)
+@pytest.mark.parametrize("form", [b'[{"a": 1}, %s, {"a": 5}]', b'{"a": 1}\n%s\n{"a": 5}'])
+def test_bad_row_costs_itself_alone(tmp_path, row, reason, form):
+    path = tmp_path / ("rows.json" if form.startswith(b"[") else "rows.jsonl")
+    path.write_bytes(form % row)
     rows = JsonRows(path)
-    assert len(rows) == 5 and rows[0] == {"a": 1} and rows[4] == {"a": 5}
-    for index, reason in ((1, "not UTF-8"), (2, "not JSON"), (3, "not an object")):
-        with pytest.raises(Unusable, match=reason):
-            _ = rows[index]
+    assert len(rows) == 3 and rows[0] == {"a": 1} and rows[2] == {"a": 5}
+    with pytest.raises(Unusable, match=reason):
+        _ = rows[1]
+
+
+def test_a_row_may_be_nested_64_deep(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(f'{{"a": {"[" * 63}{"]" * 63}}}')
+    assert "a" in JsonRows(tmp_path / "rows.jsonl")[0]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -51,29 +67,24 @@ def test_a_byte_order_mark_costs_no_row(tmp_path, name):
     assert [rows[i] for i in range(len(rows))] == ROWS
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_a_file_in_another_encoding_is_refused_with_the_way_out(tmp_path, encoding):
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n', encoding=encoding)
-    with pytest.raises(ValueError, match=r"to be in UTF-8, got .*; convert it: iconv"):
-        JsonRows(tmp_path / "rows.jsonl")
+CUT = "to be one complete JSON array; it may be truncated"
+REFUSED = {
+    "absent": (None, "expected a file of JSON rows, got .*rows.json'; correct the source's path"),
+    "UTF-16": ("[]".encode("utf-16"), "to be in UTF-8, got .*; convert it: iconv"),
+    "UTF-32": ("[]".encode("utf-32"), "to be in UTF-8, got .*; convert it: iconv"),
+    "empty": (b"", CUT),
+    "no array": (b"{}", CUT),
+    "no end": (b'[{"a": 1}, {"a"', CUT),
+    "no quotation mark": (b'[{"a": "never closed}]', CUT),
+}
 
 
-@pytest.mark.parametrize(("depth", "is_kept"), [(63, True), (64, False), (900, False)])
-def test_a_row_is_nested_64_deep_at_most(tmp_path, depth, is_kept):
-    (tmp_path / "rows.jsonl").write_text(f'{{"a": {"[" * depth}{"]" * depth}}}')
-    rows = JsonRows(tmp_path / "rows.jsonl")
-    if is_kept:
-        assert "a" in rows[0]
-    else:
-        with pytest.raises(Unusable, match="nested more than 64 deep"):
-            _ = rows[0]
-
-
-@pytest.mark.parametrize("text", ["", "{}", '[{"a": 1}, {"a"', '[{"a": "never closed}]', "5"])
-def test_array_cut_short_is_refused(tmp_path, text):
+@pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED)
+def test_file_that_is_not_a_whole_array_is_refused(tmp_path, content, message):
     path = tmp_path / "rows.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="to be one complete JSON array; it may be truncated"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
         JsonRows(path)
 
 

@@ -46,72 +46,45 @@ def test_rows_of_all_files_are_found_in_any_order(release):
         _ = source[7]
 
 
-def test_column_that_is_not_there_is_named_with_those_that_are(release):
-    with pytest.raises(
-        ValueError, match=r"has columns q, a, img, opts, not label; change the source's columns"
-    ):
-        open_source("parquet", path=str(release), columns=COLUMNS | {"answer": "label"})
-    with pytest.raises(ValueError, match=r"columns\.answer must name a column, got ''"):
-        open_source("parquet", path=str(release), columns=COLUMNS | {"answer": ""})
-    with pytest.raises(ValueError, match=r"columns\.question must name a column, got ''"):
-        open_source("parquet", path=str(release), columns=dict.fromkeys(COLUMNS, ""))
+WHOLE = (slice(0), b"")
+REFUSED = {
+    "column": ({"answer": "x"}, WHOLE, "expected columns x in .*, got q, a, img, opts; change the"),
+    "no answer": ({"answer": ""}, WHOLE, r"columns\.answer must name a column, got ''; set it"),
+    "no question": ({"question": ""}, WHOLE, r"columns\.question must name a column, got ''"),
+    "cut": ({}, (slice(-9, None), b""), r"train-1\.parquet is not a complete parquet file"),
+    "row group": ({}, (slice(4, 204), bytes(200)), r"row group 0 of .*train-1\.parquet cannot be"),
+}
 
 
-def test_broken_file_and_row_group_are_named(release):
+@pytest.mark.parametrize(("columns", "damage", "message"), REFUSED.values(), ids=REFUSED)
+def test_wrong_columns_and_broken_files_are_refused(release, columns, damage, message):
     path = release / "data" / "train-1.parquet"
-    data = path.read_bytes()
-    path.write_bytes(data[:-9])
-    with pytest.raises(ValueError, match=r"train-1\.parquet is not a whole parquet file"):
-        open_source("parquet", path=str(release), split="train", columns=COLUMNS)
-    path.write_bytes(b"PAR1" + bytes(200) + data[204:])
-    source = open_source("parquet", path=str(release), split="train", columns=COLUMNS)
-    assert source[4].answer == "4"
-    with pytest.raises(ValueError, match=r"row group 0 of .*train-1\.parquet cannot be read"):
+    data, (where, content) = bytearray(path.read_bytes()), damage
+    data[where] = content
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        source = open_source("parquet", path=str(release), columns=COLUMNS | columns, split="train")
+        assert source[4].answer == "4"
         _ = source[5]
 
 
-def test_text_that_is_not_utf8_costs_its_row_alone(tmp_path):
-    bad = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok?", b"\xff\xfe?"]).buffers())
-    table = pa.table({"question": bad, "answer": ["1", "2"]})
+NOT_UTF8 = pa.array([b"ok", b"\xff\xfe?"]).buffers()
+UNUSABLE = {
+    "text": (pa.Array.from_buffers(pa.string(), 2, NOT_UTF8), "not UTF-8"),
+    "nanosecond": (pa.array([0, 1], pa.timestamp("ns")), "a date or time that Python cannot hold"),
+    "day": (pa.array([0, 2**30], pa.date32()), "a date or time that Python cannot hold"),
+}
+
+
+@pytest.mark.parametrize(("cells", "reason"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_cell_that_cannot_be_read_costs_its_row_alone(tmp_path, cells, reason):
+    table = pa.table({"question": ["?", "?"], "answer": ["1", "2"], "more": cells})
     pa.parquet.write_table(table, tmp_path / "x.parquet")
-    columns = {"question": "question", "answer": "answer"}
-    source = open_source(
-        "parquet",
-        path=str(tmp_path / "x.parquet"),
-        columns=dict.fromkeys(parquet.COLUMNS, "") | columns,
-    )
-    assert source[0].answer == "1"
-    with pytest.raises(Unusable, match="not UTF-8"):
-        _ = source[1]
-
-
-@pytest.mark.parametrize(
-    ("type_", "value"), [(pa.timestamp("ns"), 1), (pa.timestamp("s"), 2**50), (pa.date32(), 2**30)]
-)
-def test_a_date_that_python_has_not_costs_its_row_alone(tmp_path, write_parquet, type_, value):
-    rows = [{"question": "?", "answer": "1", "when": each} for each in (0, value)]
-    types = {"question": pa.string(), "answer": pa.string(), "when": type_}
-    path = str(write_parquet(tmp_path / "a.parquet", rows, types))
     columns = dict.fromkeys(parquet.COLUMNS, "") | {"question": "question", "answer": "answer"}
-    source = parquet.open_rows(path, split="", columns=columns)
+    source = parquet.open_rows(str(tmp_path / "x.parquet"), columns=columns)
     assert source[0].answer == "1"
-    with pytest.raises(Unusable, match="a cell that Python has no value for"):
+    with pytest.raises(Unusable, match=reason):
         _ = source[1]
-
-
-def test_release_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
-    import huggingface_hub
-
-    def offline(path, **_):
-        raise ConnectionError(path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match=r"'some/release' is no local folder and could not be"):
-        open_source("parquet", path="some/release", columns=COLUMNS)
-    with pytest.raises(
-        ValueError, match=r"expected a folder, a file or a hub id .* does not exist"
-    ):
-        open_source("parquet", path=str(tmp_path / "gone"), columns=COLUMNS)
 
 
 def test_release_is_fetched_by_its_hub_id(release, monkeypatch):

@@ -1,6 +1,8 @@
 """Shards: what is written is read, at any place; what is broken is named."""
 
+import os
 import re
+import shutil
 
 import pytest
 from PIL import Image
@@ -48,6 +50,8 @@ def test_records_keep_every_field(picture):
     assert shards.from_record(shards.to_record(box)) == box
     behind = example(3, picture, context="<think>No. Wait.", response=" Yes</think>")
     assert shards.from_record(shards.to_record(behind)) == behind
+    with pytest.raises(ValueError, match=r"expected a record of \d+ bytes, got \d+"):
+        shards.from_record(shards.to_record(whole)[:-1])
     bare = Example("i", "s", (), "?", "1")
     assert not re.search(b"extra|context", shards.to_record(bare))
     assert shards.from_record(shards.to_record(bare)) == bare
@@ -64,36 +68,15 @@ def test_examples_are_found_at_any_place(folder, picture):
     assert rows[2] == example(2, picture, source="one")
     only = open_source("arrayrecord", path=str(folder), subset="two")
     assert len(only) == 1 and only[0].source == "two"
-    with pytest.raises(ValueError, match="holds one, two, not 'three'"):
-        open_source("arrayrecord", path=str(folder), subset="three")
-
-
-def test_shard_of_another_size_or_missing_is_named(folder):
-    path = folder / "one-00001.arrayrecord"
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    with pytest.raises(ValueError, match=r"one-00001\.arrayrecord of \d+ bytes, got \d+; copy"):
-        open_source("arrayrecord", path=str(folder))
-    path.unlink()
-    with pytest.raises(ValueError, match=r"one-00001\.arrayrecord of \d+ bytes, which is missing"):
-        open_source("arrayrecord", path=str(folder))
-
-
-def test_shard_in_the_place_of_another_is_named(folder):
-    last, other = folder / "one-00002.arrayrecord", folder / "one-00001.arrayrecord"
-    assert last.stat().st_size == other.stat().st_size
-    other.write_bytes(last.read_bytes())
-    with pytest.raises(ValueError, match=r"one-00001\.arrayrecord is corrupt .*another SHA-256"):
-        _ = open_source("arrayrecord", path=str(folder))[2]
 
 
 def test_flipped_bit_anywhere_names_the_shard(folder):
     """Also in padding, and in a record that is not the one that is read."""
     path = folder / "one-00001.arrayrecord"
     data = path.read_bytes()
-    for place in range(0, len(data), len(data) // 60):
+    for index in range(0, len(data), len(data) // 60):
         broken = bytearray(data)
-        broken[place] ^= 0x10
+        broken[index] ^= 0x10
         path.write_bytes(broken)
         rows = open_source("arrayrecord", path=str(folder))
         assert rows[0].id == "é0"
@@ -103,23 +86,44 @@ def test_flipped_bit_anywhere_names_the_shard(folder):
     assert open_source("arrayrecord", path=str(folder))[2].id == "é2"
 
 
-def test_number_of_records_must_be_the_manifests(folder):
-    manifest = shards.read_manifest(folder)
-    manifest["sources"]["one"]["shards"][1]["num_records"] = 1
-    shards.write_manifest(folder, manifest)
-    with pytest.raises(ValueError, match=r"one-00001\.arrayrecord is corrupt .*it has 2 records"):
-        _ = open_source("arrayrecord", path=str(folder))[2]
+SHARD, LAST, MANIFEST = "one-00001.arrayrecord", "one-00002.arrayrecord", "manifest.json"
 
 
-def test_folder_without_its_manifest_is_not_taken_for_a_whole_one(folder):
-    path = folder / "manifest.json"
-    text = path.read_text()
-    path.write_text(text.replace('"format": 1', '"format": 9'))
-    with pytest.raises(ValueError, match="has format 9, expected 1"):
-        open_source("arrayrecord", path=str(folder))
-    path.write_text(text[:-20])
-    with pytest.raises(ValueError, match="must be a manifest in JSON"):
-        open_source("arrayrecord", path=str(folder))
-    path.unlink()
-    with pytest.raises(ValueError, match=r"expected a prepared folder with manifest\.json"):
-        open_source("arrayrecord", path=str(folder))
+def of_manifest(change):
+    """Damage to a folder that changes the text of its manifest."""
+    return lambda folder: (folder / MANIFEST).write_text(change((folder / MANIFEST).read_text()))
+
+
+REFUSED = {
+    "subset": (lambda folder: None, "subset must be one of one, two in .*, got 'three'"),
+    "cut": (lambda folder: os.truncate(folder / SHARD, 9), rf"{SHARD} of \d+ bytes, got 9; copy"),
+    "missing": (lambda folder: (folder / SHARD).unlink(), rf"{SHARD} of \d+ bytes, got no file"),
+    "another": (
+        lambda folder: shutil.copy(folder / LAST, folder / SHARD),  # of the same size
+        f"{SHARD} is corrupt at record 0 of 2 .its SHA-256 differs from the one in {MANIFEST}",
+    ),
+    "fewer records": (
+        of_manifest(lambda text: text.replace('"num_records": 2', '"num_records": 1')),
+        f"{SHARD.replace('1', '0')} is corrupt at record 0 of 1 .it has 2 records",
+    ),
+    "no records": (
+        of_manifest(lambda text: re.sub(r'(?s)"shards": \[.*?\]', '"shards": []', text)),
+        "has no example of any source; prepare it again",
+    ),
+    "format": (of_manifest(lambda text: text.replace("1", "9", 1)), "has format 9, expected 1"),
+    "cut manifest": (of_manifest(lambda text: text[:-20]), "must be a manifest in JSON, got"),
+    "no manifest": (
+        lambda folder: (folder / MANIFEST).unlink(), f"expected a prepared folder with {MANIFEST}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", REFUSED)
+def test_incomplete_folder_is_refused(folder, damage):
+    break_, message = REFUSED[damage]
+    break_(folder)
+    with pytest.raises(ValueError, match=message):
+        subset = "three" if damage == "subset" else ""
+        rows = open_source("arrayrecord", path=str(folder), subset=subset)
+        for index in range(len(rows)):
+            _ = rows[index]

@@ -97,7 +97,7 @@ def test_images_may_stay_in_their_archive(release, images):
 def test_a_broken_archive_is_named(release):
     shutil.rmtree(release / "images")
     (release / "images.zip").write_bytes(b"half of it")
-    with pytest.raises(ValueError, match=r"images\.zip is not a whole archive .*fetch it again"):
+    with pytest.raises(ValueError, match=r"images\.zip is not a complete archive .*download it"):
         virl39k.open_rows(str(release), images="")
 
 

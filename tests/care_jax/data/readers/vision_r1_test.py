@@ -76,18 +76,18 @@ def test_tag_is_that_of_the_configuration(release, tmp_path):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (llava("3"), "not one rationale"),
-        (llava("<think>never closed"), "not one rationale"),
-        (llava(THOUGHT + THOUGHT + "3"), "not one rationale"),
-        (llava("Sure. " + THOUGHT + "3"), "not one rationale"),
-        (llava("<think>one <think>two</think>3"), "not one rationale"),
+        (llava("3"), "not exactly one rationale"),
+        (llava("<think>never closed"), "not exactly one rationale"),
+        (llava(THOUGHT + THOUGHT + "3"), "not exactly one rationale"),
+        (llava("Sure. " + THOUGHT + "3"), "not exactly one rationale"),
+        (llava("<think>one</think>two</think>3"), "not exactly one rationale"),
         (llava("<think> </think>3"), "rationale empty"),
         (llava(THOUGHT), "no answer"),
-        (llava(THOUGHT + "word " * 200), "no short answer"),
+        (llava(THOUGHT + "word " * 200), "answer longer than 300 characters"),
         (llava(THOUGHT + "3", conversations=[]), "not one question and one response"),
         (llava(THOUGHT + "3", conversations=None), "no conversation"),
         (mulberry(THOUGHT + "3", question="<image><image>?"), "images and placeholders differ"),
-        (llava(THOUGHT + "3", image=5), "image of a wrong type"),
+        (llava(THOUGHT + "3", image=5), "image is neither a path nor bytes"),
     ],
 )
 def test_bad_rows_are_unusable(release, row, reason):

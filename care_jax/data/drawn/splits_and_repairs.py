@@ -24,7 +24,8 @@ def check(source: Any, known: Collection[str]) -> None:
     if source.split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {source.split!r}")
     if not source.kinds or not set(source.kinds) <= set(known):
-        raise ValueError(f"kinds must be taken from {', '.join(known)}, got {source.kinds}")
+        choices = ", ".join(known)
+        raise ValueError(f"kinds must be one or more among {choices}, got {source.kinds}")
     for field in dataclasses.fields(source):
         share = getattr(source, field.name)
         if field.type == "float" and not 0.0 <= share <= 1.0:
