@@ -139,7 +139,7 @@ def read_reply(
             "responses; set it higher, or make the function faster"
         )
     elif "crash" in reply:
-        kind, problem = "crash", "ended its worker process, as os._exit or a lack of memory does"
+        kind, problem = "crash", "ended its worker process (os._exit, a signal, memory)"
     elif "error" in reply:
         kind, problem = f"failed: {reply['name']}", f"failed:\n{reply['error'].rstrip()}"
     elif rows is None or len(rows) != num_responses:

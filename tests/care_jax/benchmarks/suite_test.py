@@ -194,13 +194,18 @@ def test_an_image_may_lie_beside_the_file(tmp_path):
     assert colour_of(example.images[0]) == "blue"
 
 
+NO_IMAGE = json.dumps(ROWS["mathvision"] | {"image": None, "decoded_image": None})
 REFUSED = {
     "unknown": ("chartqa", "", "must name one of mathvista, .*, got 'chartqa'"),
     "no file": ("mmmu", "", r"validation-\*\.parquet or validation\.jsonl in .*; point evaluate"),
     "other configuration": ("mmmu_pro", "", r"under 'standard \(10 options\)' in .*, got no such"),
     "no JSON": ("mathvista", "{", "expected JSON on line 1 of .*, got not JSON; repair the file"),
     "no rows": ("mathvista", "", "expected rows of mathvista in .*, got none; download it again"),
-    "no image": ("mathvista", '{"pid": 1, "query": "?"}', "row 1 of mathvista has no image in its"),
+    "no image": (
+        "mathvision_testmini",
+        NO_IMAGE,
+        "row 1 of mathvision_testmini has no image in its",
+    ),
 }
 
 
