@@ -24,11 +24,14 @@ $(VENV)/installed-test: $(VENV)/installed
 demo: $(VENV)/installed
 	$(BIN)/python -m care_jax.main --config=configs/tiny.py --workdir=runs/demo
 
-test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# tests/conftest.py orders the files; xdist would put those with the fewest tests last.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-all: test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive
+test: $(VENV)/installed-test
+	$(PYTEST)
+
+test-all: $(VENV)/installed-test
+	$(PYTEST) -m ''
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

@@ -5,12 +5,14 @@ Most of the suite's time is compilation, so LLVM does not optimize, which halves
 Set here, before jax initialises and before any module of ours is imported.
 """
 
+import collections
 import hashlib
 import json
 import os
 import pathlib
 import shutil
 import sys
+import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -44,17 +46,54 @@ CHECKED_MODULES = [
 jaxtyping.install_import_hook(CHECKED_MODULES, "beartype.beartype")
 
 
+DURATIONS = ROOT / "tests" / "durations.json"  # seconds of every test of a second or more
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record_durations", action="store_true", help=f"write {DURATIONS.name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiled programs are kept in .pytest_cache, apart for each kind of CPU."""
+    """Keeps compiled programs outside the checkout, so that another checkout finds them.
+
+    The folder is named by the installed versions and the CPU; JAX's keys cover the rest.
+    """
     cpu = pathlib.Path("/proc/cpuinfo")
-    if not hasattr(config, "cache") or not cpu.exists():
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not cpu.exists():
         return
-    kinds = {
-        line for line in cpu.read_text().splitlines() if line.startswith(("model name", "flags"))
-    }
-    kind = hashlib.sha256("".join(sorted(kinds)).encode()).hexdigest()[:8]
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir(f"jax-{kind}")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    kinds = {line for line in cpu.read_text().splitlines() if line.startswith(("model", "flags"))}
+    made_by = [sys.version, (ROOT / "constraints.txt").read_text(), *sorted(kinds)]
+    name = hashlib.sha256("".join(made_by).encode()).hexdigest()[:12]
+    caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    cache = caches / "care_jax_tests" / name
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist have it
+        old = (path for path in cache.glob("*") if path.stat().st_mtime < time.time() - 14 * 86400)
+        for path in old:
+            path.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in descending order of duration: a long one started last would run alone."""
+    known = json.loads(DURATIONS.read_text())
+    seconds = collections.Counter()
+    for item in items:
+        seconds[item.path] += known.get(item.nodeid, 0.0)
+    items.sort(key=lambda item: -seconds[item.path])
+
+
+_seconds: collections.Counter[str] = collections.Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.option.record_durations and not hasattr(session.config, "workerinput"):
+        slow = {name: round(each, 1) for name, each in sorted(_seconds.items()) if each >= 1}
+        DURATIONS.write_text(json.dumps(slow, indent=0) + "\n")
 
 
 @pytest.fixture(scope="module", autouse=True)
