@@ -1,6 +1,7 @@
 """Settings of every test: eight virtual CPU devices, exact matrix products, checked shapes.
 
-Most of the suite's time is compilation, so LLVM does not optimize, which halves it.
+Most of the suite's time is compilation. LLVM does not optimize, which halves it, and XLA:CPU emits
+its fusions without MLIR, which halves it again.
 
 Set here, before jax initialises and before any module of ours is imported.
 """
@@ -10,25 +11,52 @@ import hashlib
 import json
 import os
 import pathlib
+import platform
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 
 import jax
 import jaxtyping
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
 from care_jax.devices import loaded_programs, xla_flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def cache_folder() -> pathlib.Path:
+    """For compiled programs: outside the checkout, so that another checkout finds them too.
+
+    Named by the installed versions and the kind of CPU; JAX's own keys cover the rest.
+    """
+    cpu = pathlib.Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    kinds = sorted({line for line in lines if line.startswith(("model", "flags"))})
+    versions = (ROOT / "constraints.txt").read_text()
+    name = hashlib.sha256("\n".join([sys.version, versions, *kinds]).encode()).hexdigest()[:12]
+    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(caches, "care_jax_tests", name)
+
+
 sys.path.insert(0, str(ROOT))  # configs and experiments are folders, not installed packages
 
 xla_flags.set_defaults()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
+# In the environment too, for the processes which tests start.
+CACHE = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+jax.config.update("jax_compilation_cache_dir", CACHE)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 # Each call of these checks its annotated shapes. Modules of records that pass through jax.tree.map
 # with other leaves (shardings, paths) cannot be.
@@ -54,24 +82,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs outside the checkout, so that another checkout finds them.
-
-    The folder is named by the installed versions and the CPU; JAX's keys cover the rest.
-    """
-    cpu = pathlib.Path("/proc/cpuinfo")
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR") or not cpu.exists():
-        return
-    kinds = {line for line in cpu.read_text().splitlines() if line.startswith(("model", "flags"))}
-    made_by = [sys.version, (ROOT / "constraints.txt").read_text(), *sorted(kinds)]
-    name = hashlib.sha256("".join(made_by).encode()).hexdigest()[:12]
-    caches = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    cache = caches / "care_jax_tests" / name
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    if not hasattr(config, "workerinput"):  # workers of pytest-xdist have it
-        old = (path for path in cache.glob("*") if path.stat().st_mtime < time.time() - 14 * 86400)
-        for path in old:
-            path.unlink(missing_ok=True)
+    """Drops programs that were compiled more than two weeks ago."""
+    if not hasattr(config, "workerinput"):  # which the workers of pytest-xdist have
+        for path in pathlib.Path(CACHE).glob("*"):
+            if path.stat().st_mtime < time.time() - 14 * 86400:
+                path.unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,6 +115,35 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def few_mappings() -> None:
     """One process that runs the whole suite would load more programs than Linux lets it map."""
     loaded_programs.drop_if_many()
+
+
+@pytest.fixture
+def one_device() -> Iterator[None]:
+    import small_run  # behind the import hook above
+
+    with small_run.on_one_device():
+        yield
+
+
+@pytest.fixture
+def run_command(monkeypatch, capsys):
+    """Runs `python -m care_jax.main` in this process; returns its status and standard error."""
+    from care_jax import main
+
+    def run_command(*arguments):
+        monkeypatch.setattr(main.distributed, "start", lambda *_: None)  # JAX has started
+        monkeypatch.setattr(main.interrupts, "exit_at_the_second", lambda: None)
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # restored after the test
+        monkeypatch.setattr(sys, "argv", ["main", *map(str, arguments)])
+        monkeypatch.chdir(ROOT)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
+            main.run_main()
+        return stopped.value.code, capsys.readouterr().err
+
+    before = {*flags.FLAGS}
+    yield run_command
+    for name in {*flags.FLAGS} - before:
+        delattr(flags.FLAGS, name)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,11 @@
 """Stages around scripted ones: what each works on and what it hands on; what flags must be."""
 
-import contextlib
 import errno
 import pathlib
 import subprocess
 import sys
 import time
 
-import jax
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -15,11 +13,11 @@ from absl.testing import flagsaver
 from care_jax import main
 from care_jax.batch import Example
 from care_jax.config import command_line
-from care_jax.devices.sharding import make_mesh
 from care_jax.run import lock
 from configs import common, tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture
@@ -48,8 +46,6 @@ def test_stages_hand_their_parameters_on_and_evaluations_are_named_by_them(
         seen.append((name, params))
         return {"acc": len(params) / 2}
 
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", lambda *_, **__: [])
     monkeypatch.setattr(main.sft, "train", trained("sft"))
     monkeypatch.setattr(main.rl, "train", trained("rl"))
@@ -97,8 +93,6 @@ def test_answers_that_are_no_texts_need_a_reward_function(tmp_path, stage):
 def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
     monkeypatch, opened, tmp_path, test, is_held_out
 ):
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
 
     def evaluate(evaluator, params, *, name):
@@ -207,8 +201,6 @@ def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch
         held_out = evaluator._examples
         return {} if held_out is None else {params: held_out[0].source, name: step}
 
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", lambda *_, **__: "weights")
     monkeypatch.setattr(main.rl, "train", train)
     monkeypatch.setattr(main.evaluate.Evaluator, "__call__", evaluate)
@@ -222,8 +214,6 @@ def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch
 
 
 def test_a_benchmark_whose_files_are_missing_is_told_before_training(monkeypatch, opened, tmp_path):
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     config = tiny.get_config()
     config.stages = ("rl", "evaluate")
     config.evaluate.benchmarks = (("mmmu", str(tmp_path)),)
@@ -232,8 +222,6 @@ def test_a_benchmark_whose_files_are_missing_is_told_before_training(monkeypatch
 
 
 def test_a_run_in_a_workdir_that_is_in_use_writes_nothing(monkeypatch, tmp_path):
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", None)
     config = tiny.get_config()
     config.stages = ("export",)
@@ -244,8 +232,6 @@ def test_a_run_in_a_workdir_that_is_in_use_writes_nothing(monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("stages", [("rl",), ("sft", "rl")])
 def test_a_source_without_rows_is_told_before_the_cold_start(monkeypatch, tmp_path, stages):
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(
         "care_jax.data.sources.open_source", lambda name, **_: [] if name == "jsonl" else [EXAMPLE]
     )
@@ -261,7 +247,7 @@ EXAMPLE = Example("e", "made", (), "?", "1", response="1")
 
 
 @pytest.fixture
-def ended(monkeypatch, capsys, tmp_path):
+def ended(run_command, monkeypatch, tmp_path):
     """Status and output of the command, where the run itself raises something."""
 
     def ended(raised, workdir=tmp_path):
@@ -269,22 +255,9 @@ def ended(monkeypatch, capsys, tmp_path):
             raise raised
 
         monkeypatch.setattr(main, "run_stages", stages)
-        monkeypatch.setattr(main.distributed, "start", lambda *_: None)
-        monkeypatch.setattr(main.interrupts, "exit_at_the_second", lambda: None)
-        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # put back behind the test
-        arguments = ["main", "--config=configs/tiny.py", f"--workdir={workdir}"]
-        monkeypatch.setattr(sys, "argv", arguments)
-        monkeypatch.chdir(ROOT)
-        with flagsaver.flagsaver(), pytest.raises(SystemExit) as stopped:
-            main.run_main()
-        return stopped.value.code, capsys.readouterr().err
+        return run_command("--config=configs/tiny.py", f"--workdir={workdir}")
 
-    yield ended
-    for name in ("config", "workdir", "dry_run", "coordinator_address", "num_processes"):
-        with contextlib.suppress(AttributeError):
-            delattr(flags.FLAGS, name)
-    with contextlib.suppress(AttributeError):
-        delattr(flags.FLAGS, "process_id")
+    return ended
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""The options of a run, each through the loop; adapters and exports of whole runs."""
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from small_run import exported, metrics_of, small_config
+
+from care_jax import main
+from care_jax.rewards.verifier import Verdict, Verifier
+from models.config import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+OPTIONS = {
+    "dynamic sampling": {"rl.objective": "dapo", "dapo.max_tries": 2, "family": "qwen3_vl"},
+    "sequence ratio, adapters": {
+        **{"rl.objective": "gspo", "model.lora_rank": 2, "model.param_dtype": "bfloat16"},
+        **{"rl.temperature": 0.8, "rl.top_p": 0.9},
+    },
+    "prompt alone, frozen tower": {
+        **{"care.reflect_credit": "prompt_only", "model.freeze_vision": True},
+        **{"care.rule": "random", "care.anchor_rule": "random"},
+    },
+    "no reflection, no reference": {
+        **{"care.reflect": False, "care.beta": 0.0, "care.region_weights": False},
+        **{"model.offload": ("optimizer",), "model.moments_dtype": "bfloat16"},
+    },
+    "no cue, the trainer's probabilities": {
+        **{"care.reflect_mode": "no_cue", "rl.old_logp": "trainer"},
+        **{"model.remat": "layer", "family": "qwen3_vl", "model.offload": ("reference",)},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=[pytest.mark.exhaustive] if number else [])
+        for number, (name, changes) in enumerate(OPTIONS.items())
+    ],
+)
+def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
+    """With one text in three called correct, so that every role occurs."""
+
+    def verify_parsed(self, texts, *_):
+        accs = [float(zlib.crc32(text.encode()) % 3 == 0) for text in texts]
+        return [Verdict(acc=acc, fmt=0.0, reason="by its bytes") for acc in accs]
+
+    monkeypatch.setattr(Verifier, "verify_parsed", verify_parsed)
+    config = small_config(stages=("rl",), **{"rl.num_steps": 2, **changes})
+    main.run_stages(config, tmp_path)
+    last = metrics_of(tmp_path)[-1]
+    assert last["step"] == 1 and np.isfinite(last["loss"]) and last["grad_norm"] > 0
+    if config.rl.objective == "care":
+        assert last["anchor_rate"] > 0
+        assert (last["reflect_rate"] > 0) == config.care.reflect
+        assert config.care.reflect or last["signature/alpha"] > 0
+    else:
+        assert "anchor_rate" not in last
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_policy_is_a_release_that_runs_and_exports_the_same(tmp_path, family):
+    first, second = tmp_path / "first", tmp_path / "second"
+    main.run_stages(small_config(family, stages=("export",)), first)
+    config = small_config(family, stages=("evaluate", "export"))
+    config.model.path, config.model.backbone = str(first / "export"), {}
+    results = main.run_stages(config, second)
+    assert results["start"]["num_examples"] == 12
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"):
+        one, other = ((folder / "export" / name).read_bytes() for folder in (first, second))
+        assert one == other, name
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_both_stages_are_one_beside_the_export(tmp_path):
+    """The start's weights and the adapter's product are the exported weights, in bfloat16."""
+    main.run_stages(small_config(stages=("export",)), tmp_path / "start")
+    sizes = {"sft.num_steps": 2, "rl.num_steps": 2, "checkpoint_every": 1}
+    rates = {"sft.learning_rate": 0.01, "rl.learning_rate": 0.01, "care.beta": 0.0}
+    lora = {"model.lora_rank": 2, "model.lora_alpha": 3.0}
+    config = small_config(**sizes, **rates, **lora, stages=("sft", "rl", "export"))
+    main.run_stages(config, tmp_path / "run")
+    fields = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (fields["r"], fields["lora_alpha"]) == (4, 6)
+
+    def differences():
+        """Largest change of any weight by training, and largest error of the adapter's."""
+        adapter = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+        start, end = exported(tmp_path / "start"), exported(tmp_path / "run")
+        changes, errors = [], []
+        for name in (name for name in adapter if ".lora_A." in name):
+            product = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * 6 / 4
+            module = name.partition("language_model.")[2].replace("lora_A.", "")
+            change = end[f"model.{module}"].astype(np.float32) - start[f"model.{module}"]
+            changes.append(np.abs(product).max())
+            errors.append(np.abs(change - product).max())
+        assert len(changes) == 2 * 7
+        return min(changes), max(errors)
+
+    change, error = differences()
+    assert change > 5e-3 and error < 4e-3  # bfloat16 of weights up to 0.5
+    config.stages, config.export.step = ("export",), "1"
+    before = exported(tmp_path / "run")
+    main.run_stages(config, tmp_path / "run")
+    assert any(
+        (tensor != before[name]).any() for name, tensor in exported(tmp_path / "run").items()
+    )
+    change, error = differences()
+    assert change > 5e-3 and error < 4e-3
