@@ -8,13 +8,15 @@ from configs import real_images
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("one_device")
 def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared, monkeypatch):
-    """304 figures of many sizes go through rollout, verification and update."""
+    """76 figures of many sizes go through rollout, verification and update."""
     path = str(shared / "data" / "mathvision_mini" / "testmini.jsonl")
     config = real_images.get_config()
     config.stages = ("rl",)
     config.data.train.path = path
-    config.rl.num_rollouts = 2
+    config.rl.num_steps, config.rl.num_rollouts = 2, 2
+    config.rl.prompts_per_step = config.rl.prompts_per_update = 38
     config.rl.max_response_tokens = 20
     config.care.beta = 0.0
     programs = {}
@@ -28,7 +30,7 @@ def test_real_figures_compile_once_per_bucket_and_shape_of_rows(tmp_path, shared
         monkeypatch.setattr(main.rl, name, kept)
     main.run_stages(config, tmp_path)
     rl = metrics_of(tmp_path)
-    assert len(rl) * config.rl.prompts_per_step == 304
+    assert len(rl) * config.rl.prompts_per_step == 76
     num_buckets = len(config.data.buckets)
     update, rollout = programs["compile_update"], programs["compile_rollout"]
     decoding = rollout.decode.__self__.programs
