@@ -25,8 +25,6 @@ import time
 from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Compiled programs of earlier runs; safe to delete.
-CACHE = pathlib.Path(tempfile.gettempdir()) / "care_jax-mutations"
 MAX_SECONDS = 1800  # of one pytest session
 
 
@@ -284,9 +282,8 @@ class Copy:
 
     def test(self, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
         """Runs tests until one fails."""
-        options = ("-x", "-q", "--tb=line", "-o", f"cache_dir={CACHE}")
         paths = (f"tests/{test}" for test in tests)
-        return self._python("-m", "pytest", *options, *paths)
+        return self._python("-m", "pytest", "-x", "-q", "--tb=line", *paths)
 
     def outcome(self, mutation: Mutation) -> tuple[str, str]:
         """`killed`, `survived` or `error`; the test that failed, or what went wrong."""
