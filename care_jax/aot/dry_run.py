@@ -174,7 +174,7 @@ def _files(run: Run) -> Iterator[str]:
         yield (
             f"checkpoints/{stage}/: every {config.checkpoint_every} of {config[stage].num_steps} "
             f"steps, {_gib(size).strip()} each, the last {config.keep_checkpoints} kept; "
-            + (f"goes on from step {max(saved)}" if saved else "none yet")
+            + (f"resumes from step {max(saved)}" if saved else "none yet")
         )
     # The weights that an evaluation before any training uses, see `run.weights.find`.
     found = [stage for stage in TRAINING if has_checkpoint(run, stage)]

@@ -76,9 +76,9 @@ def main() -> None:
         failed += faults
         rows.append((case.promise, "kill -9 at random moments", killed, len(faults)))
     if args.soak:
-        told, grown = soaking.run(args.soak, folder)
+        messages, grown = soaking.run(args.soak, folder)
         failed += grown
-        promise = f"memory, handles and threads stay: {'; '.join(told)}"
+        promise = f"memory, handles and threads stay: {'; '.join(messages)}"
         rows.append((promise, "small RL steps", args.soak, len(grown)))
     if rows:
         print("\n| promise | how tried | times | did not hold |\n|---|---|---:|---:|")

@@ -43,8 +43,8 @@ def run(case: Case, number: int, folder: pathlib.Path, seed: int) -> tuple[int, 
     whole = folder / "whole"
     for name in ("compiling", "whole"):  # the second has all programs in the cache
         unbroken = Launched(folder / name, SHORT, cache, case.num_processes)
-        statuses, told = unbroken.finish()
-        assert set(statuses) == {0}, f"the unbroken run ended with {statuses}: {told}"
+        statuses, messages = unbroken.finish()
+        assert set(statuses) == {0}, f"the unbroken run ended with {statuses}: {messages}"
         seconds = time.monotonic() - unbroken.began
     metrics, sums = runs.metrics(whole), runs.exported_sums(whole)
     num_killed, faults = 0, []
@@ -79,9 +79,9 @@ def _left(children: list[psutil.Process]) -> str:
 def _restart(case: Case, workdir: pathlib.Path, cache: pathlib.Path, metrics, sums) -> str:
     """Restarts a killed run; returns its difference from the uninterrupted run, or ""."""
     num_devices = case.restart_devices or 1
-    statuses, told = Launched(workdir, SHORT, cache, case.num_processes, num_devices).finish()
+    statuses, messages = Launched(workdir, SHORT, cache, case.num_processes, num_devices).finish()
     if set(statuses) != {0}:
-        return f"the restart ended with {statuses}: {told}"
+        return f"the restart ended with {statuses}: {messages}"
     found = runs.metrics(workdir)
     steps, expected = ([(x["stage"], x["step"]) for x in lines] for lines in (found, metrics))
     if steps != expected:

@@ -94,7 +94,7 @@ class Launched:
 
     def finish(self, timeout: float = 600) -> tuple[list[int], str]:
         """Exit statuses and last lines of stderr; kills and reports processes after `timeout`."""
-        told = []
+        messages = []
         for process, errors in zip(self.processes, self._errors, strict=True):
             late = ""
             try:
@@ -105,8 +105,8 @@ class Launched:
                 late = f"\nno end within {timeout:.0f} s"
             with errors:
                 errors.seek(0)
-                told += (errors.read() + late).strip().splitlines()[-1:]
-        return [process.returncode for process in self.processes], "; ".join(told)
+                messages += (errors.read() + late).strip().splitlines()[-1:]
+        return [process.returncode for process in self.processes], "; ".join(messages)
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:

@@ -33,8 +33,8 @@ def run(num_steps: int, folder: pathlib.Path) -> tuple[list[str], list[str]]:
     while launched.is_running and _num_lines(workdir / "metrics.jsonl") < num_steps // 2:
         time.sleep(1)
     known = _programs(cache)
-    statuses, told = launched.finish(timeout=6 * 3600)
-    assert statuses == [0], f"the run ended with {statuses}: {told}"
+    statuses, messages = launched.finish(timeout=6 * 3600)
+    assert statuses == [0], f"the run ended with {statuses}: {messages}"
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["stage"] == "rl"]
     rows, grown = [], []

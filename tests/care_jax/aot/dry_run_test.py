@@ -102,7 +102,7 @@ def test_a_workdir_that_has_checkpoints_goes_on_from_the_last(said, tmp_path):
     for step in ("9", "10", "12.tmp"):
         (tmp_path / "run" / "checkpoints" / "rl" / step).mkdir(parents=True)
     output = said()
-    assert "run exists" in output and "kept; goes on from step 10\n" in output
+    assert "run exists" in output and "kept; resumes from step 10\n" in output
 
 
 @pytest.mark.parametrize(
