@@ -59,7 +59,7 @@ def compiled(*flags, compiler=LIBTPU):
 @pytest.mark.exhaustive
 def test_a_small_run_compiles_for_a_v5e_and_fits():
     """A hundred times the batch, so that sizes show; half of each prompt's rows are reflected."""
-    flags = ["--config.stages=('rl',)", "--config.care.beta=0.1", "--config.rl.decode_prompts=512"]
+    flags = ["--config.stages=('rl',)", "--config.care.beta=0.1", "--config.rl.decode_prompts=256"]
     flags += ["--config.rl.prompts_per_step=1024", "--config.rl.prompts_per_update=512"]
     flags += ["--config.data.buckets=((128, 64),)", "--config.rl.row_tokens=512"]
     flags += ["--mean_response=12", "--config.model.backbone.text_config.num_hidden_layers=1"]
@@ -80,10 +80,10 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
     assert 1.9 < float(update["all-gather"]) / float(score["all-gather"]) < 2.1
     assert float(update["reduce-scatter"]) > 0 and float(score["reduce-scatter"]) == 0
     assert float(update["worst step"]) > 1.5 * float(update["mean step"])
-    # 128 prompts a chip: keys and values of one layer, 2 heads of 24, over 128 tokens and 4 of 36.
-    cache = 128 * (128 + 4 * 36) * 2 * 2 * 24 * 4 / GIB
+    # 64 prompts a chip: keys and values of one layer, 2 heads of 24, over 128 tokens and 4 of 36.
+    cache = 64 * (128 + 4 * 36) * 2 * 2 * 24 * 4 / GIB
     decode = rows["rl decode"]
-    assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.01
+    assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.005
     assert float(rows["rl decode prefill"]["arguments"]) > cache  # the slots are there already
 
 

@@ -113,6 +113,7 @@ def test_texts_with_special_tokens_and_anchors_without_a_rationale_make_no_row(t
     assert sorted(rows_of(run, groups)) == [0, 4, 5]
 
 
+@pytest.mark.exhaustive
 def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, compile_once):
     compile_once(repairs, "compile_rollout", "compile_to_decode_layout")
     out = tmp_path / "new" / "repairs"

@@ -464,6 +464,7 @@ def save_damage_and_restore(folder: str, port: str, index: str, is_bucket: str) 
     print(f"restored {restored.step}: {values}", flush=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_bucket", [False, True])
 def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
     with socket.socket() as probe:
