@@ -1,8 +1,7 @@
 """The run of `hosts_test.py`: everything small, on eight devices.
 
-Sixteen questions are learned by heart, so that sampled answers are both right and wrong. The RL
-learning rate is one at which rounding, which Adam turns into whole steps where a gradient is 0,
-does not change what is sampled.
+The RL learning rate is one at which rounding, which Adam turns into whole steps where a gradient is
+0, does not change what is sampled.
 """
 
 import zlib
@@ -11,15 +10,12 @@ from ml_collections import ConfigDict
 
 from configs import tiny
 
-SFT_STEPS = 120
-
 
 def get_config() -> ConfigDict:
-    """SFT, evaluation, two RL steps of two updates and two waves each."""
+    """SFT and two RL steps of two updates and two waves each."""
     config = tiny.get_config()
-    config.stages = ("sft", "evaluate", "rl")
+    config.stages = ("sft", "rl")
     config.log_every = 1
-    config.checkpoint_every = SFT_STEPS - 2
     text, vision = config.model.backbone.text_config, config.model.backbone.vision_config
     text.hidden_size, text.intermediate_size, text.num_hidden_layers = 32, 64, 1
     text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 16
@@ -31,7 +27,7 @@ def get_config() -> ConfigDict:
     data.sft.seed = data.train.seed
     data.teacher_error = data.cue_share = 0.0
     data.test.num_examples = 12
-    sft.num_steps, sft.warmup_steps, sft.learning_rate = SFT_STEPS, 2, 1e-2
+    sft.num_steps, sft.warmup_steps, sft.learning_rate = 4, 2, 1e-2
     sft.batch_size, sft.microbatch_size = 16, 8
     sft.row_tokens, sft.row_patches = 192, 256
     rl.num_steps, rl.num_rollouts = 2, 4
@@ -45,3 +41,8 @@ def get_config() -> ConfigDict:
 def by_its_bytes(question, responses, example):
     """A reward for weights that have not learned anything: one response in eight is right."""
     return [{"acc": zlib.crc32(text.encode()) % 8 == 0, "fmt": 0.0} for text in responses]
+
+
+def often_right(question, responses, example):
+    """One response in three is right."""
+    return [{"acc": zlib.crc32(text.encode()) % 3 == 0, "fmt": 0.0} for text in responses]

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hosts_config import SFT_STEPS
 from safetensors.numpy import load_file
 
 from care_jax import main
@@ -41,6 +40,7 @@ def launch(workdir, *flags, num_devices):
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(CONFIG.parent))),
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(num_devices),
+            "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # as in tests: programs in common
             **({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {}),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         },
@@ -87,42 +87,32 @@ def end_of(process):
 
 @pytest.mark.exhaustive
 def test_two_processes_train_as_one_and_stop_together(tmp_path):
-    """The last two SFT steps, an evaluation behind each, and two RL steps.
-
-    Then SIGTERM to one of the two.
-    """
+    """RL steps from a checkpoint of one process; then SIGTERM to one of the two."""
     one, two = tmp_path / "one", tmp_path / "two"
-    changes = {"sft.eval_every": SFT_STEPS - 1, "evaluate.at_start": False}
+    changes = {"stages": ("rl",), "verifier.reward": "hosts_config:often_right"}
     config = hosts_config.get_config()
-    config.update_from_flattened_dict(changes)
+    config.update_from_flattened_dict(changes | {"rl.num_steps": 3, "checkpoint_every": 1})
+    config.keep_checkpoints = 3
     main.run_stages(config, one)
-    name = str(SFT_STEPS - 2)
-    shutil.copytree(one / "checkpoints" / "sft" / name, two / "checkpoints" / "sft" / name)
+    shutil.copytree(one / "checkpoints" / "rl" / "1", two / "checkpoints" / "rl" / "1")
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     processes = launch_two(two, *flags, "--config.rl.num_steps=100000")
-    wait_for(two, "rl", 1, processes)
+    wait_for(two, "rl", 2, processes)
     processes[1].send_signal(signal.SIGTERM)
     ends = [end_of(process) for process in processes]
 
-    expected = [r for r in metrics_of(one) if r["stage"] != "sft" or r["step"] >= SFT_STEPS - 2]
-    got = {(record["stage"], record["step"]): record for record in metrics_of(two)}
-    assert [(r["stage"], r["step"]) for r in expected] == list(got)[: len(expected)]
-    for record in expected:
+    expected, got = metrics_of(one)[1:], metrics_of(two)
+    assert [record["step"] for record in expected] == [1, 2]
+    assert [record["step"] for record in got[:2]] == [1, 2]
+    for record, other in zip(expected, got, strict=False):
         # A process packs its own prompts, so rows are filled otherwise.
         differ = ("second", "verifier", "_fill", "device_idle", "host/")
         names = [name for name in record if not any(part in name for part in differ)]
-        values = [got[record["stage"], record["step"]].get(name) for name in names]
-        assert values == pytest.approx([record[name] for name in names], abs=1e-5), record["stage"]
-    assert {("sft_eval", SFT_STEPS - 1), ("sft_eval", SFT_STEPS)} <= got.keys()
-    first = got["rl", 0]
-    assert 0 < first["acc"] < 1 and first["anchor_rate"] and first["reflect_rate"]
-    texts = [(folder / "samples_sft.jsonl").read_text() for folder in (one, two)]
-    samples = [[json.loads(line) for line in text.splitlines()] for text in texts]
-    for sample in (*samples[0], *samples[1]):
-        del sample["settings"]  # the sums of the weights may differ in the last digit
-    assert samples[0] == samples[1] and len(samples[0]) == 12
+        values = [other.get(name) for name in names]
+        assert values == pytest.approx([record[name] for name in names], abs=1e-5)
+    assert 0 < got[0]["acc"] < 1 and got[0]["anchor_rate"] and got[0]["reflect_rate"]
 
-    step = metrics_of(two)[-1]["step"] + 1
+    step = got[-1]["step"] + 1
     message = f"stopped by SIGTERM before rl step {step}; run the same command to resume"
     assert ends == [(75, message)] * 2
     assert (two / "checkpoints" / "rl" / str(step) / "state").is_dir()
@@ -147,7 +137,7 @@ def test_two_processes_draw_until_both_are_full(tmp_path):
 
 @pytest.mark.exhaustive
 def test_two_processes_export_what_one_does(tmp_path):
-    """The best step, with adapters, and moments in the host's memory."""
+    """The best step, with adapters, and moments in the host's memory; evaluated at each step."""
     changes = {"stages": ("sft", "export"), "sft.num_steps": 3, "sft.warmup_steps": 0}
     changes |= {"sft.eval_every": 1, "keep_best": 1, "export.step": "best"}
     changes |= {"model.lora_rank": 2, "model.offload": ("optimizer",)}
@@ -160,6 +150,14 @@ def test_two_processes_export_what_one_does(tmp_path):
     assert [status for status, _ in ends] == [0, 0], ends
     names = [sorted(path.name for path in (folder / "export").iterdir()) for folder in (one, two)]
     assert names[0] == names[1] and "model.safetensors" in names[0]
+    at_start = [metrics_of(folder)[0] for folder in (one, two)]
+    assert [(record["stage"], record["step"]) for record in at_start] == [("sft_eval", 0)] * 2
+    assert at_start[0]["acc"] == at_start[1]["acc"]
+    texts = [(folder / "samples_sft" / "step_0.jsonl").read_text() for folder in (one, two)]
+    samples = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    for sample in (*samples[0], *samples[1]):
+        del sample["settings"]  # the sums of the weights may differ in the last digit
+    assert samples[0] == samples[1] and len(samples[0]) == 12
     shape = policy_of(config).config
     start = backbone.init(shape, jax.random.key(config.seed))
     ours, theirs = (
@@ -178,6 +176,7 @@ def distance(params, others):
     return sum(float(jnp.abs(x.astype(float) - y.astype(float)).sum()) for x, y in pairs)
 
 
+@pytest.mark.exhaustive
 def test_a_run_told_to_end_saves_and_goes_on_where_it_was(tmp_path, monkeypatch):
     flags = ("--config.stages=('sft',)", "--config.checkpoint_every=100000")
     process = launch(tmp_path, *flags, "--config.sft.num_steps=100000", num_devices=1)

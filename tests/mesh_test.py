@@ -21,9 +21,9 @@ def verdict(text):
 def rl_metrics(workdir, mesh, monkeypatch):
     config = tiny.get_config()
     config.stages = ("rl",)
-    config.model.backbone.text_config.num_hidden_layers = 2
+    config.model.backbone.text_config.num_hidden_layers = 1
     rl = config.rl
-    rl.num_steps, rl.warmup_steps, rl.num_rollouts = 1, 0, 3
+    rl.num_steps, rl.warmup_steps, rl.num_rollouts, rl.max_response_tokens = 1, 0, 3, 24
     config.care.beta = 0.02
     rl.prompts_per_step = rl.prompts_per_update = 8
     rl.decode_prompts = rl.microbatch_size = 8
@@ -51,7 +51,6 @@ def one(tmp_path_factory):
     "sizes",
     [
         pytest.param((8, 1, 1, 1), marks=pytest.mark.exhaustive),
-        pytest.param((1, 4, 2, 1), marks=pytest.mark.exhaustive),
         pytest.param((2, 2, 2, 1), marks=pytest.mark.exhaustive),
         (1, 2, 2, 2),
     ],

@@ -41,6 +41,7 @@ def check_outputs(notebook, num_steps):
     assert {int(row) for row in re.findall(r"<tr><td>(\d)</td>", text)} >= set(range(1, 9))
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient: pip install -e '.[test]'")
     pytest.importorskip("ipykernel", reason="needs ipykernel: pip install -e '.[test]'")

@@ -201,7 +201,7 @@ def questions():
 
 
 @pytest.fixture
-def opened(make_run, questions, policy):
+def opened(make_run, questions, params):
     """A run with random weights, for commands that sample groups; a coin judges the answers."""
     run = make_run(
         {
@@ -217,7 +217,6 @@ def opened(make_run, questions, policy):
         dataclasses.replace(example, rationale=f"So {example.answer}.")
         for example in questions(LENGTHS)
     ]
-    params = backbone.init(policy.config, jax.random.key(0))
     return Reopened(run, params, "sft", "sft 7", examples, len(examples))
 
 

@@ -26,6 +26,8 @@ def small_config(**changes):
     config = tiny.get_config()
     config.stages = ("rl", "evaluate")
     config.log_every = 1
+    config.model.backbone.text_config.num_hidden_layers = 1
+    config.rl.objective = "grpo"
     rl = config.rl
     rl.num_steps, rl.num_rollouts, rl.warmup_steps = 2, 4, 0
     rl.prompts_per_step = 8

@@ -24,6 +24,7 @@ from perf.accelerator import kernels, rates, step
 def run():
     config = tiny.get_config()
     config.stages = ("rl",)
+    config.model.backbone.text_config.num_hidden_layers = 1
     config.care.beta = 0.02
     config.data.buckets = ((128, 64),)
     config.mesh.fsdp = 1
@@ -37,6 +38,7 @@ def run():
         jax.devices = devices
 
 
+@pytest.mark.exhaustive
 def test_a_machine_without_an_accelerator_is_told_so_in_one_line():
     result = subprocess.run(
         [sys.executable, "-m", "perf.accelerator"],
@@ -49,6 +51,7 @@ def test_a_machine_without_an_accelerator_is_told_so_in_one_line():
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 def test_every_part_of_a_step_is_measured_with_its_tokens(run):
     """Responses of 40 tokens: 4 prompts of 4 rollouts, and 5 rows each in the update."""
     rows = list(step.measure(run, {"worst": None, "mean": 12.0}, time.time() + 600))
@@ -108,6 +111,7 @@ def test_adapters_are_trained_where_all_parameters_do_not_fit():
     assert step.configuration("qwen25vl_3b", 1e12, is_quick=True).rl.max_response_tokens == 512
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_kernel_is_compared_with_dense_attention(run, monkeypatch, is_wrong):
     """A kernel whose weights sum to 1.1 is off, forward and backward."""

@@ -5,6 +5,7 @@ them for devices at every start.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import types
 from collections import Counter
 
 import pytest
+from absl.testing import flagsaver
 
 from care_jax.aot import __main__ as aot
 from care_jax.aot.collectives import Received
@@ -21,6 +23,7 @@ from care_jax.aot.compile import Fit, Program
 from care_jax.aot.roofline import Work
 from care_jax.devices.flops import GIB, Chip
 
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 LIBTPU = pathlib.Path(sys.prefix, "libtpu")
 needs_libtpu = pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
 CUDA = pathlib.Path(sys.prefix, "cuda")
@@ -32,17 +35,16 @@ ACROSS = "of it from other slices"
 RL = ["--topology=v5e:2x2", "--config.stages=('rl',)"]
 
 
+def environment(compiler):
+    """Of a process that finds the compiler."""
+    own = {"PYTHONPATH": f"{compiler}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    return os.environ | own | {"JAX_OPTIMIZATION_LEVEL": "O0"}
+
+
 def compiled(*flags, compiler=LIBTPU):
     """Status, rows of the tables by program, and all of the output."""
     command = [sys.executable, "-m", "care_jax.aot", "--config=configs/tiny.py", *flags]
-    environment = {
-        "PYTHONPATH": f"{compiler}:{os.getcwd()}",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_OPTIMIZATION_LEVEL": "O0",
-    }
-    result = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}
-    )
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(compiler))
     lines = [line for line in result.stdout.splitlines() if line.startswith("| ")]
     rows, head = {}, ()
     for line in lines:
@@ -54,12 +56,13 @@ def compiled(*flags, compiler=LIBTPU):
 
 
 @needs_libtpu
+@pytest.mark.exhaustive
 def test_a_small_run_compiles_for_a_v5e_and_fits():
     """A hundred times the batch, so that sizes show; half of each prompt's rows are reflected."""
-    flags = ["--config.stages=('rl',)", "--config.care.beta=0.1", "--config.rl.decode_prompts=512"]
+    flags = ["--config.stages=('rl',)", "--config.care.beta=0.1", "--config.rl.decode_prompts=256"]
     flags += ["--config.rl.prompts_per_step=1024", "--config.rl.prompts_per_update=512"]
     flags += ["--config.data.buckets=((128, 64),)", "--config.rl.row_tokens=512"]
-    flags += ["--mean_response=12"]
+    flags += ["--mean_response=12", "--config.model.backbone.text_config.num_hidden_layers=1"]
     status, rows, output = compiled("--topology=v5e:2x2", *flags)
     assert status == 0, output
     names = ["reshard", "decode prefill", "decode", "reflect prefill", "reflect"]
@@ -77,10 +80,10 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
     assert 1.9 < float(update["all-gather"]) / float(score["all-gather"]) < 2.1
     assert float(update["reduce-scatter"]) > 0 and float(score["reduce-scatter"]) == 0
     assert float(update["worst step"]) > 1.5 * float(update["mean step"])
-    # 128 prompts a chip: keys and values of 2 layers, 2 heads of 24, over 128 tokens and 4 of 36.
-    cache = 128 * (128 + 4 * 36) * 2 * 2 * 2 * 24 * 4 / GIB
+    # 64 prompts a chip: keys and values of one layer, 2 heads of 24, over 128 tokens and 4 of 36.
+    cache = 64 * (128 + 4 * 36) * 2 * 2 * 24 * 4 / GIB
     decode = rows["rl decode"]
-    assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.02
+    assert float(decode["arguments"]) + float(decode["temporaries"]) > cache > 0.005
     assert float(rows["rl decode prefill"]["arguments"]) > cache  # the slots are there already
 
 
@@ -121,28 +124,46 @@ def test_what_cannot_fit_says_so():
     assert "refused by the compiler: sft step" in output
 
 
-@needs_libtpu
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--topology=v5e:3x5x7"], "error: --topology 'v5e:3x5x7' cannot be compiled for: "),
-        (["--topology=v5e:2x2", "--config.mesh.tensor=3"], "error: mesh.data=1 x mesh.fsdp=-1 x"),
-        (
-            ["--topology=v5e:2x2", "--slices=2", "--config.mesh.data=1"],
-            "error: mesh.data=1 must be a multiple of 2 slices, between which the network is slow;",
-        ),
-        (
-            ["--topology=v5e:2x2", "--config.stages=('evaluate',)"],
-            'error: stages must contain "sft" or "rl", got',
-        ),
-        ([*RL, "--mean_response=-1"], "error: --mean_response must be positive, in tokens, got -1"),
-        ([*RL, "--mean_response=9"], "error: data.buckets ((48, 64),) hold none "),
-    ],
+MISTAKES = (
+    (["--topology=v5e:3x5x7"], "--topology 'v5e:3x5x7' cannot be compiled for: "),
+    (["--topology=v5e:2x2", "--config.mesh.tensor=3"], "mesh.data=1 x mesh.fsdp=-1 x"),
+    (
+        ["--topology=v5e:2x2", "--slices=2", "--config.mesh.data=1"],
+        "mesh.data=1 must be a multiple of 2 slices, between which the network is slow;",
+    ),
+    (
+        ["--topology=v5e:2x2", "--config.stages=('evaluate',)"],
+        'stages must contain "sft" or "rl", got',
+    ),
+    ([*RL, "--mean_response=-1"], "--mean_response must be positive, in tokens, got -1"),
+    ([*RL, "--mean_response=9"], "data.buckets ((48, 64),) hold none "),
 )
-def test_a_mistake_is_one_line(flags, message):
-    status, _, output = compiled(*flags)
-    (line,) = [line for line in output.splitlines() if line.startswith("error")]
-    assert status == 2 and line.startswith(message) and "Traceback" not in output
+# All of them in one process, which may load libtpu: this one must not.
+LEAVE = """
+import contextlib, io, json, sys
+from absl.testing import flagsaver
+from care_jax.aot import __main__ as aot
+for given in json.loads(sys.argv.pop()):
+    sys.argv[1:] = ["--config=configs/tiny.py", *given]
+    error, status = io.StringIO(), None
+    with flagsaver.flagsaver(), contextlib.redirect_stderr(error):
+        try:
+            aot.run_main()
+        except SystemExit as ended:
+            status = ended.code
+    print(json.dumps([status, error.getvalue()]))
+"""
+
+
+@needs_libtpu
+def test_a_mistake_is_one_line():
+    command = [sys.executable, "-c", LEAVE, json.dumps([flags for flags, _ in MISTAKES])]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(LIBTPU))
+    ended = list(map(json.loads, result.stdout.splitlines()))
+    assert len(ended) == len(MISTAKES), result.stderr
+    for (_, message), (status, error) in zip(MISTAKES, ended, strict=True):
+        (line,) = [line for line in error.splitlines() if line.startswith("error")]
+        assert status == 2 and line.startswith(f"error: {message}") and "Traceback" not in error
 
 
 @pytest.mark.parametrize(
@@ -153,9 +174,14 @@ def test_a_mistake_is_one_line(flags, message):
         ([], "flag --topology=None: "),
     ],
 )
-def test_a_mistake_in_the_flags_is_one_line(flags, message):
-    status, _, output = compiled(*flags)
-    assert status == 2 and output.startswith(f"error: {message}") and output.count("\n") == 1
+def test_a_mistake_in_the_flags_is_one_line(flags, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)  # of the configuration
+    monkeypatch.setattr(sys, "argv", ["aot", "--config=configs/tiny.py", *flags])
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:  # forgets the flags
+        aot.run_main()
+    output = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert output.startswith(f"error: {message}") and output.count("\n") == 1
 
 
 def program(name, *sizes, seconds=1.0, **fields):

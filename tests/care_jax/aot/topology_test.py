@@ -62,6 +62,7 @@ def test_a_gpu_leaves_a_tenth_of_its_memory_to_others():
 
 
 @needs_cuda
+@pytest.mark.exhaustive
 def test_abstract_gpus_attend_by_the_kernel_of_gpus():
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, "h100:8", "h200:2x4", "a100:1"],

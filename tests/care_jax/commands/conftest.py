@@ -1,4 +1,4 @@
-"""Small files in the formats of the releases, and commands that run in this process."""
+"""Small files in the formats of the releases; commands that run in this process, compiled once."""
 
 import sys
 
@@ -7,6 +7,26 @@ from absl.testing import flagsaver
 from release_files import chartqa_parquet, geometry3k_parquet, write_json, write_parquet
 
 __all__ = ["chartqa_parquet", "geometry3k_parquet", "write_json", "write_parquet"]
+
+
+@pytest.fixture
+def compile_once(monkeypatch):
+    """Makes functions of a module return what their first call did: the programs of one run."""
+
+    def first_of(function):
+        made = []
+
+        def first(*args, **kwargs):
+            made[:] = made or [function(*args, **kwargs)]
+            return made[0]
+
+        return first
+
+    def compile_once(module, *names):
+        for name in names:
+            monkeypatch.setattr(module, name, first_of(getattr(module, name)))
+
+    return compile_once
 
 
 @pytest.fixture

@@ -292,8 +292,10 @@ def test_groups_without_both_outcomes_are_refused(probed, monkeypatch):
         probed()
 
 
-def test_real_programs_decode_every_way(opened):
+@pytest.mark.exhaustive
+def test_real_programs_decode_every_way(opened, compile_once):
     """With random weights: contexts are kept, rows are at most T long, draws differ by way."""
+    compile_once(probe, "compile_rollout", "compile_decoder", "compile_to_decode_layout")
     run, params, examples = opened.run, opened.params, opened.examples
     outcomes = probe.probe(run, params, examples, len(examples), other_words=" So.")
     assert set(outcomes.values) == {*probe.WAYS, "negative_is_wrong"}

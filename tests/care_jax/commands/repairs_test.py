@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -115,7 +113,9 @@ def test_texts_with_special_tokens_and_anchors_without_a_rationale_make_no_row(t
     assert sorted(rows_of(run, groups)) == [0, 4, 5]
 
 
-def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, policy):
+@pytest.mark.exhaustive
+def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, compile_once):
+    compile_once(repairs, "compile_rollout", "compile_to_decode_layout")
     out = tmp_path / "new" / "repairs"
     manifest = repairs.write_repairs(opened, out, right_share=0.5)
     rows = open_source("arrayrecord", path=str(out))
@@ -128,6 +128,13 @@ def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, policy
     assert not out.with_name("repairs.partial").exists()
     again = repairs.write_repairs(opened, tmp_path / "again", right_share=0.5)
     assert again["sources"]["repairs"]["shards"] == manifest["sources"]["repairs"]["shards"]
+    # Random weights write no tags, so the anchors have no rationale either.
+    without = [dataclasses.replace(example, rationale="") for example in opened.examples]
+    with pytest.raises(ValueError, match=r"right rationales in <think>, got none in \d+ groups"):
+        repairs.write_repairs(
+            opened._replace(examples=without), tmp_path / "without", right_share=0.0
+        )
+    assert not list(tmp_path.glob("without*"))
 
 
 @pytest.mark.parametrize(
@@ -137,16 +144,11 @@ def test_the_folder_is_read_as_a_part_of_the_cold_start(opened, tmp_path, policy
         ("out", -0.1, r"--right_share must lie in \[0, 1\], got -0.1"),
         ("out", 1.1, r"--right_share must lie in \[0, 1\], got 1.1"),
         ("out", np.nan, r"--right_share must lie in \[0, 1\], got nan"),
-        # Random weights write no tags, and this data has no rationales.
-        ("out", 0.0, r"expected right rationales in <think>, got none in \d+ groups"),
     ],
 )
 def test_repairs_that_cannot_be_written_are_refused(opened, tmp_path, folder, share, message):
-    examples = [dataclasses.replace(example, rationale="") for example in opened.examples]
     with pytest.raises(ValueError, match=message):
-        repairs.write_repairs(
-            opened._replace(examples=examples), tmp_path / folder, right_share=share
-        )
+        repairs.write_repairs(opened, tmp_path / folder, right_share=share)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # of `opened`
 
 
@@ -156,8 +158,6 @@ def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, error_of):
     assert f"flag --out={tmp_path}: it exists; remove it" in error_of(repairs, f"--out={tmp_path}")
     new = f"--out={tmp_path}/new"
     assert "--right_share=1.5" in error_of(repairs, new, "--right_share=1.5")
-    command = [sys.executable, "-m", repairs.__name__, f"--workdir={tmp_path}/run", new]
-    ended = subprocess.run([*command, "--stage=sft"], capture_output=True, text=True)
-    *_, last = ended.stderr.splitlines()
-    assert last.startswith(f"error: expected a checkpoint in {tmp_path}/run/checkpoints/sft")
-    assert ended.returncode == 1 and not (tmp_path / "new").exists()
+    error = error_of(repairs, f"--workdir={tmp_path}/run", new, "--stage=sft")
+    assert error.startswith(f"error: expected a checkpoint in {tmp_path}/run/checkpoints/sft")
+    assert not (tmp_path / "new").exists()

@@ -222,8 +222,15 @@ def save_and_die(folder: str, moment: str, is_bucket: bool) -> None:
         saved.save(2, make_state(2.0), 128, 5, {})
 
 
-@pytest.mark.parametrize("is_bucket", [False, True])
-@pytest.mark.parametrize("moment", ["create", "finalize"])
+@pytest.mark.parametrize(
+    ("moment", "is_bucket"),
+    [
+        pytest.param("create", False, marks=pytest.mark.exhaustive),
+        pytest.param("create", True, marks=pytest.mark.exhaustive),
+        ("finalize", False),
+        pytest.param("finalize", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_kill_during_a_save_leaves_the_step_before(tmp_path, monkeypatch, moment, is_bucket):
     arguments = f"{str(tmp_path)!r}, {moment!r}, {is_bucket}"
     code = f"import checkpoint_test as t; t.save_and_die({arguments})"
@@ -457,6 +464,7 @@ def save_damage_and_restore(folder: str, port: str, index: str, is_bucket: str) 
     print(f"restored {restored.step}: {values}", flush=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_bucket", [False, True])
 def test_all_processes_of_a_run_go_back_to_the_same_step(tmp_path, is_bucket):
     with socket.socket() as probe:

@@ -38,7 +38,13 @@ def test_divergence_is_a_multiple_of_the_last_state_and_of_a_uniform_guess(now, 
     assert re.search(told, found) if told else found == ""
 
 
-@pytest.mark.parametrize(("dtype", "offload"), [("float32", ()), ("bfloat16", ("optimizer",))])
+@pytest.mark.parametrize(
+    ("dtype", "offload"),
+    [
+        pytest.param("float32", (), marks=pytest.mark.exhaustive),
+        ("bfloat16", ("optimizer",)),
+    ],
+)
 def test_the_sums_are_those_of_every_tensor_on_any_mesh(make_run, params, dtype, offload):
     """Also of moments that lie in host memory, and of tensors that are sharded."""
     run = make_run({"model.param_dtype": dtype, "model.offload": offload})

@@ -164,14 +164,11 @@ def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked
     assert (first["acc"], first["accs"]) == (0.5, [1, 0, 1, 0])
 
 
-def graded(question, responses, example):
-    """Each of a question's samples by itself."""
-    return [{"acc": float(text == "<answer>9</answer>"), "half": 0.5} for text in responses]
+GRADED = {"verifier.reward": "graded:graded", "verifier.num_workers": 1}
 
 
 def test_a_reward_function_judges_every_sample(make_run, examples, asked):
-    reward = {"verifier.reward": f"{__name__}:graded"}
-    run = make_run(SETTINGS | SAMPLED | reward)
+    run = make_run(SETTINGS | SAMPLED | GRADED)
     metrics = held_out(run, examples)
     samples = [
         json.loads(line) for line in (run.workdir / "samples_rl.jsonl").read_text().splitlines()
@@ -180,7 +177,7 @@ def test_a_reward_function_judges_every_sample(make_run, examples, asked):
     assert metrics["acc"] == metrics["reward/acc"] == np.mean(rights) > 0
     assert [[each["acc"] for each in sample["components"]] for sample in samples] == rights
     assert metrics["reward/half"] == 0.5
-    run = make_run(SETTINGS | reward)
+    run = make_run(SETTINGS | GRADED)
     held_out(run, examples, "sft")
     first = json.loads((run.workdir / "samples_sft.jsonl").read_text().splitlines()[0])
     assert first["components"] == [{"acc": first["acc"], "half": 0.5}]
@@ -480,5 +477,4 @@ def test_what_a_result_depends_on(staged, make_run, examples, monkeypatch):
     assert not is_read(params={"w": jnp.arange(3.0) + 1})
     evaluator = evaluate.Evaluator(run, examples[1:], [])
     assert evaluator._held_out_settings != evaluate.Evaluator(run, examples, [])._held_out_settings
-    reward = {"verifier.reward": f"{__name__}:graded"}
-    assert staged(reward)[1] == staged(reward)[1] == list(range(5))
+    assert staged(GRADED)[1] == staged(GRADED)[1] == list(range(5))

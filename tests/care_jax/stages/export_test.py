@@ -112,7 +112,11 @@ print(json.dumps(inputs["input_ids"][0]))
 """
 
 
-@pytest.mark.parametrize("policy", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize(
+    "policy",
+    ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 @pytest.mark.skipif(not TORCHVISION.is_dir(), reason=f"needs torchvision in {TORCHVISION}")
 def test_the_stock_processor_opens_and_gives_the_policys_tokens(exported, policy):
     image = Image.new("RGB", (48, 32), "red")
