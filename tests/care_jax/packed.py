@@ -1,5 +1,7 @@
 """Trees in rows for tests: packed as a run does, split, or each response behind its own prompt."""
 
+import dataclasses
+
 import numpy as np
 
 from care_jax.batch import TrainBatch
@@ -45,6 +47,14 @@ def split_plan(tokenized, lengths):
     rest = tuple(range(1, num_branches))
     rows = [(Part(n, rest), Part((n + 1) % number, (0,))) for n in range(number)]
     return plan_of(tokenized, lengths, tuple(rows))
+
+
+def padded(plan, *, num_rows, row_tokens, row_patches):
+    """The plan with empty rows behind its own, and longer rows: layouts that share a program."""
+    assert len(plan.rows) <= num_rows
+    assert plan.row_tokens <= row_tokens and plan.row_patches <= row_patches
+    rows = plan.rows + ((),) * (num_rows - len(plan.rows))
+    return dataclasses.replace(plan, rows=rows, row_tokens=row_tokens, row_patches=row_patches)
 
 
 def train_batch(policy, tokenized, plan, tokens, fields, prompt_weight):

@@ -3,17 +3,37 @@
 The reference of `decoding.sampler` and `decoding.queue`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from care_jax.decoding.sampling import sample_token
 from models import backbone
-from models.positions import image_slots, prompt_positions
+from models.positions import image_slots, pack_images, prompt_positions
+
+
+@functools.partial(jax.jit, static_argnames=("config", "temperature", "top_p"))
+def _sample(params, rows, images, positions, slots, place, key, index, *, config, **choice):
+    """The token at `place` of every row, its logp, and the hidden state before it."""
+    x, features = backbone.embed_with_images(params, rows, images, slots, config, dtype=jnp.float32)
+    mask = backbone.text_mask(jnp.full(rows.shape, rows.shape[1] - 1, jnp.int32), config)
+    hidden = backbone.forward(params, x, positions, mask, config, features=features, slots=slots)
+    hidden = hidden[:, place - 1]
+    logits = backbone.policy_logits(params, hidden, config)
+    u = jax.vmap(
+        lambda rollout: jax.random.uniform(
+            jax.random.fold_in(jax.random.fold_in(key, rollout), index)
+        )
+    )(jnp.arange(len(rows)))
+    token = sample_token(logits, u, **choice)
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
+    return token, logp, hidden
 
 
 def plain_decode(
-    params, policy, prompt, key, *, num_rollouts, max_tokens, temperature, top_p, context=()
+    params, policy, prompt, key, *, room, num_rollouts, max_tokens, temperature, top_p, context=()
 ):
     """The rollouts of one prompt.
 
@@ -22,6 +42,7 @@ def plain_decode(
         policy: of the config, and the automaton of the closing think tag.
         prompt: the prompt.
         key: of the prompt.
+        room: tokens and patches of the longest prompt; prompts of the same room share a program.
         num_rollouts, max_tokens, temperature, top_p: as of a run; the context is in max_tokens.
         context: forced tokens in front of what is sampled.
 
@@ -29,44 +50,27 @@ def plain_decode(
         a tuple (tokens, logp, rationale sum) per rollout, forced tokens left out.
     """
     config, closing_tag = policy.config, np.asarray(policy.closing_tag)
-    start = len(prompt.tokens) + len(context)
-    length = len(prompt.tokens) + max_tokens
+    end = len(prompt.tokens)
+    start, length = end + len(context), room[0] + max_tokens
     positions, following = prompt_positions(prompt.tokens, prompt.grids, config)
-    behind = np.repeat(following + np.arange(max_tokens)[:, None], 3, 1)
+    behind = np.repeat(following + np.arange(length - end)[:, None], 3, 1)
     positions = np.tile(np.concatenate([positions, behind]), (num_rollouts, 1, 1))
     slots = np.full((num_rollouts, length), -1, np.int32)
-    slots[:, : len(prompt.tokens)] = image_slots(prompt.tokens, config)
-    images = policy.prompts.batch([prompt] * num_rollouts).images
-    images, positions, slots = jax.tree.map(jnp.asarray, (images, positions, slots))
-    reach = jnp.full((num_rollouts, length), length - 1, jnp.int32)
-
-    @jax.jit
-    def step(rows, place, rollouts, index):
-        """The token at `place` of every row, its logp, and the hidden state before it."""
-        x, features = backbone.embed_with_images(
-            params, rows, images, slots, config, dtype=jnp.float32
-        )
-        mask = backbone.text_mask(reach, config)
-        hidden = backbone.forward(
-            params, x, positions, mask, config, features=features, slots=slots
-        )[:, place - 1]
-        logits = backbone.policy_logits(params, hidden, config)
-        u = jax.vmap(
-            lambda rollout: jax.random.uniform(
-                jax.random.fold_in(jax.random.fold_in(key, rollout), index)
-            )
-        )(rollouts)
-        token = sample_token(logits, u, temperature=temperature, top_p=top_p)
-        logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
-        return token, logp, hidden
+    slots[:, :end] = image_slots(prompt.tokens, config)
+    every = [prompt] * num_rollouts
+    images = pack_images(
+        [p.patches for p in every], [p.grids for p in every], config.vision, room[1]
+    )
+    choice = dict(config=config, temperature=temperature, top_p=top_p)
 
     rows = np.full((num_rollouts, length), config.pad_token_id, np.int32)
-    rows[:, : len(prompt.tokens)] = prompt.tokens
-    rows[:, len(prompt.tokens) : start] = context
+    rows[:, :end] = prompt.tokens
+    rows[:, end:start] = context
     sampled, logps, states = [], [], []
-    for place in range(start, length):
-        rollouts = jnp.arange(num_rollouts)
-        token, logp, hidden = step(rows.copy(), place, rollouts, place - start)
+    for place in range(start, end + max_tokens):
+        token, logp, hidden = _sample(
+            params, rows.copy(), images, positions, slots, place, key, place - start, **choice
+        )
         rows[:, place] = token
         sampled, logps, states = [*sampled, token], [*logps, logp], [*states, hidden]
 

@@ -1,5 +1,6 @@
 """Continuous decoding gives what plain decoding gives, whatever the slots, rows, rings and mesh."""
 
+import copy
 import dataclasses
 import operator
 
@@ -13,6 +14,7 @@ from care_jax.decoding.queue import Request
 from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import WaitingPrompt, simulate
 from care_jax.devices.sharding import make_mesh
+from care_jax.prompts.builder import prompt_sizes
 from models.attention.packed import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
@@ -41,12 +43,14 @@ def requests(policy, image_prompts, questions):
 
 @pytest.fixture(scope="module")
 def expected(params, ending, requests):
+    room = prompt_sizes([request.prompt for request in requests]).max(0).tolist()
     answers = [
         plain_decode(
             params,
             ending,
             request.prompt,
             jax.random.fold_in(RNG, request.index),
+            room=room,
             num_rollouts=G,
             max_tokens=T,
             temperature=HOT,
@@ -62,11 +66,16 @@ def expected(params, ending, requests):
 
 @pytest.fixture(scope="module")
 def answer(params, ending, requests):
-    """All requests answered, in their order, and the queue that did."""
+    """All requests answered, in their order, and the queue that did.
 
-    def answer(num_slots, num_rows, mesh=None, attention=None):
+    Prompts have one bucket, or two, each of which is a program.
+    """
+
+    def answer(num_slots, num_rows, mesh=None, attention=None, num_buckets=1):
+        prompts = copy.copy(ending.prompts)
+        prompts.buckets = prompts.buckets[-num_buckets:]
         ask = make_answer(
-            ending,
+            dataclasses.replace(ending, prompts=prompts),
             params,
             num_slots=num_slots,
             num_rows=num_rows,
@@ -101,6 +110,7 @@ def assert_equal(answered, expected, requests, policy):
             assert rollouts.is_complete[g] == (tokens[-1] in policy.config.eos_token_ids)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
     answer, expected, requests, ending, name
@@ -110,11 +120,19 @@ def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
     assert_equal(answered, expected, requests, ending)
 
 
-@pytest.mark.parametrize(("num_slots", "num_rows"), [(1, 1), (2, 2), (3, 5), (16, 4)])
+@pytest.mark.parametrize(
+    ("num_slots", "num_rows", "num_buckets"),
+    [
+        pytest.param(1, 1, 1, marks=pytest.mark.exhaustive),
+        (2, 2, 2),
+        pytest.param(3, 5, 1, marks=pytest.mark.exhaustive),
+        (16, 4, 1),
+    ],
+)
 def test_tokens_do_not_depend_on_the_schedule(
-    answer, expected, requests, ending, num_slots, num_rows
+    answer, expected, requests, ending, num_slots, num_rows, num_buckets
 ):
-    answered, queue = answer(num_slots, num_rows)
+    answered, queue = answer(num_slots, num_rows, num_buckets=num_buckets)
     assert_equal(answered, expected, requests, ending)
     waiting = [
         WaitingPrompt(len(r.prompt.tokens), r.index, len(r.prompt.patches)) for r in requests
@@ -123,11 +141,13 @@ def test_tokens_do_not_depend_on_the_schedule(
         request.index: [len(tokens) for tokens, *_ in plain]
         for request, plain in zip(requests, expected, strict=True)
     }
-    schedule = simulate(queue.sizes, waiting, lengths, ending.prompts.buckets)
+    schedule = simulate(queue.sizes, waiting, lengths, queue.prompts.buckets)
     assert schedule.num_steps == queue.num_steps
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 2, 2, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(8, 1, 1, 1), pytest.param((2, 2, 2, 1), marks=pytest.mark.exhaustive)]
+)
 def test_tokens_do_not_depend_on_the_mesh(answer, expected, requests, ending, sizes):
     answered, _ = answer(8, 2, make_mesh(*sizes))
     assert_equal(answered, expected, requests, ending)

@@ -4,22 +4,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from updates import SGD, Update, log_probabilities
+from packed import take_back
+from updates import LAYOUTS, PLANS, SGD, Update
 
-from care_jax.learning.logprobs import ForwardOptions
+from care_jax.learning.logprobs import ForwardOptions, score_rows
 from care_jax.learning.train_step import init_state, train_step
 from care_jax.method.objectives import Objective
+from care_jax.packing.layout import lay_out
 
 
 @pytest.fixture(scope="package")
-def update_of(policy, params, image_prompts, responses):
+def log_probabilities(policy, params, image_prompts):
+    """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
+    options = ForwardOptions(jnp.float32, chunk=1000)
+    score = jax.jit(lambda rows: score_rows(params, rows, policy.config, options))
+
+    def log_probabilities(responses):
+        plan = LAYOUTS["replicated"](image_prompts, np.asarray(responses.is_valid).sum(-1))
+        rows = lay_out(image_prompts, np.asarray(responses.tokens), plan, policy.config)
+        return [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in score(rows)]
+
+    return log_probabilities
+
+
+@pytest.fixture(scope="package")
+def scored(log_probabilities, responses):
+    return log_probabilities(responses)
+
+
+@pytest.fixture(scope="package")
+def update_of(policy, scored, image_prompts, responses):
     """Rows that have moved away from the sampler and the reference, one prompt left out.
 
     The first token of a row has no credit, the first three are no answer.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     shape = responses.tokens.shape
-    logp, _ = log_probabilities(policy, params, image_prompts, responses)
+    logp, _ = scored
     is_trained = np.asarray(responses.is_valid & (jnp.arange(4) != 2)[:, None, None])
     return Update(
         policy,
@@ -39,25 +60,26 @@ def update_of(policy, params, image_prompts, responses):
 
 @pytest.fixture(scope="package")
 def batch(update_of):
-    """In eight rows, so that every microbatch size and mesh below divides them."""
-    return update_of.batch(row_tokens=96, microbatch_size=8)
+    """Four rows of a prompt and four empty ones; the tests of meshes divide them."""
+    return update_of.batch(PLANS["a row per prompt"])
 
 
 @pytest.fixture(scope="package")
 def step(policy):
-    def step(state, batch, microbatch_size, beta=0.1, clip_low=0.2, clip_high=0.28, sequence=False):
+    """Layouts of `LAYOUTS` share a program; the sequence ratio is another."""
+
+    def step(state, batch, microbatch_size, sequence=False):
         return train_step(
             state,
             batch,
             policy.config,
             SGD,
-            Objective(None, clip_low, clip_high, beta, has_sequence_ratio=sequence),
+            Objective(None, 0.2, 0.28, beta=0.1, has_sequence_ratio=sequence),
             ForwardOptions(jnp.float32, chunk=7),
             microbatch_size=microbatch_size,
         )
 
-    static = ("microbatch_size", "beta", "clip_low", "clip_high", "sequence")
-    return jax.jit(step, static_argnames=static)
+    return jax.jit(step, static_argnames=("microbatch_size", "sequence"))
 
 
 @pytest.fixture(scope="package")

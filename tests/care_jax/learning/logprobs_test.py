@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed import packed_plan, replicated_plan, split_plan, take_back
+from packed import take_back
+from updates import LAYOUTS
 
 from care_jax.learning import logprobs
 from care_jax.packing.layout import at_tokens, lay_out
@@ -12,73 +13,56 @@ from models import backbone
 
 
 @pytest.fixture(scope="module")
-def score(policy):
-    """(params, rows) to log-probabilities and entropies at the rows' places."""
+def weighted(policy):
+    """Log-probabilities, entropies, and the gradient of Σ weight · logp, for all plans."""
+    options = logprobs.ForwardOptions(jnp.float32, chunk=1000)
 
-    def score(params, rows, chunk=1000, remat="none"):
-        options = logprobs.ForwardOptions(jnp.float32, chunk, remat)
-        return logprobs.score_rows(params, rows, policy.config, options)
+    def total(params, rows, weight):
+        logp, entropy = logprobs.score_rows(params, rows, policy.config, options)
+        return (logp * weight).sum(), (logp, entropy)
 
-    return jax.jit(score, static_argnames=("chunk", "remat"))
-
-
-@pytest.fixture(scope="module")
-def lay(policy, image_prompts, responses):
-    """Plans and lays out the responses to four prompts, packed, split or replicated."""
-    tokens, lengths = np.asarray(responses.tokens), np.asarray(responses.is_valid).sum(-1)
-
-    def lay(name):
-        make_plan = {"packed": packed_plan, "split": split_plan, "replicated": replicated_plan}
-        plan = make_plan[name](image_prompts, lengths)
-        return plan, lay_out(image_prompts, tokens, plan, policy.config)
-
-    return lay
+    return jax.jit(jax.value_and_grad(total, has_aux=True))
 
 
-@pytest.mark.parametrize("name", ["packed", "split"])
 def test_packed_trees_give_the_log_probabilities_and_gradient_of_replicated_rows(
-    score, lay, params, responses, name
+    weighted, policy, params, image_prompts, responses
 ):
     rng = np.random.default_rng(1)
-    weights = responses.is_valid * rng.normal(size=responses.tokens.shape).astype(np.float32)
-    found = []
-    for layout in (name, "replicated"):
-        plan, rows = lay(layout)
-        weight = at_tokens(np.asarray(weights), plan)
+    tokens, lengths = np.asarray(responses.tokens), np.asarray(responses.is_valid).sum(-1)
+    weights = responses.is_valid * rng.normal(size=tokens.shape).astype(np.float32)
 
-        def total(params, rows=rows, weight=weight):
-            logp, entropy = score(params, rows)
-            return (logp * weight).sum(), (logp, entropy)
+    def found(layout):
+        plan = LAYOUTS[layout](image_prompts, lengths)
+        rows = lay_out(image_prompts, tokens, plan, policy.config)
+        (_, scored), grad = weighted(params, rows, at_tokens(np.asarray(weights), plan))
+        return [take_back(np.asarray(x), plan, tokens.shape[-1]) for x in scored], grad
 
-        (_, scored), grad = jax.value_and_grad(total, has_aux=True)(params)
-        back = [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in scored]
-        found.append((back, grad))
-    (ours, grad), (theirs, expected) = found
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a != 0).sum() == responses.is_valid.sum()
-        np.testing.assert_allclose(a, b, atol=2e-5)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(grad):
-        want = functools.reduce(lambda tree, key: tree[key.key], path, expected)
-        np.testing.assert_allclose(leaf, want, atol=1e-4 * np.abs(want).max(), err_msg=str(path))
+    theirs, expected = found("replicated")
+    for layout in ("packed", "trees in parts"):
+        ours, grad = found(layout)
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a != 0).sum() == responses.is_valid.sum()
+            np.testing.assert_allclose(a, b, atol=2e-5)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(grad):
+            want = functools.reduce(lambda tree, key: tree[key.key], path, expected)
+            atol = 1e-4 * np.abs(want).max()
+            np.testing.assert_allclose(leaf, want, atol=atol, err_msg=f"{layout} {path}")
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 26, 27])
-def test_chunks_change_nothing(score, lay, params, chunk):
-    _, rows = lay("packed")
-    for a, b in zip(score(params, rows), score(params, rows, chunk=chunk), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-@pytest.mark.parametrize("remat", ["dots", "layer"])
-def test_what_is_recomputed_changes_nothing(score, lay, params, remat):
-    _, rows = lay("packed")
-
-    def total(params, remat):
-        return score(params, rows, remat=remat)[0].sum()
-
-    ours, theirs = (jax.grad(total)(params, name) for name in (remat, "none"))
-    for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+def test_chunks_change_nothing(policy, params, chunk):
+    """Of 40 tokens, of which 26 are scored; a chunk without any gives 0."""
+    keys = jax.random.split(jax.random.key(0))
+    hidden = jax.random.normal(keys[0], (2, 40, policy.config.text.hidden_size))
+    targets = jax.random.randint(keys[1], (2, 40), 0, 600)
+    is_wanted = jnp.arange(40) < jnp.array([[26], [9]])
+    found = functools.partial(
+        logprobs.token_logprobs, params, hidden, targets, policy.config, is_wanted=is_wanted
+    )
+    for whole, chunked in zip(found(chunk=1000), found(chunk=chunk), strict=True):
+        assert whole.shape == chunked.shape
+        np.testing.assert_allclose(chunked[is_wanted], whole[is_wanted], atol=1e-5)
+        assert not np.any(chunked[:, 26 + -26 % chunk :])
 
 
 def test_image_and_video_pad_tokens_have_no_probability(policy, params):

@@ -1,14 +1,12 @@
 """The update is the same however trees are packed, rows cut into microbatches, and devices used."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from packed import packed_plan, replicated_plan, split_plan
-from updates import ACC, BASELINES, SGD, assert_same_update, credited_by, log_probabilities
+from updates import ACC, BASELINES, LAYOUTS, SGD, assert_same_update, credited_by
 
 from care_jax.batch import Scores
 from care_jax.decoding import reflection
@@ -19,41 +17,38 @@ from configs import common
 from models import backbone
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2])
-def test_microbatches_change_nothing(step, params, batch, whole, microbatch_size):
-    """Half of the rows are empty; a microbatch of them is not computed."""
-    result = step(init_state(params, SGD), batch, microbatch_size)
-    assert_same_update(params, result, whole)
+@pytest.fixture(scope="module")
+def in_layout(step, params):
+    """Makes the update, laid out by name, in up to six microbatches of two rows."""
+
+    def in_layout(update_of, name, **settings):
+        return step(init_state(params, SGD), update_of.batch(LAYOUTS[name]), 2, **settings)
+
+    return in_layout
 
 
-LAYOUTS = {
-    "one long row": functools.partial(packed_plan, row_tokens=512, row_patches=1024),
-    "trees in parts": split_plan,
-    "replicated": replicated_plan,
-}
+def test_microbatches_change_nothing(in_layout, params, update_of, whole):
+    """Of the rows of `whole`: a used row and an empty one in each of four, two without any."""
+    assert_same_update(params, in_layout(update_of, "a row per prompt"), whole)
 
 
-@pytest.mark.parametrize("make_plan", LAYOUTS.values(), ids=LAYOUTS)
-def test_packing_changes_nothing(step, params, update_of, whole, make_plan):
-    result = step(init_state(params, SGD), update_of.batch(make_plan), 1)
-    assert_same_update(params, result, whole)
+@pytest.mark.parametrize("name", ["packed", "one long row", "trees in parts", "replicated"])
+def test_packing_changes_nothing(in_layout, params, update_of, whole, name):
+    assert_same_update(params, in_layout(update_of, name), whole)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "gspo" else pytest.mark.exhaustive)
-        for name in BASELINES
-    ],
-)
-def test_packing_and_microbatches_change_nothing_under_any_baseline(step, params, update_of, name):
+@pytest.mark.parametrize("name", BASELINES)
+def test_packing_and_microbatches_change_nothing_under_any_baseline(
+    in_layout, params, update_of, scored, name
+):
     """Responses of 1 to 9 tokens lie unevenly in rows and microbatches."""
-    credited = credited_by(name, update_of)
-    settings = dict(beta=0.0, sequence=name == "gspo")
-    replicated = step(init_state(params, SGD), credited.batch(replicated_plan), 1, **settings)
+    # The reference is the policy itself, so that the gradient is the objective's alone.
+    credited = credited_by(name, update_of).replace(ref_logp=scored[0])
+    sequence = name == "gspo"
+    replicated = in_layout(credited, "replicated", sequence=sequence)
     assert replicated[1]["grad_norm"] > 1e-3
-    for make_plan in (packed_plan, split_plan):
-        packed = step(init_state(params, SGD), credited.batch(make_plan), 1, **settings)
+    for layout in ("packed", "trees in parts"):
+        packed = in_layout(credited, layout, sequence=sequence)
         assert_same_update(params, packed, replicated)
 
 
@@ -65,7 +60,7 @@ CARE = credit.CareSettings(**CARE)
 
 @pytest.mark.parametrize("reflect_credit", ["as_sampled", "prompt_only"])
 def test_packing_changes_nothing_under_care_with_reflected_rows(
-    policy, step, params, image_prompts, update_of, reflect_credit
+    policy, in_layout, params, log_probabilities, update_of, reflect_credit
 ):
     """The third rows are reflected: up to three of their tokens were forced, and stay or go."""
     responses, tokens = update_of.responses, np.arange(9)
@@ -90,16 +85,16 @@ def test_packing_changes_nothing_under_care_with_reflected_rows(
     assert (
         credited.is_trained[0, 2].sum() == (responses.is_valid & ~responses.is_forced)[0, 2].sum()
     )
-    old_logp, _ = log_probabilities(policy, params, image_prompts, responses)
+    old_logp, _ = log_probabilities(responses)
     names = ("token_advantage", "row_weight", "is_trained")
     fields = {name: np.asarray(getattr(credited, name)) for name in names}
     fields |= {"is_answer": scores.is_answer, "old_logp": old_logp + 0.3}
     weight = np.asarray(credited.prompt_weight)
     made = dataclasses.replace(update_of, responses=responses).replace(weight, **fields)
-    replicated = step(init_state(params, SGD), made.batch(replicated_plan), 1)
+    replicated = in_layout(made, "replicated")
     assert replicated[1]["grad_norm"] > 1e-3
-    for make_plan in (packed_plan, split_plan):
-        packed = step(init_state(params, SGD), made.batch(make_plan), 1)
+    for layout in ("packed", "trees in parts"):
+        packed = in_layout(made, layout)
         assert_same_update(params, packed, replicated)
 
 
@@ -141,13 +136,12 @@ def test_eight_devices_give_the_update_of_one(policy, step, params, batch, whole
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["qwen3_vl"], indirect=True)
 def test_layouts_and_devices_change_nothing_for_qwen3_vl_either(
-    policy, step, params, update_of, batch, whole
+    policy, step, in_layout, params, update_of, batch
 ):
     """DeepStack reaches the prompt's image tokens alone, however rows are laid out or sharded."""
-    moved = jax.tree.map(lambda old, new: jnp.abs(old - new).max(), params, whole[0].params)
+    replicated = in_layout(update_of, "replicated")
+    moved = jax.tree.map(lambda old, new: jnp.abs(old - new).max(), params, replicated[0].params)
     assert moved["vision"]["deepstack"]["up"]["kernel"] > 1e-6
-    for make_plan in (replicated_plan, split_plan):
-        result = step(init_state(params, SGD), update_of.batch(make_plan), 1)
-        assert_same_update(params, result, whole)
+    assert_same_update(params, in_layout(update_of, "trees in parts"), replicated)
     sharded = on_eight_devices(policy, params, step, batch, RULES)
-    assert_same_update(params, sharded, whole)
+    assert_same_update(params, sharded, replicated)

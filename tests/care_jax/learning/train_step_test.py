@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from updates import SGD, assert_same_update, credited_by, log_probabilities
+from updates import LAYOUTS, PLANS, SGD, assert_same_update, credited_by
 
 from care_jax.devices import sharding
 from care_jax.learning import optimizer
@@ -30,10 +30,8 @@ from models import lora
 from models.attention.packed import AttentionImpl
 
 
-def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
-    policy, params, image_prompts, responses, update_of, whole
-):
-    logp, entropy = log_probabilities(policy, params, image_prompts, responses)
+def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(scored, update_of, whole):
+    logp, entropy = scored
     b = types.SimpleNamespace(
         **{name: np.asarray(value, np.float64) for name, value in update_of.fields.items()}
     )
@@ -66,11 +64,11 @@ def test_loss_and_metrics_are_the_formulas_with_hand_made_sums(
     assert state.step == 1
 
 
-def test_sequence_ratio_is_a_responses_own(policy, step, params, image_prompts, update_of):
+def test_sequence_ratio_is_a_responses_own(step, params, scored, update_of):
     """The loss of GSPO, summed by hand; rows have moved by up to several times the range."""
     credited = credited_by("gspo", update_of)
     responses = update_of.responses
-    logp, _ = log_probabilities(policy, params, image_prompts, responses)
+    logp, _ = scored
     delta = logp.astype(np.float64) - np.asarray(credited.fields["old_logp"])
     terms, num_tokens, num_clipped = [], [], []
     for prompt, row in np.ndindex(4, 3):
@@ -80,7 +78,8 @@ def test_sequence_ratio_is_a_responses_own(policy, step, params, image_prompts, 
         terms.append(min(s * A, np.clip(s, 0.8, 1.28) * A))
         num_tokens.append(mask.sum() * (A != 0))
         num_clipped.append(num_tokens[-1] * (s > 1.28 if A > 0 else s < 0.8))
-    _, metrics = step(init_state(params, SGD), credited.batch(), 1, beta=0.0, sequence=True)
+    batch = credited.batch(LAYOUTS["packed"])
+    _, metrics = step(init_state(params, SGD), batch, 2, sequence=True)
     np.testing.assert_allclose(metrics["policy_loss"], -np.mean(terms), rtol=1e-4)
     np.testing.assert_allclose(metrics["clip_rate"], sum(num_clipped) / sum(num_tokens), rtol=1e-5)
     assert 0 < sum(num_clipped) < sum(num_tokens)
@@ -92,7 +91,8 @@ def test_rows_without_credit_do_not_move_the_loss(step, params, update_of, whole
         old_logp=np.where(is_trained, fields["old_logp"], -50.0),
         ref_logp=np.where(is_trained, fields["ref_logp"], 0.0),
     )
-    assert_same_update(params, step(init_state(params, SGD), changed.batch(), 1), whole)
+    batch = changed.batch(PLANS["a row per prompt"])
+    assert_same_update(params, step(init_state(params, SGD), batch, 8), whole)
 
 
 def test_a_batch_without_any_update_leaves_finite_parameters_alone(step, params, batch):
@@ -114,88 +114,59 @@ def test_kl_alone_pulls_towards_the_reference(step, policy, params, batch):
     assert after["kl_ref"] < before["kl_ref"]
 
 
-def updated(policy, batch, state, adamw, partition=optimizer.partition, **settings):
-    return jax.jit(
-        functools.partial(
-            train_step,
-            config=policy.config,
-            optimizer=adamw,
-            objective=Objective(None, clip_low=0.2, clip_high=0.28, beta=0.0),
-            options=ForwardOptions(jnp.float32, chunk=1000, remat="dots"),
-            microbatch_size=8,
-            partition=partition,
-            **settings,
-        )
-    )(state, batch)
+ADAMW = optimizer.make_optimizer(lambda step: 1e-3, weight_decay=0.0, max_grad_norm=1e9)
 
 
 @pytest.fixture(scope="module")
-def adamw():
-    return optimizer.make_optimizer(lambda step: 1e-3, weight_decay=0.0, max_grad_norm=1e9)
+def updated(policy, batch):
+    """(state, batch) -> state and metrics after an update by AdamW."""
+
+    def updated(state, batch=batch, partition=optimizer.partition):
+        return train_step(
+            state,
+            batch,
+            policy.config,
+            ADAMW,
+            Objective(None, clip_low=0.2, clip_high=0.28, beta=0.0),
+            ForwardOptions(jnp.float32, chunk=1000),
+            microbatch_size=8,
+            partition=partition,
+            skip_nonfinite=True,
+        )
+
+    return jax.jit(updated, static_argnames="partition")
 
 
-def test_an_update_that_is_not_finite_leaves_the_state_bit_for_bit(policy, params, batch, adamw):
-    """And one that is finite gives the same state with skipping as without, moments included."""
-    state = init_state(params, adamw)
-    after, metrics = updated(policy, batch, state, adamw)
-    same, of_same = updated(policy, batch, state, adamw, skip_nonfinite=True)
-    jax.tree.map(np.testing.assert_array_equal, same, after)
-    assert not of_same.pop(BROKEN_GRADIENTS).any()
-    jax.tree.map(np.testing.assert_array_equal, of_same, metrics)
-
+def test_an_update_that_is_not_finite_leaves_the_state_bit_for_bit(params, batch, updated):
+    """After a finite update, so that the moments are not zero."""
+    state, metrics = updated(init_state(params, ADAMW))
+    assert state.step == 1 and not metrics[BROKEN_GRADIENTS].any()
     broken = batch.replace(old_logp=batch.old_logp * jnp.nan)
-    skipped, of_skipped = updated(policy, broken, same, adamw, skip_nonfinite=True)
-    jax.tree.map(np.testing.assert_array_equal, skipped, same)
-    assert skipped.step == 1 and not np.isfinite(of_skipped["grad_norm"])
-    assert of_skipped[BROKEN_GRADIENTS].all()
-    assert len(of_skipped[BROKEN_GRADIENTS]) == len(jax.tree.leaves(params))
+    skipped, metrics = updated(state, broken)
+    jax.tree.map(np.testing.assert_array_equal, skipped, state)
+    assert not np.isfinite(metrics["grad_norm"])
+    assert metrics[BROKEN_GRADIENTS].all()
+    assert len(metrics[BROKEN_GRADIENTS]) == len(jax.tree.leaves(params))
 
 
-def test_frozen_parameters_stay_and_have_no_state(policy, params, batch, adamw, whole):
+def test_frozen_parameters_stay_and_have_no_state(params, updated, whole):
     partition = functools.partial(optimizer.partition, freeze_vision=True)
-    state = init_state(params, adamw, partition=partition)
+    state = init_state(params, ADAMW, partition=partition)
     assert len(jax.tree.leaves(state.opt_state)) < 2 * len(jax.tree.leaves(params))
-    after, metrics = updated(policy, batch, state, adamw, partition)
+    after, metrics = updated(state, partition=partition)
     jax.tree.map(np.testing.assert_array_equal, after.params["vision"], params["vision"])
     is_moved = jax.tree.map(lambda a, b: bool((a != b).any()), after.params["text"], params["text"])
     assert all(jax.tree.leaves(is_moved))
     assert 0 < metrics["grad_norm"] < whole[1]["grad_norm"]
 
 
-def test_adapters_learn_and_leave_the_weights_alone(policy, params, batch, adamw):
+def test_adapters_learn_and_leave_the_weights_alone(params, updated):
     adapted = lora.add(params, jax.random.key(1), rank=2, alpha=4.0)
-    state = init_state(jax.device_put(adapted, jax.devices()[0]), adamw)
-    after, _ = updated(policy, batch, state, adamw)
+    state = init_state(jax.device_put(adapted, jax.devices()[0]), ADAMW)
+    after, _ = updated(state)
     jax.tree.map(np.testing.assert_array_equal, lora.without(after.params), params)
     layers = after.params["text"]["layers"]
     assert all(np.abs(layers["mlp"][name]["lora_b"]).max() > 0 for name in ("gate", "up", "down"))
-
-
-def test_state_in_bfloat16_keeps_its_type_and_nearly_its_step(policy, params, batch, adamw):
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    state = init_state(narrow, adamw, moments_dtype=jnp.bfloat16)
-    after, _ = updated(policy, batch, state, adamw)
-    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
-    exact, _ = updated(policy, batch, init_state(jax.tree.map(jnp.float32, narrow), adamw), adamw)
-    # A step of 1e-3 is below half the distance between bfloat16 neighbours of most weights, so
-    # only stochastic rounding lets the weights move, on average as far as in float32.
-    moves = [
-        jax.tree.map(
-            lambda a, b: np.asarray(a, np.float64) - np.asarray(b, np.float64), s.params, narrow
-        )
-        for s in (after, exact)
-    ]
-    ours, theirs = (np.concatenate([x.ravel() for x in jax.tree.leaves(m["text"])]) for m in moves)
-    np.testing.assert_allclose((ours * theirs).sum() / (theirs**2).sum(), 1.0, atol=0.05)
-
-
-def test_moments_on_the_host_give_the_same_update(policy, params, batch, adamw):
-    state = init_state(params, adamw)
-    expected = updated(policy, batch, state, adamw)
-    moments = jax.device_put(state.opt_state, sharding.on_host(sharding.of(state.opt_state)))
-    assert jax.tree.leaves(moments)[1].sharding.memory_kind == "pinned_host"
-    got = updated(policy, batch, state.replace(opt_state=moments), adamw)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_scorer_is_called_as_the_step_was(policy, batch, monkeypatch):
@@ -251,6 +222,60 @@ def test_update_descends_the_summed_gradient_and_reports_its_norm():
     assert metrics["grad_norm"] == pytest.approx((5**2 + 6**2) ** 0.5)
     assert (metrics["loss"], metrics["mean"]) == (pytest.approx(11), pytest.approx(5.5))
     assert state.step == 1
+
+
+@pytest.fixture(scope="module")
+def regression():
+    """Weights of two layers and an update of them by AdamW, on 16 rows of inputs in two parts."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "in": 0.1 * jax.random.normal(keys[0], (32, 64)),
+        "out": 0.1 * jax.random.normal(keys[1], (64, 32)),
+    }
+    batch = numbers(jax.random.normal(keys[2], (16, 32)))
+
+    def loss_fn(params, batch):
+        error = jnp.tanh(batch.x @ params["in"]) @ params["out"] - jnp.flip(batch.x, 1)
+        return jnp.square(error).mean() / 2, {"error": (jnp.abs(error).sum(), jnp.float32(512))}
+
+    def updated(state, **settings):
+        return update(state, batch, loss_fn, ADAMW, microbatch_size=8, **settings)
+
+    return params, jax.jit(updated, static_argnames="skip_nonfinite")
+
+
+def test_a_finite_update_is_the_same_with_skipping_as_without(regression):
+    params, updated = regression
+    after, metrics = updated(init_state(params, ADAMW))
+    same, of_same = updated(init_state(params, ADAMW), skip_nonfinite=True)
+    assert not of_same.pop(BROKEN_GRADIENTS).any()
+    jax.tree.map(np.testing.assert_array_equal, (same, of_same), (after, metrics))
+
+
+def test_state_in_bfloat16_keeps_its_type_and_nearly_its_step(regression):
+    params, updated = regression
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    state = init_state(narrow, ADAMW, moments_dtype=jnp.bfloat16)
+    after, _ = updated(state)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    exact, _ = updated(init_state(jax.tree.map(jnp.float32, narrow), ADAMW))
+    # A step of 1e-3 is below half the distance between bfloat16 neighbours of most weights, so
+    # only stochastic rounding lets the weights move, on average as far as in float32.
+    ours, theirs = (
+        np.concatenate([(s.params[name] - narrow[name].astype(float)).ravel() for name in narrow])
+        for s in (after, exact)
+    )
+    np.testing.assert_allclose((ours * theirs).sum() / (theirs**2).sum(), 1.0, atol=0.05)
+
+
+def test_moments_on_the_host_give_the_same_update(regression):
+    params, updated = regression
+    state = init_state(jax.device_put(params, jax.devices()[0]), ADAMW)
+    expected = updated(state)
+    moments = jax.device_put(state.opt_state, sharding.on_host(sharding.of(state.opt_state)))
+    assert jax.tree.leaves(moments)[1].sharding.memory_kind == "pinned_host"
+    got = updated(state.replace(opt_state=moments))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_the_tensors_whose_gradient_is_not_finite_are_told():

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from packed import packed_plan, replicated_plan, take_back, train_batch
+from packed import packed_plan, padded, replicated_plan, split_plan, train_batch
 
 from care_jax.batch import Rollouts, Scores
-from care_jax.learning import logprobs
 from care_jax.method import credit
-from care_jax.packing.layout import lay_out
 
 SGD = optax.sgd(1024.0)
 
@@ -32,9 +30,8 @@ class Update:
     fields: dict
     prompt_weight: np.ndarray
 
-    def batch(self, make_plan=packed_plan, **settings):
-        lengths = np.asarray(self.responses.is_valid).sum(-1)
-        plan = make_plan(self.tokenized, lengths, **settings)
+    def batch(self, make_plan):
+        plan = make_plan(self.tokenized, np.asarray(self.responses.is_valid).sum(-1))
         tokens = self.responses.tokens
         return train_batch(
             self.policy, self.tokenized, plan, tokens, self.fields, self.prompt_weight
@@ -45,14 +42,22 @@ class Update:
         return dataclasses.replace(self, fields=self.fields | fields, prompt_weight=weight)
 
 
-def log_probabilities(policy, params, tokenized, responses):
-    """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
-    plan = replicated_plan(tokenized, np.asarray(responses.is_valid).sum(-1))
-    rows = lay_out(tokenized, np.asarray(responses.tokens), plan, policy.config)
-    options = logprobs.ForwardOptions(jnp.float32, chunk=1000)
-    score = functools.partial(logprobs.score_rows, config=policy.config, options=options)
-    scored = jax.jit(score)(params, rows)
-    return [take_back(np.asarray(x), plan, responses.tokens.shape[-1]) for x in scored]
+PLANS = {
+    "a row per prompt": functools.partial(packed_plan, row_tokens=96, microbatch_size=8),
+    "packed": packed_plan,
+    "one long row": functools.partial(packed_plan, row_tokens=512, row_patches=1024),
+    "trees in parts": split_plan,
+    "replicated": replicated_plan,
+}
+
+
+def plan_of_one_shape(name, tokenized, lengths):
+    """A plan by name; all have the same shape, so that they share a program."""
+    plan = PLANS[name](tokenized, lengths)
+    return padded(plan, num_rows=12, row_tokens=224, row_patches=256)
+
+
+LAYOUTS = {name: functools.partial(plan_of_one_shape, name) for name in PLANS}
 
 
 def assert_same_update(params, result, expected, tolerance=1e-5):
