@@ -95,7 +95,9 @@ def test_remat_equals_no_remat(gradient, without_remat):
 
 
 @pytest.mark.parametrize(
-    "dense_tokens", [0, pytest.param(1000, marks=pytest.mark.exhaustive)], ids=["blocks", "dense"]
+    ("family", "dense_tokens"),
+    [pytest.param("qwen2_5_vl", 0, id="blocks"), pytest.param("qwen3_vl", 1000, id="dense")],
+    indirect=["family"],
 )
 def test_a_mesh_changes_no_feature_and_no_gradient(params, make_batch, config, dense_tokens):
     """Patches are sharded between attentions, and heads inside them."""

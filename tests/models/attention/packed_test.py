@@ -104,13 +104,13 @@ def assert_equals_dense(impl, spans, group, head_dim):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 24), (3, 64), (7, 128)])
+@pytest.mark.parametrize(("group", "head_dim"), [(3, 64), (7, 128)])
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_kernels_equal_a_dense_mask_in_values_and_gradients_of_trees(name, group, head_dim):
     assert_equals_dense(IMPLS[name], text(), group, head_dim)
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 72), (1, 80), (2, 24)])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 72), (1, 80)])
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_kernels_equal_a_dense_mask_in_values_and_gradients_of_images(name, group, head_dim):
     assert_equals_dense(IMPLS[name], images(), group, head_dim)
@@ -129,7 +129,7 @@ def test_other_forests_and_blocks_equal_a_dense_mask(blocks):
         assert_equals_dense(impl, text(seed), 2, 8)
 
 
-@pytest.mark.parametrize("name", IMPLS)
+@pytest.mark.parametrize("name", ["xla", "dense"])
 def test_jit_changes_nothing(name):
     qkv, weight = arrays(2, 8)
     arguments = IMPLS[name], *text(), *qkv, weight
@@ -139,8 +139,10 @@ def test_jit_changes_nothing(name):
 
 # Two kv heads of three or four query heads: sharded over one axis and not the other, which does not
 # divide; copied to be sharded over both; kept whole where nothing divides.
-@pytest.mark.parametrize(("group", "tensor", "sequence"), [(3, 2, 2), (4, 2, 2), (3, 4, 1)])
-@pytest.mark.parametrize("name", IMPLS)
+@pytest.mark.parametrize(
+    ("name", "group", "tensor", "sequence"),
+    [*((name, group, 2, 2) for name in IMPLS for group in (3, 4)), ("xla", 3, 4, 1)],
+)
 def test_a_mesh_changes_nothing(name, group, tensor, sequence):
     """Rows that lie on different devices need different lists."""
     axes = ("data", "tensor", "sequence")
