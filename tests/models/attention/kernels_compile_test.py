@@ -18,6 +18,7 @@ CASES = {
     "tower of Qwen2.5-VL": ((2, 4096, 16, 1, 80), False),
     "tower of Qwen3-VL": ((2, 4096, 16, 1, 72), False),
 }
+OF_EVERY_TPU = {"decoder of 7B": CASES["decoder of 7B"]}
 # Prompts, rows of each, kv heads, query heads of each, head size, slots of a prompt and of a row.
 STEP = "decode step of 7B"
 STEP_SIZES = 64, 4, 4, 7, 128, 2048, 2048
@@ -40,22 +41,19 @@ H100 = """gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "H100" """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("compiler", "topology"),
-    [
-        ("libtpu", "v5e:2x2"),
-        pytest.param("libtpu", "v5p:2x2x1", marks=pytest.mark.exhaustive),
-        pytest.param("libtpu", "v6e:2x2", marks=pytest.mark.exhaustive),
-        ("cuda", "1x1x4"),
-    ],
+    ("compiler", "topologies"),
+    [("libtpu", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]), ("cuda", ["1x1x4"])],
+    ids=["tpu", "gpu"],
 )
-def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, topology):
+def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, topologies):
     """One head's scores of 8192 x 8192 would be more than the decoder's bound."""
     folder = pathlib.Path(sys.prefix, compiler)
     if not folder.is_dir():
         pytest.skip(f"needs {compiler} in {folder}, where `make test` puts it")
     result = subprocess.run(
-        [sys.executable, __file__, compiler, topology],
+        [sys.executable, __file__, compiler, *topologies],
         capture_output=True,
         text=True,
         env={
@@ -66,7 +64,8 @@ def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, top
         },
     )
     sizes = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
-    assert [name for name, *_ in sizes] == [*CASES, STEP], result.stderr[-3000:]
+    names = [*CASES, STEP, *[name for _ in topologies[1:] for name in (*OF_EVERY_TPU, STEP)]]
+    assert [name for name, *_ in sizes] == names, result.stderr[-3000:]
     for name, *numbers in sizes:
         num_kernels, arguments, temporaries = map(int, numbers)
         assert num_kernels == (2 if name == STEP else 3), name
@@ -74,7 +73,13 @@ def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, top
         assert temporaries < (arguments / 20 if name == STEP else 3 * arguments), name
 
 
-def main(compiler: str, topology: str) -> None:
+def main(compiler: str, *topologies: str) -> None:
+    compile_for(compiler, topologies[0], CASES)
+    for topology in topologies[1:]:
+        compile_for(compiler, topology, OF_EVERY_TPU)
+
+
+def compile_for(compiler: str, topology: str, cases: dict) -> None:
     """Prints kernels, bytes of arguments and of temporaries of every case, on a 2 x 2 mesh."""
     import jax
     import jax.numpy as jnp
@@ -106,7 +111,7 @@ def main(compiler: str, topology: str) -> None:
         sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         print(name, num_kernels, *sizes, sep="\t")
 
-    for name, ((B, S, K, G, H), is_text) in CASES.items():
+    for name, ((B, S, K, G, H), is_text) in cases.items():
         span = abstract((B, S), jnp.int32, "data")
         q, k = (
             abstract(shape, jnp.bfloat16, "data", None, "tensor")
