@@ -50,7 +50,6 @@ def one(tmp_path_factory):
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param((8, 1, 1, 1), marks=pytest.mark.exhaustive),
         pytest.param((2, 2, 2, 1), marks=pytest.mark.exhaustive),
         (1, 2, 2, 2),
     ],

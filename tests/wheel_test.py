@@ -101,5 +101,3 @@ def test_it_runs_beside_other_packages_of_these_names(installed):
     assert result.returncode == 1 and "error: no file 'nothing' in configs" in result.stderr
     result = run(folder, "fly")
     assert result.returncode == 2 and "error: no command 'fly'" in result.stderr
-    result = run(folder, "aot", "--config=rescue_me.py", "--topology=v5e:2x2")
-    assert result.returncode == 2 and "rescue_me.py" in result.stderr

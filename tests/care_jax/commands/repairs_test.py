@@ -152,7 +152,7 @@ def test_repairs_that_cannot_be_written_are_refused(opened, tmp_path, folder, sh
     assert [path.name for path in tmp_path.iterdir()] == ["run"]  # of `opened`
 
 
-def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, error_of):
+def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, one_device, error_of):
     monkeypatch.chdir(ROOT)  # of the default configuration
     assert "flag --out" in error_of(repairs)
     assert f"flag --out={tmp_path}: it exists; remove it" in error_of(repairs, f"--out={tmp_path}")
