@@ -19,6 +19,7 @@ from models.release import config_json
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)  # threads that wait for each other take minutes on a busy machine
 
 TOLERANCE = 5e-5
 PROMPTS = {
