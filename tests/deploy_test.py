@@ -25,6 +25,8 @@ from care_jax.config import command_line
 from care_jax.devices import distributed
 from configs import common
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 JOB_SETS = sorted(path.name for path in DEPLOY.glob("jobset-*.yaml"))

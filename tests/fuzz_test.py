@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from care_jax.batch import Unusable
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 

@@ -10,10 +10,13 @@ from sampled_group import CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_samp
 
 from care_jax.report.report import Report
 
-pytestmark = pytest.mark.skipif(
-    not browser.executable(),
-    reason=f"needs a browser, none of {', '.join(browser.NAMES)} is installed",
-)
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        not browser.executable(),
+        reason=f"needs a browser, none of {', '.join(browser.NAMES)} is installed",
+    ),
+]
 LATER = dict.fromkeys(("loss", "grad_norm", "learning_rate", "decoded_tokens", "device_idle"), 1.0)
 SETTINGS = {"groups_per_step": 1, "max_megabytes": 4, "image_side": 200, "rollouts_megabytes": 0}
 LONG = "<think>" + "a very long rationale " * 200 + "</think><answer>5</answer>"
