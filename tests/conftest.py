@@ -36,7 +36,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def cache_folder() -> pathlib.Path:
     """For compiled programs: outside the checkout, so that another checkout finds them too.
 
-    Named by the installed versions and the kind of CPU; JAX's own keys cover the rest.
+    Named by the pinned versions and the kind of CPU; JAX's own keys cover the rest.
     """
     cpu = pathlib.Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
@@ -78,13 +78,17 @@ DURATIONS = ROOT / "tests" / "durations.json"  # seconds of every test of a seco
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record_durations", action="store_true", help=f"write {DURATIONS.name}")
+    parser.addoption(
+        "--record_durations",
+        action="store_true",
+        help=f"write {DURATIONS.name} (of all tests: -m '')",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Drops programs that were compiled more than two weeks ago."""
+    """Deletes programs of our own cache that were compiled more than two weeks ago."""
     if not hasattr(config, "workerinput"):  # which the workers of pytest-xdist have
-        for path in pathlib.Path(CACHE).glob("*"):
+        for path in cache_folder().glob("*"):
             if path.stat().st_mtime < time.time() - 14 * 86400:
                 path.unlink(missing_ok=True)
 

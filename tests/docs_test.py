@@ -139,7 +139,7 @@ def test_the_example_of_a_run_from_python_is_one(reward_examples, monkeypatch):
     assert asked["reward"](row.question, ["4", "5"], row) == [{"acc": True}, {"acc": False}]
 
 
-# Words at most. A page that needs more says too much, or is two pages.
+# Maximum number of words of a page.
 WORDS = {
     "README.md": 900,
     "WORKSPACE.md": 2000,
