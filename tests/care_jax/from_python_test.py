@@ -5,21 +5,15 @@ import subprocess
 import sys
 import threading
 
-import jax
 import pytest
 from PIL import Image
 from report_page import data_of
 
 import care_jax
 from care_jax import main
-from care_jax.devices.sharding import make_mesh
 from configs import common, tiny
 
-
-@pytest.fixture(autouse=True)
-def cpu_mesh(monkeypatch):
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def small_config(**changes):

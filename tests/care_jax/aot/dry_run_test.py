@@ -9,17 +9,14 @@ import pytest
 from care_jax import main
 from care_jax.aot import dry_run
 from care_jax.data.stages import open_stage
-from care_jax.devices.sharding import make_mesh
 from care_jax.run.policy import policy_of
 from configs import tiny
 from models import backbone
 
 
 @pytest.fixture
-def said(monkeypatch, capsys, tmp_path):
+def said(one_device, monkeypatch, capsys, tmp_path):
     """Runs dry with a changed configuration; gives what was printed."""
-    one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
     monkeypatch.setattr(dry_run, "_CHEAP", 0)
 
     def run(**changes):

@@ -2,21 +2,17 @@
 
 import json
 
-import jax
 import pytest
 
 from care_jax.commands import reopened
-from care_jax.devices.sharding import make_mesh
 from care_jax.run import lock, weights
 from care_jax.run.run import checkpoint_folder, open_run
 from configs import tiny
 
 
 @pytest.fixture
-def opened(tmp_path, monkeypatch):
+def opened(one_device, tmp_path):
     """The questions of a run of the tiny configuration with some keys changed, on one device."""
-    one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
 
     def opened(changes, num_questions=4):
         config = tiny.get_config()

@@ -17,7 +17,6 @@ from care_jax.aot import dry_run
 from care_jax.batch import Example
 from care_jax.commands import smollm
 from care_jax.data.drawn.word_problems import FAR, KINDS
-from care_jax.devices.sharding import make_mesh
 from care_jax.run.integrity import find_damage
 from care_jax.run.policy import policy_of
 from configs import common, smollm_words
@@ -189,9 +188,8 @@ def test_transformers_opens_the_folder(small):
     assert tokenizer.eos_token_id == 2 and tokenizer.encode("in<|image_pad|>") == [263, 5]
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_run_on_word_problems_goes_dry_from_the_folder(small, tmp_path, monkeypatch, capsys):
-    one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
     monkeypatch.setattr(dry_run, "_CHEAP", 0)  # compiles nothing
     config = smollm_words.get_config()
     config.model.path = str(small[1])
@@ -204,10 +202,9 @@ def test_a_run_on_word_problems_goes_dry_from_the_folder(small, tmp_path, monkey
 
 
 @pytest.mark.exhaustive
-def test_a_run_on_word_problems_trains_evaluates_and_exports(small, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("one_device")
+def test_a_run_on_word_problems_trains_evaluates_and_exports(small, tmp_path):
     """Text alone through every stage: no image, no patch, and a repair cue that is taught."""
-    one = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one)
     config = smollm_words.get_config()
     config.stages = ("sft", "evaluate", "rl", "export")
     config.model.path = str(small[1])

@@ -7,7 +7,6 @@ import pytest
 
 from care_jax import main
 from care_jax.config import resume
-from care_jax.devices.sharding import make_mesh
 from care_jax.run import run
 from care_jax.run.versions import write_config
 from configs import common, tiny
@@ -104,6 +103,7 @@ def test_keys_of_another_version_are_not_compared():
     resume.check({}, ours, stage="rl", step=1, folder="")
 
 
+@pytest.mark.usefixtures("one_device")
 def test_another_objective_in_a_finished_workdir_changes_nothing_there(
     run_loop, make_run, monkeypatch, tmp_path
 ):
@@ -112,8 +112,6 @@ def test_another_objective_in_a_finished_workdir_changes_nothing_there(
     workdir = tmp_path / "run"
     config = tiny.get_config()
     config.update_from_flattened_dict({"stages": ("export",), "seed": 3})
-    one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-    monkeypatch.setattr("care_jax.run.run.make_mesh", lambda **_: one_device)
     monkeypatch.setattr(main.weights, "start", None)
     (workdir / "config.json").write_text("as it was")
     message = r"other settings: .*rl\.objective was 'grpo', is 'care'"
