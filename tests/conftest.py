@@ -1,13 +1,14 @@
 """Settings of every test: eight virtual CPU devices, exact matrix products, checked shapes.
 
-Most of the suite's time is compilation. LLVM does not optimize, which halves it, and XLA:CPU emits
-its fusions without MLIR, which halves it again.
+Most of the suite's time is compilation. LLVM does not optimize, which halves it, and with JAX 0.10
+XLA:CPU emits its fusions without MLIR, which halves it again.
 
 Set here, before jax initialises and before any module of ours is imported.
 """
 
 import collections
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -18,9 +19,10 @@ import time
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-)
+_FLAGS = ["--xla_backend_optimization_level=0"]
+if importlib.metadata.version("jaxlib") < "0.11":
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 
 import jax
 import jaxtyping
@@ -41,8 +43,8 @@ def cache_folder() -> pathlib.Path:
     cpu = pathlib.Path("/proc/cpuinfo")
     lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
     kinds = sorted({line for line in lines if line.startswith(("model", "flags"))})
-    versions = (ROOT / "constraints.txt").read_text()
-    name = hashlib.sha256("\n".join([sys.version, versions, *kinds]).encode()).hexdigest()[:12]
+    versions = [path.read_text() for path in sorted(ROOT.glob("constraints*.txt"))]
+    name = hashlib.sha256("\n".join([sys.version, *versions, *kinds]).encode()).hexdigest()[:12]
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(caches, "care_jax_tests", name)
 

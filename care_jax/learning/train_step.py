@@ -198,7 +198,7 @@ def update(
         name: numerator / jnp.maximum(denominator, 1e-9)
         for name, (numerator, denominator) in ratios.items()
     }
-    metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     done = state.step + 1
     if skip_nonfinite:
         # optax.apply_if_finite changes the layout of checkpoints, and finally applies bad updates.
