@@ -7,11 +7,15 @@ from models.config import QWEN2_5_VL_3B, BackboneConfig
 IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
 
 
-def medium_config() -> BackboneConfig:
-    """107M parameters: 12 decoder layers of width 768; 6 vision layers of 256, 2 full attention."""
+def medium_config(num_layers: int = 12) -> BackboneConfig:
+    """107M parameters: 12 decoder layers of width 768; 6 vision layers of 256, 2 full attention.
+
+    `num_layers` is of the decoder; the tower has half as many.
+    """
+    num_vision = max(num_layers // 2, 1)
     text = dataclasses.replace(
         QWEN2_5_VL_3B.text,
-        num_layers=12,
+        num_layers=num_layers,
         hidden_size=768,
         intermediate_size=2048,
         num_heads=12,
@@ -23,12 +27,12 @@ def medium_config() -> BackboneConfig:
     )
     vision = dataclasses.replace(
         QWEN2_5_VL_3B.vision,
-        num_layers=6,
+        num_layers=num_vision,
         hidden_size=256,
         intermediate_size=684,
         num_heads=4,
         output_size=768,
-        full_attention_layers=(2, 5),
+        full_attention_layers=tuple(range(num_vision))[2::3] or (0,),
     )
     names = "image", "video", "vision_start", "vision_end"
     tokens = {f"{name}_token_id": 31990 + index for index, name in enumerate(names)}

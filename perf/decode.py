@@ -87,7 +87,7 @@ class AtLengths(transformers.StoppingCriteria):
         self.lengths = torch.tensor(lengths)
 
     def __call__(self, input_ids, scores, **_):
-        return input_ids.shape[1] >= self.lengths
+        return input_ids.shape[1] >= self.lengths.to(input_ids.device)
 
 
 def main() -> None:

@@ -16,26 +16,30 @@ one batch and trains with microbatches of `--rows-per-device`. A stopping criter
 `generate`. Its processor lacks the video part, which needs torchvision. Both sides run in one
 process, each of our steps just before TRL's. Ratios are medians over the steps; the last line is
 `equal <ratio> lognormal <ratio>`.
+
+On a GPU both sides use it, with TF32 matmuls; JAX takes 40% of its memory.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
+import json
+import os
 import pathlib
 import statistics
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
+from typing import Any
 
-import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 import torch
 import transformers
-import trl
 from PIL import Image
 
 from care_jax.batch import Example
@@ -75,11 +79,12 @@ def _hash(text: str) -> float:
     return zlib.crc32(text.encode()) % 1000 / 999
 
 
-def make_config(cap: int, num_slots: int, num_rows: int, folder: str = ""):
+def make_config(cap: int, args: argparse.Namespace, folder: str = ""):
     """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
     config.stages = ("rl",)
-    config.model.backbone = {} if folder else config_json.to_hf(medium_config())
+    shape = medium_config(num_layers=1 if args.small else 12)
+    config.model.backbone = {} if folder else config_json.to_hf(shape)
     config.model.path = folder
     config.data.buckets = ((PROMPT_TOKENS, (IMAGE_SIDE // 14) ** 2),)
     config.data.max_pixels = IMAGE_SIDE**2
@@ -88,7 +93,7 @@ def make_config(cap: int, num_slots: int, num_rows: int, folder: str = ""):
     rl.objective = "grpo"
     rl.num_rollouts = NUM_ROLLOUTS
     rl.prompts_per_step = rl.prompts_per_update = NUM_PROMPTS
-    rl.decode_prompts, rl.decode_rows = num_slots, num_rows
+    rl.decode_prompts, rl.decode_rows = args.slots, args.rows
     rl.row_tokens, rl.row_patches = 4096, 4096
     rl.microbatch_size = 1
     rl.max_response_tokens = cap
@@ -125,7 +130,7 @@ class Ours:
 
     def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
         cap = int(lengths.max())
-        config = make_config(cap, args.slots, args.rows, folder)
+        config = make_config(cap, args, folder)
         writer = stack.enter_context(MetricWriter(workdir, ""))
         self.run = open_run(config, workdir, writer=writer)
         params = weights.start(self.run)
@@ -186,8 +191,11 @@ class ImageProcessor(transformers.Qwen2_5_VLProcessor):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)
 
 
-def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.GRPOTrainer:
+def make_trainer(folder: str, examples, lengths_of_step, args, workdir):
     """TRL's trainer on the same prompts; `lengths_of_step()` returns the next step's lengths."""
+    import datasets
+    import trl
+
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32
     )
@@ -218,7 +226,7 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.G
         max_grad_norm=1.0,
         max_steps=len(CASES) * (args.repeats + 1),
         gradient_checkpointing=not args.keep_activations,
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
         bf16=False,
         save_strategy="no",
         logging_strategy="no",
@@ -254,9 +262,9 @@ def make_trainer(folder: str, examples, lengths_of_step, args, workdir) -> trl.G
 class Turns(transformers.TrainerCallback):
     """Runs our step just before each of TRL's, and times both."""
 
-    def __init__(self, ours: dict[str, Ours]):
+    def __init__(self, ours: dict[str, Ours], report: Callable[[dict[str, Any]], None]):
         self.ours, self.names, self.case = ours, list(ours), next(iter(ours))
-        self.seconds = {name: [] for name in ours}
+        self.seconds, self.report = {name: [] for name in ours}, report
 
     def on_step_begin(self, args, state, control, **_):
         repeat, index = divmod(state.global_step, len(self.names))
@@ -265,20 +273,32 @@ class Turns(transformers.TrainerCallback):
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         theirs = time.perf_counter() - self.began
-        rollouts, rest = self.mine
-        note = "compiles, not counted" if state.global_step <= len(self.names) else ""
-        print(
-            f"{self.case}: ours {rollouts + rest:.1f} s ({rollouts:.1f} + {rest:.1f}), "
-            f"TRL {theirs:.1f} s, {theirs / (rollouts + rest):.2f}x {note}",
-            flush=True,
-        )
-        if not note:
+        is_first = state.global_step <= len(self.names)
+        self.report(step_row(self.case, self.mine, is_first) | {"trl": theirs})
+        if not is_first:
             self.seconds[self.case].append((sum(self.mine), theirs))
 
 
+def step_row(case: str, ours: tuple[float, float], is_first: bool) -> dict[str, Any]:
+    """Seconds of our rollouts and of the rest of a step; the first of a case compiles."""
+    return {"case": case, "rollouts": ours[0], "rest": ours[1], "compiles": is_first}
+
+
+def print_row(row: dict[str, Any], path: str | None) -> None:
+    ours = row["rollouts"] + row["rest"]
+    line = f"{row['case']}: ours {ours:.2f} s ({row['rollouts']:.2f} + {row['rest']:.2f})"
+    if "trl" in row:
+        line += f", TRL {row['trl']:.2f} s, {row['trl'] / ours:.2f}x"
+    print(line + "  compiles, not counted" * row["compiles"], flush=True)
+    if path:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
 def main() -> None:
-    xla_flags.set_defaults()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--slots", type=int, default=4, help="our prompts in flight")
@@ -286,14 +306,21 @@ def main() -> None:
     parser.add_argument("--rows-per-device", type=int, default=8, help="TRL's microbatch")
     parser.add_argument("--keep-activations", action="store_true", help="TRL's, for the gradient")
     parser.add_argument("--ours", action="store_true", help="without TRL")
+    parser.add_argument("--small", action="store_true", help="one layer, to try this program")
+    parser.add_argument("--json", help="file to which a line of JSON is added for each step")
     args = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
+    xla_flags.set_defaults()
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+    report = functools.partial(print_row, path=args.json)
 
     lengths = draw_lengths()
     for name, drawn in lengths.items():
         print(f"{name}: {drawn.sum()} tokens, longest {drawn.max()}")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = make_config(CASES["equal"], args.slots, args.rows)
+        config = make_config(CASES["equal"], args)
         policy, start = policy_of(config), str(folder / "start")
         params = backbone.init(policy.config, jax.random.key(0))
         backbone.export(start, params, policy.config, dtype=jnp.float32)
@@ -304,10 +331,9 @@ def main() -> None:
         if args.ours:
             for repeat in range(args.repeats + 1):
                 for name, side in ours.items():
-                    rollouts, rest = side.step(repeat)
-                    print(f"{name}: {rollouts:.1f} + {rest:.1f} s", flush=True)
+                    report(step_row(name, side.step(repeat), repeat == 0))
             return
-        turns = Turns(ours)
+        turns = Turns(ours, report)
         examples = make_examples(policy.prompts)
         trainer = make_trainer(start, examples, lambda: lengths[turns.case], args, folder / "trl")
         trainer.add_callback(turns)

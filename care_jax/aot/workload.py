@@ -1,6 +1,6 @@
 """FLOPs and bytes of each call of a run's programs, for the roofline.
 
-`compile` uses it for compiled programs, `perf.accelerator` for timed calls.
+`compile` uses it for compiled programs, `perf.first_hour` for timed calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,12 @@
-"""Attention kernels of the device: difference from dense attention, and time against XLA."""
+"""Attention kernels of the device: difference from dense attention, and time against XLA.
+
+At the shapes of every release, in bfloat16 and float32.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,38 +18,76 @@ from care_jax.rl.rollout import rollout_sizes
 from care_jax.run import attention_check
 from care_jax.run.run import Run
 from models.attention.packed import AttentionImpl, attend, block_mask
-from perf.accelerator.rates import best_seconds
+from perf.first_hour import backbone
+from perf.first_hour.parts import attempt
+from perf.first_hour.rates import best_seconds
 
+RELEASES = ("qwen25vl_3b", "qwen25vl_7b", "qwen3vl_4b", "qwen3vl_8b")
 DENSE_TOKENS = 2048  # maximum tokens of a row whose dense attention fits on a device
 
 
-def measure(run: Run) -> list[dict[str, Any]]:
-    """A row for each kernel that the run would use.
+def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
+    """A row for each kernel, shape of heads and dtype; releases of equal shape share it."""
+    for dtype in ("bfloat16", "float32"):
+        runs = {
+            name: backbone.open_backbone(name, is_small=is_small, compute_dtype=dtype)
+            for name in RELEASES
+        }
+        for kernel in KERNELS:
+            by_heads: dict[Any, list[str]] = {}
+            for name, run in runs.items():
+                by_heads.setdefault(heads_of(kernel, run), []).append(name)
+            for heads, names in by_heads.items():
+                labels = {"kernel": kernel, "dtype": dtype, "releases": names, "heads": heads}
+                row = functools.partial(KERNELS[kernel], runs[names[0]], heads)
+                yield from attempt(labels, lambda row=row: [row()], until)
+
+
+def heads_of(kernel: str, run: Run) -> tuple[int, int, int]:
+    """(kv heads, query heads of each, head dim) of a kernel of `KERNELS`."""
+    text, vision = run.policy.config.text, run.policy.config.vision
+    if kernel == "images":
+        return vision.num_heads, 1, vision.head_dim
+    return text.num_kv_heads, text.num_heads // text.num_kv_heads, text.head_dim
+
+
+def _packed(run: Run, heads, size: int, row_of: Callable) -> dict[str, Any]:
+    """Of rows of `size` tokens or patches.
 
     Differences are max |a - b| / max |b|, of the output ("forward") and of the gradients of
     queries, keys and values ("backward").
     """
-    text, vision = run.policy.config.text, run.policy.config.vision
     impl, xla = (
         sharding.attention_impl(name, run.config.sharding_rules, run.mesh)
-        for name in ("auto", "xla")
+        for name in ("kernel", "xla")
     )
+    forward, backward = differences(run, impl, *row_of(min(DENSE_TOKENS, size)), heads)
+    times = (seconds(run, each, *row_of(size), heads) for each in (impl, xla))
+    names = "size", "forward", "backward", "seconds", "xla_seconds"
+    return dict(zip(names, (size, forward, backward, *times), strict=True))
 
-    text_heads = text.num_kv_heads, text.num_heads // text.num_kv_heads, text.head_dim
-    image_heads = vision.num_heads, 1, vision.head_dim
-    rows = []
-    for unit, size, row_of, heads in (
-        ("tokens", run.config.rl.row_tokens, _trial_text, text_heads),
-        ("patches", run.config.rl.row_patches, attention_check.trial_images, image_heads),
-    ):
-        forward, backward = differences(run, impl, *row_of(min(DENSE_TOKENS, size)), heads)
-        times = [seconds(run, each, *row_of(size), heads) for each in (impl, xla)]
-        rows.append((f"rows of {size} {unit}", forward, backward, *times))
-    sizes, bucket = rollout_sizes(run)[0], max(run.policy.prompts.buckets)
-    apart, ours, theirs = attention_check.compare_steps(run, sizes, bucket[0])
-    rows.append(("a decode step, of one layer", apart, None, ours / 1e3, theirs / 1e3))
-    names = "kernel", "forward", "backward", "seconds", "XLA's seconds"
-    return [dict(zip(names, row, strict=True)) for row in rows]
+
+def _text(run: Run, heads) -> dict[str, Any]:
+    return _packed(run, heads, run.config.rl.row_tokens, _trial_text)
+
+
+def _images(run: Run, heads) -> dict[str, Any]:
+    return _packed(run, heads, run.config.rl.row_patches, attention_check.trial_images)
+
+
+def _decode(run: Run, heads) -> dict[str, Any]:
+    """Of one layer in a decode step, against XLA."""
+    sizes, (num_tokens, _) = rollout_sizes(run)[0], max(run.policy.prompts.buckets)
+    apart, ours, theirs = attention_check.compare_steps(run, sizes, num_tokens)
+    times = {"seconds": ours / 1e3, "xla_seconds": theirs / 1e3}
+    return {"size": num_tokens, "forward": apart, **times}
+
+
+KERNELS: dict[str, Callable[..., dict[str, Any]]] = {
+    "text": _text,
+    "images": _images,
+    "decode": _decode,
+}
 
 
 def _trial_text(num_tokens: int):

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from care_jax.devices.flops import PEAK_FLOPS
+
 REPEATS = 20  # inside one program, to exclude dispatch time
+
+
+def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
+    """A row with the matmul rate, one with the copy bandwidth, of the first device."""
+    device = jax.local_devices()[0]
+    rate = matmul_rate(device, 256 if is_small else 8192)
+    yield {"matmul_rate": rate, "peak_flops": PEAK_FLOPS.get(device.device_kind)}
+    yield {"copy_bandwidth": copy_bandwidth(device, 1 if is_small else 1024)}
 
 
 def best_seconds(function: Callable[[], jax.Array], repeats: int = 3) -> float:

@@ -1,0 +1,139 @@
+"""Prefill and decode steps of a backbone with random weights, with the device's kernel and XLA's.
+
+Programs, queue and arrays are those of a run; every response has its drawn length.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import pathlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from care_jax.aot import step_sizes, workload
+from care_jax.decoding.queue import DecodePrograms, DecodeQueue, Request
+from care_jax.devices import sharding
+from care_jax.devices.device_clock import DeviceClock
+from care_jax.prompts.builder import prompt_sizes
+from care_jax.rl.rollout import compile_decoder, rollout_sizes
+from care_jax.run.run import Run, compile_to_decode_layout
+from models.attention.packed import AttentionImpl
+from models.backbone import Params
+from perf.first_hour import backbone
+from perf.first_hour.parts import Compilations, Timed, attempt
+
+TRACED_MEAN = 12.0  # tokens of a response in the trace: about a hundred decode steps
+NUM_KERNELS = 20  # rows of the trace
+# Lines of a device's trace that hold its kernels or operations, by the beginning of their names.
+_LINES = {"gpu": "Stream", "tpu": "XLA Ops", "cpu": "tf_XLA"}
+
+
+def measure(name: str, *, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
+    """Rows of prefill and decode, by attention and case; then the kernels of a trace."""
+    compilations = Compilations()
+    for attention in ("auto", "xla"):
+        run = backbone.open_backbone(name, is_small=is_small, attention=attention, lora_rank=0)
+        labels = {"attention": attention_of(run).name}
+        programs = programs_of(run)
+        params = compile_to_decode_layout(run)(backbone.random_params(run))
+        for case, mean in backbone.cases(is_small).items():
+            part = functools.partial(decode, run, programs, params, mean, compilations)
+            yield from attempt({**labels, "case": case}, part, until, compilations)
+        if attention == "auto":
+            traced = functools.partial(trace, run, programs, params, TRACED_MEAN)
+            yield from attempt({**labels, "case": "trace"}, traced, until)
+        del params
+
+
+def attention_of(run: Run) -> AttentionImpl:
+    """The implementation in decode steps."""
+    rules = run.config.decode_sharding_rules
+    return sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+
+
+def programs_of(run: Run) -> DecodePrograms:
+    """Those of its rollouts, in which no token ends a response."""
+    rl = run.config.rl
+    return compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, stops=False)
+
+
+def decode(
+    run: Run,
+    programs: DecodePrograms,
+    params: Params,
+    mean: float | None,
+    compilations: Compilations,
+) -> list[dict[str, Any]]:
+    """The row of all prefills and that of all decode steps of a step's rollouts."""
+    rl, (first, _) = run.config.rl, rollout_sizes(run)
+    sizes, responses = backbone.draw(run, rl.prompts_per_step, rl.num_rollouts, mean)
+    both = programs.admit, programs.advance
+    admit, advance = (Timed(function, compilations) for function in both)
+    programs = dataclasses.replace(programs, admit=admit, advance=advance)
+    prompts = backbone.prompts_of(run.policy.config, sizes)
+    requests = [
+        Request(index, prompt, limits=limits)
+        for index, (prompt, limits) in enumerate(zip(prompts, responses, strict=True))
+    ]
+    queue = DecodeQueue(programs, run.policy.prompts, first, DeviceClock())
+    decoded = queue.decode(params, jax.random.key(0), requests)
+    num_tokens = sum(int(rollouts.is_valid.sum()) for _, rollouts in decoded)
+    schedule, _ = step_sizes.schedules(run, prompt_sizes(prompts), responses)
+    assert (num_tokens, queue.num_steps) == (responses.sum(), schedule.num_steps)
+    prefills = [workload.prefill(run, first, bucket) for bucket in schedule.prefills]
+    steps = [workload.decode(run, first, call, attention_of(run)) for call in schedule.calls]
+    prompt_tokens = [first.num_new * num_tokens for num_tokens, _ in schedule.prefills]
+    prefill = admit.row("prefill", prefills, prompt_tokens)
+    decode = advance.row("decode", steps, [call.num_tokens for call in schedule.calls])
+    return [prefill, decode | {"num_steps": schedule.num_steps}]
+
+
+def trace(run: Run, programs: DecodePrograms, params: Params, mean: float) -> list[dict[str, Any]]:
+    """Rows of the kernels that took the most time in a short decode, prefills included."""
+    unused = Compilations()
+    decode(run, programs, params, mean, unused)  # compiles
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with jax.profiler.trace(folder, profiler_options=options):
+            decode(run, programs, params, mean, unused)
+        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        return by_kernel(planes, jax.local_devices()[0].platform)
+
+
+def by_kernel(planes: Iterable[Any], platform: str) -> list[dict[str, Any]]:
+    """Calls and seconds of kernels of the same name on the first device, most time first.
+
+    `planes` are those of `jax.profiler.ProfileData`. The last row has all other kernels.
+    """
+    seconds, calls = collections.Counter(), collections.Counter()
+    for plane in planes:
+        if not plane.name.startswith("/host:CPU" if platform == "cpu" else "/device:"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith(_LINES[platform]):
+                continue
+            for event in line.events:
+                if event.duration_ns and not event.name.startswith(("end: ", "Threadpool")):
+                    seconds[event.name] += event.duration_ns / 1e9
+                    calls[event.name] += 1
+        if seconds:
+            break
+    if not seconds:
+        raise ValueError(f"the trace has no events of {platform} kernels")
+    total, shown = sum(seconds.values()), seconds.most_common(NUM_KERNELS)
+    rest = total - sum(each for _, each in shown), sum(calls.values())
+    num_rest = rest[1] - sum(calls[name] for name, _ in shown)
+    rows = [(name, each, calls[name]) for name, each in shown]
+    if num_rest:
+        rows.append((f"{len(seconds) - len(shown)} others", rest[0], num_rest))
+    return [
+        {"kernel": name, "seconds": each, "calls": number, "share": each / total}
+        for name, each, number in rows
+    ]
