@@ -155,8 +155,9 @@ def _num_passes(line: str, condition: Sequence[str]) -> int | None:
 
 def _bytes_received(shape: str, operation: str, is_start: bool, group: int) -> int:
     """Bytes that a chip receives in one instruction over groups of `group` chips."""
-    # The shape of a -start is (operands, results, ...); that of all-reduce-start is its result.
-    if is_start and operation != "all-reduce":
+    # The shape of a -start is (operands, results, ...). Up to JAX 0.10, that of all-reduce-start is
+    # its result or a flat tuple of them; later its operands are a tuple, even a single one.
+    if is_start and (operation != "all-reduce" or shape.startswith("((")):
         shape = _elements(shape)[1]
     factors = {"reduce-scatter": group - 1, "all-reduce": 2 * (group - 1) / group}
     factors["collective-permute"] = 1

@@ -182,6 +182,20 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
             "all-reduce",
             2 * 48 * 3 // 4,
         ),
+        # The same as XLA writes it for JAX 0.12, and of one operand.
+        (
+            "%s = ((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0})) all-reduce-start(%a, %b), "
+            "replica_groups=[2,4]<=[8], to_apply=%add",
+            "all-reduce",
+            2 * 48 * 3 // 4,
+        ),
+        (
+            "%s = ((bf16[8,64]{1,0}), bf16[8,64]{1,0}) all-reduce-start(%a), "
+            "replica_groups=mesh['data'=1,'fsdp'=2,'tensor'=2,'sequence'=2] "
+            "{'tensor','sequence'}, use_global_device_ids=true, to_apply=%add",
+            "all-reduce",
+            2 * 1024 * 3 // 4,
+        ),
         (
             "%s = ((f32[64]{0}), f32[8]{0}, u32[]) reduce-scatter-start(%a), "
             "replica_groups=[1,8]<=[2,4]T(1,0), to_apply=%add",
