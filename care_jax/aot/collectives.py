@@ -12,7 +12,9 @@ A collective in a loop counts once per iteration. The length of a loop is the co
 or the constant in its condition. For loops of unknown length, over microbatches or decode steps,
 the caller passes it.
 
-On TPUs a reduce-scatter is a fusion of an all-reduce and slices, with both in its name.
+On TPUs a reduce-scatter is a fusion of an all-reduce and slices, with both in its name. An
+asynchronous collective is repeated in several fusions: its start, the matmuls that cover it, which
+may be in an inner loop, and its end. Only the start counts.
 
 TPU slices and GPU nodes are connected by a slower network. If a group of g chips spans k of them,
 the share (k-1)/(g-1) of these bytes crosses it, because the chips of a slice together receive the
@@ -37,6 +39,8 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _BETWEEN = "between slices"
 _OPERATIONS = "|".join((*COLLECTIVES, "send", "while", "fusion", "call", "conditional", "async"))
 _INSTRUCTION = re.compile(rf"^\s+(?:ROOT )?%?[\w.-]+ = (.+?) ({_OPERATIONS})(-start)?\(")
+# A fusion that repeats an asynchronous collective of a TPU: its end, or a matmul that covers it.
+_REPEATED = re.compile(r"%?async-collective-done[\w.-]* = | calls=%?async_collective_fusion")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -82,7 +86,7 @@ def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Receive
         once, each_pass = Counter(), Counter()
         for line in computations.get(name, ()):
             found = _INSTRUCTION.match(line)
-            if found is None:
+            if found is None or _REPEATED.search(line):
                 continue
             shape, operation, is_start = found.groups()
             if operation in COLLECTIVES:
@@ -155,8 +159,9 @@ def _num_passes(line: str, condition: Sequence[str]) -> int | None:
 
 def _bytes_received(shape: str, operation: str, is_start: bool, group: int) -> int:
     """Bytes that a chip receives in one instruction over groups of `group` chips."""
-    # The shape of a -start is (operands, results, ...); that of all-reduce-start is its result.
-    if is_start and operation != "all-reduce":
+    # The shape of a -start is (operands, results, ...). Up to JAX 0.10, that of all-reduce-start is
+    # its result or a flat tuple of them; later its operands are a tuple, even a single one.
+    if is_start and (operation != "all-reduce" or shape.startswith("((")):
         shape = _elements(shape)[1]
     factors = {"reduce-scatter": group - 1, "all-reduce": 2 * (group - 1) / group}
     factors["collective-permute"] = 1

@@ -46,7 +46,8 @@ _TARGET = """gpu_device_info {{ {architecture}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}" """
 
 
-# (JAX's `device_kind`, bytes of memory, architecture) of each GPU.
+# (JAX's `device_kind`, bytes of memory, architecture) of each GPU. From JAX 0.11.2 on, Pallas takes
+# the compute capability from the kind in the mesh of `shard_map`, and fails for an unknown one.
 GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 85_094_170_624, _AMPERE),
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, _HOPPER),

@@ -137,6 +137,12 @@ MODULE = """HloModule jit_f, is_scheduled=true, num_partitions=8
   ROOT %g = bf16[64]{{0}} all-gather(%x), replica_groups={{}}, dimensions={{0}}
 }}
 
+%async_collective_fusion.1 (x: bf16[8]) -> (bf16[8,8], bf16[64]) {{
+  %product = bf16[8,8]{{1,0}} convolution(%y, %z), dim_labels=bf_io->bf
+  %g.1 = bf16[64]{{0}} all-gather(%x), replica_groups={{}}, dimensions={{0}}
+  ROOT %tuple = (bf16[8,8]{{1,0}}, bf16[64]{{0}}) tuple(%product, %g.1)
+}}
+
 %condition (p: (s32[], f32[8])) -> pred[] {{
   %limit = s32[]{{:T(128)}} constant(28)
   %other = s32[]{{:T(128)}} constant(99)
@@ -182,6 +188,20 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
             "all-reduce",
             2 * 48 * 3 // 4,
         ),
+        # The same as XLA writes it for JAX 0.12, and of one operand.
+        (
+            "%s = ((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0})) all-reduce-start(%a, %b), "
+            "replica_groups=[2,4]<=[8], to_apply=%add",
+            "all-reduce",
+            2 * 48 * 3 // 4,
+        ),
+        (
+            "%s = ((bf16[8,64]{1,0}), bf16[8,64]{1,0}) all-reduce-start(%a), "
+            "replica_groups=mesh['data'=1,'fsdp'=2,'tensor'=2,'sequence'=2] "
+            "{'tensor','sequence'}, use_global_device_ids=true, to_apply=%add",
+            "all-reduce",
+            2 * 1024 * 3 // 4,
+        ),
         (
             "%s = ((f32[64]{0}), f32[8]{0}, u32[]) reduce-scatter-start(%a), "
             "replica_groups=[1,8]<=[2,4]T(1,0), to_apply=%add",
@@ -190,6 +210,15 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
         ),
         (
             "%s = ((bf16[8]{0}), bf16[64]{0}, u32[]) async-start(%a), calls=%async",
+            "all-gather",
+            64 * 2 * 7 // 8,
+        ),
+        # A TPU's asynchronous gather is in the fusions of its start, of a matmul and of its end.
+        (
+            "%async-collective-start.2 = (bf16[8]{0}, bf16[64]{0}) fusion(%a), calls=%async\n"
+            "  %fusion.1 = (bf16[8,8]{1,0}, bf16[64]{0}) fusion(%async-collective-start.2), "
+            "kind=kOutput, calls=%async_collective_fusion.1\n"
+            "  %async-collective-done.2 = bf16[64]{0} fusion(%fusion.1), calls=%async",
             "all-gather",
             64 * 2 * 7 // 8,
         ),

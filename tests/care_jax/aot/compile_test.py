@@ -76,8 +76,9 @@ def test_a_small_run_compiles_for_a_v5e_and_fits():
     worst, mean = re.findall(r"(\d+) microbatches in 2 updates, train_fill (0\.\d+)", output)
     assert int(worst[0]) == 1024 / 4 > 1.5 * int(mean[0]) and float(mean[1]) > 0.5
     # FSDP of 4: all weights but a chip's own are gathered for each microbatch, twice in an update.
+    # The loop over one layer is unrolled, and libtpu 0.0.50 gathers two of its matrices once.
     score, update = rows["rl score"], rows["rl update"]
-    assert 1.9 < float(update["all-gather"]) / float(score["all-gather"]) < 2.1
+    assert 1.75 < float(update["all-gather"]) / float(score["all-gather"]) < 2.1
     assert float(update["reduce-scatter"]) > 0 and float(score["reduce-scatter"]) == 0
     assert float(update["worst step"]) > 1.5 * float(update["mean step"])
     # 64 prompts a chip: keys and values of one layer, 2 heads of 24, over 128 tokens and 4 of 36.

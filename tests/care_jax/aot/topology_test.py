@@ -25,7 +25,9 @@ for name in sys.argv[1:]:
     rules, devices = common.get_config().sharding_rules, chips.devices
     mesh = make_mesh(0, -1, 1, devices=devices, slices=chips.slices)
     kernel = attention_impl("auto", rules, mesh).name
-    print(name, len(devices), mesh.shape["data"], devices[0].platform, kernel)
+    kind = mesh.abstract_mesh.abstract_device.device_kind
+    capability = devices[0].compute_capability
+    print(name, len(devices), mesh.shape["data"], devices[0].platform, kernel, capability, kind)
 """
 
 
@@ -63,12 +65,13 @@ def test_a_gpu_leaves_a_tenth_of_its_memory_to_others():
 
 @needs_cuda
 @pytest.mark.exhaustive
-def test_abstract_gpus_attend_by_the_kernel_of_gpus():
+def test_abstract_gpus_attend_by_the_kernel_of_gpus_and_say_their_kind():
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, "h100:8", "h200:2x4", "a100:1"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{CUDA}:{os.getcwd()}", "JAX_PLATFORMS": "cpu"},
     )
-    lines = ["h100:8 8 1 gpu gpu", "h200:2x4 8 2 gpu gpu", "a100:1 1 1 gpu gpu"]
+    lines = ["h100:8 8 1 gpu gpu 9.0", "h200:2x4 8 2 gpu gpu 9.0", "a100:1 1 1 gpu gpu 8.0"]
+    lines = [f"{line} {GPUS[line[:4]][0]}" for line in lines]
     assert result.stdout.splitlines() == lines, result.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The kernels compile for TPUs and for an H100 that are not there, in memory that grows with S.
+"""The kernels compile for TPUs and GPUs that are not there, in memory that grows with S.
 
 `make test` puts libtpu and the CUDA compiler beside the environment, not in it: jax would else ask
 them for devices at every start. This file is the program that a test runs with one of them.
@@ -18,7 +18,7 @@ CASES = {
     "tower of Qwen2.5-VL": ((2, 4096, 16, 1, 80), False),
     "tower of Qwen3-VL": ((2, 4096, 16, 1, 72), False),
 }
-OF_EVERY_TPU = {"decoder of 7B": CASES["decoder of 7B"]}
+OF_EVERY_CHIP = {"decoder of 7B": CASES["decoder of 7B"]}
 # Prompts, rows of each, kv heads, query heads of each, head size, slots of a prompt and of a row.
 STEP = "decode step of 7B"
 STEP_SIZES = 64, 4, 4, 7, 128, 2048, 2048
@@ -26,25 +26,12 @@ KERNEL = {
     "tpu": 'custom_call_target="tpu_custom_call"',
     "cuda": 'custom_call_target="__gpu$xla.gpu.triton"',
 }
-# What the compiler must know of the device: limits from NVIDIA's data sheet and CUDA's tables.
-H100 = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_address_bits: 64 name: "H100"
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0" device_interconnect_info { active_links: 18 } }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "H100" """
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compiler", "topologies"),
-    [("libtpu", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]), ("cuda", ["1x1x4"])],
+    [("libtpu", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]), ("cuda", ["h100:4", "h200:4", "a100:4"])],
     ids=["tpu", "gpu"],
 )
 def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, topologies):
@@ -64,7 +51,7 @@ def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, top
         },
     )
     sizes = [line.split("\t") for line in result.stdout.splitlines() if "\t" in line]
-    names = [*CASES, STEP, *[name for _ in topologies[1:] for name in (*OF_EVERY_TPU, STEP)]]
+    names = [*CASES, STEP, *[name for _ in topologies[1:] for name in (*OF_EVERY_CHIP, STEP)]]
     assert [name for name, *_ in sizes] == names, result.stderr[-3000:]
     for name, *numbers in sizes:
         num_kernels, arguments, temporaries = map(int, numbers)
@@ -76,28 +63,24 @@ def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, top
 def main(compiler: str, *topologies: str) -> None:
     compile_for(compiler, topologies[0], CASES)
     for topology in topologies[1:]:
-        compile_for(compiler, topology, OF_EVERY_TPU)
+        compile_for(compiler, topology, OF_EVERY_CHIP)
 
 
 def compile_for(compiler: str, topology: str, cases: dict) -> None:
     """Prints kernels, bytes of arguments and of temporaries of every case, on a 2 x 2 mesh."""
     import jax
     import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import NamedSharding
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from care_jax.aot.topology import find_topology
     from models.attention.cached import attend_cached, cache_mask
     from models.attention.packed import AttentionImpl, attend, block_mask
 
     platform = "tpu" if compiler == "libtpu" else "cuda"
-    if platform == "tpu":
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    else:
-        devices = topologies.get_topology_desc(
-            platform="cuda", target_config=H100, topology=topology
-        )
-    mesh = topologies.make_mesh(devices, (2, 2), ("data", "tensor"))
+    devices = np.array(find_topology(topology).devices).reshape(2, 2)
+    mesh = Mesh(devices, ("data", "tensor"))
     impl = AttentionImpl("tpu" if platform == "tpu" else "gpu", mesh, ("data",), ("tensor",))
 
     def abstract(shape, dtype, *axes):
