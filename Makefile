@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Beside the environment, since JAX would ask the compilers for devices at every start.
 BESIDE := $(PIP_INSTALL) --upgrade --no-deps --target $(VENV)
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-smoke lint clean
 
 # A stamp file per extra: reinstalled only if one of these files changes.
 $(VENV)/installed: pyproject.toml setup.py $(CONSTRAINTS)
@@ -37,6 +37,13 @@ test: $(VENV)/installed-test
 
 test-all: $(VENV)/installed-test
 	$(PYTEST) -m ''
+
+# What a version of JAX would break: backbones, learning, decoding, whole runs, aot, the wheel.
+SMOKE := tests/models tests/care_jax/learning tests/care_jax/decoding tests/care_jax/aot \
+	tests/end_to_end_test.py tests/wheel_test.py tests/perf/first_hour_test.py
+
+test-smoke: $(VENV)/installed-test
+	$(PYTEST) -m '' $(SMOKE)
 
 lint: $(VENV)/installed-test
 	$(BIN)/python -m ruff check .

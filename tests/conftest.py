@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = ["--xla_backend_optimization_level=0"]
-if importlib.metadata.version("jaxlib") < "0.11":
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false" * (importlib.metadata.version("jaxlib") < "0.11"),
+)
 
 import jax
 import jaxtyping

@@ -68,6 +68,27 @@ def installed(tmp_path_factory):
     return folder, wheel
 
 
+@pytest.mark.exhaustive
+def test_an_empty_environment_has_the_program_from_its_wheel(installed, tmp_path):
+    """With the versions that `make` uses for this Python."""
+    _, wheel = installed
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    newest = "-newest" * (sys.version_info >= (3, 12))
+    pip = tmp_path / "env" / "bin" / "pip", "--quiet", "--disable-pip-version-check"
+    constraint = "--constraint", ROOT / f"constraints{newest}.txt"
+    subprocess.run([*pip, "install", *constraint, wheel], check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [tmp_path / "env" / "bin" / "care-jax", "train", "--config=tiny", "--dry_run"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "## Configuration" in result.stdout and "## Memory of a device" in result.stdout
+
+
 def run(folder, *command):
     return subprocess.run(
         [folder / "site" / "bin" / "care-jax", *command],

@@ -34,7 +34,7 @@ NUM_TOKENS = 12
 # What `lmms_eval.models.simple.qwen2_5_vl` and `qwen3_vl` load and call, in their order.
 STOCK = """
 import base64, io, json, sys, torch
-if not torch.cuda.is_available():
+if torch.version.cuda is None:
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

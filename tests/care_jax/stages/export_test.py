@@ -98,7 +98,7 @@ def test_the_processor_gives_the_policys_prompts(exported, policy, examples, ope
 TORCHVISION = pathlib.Path(sys.prefix, "torchvision")
 STOCK = """
 import json, sys, torch
-if not torch.cuda.is_available():
+if torch.version.cuda is None:
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
