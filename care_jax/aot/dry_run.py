@@ -22,6 +22,7 @@ from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
 from care_jax.devices import sharding
 from care_jax.devices.flops import GIB
+from care_jax.prompts.rendering import image_line, rendered, resized_images
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.policy import decode_shardings
 from care_jax.run.run import (
@@ -108,6 +109,12 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
         question = " ".join(example.question.split())
         yield f"{example.source} {example.id}: {lengths}"
         yield f"  question {question[:100]!r}, answer {example.answer!r}"
+        for image in resized_images(example, prompt, run.policy.config):
+            yield f"  image {image_line(image)}"
+        if not num_shown:
+            yield "  as the model reads it:"
+            text = rendered(prompt, run.policy.token_bytes, run.policy.config)
+            yield from (f"    {line}" for line in text.split("\n"))
         num_shown += 1
         if num_shown == NUM_ROWS:
             break

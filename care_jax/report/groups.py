@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from care_jax.batch import Groups, Rollouts, answer_text
+from care_jax.prompts.rendering import rendered, resized_images
+from models.config import BackboneConfig
 
 ROLES = ("anchor", "pseudo-anchor", "hard negative", "reflected", "unused")
 # `choose` goes through the outcomes in this order.
@@ -34,7 +36,7 @@ class Wording:
     """Detokenisation, and the markers in the text."""
 
     token_bytes: Sequence[bytes]  # of every token id
-    eos_token_ids: Collection[int]
+    config: BackboneConfig  # has the ids of special tokens and the sizes of image patches
     think_tag: str  # of the rationale
     cue: str  # appended to a failed rationale; empty for none
 
@@ -44,7 +46,7 @@ def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[st
 
     `groups` are those of an RL step, with credit.
     """
-    example, group = groups.examples[index], groups.take(index)
+    example, prompt, group = groups.examples[index], groups.prompts[index], groups.take(index)
     num_rows = len(group.scores.acc)
     if group.raw is not None and not group.has_reflection:
         num_rows = len(group.subgroup.is_negative)  # without the empty reflected row
@@ -72,6 +74,8 @@ def describe(step: int, groups: Groups, index: int, wording: Wording) -> dict[st
         "question": example.question,
         "choices": list(example.choices),
         "gold": answer_text(example.answer),
+        "rendered": rendered(prompt, wording.token_bytes, wording.config),
+        "images": resized_images(example, prompt, wording.config),
         "outcome": outcome(group),
         "repair": repair,
         "responses": responses,
@@ -182,7 +186,7 @@ def _response(
 def _texts(rollouts: Rollouts, row: int, wording: Wording) -> tuple[str, str]:
     """(text of the forced tokens, text of the sampled tokens), without EOS."""
     tokens, is_forced = np.asarray(rollouts.tokens[row]), rollouts.is_forced[row]
-    is_text = rollouts.is_valid[row] & ~np.isin(tokens, list(wording.eos_token_ids))
+    is_text = rollouts.is_valid[row] & ~np.isin(tokens, list(wording.config.eos_token_ids))
     forced, sampled = (
         b"".join(wording.token_bytes[token] for token in tokens[mask]).decode("utf-8", "replace")
         for mask in (is_text & is_forced, is_text & ~is_forced)

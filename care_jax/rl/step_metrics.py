@@ -182,7 +182,7 @@ def open_report(run: Run) -> Report:
     care, policy = run.config.care, run.policy
     wording = Wording(
         token_bytes=policy.token_bytes,
-        eos_token_ids=policy.config.eos_token_ids,
+        config=policy.config,
         think_tag=policy.think_tag,
         cue=reflection.cue_text(care.cue, care.reflect_mode, seed=run.config.seed),
     )

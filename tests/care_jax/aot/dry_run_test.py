@@ -5,6 +5,7 @@ import re
 
 import jax
 import pytest
+from PIL import Image
 
 from care_jax import main
 from care_jax.aot import dry_run
@@ -51,12 +52,13 @@ def test_a_frozen_tower_and_bfloat16_halve_what_they_say(said):
 def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_path):
     rows = [
         {"question": "no gold answer"},
-        {"question": "How many?", "answer": "3"},
+        {"question": "How many?", "answer": "3", "image": "wide.png"},
         {"question": "Why?", "answer": "because", "id": "second"},
         {"question": "not shown", "answer": "1"},
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Image.new("RGB", (640, 480)).save(tmp_path / "wide.png")
     changes = {"data.train.source": "jsonl", "data.train.path": str(path), "stages": ("rl",)}
     changes["data.train.num_examples"] = 0
     output = said(**changes)
@@ -64,9 +66,11 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     assert "4 rows" in data and "left out before them: 1 (no answer)" in data
     builder = policy_of(tiny.get_config()).prompts
     example = open_stage(_with(changes), "rl")[1]
-    assert f"{len(builder.tokenize(example).tokens)} tokens, 0 patches" in data
-    assert "question 'How many?', answer '3'" in data and "not shown" not in data
-    path.write_text(json.dumps(rows[1] | {"question": "How many? " * 200}) + "\n")
+    assert f"{len(builder.tokenize(example).tokens)} tokens, 48 patches" in data
+    assert "question '<image>How many?', answer '3'" in data and "not shown" not in data
+    assert "image 640×480 resized to 64×48, 12 tokens" in data
+    assert "<|vision_start|><|image_pad|>×12<|vision_end|>How many?<|im_end|>" in data
+    path.write_text(json.dumps(rows[2] | {"question": "How many? " * 200}) + "\n")
     with pytest.raises(
         ValueError, match=r"of stage 'rl' must have a usable row .* \(1: prompt fits"
     ):

@@ -2,11 +2,23 @@ import dataclasses
 
 import numpy as np
 import pytest
-from sampled_group import CONTEXT, CUE, EOS, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
+from sampled_group import (
+    CONFIG,
+    CONTEXT,
+    CUE,
+    EOS,
+    HOSTILE,
+    IMAGE,
+    REPAIR,
+    RIGHT,
+    WORDING,
+    WRONG,
+    make_sampled,
+)
 
 from care_jax.report import groups
 
-PAD = EOS + 1
+PAD = IMAGE + 1
 
 
 def describe(sampled):
@@ -19,7 +31,9 @@ def test_no_end_of_sequence_is_text():
     tokens = np.where(sampled.rollouts.tokens == EOS, PAD, sampled.rollouts.tokens)
     tokens[~sampled.rollouts.is_valid] = PAD
     wording = dataclasses.replace(
-        WORDING, eos_token_ids=(EOS, PAD), token_bytes=[*WORDING.token_bytes, b"<pad>"]
+        WORDING,
+        config=dataclasses.replace(CONFIG, eos_token_ids=(EOS, PAD)),
+        token_bytes=[*WORDING.token_bytes, b"<pad>"],
     )
     sampled = sampled.replace(rollouts=sampled.rollouts.replace(tokens=tokens))
     assert groups.describe(7, sampled, 0, wording) == describe(make_sampled())
@@ -145,3 +159,11 @@ def test_distance_is_one_minus_the_cosine():
 def test_numbers_that_json_cannot_say_are_none():
     assert groups.number(float("nan")) is groups.number(-np.inf) is None
     assert groups.number(np.float32(1 / 3)) == 0.3333
+
+
+def test_the_prompt_is_shown_as_the_model_reads_it():
+    group = describe(make_sampled())
+    assert group["rendered"] == f"How many? {HOSTILE}<image>×6<eos>"
+    assert group["images"] == [{"given": [40, 30], "resized": [48, 32], "tokens": 6}]
+    text_only = describe(make_sampled(question="How many?", images=()))
+    assert text_only["rendered"] == "How many?<eos>" and text_only["images"] == []

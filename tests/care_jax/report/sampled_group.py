@@ -1,13 +1,18 @@
 """A prompt sampled as an RL step leaves it, in a vocabulary of one token per byte."""
 
+import dataclasses
+
 import numpy as np
 from PIL import Image
 
 from care_jax.batch import Credit, Example, Groups, RawAdvantages, Rollouts, Scores, Subgroup
+from care_jax.data.stages import open_tokenizer
+from care_jax.prompts.builder import TokenizedPrompt, backbone_config
 from care_jax.report.groups import Wording
 from care_jax.rewards.verifier import parse_text
+from configs import tiny
 
-EOS = 256
+EOS, IMAGE = 256, 257
 CUE = " Wait, that is wrong."
 HOSTILE = "</script><script>document.title='taken'</script><!--<img src=x onerror=alert(1)>"
 RIGHT = "<think>two</think><answer>2</answer>"
@@ -15,7 +20,12 @@ WRONG = "<think>one é and three</think><answer>3</answer>"
 CONTEXT = "<think>one é and three"
 REPAIR = " so two</think><answer>2</answer>"
 REASONS = ("same number", "another number", "no answer span", "same text", "same number")
-WORDING = Wording([bytes([i]) for i in range(256)] + [b"<eos>"], (EOS,), "think", CUE)
+CONFIG = dataclasses.replace(
+    backbone_config(None, tiny.get_config().model.backbone.to_dict(), open_tokenizer("")),
+    eos_token_ids=(EOS,),
+    image_token_id=IMAGE,
+)
+WORDING = Wording([bytes([i]) for i in range(256)] + [b"<eos>", b"<image>"], CONFIG, "think", CUE)
 
 
 def make_sampled(
@@ -62,8 +72,13 @@ def make_sampled(
     if images is None:
         images = (Image.new("RGB", (40, 30), "red"),)
     example = Example(name, "made", images, question, answer, ("1", "2"))
+    # 4 x 6 patches of 8 pixels per image, merged by 2 x 2.
+    features = [IMAGE] * 6 * len(images)
+    read = np.array([*question.replace("<image>", "").encode(), *features, EOS], np.int32)
+    grids = np.array([[1, 4, 6]] * len(images), np.int32).reshape(-1, 3)
     return Groups(
         examples=np.array([example], object),
+        prompts=np.array([TokenizedPrompt(read, grids, np.zeros((0, 1), np.float32))], object),
         rollouts=Rollouts(tokens, is_valid, is_forced, -1.0 * is_valid, h[:, :num_rows], acc >= 0),
         scores=Scores(
             acc=acc,
