@@ -24,11 +24,12 @@ from care_jax.config import command_line
 from care_jax.config.checks import has_benchmarks_only, is_evaluated
 from care_jax.config.resume import TRAINING
 from care_jax.data.stages import given_stage, open_stage
-from care_jax.devices import compilation_cache, distributed, xla_flags
-from care_jax.report.metrics import MetricWriter, print_line
+from care_jax.devices import compilation, distributed, xla_flags
+from care_jax.report.console import print_line
+from care_jax.report.metrics import MetricWriter
 from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
-from care_jax.run import interrupts, lock, weights
+from care_jax.run import interrupts, lock, terminal, weights
 from care_jax.run.run import Run, check_workdir, open_run
 from care_jax.run.versions import write_config
 from care_jax.stages import evaluate, export, rl, sft
@@ -92,15 +93,18 @@ def run_stages(
     with lock.held(workdir):
         check_workdir(run)
         if run.config.compilation_cache:
-            compilation_cache.keep_programs(workdir)
+            compilation.keep_programs()
         if jax.process_index() == 0:
             write_config(run.config, workdir)
-        with MetricWriter(workdir, run.config.metrics.wandb_project) as writer:
+        print_line(terminal.banner(run, sources))
+        with (
+            MetricWriter(workdir, run.config.metrics.wandb_project) as writer,
+            compilation.Announcer(print_line, terminal.PROGRAMS, terminal.num_programs(run.config)),
+        ):
             run = dataclasses.replace(run, writer=writer)
             evaluator = evaluate.Evaluator(run, sources.get("evaluate"), benchmarks)
             results = _run_each(run, sources, evaluator)
-    if found := compilation_cache.counts():
-        print_line(f"{found['compiled']} programs compiled, {found['found']} found in the cache")
+    print_line(terminal.ending(run))
     return results
 
 

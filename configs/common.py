@@ -63,7 +63,7 @@ def get_config() -> ConfigDict:
     # unchecked.
     state_check.max_loss_factor = 2.0
     state_check.max_norm_factor = 10.0  # maximum growth of the parameter norm; inf: unchecked
-    config.compilation_cache = True  # keep compiled programs in workdir/compilation_cache
+    config.compilation_cache = True  # keep compiled programs in ~/.cache/care_jax, for all runs
     config.profile_steps = ()  # (first, last) RL step traced to workdir/profile; (): none
 
     config.model = model = ConfigDict()

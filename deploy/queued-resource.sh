@@ -64,6 +64,7 @@ git fetch --quiet --force "$REPOSITORY" "$REVISION"
 git checkout --quiet --force --detach FETCH_HEAD
 uv venv --quiet --allow-existing --python 3.12 .venv
 uv pip install --quiet --python .venv --constraint constraints.txt --editable ".[tpu,data,wandb]"
+export JAX_COMPILATION_CACHE_DIR=/runs/compilation_cache
 exec .venv/bin/python -m care_jax.main'
 
 printf -v GIVEN 'BUCKET=%q REPOSITORY=%q REVISION=%q' "$BUCKET" "$REPOSITORY" "${REVISION:-main}"

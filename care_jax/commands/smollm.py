@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from care_jax.config import command_line
 from care_jax.prompts.builder import PromptBuilder
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
-from care_jax.report.metrics import print_line
+from care_jax.report.console import print_line
 from care_jax.run import integrity
 from models import backbone
 from models.config import BackboneConfig, TextConfig, VisionConfig

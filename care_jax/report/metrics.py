@@ -1,4 +1,4 @@
-"""Metrics of a run, under the same names in metrics.jsonl, TensorBoard and wandb; console lines.
+"""Metrics of a run, under the same names in metrics.jsonl, TensorBoard and wandb.
 
 Steps are counted from 0 within each stage ("sft", "rl", "evaluate_rl", ...). A line of
 metrics.jsonl is one flat object: stage, step, then the metrics by name. A resumed run drops the
@@ -8,34 +8,31 @@ lines of the steps that it will repeat, so that every step appears once.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import json
 import math
 import pathlib
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import psutil
 import tensorboardX
-import tqdm
 from PIL import Image
 
-from care_jax.devices import distributed
+from care_jax.devices import compilation, distributed
 from care_jax.devices.whole_file import write_whole
 from care_jax.report import pictures
+from care_jax.report.console import print_line
 
-Item = TypeVar("Item")
 # Shown for a response on TensorBoard and wandb.
 _COLUMNS = ("role", "acc", "reward", "advantage", "tokens", "reason", "components", "text")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
 
 
-def _on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
+def on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
     """Python numbers, fetched in one transfer."""
     fetched = jax.device_get(dict(metrics))
     return {name: np.asarray(value).item() for name, value in fetched.items()}
@@ -48,59 +45,12 @@ def check_finite(
     advice: str = "lower the learning rate or resume from an earlier checkpoint",
 ) -> None:
     """Raises a FloatingPointError that names stage, step and the NaN or infinite metrics."""
-    values = _on_host(metrics)
+    values = on_host(metrics)
     bad = [f"{name}={value}" for name, value in values.items() if not math.isfinite(value)]
     if bad:
         raise FloatingPointError(
             f"{stage} step {step}: expected finite metrics, got {', '.join(bad)}; {advice}"
         )
-
-
-class Pace:
-    """Remaining time of a stage of `num_steps`, from the mean of its last 10 steps."""
-
-    def __init__(self, num_steps: int):
-        self._num_steps = num_steps
-        self._ends: deque[tuple[int, float]] = deque(maxlen=11)
-
-    def left(self, step: int) -> float | None:
-        """Seconds left after this step; None after the first, which includes compilation."""
-        self._ends.append((step, time.perf_counter()))
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        if last == first:
-            return None
-        return (ended - began) / (last - first) * (self._num_steps - 1 - step)
-
-
-def format_line(
-    stage: str,
-    step: int,
-    num_steps: int,
-    metrics: Mapping[str, Scalar],
-    seconds: float,
-    left: float | None = None,
-) -> str:
-    """One line for the console: `rl   12/200  reward 0.5132  acc 0.4375  3.21 s  0:10:03 left`.
-
-    `seconds` is the wall time of the step, `left` the remaining time of the stage, if known.
-    """
-    width = len(str(num_steps))
-    values = (f"{name} {value:.4g}" for name, value in _on_host(metrics).items())
-    line = "  ".join((f"{stage} {step:{width}d}/{num_steps}", *values, f"{seconds:.2f} s"))
-    return line if not left else f"{line}  {datetime.timedelta(seconds=round(left))} left"
-
-
-def print_line(line: str) -> None:
-    """Prints above the progress bar, on the first process only."""
-    if jax.process_index() == 0:
-        tqdm.tqdm.write(line)
-
-
-def progress(items: Iterable[Item], name: str, start: int, stop: int) -> Iterator[Item]:
-    """Yields the items under a progress bar, hidden if the output is no terminal."""
-    hidden = True if jax.process_index() else None  # None: unless it is a terminal
-    with tqdm.tqdm(items, name, stop, leave=False, initial=start, disable=hidden) as bar:
-        yield from bar
 
 
 def device_memory() -> dict[str, float]:
@@ -111,12 +61,13 @@ def device_memory() -> dict[str, float]:
 
 
 def host_usage() -> dict[str, float]:
-    """Resident memory of this process in GiB, its open file handles and threads."""
+    """Of this process: resident memory in GiB, open files, threads, compiled programs so far."""
     process = psutil.Process()
     return {
         "host/memory_gib": process.memory_info().rss / 2**30,
         "host/open_files": process.num_fds(),
         "host/threads": process.num_threads(),
+        **{f"host/programs_{name}": number for name, number in compilation.counts().items()},
     }
 
 
@@ -279,7 +230,7 @@ class MetricWriter:
             FloatingPointError: a metric is NaN or infinite.
             ValueError: a metric is named "stage" or "step".
         """
-        values = _on_host(metrics) | self._counted(stage)
+        values = on_host(metrics) | self._counted(stage)
         check_finite(step, stage, values)
         if reserved := metrics.keys() & {"stage", "step"}:
             raise ValueError(f"no metric may be named {sorted(reserved)[0]!r}; rename it")

@@ -38,6 +38,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.method import credit
 from care_jax.prompts.builder import TokenizedPrompt, prompt_sizes
+from care_jax.report.console import show_part
 from care_jax.rewards.scores import start_scoring
 from care_jax.rewards.verifier import Verifier
 from care_jax.run.run import Run
@@ -240,6 +241,7 @@ def verify(
     """
     policy, started, order = run.policy, [], []
     for indices, rollouts in decoded:
+        show_part(f"decoded {len(order) + len(indices)} of {len(examples)} prompts")
         finish = start_scoring(
             rollouts,
             [examples[index] for index in indices],

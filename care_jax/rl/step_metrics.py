@@ -20,15 +20,19 @@ from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.flops import PEAK_FLOPS, model_flops
 from care_jax.method import diagnostics
 from care_jax.packing.plan import RowPlan
+from care_jax.report.console import print_line
 from care_jax.report.groups import Wording
 from care_jax.report.metrics import device_memory
 from care_jax.report.report import Report
 from care_jax.rewards.verifier import Verifier
+from care_jax.rl.collapse import CollapseWatch
 from care_jax.rl.rollout import gather_groups
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage
 
-_SHOWN = ("reward", "acc", "fmt", "reflect_success", "rescue_rate", "response_tokens", "grad_norm")
+# Printed of a step, under these names.
+_SHOWN = {"reward": "reward", "acc": "sampled acc", "fmt": "format", "reflect_success": "repaired"}
+_SHOWN |= {"rescue_rate": "rescued", "response_tokens": "length", "grad_norm": "grad_norm"}
 
 
 @dataclasses.dataclass
@@ -44,6 +48,7 @@ class StepLog:
     def __post_init__(self):
         self._report = open_report(self.run)
         self._report.begin(self.stage.start)
+        self._collapse = CollapseWatch()
         self._tail = 0.0  # seconds that logging the previous step took on the host
 
     def begin(self, step: int) -> None:
@@ -99,6 +104,8 @@ class StepLog:
             | utilisation(run, everyone, training)
         )
         self.stage.log(step, metrics, _SHOWN)
+        for warning in self._collapse.warnings(step, metrics):
+            print_line(warning)
         shown = self._report.add(step, groups, is_logged=self.stage.is_logged(step))
         run.metrics.show("rl", step, shown)
         self._tail = time.perf_counter() - ended

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
-from care_jax.report.metrics import print_line
+from care_jax.report.console import print_line
 from care_jax.run.run import Run
 from models.attention.cached import attend_cached, cache_mask
 from models.attention.packed import AttentionImpl, largest_difference

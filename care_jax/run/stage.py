@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +28,8 @@ from care_jax.devices import distributed, loaded_programs, sharding
 from care_jax.learning.logprobs import ForwardOptions, score_rows
 from care_jax.learning.train_step import TrainState, map_microbatches
 from care_jax.prompts.builder import TokenizedPrompt
-from care_jax.report.metrics import Pace, format_line, host_usage, print_line, progress
+from care_jax.report.console import Pace, format_line, print_line, progress
+from care_jax.report.metrics import host_usage, on_host
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.guards import SkippedUpdates, StateCheck, UpdateBatch
 from care_jax.run.run import Run, open_checkpoints
@@ -156,8 +157,13 @@ class Stage:
         """Whether the step has a line on the console."""
         return step % self.run.config.log_every == 0 or step == self._num_steps - 1
 
-    def log(self, step: int, metrics: Mapping[str, Any], shown: Sequence[str] = ()) -> None:
-        """Writes the metrics of a step; prints them, or those `shown`, if the step is logged."""
+    def log(
+        self, step: int, metrics: Mapping[str, Any], shown: Mapping[str, str] | None = None
+    ) -> None:
+        """Writes the metrics of a step; prints them if the step is logged.
+
+        `shown` has the names to print of those that are printed, by default all under their own.
+        """
         metrics = {**metrics, **self._updates.counted()}
         self.run.metrics.write(self.name, step, metrics | host_usage())
         left = self._pace.left(step)
@@ -165,8 +171,9 @@ class Stage:
             began, first = self._timed
             self._timed = time.perf_counter(), step + 1
             seconds = (self._timed[0] - began) / (step + 1 - first)
-            metrics = {name: metrics[name] for name in shown or metrics if name in metrics}
-            print_line(format_line(self.name, step, self._num_steps, metrics, seconds, left))
+            shown = shown or {name: name for name in metrics}
+            values = on_host({shown[name]: metrics[name] for name in shown if name in metrics})
+            print_line(format_line(self.name, step, self._num_steps, values, seconds, left))
 
     def finish(self, step: int) -> None:
         """Checks, evaluates and saves the state after this step, if that is due."""

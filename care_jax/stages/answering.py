@@ -22,7 +22,7 @@ from care_jax.decoding.queue import DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, loaded_programs, sharding, streams
 from care_jax.devices.device_clock import DeviceClock
-from care_jax.report.metrics import progress
+from care_jax.report.console import progress
 from care_jax.rewards.scores import row_texts
 from care_jax.rl.rollout import compile_decoder
 from care_jax.run.attention_check import decoding_attention

@@ -30,7 +30,8 @@ from care_jax.benchmarks.judge import Judge
 from care_jax.benchmarks.samples import Answers, Questions, Sample, samples_of
 from care_jax.benchmarks.suite import Benchmark
 from care_jax.devices import distributed
-from care_jax.report.metrics import print_line, read_records
+from care_jax.report.console import print_line
+from care_jax.report.metrics import read_records
 from care_jax.rewards.scores import start_scoring
 from care_jax.run.run import Run, verifier_of
 from care_jax.run.versions import versions

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from care_jax.prompts.builder import processor_template
-from care_jax.report.metrics import print_line
+from care_jax.report.console import print_line
 from care_jax.run import integrity
 from care_jax.run.policy import Policy
 from care_jax.run.run import Run

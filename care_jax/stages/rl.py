@@ -22,6 +22,7 @@ from care_jax.data.pipeline import Batches
 from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.train_step import TrainState, train_step
+from care_jax.report.console import show_part
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
 from care_jax.rl.rollout import compile_rollout, gather_groups, rollout_sizes
 from care_jax.rl.step_metrics import StepLog
@@ -74,6 +75,7 @@ def train(
             log.begin(step)
             decode_params = programs.to_decode_layout(stage.state.params)
             first = step, questions, prompts
+            show_part("prefill")
             draws = draw_groups(run, rollout, decode_params, batches, first, index, verifier)
             del decode_params  # frees memory for the update
             log.rolled_out()
@@ -83,10 +85,13 @@ def train(
             parts = groups.split(num_updates)
             pairs = zip(parts, everyone.split(num_updates), strict=True)
             packed, plans = zip(*(train_batch(run, *pair) for pair in pairs), strict=True)
+            show_part("log-probabilities")
             # All batches are scored before the first update changes the policy.
             packed = with_logprobs(run, programs.score, packed, stage.state.params, reference)
             updates, placed = [], sharding.put_ahead(packed, run.train_batch_sharding)
-            for batch, part, on_devices in zip(packed, parts, placed, strict=True):
+            for number, each in enumerate(zip(packed, parts, placed, strict=True), 1):
+                show_part(f"update {number} of {num_updates}")
+                batch, part, on_devices = each
                 stage.state, metrics = programs.update(stage.state, on_devices)
                 clock.watch(metrics)
                 stage.updated(step, metrics, (batch, part.examples.tolist()))

@@ -15,6 +15,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from care_jax.report import metrics
+from care_jax.report.console import print_line
 from care_jax.report.groups import describe
 from care_jax.report.metrics import MetricWriter, pass_rates
 from care_jax.report.pictures import data_uri
@@ -221,36 +222,9 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch, capsys):
     with MetricWriter(tmp_path / "run") as writer:
         writer.begin("rl", 0)
         writer.write("rl", 0, {"acc": 1})
-    metrics.print_line("a line")
+    print_line("a line")
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
-
-
-def test_the_console_line_is_readable(capsys):
-    line = metrics.format_line("rl", 7, 200, {"reward": jnp.float32(0.51318), "rows": 64}, 3.2149)
-    assert line == "rl   7/200  reward 0.5132  rows 64  3.21 s"
-    assert (
-        metrics.format_line("sft", 0, 9, {}, 3.2149, left=3671.4) == "sft 0/9  3.21 s  1:01:11 left"
-    )
-    metrics.print_line(line)
-    assert capsys.readouterr().out == line + "\n"
-
-
-def test_what_is_left_goes_by_the_last_ten_steps(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
-    pace = metrics.Pace(100)
-    now = 60.0
-    assert pace.left(20) is None  # its compilation tells nothing
-    for step in (22, 24):  # every other one is logged
-        now += 4.0
-        left = pace.left(step)
-    assert left == 2.0 * (99 - 24)
-    for step in range(25, 36):
-        now += 10.0
-        left = pace.left(step)
-    assert left == 10.0 * (99 - 35)
-    assert metrics.Pace(1).left(0) is None
 
 
 def test_the_host_is_watched(tmp_path):
@@ -258,11 +232,6 @@ def test_the_host_is_watched(tmp_path):
     assert before["host/memory_gib"] > 0.05 and before["host/threads"] >= 1
     with (tmp_path / "a").open("w"), (tmp_path / "b").open("w"):
         assert metrics.host_usage()["host/open_files"] == before["host/open_files"] + 2
-
-
-def test_progress_passes_every_item_and_draws_no_bar_into_a_file(capsys):
-    assert list(metrics.progress(iter("abc"), "rl", 2, 5)) == ["a", "b", "c"]
-    assert capsys.readouterr() == ("", "")
 
 
 def test_peak_memory_is_left_out_where_the_backend_does_not_count_it(monkeypatch):

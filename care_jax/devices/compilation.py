@@ -1,0 +1,95 @@
+"""The programs that this process compiles: kept on disk, counted, and announced.
+
+All three follow the events that JAX records while it compiles (`jax.monitoring`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pathlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import jax
+
+_EVENTS = {
+    "/jax/compilation_cache/cache_hits": "found",
+    "/jax/compilation_cache/cache_misses": "compiled",
+}
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # the compiler starts
+_COMPILED = "/jax/core/compile/backend_compile_duration"  # also when it was found in the cache
+_SILENT_SECONDS = 1.0  # a program that takes no longer is not announced
+_counts: Counter[str] = Counter()
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the user's cache folder, for restarts and for other runs.
+
+    A folder that is already set (JAX_COMPILATION_CACHE_DIR) takes precedence.
+    """
+    if not _counts:
+        _counts.update(found=0, compiled=0)
+        jax.monitoring.register_event_listener(_count)
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(_folder() / _machine()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def counts() -> dict[str, int]:
+    """Number of programs that this process compiled, and that it read from the cache."""
+    return dict(_counts)
+
+
+class Announcer:
+    """Says which program is being compiled, once it takes over a second.
+
+    Args:
+        say: prints a line.
+        labels: what a program is for, by the name of its jitted function; others are not announced.
+        expected: number of programs with a label, if each is compiled for one shape.
+    """
+
+    def __init__(self, say: Callable[[str], None], labels: Mapping[str, str], expected: int):
+        self._say, self._labels, self._expected = say, labels, expected
+        self._number = 0
+        self._timer = threading.Timer(0, int)  # of the program that is being compiled
+
+    def __enter__(self) -> None:
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        self._timer.cancel()
+
+    def _listen(self, event: str, _: float, **about: object) -> None:
+        label = self._labels.get(str(about.get("fun_name")).removeprefix("jit(").removesuffix(")"))
+        if label is None or event not in (_LOWERED, _COMPILED):
+            return
+        self._timer.cancel()
+        if event == _LOWERED:
+            self._number += 1
+            line = f"compiling {label} ({self._number} of {max(self._number, self._expected)})..."
+            self._timer = threading.Timer(_SILENT_SECONDS, self._say, (line,))
+            self._timer.daemon = True
+            self._timer.start()
+
+
+def _count(event: str, **_) -> None:
+    if event in _EVENTS:
+        _counts[_EVENTS[event]] += 1
+
+
+def _folder() -> pathlib.Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(cache) / "care_jax" / "compiled"
+
+
+def _machine() -> str:
+    """Folder name for this kind of CPU: code compiled for one kind may not run on another."""
+    described = pathlib.Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else ()
+    kinds = {line for line in lines if line.startswith(("model name", "flags"))}
+    return hashlib.sha256("".join(sorted(kinds)).encode()).hexdigest()[:8] if kinds else "any"

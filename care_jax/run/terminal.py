@@ -1,0 +1,131 @@
+"""What a run prints before its first stage and after its last one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from care_jax.batch import Example
+from care_jax.config.checks import is_evaluated
+from care_jax.config.resume import TRAINING
+from care_jax.data.mixture import Mixture
+from care_jax.data.sources import parts_of
+from care_jax.data.stages import SECTIONS
+from care_jax.report.metrics import read_records
+from care_jax.run.run import Run, params_of
+
+# What a jitted function is for; the others compile in less than two seconds at every size.
+PROGRAMS = {
+    "sft_step": "the cold start's update",
+    "score": "log-probabilities",
+    "admit": "prefill",
+    "advance": "decoding",
+    "update": "the update",
+}
+_FEW = 10  # steps whose mean is shown as a stage's first and last
+
+
+def num_programs(config: ConfigDict) -> int:
+    """Number of compiled `PROGRAMS` if prompts and rows have one size."""
+    is_repaired = "rl" in config.stages and config[config.rl.objective].get("reflect", False)
+    decoders = is_evaluated(config) + ("rl" in config.stages) + is_repaired
+    return 2 * sum(stage in config.stages for stage in TRAINING) + 2 * decoders
+
+
+def banner(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
+    """Model, objective, devices, rows per source, stages and workdir, a line each."""
+    config, policy = run.config, run.policy
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params_of(run)))
+    weights = policy.folder or "random weights"
+    if config.model.lora_rank:
+        weights = f"{weights}, LoRA of rank {config.model.lora_rank}"
+    axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items() if size > 1)
+    device = run.mesh.devices.flat[0]
+    lines = {
+        "model": f"{policy.config.family}, {_count(num_params)} parameters, {weights}",
+        "devices": f"{run.mesh.size} x {device.device_kind}" + (f" ({axes})" if axes else ""),
+        **{f"data.{SECTIONS[stage]}": _rows(run, stage, each) for stage, each in sources.items()},
+        "stages": ", ".join(map(_stage, [config] * len(config.stages), config.stages)),
+        "workdir": f"{run.workdir.resolve()}",
+    }
+    if "rl" in config.stages:
+        lines = {"objective": config.rl.objective, **lines}
+    return "\n".join(f"{name:<10} {line}" for name, line in lines.items())
+
+
+def ending(run: Run) -> str:
+    """What was learned, where the report is, and how to open it; read from metrics.jsonl.
+
+    Accuracies of this workdir's earlier runs are included.
+    """
+    report = run.workdir.resolve() / "report.html"
+    lines = [*_learned(run.workdir / "metrics.jsonl", run.config)]
+    if report.exists():
+        lines += [
+            f"report: {report}",
+            f"  open it in a browser; from another machine: scp <host>:{report} .",
+        ]
+    return "\n".join(lines)
+
+
+def how_decoded(config: ConfigDict) -> str:
+    """How held-out answers are decoded: "greedy", or "sampled"."""
+    return "sampled" if config.evaluate.temperature else "greedy"
+
+
+def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
+    """Accuracy on held-out questions after each stage, and of rollouts at both ends of RL."""
+    records = [record for _, record in read_records(path)]
+    held_out: dict[str, dict[str, float]] = {}
+    for record in records:
+        if record["stage"].startswith("evaluate_"):
+            held_out[record["stage"].removeprefix("evaluate_")] = record
+    measured = {
+        name: {after: record[name] for after, record in held_out.items() if name in record}
+        for name in ("acc", "mean/acc")
+    }
+    for name, accuracies in measured.items():
+        if accuracies:
+            what = "held-out questions" if name == "acc" else "benchmarks, their mean"
+            steps = " -> ".join(f"{acc:.1%} after {after}" for after, acc in accuracies.items())
+            first, *_, last = (*accuracies.values(), *accuracies.values())
+            gain = f" ({100 * (last - first):+.1f} points)" if len(accuracies) > 1 else ""
+            yield f"{how_decoded(config)} accuracy, {what}: {steps}{gain}"
+    sampled = [record["acc"] for record in records if record["stage"] == "rl" and "acc" in record]
+    if len(sampled) >= 2 * _FEW:
+        first, last = (np.mean(part) for part in (sampled[:_FEW], sampled[-_FEW:]))
+        yield (
+            f"sampled accuracy, rollouts: {first:.1%} in the first {_FEW} steps of rl, "
+            f"{last:.1%} in the last {_FEW}"
+        )
+
+
+def _rows(run: Run, stage: str, examples: Sequence[Example]) -> str:
+    if not isinstance(examples, Mixture):
+        section = run.config.data[SECTIONS[stage]]
+        return f"{len(examples):,} rows{_origin(section)}"
+    parts = parts_of(run.config.data[SECTIONS[stage]])
+    pairs = zip(examples.sources, parts, strict=True)
+    return " + ".join(f"{len(source):,} rows{_origin(part)}" for source, part in pairs)
+
+
+def _origin(section: ConfigDict) -> str:
+    """Where the rows of a section come from; nothing if examples were given from Python."""
+    return f" of {section.path or section.source}" if section.source else ""
+
+
+def _stage(config: ConfigDict, stage: str) -> str:
+    return f"{stage} ({config[stage].num_steps:,} steps)" if stage in TRAINING else stage
+
+
+def _count(number: int) -> str:
+    """A number of parameters: 614.2K, 3.75B."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return str(number)
