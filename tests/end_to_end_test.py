@@ -1,7 +1,9 @@
 """A whole run, shrunk to seconds: resumed, evaluated inside its stages, exported from any step."""
 
 import json
+import re
 import sys
+import threading
 from collections import Counter
 
 import jax
@@ -19,8 +21,8 @@ from small_run import (
 )
 
 from care_jax import main
-from care_jax.devices import loaded_programs
-from care_jax.run import weights
+from care_jax.devices import compilation, loaded_programs
+from care_jax.run import terminal, weights
 from care_jax.run.policy import policy_of
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -28,15 +30,37 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of four RL steps without a break."""
-    workdir = tmp_path_factory.mktemp("unbroken")
-    with on_one_device():
+    """A run of four RL steps without a break: its workdir, results and printed lines."""
+    workdir, said = tmp_path_factory.mktemp("unbroken"), []
+    with on_one_device(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation.threading, "Timer", OverAtOnce)
+        patch.setattr(main, "print_line", said.append)
         results = main.run_stages(small_config(), workdir)
-    return workdir, results
+    return workdir, results, said
+
+
+class OverAtOnce(threading.Timer):
+    """A timer whose time is over when it starts."""
+
+    def start(self):
+        self.function(*self.args)
+
+
+def test_a_run_says_what_it_compiles_and_ends_with_what_was_learned(finished):
+    workdir, results, (banner, *compiled, ending) = finished
+    assert banner.startswith("objective ") and str(workdir) in banner
+    expected = terminal.num_programs(small_config())
+    assert compiled[0] == f"compiling the cold start's update (1 of {expected})..."
+    found = Counter(re.sub(r"compiling (.*) \(.*\)\.\.\.", r"\1", line) for line in compiled)
+    assert found.keys() == set(terminal.PROGRAMS.values()) and len(compiled) >= expected
+    learned, report, _ = ending.splitlines()
+    accuracy = f"{results['rl']['acc']:.1%} after rl"
+    assert learned == f"greedy accuracy, held-out questions: {accuracy}"
+    assert report == f"report: {workdir / 'report.html'}"
 
 
 def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
-    workdir, results = finished
+    workdir, results, _ = finished
     metrics = metrics_of(workdir)
     stages = Counter(record["stage"] for record in metrics)
     assert stages == {"sft": 3, "rl": 4, "evaluate_rl": 1}
@@ -67,7 +91,7 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
 
 def test_a_healthy_run_is_far_from_the_limits_of_its_state_check(finished):
     """Neither its loss nor the norm of its parameters comes near what stops a run."""
-    workdir, _ = finished
+    workdir, *_ = finished
     files = sorted((workdir / "checkpoints").glob("*/*/progress/metadata"))
     checked = [json.loads(file.read_text())["metadata"]["state_check"] for file in files]
     assert len(checked) == 4  # of each stage the last two
@@ -138,7 +162,7 @@ EVALUATED = {"sft.eval_every": 2, "rl.eval_every": 2, "keep_best": 1}
 
 def test_evaluations_inside_stages_change_nothing_else(finished, evaluated):
     """Tokens, metrics and states are those of the run without them."""
-    (workdir, results), (plain, expected) = evaluated, finished
+    (workdir, results), (plain, expected, _) = evaluated, finished
     assert results == expected
     records = without_times(metrics_of(workdir))
     stages = ("sft", "rl", "evaluate_rl")

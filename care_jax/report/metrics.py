@@ -34,8 +34,8 @@ Scalar = Any  # int, float, or an array of one element, on the host or on a devi
 
 def on_host(metrics: Mapping[str, Scalar]) -> dict[str, int | float]:
     """Python numbers, fetched in one transfer."""
-    fetched = jax.device_get(dict(metrics))
-    return {name: np.asarray(value).item() for name, value in fetched.items()}
+    fetched = jax.device_get(dict(metrics))  # sorts the names
+    return {name: np.asarray(fetched[name]).item() for name in metrics}
 
 
 def check_finite(
