@@ -157,6 +157,7 @@ def get_config() -> ConfigDict:
     sft.answer_weight = 1.0  # loss weight of answer tokens; other response tokens have 1
     sft.row_tokens = 4096  # tokens of a packed row; longer examples are dropped
     sft.row_patches = 8192  # image patches of a packed row
+    sft.row_lengths = 16  # lengths of a row, row_tokens the longest; each is a program to compile
 
     config.rl = rl = ConfigDict()
     rl.objective = "care"  # "care", "grpo", "dapo", "gspo", "dr_grpo", "rloo"
@@ -170,6 +171,7 @@ def get_config() -> ConfigDict:
     # prompt do not fit in one row, the prompt is repeated in several.
     rl.row_tokens = 8192
     rl.row_patches = 8192  # image patches of a packed row
+    rl.row_lengths = 16  # as sft.row_lengths
     rl.decode_prompts = 64  # prompts in flight; a finished one is replaced by the next
     rl.decode_rows = 4  # rollouts in flight per prompt, likewise
     rl.max_response_tokens = 2048  # (open) T, including the forced tokens of a reflected row

@@ -33,6 +33,7 @@ def get_config(first: str = "rl") -> ConfigDict:
     sft.num_steps, sft.batch_size, sft.microbatch_size = 100, 16, 1
     sft.learning_rate, sft.warmup_steps, sft.answer_weight = 1e-3, 10, 1.0
     sft.row_tokens, sft.row_patches = 16384 + 1024, 4096
+    sft.row_lengths = 4  # a program takes longer to compile than a step
 
     rl = config.rl
     rl.num_steps, rl.warmup_steps = 20, 2
@@ -40,6 +41,7 @@ def get_config(first: str = "rl") -> ConfigDict:
     rl.microbatch_size = 1
     rl.max_response_tokens = config.evaluate.max_response_tokens = 256
     rl.row_tokens, rl.row_patches = 16384 + 256, 4096
+    rl.row_lengths = 4
     config.care.max_context = 96
     config.care.cue = common.CUE
     config.evaluate.batch_size = 8

@@ -135,6 +135,7 @@ def plan_update(
         row_tokens=settings.row_tokens,
         row_patches=settings.row_patches,
         microbatch_size=settings.microbatch_size,
+        row_lengths=settings.row_lengths,
         owner=sharding.owners(len(prompts), run.decode_batch_sharding),
         num_processes=num_processes(run),
         section=section,

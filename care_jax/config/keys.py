@@ -206,6 +206,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("*.microbatch_size", "[0, inf)", _DIVIDED),
     ("*.row_tokens", "[1, inf)", _DIVIDED),
     ("*.row_patches", "[0, inf)", _DIVIDED),
+    ("*.row_lengths", "[1, inf)", _DIVIDED),
     ("*.decode_prompts *.decode_rows", "[1, inf)", _DIVIDED),
     ("*.learning_rate", "[0, 1]", FIXED),
     ("*.warmup_steps *.weight_decay", "[0, inf)", FIXED),

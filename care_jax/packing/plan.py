@@ -99,6 +99,7 @@ def plan_rows(
     row_tokens: int,
     row_patches: int,
     microbatch_size: int,
+    row_lengths: int = 16,
     token_multiple: int | None = None,
     patch_multiple: int | None = None,
     owner: Int[np.ndarray, " N"] | None = None,
@@ -117,9 +118,11 @@ def plan_rows(
         row_tokens, row_patches: maximum tokens and patches of a row; patches are rounded up to a
             multiple of 16.
         microbatch_size: rows of one forward and backward, over all processes and shards.
-        token_multiple: a row has a multiple of this many tokens, or row_tokens. None: a sixteenth
-            of row_tokens, at least 32. Each length is one more program to compile.
-        patch_multiple: likewise of its patches; None: a quarter of row_patches.
+        row_lengths: number of lengths that rows may have. Each is one more program to compile.
+        token_multiple: a row has a multiple of this many tokens, or row_tokens. None: row_tokens /
+            row_lengths, at least 32.
+        patch_multiple: likewise of its patches; None: a quarter of row_patches, or all of them if
+            rows have one length.
         owner: the process whose rows must hold each tree; trees are then numbered per process.
             None: any process may hold a tree, which fills rows better but requires its prompt on
             that process.
@@ -145,10 +148,10 @@ def plan_rows(
         groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
         local = process
     num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
-    lengths = _sizes(token_multiple or max(-(-row_tokens // 16), _FEWEST_TOKENS), row_tokens)
+    lengths = _sizes(token_multiple or max(-(-row_tokens // row_lengths), _FEWEST_TOKENS), row_tokens)
     whole_patches = max(-(-row_patches // _PATCH_BLOCK), 1)  # in blocks
     widths = _sizes(
-        patch_multiple or _PATCH_BLOCK * -(-whole_patches // 4), _PATCH_BLOCK * whole_patches
+        patch_multiple or _PATCH_BLOCK * -(-whole_patches // min(4, row_lengths)), _PATCH_BLOCK * whole_patches
     )
     length, packings, count = _pack_all(groups, num_rows, lengths, widths)
     rows = _order_rows(groups[local], packings[local], num_rows, count)

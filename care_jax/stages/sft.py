@@ -146,6 +146,7 @@ def packed_batch(
     plan = plan_rows(
         TreeSizes(*sizes.T[:2], branches=sizes[:, 2:]),
         microbatch_size=sft.microbatch_size,
+        row_lengths=sft.row_lengths,
         owner=sharding.owners(sft.batch_size, run.decode_batch_sharding),
         num_processes=jax.process_count(),
         process=jax.process_index(),

@@ -244,3 +244,13 @@ def test_an_update_of_512_prompts_is_planned_at_once():
     found = plan_rows(sizes, row_tokens=8192, row_patches=8192, microbatch_size=64)
     assert time.process_time() - began < 5  # a fraction of a second on an idle core
     assert found.train_fill > 0.85
+
+
+@settings(max_examples=50, deadline=None)
+@given(some_sizes(), st.integers(1, 5))
+def test_rows_have_at_most_as_many_lengths_as_are_given(sizes, row_lengths):
+    """Every length is a program to compile."""
+    found = plan(sizes, row_tokens=160, token_multiple=None, row_lengths=row_lengths)
+    unit = max(-(-160 // row_lengths), 32)
+    assert found.row_tokens in (*range(unit, 160, unit), 160)
+    assert len((*range(unit, 160, unit), 160)) <= row_lengths
