@@ -20,14 +20,14 @@ def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]
         scores, _, _, components = score(answers)
         found = []
         for row, (accs, fmts) in enumerate(zip(scores.acc, scores.fmt, strict=True)):
-            verdict: list[float | None] = accs.tolist()
             more: dict[str, Any] = {"fmt": float(fmts.mean())}
+            judged = accs.tolist()
             if components is not None:
                 more["components"] = list(components[row])
                 # Components are empty where the function failed.
-                pairs = zip(verdict, more["components"], strict=True)
-                verdict = [acc if found else None for acc, found in pairs]
-            found.append(Verdict(verdict, bool(scores.has_answer[row].all()), more=more))
+                pairs = zip(judged, components[row], strict=True)
+                judged = [acc if of_row else None for acc, of_row in pairs]
+            found.append(Verdict(judged, bool(scores.has_answer[row].all()), more=more))
         return found
 
     return Questions("held_out", examples, verdicts, lambda sample: [sample["source"]])

@@ -79,6 +79,7 @@ def _sample(
     index: int, example: Example, texts: Sequence[str], verdict: Verdict, is_complete: bool
 ) -> Sample:
     document = json.dumps(example.extra, ensure_ascii=False, default=str)
+    judged = [acc for acc in verdict.accs if acc is not None]
     return {
         "doc_id": index,
         "id": example.id,
@@ -91,7 +92,7 @@ def _sample(
         "doc_hash": _hash(document),
         "prompt_hash": _hash(example.question),
         "target_hash": _hash(answer_text(example.answer)),
-        "acc": None if None in verdict.accs else sum(verdict.accs) / len(texts),
+        "acc": sum(judged) / len(texts) if len(judged) == len(texts) else None,
         **({"accs": list(verdict.accs)} if len(texts) > 1 else {}),
         "acc_judged": verdict.acc_judged,
         "is_parsed": verdict.is_parsed,
