@@ -37,7 +37,7 @@ def test_the_share_is_of_the_responses_of_the_last_five_steps():
     for step, (judged, failed) in enumerate([(1, 9), (1, 9), (10, 0), (5, 5), (13, 7)]):
         limit.check(step, counts(judged, failed=failed))  # 30 of 60
     assert limit.check(5, counts(1, failed=9)) == 0.9  # 30 of 60: the first step is forgotten
-    message = r"rl step 6: 50\.8% of the responses of the last 5 steps .* max_failed 0\.5\. The re"
+    message = r"rl step 6: 50\.8% of the responses of the last 5 steps .*\.max_failed 0\.5\. The r"
     with pytest.raises(RewardFailed, match=message):
         limit.check(6, counts(1, failed=10))  # 31 of 61
 
