@@ -109,8 +109,8 @@ class StepLog:
             | fill_of(plans)
             | utilisation(run, everyone, training)
         )
-        shown = _SHOWN | ({"not_judged": "not judged"} if self._not_judged else {})
-        self.stage.log(step, metrics, shown)
+        names = _SHOWN | ({"not_judged": "not judged"} if self._not_judged else {})
+        self.stage.log(step, metrics, names)
         for warning in self._collapse.warnings(step, metrics):
             print_line(warning)
         shown = self._report.add(step, groups, is_logged=self.stage.is_logged(step))
