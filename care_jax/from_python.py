@@ -57,6 +57,8 @@ def train_on(
     Raises:
         ValueError: the configuration cannot run, the function cannot be sent to a process, or the
             workdir is the address of a bucket.
+        RewardFailed: the reward function judged nothing, or too little; the finished steps are
+            saved. A ValueError, see `rewards.failures`.
     """
     folder = command_line.folder_of(workdir, flag="workdir")
     if reward is not None:

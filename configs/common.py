@@ -304,7 +304,7 @@ def get_config() -> ConfigDict:
 
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # worker processes for computer algebra or the reward function
-    verifier.timeout = 5.0  # seconds per answer (reward function: per group), which then scores 0
+    verifier.timeout = 5.0  # seconds per answer, then wrong (reward function: per group)
     # "module:function" that replaces the built-in verifier: called with (question, responses,
     # Example), it returns a mapping of components in [0, 1] for each response of the group. Empty:
     # compare with the gold answer.
@@ -313,5 +313,7 @@ def get_config() -> ConfigDict:
     # replaces acc in the reward (eq:overall).
     verifier.weights = (("acc", 1.0),)
     verifier.success = 0.5  # a response whose component acc is at least this is a success
+    # RL ends if the function fails on a larger share of the responses of 5 steps, or on all of one.
+    verifier.max_failed = 0.5
     verifier.concurrency = 16  # groups that each worker awaits at a time, for an async function
     return config

@@ -46,3 +46,10 @@ def by_its_bytes(question, responses, example):
 def often_right(question, responses, example):
     """One response in three is right."""
     return [{"acc": zlib.crc32(text.encode()) % 3 == 0, "fmt": 0.0} for text in responses]
+
+
+def seldom_judges(question, responses, example):
+    """No verdict on three questions of four."""
+    if zlib.crc32(example.id.encode()) % 4:
+        raise LookupError("no judge")
+    return often_right(question, responses, example)

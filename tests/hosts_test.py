@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -133,6 +134,21 @@ def test_two_processes_draw_until_both_are_full(tmp_path):
         assert record["dynamic/unused"] == pytest.approx(num_mixed - 16)
         assert 1 < record["dynamic/tries"] < 12 and record["dynamic/missing"] == 0
         assert 0.05 < record["acc"] < 0.25 and record["grad_norm"] > 0
+
+
+@pytest.mark.exhaustive
+def test_two_processes_end_together_where_their_reward_fails_too_often(tmp_path):
+    changes = {"stages": ("rl",), "rl.num_steps": 6, "checkpoint_every": 100}
+    changes |= {"verifier.reward": "hosts_config:seldom_judges"}
+    flags = [f"--config.{name}={value}" for name, value in changes.items()]
+    (status, message), other = (end_of(process) for process in launch_two(tmp_path, *flags))
+    assert (status, message) == other and status == 1
+    share = r"error: rl step 4: \d+\.\d% of the responses of the last 5 steps were not judged"
+    assert re.match(share, message), message
+    steps = metrics_of(tmp_path)
+    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+    assert all(0.5 < record["not_judged"] < 1 for record in steps)
+    assert (tmp_path / "checkpoints" / "rl" / "4" / "state").is_dir()
 
 
 @pytest.mark.exhaustive

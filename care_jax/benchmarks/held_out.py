@@ -21,27 +21,31 @@ def questions_of(examples: Sequence[Example], score: Callable[[Answers], Scored]
         found = []
         for row, (accs, fmts) in enumerate(zip(scores.acc, scores.fmt, strict=True)):
             more: dict[str, Any] = {"fmt": float(fmts.mean())}
+            judged = accs.tolist()
             if components is not None:
                 more["components"] = list(components[row])
-            found.append(Verdict(accs.tolist(), bool(scores.has_answer[row].all()), more=more))
+                # Components are empty where the function failed.
+                pairs = zip(judged, components[row], strict=True)
+                judged = [acc if of_row else None for acc, of_row in pairs]
+            found.append(Verdict(judged, bool(scores.has_answer[row].all()), more=more))
         return found
 
     return Questions("held_out", examples, verdicts, lambda sample: [sample["source"]])
 
 
-def metrics_of(figures: Mapping[str, Any], answered: Sequence[Sample]) -> dict[str, float]:
-    """The metrics of held-out questions, from `scoreboard.score` of the answered ones.
+def metrics_of(figures: Mapping[str, Any], judged: Sequence[Sample]) -> dict[str, float]:
+    """The metrics of held-out questions, from `scoreboard.score` of those that were judged.
 
     Accuracy with its 95% Wilson interval, format, and accuracy by source, in [0, 1]; with several
     samples per question also pass@k, with a reward function its components.
     """
-    rows = [np.array([sample.get("components", [])], object) for sample in answered]
-    sums = diagnostics.component_sums(rows, num_rollouts=len(answered[0]["resps"]))
+    rows = [np.array([sample.get("components", [])], object) for sample in judged]
+    sums = diagnostics.component_sums(rows, num_rollouts=len(judged[0]["resps"]))
     by_source = figures["categories"] if len(figures["categories"]) > 1 else {}
     return {
         **{key: figures[key] for key in figures if key.startswith(("acc", "pass@"))},
-        "fmt": float(np.mean([sample["fmt"] for sample in answered])),
-        "num_examples": len(answered),
+        "fmt": float(np.mean([sample["fmt"] for sample in judged])),
+        "num_examples": len(judged),
         **diagnostics.component_means([sums]),
         **{f"acc/{source}": each["acc"] for source, each in by_source.items()},
     }

@@ -1,6 +1,7 @@
 """Converts the answers of an evaluation to samples in lmms-eval's format.
 
-The accuracy of a question with several responses is their mean; `accs` has each.
+The accuracy of a question with several responses is their mean; `accs` has each. It is None if a
+reward function failed on any of them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ class Verdict(NamedTuple):
     """The verdict on the responses to one question.
 
     Attributes:
-        accs: of each response, 1.0 for a success, else 0.0.
+        accs: of each response, 1.0 for a success, 0.0 for a failure, None if it was not judged.
         is_parsed: whether all have an answer.
         acc_judged: mean over the responses after a `judge.Judge`; None if it gave no verdict.
         more: further fields of the sample.
     """
 
-    accs: list[float]
+    accs: Sequence[float | None]
     is_parsed: bool
     acc_judged: float | None = None
     more: Mapping[str, Any] = {}
@@ -78,6 +79,7 @@ def _sample(
     index: int, example: Example, texts: Sequence[str], verdict: Verdict, is_complete: bool
 ) -> Sample:
     document = json.dumps(example.extra, ensure_ascii=False, default=str)
+    judged = [acc for acc in verdict.accs if acc is not None]
     return {
         "doc_id": index,
         "id": example.id,
@@ -90,8 +92,8 @@ def _sample(
         "doc_hash": _hash(document),
         "prompt_hash": _hash(example.question),
         "target_hash": _hash(answer_text(example.answer)),
-        "acc": sum(verdict.accs) / len(texts),
-        **({"accs": verdict.accs} if len(texts) > 1 else {}),
+        "acc": sum(judged) / len(texts) if len(judged) == len(texts) else None,
+        **({"accs": list(verdict.accs)} if len(texts) > 1 else {}),
         "acc_judged": verdict.acc_judged,
         "is_parsed": verdict.is_parsed,
         "is_complete": is_complete,

@@ -246,6 +246,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("verifier.reward", _ANY, FIXED),
     ("verifier.weights", _WEIGHTS, FIXED),
     ("verifier.success", "(0, 1]", FIXED),
+    ("verifier.max_failed", "[0, 1]", _VERIFIED),
     ("verifier.concurrency", "[1, inf)", _VERIFIED),
 )
 KEYS = {

@@ -44,7 +44,10 @@ def format_line(
     `seconds` is the wall time of the step, `left` the remaining time of the stage, if known.
     """
     width = len(str(num_steps))
-    values = (f"{name} {value:.4g}" for name, value in metrics.items())
+    values = (
+        f"{name} {100 * value:.3g}%" if name == "not judged" else f"{name} {value:.4g}"
+        for name, value in metrics.items()
+    )
     line = "  ".join((f"{stage} {step:{width}d}/{num_steps}", *values, f"{seconds:.2f} s"))
     return line if not left else f"{line}  {datetime.timedelta(seconds=round(left))} left"
 

@@ -70,6 +70,11 @@ def check_reward(function: Any, name: str) -> None:
         )
 
 
+def name_of(function: RewardFunction) -> str:
+    """The name of a function for messages; of an object, that of its class."""
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
 class RewardPool:
     """Worker processes that call a reward function, see `WorkerPool`.
 

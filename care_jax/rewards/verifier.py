@@ -21,9 +21,12 @@ from care_jax.batch import Example
 from care_jax.method import spans
 from care_jax.rewards import answers
 from care_jax.rewards.equivalence import notation
-from care_jax.rewards.reward_function import RewardFunction, RewardPool, read_reply
+from care_jax.rewards.reward_function import RewardFunction, RewardPool, name_of, read_reply
 from care_jax.rewards.symbolic import Question, SymbolicPool
 from care_jax.rewards.worker_pool import Reply
+
+# The counts of responses that a reward function did not judge.
+FAILURES = ("timeouts", "crashes", "failed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,8 @@ class Verifier:
         self._weights, self._success, self._timeout = dict(weights), success, timeout
         self._pool = SymbolicPool(num_workers, timeout)
         self._num_fast, self._lost, self._warned = 0, Counter[str](), set[str]()
+        self._name = reward if isinstance(reward, str) else name_of(reward)
+        self.problem = ""  # the reward function's last failure: its name, then what happened
         self._rewards = RewardPool(reward, num_workers, timeout, concurrency) if reward else None
 
     def __enter__(self) -> Verifier:
@@ -111,7 +116,7 @@ class Verifier:
         All count responses; a timeout or crash of a reward function counts its whole group. With a
         reward function also `failed`: its call raised an exception or returned wrong components.
         """
-        lost = ("timeouts", "crashes", "failed") if self.has_reward else ()
+        lost = FAILURES if self.has_reward else ()
         counts = {"fast_calls": self._num_fast, **self._pool.counts}
         return counts | {name: self._lost[name] for name in lost}
 
@@ -213,12 +218,14 @@ class Verifier:
         names = list(dict.fromkeys(["acc", *self._weights]))
         rows, problem = read_reply(reply, len(parsed), names, self._timeout)
         kind = next((row for row in rows if isinstance(row, str)), "")
+        if kind:
+            self.problem = f"{self._name} {problem}"
         if kind and kind not in self._warned:
             self._warned.add(kind)
             logging.warning(
-                "some responses get reward 0 and count in the metrics verifier/*; further failures "
-                "of this kind are not logged. The reward function %s",
-                problem,
+                "some responses were not judged and count in the metrics verifier/*; further "
+                "failures of this kind are not logged. The reward function %s",
+                self.problem,
             )
         verdicts = []
         for span, row in zip(parsed, rows, strict=True):

@@ -159,7 +159,11 @@ def _number(value: Any) -> float | str:
 
 
 def _failure(error: BaseException) -> dict[str, str]:
-    return {"error": "".join(traceback.format_exception(error)), "name": type(error).__name__}
+    """The traceback, without the frame of this module that called the function."""
+    frames = error.__traceback__
+    frames = frames and (frames.tb_next or frames)
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return {"error": text, "name": type(error).__name__}
 
 
 if __name__ == "__main__":

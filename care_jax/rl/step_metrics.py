@@ -24,6 +24,7 @@ from care_jax.report.console import print_line
 from care_jax.report.groups import Wording
 from care_jax.report.metrics import device_memory
 from care_jax.report.report import Report
+from care_jax.rewards.failures import FailureLimit
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl.collapse import CollapseWatch
 from care_jax.rl.rollout import gather_groups
@@ -49,6 +50,7 @@ class StepLog:
         self._report = open_report(self.run)
         self._report.begin(self.stage.start)
         self._collapse = CollapseWatch()
+        self._limit = FailureLimit(self.verifier, self.run.config.verifier.max_failed)
         self._tail = 0.0  # seconds that logging the previous step took on the host
 
     def begin(self, step: int) -> None:
@@ -57,8 +59,12 @@ class StepLog:
         self._busy = self.clock.busy_seconds()
         profile_steps(self.run, step)
 
-    def rolled_out(self) -> None:
-        """Called between rollouts and updates."""
+    def rolled_out(self, step: int) -> None:
+        """Called between rollouts and updates; raises RewardFailed if too little was judged."""
+        counts = {name: n - self._counted[name] for name, n in self.verifier.counts.items()}
+        everywhere = distributed.gather_json(counts)
+        self._verdicts = {name: sum(each[name] for each in everywhere) for name in counts}
+        self._not_judged = self._limit.check(step, self._verdicts)
         self._rolled_out = time.perf_counter()
 
     def write(
@@ -103,7 +109,8 @@ class StepLog:
             | fill_of(plans)
             | utilisation(run, everyone, training)
         )
-        self.stage.log(step, metrics, _SHOWN)
+        names = _SHOWN | ({"not_judged": "not judged"} if self._not_judged else {})
+        self.stage.log(step, metrics, names)
         for warning in self._collapse.warnings(step, metrics):
             print_line(warning)
         shown = self._report.add(step, groups, is_logged=self.stage.is_logged(step))
@@ -121,11 +128,8 @@ class StepLog:
             judged = [groups.components for groups in draws]
             sums = diagnostics.component_sums(judged, self.run.config.rl.num_rollouts)
             metrics = diagnostics.component_means(distributed.gather_json(sums))
-        counts = {name: n - self._counted.get(name, 0) for name, n in verifier.counts.items()}
-        everywhere = distributed.gather_json(counts)
-        return metrics | {
-            f"verifier/{name}": sum(counts[name] for counts in everywhere) for name in counts
-        }
+            metrics["not_judged"] = self._not_judged
+        return metrics | {f"verifier/{name}": count for name, count in self._verdicts.items()}
 
 
 def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> dict[str, float]:

@@ -30,6 +30,7 @@ from care_jax.learning.train_step import TrainState, map_microbatches
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.console import Pace, format_line, print_line, progress
 from care_jax.report.metrics import host_usage, on_host
+from care_jax.rewards.failures import RewardFailed
 from care_jax.run.checkpoint import Checkpoints
 from care_jax.run.guards import SkippedUpdates, StateCheck, UpdateBatch
 from care_jax.run.run import Run, open_checkpoints
@@ -61,6 +62,7 @@ def open_stage(
     Raises:
         distributed.Preempted: the run was preempted; the current state is saved.
         FloatingPointError: an update or a state is broken; names the last good checkpoint.
+        RewardFailed: the reward function fails; the current state is saved.
     """
     with open_checkpoints(run, name) as checkpoints:
         start, metadata = 0, {}
@@ -77,6 +79,9 @@ def open_stage(
             stage.save()
             where = stopped.args or (f"before {name} step {stage.num_done}",)
             raise distributed.Preempted(*where) from None
+        except RewardFailed:
+            stage.save()
+            raise
 
 
 @dataclasses.dataclass

@@ -8,6 +8,9 @@ on. A restarted evaluation decodes only the questions without a sample of that d
 
 With `evaluate.num_samples` above 1 a question's accuracy is the mean over its samples, and pass@k
 is estimated from them.
+
+A held-out question is left out of all figures, and counted, if a reward function failed on any of
+its samples.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from care_jax.benchmarks.suite import Benchmark
 from care_jax.devices import distributed
 from care_jax.report.console import print_line
 from care_jax.report.metrics import read_records
+from care_jax.rewards.failures import failure
 from care_jax.rewards.scores import start_scoring
 from care_jax.run.run import Run, verifier_of
 from care_jax.run.versions import versions
@@ -84,11 +88,13 @@ class Evaluator:
                 `samples_<name>/step_<step>.jsonl` and `benchmarks_<name>/step_<step>`.
 
         Returns:
-            for held-out questions the metrics of `held_out.metrics_of` and `num_dropped`; for each
-            benchmark `<name>/acc`, its interval and pass@k; and the benchmarks' mean `mean/acc`.
+            for held-out questions the metrics of `held_out.metrics_of`, `num_dropped` and, with a
+            reward function, `num_not_judged`; for each benchmark `<name>/acc`, its interval and
+            pass@k; and the benchmarks' mean `mean/acc`.
 
         Raises:
             ValueError: no prompt of a benchmark fits a bucket.
+            RewardFailed: the reward function judged no held-out question.
             distributed.Preempted: the run was preempted.
         """
         decode = make_decoder(self._run, params, self._programs())
@@ -128,13 +134,20 @@ class Evaluator:
             of = None if verifier.has_reward else _digest(settings | self._held_out_settings)
             samples = _answer(run, decode, questions, path, of, label)
         answered = [sample for sample in samples if not sample["is_dropped"]]
-        metrics = held_out.metrics_of(scoreboard.score(answered, questions.categories), answered)
+        judged = [sample for sample in answered if sample["acc"] is not None]
+        if not judged:
+            what = f"none of {len(answered)} held-out questions was judged"
+            raise failure(verifier, f"evaluation after {label}: {what}")
+        metrics = held_out.metrics_of(scoreboard.score(judged, questions.categories), judged)
         metrics["num_dropped"] = len(samples) - len(answered)
+        if verifier.has_reward:
+            metrics["num_not_judged"] = len(answered) - len(judged)
+        unjudged = f", {metrics['num_not_judged']} not judged" if judged != answered else ""
         rates = [f", {key} {rate:.1%}" for key, rate in metrics.items() if key.startswith("pass@")]
         print_line(
             f"accuracy after {label}: {metrics['acc']:.1%} (95% interval {metrics['acc_low']:.1%} "
-            f"to {metrics['acc_high']:.1%}, {len(answered)} held-out examples, format "
-            f"{metrics['fmt']:.1%}{''.join(rates[-1:])})"
+            f"to {metrics['acc_high']:.1%}, {len(judged)} held-out examples{unjudged}, "
+            f"format {metrics['fmt']:.1%}{''.join(rates[-1:])})"
         )
         return metrics
 

@@ -47,6 +47,7 @@ def train(
     Raises:
         distributed.Preempted: the run was preempted; the state before the unfinished step is saved.
         FloatingPointError: an update or a state is broken; the message names a good checkpoint.
+        RewardFailed: see `rewards.failures`; the state before the step is saved.
     """
     rl, clock, index = run.config.rl, DeviceClock(), prompts_of_process(run)
     num_updates = rl.prompts_per_step // rl.prompts_per_update
@@ -78,7 +79,7 @@ def train(
             show_part("prefill")
             draws = draw_groups(run, rollout, decode_params, batches, first, index, verifier)
             del decode_params  # frees memory for the update
-            log.rolled_out()
+            log.rolled_out(step)
 
             groups = assign_credit(programs, choose_mixed(draws))
             everyone = gather_groups(groups)

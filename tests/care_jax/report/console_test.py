@@ -9,6 +9,8 @@ def test_the_console_line_is_readable(capsys):
     assert (
         console.format_line("sft", 0, 9, {}, 3.2149, left=3671.4) == "sft 0/9  3.21 s  1:01:11 left"
     )
+    failing = console.format_line("rl", 7, 9, {"reward": 0.5, "not judged": 1 / 8}, 3.0)
+    assert failing == "rl 7/9  reward 0.5  not judged 12.5%  3.00 s"
     console.print_line(line)
     assert capsys.readouterr().out == line + "\n"
 

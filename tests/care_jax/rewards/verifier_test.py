@@ -134,6 +134,8 @@ def test_a_failure_costs_its_responses_their_reward_and_is_logged_once(caplog):
             first, *others = verifier.begin(texts, parsed, golds, group_size=2)()
             assert first.components == {"acc": 0.1, "asked": 0.0}
             assert others == [lost, failed, failed]
+            assert verifier.problem.startswith("by_length failed:\nTraceback")
+            assert verifier.problem.endswith("KeyError: 'no such thing'")
         assert verifier.counts == {
             "fast_calls": 2, "symbolic_calls": 0, "cached": 0, "timeouts": 0, "crashes": 0,
             "failed": 6,

@@ -53,6 +53,19 @@ def ask(pool, *groups):
     return [future.result(60) for future in futures]
 
 
+@pytest.mark.parametrize("function", [do, do_async])
+def test_a_traceback_begins_with_the_function(make_pool, function):
+    (reply,) = ask(make_pool(function), "1 / 0")
+    first, place, *_, last = reply["error"].splitlines()
+    assert (first, last) == (
+        "Traceback (most recent call last):",
+        "ZeroDivisionError: division by zero",
+    )
+    assert place.startswith(f'  File "{__file__}", ') and place.endswith(
+        f", in {function.__name__}"
+    )
+
+
 def kind_of(reply):
     """The process that judged, or what came in its place."""
     if "rows" in reply:

@@ -86,6 +86,30 @@ def test_processes_go_on_until_the_last_of_them_is_full(draw, monkeypatch, other
     assert dynamic_sampling.is_full(draws) == expected
 
 
+@pytest.mark.parametrize(("others", "expected"), [([], False), ([False], False), ([True], True)])
+def test_nothing_more_is_drawn_while_no_process_has_a_verdict(draw, monkeypatch, others, expected):
+    """A reward function that fails on every group would be asked `max_tries` times."""
+    failed = np.array([[{}] * G] * B, object)
+    judged = failed.copy()
+    judged[2, 1] = {"acc": 0.0}
+    first, second = (draw(t, *["wrong"] * B) for t in range(2))
+    monkeypatch.setattr(distributed, "gather_json", lambda value: [value, *others])
+    assert dynamic_sampling.is_judged([first.replace(components=failed)]) == expected
+    draws = [first.replace(components=failed), second.replace(components=judged)]
+    assert dynamic_sampling.is_judged(draws)
+    assert dynamic_sampling.is_judged([first])  # the built-in verifier always judges
+
+
+def test_a_step_that_nobody_judges_takes_one_batch(run_loop):
+    class Unjudged(DynamicScript):
+        def roll_out(self, *arguments):
+            groups = super().roll_out(*arguments)
+            return groups.replace(components=np.array([[{}] * R] * B, object))
+
+    script, _, _ = run_loop(make_script=Unjudged, changes=DAPO)
+    assert script.numbers == [0, 1, 2, 3]
+
+
 def test_gathered_groups_leave_texts_and_spans_behind(draw):
     seen = gather_groups(draw(1, "wrong", *["mixed"] * 3))
     np.testing.assert_array_equal(seen.scores.acc, [ACC["wrong"], *[ACC["mixed"]] * 3])

@@ -12,6 +12,7 @@ from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks import mathvision
 from care_jax.benchmarks.rows import Question
 from care_jax.report.metrics import wilson_interval
+from care_jax.rewards.failures import RewardFailed
 from care_jax.stages import answering, evaluate
 
 T = 16
@@ -165,6 +166,7 @@ def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked
 
 
 GRADED = {"verifier.reward": "graded:graded", "verifier.num_workers": 1}
+FORGETFUL = GRADED | {"verifier.reward": "graded:forgetful"}
 
 
 def test_a_reward_function_judges_every_sample(make_run, examples, asked):
@@ -181,6 +183,52 @@ def test_a_reward_function_judges_every_sample(make_run, examples, asked):
     held_out(run, examples, "sft")
     first = json.loads((run.workdir / "samples_sft.jsonl").read_text().splitlines()[0])
     assert first["components"] == [{"acc": first["acc"], "half": 0.5}]
+
+
+def test_a_question_that_was_not_judged_is_no_wrong_answer(make_run, examples, asked, capsys):
+    """Of five questions the function grades all but e1, and only e4 as right."""
+    run = make_run(SETTINGS | FORGETFUL)
+    metrics = held_out(run, examples)
+    assert (metrics["num_examples"], metrics["num_not_judged"]) == (4, 1)
+    assert (metrics["acc"], metrics["reward/acc"], metrics["fmt"]) == (1 / 4, 1 / 4, 1 / 4)
+    assert (metrics["acc_low"], metrics["acc_high"]) == wilson_interval(1, 4)
+    assert (metrics["acc/a"], metrics["acc/b"]) == (0, 1)
+    assert "(95% interval 4.6% to 69.9%, 4 held-out examples, 1 not judged, format 25.0%)" in (
+        capsys.readouterr().out
+    )
+    samples = [json.loads(x) for x in (run.workdir / "samples_rl.jsonl").read_text().splitlines()]
+    assert [sample["acc"] for sample in samples] == [0, None, 0, 0, 1]
+    assert [sample["components"] for sample in samples[:2]] == [[{"acc": 0, "half": 0.5}], [{}]]
+
+    # Mended, the function is asked about every question again.
+    mended = make_run(SETTINGS | GRADED)
+    metrics = held_out(mended, examples)
+    assert (metrics["acc"], metrics["num_examples"], metrics["num_not_judged"]) == (1 / 5, 5, 0)
+    assert "not judged" not in capsys.readouterr().out
+    assert asked[1][-1]["asked"] == list(range(5))
+
+
+def test_a_question_counts_if_all_its_samples_were_judged(make_run, examples, asked):
+    run = make_run(SETTINGS | SAMPLED | FORGETFUL)
+    metrics = held_out(run, examples)
+    samples = [json.loads(x) for x in (run.workdir / "samples_rl.jsonl").read_text().splitlines()]
+    accs = [sample["accs"] for sample in samples]
+    assert (accs[1], accs[3]) == ([None] * 4, [0, 1, 0, None])
+    assert [sample["acc"] for sample in samples] == [0.5, None, 0.5, None, 1]
+    assert (metrics["num_examples"], metrics["num_not_judged"]) == (3, 2)
+    assert metrics["acc"] == pytest.approx(metrics["pass@1"]) == pytest.approx(2 / 3)
+    assert metrics["pass@4"] == 1
+
+
+def test_an_evaluation_without_any_verdict_ends_with_the_functions_error(staged, make_run):
+    message = (
+        "evaluation after rl: none of 5 held-out questions was judged. The reward function "
+        "graded:silent must return a list of 1 mappings, .* got None; correct the function\nFini"
+    )
+    with pytest.raises(RewardFailed, match=message):
+        staged(GRADED | {"verifier.reward": "graded:silent"})
+    assert not make_run(SETTINGS).metrics.path.exists()
+    assert staged(GRADED)[1] == list(range(5))
 
 
 def test_one_sample_may_be_drawn(make_run, examples, asked):
