@@ -64,7 +64,7 @@ class Announcer:
         jax.monitoring.unregister_event_duration_listener(self._listen)
         self._timer.cancel()
 
-    def _listen(self, event: str, _: float, **about: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **about: object) -> None:
         label = self._labels.get(str(about.get("fun_name")).removeprefix("jit(").removesuffix(")"))
         if label is None or event not in (_LOWERED, _COMPILED):
             return

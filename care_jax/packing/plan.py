@@ -148,10 +148,13 @@ def plan_rows(
         groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
         local = process
     num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
-    lengths = _sizes(token_multiple or max(-(-row_tokens // row_lengths), _FEWEST_TOKENS), row_tokens)
+    lengths = _sizes(
+        token_multiple or max(-(-row_tokens // row_lengths), _FEWEST_TOKENS), row_tokens
+    )
     whole_patches = max(-(-row_patches // _PATCH_BLOCK), 1)  # in blocks
     widths = _sizes(
-        patch_multiple or _PATCH_BLOCK * -(-whole_patches // min(4, row_lengths)), _PATCH_BLOCK * whole_patches
+        patch_multiple or _PATCH_BLOCK * -(-whole_patches // min(4, row_lengths)),
+        _PATCH_BLOCK * whole_patches,
     )
     length, packings, count = _pack_all(groups, num_rows, lengths, widths)
     rows = _order_rows(groups[local], packings[local], num_rows, count)

@@ -38,6 +38,7 @@ from care_jax.report.metrics import read_records
 from care_jax.rewards.failures import failure
 from care_jax.rewards.scores import start_scoring
 from care_jax.run.run import Run, verifier_of
+from care_jax.run.terminal import how_decoded
 from care_jax.run.versions import versions
 from care_jax.stages.answering import Decode, compile_answering, decode_batches, make_decoder
 from models import backbone
@@ -145,8 +146,8 @@ class Evaluator:
         unjudged = f", {metrics['num_not_judged']} not judged" if judged != answered else ""
         rates = [f", {key} {rate:.1%}" for key, rate in metrics.items() if key.startswith("pass@")]
         print_line(
-            f"accuracy after {label}: {metrics['acc']:.1%} (95% interval {metrics['acc_low']:.1%} "
-            f"to {metrics['acc_high']:.1%}, {len(judged)} held-out examples{unjudged}, "
+            f"{how_decoded(self._run.config)} accuracy after {label}: {metrics['acc']:.1%} (95% interval "
+            f"{metrics['acc_low']:.1%} to {metrics['acc_high']:.1%}, {len(judged)} held-out examples{unjudged}, "
             f"format {metrics['fmt']:.1%}{''.join(rates[-1:])})"
         )
         return metrics
