@@ -47,4 +47,3 @@ def get_config(first: str = "rl") -> ConfigDict:
     config.evaluate.batch_size = 8
     config.log_every = 1
     return config
-

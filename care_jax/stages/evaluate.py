@@ -146,9 +146,9 @@ class Evaluator:
         unjudged = f", {metrics['num_not_judged']} not judged" if judged != answered else ""
         rates = [f", {key} {rate:.1%}" for key, rate in metrics.items() if key.startswith("pass@")]
         print_line(
-            f"{how_decoded(self._run.config)} accuracy after {label}: {metrics['acc']:.1%} (95% interval "
-            f"{metrics['acc_low']:.1%} to {metrics['acc_high']:.1%}, {len(judged)} held-out examples{unjudged}, "
-            f"format {metrics['fmt']:.1%}{''.join(rates[-1:])})"
+            f"{how_decoded(self._run.config)} accuracy after {label}: {metrics['acc']:.1%} "
+            f"(95% interval {metrics['acc_low']:.1%} to {metrics['acc_high']:.1%}, {len(judged)} "
+            f"held-out examples{unjudged}, format {metrics['fmt']:.1%}{''.join(rates[-1:])})"
         )
         return metrics
 

@@ -151,7 +151,7 @@ def test_several_samples_give_their_mean_and_pass_at_k(make_run, examples, asked
     assert (call["temperature"], call["top_p"]) == (0.7, 0.9)
     assert (call["sizes"].num_rows, call["sizes"].num_rollouts) == (3, 4)
     assert metrics["acc"] == pytest.approx(metrics["pass@1"]) == pytest.approx(3 / 5 * 2 / 4)
-    assert "greedy accuracy after rl: 30.0% (" in (line := capsys.readouterr().out)
+    assert "sampled accuracy after rl: 30.0% (" in (line := capsys.readouterr().out)
     assert line.endswith("5 held-out examples, format 20.0%, pass@4 60.0%)\n")
     assert metrics["pass@2"] == pytest.approx(3 / 5 * 5 / 6)
     assert metrics["pass@4"] == pytest.approx(3 / 5)
