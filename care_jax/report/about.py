@@ -71,6 +71,14 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def hyperparameters(config: Mapping[str, Any], stage: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of what a stage depends on: its section, the objective's, the model."""
+    section = stage.partition("_")[0]  # "rl_eval" and "evaluate_rl" too
+    sections = {"model", section, config["rl"]["objective"] if section == "rl" else section}
+    chosen = {key: value for key, value in config.items() if key in (*sections, "seed")}
+    return ((key, value) for key, value in flat(chosen) if not key.startswith("model.backbone."))
+
+
 def _sources(config: Mapping[str, Any]) -> Iterator[str]:
     data, stages = config.get("data", {}), config.get("stages", ())
     for section, stage in (("sft", "sft"), ("train", "rl"), ("test", "evaluate")):

@@ -1,7 +1,8 @@
 "use strict";
-// Shared by both parts: the data, element construction, number formatting.
+// Shared by all parts: the data, element construction, number formatting, definitions of names.
 
 const data = JSON.parse(document.getElementById("data").textContent);
+const isComparison = data.runs.length > 1;
 
 const find = (id) => document.getElementById(id);
 
@@ -27,6 +28,40 @@ function format(value, { signed = false } = {}) {
   return (value < 0 ? "−" : signed && value > 0 ? "+" : "") + text;
 }
 
-find("title").textContent = data.title;
-document.title = `${data.title} · run report`;
+// A long name that may wrap after "/", "_" and ".".
+const breakable = (name) =>
+  name.split(/(?<=[/_.])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
+
+// A name, with its definition in a tooltip if it has one.
+function term(name, shown = name, attributes = {}) {
+  const tip = Object.hasOwn(data.terms, name) ? data.terms[name] : "";
+  const known = tip ? { "data-tip": tip, tabindex: "0" } : {};
+  return element("span", { ...attributes, ...known }, ...breakable(shown));
+}
+
+// Shows the definition of a name below it, within the window.
+function explain(event) {
+  const target = event.target.closest?.("[data-tip]");
+  const tip = find("tip");
+  tip.hidden = !target;
+  if (!target) return;
+  tip.textContent = target.dataset.tip;
+  target.setAttribute("aria-describedby", "tip");
+  const box = target.getBoundingClientRect();
+  const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
+  const isBelow = box.bottom + tip.offsetHeight + 10 < window.innerHeight;
+  tip.style.left = `${Math.max(left, 8)}px`;
+  tip.style.top = `${isBelow ? box.bottom + 4 : box.top - tip.offsetHeight - 4}px`;
+}
+
+for (const kind of ["pointerover", "focusin"]) document.addEventListener(kind, explain);
+document.addEventListener("focusout", () => { find("tip").hidden = true; });
+document.addEventListener("scroll", () => { find("tip").hidden = true; }, true);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") find("tip").hidden = true;
+});
+
+const title = data.runs.map((run) => run.title).join(" · ");
+find("title").replaceChildren(...breakable(title));
+document.title = `${title} · run report`;
 find("written").textContent = `Written ${data.written}`;

@@ -84,8 +84,9 @@ METRICS = (
     ("verifier/*", "A count of the verifier in this step, of all processes."),
     ("left_out/*", "Examples left out for this reason since the start of the process."),
 )
-# Names in the rollout inspector; those of a response, unless they name a group.
+# Names in the rollout inspector, of a response or of a group.
 ROLLOUTS = {
+    "reward of a response": "(1 − λ)·acc + λ·fmt, or the weighted components in place of acc.",
     "d": "Cosine distance of the rationale's embedding to the anchor's: 1 − cos.",
     "A raw": "The normalised reward within S, before any scaling.",
     "A": "The advantage that trained it, after all scaling.",
