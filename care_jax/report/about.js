@@ -121,12 +121,20 @@ function evaluationTable() {
     ...(hasChange(columns) ? [element("th", { scope: "col" }, "change")] : []),
   ]));
   if (above) head.prepend(above);
-  return [head, element("tbody", {}, ...names.map((name) => element(
-    "tr", {}, element("th", { scope: "row" }, term(name)),
+  const row = (name, label, attributes = {}) => element(
+    "tr", attributes, element("th", { scope: "row" }, term(name, label)),
     ...shown.flatMap((columns) => [
       ...columns.map(({ values }) => cell(values, name)), ...(hasChange(columns) ? [changeCell(columns, name)] : []),
     ]),
-  )))];
+  );
+  const sources = names.filter((name) => name.startsWith("acc/"));
+  const folder = sources.length ? folderOf(sources) : "";
+  const rows = names.flatMap((name) => {
+    if (!sources.includes(name)) return [row(name, name)];
+    const heading = element("tr", {}, element("th", { scope: "rowgroup", colspan: 3 }, folder));
+    return [...(name === sources[0] ? [heading] : []), row(name, name.slice(folder.length), { class: "indented" })];
+  });
+  return [head, element("tbody", {}, ...rows)];
 }
 
 document.body.classList.toggle("comparison", isComparison);

@@ -23,7 +23,9 @@ def describe_run(workdir: pathlib.Path) -> dict[str, Any]:
         command line, settings are all keys; values are JSON.
     """
     config = _object(_text(workdir / "config.json"))
-    starts = [start for line in _text(workdir / "starts.jsonl").split("\n") if (start := _object(line))]
+    starts = [
+        start for line in _text(workdir / "starts.jsonl").split("\n") if (start := _object(line))
+    ]
     versions = config.pop("versions", {})
     last = starts[-1] if starts else {}
     facts = {

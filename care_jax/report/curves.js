@@ -236,13 +236,10 @@ class Stage {
   multiples(chart) {
     const panels = splitByMetric(chart);
     const all = panels.flatMap((each) => each.lines);
-    const folders = panels.map((each) => each.title.split("/").slice(0, -1));
-    const isShared = (part, i) => folders.every((each) => each[i] === part);
-    const end = folders[0].findIndex((part, i) => !isShared(part, i));
-    const prefix = folders[0].slice(0, end < 0 ? undefined : end).join("/").length + 1;
+    const folder = folderOf(panels.map((each) => each.title));
     const figures = panels.map(({ title, lines }) => {
       const colored = isComparison ? lines : lines.map((line) => ({ ...line, color: 0 }));
-      return this.figure({ title, name: title.slice(prefix), unit: "", lines: colored }, all);
+      return this.figure({ title, name: title.slice(folder.length), unit: "", lines: colored }, all);
     });
     return element(
       "section", { class: "split" }, element("h3", {}, chart.title), element("div", { class: "multiples" }, ...figures),

@@ -330,7 +330,7 @@ const thinned = numShown && numShown < numLogged
   ? ` Older steps are thinned to keep this file within ${format(data.max_megabytes)} MB.` : "";
 find("sample").textContent =
   `Groups of ${numShown} of the ${numLogged} logged steps, each outcome in turn ` +
-  `and so not in proportion; rollouts.jsonl has every response.${thinned}`;
+  `and so not in proportion.${thinned}`;
 find("inspector").classList.toggle("empty", !groups.length);
 buildFilters();
 filter();

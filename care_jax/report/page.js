@@ -32,6 +32,13 @@ function format(value, { signed = false } = {}) {
 const breakable = (name) =>
   name.split(/(?<=[/_.])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
 
+// The folder that all names are in: "acc/made/" of "acc/made/a" and "acc/made/b".
+function folderOf(names) {
+  const folders = names.map((name) => name.split("/").slice(0, -1));
+  const end = folders[0].findIndex((part, i) => folders.some((each) => each[i] !== part));
+  return folders[0].slice(0, end < 0 ? undefined : end).map((part) => `${part}/`).join("");
+}
+
 // A name, with its definition in a tooltip if it has one.
 function term(name, shown = name, attributes = {}) {
   const tip = Object.hasOwn(data.terms, name) ? data.terms[name] : "";
@@ -39,9 +46,11 @@ function term(name, shown = name, attributes = {}) {
   return element("span", { ...attributes, ...known }, ...breakable(shown));
 }
 
-// Shows the definition of a name below it, within the window.
-function explain(event) {
-  const target = event.target.closest?.("[data-tip]");
+// The name whose definition is shown, and the definition: below it, within the window.
+let explained = null;
+
+function explain(target) {
+  explained = target;
   const tip = find("tip");
   tip.hidden = !target;
   if (!target) return;
@@ -54,11 +63,13 @@ function explain(event) {
   tip.style.top = `${isBelow ? box.bottom + 4 : box.top - tip.offsetHeight - 4}px`;
 }
 
-for (const kind of ["pointerover", "focusin"]) document.addEventListener(kind, explain);
-document.addEventListener("focusout", () => { find("tip").hidden = true; });
-document.addEventListener("scroll", () => { find("tip").hidden = true; }, true);
+for (const kind of ["pointerover", "focusin"]) {
+  document.addEventListener(kind, (event) => explain(event.target.closest?.("[data-tip]") ?? null));
+}
+document.addEventListener("focusout", () => explain(null));
+document.addEventListener("scroll", () => explain(explained), true); // as a focus may scroll to its name
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") find("tip").hidden = true;
+  if (event.key === "Escape") explain(null);
 });
 
 const title = data.runs.map((run) => run.title).join(" · ");

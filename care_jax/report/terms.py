@@ -29,7 +29,10 @@ METRICS = (
     ("think_tokens", "Mean tokens of the rationale span."),
     ("answer_tokens", "Mean tokens of the answer span."),
     ("truncated_rate", "Share of responses that ended at max_response_tokens."),
-    ("entropy", "Mean entropy of the policy at the trained tokens, in nats. Near 0: no exploration."),
+    (
+        "entropy",
+        "Mean entropy of the policy at the trained tokens, in nats. Near 0: no exploration.",
+    ),
     ("loss", "What the optimizer minimises: the objective's loss with its KL term, or the nll."),
     ("policy_loss", "The clipped surrogate, negated, without the KL term."),
     ("nll", "Mean of −log π over the trained tokens, in nats."),

@@ -1,4 +1,4 @@
-"""Metrics sent to wandb and MLflow: each stage of a workdir is a run, which a resumed stage continues.
+"""Metrics sent to wandb and MLflow: a run per stage of a workdir, which a resumed stage continues.
 
 Steps sent there cannot be dropped. A resumed stage sends the steps that it repeats once more, with
 the same values: wandb ignores them, MLflow keeps both points.
@@ -119,12 +119,14 @@ class Mlflow:
         now, metric = round(time.time() * 1000), self._mlflow.entities.Metric
         named = ((_NOT_IN_MLFLOW.sub("_", name), value) for name, value in values.items())
         metrics = [metric(name, value, now, step) for name, value in named]
-        self._client.log_batch(self._runs[stage], metrics=metrics)
+        # In another thread, as a server that does not answer must not stop the run.
+        self._client.log_batch(self._runs[stage], metrics=metrics, synchronous=False)
 
     def show(self, stage: str, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Nothing: responses are in report.html."""
 
     def close(self) -> None:
+        self._mlflow.flush_async_logging()
         for run_id in self._runs.values():
             self._client.set_terminated(run_id)
 

@@ -1,4 +1,4 @@
-"""Records of a run: `config.json`, its configuration and versions, and `starts.jsonl`, its starts."""
+"""`config.json`: a run's configuration and all versions; `starts.jsonl`: each of its starts."""
 
 from __future__ import annotations
 

@@ -173,7 +173,10 @@ REFUSED = {
     "nan": (write(acc=0.5, loss=jnp.float32(math.nan)), "^rl step 12: .* got loss=nan; lower the"),
     "inf": (write(loss=-math.inf), "rl step 12: expected finite metrics, got loss=-inf;"),
     "nothing": (lambda _: metrics.wilson_interval(0, 0), "at least one example, got 0 of 0"),
-    "wandb": (lambda writer: MetricWriter(writer.path.parent, wandb_project="x"), "needs wandb, .*; pip install"),
+    "wandb": (
+        lambda writer: MetricWriter(writer.path.parent, wandb_project="x"),
+        "needs wandb, .*; pip install",
+    ),
 }
 
 
