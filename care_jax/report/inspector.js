@@ -148,7 +148,7 @@ function question(group) {
 // An image's size as given and as the model sees it, in pixels.
 function sizes({ given, resized, tokens }) {
   const [from, to] = [given, resized].map(([width, height]) => `${width}×${height}`);
-  return `image ${from}${from === to ? "" : ` → ${to}`}, ${format(tokens)} tokens`;
+  return `image ${from}${from === to ? "" : ` → ${to}`}, ${format(tokens)} ${tokens === 1 ? "token" : "tokens"}`;
 }
 
 // The prompt with the template's special tokens, if the log has it.

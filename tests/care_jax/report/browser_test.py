@@ -435,17 +435,17 @@ def test_search_finds_ids_questions_and_responses_and_marks_them(opened):
     assert opened.run("document.activeElement.id") == "search" and place(opened) == "0/0"
 
 
-def test_the_prompt_as_the_model_sees_it_is_shown_if_it_is_logged(opened):
-    assert text_of(opened, ".rendered, .pictures figcaption") == []
-    prompt = f"<|im_start|><|image_pad|>×64{HOSTILE}"
-    images = [{"given": [640, 480], "resized": [448, 336], "tokens": 192}]
-    opened.run(
-        f"Object.assign(groups[0], {json.dumps({'rendered': prompt, 'images': images})}); show(0)"
-    )
-    assert text_of(opened, ".rendered pre") == [prompt]
+def test_the_prompt_as_the_model_sees_it_is_folded_below_the_question(opened):
+    (prompt,) = text_of(opened, ".rendered pre")
+    assert prompt == opened.run("groups[0].rendered") and "<image>×6" in prompt
     assert not opened.run("document.querySelector('.rendered').open")
-    sizes = ["image 640×480 → 448×336, 192 tokens"]
-    assert text_of(opened, ".pictures figcaption") == sizes
+    assert text_of(opened, ".pictures figcaption") == ["image 120×90 → 48×32, 6 tokens"]
+    changed = {"rendered": HOSTILE, "images": [{"given": [8, 4], "resized": [8, 4], "tokens": 1}]}
+    opened.run(f"Object.assign(groups[0], {json.dumps(changed)}); show(0)")
+    assert text_of(opened, ".rendered pre") == [HOSTILE]
+    assert text_of(opened, ".pictures figcaption") == ["image 8×4, 1 token"]
+    opened.run("delete groups[0].rendered; delete groups[0].images; show(0)")  # of an older log
+    assert text_of(opened, ".rendered, .pictures figcaption") == []
 
 
 @pytest.fixture
@@ -499,7 +499,7 @@ def test_it_fits_a_phone(opened, report):
 def test_labels_do_not_wrap_within_a_word_on_a_phone(opened, tmp_path):
     line = {"stage": "evaluate_rl", "step": 0, "acc": 0.5, "acc_low": 0.4, "acc_high": 0.6}
     line |= {"acc/synthetic/bar_difference": 1, "acc/synthetic/a": 0.5}
-    lines = [line | {"stage": "evaluate_sft"}, line]
+    lines = [line | {"stage": f"evaluate_{name}"} for name in ("start", "sft", "rl")]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = Report(tmp_path, **SETTINGS)
     report.write()
