@@ -271,10 +271,12 @@ class Stage {
   }
 }
 
-const curves = data.stages.filter((stage) => !stage.name.startsWith("evaluate")).reverse();
-// The last stage and the evaluations inside it are open.
-const isOpen = (stage) => stage === curves[0] || curves[0].name === `${stage.name}_eval`;
-const stages = curves.map((stage) => new Stage(stage, isOpen(stage)));
+// The last stage first, each before the evaluations inside it; the last and its evaluations are open.
+const baseOf = ({ name }) => name.replace(/_eval$/, "");
+const curves = data.stages.filter((stage) => !stage.name.startsWith("evaluate_"));
+const order = [...new Set(curves.map(baseOf))].reverse();
+curves.sort((a, b) => order.indexOf(baseOf(a)) - order.indexOf(baseOf(b)));
+const stages = curves.map((stage) => new Stage(stage, baseOf(stage) === order[0]));
 find("stages").append(...stages.map((stage) => stage.element));
 if (!data.stages.length) find("stages").append(element("p", { class: "muted" }, "Nothing is logged yet."));
 find("curves").classList.toggle("empty", !stages.length);
