@@ -15,16 +15,20 @@ const headings = (first, cells) => element(
 const runHeading = (run, attributes = {}) =>
   element("th", { scope: "col", ...attributes }, swatch(run), ...breakable(data.runs[run].title));
 
-// A command, which breaks between its arguments.
-const commandCell = (text) => element(
-  "td", { class: "code" }, ...text.split(" ").flatMap((part) => [element("span", {}, part), " "]),
-);
+// A line of parts that breaks between them: a command and its arguments, or keys.
+const lineCell = (parts, kind) =>
+  element("td", { class: kind }, ...parts.flatMap((part) => [element("span", {}, part), " "]));
+
+function factCell(label, text) {
+  if (label === "Command" && text) return lineCell(text.split(" "), "code");
+  return Array.isArray(text) ? lineCell(text, "keys") : element("td", {}, text ?? "–");
+}
 
 // Rows of [label, a text per run], with a heading per run if there are several.
 function factTable(rows) {
   const body = rows.map(([label, texts]) => element(
     "tr", {}, element("th", { scope: "row" }, ...breakable(label)),
-    ...texts.map((text) => label === "Command" && text ? commandCell(text) : element("td", {}, text ?? "–")),
+    ...texts.map((text) => factCell(label, text)),
   ));
   return element(
     "table", { class: "facts" },
@@ -56,7 +60,7 @@ function about() {
     ];
   }
   const changed = data.runs[0].about.changed;
-  if (changed.length) facts.push(["Changed", [changed.map(([key, value]) => `${key} = ${value}`).join("\n")]]);
+  if (changed.length) facts.push(["Changed", [changed.map(([key, value]) => `${key} = ${value}`)]]);
   return [
     ...(facts.length ? [factTable(facts)] : []),
     element("div", { class: "folds" }, ...folded("All settings", settings), ...folded("All versions", rowsOf("versions"))),

@@ -356,7 +356,7 @@ def test_what_the_run_is_stands_on_top(opened):
     facts = dict(zip(text_of(opened, ".facts th"), text_of(opened, ".facts td"), strict=True))
     assert facts["Objective"] == "CARE" and facts["Data"] == HOSTILE
     assert facts["Command"].strip() == START["command"]
-    assert facts["Changed"] == "rl.learning_rate = 0.5"
+    assert facts["Changed"].strip() == "rl.learning_rate = 0.5"
     assert facts["numpy"] == "2.0" and facts["rl.objective"] == '"care"'
     assert "began 2026-01-02" in facts["Duration"]
     assert opened.run("document.querySelector('#about').getBoundingClientRect().bottom < 450")
