@@ -48,7 +48,7 @@ CHARTS = (
     ("Devices idle", "share of the time", ("device_idle",)),
     ("Device memory", "GiB", ("device_memory_gib",)),
     ("Host memory", "GiB", ("host/memory_gib",)),
-    ("Host", "count", ("host/open_files", "host/threads")),
+    ("Host", "count", ("host/open_files", "host/threads", "host/programs_*")),
     ("Decoded so far", "tokens", ("decoded_tokens",)),
     ("Verifier", "calls", ("verifier/*",)),
     ("Left out so far", "examples", ("left_out/*",)),

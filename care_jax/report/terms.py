@@ -78,6 +78,8 @@ METRICS = (
     ("host/memory_gib", "Resident memory of the first process, in GiB."),
     ("host/open_files", "Open file handles of the first process."),
     ("host/threads", "Threads of the first process."),
+    ("host/programs_compiled", "Programs that this process has compiled."),
+    ("host/programs_found", "Programs that this process found in the compilation cache."),
     ("decoded_tokens", "Tokens sampled since the start of the stage."),
     ("verifier/cached", "Verdicts found in the cache."),
     ("verifier/crashes", "Calls in which a verifier process ended or raised."),

@@ -14,6 +14,7 @@ def test_every_metric_of_a_chart_is_defined(pattern):
         "*tflops_per_second": ["train_tflops_per_second"],
         "*_mfu": ["train_mfu"],
         "clip_rate_*": ["clip_rate_negative_answer"],
+        "host/programs_*": ["host/programs_compiled", "host/programs_found"],
         "a_raw/*": ["a_raw/anchor", "a_raw/negative"],
         "signature/*": ["signature/anchor_3", "signature/negative_3"],
     }
