@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "export": ("care_jax.main", ("--config.stages=('export',)",)),
     "aot": ("care_jax.aot", ()),
     "prepare": ("care_jax.commands.prepare", ()),
+    "report": ("care_jax.commands.report", ()),
     "sweep": ("experiments.sweep", ()),
     "probe": ("care_jax.commands.probe", ()),
     "repairs": ("care_jax.commands.repairs", ()),

@@ -8,6 +8,7 @@ write to; see `devices.distributed`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import sys
 import traceback
@@ -31,7 +32,7 @@ from care_jax.report.report import Report
 from care_jax.rewards.reward_function import RewardFunction
 from care_jax.run import interrupts, lock, terminal, weights
 from care_jax.run.run import Run, check_workdir, open_run
-from care_jax.run.versions import write_config
+from care_jax.run.versions import write_config, write_start
 from care_jax.stages import evaluate, export, rl, sft
 
 
@@ -96,9 +97,11 @@ def run_stages(
             compilation.keep_programs()
         if jax.process_index() == 0:
             write_config(run.config, workdir)
+            write_start(run.config, workdir, run.mesh, overridden)
         print_line(terminal.banner(run, sources))
+        settings = json.loads(run.config.to_json_best_effort())
         with (
-            MetricWriter(workdir, run.config.metrics.wandb_project) as writer,
+            MetricWriter(workdir, settings, **run.config.metrics) as writer,
             compilation.Announcer(print_line, terminal.PROGRAMS, terminal.num_programs(run.config)),
         ):
             run = dataclasses.replace(run, writer=writer)

@@ -301,6 +301,8 @@ def get_config() -> ConfigDict:
 
     config.metrics = metrics = ConfigDict()
     metrics.wandb_project = ""  # wandb project to log to (needs care_jax[wandb]); empty: no wandb
+    # MLflow experiment to log to, at MLFLOW_TRACKING_URI (needs care_jax[mlflow]); empty: no MLflow
+    metrics.mlflow_experiment = ""
 
     config.verifier = verifier = ConfigDict()
     verifier.num_workers = 2  # worker processes for computer algebra or the reward function

@@ -131,7 +131,7 @@ class Ours:
     def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
         cap = int(lengths.max())
         config = make_config(cap, args, folder)
-        writer = stack.enter_context(MetricWriter(workdir, ""))
+        writer = stack.enter_context(MetricWriter(workdir))
         self.run = open_run(config, workdir, writer=writer)
         params = weights.start(self.run)
         _, adamw = make_adamw(self.run, "rl")

@@ -22,6 +22,7 @@ from small_run import (
 
 from care_jax import main
 from care_jax.devices import compilation, loaded_programs
+from care_jax.report import terms
 from care_jax.run import terminal, weights
 from care_jax.run.policy import policy_of
 
@@ -79,7 +80,10 @@ def test_a_run_leaves_metrics_of_every_step_and_samples(finished):
         ),
     ):
         assert all(name in record for record in rl), name
+    written = {name for record in metrics for name in record} - {"stage", "step"}
+    assert [name for name in written if not terms.define(name)] == []
     report = data_of(workdir)
+    assert ("Objective", "CARE") in map(tuple, report["about"]["facts"])
     assert [stage["name"] for stage in report["stages"]] == ["sft", "rl", "evaluate_rl"]
     assert [*report["steps"]] == report["logged"] == [0, 1, 2, 3]
     assert all(len(groups) == 4 for groups in report["steps"].values())

@@ -170,7 +170,8 @@ def _memory(run: Run) -> Iterator[str]:
 def _files(run: Run) -> Iterator[str]:
     config, workdir = run.config, run.workdir
     yield f"{workdir} " + ("exists" if workdir.exists() else "would be created")
-    yield "config.json, metrics.jsonl, tensorboard/, report.html, report.jsonl, rollouts.jsonl"
+    yield "config.json, starts.jsonl, metrics.jsonl, tensorboard/"
+    yield "report.html, report.jsonl, rollouts.jsonl"
     for stage in (stage for stage in TRAINING if stage in config.stages):
         _, adamw = make_adamw(run, stage)
         folder = checkpoint_folder(run, stage)

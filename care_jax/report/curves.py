@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from care_jax.report.metrics import read_records
@@ -16,22 +17,23 @@ from care_jax.report.metrics import read_records
 CHARTS = (
     ("Reward", "", ("reward", "fmt")),
     ("Accuracy", "", ("acc", "acc_low", "acc_high", "all_correct_rate", "all_wrong_rate")),
+    ("Entropy", "nats", ("entropy",)),
+    ("Response length", "tokens", ("response_tokens", "think_tokens", "answer_tokens")),
+    ("Loss", "", ("loss", "nll")),
+    ("Gradient norm", "", ("grad_norm",)),
     ("Accuracy by source", "", ("acc/*",)),
+    ("Reward by component", "", ("reward/*",)),
     ("pass@k", "share of questions", ("pass@*",)),
-    ("Benchmarks", "", ("*/acc",)),
-    ("Benchmarks, 95% intervals", "", ("*/acc_low", "*/acc_high")),
+    ("Benchmarks", "", ("*/acc", "*/acc_low", "*/acc_high")),
     ("Benchmarks, pass@k", "share of questions", ("*/pass@*",)),
     ("Questions", "count", ("num_examples", "num_dropped")),
     ("Groups", "share of prompts", ("anchor_rate", "rescue_rate", "skip_rate")),
     ("Reflection", "", ("reflect_rate", "reflect_success", "reflect_first_try")),
     ("KL", "nats", ("kl_ref", "kl_old")),
-    ("Entropy", "nats", ("entropy",)),
     ("Clip rate", "share of tokens", ("clip_rate", "clip_rate_*")),
     ("The rationale's credit", "share of the positive", ("rationale_share",)),
-    ("Lengths", "tokens", ("response_tokens", "think_tokens", "answer_tokens")),
+    ("Policy loss", "", ("policy_loss",)),
     ("Truncated", "share of responses", ("truncated_rate",)),
-    ("Loss", "", ("loss", "nll")),
-    ("Gradient norm", "", ("grad_norm",)),
     ("Learning rate", "", ("learning_rate",)),
     ("Negatives per group", "share of prompts", ("negatives/*",)),
     ("√K′ signature", "", ("signature/ratio", "signature/alpha", "signature/alpha_appendix")),
@@ -42,13 +44,16 @@ CHARTS = (
     ("Time", "seconds", ("*_seconds", "seconds")),
     ("Arithmetic", "TFLOP/s per device", ("*tflops_per_second",)),
     ("Utilisation", "share of peak", ("*_mfu",)),
+    ("Fill", "share of what is computed", ("train_fill", "patch_fill")),
     ("Devices idle", "share of the time", ("device_idle",)),
     ("Device memory", "GiB", ("device_memory_gib",)),
     ("Host memory", "GiB", ("host/memory_gib",)),
+    ("Host", "count", ("host/open_files", "host/threads", "host/programs_*")),
     ("Decoded so far", "tokens", ("decoded_tokens",)),
     ("Verifier", "calls", ("verifier/*",)),
     ("Left out so far", "examples", ("left_out/*",)),
 )
+_SMALL_MULTIPLES = ("Accuracy by source",)  # a panel per metric, all with one scale
 
 
 def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
@@ -57,8 +62,9 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
     Of more than `max_points` steps, every n-th and the last are drawn.
 
     Returns:
-        {"name", "stride", "steps", "charts": [{"title", "unit", "series": [{"name", "values"}]}]};
-        a value is None if the step does not have the metric.
+        {"name", "stride", "steps", "charts": [{"title", "unit", "is_split", "series": [{"name",
+        "values"}]}]}; a value is None if the step does not have the metric, and a chart that is
+        split has a panel per metric, all with one scale.
     """
     lines: dict[str, list[dict[str, Any]]] = {}
     began: dict[str, int] = {}
@@ -72,6 +78,25 @@ def read_stages(path: pathlib.Path, *, max_points: int) -> list[dict[str, Any]]:
         return began[name.removesuffix("_eval")], name.endswith("_eval")
 
     return [_stage(name, lines[name], max_points) for name in sorted(lines, key=rank)]
+
+
+def merge(runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The stages of several runs, from `read_stages`, as stages whose series have a "run".
+
+    The steps of a stage are those of all runs; a value is None where its run lacks the step.
+    """
+    whole = max(runs, key=len, default=[])
+    order = dict.fromkeys(stage["name"] for stages in (whole, *runs) for stage in stages)
+    return [
+        _merged([(run, s) for run, stages in enumerate(runs) for s in stages if s["name"] == name])
+        for name in order
+    ]
+
+
+def names(stages: Sequence[dict[str, Any]]) -> set[str]:
+    """The metrics that stages have."""
+    charts = [chart for stage in stages for chart in stage["charts"]]
+    return {series["name"] for chart in charts for series in chart["series"]}
 
 
 def chart_of(name: str) -> tuple[str, str, int]:
@@ -92,15 +117,40 @@ def _stage(name: str, records: list[dict[str, Any]], max_points: int) -> dict[st
     charts: dict[str, dict[str, Any]] = {}
     for metric in sorted(metrics, key=lambda metric: (chart_of(metric)[2], metric)):
         title, unit, _ = chart_of(metric)
-        chart = charts.setdefault(title, {"title": title, "unit": unit, "series": []})
+        is_split = title in _SMALL_MULTIPLES
+        new = {"title": title, "unit": unit, "is_split": is_split, "series": []}
+        chart = charts.setdefault(title, new)
         values = [_rounded(record.get(metric)) for record in kept]
         chart["series"].append({"name": metric, "values": values})
-    ranks = {title: rank for rank, (title, *_) in enumerate(CHARTS)}
     return {
         "name": name,
         "stride": stride,
         "steps": [record["step"] for record in kept],
-        "charts": sorted(charts.values(), key=lambda chart: ranks.get(chart["title"], len(ranks))),
+        "charts": sorted(charts.values(), key=_rank),
+    }
+
+
+def _rank(chart: dict[str, Any]) -> int:
+    """CHARTS in their order, then the metrics that are in none."""
+    titles = [title for title, *_ in CHARTS]
+    return titles.index(chart["title"]) if chart["title"] in titles else len(titles)
+
+
+def _merged(stages: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """One stage of the runs that have it, as (run, stage)."""
+    steps = sorted({step for _, stage in stages for step in stage["steps"]})
+    charts: dict[str, dict[str, Any]] = {}
+    for run, stage in stages:
+        for chart in stage["charts"]:
+            series = charts.setdefault(chart["title"], chart | {"series": []})["series"]
+            for each in chart["series"]:
+                known = dict(zip(stage["steps"], each["values"], strict=True))
+                series.append(each | {"run": run, "values": [known.get(step) for step in steps]})
+    return {
+        "name": stages[0][1]["name"],
+        "stride": max(stage["stride"] for _, stage in stages),
+        "steps": steps,
+        "charts": sorted(charts.values(), key=_rank),
     }
 
 

@@ -2,13 +2,17 @@
 
 const BAR = 50; // percent of the bar on each side of zero
 
-const groups = data.groups.map((group, at) =>
-  ({ ...group, key: `${group.step}/${at - data.groups.findIndex((each) => each.step === group.step)}` }));
+// Each with its run, and a key: "step/number", behind the run if there are several.
+const groups = data.runs.flatMap((run, number) => run.groups.map((group, at) => {
+  const place = `${group.step}/${at - run.groups.findIndex((each) => each.step === group.step)}`;
+  return { ...group, run: run.title, key: isComparison ? `${number}/${place}` : place };
+}));
 
-const state = { shown: [], at: 0, isWhole: false };
+const state = { shown: [], at: 0, isWhole: false, query: "" };
 const selects = {}; // select elements by filtered property
 
 const valuesOf = {
+  ...(isComparison ? { run: (group) => [group.run] } : {}),
   step: (group) => [String(group.step)],
   source: (group) => [group.source],
   role: (group) => group.responses.map((response) => response.role).filter(Boolean),
@@ -26,6 +30,9 @@ function buildFilters() {
     selects[name].addEventListener("change", filter);
     find("filters").append(element("label", {}, element("span", {}, name), selects[name]));
   }
+  const search = element("input", { id: "search", type: "search", placeholder: "question, response, id" });
+  search.addEventListener("input", filter);
+  find("filters").prepend(element("label", { class: "search" }, element("span", {}, "search"), search));
   const clear = element("button", { id: "clear", type: "button" }, "Clear");
   clear.addEventListener("click", clearFilters);
   find("filters").append(clear);
@@ -33,29 +40,52 @@ function buildFilters() {
 
 function clearFilters() {
   for (const select of Object.values(selects)) select.value = "";
+  find("search").value = "";
   filter();
 }
+
+// What the search looks through, in small letters.
+const searched = (group) => group.searched ??= [
+  group.id, group.source, group.question, group.gold, ...group.choices,
+  ...group.responses.flatMap((response) => [response.answer, response.text]),
+].join("\n").toLowerCase();
 
 // Keeps the current group if it passes the filters.
 function filter() {
   const current = state.shown[state.at];
   const chosen = Object.entries(selects).filter(([, select]) => select.value);
-  state.shown = groups.filter((group) =>
-    chosen.every(([name, select]) => valuesOf[name](group).includes(select.value)));
-  find("clear").hidden = !chosen.length;
+  state.query = find("search").value.toLowerCase();
+  state.shown = groups.filter((group) => searched(group).includes(state.query)
+    && chosen.every(([name, select]) => valuesOf[name](group).includes(select.value)));
+  find("clear").hidden = !chosen.length && !state.query;
   find("list").replaceChildren(...state.shown.map(listed));
   show(Math.max(state.shown.indexOf(current), 0));
 }
 
+// A text with what was searched for marked; a letter that has no equally long small one stops that.
+function found(text) {
+  const small = text.toLowerCase();
+  if (!state.query || small.length !== text.length) return [text];
+  const parts = [];
+  let from = 0;
+  for (let at = small.indexOf(state.query); at >= 0; at = small.indexOf(state.query, from)) {
+    parts.push(text.slice(from, at), element("mark", {}, text.slice(at, at + state.query.length)));
+    from = at + state.query.length;
+  }
+  return [...parts, text.slice(from)];
+}
+
 const mark = (response) => ({ right: "✓", wrong: "✗" })[response.verdict] || "~";
 const classOf = (text) => text.replace(/ /g, "-");
+
+const whereOf = ({ run, step, source, id }) => `${isComparison ? `${run} · ` : ""}step ${step} · ${source} ${id}`;
 
 function listed(group, index) {
   const strip = group.responses.map((response) =>
     element("i", { class: `mark ${classOf(response.verdict)} ${classOf(response.role)}` }, mark(response)));
   const made = element(
     "button", { type: "button", role: "option", tabindex: "-1" },
-    element("span", { class: "where" }, `step ${group.step} · ${group.source} ${group.id}`),
+    element("span", { class: "where" }, ...breakable(whereOf(group))),
     element("span", { class: "muted" }, group.outcome),
     element("span", { class: "strip", "aria-hidden": "true" }, ...strip),
   );
@@ -85,10 +115,13 @@ function show(index) {
 
 function detail(group) {
   const largest = Math.max(...group.responses.map((response) => Math.abs(response.advantage)), 1e-9);
-  const images = group.pictures.map((src, i) =>
+  const images = group.pictures.map((src, i) => element(
+    "figure", {},
     src
       ? element("img", { src, alt: `image ${i + 1} of the question` })
-      : element("p", { class: "muted" }, "image not readable"));
+      : element("p", { class: "muted" }, "image not readable"),
+    group.images?.[i] ? element("figcaption", { class: "muted" }, sizes(group.images[i])) : null,
+  ));
   const choices = group.choices.length
     ? element("ol", { class: "choices" }, ...group.choices.map((choice) => element("li", {}, choice))) : null;
   return [
@@ -96,9 +129,10 @@ function detail(group) {
       "div", { class: "prompt" }, element("div", { class: "pictures" }, ...images),
       element(
         "div", {},
-        element("p", { class: "muted" }, `step ${group.step} · ${group.source} ${group.id} · ${group.outcome}`),
+        element("p", { class: "muted" }, ...found(whereOf(group)), " · ", term(group.outcome)),
         element("p", { class: "question" }, ...question(group)), choices,
-        element("p", { class: "gold" }, element("span", { class: "muted" }, "gold "), element("b", {}, group.gold)),
+        element("p", { class: "gold" }, term("gold", "gold", { class: "muted" }), " ", element("b", {}, group.gold)),
+        rendered(group),
       ),
     ),
     legend(group),
@@ -108,7 +142,22 @@ function detail(group) {
 
 function question(group) {
   return group.question.split("<image>").flatMap((text, i) =>
-    i ? [element("span", { class: "slot" }, `image ${i}`), text] : [text]);
+    i ? [element("span", { class: "slot" }, `image ${i}`), ...found(text)] : found(text));
+}
+
+// An image's size as given and as the model sees it, in pixels.
+function sizes({ given, resized, tokens }) {
+  const [from, to] = [given, resized].map(([width, height]) => `${width}×${height}`);
+  return `image ${from}${from === to ? "" : ` → ${to}`}, ${format(tokens)} ${tokens === 1 ? "token" : "tokens"}`;
+}
+
+// The prompt with the template's special tokens, if the log has it.
+function rendered(group) {
+  if (!group.rendered) return null;
+  return element(
+    "details", { class: "rendered" }, element("summary", {}, "Prompt as the model sees it"),
+    element("pre", {}, ...found(group.rendered)),
+  );
 }
 
 function legend(group) {
@@ -122,8 +171,8 @@ function card(response, group, largest) {
   const title = element(
     "header", {},
     element("h3", {}, isRepair ? "second try" : `#${response.number}`),
-    response.role ? element("span", { class: `role ${classOf(response.role)}` }, response.role) : null,
-    element("span", { class: `verdict ${classOf(response.verdict)}` }, `${mark(response)} ${response.verdict}`),
+    response.role ? term(response.role, response.role, { class: `role ${classOf(response.role)}` }) : null,
+    term(response.verdict, `${mark(response)} ${response.verdict}`, { class: `verdict ${classOf(response.verdict)}` }),
     response.reason ? element("span", { class: "reason muted", title: "what decided" }, response.reason) : null,
     response.answer ? element("span", { class: "said" }, response.answer) : null,
     group.repair && group.repair.of === response.number
@@ -139,8 +188,8 @@ function card(response, group, largest) {
 }
 
 function numbers(response, largest) {
-  const pair = (name, value, title) =>
-    element("div", { title }, element("dt", {}, name), element("dd", {}, value));
+  const pair = (name, value, defined = name) =>
+    element("div", {}, element("dt", {}, term(defined, name)), element("dd", {}, value));
   const side = (Math.abs(response.advantage) / largest) * BAR;
   const bar = element("span", { class: "bar", "aria-hidden": "true" });
   const fill = element("i", { class: response.advantage < 0 ? "down" : "up" });
@@ -150,12 +199,12 @@ function numbers(response, largest) {
   const lengths = `${response.think_tokens} + ${response.answer_tokens} of ${response.tokens}`;
   return element(
     "dl", { class: "numbers" },
-    pair("reward", format(response.reward), "(1 − λ)·acc + λ·fmt; of a reward function the weighted components for acc"),
-    ...Object.entries(response.components).map(([name, value]) => pair(name, format(value), "component of the reward")),
-    response.distance === null ? null : pair("d", format(response.distance), "cosine distance to the anchor"),
-    response.raw === null ? null : pair("A raw", format(response.raw, { signed: true }), "before scaling"),
-    pair("A", format(response.advantage, { signed: true }), "the advantage that trained it"),
-    pair("tokens", lengths, "rationale + answer, of all"),
+    pair("reward", format(response.reward), "reward of a response"),
+    ...Object.entries(response.components).map(([name, value]) => pair(name, format(value), "component")),
+    response.distance === null ? null : pair("d", format(response.distance)),
+    response.raw === null ? null : pair("A raw", format(response.raw, { signed: true })),
+    pair("A", format(response.advantage, { signed: true })),
+    pair("tokens", lengths),
     element("div", { class: "advantage" }, bar),
   );
 }
@@ -197,7 +246,7 @@ function texts(parts, isRepair) {
   const isGiven = ([kind]) => kind === "context" || kind === "cue";
   const given = parts.filter(isGiven);
   const whole = (parts) =>
-    element("div", { class: "text" }, ...parts.map(([kind, text]) => element("span", { class: kind }, text)));
+    element("div", { class: "text" }, ...parts.map(([kind, text]) => element("span", { class: kind }, ...found(text))));
   if (!isRepair || !given.length) return [whole(parts)];
   const side = (name, parts) => element("div", {}, element("h4", {}, name), whole(parts));
   return [element(
@@ -207,8 +256,9 @@ function texts(parts, isRepair) {
 
 // Clips long texts and adds a button that shows the rest.
 function clip(text) {
-  text.classList.toggle("clipped", !state.isWhole);
-  if (state.isWhole || text.scrollHeight <= text.clientHeight + 4) {
+  const isWhole = state.isWhole || Boolean(state.query);
+  text.classList.toggle("clipped", !isWhole);
+  if (isWhole || text.scrollHeight <= text.clientHeight + 4) {
     text.classList.remove("clipped");
     return;
   }
@@ -252,8 +302,9 @@ const KEYS = [
   [["J"], "first group of the next step", () => moveStep(1)],
   [["K"], "first group of the previous step", () => moveStep(-1)],
   [["e"], "whole texts, or their beginnings", toggleWhole],
+  [["/"], "search", () => find("search").focus()],
   [["f"], "to the filters", () => find("filters").querySelector("select")?.focus()],
-  [["x"], "clear the filters", clearFilters],
+  [["x"], "clear search and filters", clearFilters],
   [["?"], "this help; Esc closes it", () => find("help").showModal()],
 ];
 const ARROWS = { ArrowRight: "→", ArrowLeft: "←" };
@@ -273,11 +324,12 @@ find("previous").addEventListener("click", () => move(-1));
 find("next").addEventListener("click", () => move(1));
 find("help-button").addEventListener("click", () => find("help").showModal());
 
-const numShown = new Set(groups.map((group) => group.step)).size;
-const thinned = numShown && numShown < data.logged.length
+const numLogged = data.runs.reduce((sum, run) => sum + run.logged.length, 0);
+const numShown = new Set(groups.map((group) => `${group.run} ${group.step}`)).size;
+const thinned = numShown && numShown < numLogged
   ? ` Older steps are thinned to keep this file within ${format(data.max_megabytes)} MB.` : "";
 find("sample").textContent =
-  `Groups of ${numShown} of the ${data.logged.length} logged steps, each outcome in turn ` +
+  `Groups of ${numShown} of the ${numLogged} logged steps, each outcome in turn ` +
   `and so not in proportion.${thinned}`;
 find("inspector").classList.toggle("empty", !groups.length);
 buildFilters();

@@ -1,4 +1,4 @@
-"""Metrics of a run, under the same names in metrics.jsonl, TensorBoard and wandb.
+"""Metrics of a run, under the same names in metrics.jsonl, TensorBoard, wandb and MLflow.
 
 Steps are counted from 0 within each stage ("sft", "rl", "evaluate_rl", ...). A line of
 metrics.jsonl is one flat object: stage, step, then the metrics by name. A resumed run drops the
@@ -8,7 +8,6 @@ lines of the steps that it will repeat, so that every step appears once.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import pathlib
@@ -20,15 +19,14 @@ import jax
 import numpy as np
 import psutil
 import tensorboardX
-from PIL import Image
+import tensorboardX.summary
 
 from care_jax.devices import compilation, distributed
 from care_jax.devices.whole_file import write_whole
-from care_jax.report import pictures
+from care_jax.report import about, pictures
 from care_jax.report.console import print_line
+from care_jax.report.trackers import Mlflow, Source, Wandb, columns
 
-# Shown for a response on TensorBoard and wandb.
-_COLUMNS = ("role", "acc", "reward", "advantage", "tokens", "reason", "components", "text")
 Scalar = Any  # int, float, or an array of one element, on the host or on a device
 
 
@@ -132,58 +130,46 @@ def keep_records(path: pathlib.Path, is_kept: Callable[[dict[str, Any]], bool]) 
         write_whole(path, "".join(f"{line}\n" for line, record in records if is_kept(record)))
 
 
-def _import_wandb() -> Any:
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]  # an extra
-    except ImportError as error:
-        raise ValueError(
-            "metrics.wandb_project needs wandb, which is not installed; pip install "
-            "'care_jax[wandb]' or leave the project empty"
-        ) from error
-    return wandb
-
-
-def _rows(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The responses of a group by column."""
-    return [
-        {name: response[name] for name in _COLUMNS}
-        | {"components": ", ".join(f"{key} {x}" for key, x in response["components"].items())}
-        for response in group["responses"]
-    ]
-
-
 def _markdown(group: Mapping[str, Any]) -> str:
     """A heading, and each response as an indented block below its figures."""
     name = f"{group['source']} {group['id']}"
     parts = [f"**{name}** {group['question']}\n\ngold answer: {group['gold']}"]
-    for row in _rows(group):
+    for row in columns(group):
         text = "\n".join(f"    {line}" for line in row.pop("text").splitlines())
         parts.append(" · ".join(f"{key} {x}" for key, x in row.items()) + f"\n\n{text}")
     return "\n\n".join(parts)
 
 
-def _image(group: Mapping[str, Any]) -> Image.Image | None:
-    """The first picture of a group, if it has one that can be read."""
-    return pictures.opened(group["pictures"][0]) if any(group["pictures"][:1]) else None
-
-
 class MetricWriter:
     """Writes workdir/metrics.jsonl and workdir/tensorboard/<stage>, on the first process only.
 
-    With `wandb_project`, each stage is a wandb run in a group named after the workdir, and a
-    resumed stage continues its run. Steps logged there cannot be dropped; repeated steps have the
-    same values, and wandb ignores them. ValueError if wandb is not installed.
+    TensorBoard has the settings of a stage as hyperparameters, and all of them as text.
+
+    Args:
+        settings: the fields of config.json; none by default.
+        wandb_project, mlflow_experiment: where to send metrics besides, see `trackers`.
+
+    Raises:
+        ValueError: wandb or mlflow is needed and not installed.
     """
 
-    def __init__(self, workdir: str | pathlib.Path, wandb_project: str = ""):
+    def __init__(
+        self,
+        workdir: str | pathlib.Path,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        wandb_project: str = "",
+        mlflow_experiment: str = "",
+    ):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._is_writer = jax.process_index() == 0
+        self._settings = settings or {}
         self._boards: dict[str, tensorboardX.SummaryWriter] = {}
         self._refused: OSError | None = None  # the first one in a TensorBoard thread
-        self._wandb: Any = _import_wandb() if wandb_project and self._is_writer else None
-        self._project = wandb_project
-        self._online: dict[str, Any] = {}
         self._counters: dict[str, dict[str, Counter[str]]] = {}
+        source = Source(self.path.parent.resolve(), self._settings)
+        wanted = ((Wandb, wandb_project), (Mlflow, mlflow_experiment)) if self._is_writer else ()
+        self._trackers = [tracker(source, name) for tracker, name in wanted if name]
 
     def begin(self, stage: str, start_step: int = 0) -> None:
         """Starts or resumes a stage; its lines from `start_step` on are dropped."""
@@ -195,17 +181,10 @@ class MetricWriter:
         folder = str(self.path.parent / "tensorboard" / stage)
         self._boards[stage] = tensorboardX.SummaryWriter(folder, purge_step=start_step)
         self._keep_refusals(self._boards[stage], folder)
-        if self._wandb:
-            workdir = self.path.parent.resolve()
-            self._online[stage] = self._wandb.init(
-                project=self._project,
-                group=workdir.name,
-                name=f"{workdir.name}/{stage}",
-                id=hashlib.sha256(f"{workdir}/{stage}".encode()).hexdigest()[:16],
-                resume="allow",
-                reinit="create_new",  # stages follow one another in one process
-                dir=str(workdir),
-            )
+        if self._settings:
+            self._describe(stage)
+        for tracker in self._trackers:
+            tracker.begin(stage)
 
     def has_line(self, stage: str, step: int) -> bool:
         """Whether metrics.jsonl has the line of a step; the same on all processes."""
@@ -245,11 +224,11 @@ class MetricWriter:
             self._boards[stage].add_scalar(name, value, step)
         if self._refused is not None:
             raise self._refused
-        if stage in self._online:
-            self._online[stage].log(values, step=step)
+        for tracker in self._trackers:
+            tracker.log(stage, step, values)
 
     def show(self, stage: str, step: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Sends prompts and responses to TensorBoard, as images and text, and to wandb, as a table.
+        """Sends prompts and responses to TensorBoard, as images and text, and to the trackers.
 
         The stage has begun. `groups` are from `Report.add`; each is stored whole.
         """
@@ -257,18 +236,11 @@ class MetricWriter:
             return
         for number, group in enumerate(groups):
             self._boards[stage].add_text(f"rollouts/{number}", _markdown(group), step)
-            if (image := _image(group)) is not None:
+            if (image := pictures.first(group)) is not None:
                 pixels = np.asarray(image.convert("RGB"))
                 self._boards[stage].add_image(f"rollouts/{number}", pixels, step, dataformats="HWC")
-        if stage in self._online:
-            table = self._wandb.Table(columns=["name", "image", "question", "gold", *_COLUMNS])
-            for group in groups:
-                image = _image(group)
-                shown = None if image is None else self._wandb.Image(image)
-                head = f"{group['source']} {group['id']}", shown, group["question"], group["gold"]
-                for row in _rows(group):
-                    table.add_data(*head, *row.values())
-            self._online[stage].log({"rollouts": table}, step=step)
+        for tracker in self._trackers:
+            tracker.show(stage, step, groups)
 
     def _counted(self, stage: str) -> dict[str, int]:
         values: Counter[str] = Counter()
@@ -281,10 +253,25 @@ class MetricWriter:
     def close(self) -> None:
         for board in self._boards.values():
             board.close()
-        for online in self._online.values():
-            online.finish()
+        for tracker in self._trackers:
+            tracker.close()
         if self._refused is not None:
             raise self._refused
+
+    def _describe(self, stage: str) -> None:
+        """The settings, as TensorBoard's hyperparameters and as text."""
+        board = self._boards[stage]
+        values = {
+            key: value if isinstance(value, int | float | str) else json.dumps(value)
+            for key, value in about.hyperparameters(self._settings, stage)
+        }
+        # Not `add_hparams`, which would make a run of its own beside the stage's. Without the first
+        # summary, which lists the metrics, TensorBoard offers all that the stage has.
+        _, start, _ = tensorboardX.summary.hparams(values, {})
+        assert board.file_writer is not None  # until it is closed
+        board.file_writer.add_summary(start)
+        text = json.dumps(self._settings, indent=2, ensure_ascii=False)
+        board.add_text("settings", "\n".join(f"    {line}" for line in text.splitlines()))
 
     def _keep_refusals(self, board: tensorboardX.SummaryWriter, folder: str) -> None:
         """Keeps an OSError of the board's writer thread, for `write` and `close` to raise.

@@ -14,7 +14,7 @@ import pathlib
 from typing import Any
 
 _FOLDER = pathlib.Path(__file__).parent
-_SCRIPTS = ("page.js", "curves.js", "inspector.js")
+_SCRIPTS = ("page.js", "about.js", "curves.js", "inspector.js")
 
 
 def to_json(value: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Mapping
+from typing import Any
 
 from PIL import Image
 
@@ -39,6 +41,11 @@ def data_uri(image: AnyImage, *, max_side: int) -> str:
 def opened(uri: str) -> Image.Image:
     """The picture of a data URI."""
     return Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+
+
+def first(group: Mapping[str, Any]) -> Image.Image | None:
+    """The first picture of a group, from `Report.add`, if it has one that can be read."""
+    return opened(group["pictures"][0]) if any(group["pictures"][:1]) else None
 
 
 def _encoded(picture: Image.Image, kind: str) -> tuple[str, bytes]:

@@ -5,9 +5,8 @@ bounded: at half of the allowed bytes the file replaces rollouts.1.jsonl, and a 
 Processes other than the first append their number to the name.
 
 report.jsonl has a line for every logged step and some of its lines of rollouts.jsonl, with
-pictures. report.html is drawn from report.jsonl and metrics.jsonl alone. To keep report.html within
-its size, the groups of whole steps are dropped from both files, more often for older steps, and the
-page says so. Curves are thinned separately.
+pictures. report.html is drawn from it, see `drawing`; groups that are dropped from the page to keep
+it within its size are dropped from report.jsonl as well.
 """
 
 from __future__ import annotations
@@ -15,19 +14,17 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from care_jax.batch import Groups
 from care_jax.devices.whole_file import write_whole
-from care_jax.report import curves, page, pictures
+from care_jax.report import page, pictures
+from care_jax.report.drawing import Shown, draw, read_shown
 from care_jax.report.groups import Wording, choose, describe
-from care_jax.report.metrics import keep_records, read_records
-
-_MAX_POINTS = 600  # per curve, more than a screen resolves
+from care_jax.report.metrics import keep_records
 
 
 class Report:
@@ -62,18 +59,14 @@ class Report:
         self._groups_per_step = groups_per_step
         self._image_side = image_side
         self._wording = wording
-        # Groups of each logged step as JSON, steps in order; empty if they were dropped.
-        self._steps: dict[int, list[str]] = {}
-        for line, record in read_records(self._shown) if self._is_writer else ():
-            groups = self._steps.setdefault(record["step"], [])
-            if "responses" in record:
-                groups.append(line)
+        self._run = read_shown(workdir) if self._is_writer else Shown("", workdir, {})
 
     def begin(self, start_step: int) -> None:
         """Drops the steps that the run will repeat."""
         for path in (self._former, self._rollouts, *([self._shown] if self._is_writer else [])):
             keep_records(path, lambda record: record["step"] < start_step)
-        self._steps = {step: shown for step, shown in self._steps.items() if step < start_step}
+        kept = {step: groups for step, groups in self._run.steps.items() if step < start_step}
+        self._run.steps = kept
 
     def add(self, step: int, groups: Groups, *, is_logged: bool) -> list[dict[str, Any]]:
         """Logs the groups of a step; at a logged step, also writes the report with some of them.
@@ -93,67 +86,33 @@ class Report:
         if not is_shown:
             return []
         shown, outcomes = [], [line["outcome"] for line in lines]
-        for index in choose(outcomes, self._groups_per_step, turn=len(self._steps)):
+        for index in choose(outcomes, self._groups_per_step, turn=len(self._run.steps)):
             images = groups.examples[index].images
             uris = [pictures.data_uri(image, max_side=self._image_side) for image in images]
             shown.append(lines[index] | {"think_tag": wording.think_tag, "pictures": uris})
-        self._steps[step] = [page.to_json(group) for group in shown]
+        self._run.steps[step] = [page.to_json(group) for group in shown]
         _append(self._shown, self._lines(step))
         self.write()
         return shown
 
     def write(self) -> None:
-        """Replaces report.html atomically."""
+        """Replaces report.html atomically; groups that it has no room for leave report.jsonl."""
         if not self._is_writer:
             return
-        metrics = self.path.with_name("metrics.jsonl")
-        data = {
-            "title": self.path.parent.resolve().name,
-            "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "max_megabytes": self._max_bytes / 2**20,
-            "stages": curves.read_stages(metrics, max_points=_MAX_POINTS),
-            "logged": list(self._steps),
-            "groups": [],
-        }
-        head = page.to_json(data)
-        self._thin(self._max_bytes - len(page.render(head).encode()))
-        groups = ",".join(line for groups in self._steps.values() for line in groups)
-        write_whole(self.path, page.render(f"{head[:-2]}{groups}]}}"))
+        number = self._num_groups()
+        draw(self.path, [self._run], max_bytes=self._max_bytes)
+        if self._num_groups() < number:
+            lines = (line for step in self._run.steps for line in self._lines(step))
+            write_whole(self._shown, "".join(f"{line}\n" for line in lines))
+
+    def _num_groups(self) -> int:
+        return sum(map(len, self._run.steps.values()))
 
     def _lines(self, step: int) -> list[str]:
         """The lines of a step in report.jsonl: the step, then its groups."""
-        return [page.to_json({"step": step}), *self._steps[step]]
-
-    def _thin(self, max_bytes: int) -> None:
-        """Drops groups, step by step, until the rest fits; from a last single step, one by one."""
-        steps = [step for step, groups in self._steps.items() if groups]
-        size = sum(len(line) + 1 for step in steps for line in self._steps[step])
-        if size <= max_bytes:
-            return
-        while steps and size > max_bytes:
-            step = next_to_go(steps)
-            kept = self._steps[step][:-1] if len(steps) == 1 else []
-            size -= sum(len(line) + 1 for line in self._steps[step][len(kept) :])
-            self._steps[step] = kept
-            if not kept:
-                steps.remove(step)
-        lines = (line for step in self._steps for line in self._lines(step))
-        write_whole(self._shown, "".join(f"{line}\n" for line in lines))
+        return [page.to_json({"step": step}), *self._run.steps[step]]
 
 
 def _append(path: pathlib.Path, lines: Iterable[str]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in lines)
-
-
-def next_to_go(steps: Sequence[int]) -> int:
-    """The step to drop next: argmin of gap / age over all but the first and the last.
-
-    gap is the distance between the two neighbours of a step, age its distance to the last step.
-    The remaining steps are then spread evenly in log(age). Of one or two steps it is the first.
-    `steps` are in ascending order.
-    """
-    if len(steps) < 3:
-        return steps[0]
-    threes = zip(steps, steps[1:], steps[2:], strict=False)
-    return min(((after - before) / (steps[-1] - step), step) for before, step, after in threes)[1]

@@ -1,16 +1,22 @@
-"""`config.json`: the configuration of a run, and the versions of this code and its libraries."""
+"""`config.json`: a run's configuration and all versions; `starts.jsonl`: each of its starts."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Collection
 
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from care_jax.config.keys import leaves
 from care_jax.devices.whole_file import write_whole
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -24,6 +30,33 @@ def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Writes config.json, with the versions of code and libraries."""
     fields = json.loads(config.to_json_best_effort()) | {"versions": versions()}
     write_whole(workdir / "config.json", json.dumps(fields, indent=2) + "\n")
+
+
+def write_start(
+    config: ConfigDict, workdir: pathlib.Path, mesh: Mesh, overridden: Collection[str]
+) -> None:
+    """Appends a line to starts.jsonl: time, command, devices, and the keys set on the command line.
+
+    A line is {"time": ISO 8601 in UTC, "command", "devices", "changed": {key: value}}.
+    """
+    fields = leaves(json.loads(config.to_json_best_effort()))
+    prefixes = tuple(f"{key.partition('[')[0]}." for key in overridden)
+    start = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command(sys.orig_argv),
+        "devices": f"{mesh.size} × {mesh.devices.flat[0].device_kind}",
+        "changed": {key: value for key, value in fields if f"{key}.".startswith(prefixes)},
+    }
+    with (workdir / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start, ensure_ascii=False) + "\n")
+
+
+def command(argv: list[str]) -> str:
+    """The command line of a process, without folders of Python and of an installed program."""
+    program = pathlib.PurePath(argv[1]).name if len(argv) > 1 else ""
+    is_installed = program == "care-jax"
+    name = program if is_installed else pathlib.PurePath(argv[0]).name
+    return shlex.join([name, *argv[1 + is_installed :]])
 
 
 def versions() -> dict[str, str]:

@@ -8,6 +8,8 @@ import pytest
 from PIL import Image
 from sampled_group import CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
 
+from care_jax.commands.report import draw_page
+from care_jax.report import terms
 from care_jax.report.report import Report
 
 pytestmark = [
@@ -17,7 +19,20 @@ pytestmark = [
         reason=f"needs a browser, none of {', '.join(browser.NAMES)} is installed",
     ),
 ]
-LATER = dict.fromkeys(("loss", "grad_norm", "learning_rate", "decoded_tokens", "device_idle"), 1.0)
+LATER = dict.fromkeys(
+    ("loss", "grad_norm", "entropy", "response_tokens", "learning_rate", "device_idle"), 1.0
+)
+CONFIG = {
+    "stages": ["rl"],
+    "rl": {"objective": "care", "learning_rate": 0.5},
+    "data": {"train": {"source": HOSTILE}},
+    "versions": {"jax": "0.9", "numpy": "2.0"},
+}
+START = {
+    "time": "2026-01-02T03:04:05+00:00",
+    "command": f"care-jax train --workdir={HOSTILE}",
+    "changed": {"rl.learning_rate": 0.5},
+}
 SETTINGS = {"groups_per_step": 1, "max_megabytes": 4, "image_side": 200, "rollouts_megabytes": 0}
 LONG = "<think>" + "a very long rationale " * 200 + "</think><answer>5</answer>"
 
@@ -26,11 +41,15 @@ LONG = "<think>" + "a very long rationale " * 200 + "</think><answer>5</answer>"
 def report(tmp_path_factory):
     """Steps 0, 2 and 4, a group each: repaired, rescued, and one with a long text."""
     workdir = tmp_path_factory.mktemp("run")
+    (workdir / "config.json").write_text(json.dumps(CONFIG))
+    (workdir / "starts.jsonl").write_text(json.dumps(START) + "\n")
     lines = [
         {"stage": "sft", "step": 0, "loss": 2.0},
         {"stage": "evaluate_sft", "step": 0, "acc": 0.5, "acc_low": 0.4, "acc_high": 0.6},
         *(
-            {"stage": "rl", "step": step, "reward": step / 10, "acc": 0.5, HOSTILE: 1} | LATER
+            {"stage": "rl", "step": step, "reward": step / 10, "acc": 0.5, HOSTILE: 1}
+            | {"acc/made/a": 0.25, "acc/made/b": step / 4}
+            | LATER
             for step in range(5)
         ),
     ]
@@ -278,14 +297,19 @@ def test_hovering_a_curve_reads_out_every_chart_at_that_step(opened):
 
 def test_a_stage_shows_its_first_charts_and_the_others_when_asked(opened):
     shown = """[...document.querySelectorAll('.stage:first-child svg')]
-      .filter((x) => x.checkVisibility()).map((x) => x.viewBox.baseVal.width)"""
+      .filter((x) => x.checkVisibility() && !x.closest('.small'))
+      .map((x) => x.viewBox.baseVal.width)"""
+    titles = text_of(opened, ".stage:first-child .first h3")
+    assert titles == [
+        *("Reward", "Accuracy", "Entropy", "Response length", "Loss", "Gradient norm"),
+    ]
     assert len(opened.run(shown)) == 6
-    assert text_of(opened, ".stage:first-child .rest summary") == ["2 more charts"]
+    assert text_of(opened, ".stage:first-child .rest summary") == ["3 more charts"]
     opened.run("document.querySelector('.rest summary').click()")
     opened.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     widths = opened.run(shown)
-    assert len(widths) == 8 and len(set(widths)) == 1  # drawn again, now that there is room
-    assert widths[0] > 160 and text_of(opened, ".stage:last-child .rest") == []
+    assert len(widths) == 9 and len(set(widths[6:])) == 1  # drawn again, now that there is room
+    assert min(widths) > 160 and text_of(opened, ".stage:last-child .rest") == []
 
 
 def test_an_evaluation_is_a_figure_with_its_interval(opened):
@@ -293,7 +317,7 @@ def test_an_evaluation_is_a_figure_with_its_interval(opened):
     assert text_of(opened, "#evaluations td") == ["0.5 (0.4 to 0.6)"]
 
 
-def test_evaluations_inside_the_last_stage_stand_open_above_it(opened, tmp_path):
+def test_the_last_stage_and_the_evaluations_inside_it_are_open_on_top(opened, tmp_path):
     lines = [
         {"stage": "sft", "step": 0, "loss": 2.0},
         {"stage": "sft_eval", "step": 1, "acc": 0.25},
@@ -305,21 +329,200 @@ def test_evaluations_inside_the_last_stage_stand_open_above_it(opened, tmp_path)
     report = Report(tmp_path, **SETTINGS)
     report.write()
     opened.open(report.path)
-    open_ones = ["Evaluation during reinforcement learning", "Reinforcement learning"]
+    open_ones = ["Reinforcement learning", "Evaluation during reinforcement learning"]
     assert text_of(opened, ".stage[open] h2") == open_ones
-    assert text_of(opened, ".stage h2")[2:] == ["Evaluation during the cold start", "Cold start"]
-    assert text_of(opened, ".stage:first-child .legend b") == ["0.75"]
+    assert text_of(opened, ".stage h2")[2:] == ["Cold start", "Evaluation during the cold start"]
+    assert text_of(opened, ".stage:nth-child(2) .legend b") == ["0.75"]
+
+
+def test_an_evaluation_has_its_change_since_the_start(opened, tmp_path):
+    lines = [
+        {"stage": "rl_eval", "step": 0, "acc": 0.25, "acc/made": 1, "seconds": 3},
+        {"stage": "rl", "step": 0, "acc": 0.5},
+        {"stage": "rl_eval", "step": 1, "acc": 0.5, "acc/made": 1},
+        {"stage": "evaluate_rl", "step": 0, "acc": 0.75, "acc/made": 0.5, "fmt": 1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = Report(tmp_path, **SETTINGS)
+    report.write()
+    opened.open(report.path)
+    columns = ["Evaluation", "rl step 0", "after rl", "change"]
+    assert text_of(opened, "#evaluations th") == [*columns, "acc", "fmt", "acc/", "made"]
+    changes = text_of(opened, "#evaluations .delta")
+    assert changes == ["+0.5", "", "−0.5"]
+
+
+def test_what_the_run_is_stands_on_top(opened):
+    facts = dict(zip(text_of(opened, ".facts th"), text_of(opened, ".facts td"), strict=True))
+    assert facts["Objective"] == "CARE" and facts["Data"] == HOSTILE
+    assert facts["Command"].strip() == START["command"]
+    assert facts["Changed"].strip() == "rl.learning_rate = 0.5"
+    assert facts["numpy"] == "2.0" and facts["rl.objective"] == '"care"'
+    assert "began 2026-01-02" in facts["Duration"]
+    assert opened.run("document.querySelector('#about').getBoundingClientRect().bottom < 450")
+    assert text_of(opened, ".more-facts summary") == ["All settings (4)", "All versions (2)"]
+
+
+def test_small_multiples_share_a_scale_and_leave_out_what_their_names_begin_with(opened):
+    assert text_of(opened, ".split > h3") == ["Accuracy by source"]
+    assert text_of(opened, ".small h3") == ["a", "b"]
+    ticks = opened.run(
+        """[...document.querySelectorAll('.small svg')].map((x) =>
+          [...x.querySelectorAll('.tick')].map((y) => y.textContent))"""
+    )
+    assert ticks[0] == ticks[1] == ["0", "0.5", "1"]
+
+
+def test_smoothing_draws_the_average_over_the_thin_line(opened):
+    opened.run("find('smoothing').value = 0.5; setSmoothing()")
+    average = "document.querySelector('.stage .average').textContent"
+    shown, weights = [0.0, 0.1, 0.2, 0.3, 0.4], [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1]
+    expected = sum(w * x for w, x in zip(weights, shown, strict=True)) / sum(weights)
+    assert opened.run(average) == f"avg {expected:.3g}"
+    assert text_of(opened, ".stage:first-child .legend b")[0] == "0.4"  # as logged
+    assert opened.run("document.querySelectorAll('.stage:first-child .first .raw').length") == 6
+    opened.run("find('smoothing').value = 0; find('smoothing').dispatchEvent(new Event('input'))")
+    assert opened.run(average) == "" and text_of(opened, "#smoothed") == ["off"]
+    assert opened.run("document.querySelectorAll('.raw').length") == 0
+
+
+def test_names_are_defined_under_the_pointer_and_the_focus(opened):
+    tip = "[find('tip').hidden, find('tip').textContent]"
+    assert opened.run(tip)[0]
+    opened.run("document.querySelector('.stage .legend [data-tip]').focus()")
+    is_hidden, text = opened.run(tip)
+    assert not is_hidden and text == terms.define("reward")
+    opened.press("Escape")
+    assert opened.run(tip)[0]
+    x, y = opened.run(
+        """(() => {
+          const name = document.querySelectorAll('.stage .legend [data-tip]')[1];
+          const box = name.getBoundingClientRect();
+          return [box.left + 3, box.top + 3];
+        })()"""
+    )
+    opened.point(x, y)
+    assert opened.run(tip) == [False, terms.define("acc")]
+    opened.point(1, 1)
+    assert opened.run(tip)[0]
+    undefined = opened.run(
+        """[...document.querySelectorAll('.legend li > span:not(.average), .numbers dt span')]
+          .filter((x) => !x.dataset.tip || x.tabIndex !== 0).map((x) => x.textContent)"""
+    )
+    assert undefined == [HOSTILE]  # which no table knows
+
+
+def search(page, text):
+    page.run(f"find('search').value = {text!r}; find('search').dispatchEvent(new Event('input'))")
+    return page.run("state.shown.map((group) => group.key)")
+
+
+def test_search_finds_ids_questions_and_responses_and_marks_them(opened):
+    assert search(opened, "Q2") == ["2/0"]
+    assert search(opened, "A VERY LONG") == ["4/0"]
+    marked = set(text_of(opened, ".text mark"))
+    assert marked == {"a very long"} and text_of(opened, ".more") == []  # nothing is clipped
+    assert search(opened, "how many?") == ["0/0", "2/0", "4/0"]
+    assert text_of(opened, ".question mark") == ["How many?"]
+    assert search(opened, HOSTILE) == ["0/0", "2/0", "4/0"]
+    assert text_of(opened, ".question mark") == [HOSTILE]
+    assert search(opened, "nowhere") == []
+    assert text_of(opened, "#group") == ["No group passes these filters."]
+    opened.press("x")
+    assert len(opened.run("state.shown")) == 3 and text_of(opened, "mark") == []
+    opened.press("/")
+    opened.press("j")  # typed, no key of the page
+    assert opened.run("document.activeElement.id") == "search" and place(opened) == "0/0"
+
+
+def test_the_prompt_as_the_model_sees_it_is_folded_below_the_question(opened):
+    (prompt,) = text_of(opened, ".rendered pre")
+    assert prompt == opened.run("groups[0].rendered") and "<image>×6" in prompt
+    assert not opened.run("document.querySelector('.rendered').open")
+    assert text_of(opened, ".pictures figcaption") == ["image 120×90 → 48×32, 6 tokens"]
+    changed = {"rendered": HOSTILE, "images": [{"given": [8, 4], "resized": [8, 4], "tokens": 1}]}
+    opened.run(f"Object.assign(groups[0], {json.dumps(changed)}); show(0)")
+    assert text_of(opened, ".rendered pre") == [HOSTILE]
+    assert text_of(opened, ".pictures figcaption") == ["image 8×4, 1 token"]
+    opened.run("delete groups[0].rendered; delete groups[0].images; show(0)")  # of an older log
+    assert text_of(opened, ".rendered, .pictures figcaption") == []
+
+
+@pytest.fixture
+def compared(opened, report, tmp_path):
+    """The run, and one of other settings without rollouts."""
+    other = tmp_path / HOSTILE.replace("/", "")
+    other.mkdir()
+    rl = CONFIG["rl"] | {"learning_rate": 0.25}
+    (other / "config.json").write_text(json.dumps(CONFIG | {"rl": rl}))
+    lines = [{"stage": "rl", "step": step, "reward": 1, "acc": 0.75} for step in (1, 2)]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = tmp_path / "page.html"
+    draw_page([report.parent, other], path, max_megabytes=4)
+    opened.open(path)
+    return opened
+
+
+def test_two_runs_share_charts_of_one_metric(compared):
+    assert text_of(compared, ".first h3")[:2] == ["reward", "acc"]
+    lines = "document.querySelector('.stage svg').querySelectorAll('.line:not(.raw)').length"
+    assert compared.run(lines) == 2
+    assert text_of(compared, ".stage figure:first-child .legend b")[:2] == ["0.4", "1"]
+    compared.run("document.querySelectorAll('.runs button')[1].click()")
+    assert compared.run(lines) == 1
+    compared.run("document.querySelectorAll('.runs button')[1].click()")
+    assert compared.run(lines) == 2
+
+
+def test_the_settings_that_differ_are_listed(compared):
+    assert text_of(compared, ".more-facts summary") == ["Settings that differ (1)"]
+    assert text_of(compared, ".more-facts tbody tr > *") == ["rl.learning_rate", "0.5", "0.25"]
+
+
+def test_groups_are_filtered_by_run(compared):
+    assert place(compared) == "0/0/0"
+    names = compared.run("[...find('filter-run').options].map((x) => x.value)")
+    assert len(names) == 2  # all, and the run that has groups
 
 
 def test_it_fits_a_phone(opened, report):
-    for width in (360, 1280):
+    for width in (360, 420, 900, 1600):
         opened.open(report, width=width, height=740)
         for number in range(3):
             too_wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert opened.run(too_wide) == 0, number
             opened.press("j")
         has_list = opened.run("document.getElementById('list').checkVisibility()")
-        assert has_list == (width > 1000)
+        assert has_list == (width > 896)
+
+
+BROKEN_LABELS = """[...document.querySelectorAll('th, h3, button, label, summary')]
+  .filter((x) => x.checkVisibility())
+  .flatMap((x) => [...x.querySelectorAll('*'), x]).flatMap((x) => [...x.childNodes])
+  .filter((x) => x.nodeType === 3 && !/[\\s<-]/.test(x.data))
+  .filter((x) => {
+    const range = document.createRange();
+    range.selectNode(x);
+    return range.getClientRects().length > 1;
+  })
+  .map((x) => x.data)"""
+
+
+@pytest.mark.parametrize("width", [360, 420])
+def test_labels_do_not_wrap_within_a_word_on_a_phone(opened, tmp_path, width):
+    accs = dict.fromkeys((f"acc/synthetic/{name}" for name in ("bar_difference", "count")), 0.5)
+    values = {"acc": 0.5, "acc_low": 0.4, "acc_high": 0.6} | accs
+    stages = ("evaluate_start", "rl", "evaluate_sft", "evaluate_rl")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG))
+        lines = [json.dumps({"stage": stage, "step": 0} | values) for stage in stages]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    for folders in ([tmp_path / "a"], [tmp_path / "a", tmp_path / "b"]):
+        path = tmp_path / "page.html"
+        draw_page(folders, path, max_megabytes=4)
+        opened.open(path, width=width)
+        assert opened.run(BROKEN_LABELS) == []
 
 
 CONTRAST = """(() => {

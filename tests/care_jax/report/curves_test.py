@@ -32,8 +32,9 @@ def test_metrics_stand_in_charts_and_one_nobody_knows_in_its_own(tmp_path):
         "reflect_success": ("Reflection", [None, 0.25]),
         "odd": ("odd", [3, None]),
     }
-    assert [chart["title"] for chart in rl["charts"]] == [
-        *("Reward", "Accuracy", "Accuracy by source", "Reflection", "odd")
+    assert [(chart["title"], chart["is_split"]) for chart in rl["charts"]] == [
+        *(("Reward", False), ("Accuracy", False), ("Accuracy by source", True)),
+        *(("Reflection", False), ("odd", False)),
     ]
 
 
@@ -80,3 +81,34 @@ def test_evaluations_inside_a_stage_are_curves_behind_it(tmp_path):
     }
     titles = {name: title for name, (title, _) in series_of(stages[1]).items()}
     assert titles == {"acc": "Accuracy", "acc_low": "Accuracy", "pass@2": "pass@k"}
+
+
+def test_what_tells_a_healthy_run_comes_first():
+    first = [title for title, *_ in curves.CHARTS[:6]]
+    assert first == [
+        *("Reward", "Accuracy", "Entropy", "Response length", "Loss", "Gradient norm"),
+    ]
+
+
+def test_stages_of_several_runs_share_their_steps_and_charts(tmp_path):
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write(
+        a,
+        {"stage": "sft", "step": 0, "loss": 2},
+        *({"stage": "rl", "step": step, "acc": step, "odd": 1} for step in (0, 2)),
+    )
+    write(b, *({"stage": "rl", "step": step, "acc": 9, "reward": 5} for step in (1, 2)))
+    sft, rl = curves.merge([curves.read_stages(path, max_points=10) for path in (b, a)])
+    assert (sft["name"], sft["charts"][0]["series"][0]["run"]) == ("sft", 1)
+    assert (rl["name"], rl["steps"]) == ("rl", [0, 1, 2])
+    found = {
+        chart["title"]: [(each["run"], each["values"]) for each in chart["series"]]
+        for chart in rl["charts"]
+    }
+    assert found == {
+        "Reward": [(0, [None, 5, 5])],
+        "Accuracy": [(0, [None, 9, 9]), (1, [0, None, 2])],
+        "odd": [(1, [1, None, 1])],
+    }
+    assert curves.names([sft, rl]) == {"loss", "acc", "reward", "odd"}
+    assert curves.merge([[]]) == []

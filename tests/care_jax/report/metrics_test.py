@@ -112,7 +112,7 @@ def test_wandb_gets_the_same_names_and_a_resumed_stage_its_own_run(tmp_path, mon
     stub = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", stub)
     for start in (0, 1):
-        with MetricWriter(tmp_path, "project") as writer:
+        with MetricWriter(tmp_path, wandb_project="project") as writer:
             writer.begin("rl", start)
             writer.write("rl", start, {"acc": jnp.float32(0.5), "acc/made": 1})
             writer.write("evaluate_rl", 0, {"acc": 1})
@@ -135,7 +135,7 @@ def test_prompts_and_responses_are_a_table_on_wandb_and_text_and_images_on_tenso
     components = [{"acc": 1.0, "brief": 0.25}, {}, {}, {}]
     group = describe(3, make_sampled(texts, repair=None, components=components), 0, WORDING)
     group["pictures"] = [data_uri(Image.new("RGB", (8, 6), "red"), max_side=8), ""]
-    with MetricWriter(tmp_path, "project") as writer:
+    with MetricWriter(tmp_path, wandb_project="project") as writer:
         writer.write("rl", 3, {"acc": 1})
         writer.show("rl", 3, [group, group | {"id": "q2", "pictures": [""]}])
         writer.show("rl", 3, [])
@@ -173,7 +173,10 @@ REFUSED = {
     "nan": (write(acc=0.5, loss=jnp.float32(math.nan)), "^rl step 12: .* got loss=nan; lower the"),
     "inf": (write(loss=-math.inf), "rl step 12: expected finite metrics, got loss=-inf;"),
     "nothing": (lambda _: metrics.wilson_interval(0, 0), "at least one example, got 0 of 0"),
-    "wandb": (lambda writer: MetricWriter(writer.path.parent, "x"), "needs wandb, .*; pip install"),
+    "wandb": (
+        lambda writer: MetricWriter(writer.path.parent, wandb_project="x"),
+        "needs wandb, .*; pip install",
+    ),
 }
 
 

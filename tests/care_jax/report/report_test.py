@@ -9,8 +9,9 @@ from PIL import Image
 from report_page import data_of
 from sampled_group import CONTEXT, CUE, HOSTILE, REPAIR, RIGHT, WORDING, WRONG, make_sampled
 
-from care_jax.report import pictures, report
-from care_jax.report.report import Report, next_to_go
+from care_jax.report import drawing, pictures
+from care_jax.report.drawing import next_to_go
+from care_jax.report.report import Report
 
 ROW = [{"acc": 1.0, "brief": 0.25}, {"acc": 0.0}, {}, {"acc": 1.0}, {"acc": 1.0}]
 
@@ -88,7 +89,7 @@ def test_a_step_that_is_not_logged_is_in_the_log_alone(tmp_path, make_report):
 
 def test_a_resumed_report_equals_an_unbroken_one(tmp_path, make_report, monkeypatch):
     """Also after a kill inside a line, and of steps that were dropped for the size."""
-    monkeypatch.setattr(report.time, "strftime", lambda *_: "now")
+    monkeypatch.setattr(drawing.time, "strftime", lambda *_: "now")
     changes = {"max_megabytes": 0.15}
 
     def add(made, steps):

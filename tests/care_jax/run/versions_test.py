@@ -1,6 +1,13 @@
-"""The commit of a clone is git's, that of an image is what the image was built with."""
+"""The commit of a clone is git's, that of an image is what it was built with; starts of a run."""
 
+import json
+
+import jax
+import pytest
+
+from care_jax.devices.sharding import make_mesh
 from care_jax.run import versions
+from configs import tiny
 
 
 def test_an_image_names_the_commit_it_was_built_with(monkeypatch, tmp_path):
@@ -10,3 +17,30 @@ def test_an_image_names_the_commit_it_was_built_with(monkeypatch, tmp_path):
     assert versions.versions()["commit"] == "abc12345+"
     monkeypatch.delenv("CARE_JAX_COMMIT")
     assert "commit" not in versions.versions()
+
+
+def test_a_start_has_the_command_the_devices_and_what_the_command_line_changed(
+    tmp_path, monkeypatch
+):
+    config = tiny.get_config()
+    config.rl.learning_rate = 0.25
+    mesh = make_mesh(**config.mesh, devices=jax.devices()[:2])
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "/x/care-jax", "train", "--a=b c"])
+    versions.write_start(config, tmp_path, mesh, {"rl.learning_rate": 0.25, "data.buckets[0]": 1})
+    versions.write_start(config, tmp_path, mesh, ())
+    first, again = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+    assert first["changed"] == {"rl.learning_rate": 0.25, "data.buckets": [[48, 64]]}
+    assert (first["command"], first["devices"]) == ("care-jax train '--a=b c'", "2 × cpu")
+    assert again["changed"] == {} and first["time"].endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["/usr/bin/python3", "-m", "care_jax.main", "--a=1"], "python3 -m care_jax.main --a=1"),
+        (["/env/bin/python", "/env/bin/care-jax", "train"], "care-jax train"),
+        (["python"], "python"),
+    ],
+)
+def test_a_command_is_shown_as_it_was_written(argv, shown):
+    assert versions.command(argv) == shown
