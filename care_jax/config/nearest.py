@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_LEAST = 0.6  # likeness of a name to one that is proposed
+_LEAST = 0.65  # likeness of a name to one that is proposed
 _BEHIND = 0.3  # keys whose score is lower than the best by more are not proposed
 _MOST = 3
 
