@@ -162,7 +162,8 @@ def _name_configs() -> None:
     found = importlib.util.find_spec("configs")
     if found is None or found.origin is None:
         module = types.ModuleType("configs")
-        module.__path__ = [*(found and found.submodule_search_locations or ()), f"{_ROOT}/configs"]
+        theirs = found.submodule_search_locations if found else None
+        module.__path__ = [*(theirs or ()), f"{_ROOT}/configs"]
         sys.modules["configs"] = module
 
 

@@ -27,6 +27,7 @@ from care_jax.run.run import Run, open_run
 from models import backbone
 
 _DEFAULT = "configs/repair.py"
+flags.disclaim_key_flags()  # the flags below are the command's, so that its --help lists them
 
 
 class Reopened(NamedTuple):

@@ -50,7 +50,10 @@ def parse(
             sys.argv = argv
         rest = flags.FLAGS(argv)
     except (config_file.Refused, flags.Error, OSError) as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        message = " ".join(str(error).split())
+        if section := re.match(r"flag (--[\w.]+)=.* as a ConfigDict", message):
+            message = f"{section[1]} is a section; write {section[1]}.<key>=<value>"
+        raise ValueError(message) from error
     if len(rest) > 1:
         raise ValueError(
             f"expected only flags, got {rest[1]!r}; write --<flag>=<value>, such as --config=FILE"
@@ -129,5 +132,7 @@ def os_error(error: OSError, workdir: str) -> str:
         errno.EDQUOT: full,
         errno.EACCES: "; make it writable, or choose another --workdir",
         errno.EROFS: "; choose another --workdir",
+        errno.EEXIST: ", which is a file; choose another --workdir",
+        errno.ENOTDIR: ", which is inside a file; choose another --workdir",
     }
     return f"{reason}{path}{advice.get(error.errno or 0, '')}"

@@ -8,6 +8,7 @@ demand.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,10 +58,17 @@ def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]
         )
     parts = parts_of(section)
     check_weights([part["weight"] for part in parts])
-    for part in parts:
+    for number, part in enumerate(parts):
+        key = f"{name}.parts.{number}" if section["source"] == MIXTURE else name
         if part["source"] not in SOURCES:
             choices = ", ".join((*SOURCES, MIXTURE))
-            raise ValueError(f"{name}.source must be one of {choices}, got {part['source']!r}")
+            near = difflib.get_close_matches(part["source"].lower(), SOURCES, 1)
+            advice = f"write {near[0]!r}" if near else f"set --config.{key}.source"
+            if name == "data.sft":
+                advice += ", or leave 'sft' out of --config.stages"
+            raise ValueError(
+                f"{key}.source must be one of {choices}, got {part['source']!r}; {advice}"
+            )
         low, high = (part[key] or data[key] for key in ("min_pixels", "max_pixels"))
         if low > high:
             raise ValueError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -16,7 +17,7 @@ from care_jax.data.drawn import synthetic
 from care_jax.data.mixture import Mixture
 from care_jax.data.readers import hub
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
-from care_jax.data.sources import is_drawn, open_section, parts_of
+from care_jax.data.sources import MIXTURE, is_drawn, open_section, parts_of
 from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 
@@ -31,13 +32,21 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     name = f"data.{SECTIONS[stage]}"
     section = config.data[SECTIONS[stage]]
     parts = parts_of(section)
-    sources = [_open_part(config, part, stage) for part in parts]
-    for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
-        if not len(source):
-            key = f"{name}.parts.{number}" if len(parts) > 1 else name
+    keys = [f"{name}.parts.{number}" for number in range(len(parts))]
+    keys = keys if section.source == MIXTURE else [name]
+    sources = []
+    for key, part in zip(keys, parts, strict=True):
+        if not part.path and not is_drawn(part.source):
             raise ValueError(
-                f"{key} must have rows, got a source {part.source!r} without any; change its "
-                "path, split or num_examples"
+                f"{key}.path must name a file, a folder or a hub id for the source "
+                f"{part.source!r}, got ''; set --config.{key}.path"
+            )
+        with _named(key):
+            sources.append(_open_part(config, part, stage))
+        if not len(sources[-1]):
+            raise ValueError(
+                f"{key} must have rows, got a source {part.source!r} without any in "
+                f"{part.path!r}; change its path, split or num_examples"
             )
     if stage == "sft":
         sources = [with_responses(source) for source in sources]
@@ -46,8 +55,9 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     elif not has_reward and not is_drawn(section.source):
         sources = [with_text_answers(source) for source in sources]
     if stage == "rl":
-        for source in sources:
-            first_usable(source)
+        for key, source in zip(keys, sources, strict=True):
+            with _named(key):
+                first_usable(source)
     examples = sources[0]
     if len(sources) > 1:
         examples = Mixture(sources, [part.weight for part in parts])
@@ -99,6 +109,15 @@ def open_prompts(
         **{key: data[key] for key in keys},
     )
     return prompts, folder
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Puts the key of a source before its errors."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:

@@ -63,7 +63,7 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     changes["data.train.num_examples"] = 0
     output = said(**changes)
     data = output.partition("## Data of 'rl'")[2].partition("##")[0]
-    assert "4 rows" in data and "left out before them: 1 (no answer)" in data
+    assert "4 rows" in data and "left out before them: 1 x no answer (first is row " in data
     builder = policy_of(tiny.get_config()).prompts
     example = open_stage(_with(changes), "rl")[1]
     assert f"{len(builder.tokenize(example).tokens)} tokens, 48 patches" in data

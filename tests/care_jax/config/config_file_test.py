@@ -178,7 +178,7 @@ def test_a_key_that_does_not_exist_is_told_with_the_nearest(error_of, key, neare
         ("--confg=configs/tiny.py", "Unknown command line flag 'confg'. Did you mean: config ?"),
         ("configs/tiny.py", "expected only flags, got 'configs/tiny.py'; write --<flag>=<value>"),
         ("--config.rl.num_steps=ten", "--config.rl.num_steps=ten: invalid literal for int()"),
-        ("--config.rl=1", "--config.rl=1: Failed to parse '1' as a ConfigDict"),
+        ("--config.rl=1", "--config.rl is a section; write --config.rl.<key>=<value>"),
         ("--config", "Missing value for flag --config"),
     ],
 )
