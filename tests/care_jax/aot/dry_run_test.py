@@ -72,7 +72,7 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     assert "<|vision_start|><|image_pad|>×12<|vision_end|>How many?<|im_end|>" in data
     path.write_text(json.dumps(rows[2] | {"question": "How many? " * 200}) + "\n")
     with pytest.raises(
-        ValueError, match=r"of stage 'rl' must have a usable row .* \(1: prompt fits"
+        ValueError, match=r"of stage 'rl' must have a usable row .* \(1 x prompt fits"
     ):
         said(**changes)
 
