@@ -53,6 +53,8 @@ def parse(
         message = " ".join(str(error).split())
         if section := re.match(r"flag (--[\w.]+)=.* as a ConfigDict", message):
             message = f"{section[1]} is a section; write {section[1]}.<key>=<value>"
+        if absent := re.findall(r"flag --(\w+)=None: ", message):
+            message = " ".join(f"--{name} is missing: {flags.FLAGS[name].help}" for name in absent)
         raise ValueError(message) from error
     if len(rest) > 1:
         raise ValueError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -17,7 +16,7 @@ from care_jax.data.drawn import synthetic
 from care_jax.data.mixture import Mixture
 from care_jax.data.readers import hub
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
-from care_jax.data.sources import MIXTURE, is_drawn, open_section, parts_of
+from care_jax.data.sources import MIXTURE, is_drawn, named, open_section, parts_of
 from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 
@@ -36,13 +35,7 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     keys = keys if section.source == MIXTURE else [name]
     sources = []
     for key, part in zip(keys, parts, strict=True):
-        if not part.path and not is_drawn(part.source):
-            raise ValueError(
-                f"{key}.path must name a file, a folder or a hub id for the source "
-                f"{part.source!r}, got ''; set --config.{key}.path"
-            )
-        with _named(key):
-            sources.append(_open_part(config, part, stage))
+        sources.append(_open_part(key, config, part, stage))
         if not len(sources[-1]):
             raise ValueError(
                 f"{key} must have rows, got a source {part.source!r} without any in "
@@ -56,7 +49,7 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
         sources = [with_text_answers(source) for source in sources]
     if stage == "rl":
         for key, source in zip(keys, sources, strict=True):
-            with _named(key):
+            with named(key):
                 first_usable(source)
     examples = sources[0]
     if len(sources) > 1:
@@ -69,7 +62,8 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
     """`open_stage` for examples that were given from Python."""
     examples = examples if has_reward else with_text_answers(examples)
     if stage == "rl":
-        first_usable(examples)
+        with named("train"):
+            first_usable(examples)
         return examples
     return checked(examples, "test")[0]
 
@@ -111,23 +105,14 @@ def open_prompts(
     return prompts, folder
 
 
-@contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Puts the key of a source before its errors."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
-
-
-def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
+def _open_part(key: str, config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
     """Opens one source. Only the cold start has the settings of the teacher and the cue."""
     settings = {"think_tag": config.data.think_tag}
     if stage == "sft":
         settings = {**config.data, "cue": config.care.cue}
     if is_drawn(part.source):
         settings["split"] = "test" if stage == "evaluate" else "train"
-    return open_section(part, settings)
+    return open_section(key, part, settings)
 
 
 def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:

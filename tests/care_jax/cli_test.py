@@ -107,6 +107,19 @@ def test_the_checkout_is_a_program_for_other_folders_too(tmp_path):
     assert result.returncode == 2 and "--topology must be one of" in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize("command", ["probe", "repairs"])
+def test_help_lists_the_flags_that_two_commands_share(command):
+    """absl lists the flags of the module that defines them alone."""
+    result = subprocess.run(
+        [sys.executable, "-m", "care_jax.cli", command, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    for flag in ("config", "workdir", "stage", "questions", "out"):
+        assert f"--{flag}: " in result.stdout, flag
+
+
 def test_the_configurations_have_the_name_that_they_have_in_the_wheel():
     from care_jax.configs import tiny  # what the docs and configurations of users import
     from configs import tiny as of_checkout

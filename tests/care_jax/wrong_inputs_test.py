@@ -89,7 +89,7 @@ FLAGS = {
     ),
     "no cold start's source": (
         [f"{DATA}.sft.source=", "--config.stages=sft"],
-        "mixture, got ''; set --config.data.sft.source, or leave 'sft' out of --config.stages",
+        "mixture, got ''; set config.data.sft.source, or leave 'sft' out of --config.stages",
     ),
     "no responses": (
         [
@@ -99,7 +99,7 @@ FLAGS = {
         "data.sft source 'jsonl' has no responses to imitate",
     ),
     "a misspelt source": ([f"{DATA}.train.source=JSON"], "mixture, got 'JSON'; write 'jsonl'"),
-    "CSV as source": ([f"{DATA}.train.source=csv"], "got 'csv'; set --config.data.train.source"),
+    "CSV as source": ([f"{DATA}.train.source=csv"], "got 'csv'; set config.data.train.source"),
     "too many rows": ([f"{DATA}.train.num_examples=9"], "num_examples 9 exceeds the 1 rows of 'FO"),
     "a file as section": ([f"{DATA}.test=rows.jsonl"], "--config.data.test is a section; write -"),
     "no columns": (

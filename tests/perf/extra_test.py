@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-
 NO_TORCH = "error: this compares with PyTorch; run: pip install -e '.[perf]'"
 NO_TRL = "error: TRL is not installed; run: pip install -e '.[perf]', or add --ours"
 

@@ -238,7 +238,7 @@ REFUSED = {
         {"sources": ()},
         "at least one source in data.prepare.sources, got none; add one",
     ),
-    "unknown": ({"sources": (common.source("csv"),)}, "data.prepare.source must be one of synth"),
+    "unknown": ({"sources": (common.source("csv"),)}, "data.prepare.sources.0.source must be one"),
     "mixture": (
         {"sources": (common.source("mixture", parts=(FILE,)),)},
         "data.prepare.sources must not be mixtures, got one of 1 parts; list its parts",

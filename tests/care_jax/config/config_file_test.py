@@ -186,5 +186,10 @@ def test_a_wrong_argument_is_named(error_of, argument, message):
     assert message in error_of(argument)
 
 
+def test_a_flag_that_a_command_needs_is_told_with_what_it_is(error_of):
+    flags.DEFINE_string("chips", None, "Chips and their shape.", required=True)
+    assert error_of() == "--chips is missing: Chips and their shape."
+
+
 def test_a_source_and_the_whole_configuration_take_no_new_keys():
     assert common.get_config().is_locked and common.source("jsonl").is_locked
