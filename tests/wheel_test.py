@@ -106,6 +106,7 @@ TO_THE_END = {
     "evaluate": (RUN, "w/samples_rl.jsonl", "accuracy after rl: "),
     "export": (RUN, "w/export/model.safetensors", "exported step 1 of rl to w/export"),
     "probe": ([*RUN, "--questions=8"], "w/probe_rl.csv", "wrote w/probe_rl.csv"),
+    "report": (["w", "--out=page.html"], "page.html", "page.html"),
     "repairs": ([*RUN, "--questions=8", "--out=rows"], "rows/manifest.json", "rows to rows"),
     "prepare": (["--config=data.py", "--out=shards"], "shards/manifest.json", "2 of 2 rows kept"),
     "aot": (
