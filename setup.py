@@ -24,6 +24,7 @@ class BundledBuild(build_py):
         if self.editable_mode:
             return
         built = pathlib.Path(self.build_lib)
+        (built / "care_jax" / "configs.py").unlink()  # the folder has its name there
         for name in BUNDLED:
             shutil.rmtree(built / name, ignore_errors=True)
             shutil.copytree(

@@ -25,7 +25,14 @@ _UNKNOWN: Any = None  # default of a field that is filled in later
 
 
 class Unusable(ValueError):
-    """A data row or its prompt cannot be used; it is left out and counted by this message."""
+    """A data row or its prompt cannot be used; it is left out and counted by this message.
+
+    `detail` is what was found in this row: a path, a line, its keys.
+    """
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason)
+        self.detail = detail
 
 
 @dataclasses.dataclass(frozen=True)

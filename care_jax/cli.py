@@ -1,80 +1,125 @@
 """The installed program, from any folder: `care-jax train --config=qwen25vl_7b --workdir=runs/7b`.
 
-Each command runs a module with its flags. A configuration or an experiment is a path, or the name
-of an installed one.
+Each command runs a module with its arguments, as `python -m` does: modules of the current folder,
+such as one with a reward function, can be imported. A configuration or an experiment is a path, or
+the name of an installed one.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import runpy
 import sys
+import types
 from collections.abc import Sequence
+from typing import NamedTuple
 
-# The module of each command, and flags that precede the user's.
-COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "train": ("care_jax.main", ()),
-    "evaluate": ("care_jax.main", ("--config.stages=('evaluate',)",)),
-    "export": ("care_jax.main", ("--config.stages=('export',)",)),
-    "aot": ("care_jax.aot", ()),
-    "prepare": ("care_jax.commands.prepare", ()),
-    "report": ("care_jax.commands.report", ()),
-    "sweep": ("experiments.sweep", ()),
-    "probe": ("care_jax.commands.probe", ()),
-    "repairs": ("care_jax.commands.repairs", ()),
-    "smollm": ("care_jax.commands.smollm", ()),
+
+class Command(NamedTuple):
+    """A row of `care-jax --help`."""
+
+    module: str
+    summary: str
+    config: str = ""  # the configuration if none is given
+    stage: str = ""  # the one stage that it runs
+
+
+COMMANDS = {
+    "train": Command("care_jax.main", "run the stages of a configuration; resume them", "tiny"),
+    "evaluate": Command("care_jax.main", "evaluate the last checkpoint", "tiny", "evaluate"),
+    "export": Command("care_jax.main", "write it as a Hugging Face release", "tiny", "export"),
+    "aot": Command("care_jax.aot", "say whether a run fits, and its least time, without a device"),
+    "prepare": Command("care_jax.commands.prepare", "deduplicate data sets into shards"),
+    "report": Command("care_jax.commands.report", "draw one page of one or more runs"),
+    "sweep": Command("experiments.sweep", "run the arms of an experiment with several seeds"),
+    "probe": Command("care_jax.commands.probe", "measure what reflection can repair", "repair"),
+    "repairs": Command("care_jax.commands.repairs", "write repairs as SFT rows", "repair"),
+    "smollm": Command("care_jax.commands.smollm", "make a release from SmolLM2's decoder"),
 }
 _FOLDERS = {"--config": "configs", "--experiment": "experiments"}  # where names are looked up
 _PACKAGE = pathlib.Path(__file__).parent
 _IS_INSTALLED = (_PACKAGE / "configs").is_dir()  # inside the package, see setup.py
 _ROOT = _PACKAGE if _IS_INSTALLED else _PACKAGE.parent
-_DEFAULT = "tiny"  # configuration of the commands that train or evaluate, if none is given
 
 
 def main() -> None:
     """Runs a command; exits with status 2 if it is unknown, 1 if a name is."""
     command, *given = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(usage())
+        return
+    if command == "--version":
+        print(f"care-jax {importlib.metadata.version('care_jax')}")
+        return
     if command not in COMMANDS:
-        is_help = command in ("-h", "--help")
-        print(
-            f"usage: care-jax {{{','.join(COMMANDS)}}} [--config=NAME or PATH] [flags]\n"
-            f"configurations: {', '.join(names('configs'))}\n"
-            f"experiments, of sweep --experiment=NAME: {', '.join(names('experiments'))}"
-            + ("" if is_help else f"\nerror: no command {command!r}"),
-            file=sys.stdout if is_help else sys.stderr,
-        )
-        sys.exit(0 if is_help else 2)
-    module, first = COMMANDS[command]
+        near = difflib.get_close_matches(command, COMMANDS)
+        advice = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(COMMANDS)}"
+        print(f"error: no command {command!r}; {advice}", file=sys.stderr)
+        sys.exit(2)
+    try:
+        arguments = resolved(command, given)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    sys.path.insert(0, os.getcwd())
+    module = COMMANDS[command].module
     if _IS_INSTALLED:
         module = module if module.startswith("care_jax.") else f"care_jax.{module}"
+        _name_configs()
     else:  # files of the checkout import `configs`
         sys.path.insert(0, str(_ROOT))
         folders = filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))
         os.environ["PYTHONPATH"] = os.pathsep.join(folders)
-    try:
-        flags = resolved(command, given)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    sys.argv = [f"care-jax {command}", *first, *flags]
+    sys.argv = [f"care-jax {command}", *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def usage() -> str:
+    """The commands, configurations and experiments, with a line each."""
+    commands = {name: command.summary for name, command in COMMANDS.items()}
+    return "\n".join(
+        [
+            "usage: care-jax COMMAND [--config=NAME or PATH] [--workdir=FOLDER] [flags]",
+            "",
+            *_table("commands (care-jax COMMAND --help lists its flags):", commands),
+            "",
+            *_table("configurations:", {name: _first_line(name) for name in names("configs")}),
+            "",
+            f"experiments (of sweep): {', '.join(names('experiments'))}",
+        ]
+    )
+
+
 def resolved(command: str, given: Sequence[str]) -> list[str]:
-    """The flags, with names of configurations and experiments replaced by paths."""
-    flags, before = [], ""
-    for flag in given:
-        name, equals, value = flag.partition("=")
+    """The arguments, with names of configurations and experiments replaced by paths.
+
+    Raises:
+        ValueError: there is no file of that name, or a flag contradicts the command.
+    """
+    arguments, before = [], ""
+    for argument in given:
+        name, equals, value = argument.partition("=")
         if before in _FOLDERS:
-            flag = path_of(_FOLDERS[before], flag)
+            argument = path_of(_FOLDERS[before], argument)
         elif equals and name in _FOLDERS:
-            flag = f"{name}={path_of(_FOLDERS[name], value)}"
-        flags.append(flag)
-        before = flag
-    has_config = any(flag.partition("=")[0] == "--config" for flag in flags)
-    if COMMANDS[command][0] == "care_jax.main" and not has_config:
-        flags.insert(0, f"--config={path_of('configs', _DEFAULT)}")
-    return flags
+            argument = f"{name}={path_of(_FOLDERS[name], value)}"
+        arguments.append(argument)
+        before = argument
+    flags = {argument.partition("=")[0] for argument in arguments}
+    _, _, config, stage = COMMANDS[command]
+    if config and "--config" not in flags:
+        arguments.insert(0, f"--config={path_of('configs', config)}")
+    if stage and "--config.stages" in flags:
+        raise ValueError(
+            f"care-jax {command} runs the stage {stage!r} alone; leave --config.stages out, or use "
+            "care-jax train"
+        )
+    return arguments + [f"--config.stages=('{stage}',)"] * bool(stage)
 
 
 def path_of(folder: str, name: str) -> str:
@@ -95,8 +140,32 @@ def path_of(folder: str, name: str) -> str:
 
 
 def names(folder: str) -> list[str]:
-    """The names of the files in `configs` or `experiments`."""
-    return sorted(path.stem for path in (_ROOT / folder).glob("*.py") if path.stem[0] != "_")
+    """The names of the files in `configs` or `experiments` that define a configuration."""
+    files = (_ROOT / folder).glob("[!_]*.py")
+    return sorted(path.stem for path in files if "def get_config(" in path.read_text())
+
+
+def _table(title: str, rows: dict[str, str]) -> list[str]:
+    width = max(map(len, rows))
+    return [title, *(f"  {name:<{width}}  {text}" for name, text in rows.items())]
+
+
+def _first_line(config: str) -> str:
+    text = ast.get_docstring(ast.parse((_ROOT / "configs" / f"{config}.py").read_text())) or ""
+    return text.partition("\n")[0]
+
+
+def _name_configs() -> None:
+    """Lets a file from the checkout, which imports `configs`, run with the wheel.
+
+    A folder `configs` of the user's may have further files; a package of that name is left alone.
+    """
+    found = importlib.util.find_spec("configs")
+    if found is None or found.origin is None:
+        module = types.ModuleType("configs")
+        theirs = found.submodule_search_locations if found else None
+        module.__path__ = [*(theirs or ()), f"{_ROOT}/configs"]
+        sys.modules["configs"] = module
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def train_on(
     Called again with the same workdir, it resumes a stopped run, and does not train a finished one.
 
     Args:
-        config: complete, such as `configs.tiny.get_config()`; not modified.
+        config: complete, such as `care_jax.configs.tiny.get_config()`; not modified.
         train: rows of the RL stage with the fields of `data.readers.jsonl`; images may be PIL
             images or the bytes of files.
         test: held-out rows of the evaluations; None: `config.data.test`, or if that is not set, no
@@ -60,6 +60,11 @@ def train_on(
         RewardFailed: the reward function judged nothing, or too little; the finished steps are
             saved. A ValueError, see `rewards.failures`.
     """
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            "expected config as a ConfigDict, such as care_jax.configs.tiny.get_config(), got a "
+            f"{type(config).__name__}; change one of these"
+        )
     folder = command_line.folder_of(workdir, flag="workdir")
     if reward is not None:
         check_reward(reward, "reward")

@@ -35,13 +35,15 @@ from care_jax.run.run import Run, check_workdir, open_run
 from care_jax.run.versions import write_config, write_start
 from care_jax.stages import evaluate, export, rl, sft
 
+_DEFAULT = "configs/tiny.py"
+
 
 def define_flags() -> flags.FlagHolder[ConfigDict]:
     """Defines the command's flags; returns the configuration's.
 
     Not at import, since a program that calls `run_stages` may define flags of these names.
     """
-    config = config_flags.DEFINE_config_file("config", "configs/tiny.py", "Configuration.")
+    config = config_flags.DEFINE_config_file("config", None, f"Configuration; else {_DEFAULT}.")
     flags.DEFINE_string("workdir", "runs/tiny", "Folder of metrics, checkpoints and exports.")
     flags.DEFINE_bool("dry_run", False, "Say what the run would do, and do nothing.")
     # JAX detects these on TPU pods, Slurm and Open MPI; a single process needs none of them.
@@ -166,7 +168,7 @@ def run_main() -> None:
     config = define_flags()
     interrupts.exit_at_the_second()
     try:
-        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config))
+        app.run(main, flags_parser=lambda argv: command_line.parse(argv, config, _DEFAULT))
     except distributed.Preempted as stopped:
         message = f"stopped by SIGTERM {stopped}; run the same command to resume"
         distributed.exit_run(message, is_preempted=True)

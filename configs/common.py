@@ -318,4 +318,4 @@ def get_config() -> ConfigDict:
     # RL ends if the function fails on a larger share of the responses of 5 steps, or on all of one.
     verifier.max_failed = 0.5
     verifier.concurrency = 16  # groups that each worker awaits at a time, for an async function
-    return config
+    return config.lock()  # so that a misspelt key in another file is an error

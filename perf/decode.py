@@ -16,13 +16,18 @@ Also printed: our row steps (decode steps x rows) per sampled token, about 1 if 
 import argparse
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+
+try:
+    import torch
+except ImportError:
+    sys.exit("error: this compares with PyTorch; run: pip install -e '.[perf]'")
 import transformers
 
 from care_jax.aot.lengths import draw_responses

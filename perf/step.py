@@ -24,10 +24,12 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 import zlib
@@ -38,9 +40,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-import torch
-import transformers
 from PIL import Image
+
+try:
+    import torch
+except ImportError:
+    sys.exit("error: this compares with PyTorch; run: pip install -e '.[perf]'")
+import transformers
 
 from care_jax.batch import Example
 from care_jax.data.pipeline import Batches
@@ -309,6 +315,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="one layer, to try this program")
     parser.add_argument("--json", help="file to which a line of JSON is added for each step")
     args = parser.parse_args()
+    if not args.ours and importlib.util.find_spec("trl") is None:
+        sys.exit("error: TRL is not installed; run: pip install -e '.[perf]', or add --ours")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")
     xla_flags.set_defaults()
     if torch.cuda.is_available():

@@ -25,7 +25,7 @@ LAYERS = (
     ("stages",              ("stages",)),
     ("aot and commands",    ("aot", "commands")),
     ("main",                ("main",)),
-    ("entry",               ("from_python", "cli")),
+    ("entry",               ("from_python", "cli", "configs")),
 )
 # What each top-level folder may import of ours.
 FOLDERS = {

@@ -81,7 +81,7 @@ def test_nan_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--config.rl.learning_rat=1"], "no such key: 'learning_rat'"),
+        (["--config.rl.learning_rat=1"], "Did you mean rl.learning_rate?"),
         (["--config=configs/huge.py"], "huge.py"),
         (["--config.rl.decode_prompts=3", "--config.mesh.fsdp=2"], "mesh.fsdp=2"),
         (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,8 @@ from care_jax.aot.compile import update_program
 from care_jax.batch import Example, Unusable
 from care_jax.config.resume import TRAINING
 from care_jax.data.mixture import Mixture
+from care_jax.data.pipeline import TOO_LONG, size_of
+from care_jax.data.rows import LeftOut
 from care_jax.devices import sharding
 from care_jax.devices.flops import GIB
 from care_jax.prompts.rendering import image_line, rendered, resized_images
@@ -91,15 +92,15 @@ def _data(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
 
 def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
     """The first usable rows, and the reasons why rows before them are unusable."""
-    left_out, num_shown, builder = Counter(), 0, run.policy.prompts
+    left_out, num_shown, builder = LeftOut(), 0, run.policy.prompts
     for index in range(min(len(examples), _MOST_TRIED)):
         try:
             example = examples[index]
             prompt = builder.tokenize(example)
             if stage != "sft" and not builder.fits(prompt):
-                raise Unusable("prompt fits no bucket")
-        except Unusable as reason:
-            left_out[str(reason)] += 1
+                raise Unusable(TOO_LONG, size_of(prompt))
+        except Unusable as error:
+            left_out.add(error, index)
             continue
         lengths = f"{len(prompt.tokens)} tokens, {len(prompt.patches)} patches"
         if stage == "sft":
@@ -118,13 +119,12 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
         num_shown += 1
         if num_shown == NUM_ROWS:
             break
-    for reason, count in left_out.items():
-        yield f"left out before them: {count} ({reason})"
+    if left_out.counts:
+        yield f"left out before them: {left_out}"
     if not num_shown:
-        reasons = "; ".join(f"{count}: {reason}" for reason, count in left_out.items())
         raise ValueError(
             f"the data of stage {stage!r} must have a usable row among its first {_MOST_TRIED}, "
-            f"got none ({reasons or 'it is empty'}); change its path, columns or data.buckets"
+            f"got none ({str(left_out) or 'it is empty'}); change its path, columns or data.buckets"
         )
 
 

@@ -56,8 +56,11 @@ def prepare(config: ConfigDict, out: pathlib.Path) -> dict[str, Any]:
     _check(config)
     settings = {"think_tag": data.think_tag}
     sources, benchmarks = (
-        {name_of(section): open_section(section, settings) for section in sections}
-        for sections in (data.prepare.sources, data.prepare.benchmarks)
+        {
+            name_of(section): open_section(f"data.prepare.{name}.{number}", section, settings)
+            for number, section in enumerate(data.prepare[name])
+        }
+        for name in ("sources", "benchmarks")
     )
     whole = json.loads(data.to_json_best_effort())
     expected = {key: whole[key] for key in _DECISIVE} | {
@@ -237,13 +240,14 @@ def _check(config: ConfigDict) -> None:
     if not prepare.sources:
         raise ValueError("expected at least one source in data.prepare.sources, got none; add one")
     sections = [*prepare.sources, *prepare.benchmarks]
-    for section in sections:
-        check_section("data.prepare", section, config.data)
-        if section.parts:
-            raise ValueError(
-                f"data.prepare.sources must not be mixtures, got one of {len(section.parts)} "
-                "parts; list its parts instead"
-            )
+    for kind in ("sources", "benchmarks"):
+        for number, section in enumerate(prepare[kind]):
+            check_section(f"data.prepare.{kind}.{number}", section, config.data)
+            if section.parts:
+                raise ValueError(
+                    f"data.prepare.{kind} must not be mixtures, got one of {len(section.parts)} "
+                    "parts; list its parts instead"
+                )
     for name, count in Counter(map(name_of, sections)).items():
         if count > 1:
             raise ValueError(

@@ -26,6 +26,9 @@ from care_jax.run.policy import check_policy
 from care_jax.run.run import Run, open_run
 from models import backbone
 
+_DEFAULT = "configs/repair.py"
+flags.disclaim_key_flags()  # the flags below are the command's, so that its --help lists them
+
 
 class Reopened(NamedTuple):
     """The run of a command; see `weights.last_of` for the checkpoint."""
@@ -43,7 +46,7 @@ def run_command(act: Callable[[Reopened], None]) -> None:
 
     A command defines its other flags before this call.
     """
-    config = config_flags.DEFINE_config_file("config", "configs/repair.py", "Configuration.")
+    config = config_flags.DEFINE_config_file("config", None, f"Configuration; else {_DEFAULT}.")
     workdir = flags.DEFINE_string("workdir", "runs/repair", "Folder of the run.")
     stage = flags.DEFINE_enum("stage", "", ["", "start", "sft", "rl"], "Whose last checkpoint.")
     questions = flags.DEFINE_integer("questions", 512, "Of the training data.", lower_bound=1)
@@ -55,7 +58,7 @@ def run_command(act: Callable[[Reopened], None]) -> None:
         examples = questions_of(run, questions.value)
         act(Reopened(run, *weights.last_of(run, stage.value), examples, questions.value))
 
-    command_line.run_command(reopen_and_act, workdir, config)
+    command_line.run_command(reopen_and_act, workdir, config, _DEFAULT)
 
 
 def check_reflection(run: Run, cue: str | None = None) -> None:

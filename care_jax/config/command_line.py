@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import errno
+import itertools
 import os
 import pathlib
 import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 
-# If a config file raises, ml_collections raises an error whose message begins with this and holds
-# the traceback; the original exception is the `__context__` of that error.
-_WRAPPED = "Error whilst parsing config file"
+from care_jax.config import config_file
+
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)/*(.*)", re.DOTALL)
 # gcsfuse's metadata caches never expire on TPU VMs: with them, hosts do not see each other's files.
 _GCSFUSE = (
@@ -23,36 +23,80 @@ _GCSFUSE = (
 )
 
 
-def parse(argv: Sequence[str], config: flags.FlagHolder[ConfigDict] | None = None) -> Sequence[str]:
+def parse(
+    argv: Sequence[str],
+    config: flags.FlagHolder[ConfigDict] | None = None,
+    default: str | None = None,
+) -> Sequence[str]:
     """Parses all defined flags, and loads the file that `config` names; returns the program's name.
+
+    The flags of `config` may stand in any order; of a repeated one the last counts. Replaces
+    `sys.argv`, where ml_collections looks for them.
+
+    Args:
+        argv: name of the program, then its arguments.
+        config: holder of the flag that names a configuration file.
+        default: file to load if `argv` names none; None: none is loaded.
 
     Raises:
         ValueError: one line: a flag or key does not exist, a file cannot be loaded, or there are
             arguments that are no flags.
     """
     try:
+        argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
+        if config is not None:
+            argv, keys = _config_first(argv, config.name, default)
+            flags.FLAGS[config.name].parser = config_file.Parser(keys)
+            sys.argv = argv
         rest = flags.FLAGS(argv)
-        if config is not None and config.value is not None:
-            _ = config.value.stages  # raises if the file could not be loaded
-    except Exception as error:  # whatever a configuration file raises
-        raise ValueError(" ".join(_message(error).split())) from error
+    except (config_file.Refused, flags.Error, OSError) as error:
+        message = " ".join(str(error).split())
+        if section := re.match(r"flag (--[\w.]+)=.* as a ConfigDict", message):
+            message = f"{section[1]} is a section; write {section[1]}.<key>=<value>"
+        if absent := re.findall(r"flag --(\w+)=None: ", message):
+            message = " ".join(f"--{name} is missing: {flags.FLAGS[name].help}" for name in absent)
+        raise ValueError(message) from error
     if len(rest) > 1:
-        raise ValueError(f"expected only flags, got {rest[1]!r}; write --<flag>=<value>")
+        raise ValueError(
+            f"expected only flags, got {rest[1]!r}; write --<flag>=<value>, such as --config=FILE"
+        )
     return rest
+
+
+def _config_first(
+    argv: Sequence[str], name: str, default: str | None
+) -> tuple[list[str], list[str]]:
+    """(arguments with --config and its keys first, the keys); the last of each flag alone."""
+    flag = re.compile(rf"--?(?:no)?({name}(?:\.[^=]*)?)(=.*)?", re.DOTALL)
+    given = {name: [f"--{name}={default}"] if default else []}
+    rest, waiting = [], collections.deque(argv[1:])
+    while waiting:
+        found = flag.fullmatch(argument := waiting.popleft())
+        if argument == "--":  # nothing after it is a flag
+            rest += [argument, *waiting]
+            break
+        if not found:
+            rest.append(argument)
+            continue
+        has_value = found[2] is None and waiting and not waiting[0].startswith("--")
+        given[found[1]] = [argument, *([waiting.popleft()] if has_value else [])]
+    keys = [key.removeprefix(f"{name}.") for key in given if key != name]
+    return [argv[0], *itertools.chain(*given.values()), *rest], keys
 
 
 def run_command(
     act: Callable[[], None],
     folder: flags.FlagHolder,
     config: flags.FlagHolder[ConfigDict] | None = None,
+    default: str | None = None,
 ) -> None:
-    """Parses all defined flags and calls `act`; user errors are one line, not a traceback.
+    """Parses all defined flags, see `parse`, and calls `act`; user errors are one line.
 
     `folder` is the flag of the command's folder, for messages.
     """
     logging.set_verbosity(logging.WARNING)
     try:
-        app.run(lambda _: act(), flags_parser=lambda argv: parse(argv, config))
+        app.run(lambda _: act(), flags_parser=lambda argv: parse(argv, config, default))
     except ValueError as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except OSError as error:
@@ -90,21 +134,7 @@ def os_error(error: OSError, workdir: str) -> str:
         errno.EDQUOT: full,
         errno.EACCES: "; make it writable, or choose another --workdir",
         errno.EROFS: "; choose another --workdir",
+        errno.EEXIST: ", which is a file; choose another --workdir",
+        errno.ENOTDIR: ", which is inside a file; choose another --workdir",
     }
     return f"{reason}{path}{advice.get(error.errno or 0, '')}"
-
-
-def _message(error: Exception) -> str:
-    cause = error.args[0] if error.args and isinstance(error.args[0], KeyError) else error
-    if isinstance(cause, KeyError):
-        key, _, suggestion = str(cause.args[0]).partition("\n")
-        return f"no such key: {key}; configs/common.py lists all keys. {suggestion}"
-    wrapper = error.__context__
-    if wrapper is not None and str(wrapper).startswith(_WRAPPED):
-        return f"{str(error).partition(_WRAPPED)[0]}{wrapper.__context__}"
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
-    if isinstance(error, AttributeError | TypeError | ValueError | OSError | flags.Error):
-        return str(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"

@@ -101,12 +101,17 @@ class Batches:
         finally:
             background.shutdown(cancel_futures=True)
 
-    def _leave_out(self, reason: str) -> None:
+    def _leave_out(self, reason: str, detail: str) -> None:
         with self._lock:
             self.left_out[reason] += 1
             count = self.left_out[reason]
         if count & (count - 1) == 0:  # at 1, 2, 4, 8, ...
-            logging.warning("left out %d examples so far: %s", count, reason)
+            logging.warning("left out %d examples so far: %s%s", count, reason, detail)
+
+
+def size_of(prompt: TokenizedPrompt) -> str:
+    """The size of a prompt, which a bucket must have."""
+    return f"{len(prompt.tokens)} tokens and {len(prompt.patches)} patches"
 
 
 class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
@@ -117,7 +122,7 @@ class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
         source: Sequence[Example],
         builder: PromptBuilder,
         seed: int,
-        leave_out: Callable[[str], None],
+        leave_out: Callable[[str, str], None],
     ):
         self._shuffled = grain.MapDataset.source(source).shuffle(seed).repeat()
         self._num_examples = len(source)
@@ -129,21 +134,24 @@ class _Stream(Sequence[tuple[Example, TokenizedPrompt]]):
 
     def __getitem__(self, index: int) -> tuple[Example, TokenizedPrompt]:
         reasons: Counter[str] = Counter()
+        details: dict[str, str] = {}
         for turn in range(_MAX_TRIES):
             try:
                 example = self._shuffled[index + turn * self._num_examples]
                 prompt = self._builder.tokenize(example)
                 if self._builder.fits(prompt):
                     return example, prompt
-                reason = TOO_LONG
+                reason, detail = TOO_LONG, size_of(prompt)
             except Unusable as error:
-                reason = str(error)
+                reason, detail = str(error), error.detail
             reasons[reason] += 1
-            self._leave_out(reason)
+            details.setdefault(reason, f" ({detail})" if detail else "")
+            self._leave_out(reason, details[reason])
         ((reason, count),) = reasons.most_common(1)
         advice = "; check the source's rows and path"
         if reason == TOO_LONG:
             advice = f" of {self._builder.buckets}; enlarge data.buckets or lower data.max_pixels"
         raise ValueError(
-            f"{_MAX_TRIES} successive examples are unusable, {count} of them: {reason}{advice}"
+            f"{_MAX_TRIES} successive examples are unusable, {count} of them: "
+            f"{reason}{details[reason]}{advice}"
         )

@@ -100,41 +100,59 @@ def checked(source: Sequence[Example], name: str) -> tuple[list[Example], Counte
     Decodes every image once, without keeping it, and logs a warning per reason. ValueError: no row
     can be used.
     """
-    examples, skipped, first_row = [], Counter(), {}
+    examples, left_out = [], LeftOut()
     for row in range(len(source)):
         try:
             example = source[row]
             for image in example.images:
                 open_image(image, at_least=1)
             examples.append(example)
-        except Unusable as reason:
-            skipped[str(reason)] += 1
-            first_row.setdefault(str(reason), row + 1)
-    for reason, count in skipped.most_common():
-        logging.warning(
-            "%s: left out %d rows: %s (first is row %d)", name, count, reason, first_row[reason]
-        )
+        except Unusable as error:
+            left_out.add(error, row)
+    for reason, count in left_out.counts.most_common():
+        first = left_out.first[reason]
+        logging.warning("%s: left out %d rows: %s (first is %s)", name, count, reason, first)
     if not examples:
-        raise ValueError(f"no row of {name} can be used: {_listed(skipped) or 'it is empty'}")
-    return examples, skipped
+        raise ValueError(f"no row of {name} can be used: {str(left_out) or 'it is empty'}")
+    return examples, left_out.counts
 
 
 def first_usable(source: Sequence[Example]) -> Example:
-    """The first usable example, to see which fields a source has.
+    """The first usable example, with images that decode, to see which fields a source has.
 
     ValueError: none of the first 64 rows is usable; lists the reasons by frequency.
     """
-    reasons = Counter()
+    left_out = LeftOut()
     for row in range(min(len(source), _MAX_TRIES)):
         try:
-            return source[row]
-        except Unusable as reason:
-            reasons[str(reason)] += 1
-    raise ValueError(f"none of the first {reasons.total()} rows can be used: {_listed(reasons)}")
+            example = source[row]
+            for image in example.images:
+                open_image(image, at_least=1)
+            return example
+        except Unusable as error:
+            left_out.add(error, row)
+    num_rows = left_out.counts.total()
+    raise ValueError(f"none of the first {num_rows} rows can be used: {left_out}")
 
 
-def _listed(reasons: Counter[str]) -> str:
-    return ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+class LeftOut:
+    """Counts unusable rows by reason, and describes the first row of each."""
+
+    def __init__(self):
+        self.counts: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
+
+    def add(self, error: Unusable, index: int) -> None:
+        """Counts the row at an index of its source."""
+        self.counts[str(error)] += 1
+        detail = f": {error.detail}" if error.detail else ""
+        self.first.setdefault(str(error), f"row {index + 1}{detail}")
+
+    def __str__(self) -> str:
+        reasons = self.counts.most_common()
+        return "; ".join(
+            f"{count} x {reason} (first is {self.first[reason]})" for reason, count in reasons
+        )
 
 
 def make_example(
@@ -185,7 +203,7 @@ def make_example(
     choices = _choices(choices)
     gold = answer_text(answer)
     if choices and not _names_a_choice(gold, choices):
-        raise Unusable("answer not among the choices")
+        raise Unusable("answer not among the choices", _shown(gold))
     rationale = _text(rationale, "rationale")
     given, target = _text(context, "context"), _text(response, "response")
     if given and target:
@@ -230,13 +248,12 @@ def images_of(cell: Any, folder: AnyFolder, images_outside: bool = False) -> lis
         return []
     if isinstance(cell, list | tuple):
         return [image for each in cell for image in images_of(each, folder, images_outside)]
-    if isinstance(cell, dict):
-        cell = cell.get("bytes") or cell.get("path")
-    if isinstance(cell, str) and cell:
-        return [_image_path(folder, cell, images_outside)]
-    if isinstance(cell, bytes | pathlib.Path | Image.Image):
-        return [cell]
-    raise Unusable("image is neither a path nor bytes")
+    image = (cell.get("bytes") or cell.get("path")) if isinstance(cell, dict) else cell
+    if isinstance(image, str) and image:
+        return [_image_path(folder, image, images_outside)]
+    if isinstance(image, bytes | pathlib.Path | Image.Image):
+        return [image]
+    raise Unusable("image is neither a path nor bytes", _shown(cell))
 
 
 def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder:
@@ -244,10 +261,12 @@ def _image_path(folder: AnyFolder, name: str, images_outside: bool) -> AnyFolder
 
     Symbolic links in the folder are followed, as the folder itself is trusted.
     """
+    if name.startswith(("http://", "https://", "data:")):
+        raise Unusable("image is a URL, which is not read; save it as a file", f"{name:.60}")
     path = pathlib.PurePosixPath(name)
     is_inside = not path.is_absolute() or path.is_relative_to(os.path.abspath(str(folder)))
     if not images_outside and (".." in path.parts or not is_inside):
-        raise Unusable(OUTSIDE)
+        raise Unusable(OUTSIDE, name)
     return folder / name
 
 
@@ -262,10 +281,15 @@ def _text(value: Any, name: str, *, is_number_allowed: bool = False) -> str:
         return _number_text(value, name)
     if not isinstance(value, str):
         raise Unusable(
-            f"{name} is {'neither text nor a number' if is_number_allowed else 'not text'}"
+            f"{name} is {'neither text nor a number' if is_number_allowed else 'not text'}",
+            _shown(value),
         )
     is_visible = any(unicodedata.category(c)[0] in "LNPS" for c in value)
     return value.strip() if is_visible or SURROGATE.search(value) else ""
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}"
 
 
 def _number_text(value: float, name: str) -> str:
@@ -288,7 +312,7 @@ def _choices(value: Any) -> tuple[str, ...]:
     value = value or []
     is_list = isinstance(value, list | tuple)
     if not is_list or not all(isinstance(choice, str | int | float) for choice in value):
-        raise Unusable("choices are not a list of texts and numbers")
+        raise Unusable("choices are not a list of texts and numbers", _shown(value))
     if len(value) > len(_LETTERS):
         raise Unusable("more than 26 choices")
     return tuple(
@@ -315,5 +339,7 @@ def _placed(question: str, images: list[AnyImage]) -> tuple[str, list[AnyImage],
         return f"{head}<image>" + _PLACEHOLDER.sub(r"(picture \1)", tail), images, False
     is_short = all(0 < len(number) <= _MAX_DIGITS for number in numbers)
     if not is_short or sorted(map(int, numbers)) != list(range(1, len(images) + 1)):
-        raise Unusable("images and placeholders differ in number")
+        raise Unusable(
+            "images and placeholders differ in number", f"{len(images)} and {len(numbers)}"
+        )
     return _PLACEHOLDER.sub("<image>", question), [images[int(k) - 1] for k in numbers], False

@@ -7,9 +7,11 @@ demand.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from care_jax.batch import Example
@@ -57,10 +59,17 @@ def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]
         )
     parts = parts_of(section)
     check_weights([part["weight"] for part in parts])
-    for part in parts:
+    for number, part in enumerate(parts):
+        key = f"{name}.parts.{number}" if section["source"] == MIXTURE else name
         if part["source"] not in SOURCES:
             choices = ", ".join((*SOURCES, MIXTURE))
-            raise ValueError(f"{name}.source must be one of {choices}, got {part['source']!r}")
+            near = difflib.get_close_matches(part["source"].lower(), SOURCES, 1)
+            advice = f"write {near[0]!r}" if near else f"set config.{key}.source"
+            if name == "data.sft":
+                advice += ", or leave 'sft' out of --config.stages"
+            raise ValueError(
+                f"{key}.source must be one of {choices}, got {part['source']!r}; {advice}"
+            )
         low, high = (part[key] or data[key] for key in ("min_pixels", "max_pixels"))
         if low > high:
             raise ValueError(
@@ -69,14 +78,34 @@ def check_section(name: str, section: Mapping[str, Any], data: Mapping[str, Any]
             )
 
 
-def open_section(section: Mapping[str, Any], settings: Mapping[str, Any]) -> Sequence[Example]:
+def open_section(
+    key: str, section: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Sequence[Example]:
     """Opens the source of a section, see `source` in configs/common.py, that is not a mixture.
 
     `settings` are the run's, by option name, for the sources that have these options.
+
+    Raises:
+        ValueError: it cannot be opened; begins with `key`, the section's.
     """
+    if not section["path"] and not is_drawn(section["source"]):
+        raise ValueError(
+            f"{key}.path must name a file, a folder or a hub id for the source "
+            f"{section['source']!r}, got ''; set config.{key}.path"
+        )
     own = {key: section[key] for key in section if key not in ("source", "seed", "weight", "parts")}
     own["columns"] = {name: column for name, column in section["columns"].items() if column}
-    return open_source(section["source"], settings={"seed": section["seed"], **settings}, **own)
+    with named(key):
+        return open_source(section["source"], settings={"seed": section["seed"], **settings}, **own)
+
+
+@contextlib.contextmanager
+def named(key: str) -> Iterator[None]:
+    """Puts the key of a section before errors of its source."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def open_source(

@@ -16,7 +16,7 @@ from care_jax.data.drawn import synthetic
 from care_jax.data.mixture import Mixture
 from care_jax.data.readers import hub
 from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_responses, with_text_answers
-from care_jax.data.sources import is_drawn, open_section, parts_of
+from care_jax.data.sources import MIXTURE, is_drawn, named, open_section, parts_of
 from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
 
@@ -31,13 +31,15 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     name = f"data.{SECTIONS[stage]}"
     section = config.data[SECTIONS[stage]]
     parts = parts_of(section)
-    sources = [_open_part(config, part, stage) for part in parts]
-    for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
-        if not len(source):
-            key = f"{name}.parts.{number}" if len(parts) > 1 else name
+    keys = [f"{name}.parts.{number}" for number in range(len(parts))]
+    keys = keys if section.source == MIXTURE else [name]
+    sources = []
+    for key, part in zip(keys, parts, strict=True):
+        sources.append(_open_part(key, config, part, stage))
+        if not len(sources[-1]):
             raise ValueError(
-                f"{key} must have rows, got a source {part.source!r} without any; change its "
-                "path, split or num_examples"
+                f"{key} must have rows, got a source {part.source!r} without any in "
+                f"{part.path!r}; change its path, split or num_examples"
             )
     if stage == "sft":
         sources = [with_responses(source) for source in sources]
@@ -46,8 +48,9 @@ def open_stage(config: ConfigDict, stage: str, has_reward: bool = False) -> Sequ
     elif not has_reward and not is_drawn(section.source):
         sources = [with_text_answers(source) for source in sources]
     if stage == "rl":
-        for source in sources:
-            first_usable(source)
+        for key, source in zip(keys, sources, strict=True):
+            with named(key):
+                first_usable(source)
     examples = sources[0]
     if len(sources) > 1:
         examples = Mixture(sources, [part.weight for part in parts])
@@ -59,7 +62,8 @@ def given_stage(examples: Sequence[Example], stage: str, has_reward: bool) -> Se
     """`open_stage` for examples that were given from Python."""
     examples = examples if has_reward else with_text_answers(examples)
     if stage == "rl":
-        first_usable(examples)
+        with named("train"):
+            first_usable(examples)
         return examples
     return checked(examples, "test")[0]
 
@@ -101,14 +105,14 @@ def open_prompts(
     return prompts, folder
 
 
-def _open_part(config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
+def _open_part(key: str, config: ConfigDict, part: ConfigDict, stage: str) -> Sequence[Example]:
     """Opens one source. Only the cold start has the settings of the teacher and the cue."""
     settings = {"think_tag": config.data.think_tag}
     if stage == "sft":
         settings = {**config.data, "cue": config.care.cue}
     if is_drawn(part.source):
         settings["split"] = "test" if stage == "evaluate" else "train"
-    return open_section(part, settings)
+    return open_section(key, part, settings)
 
 
 def _check_responses(source: str, examples: Sequence[Example], think_tag: str) -> None:

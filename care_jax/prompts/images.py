@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import os
 import pathlib
 import zipfile
 from collections.abc import Iterator
@@ -55,11 +56,11 @@ def open_image(image: AnyImage, *, at_least: int = 0) -> Image.Image:
         Unusable: it is missing, broken, too large, too narrow, or its pixels are not colours.
     """
     if isinstance(image, Image.Image):
-        with _refused_if_broken():
+        with _refused_if_broken(image):
             _check_size(*image.size)
             image.load()  # PIL opens files lazily
             return _as_colors(image)
-    with _refused_if_broken(), _opened(image) as opened:
+    with _refused_if_broken(image), _opened(image) as opened:
         _check_size(*opened.size)
         if at_least:
             opened.draft("RGB", (at_least, at_least))
@@ -73,7 +74,7 @@ def image_size(image: AnyImage) -> tuple[int, int]:
     """(width, height) in pixels, from the file's header; raises `Unusable` if it is broken."""
     if isinstance(image, Image.Image):
         return image.size
-    with _refused_if_broken(), _opened(image) as opened:
+    with _refused_if_broken(image), _opened(image) as opened:
         return opened.size
 
 
@@ -111,21 +112,22 @@ def num_different_bits(one: int, other: int) -> int:
 
 
 @contextlib.contextmanager
-def _refused_if_broken() -> Iterator[None]:
+def _refused_if_broken(image: AnyImage) -> Iterator[None]:
     """Turns every exception of a decoder into `Unusable`."""
+    detail = "" if isinstance(image, bytes | Image.Image) else os.path.abspath(str(image))
     try:
         yield
     except Unusable:
         raise
     except Image.DecompressionBombError as error:
-        raise Unusable("image too large") from error
+        raise Unusable("image too large", detail) from error
     except Exception as error:
-        raise Unusable("image unreadable or truncated") from error
+        raise Unusable("image unreadable or truncated", detail) from error
 
 
 def _opened(image: pathlib.Path | zipfile.Path | bytes) -> Image.Image:
     if not isinstance(image, bytes) and not image.is_file():
-        raise Unusable("image missing")
+        raise Unusable("image missing", os.path.abspath(str(image)))
     if isinstance(image, zipfile.Path):
         image = image.read_bytes()
     file = io.BytesIO(image) if isinstance(image, bytes) else image

@@ -1,6 +1,7 @@
 """Runs whose rows and reward function come from Python."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -114,6 +115,26 @@ def test_what_cannot_run_is_refused_in_the_first_second(tmp_path, reward, messag
     with pytest.raises(ValueError, match=message):
         care_jax.train_on(small_config(), rows_of(2), reward=reward, workdir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+WRONG = {
+    "a path as rows": ({"train": "train.jsonl"}, "expected train as an iterable of rows, got 'tra"),
+    "no rows": ({"train": None}, "expected train as an iterable of rows, got None; pass a list"),
+    "no list": ({"train": rows_of(1)[0]}, "mapping with question and answer as row 0 of train"),
+    "other keys": (
+        {"train": [{"prompt": "?", "solution": "1"}]},
+        "1 x no question (first is row 1: it has prompt, solution; expected question and answer",
+    ),
+    "a dict": ({"config": {"stages": ("rl",)}}, "ConfigDict, such as care_jax.configs.tiny.get_c"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_told_with_what_is_expected(tmp_path, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        care_jax.train_on(
+            **{"config": small_config(), "train": rows_of(2)} | given, workdir=tmp_path / "run"
+        )
 
 
 def test_importing_the_package_imports_no_jax_and_defines_no_flag():

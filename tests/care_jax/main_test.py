@@ -7,12 +7,9 @@ import sys
 import time
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 from care_jax import main
 from care_jax.batch import Example
-from care_jax.config import command_line
 from care_jax.run import lock
 from configs import common, tiny
 
@@ -110,83 +107,6 @@ def test_benchmarks_are_evaluated_beside_held_out_questions_or_alone(
     held_out = {"acc": 0.5} if is_held_out else {}
     assert results == {"start": {"mmmu/start": 1.0} | held_out}
     assert len(opened) == is_held_out
-
-
-@pytest.fixture
-def parsed(monkeypatch):
-    """What a run would start from that is given these arguments in this folder."""
-    monkeypatch.chdir(ROOT)
-
-    def parse(*arguments):
-        monkeypatch.setattr(sys, "argv", ["main", *arguments])  # where keys are looked for
-        command_line.parse(sys.argv, config)
-        return flags.FLAGS.config
-
-    with flagsaver.flagsaver():
-        config = main.define_flags()
-        yield parse
-
-
-def test_an_arm_is_a_config_file_with_an_argument(parsed):
-    config = parsed("--config=experiments/anchor_rule.py:random", "--config.seed=7")
-    assert (config.care.anchor_rule, config.seed) == ("random", 7)
-
-
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        (
-            "experiments/anchor_rule.py:longest",
-            "arm must be one of shortest, random, got 'longest'; write arm or arm@base",
-        ),
-        (
-            "experiments/anchor_rule.py:random@huge",
-            "'random@huge' names a base that is not in configs/: huge",
-        ),
-        ("configs/tiny.py:gpt", "configs/tiny.py has qwen2_5_vl and qwen3_vl, not 'gpt'"),
-        ("configs/qwen25vl_7b.py:gpt", "get_config() takes 0 positional arguments but 1 was given"),
-    ],
-)
-def test_what_a_config_file_refuses_is_told_in_its_own_words(parsed, file, message):
-    """And no more than that, behind the flag it is about."""
-    with pytest.raises(ValueError) as stopped:
-        parsed(f"--config={file}")
-    assert str(stopped.value) == f"flag --config={file}: {message}"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("def get_config(:\n", "1: invalid syntax: def get_config(:"),
-        ("\nimport not_there\n", "2: ModuleNotFoundError: No module named 'not_there'"),
-        ("def get_config():\n    return 1 / 0\n", "2: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_a_config_file_that_raises_is_named_with_its_line(parsed, tmp_path, text, message):
-    path = tmp_path / "mine.py"
-    path.write_text(text)
-    with pytest.raises(ValueError) as stopped:
-        parsed(f"--config={path}")
-    assert str(stopped.value) == f"{path}:{message}"
-
-
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        (
-            "--config.care.rul=nearest",
-            "no such key: 'rul'; configs/common.py lists all keys. "
-            'Did you mean "rule" instead of "rul"?',
-        ),
-        ("--config.qqqq=1", "no such key: 'qqqq'; configs/common.py lists all keys."),
-        ("--config=configs/huge.py", "No such file or directory: 'configs/huge.py'"),
-    ],
-)
-def test_a_key_or_a_file_that_does_not_exist_is_named(parsed, flag, message):
-    with pytest.raises(ValueError) as stopped:
-        parsed("--config=configs/tiny.py", flag)
-    line = str(stopped.value)
-    assert line.endswith(message) and "\n" not in line
 
 
 def test_held_out_questions_are_opened_for_evaluations_inside_stages(monkeypatch, opened, tmp_path):

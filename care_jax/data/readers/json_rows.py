@@ -23,6 +23,12 @@ from care_jax.data.rows import LONE_SURROGATE, SURROGATE
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},"]', re.DOTALL)
 # A pair of escaped UTF-16 surrogates is one character; a lone one cannot be encoded as UTF-8.
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+# First bytes of files of other formats, and what to do with them.
+_OTHER_FORMATS = {
+    b"\x1f\x8b": ("compressed with gzip", "decompress it with gunzip"),
+    b"PK\x03\x04": ("a zip archive", "unpack it and name a file in it"),
+    b"PAR1": ("a parquet file", "set the source to 'parquet' and name its columns"),
+}
 _MAX_DEPTH = 64  # of lists and objects in a row; copying and writing them recurses
 
 
@@ -40,8 +46,10 @@ class JsonRows:
     def __init__(self, path: str | pathlib.Path):
         self.path = pathlib.Path(path)
         if not self.path.is_file():
+            what = "a folder" if self.path.is_dir() else "which does not exist"
             raise ValueError(
-                f"expected a file of JSON rows, got {str(path)!r}; correct the source's path"
+                f"expected a file of JSON rows, got {str(path)!r}, {what}; correct the source's "
+                "path"
             )
         with self.path.open("rb") as file:
             is_empty = not file.read(1)
@@ -51,6 +59,11 @@ class JsonRows:
                 f"expected {str(self.path)!r} to be in UTF-8, got the byte order mark of UTF-16 or "
                 "UTF-32; convert it: iconv -f UTF-16 -t UTF-8"
             )
+        for mark, (kind, advice) in _OTHER_FORMATS.items():
+            if self._data[: len(mark)] == mark:
+                raise ValueError(
+                    f"expected a file of JSON rows, got {str(self.path)!r}, {kind}; {advice}"
+                )
         self._starts, self._stops, self.numbers = array("Q"), array("Q"), array("Q")
         find = self._find_elements if self.path.suffix == ".json" else self._find_lines
         find()
@@ -59,7 +72,15 @@ class JsonRows:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return parse_object(self._data[self._starts[index] : self._stops[index]])
+        text = self._data[self._starts[index] : self._stops[index]]
+        try:
+            return parse_object(text)
+        except Unusable as error:
+            place = "element" if self.path.suffix == ".json" else "line"
+            place += f" {self.numbers[index]} of {self.path}"
+            raise Unusable(
+                str(error), f"{place} begins {text[:40].decode(errors='replace')!r}"
+            ) from error
 
     def _add(self, start: int, stop: int, number: int) -> None:
         if _without_mark(self._data[start:stop]):

@@ -56,12 +56,16 @@ def open_rows(path: str, *, images: str = "", images_outside: bool = False) -> R
 
 
 def in_memory(rows: Iterable[Mapping[str, Any]], name: str) -> Rows:
-    """Rows given from Python, with the fields of a file's rows; ValueError if one is no mapping.
+    """Rows given from Python, with the fields of a file's; ValueError if they are not mappings.
 
     Rows with a length and an index are read on access, others at once. An image may also be a PIL
     image or the bytes of a file. Paths are relative to the current folder and may lead out of it,
     as the caller is trusted.
     """
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise ValueError(
+            f"expected {name} as an iterable of rows, got {rows!r:.80}; pass a list of dicts"
+        )
     has_index = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
     table: Any = rows if has_index and not isinstance(rows, Mapping) else list(rows)
 
@@ -83,6 +87,13 @@ def _example(
     single, several = row.get("image"), row.get("images")
     if single is not None and several is not None:
         raise Unusable("both image and images")
+    for field in ("question", "answer"):
+        if row.get(field) is None:
+            raise Unusable(
+                f"no {field}",
+                f"it has {', '.join(map(str, row)) or 'no keys'}; expected question and answer, "
+                "and image, images or options if there are any",
+            )
     return make_example(
         id=row.get("id"),
         position=number,

@@ -95,12 +95,15 @@ def open_rows(
         ValueError: the files or columns do not exist.
     """
     named = {name: column for name, column in (columns or {}).items() if column}
-    for name in ("question", "answer"):
-        if name not in named:
-            raise ValueError(f"the source's columns.{name} must name a column, got ''; set it")
     image_columns = list(filter(None, named.pop("images", "").split(",")))
     release = hub.find(path, ["*.parquet", "**/*.parquet", "images/**"])
     files, used = find_files(release, split), [*dict.fromkeys(named.values()), *image_columns]
+    for name in ("question", "answer"):
+        if name not in named:
+            found = ", ".join(_open(files[0]).schema_arrow.names)
+            raise ValueError(
+                f"columns.{name} must name a column of {files[0]} (it has {found}), got ''; set it"
+            )
     others = [name for name in columns_without_bytes(files) if name not in used]
     table = ParquetRows(files, [*used, *others])
     folder = hub.image_folder(images, release)

@@ -170,9 +170,9 @@ def test_a_mistake_is_one_line():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--topology=v5e:2x2", "--config.rl.nothing=3"], "no such key: 'nothing'; configs/"),
-        (["--topology=v5e:2x2", "--config=configs/tiny.py:gpt"], "flag --config=configs/tiny.py:g"),
-        ([], "flag --topology=None: "),
+        (["--topology=v5e:2x2", "--config.rl.nothing=3"], "no such key: --config.rl.nothing"),
+        (["--topology=v5e:2x2", "--config=configs/tiny.py:gpt"], "configs/tiny.py:18: configs/ti"),
+        ([], "--topology is missing: Chips"),
     ],
 )
 def test_a_mistake_in_the_flags_is_one_line(flags, message, monkeypatch, capsys):

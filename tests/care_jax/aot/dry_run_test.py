@@ -63,7 +63,7 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     changes["data.train.num_examples"] = 0
     output = said(**changes)
     data = output.partition("## Data of 'rl'")[2].partition("##")[0]
-    assert "4 rows" in data and "left out before them: 1 (no answer)" in data
+    assert "4 rows" in data and "left out before them: 1 x no answer (first is row " in data
     builder = policy_of(tiny.get_config()).prompts
     example = open_stage(_with(changes), "rl")[1]
     assert f"{len(builder.tokenize(example).tokens)} tokens, 48 patches" in data
@@ -72,7 +72,7 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     assert "<|vision_start|><|image_pad|>×12<|vision_end|>How many?<|im_end|>" in data
     path.write_text(json.dumps(rows[2] | {"question": "How many? " * 200}) + "\n")
     with pytest.raises(
-        ValueError, match=r"of stage 'rl' must have a usable row .* \(1: prompt fits"
+        ValueError, match=r"of stage 'rl' must have a usable row .* \(1 x prompt fits"
     ):
         said(**changes)
 

@@ -225,7 +225,9 @@ def test_command_prints_the_counts_and_refuses_another_configuration(
     assert "a: 1 of 1 rows kept" in done.stdout and "1 examples in all" in done.stdout
     error = error_of(prepare, *given, "--config.data.think_tag=reasoning")
     assert "was prepared with another configuration" in error
-    assert "no such key: 'nothing'" in error_of(prepare, *given, "--config.data.nothing=1")
+    assert "no such key: --config.data.nothing" in error_of(
+        prepare, *given, "--config.data.nothing=1"
+    )
     for flag in given:
         assert "expected --config=FILE --out=FOLDER" in error_of(prepare, flag)
 
@@ -236,7 +238,7 @@ REFUSED = {
         {"sources": ()},
         "at least one source in data.prepare.sources, got none; add one",
     ),
-    "unknown": ({"sources": (common.source("csv"),)}, "data.prepare.source must be one of synth"),
+    "unknown": ({"sources": (common.source("csv"),)}, "data.prepare.sources.0.source must be one"),
     "mixture": (
         {"sources": (common.source("mixture", parts=(FILE,)),)},
         "data.prepare.sources must not be mixtures, got one of 1 parts; list its parts",

@@ -154,7 +154,7 @@ def test_repairs_that_cannot_be_written_are_refused(opened, tmp_path, folder, sh
 
 def test_a_wrong_flag_is_one_line(tmp_path, monkeypatch, one_device, error_of):
     monkeypatch.chdir(ROOT)  # of the default configuration
-    assert "flag --out" in error_of(repairs)
+    assert "--out is missing: Folder" in error_of(repairs)
     assert f"flag --out={tmp_path}: it exists; remove it" in error_of(repairs, f"--out={tmp_path}")
     new = f"--out={tmp_path}/new"
     assert "--right_share=1.5" in error_of(repairs, new, "--right_share=1.5")

@@ -97,7 +97,8 @@ def test_held_out_rows_are_checked_before_the_stage_starts(rows, caplog):
     with caplog.at_level("WARNING"):
         examples = open_stage(config, "evaluate")
     assert [example.id for example in examples] == ["2"]
-    assert "data.test: left out 1 rows: image missing (first is row 1)" in caplog.text
+    first = f"(first is row 1: {path.replace('a.jsonl', 'gone.png')})"
+    assert f"data.test: left out 1 rows: image missing {first}" in caplog.text
 
 
 def test_the_cold_start_is_not_trained_on_rows_without_responses(rows):

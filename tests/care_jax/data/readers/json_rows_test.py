@@ -69,7 +69,10 @@ def test_a_byte_order_mark_costs_no_row(tmp_path, name):
 
 CUT = "to be one complete JSON array; it may be truncated"
 REFUSED = {
-    "absent": (None, "expected a file of JSON rows, got .*rows.json'; correct the source's path"),
+    "absent": (
+        None,
+        "expected a file of JSON rows, got .*rows.json', which does not exist; correct",
+    ),
     "UTF-16": ("[]".encode("utf-16"), "to be in UTF-8, got .*; convert it: iconv"),
     "UTF-32": ("[]".encode("utf-32"), "to be in UTF-8, got .*; convert it: iconv"),
     "empty": (b"", CUT),

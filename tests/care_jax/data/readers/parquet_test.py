@@ -49,8 +49,12 @@ def test_rows_of_all_files_are_found_in_any_order(release):
 WHOLE = (slice(0), b"")
 REFUSED = {
     "column": ({"answer": "x"}, WHOLE, "expected columns x in .*, got q, a, img, opts; change the"),
-    "no answer": ({"answer": ""}, WHOLE, r"columns\.answer must name a column, got ''; set it"),
-    "no question": ({"question": ""}, WHOLE, r"columns\.question must name a column, got ''"),
+    "no answer": (
+        {"answer": ""},
+        WHOLE,
+        r"columns\.answer must name a column of .*train-0.parquet \(it has q, a, img, opts\), got",
+    ),
+    "no question": ({"question": ""}, WHOLE, r"columns\.question must name a column of .*, got ''"),
     "cut": ({}, (slice(-9, None), b""), r"train-1\.parquet is not a complete parquet file"),
     "row group": ({}, (slice(4, 204), bytes(200)), r"row group 0 of .*train-1\.parquet cannot be"),
 }

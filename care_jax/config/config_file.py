@@ -1,0 +1,120 @@
+"""Loads a configuration file; its errors are one line with the file's own words and line."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from types import FrameType, ModuleType
+
+from absl import flags
+from ml_collections import ConfigDict
+from ml_collections.config_flags import config_path
+
+from care_jax.config.keys import leaves
+from care_jax.config.nearest import did_you_mean, nearest_keys
+
+# How a ConfigDict says that it has no such key, on writing and on reading.
+_NO_KEY = re.compile(r"""["']*Key "(\w+)" does not exist|["']*(\w+)["']*$""")
+
+
+class Refused(Exception):
+    """A file or key cannot be used; no ValueError, which absl would put behind the flag."""
+
+
+class Parser(flags.ArgumentParser):
+    """Parser of --config=FILE[:ARGUMENT]; `keys` are those set on the command line."""
+
+    def __init__(self, keys: Sequence[str]):
+        self._keys = keys
+
+    def parse(self, path: str) -> ConfigDict:
+        """The locked configuration, which has all `keys`; raises `Refused`."""
+        config = load(path).lock()
+        for key in self._keys:
+            _check_key(config, key)
+        return config
+
+    def flag_type(self) -> str:
+        return "config object"
+
+
+def load(path: str) -> ConfigDict:
+    """What `get_config(ARGUMENT)` of FILE[:ARGUMENT] returns.
+
+    Raises:
+        Refused: there is no such file, it raises, or it does not return a `ConfigDict`.
+    """
+    file, colon, argument = path.partition(":")
+    if not pathlib.Path(file).is_file():
+        ours = pathlib.Path("configs", f"{file}.py")
+        advice = f"write --config={ours}{colon}{argument}" if ours.is_file() else "correct the path"
+        raise Refused(f"expected --config=FILE.py, got {file!r}, which is no file; {advice}")
+    try:
+        module = _imported(file)
+        if not hasattr(module, "get_config"):
+            raise Refused(f"{file} must define get_config(), which returns a ConfigDict; add it")
+        config = module.get_config(*([argument] if colon else []))
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(_told(error, file)) from error
+    if not isinstance(config, ConfigDict):
+        raise Refused(
+            f"{file}: get_config() must return a ConfigDict, got {type(config).__name__}; return "
+            "the configuration"
+        )
+    return config
+
+
+def _imported(file: str) -> ModuleType:
+    name = "config_file"
+    spec = importlib.util.spec_from_loader(
+        name, importlib.machinery.SourceFileLoader(name, file), origin=file
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # for dataclasses in the file
+    spec.loader.exec_module(module)
+    return module
+
+
+def _told(error: Exception, file: str) -> str:
+    """The error with its line in the file; without its type where it is the file's own words."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {error.msg}: {(error.text or '').strip()}"
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    lines = [line for frame, line in frames if frame.f_code.co_filename == file]
+    place = f"{file}:{lines[-1]}" if lines else file
+    if (section := _section_without(frames, error)) is not None:
+        return f"{place}: {section}"
+    if isinstance(error, ModuleNotFoundError) and error.name == "configs":
+        return f"{place}: {error}; write: from care_jax.configs import ..."
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return f"{place}: {kind}{error}"
+
+
+def _section_without(frames: Iterable[tuple[FrameType, int]], error: Exception) -> str | None:
+    """What to say of a key that a section of the configuration lacks; None for other errors."""
+    owners = [frame.f_locals.get("self") for frame, _ in frames]
+    section = next((each for each in reversed(owners) if isinstance(each, ConfigDict)), None)
+    found = _NO_KEY.match(str(error)) if isinstance(error, AttributeError | KeyError) else None
+    if section is None or found is None:
+        return None
+    name = found[1] or found[2]
+    return f"no such key: {name!r}.{did_you_mean(nearest_keys(name, section.keys()))}"
+
+
+def _check_key(config: ConfigDict, key: str) -> None:
+    try:
+        config_path.get_value(key, config)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        names = [name for name, _ in leaves(config)]
+        raise Refused(
+            f"no such key: --config.{key}.{did_you_mean(nearest_keys(key, names))} "
+            "configs/common.py lists all keys"
+        ) from error
