@@ -16,6 +16,7 @@ NAMES = (
     "qwen3vl_4b",
     "qwen3vl_8b",
     "real_images",
+    "small",
     "smollm_charts",
     "smollm_words",
     "tiny",

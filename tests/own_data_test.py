@@ -11,32 +11,34 @@ from configs import small
 
 pytestmark = pytest.mark.usefixtures("one_device")
 SIZES = ((640, 480), (24, 24), (3000, 60), (50, 900), (2016, 1512))
-LONG = "Sie zählt 日本語 and x^2. " * 300
+TEXT = "Sie zählt 日本語 and x^2. "
 
 
-def write_rows(folder, name, num_rows, **more):
-    """Rows with no image, one or two, short and long; one row that is not JSON."""
+def write_rows(folder, name, num_rows, text="", **more):
+    """Rows with no image, one or two, some behind a text; one row that is not JSON."""
     rows = []
     for number in range(num_rows):
         images = [f"{k}.png" for k in (number % 5, (number + 1) % 5)][: number % 3]
-        text = LONG if number % 4 == 3 else ""
-        question = f"{text}{'<image>' * len(images)}How many?"
+        before = text if number % 4 == 3 else ""
+        question = f"{before}{'<image>' * len(images)}How many?"
         rows.append({"images": images, "question": question, "answer": str(number), **more})
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "not JSON\n")
     return str(path)
 
 
-@pytest.mark.parametrize("first", ["rl", "sft"])
-def test_a_run_on_own_rows_needs_only_their_paths(tmp_path, first):
+@pytest.mark.parametrize(
+    ("first", "length"), [("sft", 6), pytest.param("rl", 300, marks=pytest.mark.exhaustive)]
+)
+def test_a_run_on_own_rows_needs_only_their_paths(tmp_path, first, length):
     for number, size in enumerate(SIZES):
         Image.new("RGB", size, "red").save(tmp_path / f"{number}.png")
     config = small.get_config(first)
-    config.data.train.path = write_rows(tmp_path, "train", 8)
-    config.data.test.path = write_rows(tmp_path, "test", 4)
+    config.data.train.path = write_rows(tmp_path, "train", 8, text := TEXT * length)
+    config.data.test.path = write_rows(tmp_path, "test", 4, text)
     if first == "sft":
         response = "<think>I see one.</think><answer>1</answer>"
-        config.data.sft.path = write_rows(tmp_path, "sft", 16, response=response)
+        config.data.sft.path = write_rows(tmp_path, "sft", 16, text, response=response)
         config.sft.num_steps, config.sft.warmup_steps = 1, 0
     config.rl.num_steps, config.rl.warmup_steps = 1, 0
     results = main.run_stages(config, tmp_path / "run")
@@ -44,7 +46,7 @@ def test_a_run_on_own_rows_needs_only_their_paths(tmp_path, first):
     (step,) = (line for line in metrics_of(tmp_path / "run") if line["stage"] == "rl")
     assert "left_out/prompt_fits_no_bucket" not in step
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
-    assert len(rows) == 8 and any(len(row["rendered"]) > len(LONG) for row in rows)
+    assert len(rows) == 8 and any(len(row["rendered"]) > len(text) for row in rows)
     assert {len(row["images"]) for row in rows} == {0, 1, 2}
     assert all(image["tokens"] <= 64 for row in rows for image in row["images"])
 

@@ -71,7 +71,9 @@ class Announcer:
         self._timer.cancel()
         if event == _LOWERED:
             self._number += 1
-            line = f"compiling {label} ({self._number} of {max(self._number, self._expected)})..."
+            is_expected = self._number <= self._expected
+            of = f"of {self._expected}" if is_expected else "for another shape"
+            line = f"compiling {label} ({self._number} {of})..."
             self._timer = threading.Timer(_SILENT_SECONDS, self._say, (line,))
             self._timer.daemon = True
             self._timer.start()

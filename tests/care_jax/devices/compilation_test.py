@@ -70,7 +70,9 @@ def test_a_program_is_announced_once_its_compilation_takes_long(monkeypatch):
         for length in (40, 41, 41, 42):
             program(jnp.ones((3, 3)), length)
         jax.jit(helper)(jnp.ones(5))
-    assert said == [f"compiling the update ({n})..." for n in ("1 of 2", "2 of 2", "3 of 3")]
+    assert said == [
+        f"compiling the update ({n})..." for n in ("1 of 2", "2 of 2", "3 for another shape")
+    ]
     program(jnp.ones((3, 3)), 43)
     assert len(said) == 3
     monkeypatch.undo()
