@@ -54,14 +54,20 @@ def add_axes(axes: Params) -> Params:
 
 
 def merged(params: Params) -> Params:
-    """Folds the adapters into the kernels: W + scale · A·B, in the kernel's dtype."""
+    """Folds the adapters into the kernels: W + scale · A·B, in the kernel's dtype.
+
+    One layer at a time, since the float32 products of all layers take more memory than the kernel.
+    """
     flat: dict[Path, Any] = flatten_dict(without(params))
     adapters: dict[Path, Any] = flatten_dict(params)
     for path in [p for p in adapters if p[-1] == "lora_a"]:
         a, b, scale = (adapters[*path[:-1], name].astype(jnp.float32) for name in _LEAVES)
-        change = jax.vmap(lambda a, b, scale: scale * jnp.tensordot(a, b, 1))(a, b, scale)
         kernel = flat[*path[:-1], "kernel"]
-        flat[*path[:-1], "kernel"] = (kernel + change).astype(kernel.dtype)
+        layers = (
+            (kernel[n] + scale[n] * jnp.tensordot(a[n], b[n], 1)).astype(kernel.dtype)
+            for n in range(len(kernel))
+        )
+        flat[*path[:-1], "kernel"] = jnp.stack([*layers])
     return unflatten_dict(flat)
 
 

@@ -61,18 +61,31 @@ def make_mesh(
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh sizes must be positive, or -1 for one of them, got {named}")
     known, count = math.prod(sizes), len(devices)
-    if known < 0 and count % -known:
+    if count % known if known < 0 else known != count:
+        needed = f"a multiple of {-known}" if known < 0 else str(known)
         raise ValueError(
-            f"{named}: the product {-known} of the other sizes must divide {count} devices; change "
-            "one of them"
-        )
-    if known > 0 and known != count:
-        raise ValueError(
-            f"{named} needs {known} devices, there are {count}; set one size to -1 or make their "
-            f"product {count}"
+            f"{named} needs {needed} devices, there {_are(count)}; add {_fitting_flags(sizes, count)}"
         )
     sizes = tuple(count // -known if size == -1 else size for size in sizes)
     return Mesh(_grid(sizes, devices, slices), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+
+
+def _are(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"
+
+
+def _fitting_flags(sizes: Sequence[int], count: int) -> str:
+    """Flags of a mesh of `count` devices near `sizes`: axes are shortened, fsdp takes the rest."""
+    fitting, left = {}, count
+    for name, size in zip(MESH_AXES, sizes, strict=True):
+        if name != "fsdp":
+            fitting[name] = math.gcd(left, size) if size > 0 else 1
+            left //= fitting[name]
+    fitting["fsdp"] = -1
+    given = dict(zip(MESH_AXES, sizes, strict=True))
+    return " ".join(
+        f"--config.mesh.{name}={fitting[name]}" for name in MESH_AXES if fitting[name] != given[name]
+    )
 
 
 def _grid(
