@@ -4,15 +4,17 @@ The memory decides only how work is divided, so the learned weights do not depen
 rounding. `python -m care_jax.aot --topology=rtx4090:1` says whether a run fits a GPU.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 
-def on_one_gpu(config: ConfigDict, memory: str, sizes: dict[str, dict[str, int]]) -> ConfigDict:
+def on_one_gpu(config: ConfigDict, memory: str, sizes: dict[str, dict[str, Any]]) -> ConfigDict:
     """A configuration of all parameters, changed to train adapters on one GPU.
 
     Args:
         memory: of the GPU in GB, as it is sold: a key of `sizes`.
-        sizes: by memory, keys of `config.rl` and their values.
+        sizes: by memory, keys that only divide the work, such as "rl.decode_prompts".
     """
     if memory not in sizes:
         choices = ", ".join(sizes)
@@ -33,6 +35,6 @@ def on_one_gpu(config: ConfigDict, memory: str, sizes: dict[str, dict[str, int]]
     rl.max_response_tokens = 1024
     config.care.max_context = 512
     config.evaluate.max_response_tokens = 1024
-    rl.update(sizes[memory])
+    config.update_from_flattened_dict(sizes[memory])
     config.evaluate.batch_size = 2 * rl.decode_prompts
     return config

@@ -10,9 +10,9 @@ from ml_collections import ConfigDict
 from configs import lora, qwen25vl_3b
 
 SIZES = {
-    "24": {"decode_prompts": 8, "row_tokens": 8192},
-    "48": {"decode_prompts": 32, "row_tokens": 8192},
-    "80": {"decode_prompts": 32, "row_tokens": 16384},
+    "24": {"rl.decode_prompts": 8},
+    "48": {"rl.decode_prompts": 32},
+    "80": {"rl.decode_prompts": 32, "rl.decode_rows": 8, "model.remat": "dots"},
 }
 
 

@@ -54,21 +54,25 @@ def add_axes(axes: Params) -> Params:
 
 
 def merged(params: Params) -> Params:
-    """Folds the adapters into the kernels: W + scale · A·B, in the kernel's dtype.
-
-    One layer at a time, since the float32 products of all layers take more memory than the kernel.
-    """
+    """Folds the adapters into the kernels: W + scale · A·B, in the kernel's dtype."""
     flat: dict[Path, Any] = flatten_dict(without(params))
     adapters: dict[Path, Any] = flatten_dict(params)
     for path in [p for p in adapters if p[-1] == "lora_a"]:
-        a, b, scale = (adapters[*path[:-1], name].astype(jnp.float32) for name in _LEAVES)
-        kernel = flat[*path[:-1], "kernel"]
-        layers = (
-            (kernel[n] + scale[n] * jnp.tensordot(a[n], b[n], 1)).astype(kernel.dtype)
-            for n in range(len(kernel))
+        arrays = [flat[*path[:-1], "kernel"], *(adapters[*path[:-1], name] for name in _LEAVES)]
+        flat[*path[:-1], "kernel"] = jax.lax.platform_dependent(
+            *arrays, default=jax.vmap(_merged_layer), cuda=_one_by_one
         )
-        flat[*path[:-1], "kernel"] = jnp.stack([*layers])
     return unflatten_dict(flat)
+
+
+def _merged_layer(kernel: Array, *adapter: Array) -> Array:
+    a, b, scale = (leaf.astype(jnp.float32) for leaf in adapter)
+    return (kernel + scale * jnp.tensordot(a, b, 1)).astype(kernel.dtype)
+
+
+def _one_by_one(*arrays: Array) -> Array:
+    """For GPUs, whose compiler keeps the float32 products of all layers of several kernels."""
+    return jax.lax.map(lambda layer: _merged_layer(*layer), arrays)
 
 
 def only(params: Params) -> Params:

@@ -99,6 +99,24 @@ def test_a_small_run_compiles_for_gpus_and_says_what_their_compiler_leaves_out()
     assert "The GPU compiler refuses no program for its size and does not count cuDNN" in output
 
 
+@needs_cuda
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("topology", ["rtx4090:1", "a10g:1"])
+def test_lora_and_its_evaluation_compile_for_one_gpu(topology):
+    flags = [f"--topology={topology}", "--config.stages=('rl', 'evaluate')"]
+    flags += ["--config.model.lora_rank=4", "--config.evaluate.batch_size=4096"]
+    status, rows, output = compiled(*flags, *WIDE, compiler=CUDA)
+    assert status == 0, output
+    assert f"{topology}: 1 chips (one)" in output and "It fits" in output
+    # The slots of 4096 questions: keys and values of every layer, 2 heads of 24, 48 + 36 tokens.
+    cache = 4096 * (48 + 36) * 2 * 2 * 24 * 2 / GIB
+    evaluate = rows["evaluate"]
+    assert float(evaluate["arguments"]) > float(rows["rl decode"]["arguments"]) + 2 * cache
+    # Base weights are kept beside the copy that decodes; RL also has adapters and their moments.
+    assert 0 < float(evaluate["beside"]) < float(rows["rl decode"]["beside"])
+    assert "GB received" not in output
+
+
 @needs_libtpu
 @pytest.mark.exhaustive
 def test_gradients_alone_go_from_slice_to_slice():
@@ -133,8 +151,8 @@ MISTAKES = (
         "mesh.data=1 must be a multiple of 2 slices, between which the network is slow;",
     ),
     (
-        ["--topology=v5e:2x2", "--config.stages=('evaluate',)"],
-        'stages must contain "sft" or "rl", got',
+        ["--topology=v5e:2x2", "--config.stages=('export',)"],
+        'stages must contain "sft", "rl" or "evaluate", got',
     ),
     ([*RL, "--mean_response=-1"], "--mean_response must be positive, in tokens, got -1"),
     ([*RL, "--mean_response=9"], "data.buckets ((48, 64),) hold none "),
