@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from configs import lora, qwen25vl_3b
 
 SIZES = {
-    "24": {"rl.decode_prompts": 8},
+    "24": {"rl.decode_prompts": 6},
     "48": {"rl.decode_prompts": 32},
     "80": {"rl.decode_prompts": 32, "rl.decode_rows": 8, "model.remat": "dots"},
 }

@@ -6,7 +6,7 @@ from configs import lora, qwen25vl_7b
 
 SIZES = {
     "48": {"rl.decode_prompts": 8},
-    "80": {"rl.decode_prompts": 32, "model.remat": "dots"},
+    "80": {"rl.decode_prompts": 32},
 }
 
 

@@ -1,10 +1,10 @@
 """Memory and least time of a run, from programs compiled ahead of time without the devices.
 
-Every program of a run's training and evaluation is compiled for the chips of a topology, with the
-shapes of its largest batch. A chip's memory is the compiler's figure for the program, plus the arrays that the run keeps
-on the chip but does not pass to it: optimizer state, reference policy, later batches. The least
-time of a step is the roofline's, for the largest step and for drawn lengths; the bytes between
-chips are those of the compiled collectives.
+Every program that trains or evaluates is compiled for the chips of a topology, with the shapes of
+its largest batch. A chip's memory is the compiler's figure for the program, plus the arrays that
+the run keeps on the chip but does not pass to it: optimizer state, reference policy, later batches.
+The least time of a step is the roofline's, for the largest step and for drawn lengths; the bytes
+between chips are those of the compiled collectives.
 """
 
 from __future__ import annotations

@@ -80,7 +80,9 @@ def largest_evaluation(run: Run) -> Schedule:
     sizes = answering_sizes(run)
     num_tokens, num_patches = shapes.largest_bucket(run)
     waiting = [WaitingPrompt(num_tokens, index, num_patches) for index in range(sizes.num_slots)]
-    lengths_of = dict.fromkeys(range(sizes.num_slots), np.full(sizes.num_rollouts, sizes.max_tokens))
+    lengths_of = dict.fromkeys(
+        range(sizes.num_slots), np.full(sizes.num_rollouts, sizes.max_tokens)
+    )
     return simulate(sizes, waiting, lengths_of, sorted(map(tuple, run.config.data.buckets)))
 
 

@@ -56,10 +56,10 @@ _TARGET = """gpu_device_info {{ {architecture}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}" """
 
 
-# (kind, bytes of memory, architecture) of each GPU. From JAX 0.11.2 on, Pallas takes the compute
-# capability from the kind in the mesh of `shard_map`. It knows neither A10G nor L40S, so they have
-# the names of A10 and L40, whose capability is theirs. The memory is what CUDA reports as total;
-# it varies by 2% with the driver, and 8.6 and 8.9 have the least that we found reported.
+# (name, bytes of memory, architecture) of each GPU. From JAX 0.11.2 on, Pallas looks up the compute
+# capability by the name, and fails for A10G and L40S, so they get those of A10 and L40, whose
+# capability is theirs. The memory is what CUDA reports, which varies by 2% with the driver; for the
+# first four it is the least reported.
 GPUS = {
     "rtx4090": ("NVIDIA GeForce RTX 4090", 24_081 * 2**20, _RTX_4090),
     "l4": ("NVIDIA L4", 22_563 * 2**20, _L4),

@@ -64,28 +64,22 @@ def make_mesh(
     if count % known if known < 0 else known != count:
         needed = f"a multiple of {-known}" if known < 0 else str(known)
         raise ValueError(
-            f"{named} needs {needed} devices, there {_are(count)}; add {_fitting_flags(sizes, count)}"
+            f"{named} needs {needed} devices, there {'is' if count == 1 else 'are'} {count}; add "
+            f"{_fitting_flags(sizes, count)}"
         )
     sizes = tuple(count // -known if size == -1 else size for size in sizes)
     return Mesh(_grid(sizes, devices, slices), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
 
 
-def _are(count: int) -> str:
-    return "is 1" if count == 1 else f"are {count}"
-
-
 def _fitting_flags(sizes: Sequence[int], count: int) -> str:
-    """Flags of a mesh of `count` devices near `sizes`: axes are shortened, fsdp takes the rest."""
-    fitting, left = {}, count
-    for name, size in zip(MESH_AXES, sizes, strict=True):
-        if name != "fsdp":
-            fitting[name] = math.gcd(left, size) if size > 0 else 1
-            left //= fitting[name]
-    fitting["fsdp"] = -1
-    given = dict(zip(MESH_AXES, sizes, strict=True))
-    return " ".join(
-        f"--config.mesh.{name}={fitting[name]}" for name in MESH_AXES if fitting[name] != given[name]
-    )
+    """Flags of a mesh of `count` devices: axes are shortened where needed, fsdp is the rest."""
+    fitting, left = {"fsdp": -1}, count
+    named = dict(zip(MESH_AXES, sizes, strict=True))
+    for name in ("data", "tensor", "sequence"):
+        fitting[name] = math.gcd(left, max(named[name], 1))
+        left //= fitting[name]
+    changed = (name for name in MESH_AXES if fitting[name] != named[name])
+    return " ".join(f"--config.mesh.{name}={fitting[name]}" for name in changed)
 
 
 def _grid(
