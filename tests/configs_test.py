@@ -45,7 +45,7 @@ def test_a_run_may_go_on_on_a_gpu_of_another_size(name):
     """The memory changes no key that the weights depend on, and every size runs on one device."""
     module, mesh = (
         importlib.import_module(f"configs.{name}"),
-        make_mesh(*[1] * 4, jax.devices()[:1]),
+        make_mesh(1, 1, 1, devices=jax.devices()[:1]),
     )
     configs = [module.get_config(memory) for memory in module.SIZES]
     for config in configs:

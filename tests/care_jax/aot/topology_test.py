@@ -33,9 +33,7 @@ for name in sys.argv[1:]:
 
 def test_a_topology_that_is_not_known_names_those_that_are():
     gpus = "rtx4090, l4, a10g, l40s, a100-40, a100, h100, h200"
-    with pytest.raises(
-        ValueError, match=f"one of v5e, v5p, v6e, {gpus} and its shape, such"
-    ):
+    with pytest.raises(ValueError, match=f"one of v5e, v5p, v6e, {gpus} and its shape, such"):
         find_topology("b200:8")
 
 
