@@ -43,10 +43,8 @@ def test_configuration_passes_the_checks_and_names_its_tags(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_lora")])
 def test_a_run_may_go_on_on_a_gpu_of_another_size(name):
     """The memory changes no key that the weights depend on, and every size runs on one device."""
-    module, mesh = (
-        importlib.import_module(f"configs.{name}"),
-        make_mesh(1, 1, 1, devices=jax.devices()[:1]),
-    )
+    module = importlib.import_module(f"configs.{name}")
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
     configs = [module.get_config(memory) for memory in module.SIZES]
     for config in configs:
         check_config(fill_in(config, mesh), mesh)
