@@ -58,11 +58,21 @@ def merged(params: Params) -> Params:
     flat: dict[Path, Any] = flatten_dict(without(params))
     adapters: dict[Path, Any] = flatten_dict(params)
     for path in [p for p in adapters if p[-1] == "lora_a"]:
-        a, b, scale = (adapters[*path[:-1], name].astype(jnp.float32) for name in _LEAVES)
-        change = jax.vmap(lambda a, b, scale: scale * jnp.tensordot(a, b, 1))(a, b, scale)
-        kernel = flat[*path[:-1], "kernel"]
-        flat[*path[:-1], "kernel"] = (kernel + change).astype(kernel.dtype)
+        arrays = [flat[*path[:-1], "kernel"], *(adapters[*path[:-1], name] for name in _LEAVES)]
+        flat[*path[:-1], "kernel"] = jax.lax.platform_dependent(
+            *arrays, default=jax.vmap(_merged_layer), cuda=_one_by_one
+        )
     return unflatten_dict(flat)
+
+
+def _merged_layer(kernel: Array, *adapter: Array) -> Array:
+    a, b, scale = (leaf.astype(jnp.float32) for leaf in adapter)
+    return (kernel + scale * jnp.tensordot(a, b, 1)).astype(kernel.dtype)
+
+
+def _one_by_one(*arrays: Array) -> Array:
+    """For GPUs, whose compiler keeps the float32 products of all layers of several kernels."""
+    return jax.lax.map(lambda layer: _merged_layer(*layer), arrays)
 
 
 def only(params: Params) -> Params:

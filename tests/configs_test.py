@@ -5,6 +5,7 @@ import importlib
 import jax
 import pytest
 
+from care_jax.config import resume
 from care_jax.config.checks import check_config, fill_in
 from care_jax.devices.sharding import make_mesh
 from configs import common
@@ -12,9 +13,13 @@ from configs import common
 NAMES = (
     "mixture",
     "qwen25vl_3b",
+    "qwen25vl_3b_lora",
     "qwen25vl_7b",
+    "qwen25vl_7b_lora",
     "qwen3vl_4b",
+    "qwen3vl_4b_lora",
     "qwen3vl_8b",
+    "qwen3vl_8b_lora",
     "real_images",
     "small",
     "smollm_charts",
@@ -34,6 +39,22 @@ def test_configuration_passes_the_checks_and_names_its_tags(name):
         told = config.data.instruction.replace("{tag}", config.data.think_tag)
         assert f"<{tag}> </{tag}>" in told
     assert (config.data.think_tag == "reasoning") == name.startswith("qwen3")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_lora")])
+def test_a_run_may_go_on_on_a_gpu_of_another_size(name):
+    """The memory changes no key that the weights depend on, and every size runs on one device."""
+    module = importlib.import_module(f"configs.{name}")
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    configs = [module.get_config(memory) for memory in module.SIZES]
+    for config in configs:
+        check_config(fill_in(config, mesh), mesh)
+    for stage in resume.TRAINING:
+        first, *others = [resume.settings(config, stage) for config in configs]
+        assert first["model.lora_rank"] and all(other == first for other in others)
+    assert configs[0].rl.decode_prompts == min(config.rl.decode_prompts for config in configs)
+    with pytest.raises(ValueError, match=r"one of .*80 GB, got '16'; write it .*FILE.py:"):
+        module.get_config("16")
 
 
 def test_sizes_left_to_the_mesh_are_one_for_each_device_of_the_batch():

@@ -147,6 +147,7 @@ WORDS = {
     "docs/evaluation.md": 900,
     "docs/experiments.md": 1950,
     "docs/method.md": 1300,
+    "docs/one_gpu.md": 850,
     "docs/operations.md": 2000,
     "docs/paper.md": 1550,
     "docs/performance.md": 1800,

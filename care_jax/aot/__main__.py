@@ -4,8 +4,9 @@
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --slices=4
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:8
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:2x8
+    python -m care_jax.aot --config=configs/qwen25vl_3b_lora.py:24 --topology=rtx4090:1
 
-Prints a row for every program of the configuration's stages "sft" and "rl", in GiB per chip:
+Prints a row for every program of the stages "sft" and "rl" and of evaluations, in GiB per chip:
 
     arguments, outputs, temporaries   of the program, as the compiler allocates them
     beside                            other arrays that the run keeps on the chip meanwhile
@@ -63,7 +64,8 @@ def report(result: Fit) -> str:
         *_table([_COLUMNS.split(","), *(_row(result, program) for program in result.programs)]),
         "",
     ]
-    if received := [_received_row(result, each) for each in result.programs if each.received]:
+    programs = result.programs if result.mesh.size > 1 else ()
+    if received := [_received_row(result, each) for each in programs if each.received]:
         names = ["program", *COLLECTIVES, "total", "calls", "worst step"]
         names += ["mean step"] * bool(result.expected)
         names += ["of it from other slices"] * (result.num_slices > 1)

@@ -1,10 +1,10 @@
 """Memory and least time of a run, from programs compiled ahead of time without the devices.
 
-Every program of a run is compiled for the chips of a topology, with the shapes of its largest
-batch. A chip's memory is the compiler's figure for the program, plus the arrays that the run keeps
-on the chip but does not pass to it: optimizer state, reference policy, later batches. The least
-time of a step is the roofline's, for the largest step and for drawn lengths; the bytes between
-chips are those of the compiled collectives.
+Every program that trains or evaluates is compiled for the chips of a topology, with the shapes of
+its largest batch. A chip's memory is the compiler's figure for the program, plus the arrays that
+the run keeps on the chip but does not pass to it: optimizer state, reference policy, later batches.
+The least time of a step is the roofline's, for the largest step and for drawn lengths; the bytes
+between chips are those of the compiled collectives.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from care_jax.aot.collectives import Received
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
+from care_jax.config.checks import evaluated_stages, is_evaluated
 from care_jax.decoding.queue import DecodePrograms
 from care_jax.decoding.schedule import Schedule, Sizes
 from care_jax.devices import sharding
@@ -34,8 +35,17 @@ from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.learning.train_step import TrainState
 from care_jax.rl.rollout import compile_decoder, rollout_sizes
-from care_jax.run.run import Run, abstract_state, make_adamw, open_run
+from care_jax.run.policy import decode_shardings
+from care_jax.run.run import (
+    Run,
+    abstract_state,
+    compile_to_decode_layout,
+    make_adamw,
+    open_run,
+    params_of,
+)
 from care_jax.stages import sft
+from care_jax.stages.answering import answering_sizes
 from care_jax.stages.rl import compile_update
 from models import lora
 from models.backbone import Params
@@ -114,7 +124,7 @@ class Fit:
 def fit(
     config: ConfigDict, topology: str, mean_response: float | None = None, num_slices: int = 1
 ) -> Fit:
-    """Compiles the programs of a configuration's stages "sft" and "rl".
+    """Compiles the programs of a configuration's stages "sft", "rl" and "evaluate".
 
     Args:
         topology: such as "v5e:4x4"; its chips are the mesh.
@@ -138,8 +148,12 @@ def fit(
     if largest is not None:
         rollout, decode_prompts = _rollout_programs(run, chips.chip, largest, expected)
         programs += rollout + _update_programs(run, largest, expected)
+    if is_evaluated(config):
+        programs += _evaluation_programs(run)
     if not programs:
-        raise ValueError(f'stages must contain "sft" or "rl", got {tuple(config.stages)}; add one')
+        raise ValueError(
+            f'stages must contain "sft", "rl" or "evaluate", got {tuple(config.stages)}; add one'
+        )
     found = tuple(programs), decode_prompts, len(set(chips.slices)), largest, expected
     return Fit(topology, chips.chip, mesh, *found, mean_response)
 
@@ -186,16 +200,32 @@ def _rollout_programs(
     first, second = rollout_sizes(run)
     expected_decoding = expected and expected.decoding
     arguments = run, programs, params, kept
-    compiled = _decode_programs(*arguments, "decode", first, largest.decoding, expected_decoding)
+    compiled = _decode_programs(*arguments, "rl decode", first, largest.decoding, expected_decoding)
     if shapes.num_rows(run) > rl.num_rollouts:
         schedules = largest.reflecting, expected and expected.reflecting
-        compiled += _decode_programs(*arguments, "reflect", second, *schedules)
+        compiled += _decode_programs(*arguments, "rl reflect", second, *schedules)
 
     # Assumes that the memory per prompt does not depend on the number of slots.
     fixed = kept + shapes.num_bytes(params)
     per_prompt = (max(p.total for p in compiled) - fixed) / rl.decode_prompts
     most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
     return [reshard, *compiled], max(most // layout.batch_parts * layout.batch_parts, 0)
+
+
+def _evaluation_programs(run: Run) -> list[Program]:
+    """The decode programs of an evaluation; during a stage its state stays on the devices."""
+    base = lora.without(params_of(run))
+    kept = shapes.num_bytes(base)
+    for stage in evaluated_stages(run.config):
+        state = abstract_state(run, make_adamw(run, stage)[1])
+        reference = _reference_bytes(run, state) if stage == "rl" else 0
+        kept = max(kept, shapes.num_bytes(state) + reference)
+    layout = decode_shardings(run.policy, run.mesh, run.config.decode_sharding_rules)
+    params = sharding.abstract(jax.eval_shape(compile_to_decode_layout(run), base), layout)
+    settings = run.config.evaluate
+    programs = compile_decoder(run, temperature=settings.temperature, top_p=settings.top_p)
+    sizes, schedule = answering_sizes(run), step_sizes.largest_evaluation(run)
+    return _decode_programs(run, programs, params, kept, "evaluate", sizes, schedule, None)
 
 
 def _decode_programs(
@@ -208,7 +238,7 @@ def _decode_programs(
     largest: Schedule,
     expected: Schedule | None,
 ) -> list[Program]:
-    """The prefill and decode programs of one pass, "decode" or "reflect".
+    """The prefill and decode programs of one pass: "rl decode", "rl reflect" or "evaluate".
 
     `kept` becomes `Program.beside`.
     """
@@ -224,7 +254,7 @@ def _decode_programs(
         calls = calls_of(largest)
         work = max(map(work_of, calls), key=lambda work: (work.hbm_bytes, work.flops))
         works = tuple(map(work_of, calls_of(expected))) if expected else ()
-        program = Program(f"rl {name}{kind}", work, len(calls), works, kept)
+        program = Program(f"{name}{kind}", work, len(calls), works, kept)
         return _compile(program, jitted, arguments)[0]
 
     rng = jax.eval_shape(lambda: jax.random.key(0))

@@ -20,6 +20,7 @@ from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.run import Run
+from care_jax.stages.answering import answering_sizes
 
 _SEED = 0  # of the drawn lengths: all means and topologies get the same prompts
 
@@ -72,6 +73,17 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
         for part in np.arange(rl.prompts_per_step).reshape(-1, rl.prompts_per_update)
     )
     return StepSizes(updates, *schedules(run, prompts, responses))
+
+
+def largest_evaluation(run: Run) -> Schedule:
+    """The decode of one evaluation batch, with prompts and responses of maximum length."""
+    sizes = answering_sizes(run)
+    num_tokens, num_patches = shapes.largest_bucket(run)
+    waiting = [WaitingPrompt(num_tokens, index, num_patches) for index in range(sizes.num_slots)]
+    lengths_of = dict.fromkeys(
+        range(sizes.num_slots), np.full(sizes.num_rollouts, sizes.max_tokens)
+    )
+    return simulate(sizes, waiting, lengths_of, sorted(map(tuple, run.config.data.buckets)))
 
 
 def largest_imitation(run: Run) -> tuple[int, Packed]:

@@ -1,7 +1,7 @@
 """Compile-only devices of a named topology.
 
 TPUs: "v5e:8x8", the shape of a slice in chips, in libtpu's notation. GPUs: "h100:8" or "h100:2x8",
-nodes x GPUs. Both compilers run without a device.
+nodes x GPUs; "rtx4090:1" is one GPU. Both compilers run without a device.
 """
 
 from __future__ import annotations
@@ -29,14 +29,24 @@ _HOST = {
 # tables.
 _AMPERE = """shared_memory_per_core: 167936 core_count: 108 fpus_per_core: 64
   l2_cache_size: 41943040 clock_rate_ghz: 1.41 shared_memory_per_block_optin: 166912
+  threads_per_core_limit: 2048
   cuda_compute_capability { major: 8 } device_interconnect_info { active_links: 12 }"""
 _HOPPER = """shared_memory_per_core: 233472 core_count: 132 fpus_per_core: 128
   l2_cache_size: 52428800 clock_rate_ghz: 1.98 shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048
   cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
   device_interconnect_info { active_links: 18 }"""
+# Compute capabilities 8.6 and 8.9 have 99 KiB of shared memory for a block, and no NVLink.
+_PCIE = """shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376
+  fpus_per_core: 128 threads_per_core_limit: 1536 """
+_A10G = f"""{_PCIE} core_count: 80 l2_cache_size: 6291456 clock_rate_ghz: 1.71
+  cuda_compute_capability {{ major: 8 minor: 6 }}"""
+_ADA = _PCIE + "cuda_compute_capability { major: 8 minor: 9 }"
+_L4 = f"{_ADA} core_count: 58 l2_cache_size: 50331648 clock_rate_ghz: 2.04"
+_L40S = f"{_ADA} core_count: 142 l2_cache_size: 100663296 clock_rate_ghz: 2.52"
+_RTX_4090 = f"{_ADA} core_count: 128 l2_cache_size: 75497472 clock_rate_ghz: 2.52"
 _TARGET = """gpu_device_info {{ {architecture}
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024
@@ -46,9 +56,16 @@ _TARGET = """gpu_device_info {{ {architecture}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}" """
 
 
-# (JAX's `device_kind`, bytes of memory, architecture) of each GPU. From JAX 0.11.2 on, Pallas takes
-# the compute capability from the kind in the mesh of `shard_map`, and fails for an unknown one.
+# (name, bytes of memory, architecture) of each GPU. From JAX 0.11.2 on, Pallas looks up the compute
+# capability by the name, and fails for A10G and L40S, so they get those of A10 and L40, whose
+# capability is theirs. The memory is what CUDA reports, which varies by 2% with the driver; for the
+# first four it is the least reported.
 GPUS = {
+    "rtx4090": ("NVIDIA GeForce RTX 4090", 24_081 * 2**20, _RTX_4090),
+    "l4": ("NVIDIA L4", 22_563 * 2**20, _L4),
+    "a10g": ("NVIDIA A10", 22_563 * 2**20, _A10G),
+    "l40s": ("NVIDIA L40", 45_404 * 2**20, _L40S),
+    "a100-40": ("NVIDIA A100-SXM4-40GB", 42_298_834_944, _AMPERE),
     "a100": ("NVIDIA A100-SXM4-80GB", 85_094_170_624, _AMPERE),
     "h100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, _HOPPER),
     "h200": ("NVIDIA H200", 151_397_597_184, _HOPPER),

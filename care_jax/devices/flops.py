@@ -33,12 +33,19 @@ class Chip:
 _TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
 # The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's memory
 # (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. ICI of a GPU is NVLink
-# in one direction. DCN is a chip's share of its host's network cards: 25, 50 and 100 Gbit/s for
-# v5e, v5p and v6e, one card of 200 or 400 Gbit/s for each GPU.
+# or PCIe 4.0 x16 in one direction. DCN is a chip's share of its host's network cards: 25, 50 and
+# 100 Gbit/s for v5e, v5p and v6e, one card of 200 or 400 Gbit/s for each A100, H100 and H200, and
+# 25 Gbit/s for the others. NVIDIA's data sheets of L4 and L40S give FLOPs with sparsity, twice the
+# dense ones here; those of the RTX 4090 are for float32 sums, from the Ada whitepaper.
 CHIPS = {
     "v5e": Chip(197e12, 15.75 * GIB, 819e9, 200e9, 3.125e9),
     "v5p": Chip(459e12, 95.74 * GIB, 2765e9, 600e9, 6.25e9),
     "v6e": Chip(918e12, 31.25 * GIB, 1640e9, 448e9, 12.5e9),
+    "rtx4090": Chip(165.2e12, 0.9 * 23.52 * GIB, 1008e9, 32e9, 3.125e9),
+    "l4": Chip(121e12, 0.9 * 22.03 * GIB, 300e9, 32e9, 3.125e9),
+    "a10g": Chip(70e12, 0.9 * 22.03 * GIB, 600e9, 32e9, 3.125e9),
+    "l40s": Chip(362e12, 0.9 * 44.34 * GIB, 864e9, 32e9, 3.125e9),
+    "a100-40": Chip(312e12, 0.9 * 39.39 * GIB, 1555e9, 300e9, 25e9),
     "a100": Chip(312e12, 0.9 * 79.25 * GIB, 2039e9, 300e9, 25e9),
     "h100": Chip(989e12, 0.9 * 79.1 * GIB, 3350e9, 450e9, 50e9),
     "h200": Chip(989e12, 0.9 * 141.0 * GIB, 4800e9, 450e9, 50e9),
@@ -49,7 +56,11 @@ PEAK_FLOPS = {
     "TPU v5": CHIPS["v5p"].flops,
     "TPU v5p": CHIPS["v5p"].flops,
     "TPU v6 lite": CHIPS["v6e"].flops,
-    "NVIDIA A100-SXM4-40GB": CHIPS["a100"].flops,
+    "NVIDIA GeForce RTX 4090": CHIPS["rtx4090"].flops,
+    "NVIDIA L4": CHIPS["l4"].flops,
+    "NVIDIA A10G": CHIPS["a10g"].flops,
+    "NVIDIA L40S": CHIPS["l40s"].flops,
+    "NVIDIA A100-SXM4-40GB": CHIPS["a100-40"].flops,
     "NVIDIA A100-SXM4-80GB": CHIPS["a100"].flops,
     "NVIDIA H100 80GB HBM3": CHIPS["h100"].flops,
     "NVIDIA H200": CHIPS["h200"].flops,

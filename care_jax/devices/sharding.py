@@ -61,18 +61,25 @@ def make_mesh(
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(f"mesh sizes must be positive, or -1 for one of them, got {named}")
     known, count = math.prod(sizes), len(devices)
-    if known < 0 and count % -known:
+    if count % known if known < 0 else known != count:
+        needed = f"a multiple of {-known}" if known < 0 else str(known)
         raise ValueError(
-            f"{named}: the product {-known} of the other sizes must divide {count} devices; change "
-            "one of them"
-        )
-    if known > 0 and known != count:
-        raise ValueError(
-            f"{named} needs {known} devices, there are {count}; set one size to -1 or make their "
-            f"product {count}"
+            f"{named} needs {needed} devices, there {'is' if count == 1 else 'are'} {count}; add "
+            f"{_fitting_flags(sizes, count)}"
         )
     sizes = tuple(count // -known if size == -1 else size for size in sizes)
     return Mesh(_grid(sizes, devices, slices), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES))
+
+
+def _fitting_flags(sizes: Sequence[int], count: int) -> str:
+    """Flags of a mesh of `count` devices: axes are shortened where needed, fsdp is the rest."""
+    fitting, left = {"fsdp": -1}, count
+    named = dict(zip(MESH_AXES, sizes, strict=True))
+    for name in ("data", "tensor", "sequence"):
+        fitting[name] = math.gcd(left, max(named[name], 1))
+        left //= fitting[name]
+    changed = (name for name in MESH_AXES if fitting[name] != named[name])
+    return " ".join(f"--config.mesh.{name}={fitting[name]}" for name in changed)
 
 
 def _grid(

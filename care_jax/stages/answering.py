@@ -51,15 +51,7 @@ def compile_answering(run: Run) -> AnsweringPrograms:
         leaves = [jnp.sum(jnp.abs(x), dtype=jnp.float32) for x in jax.tree.leaves(params)]
         return jnp.sum(jnp.stack(leaves) * jnp.arange(1, len(leaves) + 1))
 
-    sizes = Sizes(
-        num_slots=settings.batch_size,
-        num_rows=min(settings.decode_rows, settings.num_samples),
-        num_rollouts=settings.num_samples,
-        max_tokens=settings.max_response_tokens,
-        context_tokens=0,
-        num_shards=sharding.num_shards(run.decode_batch_sharding),
-        period=settings.batch_size,
-    )
+    sizes = answering_sizes(run)
     decoding = compile_decoder(
         run,
         temperature=settings.temperature,
@@ -70,6 +62,20 @@ def compile_answering(run: Run) -> AnsweringPrograms:
         to_decode_layout=compile_to_decode_layout(run),
         checksum=jax.jit(checksum, out_shardings=sharding.replicated(run.mesh)),
         queue=DecodeQueue(decoding, run.policy.prompts, sizes, DeviceClock()),
+    )
+
+
+def answering_sizes(run: Run) -> Sizes:
+    """Sizes of an evaluation's decode."""
+    settings = run.config.evaluate
+    return Sizes(
+        num_slots=settings.batch_size,
+        num_rows=min(settings.decode_rows, settings.num_samples),
+        num_rollouts=settings.num_samples,
+        max_tokens=settings.max_response_tokens,
+        context_tokens=0,
+        num_shards=sharding.num_shards(run.decode_batch_sharding),
+        period=settings.batch_size,
     )
 
 

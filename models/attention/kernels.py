@@ -340,6 +340,8 @@ def _run_gpu(
         shape = pair.size(side), None, pair.head_dim
         return pl.BlockSpec(shape, lambda owner, head: (owner, head, 0))
 
+    # Two stages of float32 exceed the 99 KiB of shared memory of compute capability 8.6 and 8.9.
+    num_stages = 1 if arrays[0].dtype.itemsize > 2 else 2
     lists = [pl.BlockSpec(a.shape, lambda owner, head: (0,)) for a in (pairs.starts, pairs.others)]
     return pl.pallas_call(
         body,
@@ -347,7 +349,7 @@ def _run_gpu(
         grid=(len(pairs.starts) - 1, num_kv_heads if walk.by_key else num_heads),
         in_specs=[*lists, *map(whole, sides)],
         out_specs=list(map(owned_block, walk.outputs)),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=num_stages),
         interpret=interpret,
     )(pairs.starts, pairs.others, *arrays)
 

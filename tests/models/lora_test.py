@@ -51,6 +51,14 @@ def test_the_change_is_alpha_over_rank_times_the_product(adapted, params):
     np.testing.assert_allclose(merged, kernel + change, atol=1e-6)
 
 
+def test_gpus_merge_to_the_same_weights_one_layer_at_a_time(adapted):
+    gate = adapted["text"]["layers"]["mlp"]["gate"]
+    arrays = [gate[name] for name in ("kernel", "lora_a", "lora_b", "lora_scale")]
+    expected = lora.merged(adapted)["text"]["layers"]["mlp"]["gate"]["kernel"]
+    np.testing.assert_allclose(lora._one_by_one(*arrays), expected, atol=1e-6)
+    assert np.abs(expected - gate["kernel"]).max() > 1e-3
+
+
 def test_decoding_takes_the_merged_weights(adapted, config):
     decoding = backbone.to_decode_layout(adapted, config, jnp.float32)
     expected = backbone.to_decode_layout(lora.merged(adapted), config, jnp.float32)

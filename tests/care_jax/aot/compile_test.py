@@ -99,6 +99,21 @@ def test_a_small_run_compiles_for_gpus_and_says_what_their_compiler_leaves_out()
     assert "The GPU compiler refuses no program for its size and does not count cuDNN" in output
 
 
+@needs_cuda
+@pytest.mark.exhaustive
+def test_lora_and_its_evaluation_compile_for_one_gpu():
+    flags = ["--topology=rtx4090:1", "--config.stages=('rl', 'evaluate')"]
+    flags += ["--config.model.lora_rank=4", "--config.evaluate.batch_size=1024"]
+    status, rows, output = compiled(*flags, compiler=CUDA)
+    assert status == 0, output
+    assert "rtx4090:1: 1 chips (one), 21.17 GiB each" in output and "It fits" in output
+    # The slots of 1024 questions: keys and values of 2 heads of 24, over 48 + 36 tokens.
+    cache_of_layer = 1024 * (48 + 36) * 2 * 2 * 24 * 4 / GIB
+    assert float(rows["evaluate"]["arguments"]) > cache_of_layer > 0.03
+    assert float(rows["evaluate"]["total"]) > 2 * float(rows["rl decode"]["total"])
+    assert "GB received" not in output  # from other chips
+
+
 @needs_libtpu
 @pytest.mark.exhaustive
 def test_gradients_alone_go_from_slice_to_slice():
@@ -133,8 +148,8 @@ MISTAKES = (
         "mesh.data=1 must be a multiple of 2 slices, between which the network is slow;",
     ),
     (
-        ["--topology=v5e:2x2", "--config.stages=('evaluate',)"],
-        'stages must contain "sft" or "rl", got',
+        ["--topology=v5e:2x2", "--config.stages=('export',)"],
+        'stages must contain "sft", "rl" or "evaluate", got',
     ),
     ([*RL, "--mean_response=-1"], "--mean_response must be positive, in tokens, got -1"),
     ([*RL, "--mean_response=9"], "data.buckets ((48, 64),) hold none "),

@@ -32,9 +32,8 @@ for name in sys.argv[1:]:
 
 
 def test_a_topology_that_is_not_known_names_those_that_are():
-    with pytest.raises(
-        ValueError, match="one of v5e, v5p, v6e, a100, h100, h200 and its shape, such as v5e:4x4 or"
-    ):
+    gpus = "rtx4090, l4, a10g, l40s, a100-40, a100, h100, h200"
+    with pytest.raises(ValueError, match=f"one of v5e, v5p, v6e, {gpus} and its shape, such"):
         find_topology("b200:8")
 
 
@@ -57,21 +56,34 @@ def test_gpus_are_counted_by_nodes(shape):
 
 
 def test_a_gpu_leaves_a_tenth_of_its_memory_to_others():
-    for kind, (device_kind, memory, _) in GPUS.items():
-        assert CHIPS[kind].flops == PEAK_FLOPS[device_kind]
+    kinds = {"a10g": "NVIDIA A10G", "l40s": "NVIDIA L40S"}  # JAX's `device_kind` of the device
+    for kind, (name, memory, _) in GPUS.items():
+        assert CHIPS[kind].flops == PEAK_FLOPS[kinds.get(kind, name)]
         assert CHIPS[kind].hbm == pytest.approx(0.9 * memory, rel=1e-3)
     assert CHIPS["h100"].hbm / GIB == pytest.approx(71.2, abs=0.1)
+
+
+# Topology; devices, nodes, platform, attention kernel, compute capability.
+ABSTRACT = (
+    ("h100:8", "8 1 gpu gpu 9.0"),
+    ("h200:2x4", "8 2 gpu gpu 9.0"),
+    ("a100:1", "1 1 gpu gpu 8.0"),
+    ("a100-40:1", "1 1 gpu gpu 8.0"),
+    ("a10g:1", "1 1 gpu gpu 8.6"),
+    ("l4:1", "1 1 gpu gpu 8.9"),
+    ("l40s:1", "1 1 gpu gpu 8.9"),
+    ("rtx4090:1", "1 1 gpu gpu 8.9"),
+)
 
 
 @needs_cuda
 @pytest.mark.exhaustive
 def test_abstract_gpus_attend_by_the_kernel_of_gpus_and_say_their_kind():
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "h100:8", "h200:2x4", "a100:1"],
+        [sys.executable, "-c", PROGRAM, *(name for name, _ in ABSTRACT)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{CUDA}:{os.getcwd()}", "JAX_PLATFORMS": "cpu"},
     )
-    lines = ["h100:8 8 1 gpu gpu 9.0", "h200:2x4 8 2 gpu gpu 9.0", "a100:1 1 1 gpu gpu 8.0"]
-    lines = [f"{line} {GPUS[line[:4]][0]}" for line in lines]
+    lines = [f"{name} {rest} {GPUS[name.partition(':')[0]][0]}" for name, rest in ABSTRACT]
     assert result.stdout.splitlines() == lines, result.stderr[-2000:]

@@ -1,4 +1,5 @@
 import logging
+import re
 
 import jax
 import numpy as np
@@ -49,6 +50,21 @@ def test_a_mesh_may_take_some_of_the_devices():
     assert sharding.make_mesh(1, -1, 2, devices=jax.devices()[:4]).shape["fsdp"] == 2
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("sizes", [(0, -1, 2, 2), (2, 3, 4, 1), (-1, 2, 5, 3)])
+def test_the_flags_of_an_error_are_a_mesh_of_these_devices(sizes, count):
+    devices, named = jax.devices()[:count], dict(zip(sharding.MESH_AXES, sizes, strict=True))
+    try:
+        sharding.make_mesh(**named, devices=devices)
+    except ValueError as error:
+        flags = re.findall(r"--config\.mesh\.(\w+)=(-?\d+)", str(error).partition("; add ")[2])
+        assert flags
+        mesh = sharding.make_mesh(**named | {k: int(v) for k, v in flags}, devices=devices)
+        assert mesh.size == count
+    else:
+        assert count % 4 == 0  # a multiple of what the first mesh needs
+
+
 def place_of(mesh, *axes):
     return sharding.batch_sharding(mesh, (("batch", axes),))
 
@@ -72,8 +88,18 @@ def divide(size, *axes):
 
 SLICES = [0, 1, 1, 0, 0, 1, 0, 1]  # of each device, in any order
 REFUSED = {
-    "too few": (make_mesh, (1, 3, 1), "mesh.fsdp=3 .* needs 3 devices, there are 8; set one size"),
-    "no divisor": (make_mesh, (3, -1, 1), "product 3 of the other sizes must divide 8 devices"),
+    "too few": (
+        *(make_mesh, (1, 3, 1)),
+        "mesh.fsdp=3 .* needs 3 devices, there are 8; add --config.mesh.fsdp=-1$",
+    ),
+    "no divisor": (
+        *(make_mesh, (3, -1, 1)),
+        "needs a multiple of 3 devices, there are 8; add --config.mesh.data=1$",
+    ),
+    "too many": (
+        *(make_mesh, (2, -1, 3, 4)),
+        "of 24 devices, there are 8; add --config.mesh.tensor=1$",
+    ),
     "two free": (make_mesh, (-1, -1, 1), "or -1 for one of them, got mesh.data=-1 x mesh.fsdp=-1"),
     "zero": (make_mesh, (1, 0, 8), "mesh sizes must be positive.* mesh.fsdp=0"),
     "below -1": (make_mesh, (1, -2, 8), "mesh sizes must be positive"),

@@ -12,13 +12,17 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
-# (rows, tokens, kv heads, query heads of each, head size), is it text
+# (rows, tokens, kv heads, query heads of each, head size), dtype, is it text
+DECODER = 2, 8192, 4, 7, 128
 CASES = {
-    "decoder of 7B": ((2, 8192, 4, 7, 128), True),
-    "tower of Qwen2.5-VL": ((2, 4096, 16, 1, 80), False),
-    "tower of Qwen3-VL": ((2, 4096, 16, 1, 72), False),
+    "decoder of 7B": (DECODER, "bfloat16", True),
+    "tower of Qwen2.5-VL": ((2, 4096, 16, 1, 80), "bfloat16", False),
+    "tower of Qwen3-VL": ((2, 4096, 16, 1, 72), "bfloat16", False),
 }
-OF_EVERY_CHIP = {"decoder of 7B": CASES["decoder of 7B"]}
+OF_EVERY_CHIP = {
+    "decoder of 7B": CASES["decoder of 7B"],
+    "decoder of 7B in float32": (DECODER, "float32", True),
+}
 # Prompts, rows of each, kv heads, query heads of each, head size, slots of a prompt and of a row.
 STEP = "decode step of 7B"
 STEP_SIZES = 64, 4, 4, 7, 128, 2048, 2048
@@ -31,7 +35,10 @@ KERNEL = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compiler", "topologies"),
-    [("libtpu", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]), ("cuda", ["h100:4", "h200:4", "a100:4"])],
+    [
+        ("libtpu", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"]),
+        ("cuda", ["h100:4", "h200:4", "a100:4", "a10g:4", "l4:4", "l40s:4", "rtx4090:4"]),
+    ],
     ids=["tpu", "gpu"],
 )
 def test_kernels_compile_in_memory_of_a_few_copies_of_their_inputs(compiler, topologies):
@@ -94,10 +101,10 @@ def compile_for(compiler: str, topology: str, cases: dict) -> None:
         sizes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         print(name, num_kernels, *sizes, sep="\t")
 
-    for name, ((B, S, K, G, H), is_text) in cases.items():
+    for name, ((B, S, K, G, H), dtype, is_text) in cases.items():
         span = abstract((B, S), jnp.int32, "data")
         q, k = (
-            abstract(shape, jnp.bfloat16, "data", None, "tensor")
+            abstract(shape, dtype, "data", None, "tensor")
             for shape in ((B, S, K, G, H), (B, S, K, H))
         )
 
