@@ -1,5 +1,6 @@
 """README and docs: commands parse, links lead somewhere, the README stays short."""
 
+import ast
 import pathlib
 import re
 import shlex
@@ -14,7 +15,11 @@ import care_jax
 from care_jax import from_python
 from care_jax.batch import Example
 from care_jax.data.readers import jsonl
+from care_jax.data.stages import open_stage
+from care_jax.prompts.rendering import image_line, rendered, resized_images
 from care_jax.rewards.verifier import Verifier, parse_text
+from care_jax.run.policy import policy_of
+from configs import common, tiny
 from experiments.sweep.experiment import load_experiment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -139,19 +144,52 @@ def test_the_example_of_a_run_from_python_is_one(reward_examples, monkeypatch):
     assert asked["reward"](row.question, ["4", "5"], row) == [{"acc": True}, {"acc": False}]
 
 
+def test_the_papers_hyperparameters_are_those_of_the_configuration():
+    """The last two columns of its tables: a key and its default."""
+    page = (ROOT / "docs" / "hyperparameters.md").read_text()
+    stated = re.findall(r"\| `([a-z]+\.\w+)` \| `(.+)` \|$", page, re.MULTILINE)
+    assert len(stated) > 40
+    defaults = common.get_config()
+    for key, value in stated:
+        section, _, name = key.partition(".")
+        assert defaults[section][name] == ast.literal_eval(value), key
+    # Every value that the paper leaves open and the configuration marks so.
+    source = (ROOT / "configs" / "common.py").read_text()
+    for key in re.findall(r"^    (\w+\.\w+) = .*# \(open\)", source, re.MULTILINE):
+        assert key in dict(stated), key
+
+
+def test_the_prompt_shown_is_what_the_model_reads():
+    config = tiny.get_config()
+    policy, example = policy_of(config), open_stage(config, "rl", False)[0]
+    prompt = policy.prompts.tokenize(example)
+    page = (ROOT / "docs" / "prompts.md").read_text()
+    shown = next(block for block in blocks_of(page) if block.startswith("synthetic/"))
+    text = rendered(prompt, policy.token_bytes, policy.config)
+    assert shown.endswith(textwrap.indent(text.rstrip("\n"), "    "))
+    (image,) = resized_images(example, prompt, policy.config)
+    assert f"image {image_line(image)}" in shown
+
+
 # Maximum number of words of a page.
 WORDS = {
     "README.md": 900,
     "WORKSPACE.md": 2000,
-    "docs/data.md": 900,
+    "docs/README.md": 250,
+    "docs/data.md": 1000,
     "docs/evaluation.md": 900,
     "docs/experiments.md": 1950,
+    "docs/faults.md": 350,
+    "docs/hyperparameters.md": 850,
     "docs/method.md": 1300,
     "docs/one_gpu.md": 850,
-    "docs/operations.md": 2000,
+    "docs/operations.md": 1800,
     "docs/paper.md": 1550,
-    "docs/performance.md": 1800,
+    "docs/performance.md": 1850,
+    "docs/prompts.md": 600,
+    "docs/report.md": 600,
     "docs/rewards.md": 1000,
+    "docs/serving.md": 700,
     "docs/smollm.md": 900,
 }
 

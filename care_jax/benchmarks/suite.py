@@ -1,7 +1,7 @@
 """Loads benchmarks by name from the files of their releases.
 
 A release is a parquet file, a folder of parquet files, or a file of JSON lines with the images next
-to it. A folder has the layout of `huggingface-cli download --repo-type dataset`: the file name
+to it. A folder has the layout of `hf download --repo-type dataset`: the file name
 starts with the split, and a configuration is a parent folder. Rows are kept as released, without
 images. Images are read on access, one row group at a time.
 
