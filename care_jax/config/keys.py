@@ -240,7 +240,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("report.groups_per_step", "[0, inf)", _OUTPUT),
     ("report.max_megabytes report.image_side", "[1, inf)", _OUTPUT),
     ("report.rollouts_megabytes", "[0, inf)", _OUTPUT),
-    ("metrics.wandb_project metrics.mlflow_experiment", _ANY, _OUTPUT),
+    ("metrics.*", _ANY, _OUTPUT),
     ("verifier.num_workers", "[1, inf)", _VERIFIED),
     ("verifier.timeout", "(0, inf)", _VERIFIED),
     ("verifier.reward", _ANY, FIXED),
