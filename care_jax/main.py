@@ -100,7 +100,7 @@ def run_stages(
         if jax.process_index() == 0:
             write_config(run.config, workdir)
             write_start(run.config, workdir, run.mesh, overridden)
-        print_line(terminal.banner(run, sources))
+        print_line(terminal.banner(run, sources, given))
         settings = json.loads(run.config.to_json_best_effort())
         with (
             MetricWriter(workdir, settings, **run.config.metrics) as writer,

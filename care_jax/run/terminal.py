@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,9 +37,18 @@ def num_programs(config: ConfigDict) -> int:
     return 2 * sum(stage in config.stages for stage in TRAINING) + 2 * decoders
 
 
-def banner(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
-    """Model, objective, devices, rows per source, stages and workdir, a line each."""
+def banner(run: Run, sources: Mapping[str, Sequence[Example]], given: Collection[str] = ()) -> str:
+    """Model, objective, devices, rows per source, stages and workdir, a line each.
+
+    `given` are the stages of `sources` whose examples were given from Python.
+    """
     config, policy = run.config, run.policy
+    rows = {
+        f"data.{SECTIONS[stage]}": f"{len(each):,} rows given from Python"
+        if stage in given
+        else _rows(config.data[SECTIONS[stage]], each)
+        for stage, each in sources.items()
+    }
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params_of(run)))
     weights = policy.folder or "random weights"
     if config.model.lora_rank:
@@ -49,7 +58,7 @@ def banner(run: Run, sources: Mapping[str, Sequence[Example]]) -> str:
     lines = {
         "model": f"{policy.config.family}, {_count(num_params)} parameters, {weights}",
         "devices": f"{run.mesh.size} x {device.device_kind}" + (f" ({axes})" if axes else ""),
-        **{f"data.{SECTIONS[stage]}": _rows(run, stage, each) for stage, each in sources.items()},
+        **rows,
         "stages": ", ".join(map(_stage, [config] * len(config.stages), config.stages)),
         "workdir": f"{run.workdir.resolve()}",
     }
@@ -105,18 +114,11 @@ def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
         )
 
 
-def _rows(run: Run, stage: str, examples: Sequence[Example]) -> str:
-    if not isinstance(examples, Mixture):
-        section = run.config.data[SECTIONS[stage]]
-        return f"{len(examples):,} rows{_origin(section)}"
-    parts = parts_of(run.config.data[SECTIONS[stage]])
-    pairs = zip(examples.sources, parts, strict=True)
-    return " + ".join(f"{len(source):,} rows{_origin(part)}" for source, part in pairs)
-
-
-def _origin(section: ConfigDict) -> str:
-    """Where the rows of a section come from; nothing if examples were given from Python."""
-    return f" of {section.path or section.source}" if section.source else ""
+def _rows(section: ConfigDict, examples: Sequence[Example]) -> str:
+    """Rows of each part of a section, and where they come from."""
+    sources = examples.sources if isinstance(examples, Mixture) else [examples]
+    pairs = zip(sources, parts_of(section), strict=True)
+    return " + ".join(f"{len(rows):,} rows of {part.path or part.source}" for rows, part in pairs)
 
 
 def _stage(config: ConfigDict, stage: str) -> str:

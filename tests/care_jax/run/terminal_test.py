@@ -39,6 +39,14 @@ def test_the_banner_names_what_runs_on_what_with_which_data(one_device, tmp_path
     assert banner["workdir"] == str(tmp_path / "run")
 
 
+def test_the_banner_says_which_rows_were_given_from_python(one_device, tmp_path):
+    run = run_with(tmp_path / "run")
+    sources = main.open_sources(run, {})
+    lines = terminal.banner(run, sources, given=("rl",)).splitlines()
+    assert "data.train 32,768 rows given from Python" in lines
+    assert "data.test  12 rows of synthetic" in lines
+
+
 def test_without_rl_there_is_no_objective_and_lora_is_named(one_device, tmp_path):
     run = run_with(tmp_path / "run", stages=("sft",), **{"model.lora_rank": 8})
     banner = banner_of(run)
