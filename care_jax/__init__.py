@@ -1,6 +1,7 @@
 """CARE: reinforcement learning for vision-language models that learns from failures."""
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
 # Only the tokenizers and templates of transformers are used, so its warning about a missing torch
 # is switched off.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+# A notebook without ipywidgets needs none: the bars of a run are lines there.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def __getattr__(name: str) -> Any:
