@@ -99,7 +99,7 @@ def run_stages(
             compilation.keep_programs()
         if jax.process_index() == 0:
             write_config(run.config, workdir)
-            write_start(run.config, workdir, run.mesh, overridden)
+            write_start(run.config, workdir, run.mesh, overridden, given)
         print_line(terminal.banner(run, sources, given))
         settings = json.loads(run.config.to_json_best_effort())
         with (

@@ -38,6 +38,7 @@ from care_jax.run.run import (
 
 NUM_ROWS = 2  # shown per source
 _MOST_TRIED = 64  # rows tokenised to find usable ones
+_MOST_READ = 1000  # rows read to count those that are unusable, without decoding their images
 _CHEAP = 50e6  # maximum parameters for which the update is compiled, in seconds on a CPU
 
 
@@ -91,9 +92,10 @@ def _data(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
 
 
 def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
-    """The first usable rows, and the reasons why rows before them are unusable."""
+    """The first usable rows, and the reasons why other rows are unusable."""
     left_out, num_shown, builder = LeftOut(), 0, run.policy.prompts
-    for index in range(min(len(examples), _MOST_TRIED)):
+    rows = iter(range(min(len(examples), _MOST_READ)))
+    for index in itertools.islice(rows, _MOST_TRIED):
         try:
             example = examples[index]
             prompt = builder.tokenize(example)
@@ -119,8 +121,14 @@ def _rows(run: Run, stage: str, examples: Sequence[Example]) -> Iterator[str]:
         num_shown += 1
         if num_shown == NUM_ROWS:
             break
+    for index in rows:
+        try:
+            _ = examples[index]
+        except Unusable as error:
+            left_out.add(error, index)
     if left_out.counts:
-        yield f"left out before them: {left_out}"
+        num_read = min(len(examples), _MOST_READ)
+        yield f"left out of the first {num_read:,} rows: {left_out}"
     if not num_shown:
         raise ValueError(
             f"the data of stage {stage!r} must have a usable row among its first {_MOST_TRIED}, "
@@ -178,8 +186,9 @@ def _files(run: Run) -> Iterator[str]:
         saved = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(run, adamw)))
         yield (
-            f"checkpoints/{stage}/: every {config.checkpoint_every} of {config[stage].num_steps} "
-            f"steps, {_gib(size).strip()} each, the last {config.keep_checkpoints} kept; "
+            f"checkpoints/{stage}/: every {config.checkpoint_every} steps and after the "
+            f"last of {config[stage].num_steps}, {_gib(size).strip()} each, the last "
+            f"{config.keep_checkpoints} kept; "
             + (f"resumes from step {max(saved)}" if saved else "none yet")
         )
     # The weights that an evaluation before any training uses, see `run.weights.find`.

@@ -20,7 +20,8 @@ def main(argv: Sequence[str]) -> None:
     """Draws the page and prints its path."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("workdir", nargs="+", help="folder of a run, with its metrics.jsonl")
-    parser.add_argument("--out", help="file; by default report.html, of one run in its workdir")
+    where = "report.html, of one run in its workdir, of several in this folder"
+    parser.add_argument("--out", help=f"file; by default {where}")
     parser.add_argument("--max_megabytes", type=float, default=16.0, help="maximum MiB of the file")
     given = parser.parse_args(argv)
     try:

@@ -197,6 +197,12 @@ def _check_rl_steps(config: ConfigDict) -> None:
             f"rl.prompts_per_update {rl.prompts_per_update}; set it to {multiple}"
         )
     _check_schedule("rl", rl, rl.num_steps * rl.prompts_per_step // rl.prompts_per_update)
+    section = config[rl.objective]
+    if section.get("rule") == "nearest_diverse" and section.M < section.K:
+        raise ValueError(
+            f"{rl.objective}.M {section.M} candidates must hold {rl.objective}.K {section.K} hard "
+            f"negatives; add --config.{rl.objective}.M={section.K}"
+        )
     if steps and not 0 <= steps[0] <= steps[1] < rl.num_steps:
         raise ValueError(
             f"profile_steps {steps} must be the first and the last step to trace, between 0 and "

@@ -217,7 +217,7 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("rl.objective", tuple(OBJECTIVES), FIXED),
     ("rl.num_rollouts", "[2, inf)", FIXED),
     ("rl.prompts_per_* rl.max_response_tokens", "[1, inf)", FIXED),
-    ("rl.temperature", "[0, inf)", FIXED),
+    ("rl.temperature", "(0, inf)", FIXED),
     ("rl.top_p", "(0, 1]", FIXED),
     ("rl.format_weight", "[0, 1]", FIXED),
     ("rl.old_logp", ("sampler", "trainer"), FIXED),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 _SHOWN_VERSIONS = ("care_jax", "commit", "jax", "python")
@@ -19,20 +19,25 @@ def describe_run(workdir: pathlib.Path) -> dict[str, Any]:
 
     Returns:
         {"facts": [(label, text)], "changed": [(key, value)], "settings": [(key, value)],
-        "versions": [(package, version)]}: changed are the keys that the last start set on the
-        command line, settings are all keys; values are JSON.
+        "versions": [(package, version)]}: stages are those of all starts, so that an export hides
+        no training; changed are the keys that the last start that trained set on the command line,
+        settings are all keys; values are JSON.
     """
     config = _object(_text(workdir / "config.json"))
     starts = [
         start for line in _text(workdir / "starts.jsonl").split("\n") if (start := _object(line))
     ]
     versions = config.pop("versions", {})
-    last = starts[-1] if starts else {}
+    all_stages = [start.get("stages", ()) for start in starts]
+    if any(all_stages):
+        config["stages"] = _in_order(all_stages)
+    training = [start for start in starts if {"sft", "rl"} & {*start.get("stages", ())}]
+    last = (training or starts or [{}])[-1]
     facts = {
         "Model": model_of(config),
         "Objective": objective_of(config),
         "Stages": " → ".join(config.get("stages", ())),
-        "Data": ", ".join(dict.fromkeys(_sources(config))),
+        "Data": ", ".join(dict.fromkeys(_sources(config, last.get("given", ())))),
         "Devices": last.get("devices", ""),
         "Duration": _duration(workdir, starts),
         "Versions": ", ".join(f"{n} {versions[n]}" for n in _SHOWN_VERSIONS if n in versions),
@@ -81,10 +86,19 @@ def hyperparameters(config: Mapping[str, Any], stage: str) -> Iterator[tuple[str
     return ((key, value) for key, value in flat(chosen) if not key.startswith("model.backbone."))
 
 
-def _sources(config: Mapping[str, Any]) -> Iterator[str]:
+def _in_order(all_stages: list[Sequence[str]]) -> list[str]:
+    """The stages of several starts: the longest list, then those that it lacks."""
+    longest = max(all_stages, key=len)
+    more = (stage for stages in all_stages for stage in stages if stage not in longest)
+    return [*longest, *dict.fromkeys(more)]
+
+
+def _sources(config: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
     data, stages = config.get("data", {}), config.get("stages", ())
     for section, stage in (("sft", "sft"), ("train", "rl"), ("test", "evaluate")):
-        found = data.get(section, {}) if stage in stages else {}
+        found: Mapping[str, Any] = data.get(section, {}) if stage in stages else {}
+        if stage in given:
+            found = {"source": "rows given from Python"}
         for part in found.get("parts") or [found]:
             if source := part.get("path") or part.get("source"):
                 yield str(source)

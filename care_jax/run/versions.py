@@ -33,19 +33,27 @@ def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
 
 
 def write_start(
-    config: ConfigDict, workdir: pathlib.Path, mesh: Mesh, overridden: Collection[str]
+    config: ConfigDict,
+    workdir: pathlib.Path,
+    mesh: Mesh,
+    overridden: Collection[str],
+    given: Collection[str] = (),
 ) -> None:
-    """Appends a line to starts.jsonl: time, command, devices, and the keys set on the command line.
+    """Appends a line to starts.jsonl: what config.json, which has the last start, does not tell.
 
-    A line is {"time": ISO 8601 in UTC, "command", "devices", "changed": {key: value}}.
+    A line is {"time": ISO 8601 in UTC, "command", "stages", "devices", "changed": {key: value},
+    "given"}: changed are the keys set on the command line, given the stages whose examples came
+    from Python.
     """
     fields = leaves(json.loads(config.to_json_best_effort()))
     prefixes = tuple(f"{key.partition('[')[0]}." for key in overridden)
     start = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command(sys.orig_argv),
+        "stages": list(config.stages),
         "devices": f"{mesh.size} × {mesh.devices.flat[0].device_kind}",
         "changed": {key: value for key, value in fields if f"{key}.".startswith(prefixes)},
+        "given": [*given],
     }
     with (workdir / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(start, ensure_ascii=False) + "\n")

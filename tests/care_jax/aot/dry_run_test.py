@@ -55,6 +55,7 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
         {"question": "How many?", "answer": "3", "image": "wide.png"},
         {"question": "Why?", "answer": "because", "id": "second"},
         {"question": "not shown", "answer": "1"},
+        {"question": "behind those that are shown"},
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,7 +64,9 @@ def test_the_first_usable_rows_are_tokenised_and_the_others_counted(said, tmp_pa
     changes["data.train.num_examples"] = 0
     output = said(**changes)
     data = output.partition("## Data of 'rl'")[2].partition("##")[0]
-    assert "4 rows" in data and "left out before them: 1 x no answer (first is row " in data
+    # One before the rows that are shown, one behind them.
+    assert "5 rows" in data
+    assert "left out of the first 5 rows: 2 x no answer (first is row " in data
     builder = policy_of(tiny.get_config()).prompts
     example = open_stage(_with(changes), "rl")[1]
     assert f"{len(builder.tokenize(example).tokens)} tokens, 48 patches" in data

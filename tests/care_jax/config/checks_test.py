@@ -63,6 +63,14 @@ REFUSED = {
         {"stages": ("rl", "sft", "rl")},
         r"stages must name 'rl' once, .*; set rl\.n",
     ),
+    "more negatives than candidates": (
+        {"care.K": 20},
+        r"care\.M 6 candidates must hold care\.K 20 .*; add --config\.care\.M=20",
+    ),
+    "greedy rollouts, which are all the same": (
+        {"rl.temperature": 0},
+        r"rl\.temperature must lie in \(0, inf\)",
+    ),
     "a judge without a model": (JUDGED, "judge_url needs evaluate.judge_model and"),
     "a judge without a benchmark": (
         JUDGED | {"evaluate.judge_model": "m", "evaluate.benchmarks": ()},

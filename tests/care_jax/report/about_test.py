@@ -47,6 +47,17 @@ def test_a_run_that_was_started_again_says_so_and_has_the_last_command(tmp_path)
     assert facts["Command"] == "again"
 
 
+def test_an_export_or_an_evaluation_afterwards_hides_no_training(tmp_path):
+    trained = START | {"stages": ["sft", "rl"], "changed": {"seed": 1}, "given": ["rl"]}
+    exported = START | {"stages": ["export"], "command": "care-jax export", "changed": {}}
+    write(tmp_path, trained, exported, config=CONFIG | {"stages": ["export"]})
+    found = about.describe_run(tmp_path)
+    facts = dict(found["facts"])
+    assert (facts["Stages"], facts["Objective"]) == ("sft → rl → export", "CARE")
+    assert facts["Command"] == "care-jax train" and found["changed"] == [("seed", "1")]
+    assert facts["Data"] == "synthetic, rows given from Python"
+
+
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"stages": ["rl"'])
 def test_a_workdir_without_these_files_has_no_facts(tmp_path, text):
     for name in ("config.json", "starts.jsonl") if text is not None else ():

@@ -27,10 +27,12 @@ def test_a_start_has_the_command_the_devices_and_what_the_command_line_changed(
     mesh = make_mesh(**config.mesh, devices=jax.devices()[:2])
     monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "/x/care-jax", "train", "--a=b c"])
     versions.write_start(config, tmp_path, mesh, {"rl.learning_rate": 0.25, "data.buckets[0]": 1})
-    versions.write_start(config, tmp_path, mesh, ())
+    versions.write_start(config, tmp_path, mesh, (), given=("rl",))
     first, again = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
     assert first["changed"] == {"rl.learning_rate": 0.25, "data.buckets": [[48, 64]]}
     assert (first["command"], first["devices"]) == ("care-jax train '--a=b c'", "2 × cpu")
+    assert (first["given"], again["given"]) == ([], ["rl"])
+    assert again["stages"] == ["sft", "evaluate", "rl", "evaluate"]
     assert again["changed"] == {} and first["time"].endswith("+00:00")
 
 
