@@ -43,11 +43,13 @@ def load_reward(name: str) -> RewardFunction:
     try:
         if module.startswith("."):  # importlib raises TypeError
             raise ImportError("a relative name has no package here")
+        if not function:
+            raise ImportError("no function is named")
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"expected verifier.reward as module:function on the Python path, got {name!r} "
-            f"({error}); correct it or set PYTHONPATH"
+            f"({error}); correct it, run in the folder of the module, or set PYTHONPATH"
         ) from error
     check_reward(found, f"verifier.reward {name!r}")
     return found
