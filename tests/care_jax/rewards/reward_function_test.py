@@ -36,7 +36,7 @@ def test_a_function_is_found_by_its_name(rewards):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("some_rewards:absent", "expected verifier.reward as module:function .* correct it, run in"),
+        ("some_rewards:absent", "expected verifier.reward as module:function .* correct it, run"),
         ("no_such_module:f", "expected verifier.reward as module:function .*No module named"),
         (":f", "expected verifier.reward as module:function .*Empty module name"),
         (".rewards:f", "expected verifier.reward as module:function .*relative name"),
