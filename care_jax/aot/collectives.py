@@ -29,11 +29,13 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+Prices = dict[Any, float]  # by kind, such as that of a collective
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _BETWEEN = "between slices"
@@ -78,19 +80,20 @@ def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Receive
     """
     num_chips = chips_of(hlo)
 
-    def price(computation: str, line: str) -> Counter[str]:
+    def price(computation: str, line: str) -> Prices:
         if found := collective_of(computation, line, num_chips):
             kind, size, groups = found
             share = _share_between(groups, chips_per_slice) if num_slices > 1 else 0
-            return Counter({kind: size, _BETWEEN: int(size * share)})
+            return {kind: size, _BETWEEN: int(size * share)}
         if (found := _INSTRUCTION.match(line)) and found[2] == "send":
-            return Counter({_BETWEEN: _bytes_to_slices(line, found[1], num_slices)})
-        return Counter()
+            return {_BETWEEN: _bytes_to_slices(line, found[1], num_slices)}
+        return {}
 
-    return Received(*walk(hlo, price))
+    sums = walk(hlo, price)
+    return Received(*(Counter({kind: int(n) for kind, n in each.items()}) for each in sums))
 
 
-def walk(hlo: str, price: Callable[[str, str], Counter]) -> tuple[Counter, Counter]:
+def walk(hlo: str, price: Callable[[str, str], Prices]) -> tuple[Prices, Prices]:
     """Sums of the prices of all instructions of a program: once, and per pass.
 
     As in `Received`, those per pass are of an iteration of the loops of unknown length. `price`
@@ -105,10 +108,10 @@ def walk(hlo: str, price: Callable[[str, str], Counter]) -> tuple[Counter, Count
         raise ValueError("the compiled program's text has no ENTRY computation")
 
     @functools.cache
-    def of(name: str) -> tuple[Counter, Counter]:
-        once, each_pass = Counter(), Counter()
+    def of(name: str) -> tuple[Prices, Prices]:
+        once, each_pass = {}, {}
         for line in lines_of.get(name, ()):
-            once.update(price(name, line))
+            add(once, price(name, line))
             found = _INSTRUCTION.match(line)
             if found is None or _REPEATED.search(line):
                 continue
@@ -116,20 +119,24 @@ def walk(hlo: str, price: Callable[[str, str], Counter]) -> tuple[Counter, Count
                 condition, body = _LOOP.findall(line)[0]
                 number = _num_passes(line, lines_of[condition])
                 for part in (of(condition), of(body)):
-                    if number is None:
-                        each_pass.update(part[0] + part[1])
-                        continue
-                    for total, prices in zip((once, each_pass), part, strict=True):
-                        total.update({kind: number * each for kind, each in prices.items()})
+                    # Nested loops of unknown length are assumed to run once.
+                    add(each_pass if number is None else once, part[0], number or 1)
+                    add(each_pass, part[1], number or 1)
             elif inner := called(line):
                 parts = [of(other) for other in inner]
                 # A conditional takes one branch.
                 part = max(parts, key=lambda both: sum(both[0].values()) + sum(both[1].values()))
-                once.update(part[0])
-                each_pass.update(part[1])
+                add(once, part[0])
+                add(each_pass, part[1])
         return once, each_pass
 
     return of(entry)
+
+
+def add(total: Prices, prices: Mapping[Any, float], times: float = 1) -> None:
+    """Adds `times` the prices to those in `total`."""
+    for kind, price in prices.items():
+        total[kind] = total.get(kind, 0) + times * price
 
 
 def chips_of(hlo: str) -> int:

@@ -5,8 +5,8 @@ instruction have none and are priced by `Rates`:
 
     gathers, scatters    bytes that they write, each read first
     Pallas kernels       by the caller, from the shapes of their results
-    collectives          synchronous: received bytes over the links, and a latency. Asynchronous: what
-                         the cycles between start and end do not cover
+    collectives          synchronous: received bytes over the links, and a latency;
+                         asynchronous: what the cycles between start and end do not cover
     prefetches           free; they run beside the fusions
 
 A conditional counts its dearest branch, a loop of unknown length one iteration (`each_pass`).
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable
 
 from care_jax.aot.collectives import called, chips_of, collective_of, computations, num_bytes, walk
@@ -50,8 +49,8 @@ class Rates:
 class Seconds:
     """Estimated seconds of one call of a program."""
 
-    once: Counter[Key]  # outside loops of unknown length
-    each_pass: Counter[Key]  # per iteration of such a loop
+    once: dict[Key, float]  # outside loops of unknown length
+    each_pass: dict[Key, float]  # per iteration of such a loop
 
 
 def seconds(hlo: str, rates: Rates, kernel: Callable[[str, str], float]) -> Seconds:
@@ -68,25 +67,25 @@ def seconds(hlo: str, rates: Rates, kernel: Callable[[str, str], float]) -> Seco
     parts, covers = _parts(hlo, lines_of), _covers(lines_of, rates.clock)
     num_chips = chips_of(hlo)
 
-    def price(computation: str, line: str) -> Counter[Key]:
+    def price(computation: str, line: str) -> dict[Key, float]:
         if (found := _NAME.match(line)) is None:
-            return Counter()
+            return {}
         name, shape, operation = found.groups()
         part = parts[computation, name]
         if collective := collective_of(computation, line, num_chips):
             alone = collective[1] / rates.link
             cover = covers.get(computation, covers.get(name))
             exposed = rates.latency + alone if cover is None else max(alone - cover, 0)
-            return Counter({(part, "network"): exposed})
+            return {(part, "network"): exposed}
         if computation in fused:
-            return Counter()
+            return {}
         if operation == "custom-call" and '"tpu_custom_call"' in line:
-            return Counter({(part, "kernels"): kernel(part, shape)})
+            return {(part, "kernels"): kernel(part, shape)}
         if cycles := _CYCLES.search(line):
-            return Counter({(part, "compute"): int(cycles[1]) / rates.clock})
+            return {(part, "compute"): int(cycles[1]) / rates.clock}
         if _MOVES.search(line):
-            return Counter({(part, "gathers"): 2 * num_bytes(shape) / rates.gather})
-        return Counter()
+            return {(part, "gathers"): 2 * num_bytes(shape) / rates.gather}
+        return {}
 
     return Seconds(*walk(hlo, price))
 

@@ -1,0 +1,395 @@
+"""Estimated seconds of an RL step on TPUs, beside the least: `python -m care_jax.aot --estimate`.
+
+Every program of the step is compiled with 2 and with 4 decoder layers; `cycles` reads their texts,
+and what a layer adds is extrapolated to all layers. The vision tower is a loop, so its text is that
+of all its layers. Programs have the shapes of the largest batch. A smaller batch of the expected
+step has less in proportion to its tokens, patches or slots:
+
+    by tokens    compute and gathers of the decoder, everything of the logits
+    by patches   compute and gathers of the tower
+    by slots     compute of a decode step, down to the time in which its weights are read
+    by blocks    attention kernels: the blocks that the drawn rows and responses see, on average
+    not at all   weights and gradients between chips
+
+Rows are packed as the processes of the mesh pack them, slots and calls are those of `schedule`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from care_jax.aot import compile, cycles, roofline, shapes, step_sizes, workload
+from care_jax.aot.collectives import add
+from care_jax.aot.compile import Program
+from care_jax.aot.cycles import KINDS, Key, Rates, Seconds
+from care_jax.aot.roofline import Work
+from care_jax.aot.step_sizes import StepSizes
+from care_jax.aot.topology import find_topology
+from care_jax.decoding.schedule import Call, Sizes
+from care_jax.devices import sharding
+from care_jax.devices.flops import Chip
+from care_jax.devices.sharding import make_mesh
+from care_jax.packing.plan import RowPlan
+from care_jax.rl.rollout import rollout_sizes
+from care_jax.run.run import Run, open_run
+from models.attention.cached import slots_per_block
+from models.attention.kernels import DKV, DQ, FORWARD
+from models.attention.packed import AttentionImpl, block_mask
+
+PARTS = ("updates", "scoring", "decoding", "reflection", "prefill", "resharding", "host")
+_DEPTHS = 2, 4  # decoder layers of the compiled programs
+# By hand. The clock is the one at which the compiler's cycles of a large matmul give the peak.
+_CLOCK = 1.503e9  # cycles per second of a v5e
+_LINK, _RING = 90e9, 180e9  # bytes per second that a v5e receives, without and with wraparound
+_LATENCY = 5e-6  # seconds of a synchronous collective of no bytes
+_GATHER_SHARE = 0.5  # of the bandwidth of HBM
+_DECODE_BLOCK = 0.5e-6  # seconds of a block of the KV cache in the decode kernel
+_HOST_CALL = 4e-3  # seconds between two calls of a decode program
+# Share of the peak of an attention kernel, from the bundles that the compiler schedules for a pair
+# of blocks of 896 query rows and 512 keys with head dim 128: 3040, 3000 and 3930 cycles.
+_KERNEL_SHARE = {FORWARD: 0.59, DQ: 0.90, DKV: 0.91}
+_LANES = 128  # a head dim is padded to a multiple
+_ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of an RL step by part, in the order of `PARTS`."""
+
+    least: Mapping[str, float]
+    seconds: Mapping[str, dict[str, float]]  # estimated, by kind; "host" is a kind of its own
+    rates: Rates
+
+    @property
+    def total(self) -> float:
+        return sum(sum(part.values()) for part in self.seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """Pairs of blocks that attention computes in a row, and their size in tokens."""
+
+    number: float
+    blocks: tuple[int, int]  # queries, keys
+
+
+def estimate(
+    config: ConfigDict, topology: str, mean_response: float | None, num_slices: int = 1
+) -> Estimate:
+    """The estimated and the least time of a step of "rl" with drawn lengths.
+
+    Args:
+        topology: such as "v5e:4x4".
+        mean_response: mean tokens of a response.
+
+    Raises:
+        ValueError: the topology is not of v5e, the only chip whose constants are known; the run has
+            no stage "rl"; the mean is missing; or a shallow program does not fit a chip.
+    """
+    kind, _, shape = topology.partition(":")
+    if kind != "v5e":
+        raise ValueError(
+            f"--estimate has constants for v5e alone, got --topology {topology!r}; leave it out "
+            "for the least time"
+        )
+    if "rl" not in config.stages:
+        raise ValueError(f'--estimate is of a step of "rl", got stages {tuple(config.stages)}')
+    if mean_response is None or mean_response <= 0:
+        raise ValueError(
+            f"--estimate is at a mean length: give --mean_response, in tokens, got {mean_response}"
+        )
+    chips = find_topology(topology, num_slices)
+    mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
+    run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
+    expected = step_sizes.expected_step(run, mean_response)
+    is_ring = set(re.findall(r"\d+", shape)) == {"16"}
+    link = _RING if is_ring else _LINK
+    rates = Rates(_CLOCK, link, _LATENCY, _GATHER_SHARE * chips.chip.hbm_bandwidth)
+    shallow = [_read(run, depth, chips.chip, expected, rates) for depth in _DEPTHS]
+    costs = {
+        name: _extrapolated(run, *(program[name] for program in shallow)) for name in shallow[0]
+    }
+    least: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    seconds: dict[str, dict[str, float]] = {part: {} for part in PARTS}
+    for name, (works, cost) in costs.items():
+        part = _part_of(name)
+        least[part] += sum(work.seconds(chips.chip, mesh.size) for work in works)
+        add(seconds[part], _of_step(run, name, cost, expected, chips.chip))
+    num_calls = sum(len(s.calls) for s in (expected.decoding, expected.reflecting))
+    seconds["host"]["host"] = num_calls * _HOST_CALL
+    return Estimate(least, seconds, rates)
+
+
+def _part_of(name: str) -> str:
+    """The part of the step that a program belongs to, from its name such as "rl update"."""
+    if name.endswith("prefill"):
+        return "prefill"
+    named = {"update": "updates", "score": "scoring", "decode": "decoding"}
+    named |= {"reflect": "reflection", "reshard": "resharding"}
+    return named[name.removeprefix("rl ")]
+
+
+def _read(
+    run: Run, depth: int, chip: Chip, expected: StepSizes, rates: Rates
+) -> dict[str, tuple[Program, Seconds]]:
+    """The programs of a model of `depth` decoder layers, and their estimated seconds."""
+    backbone = run.policy.config
+    text = dataclasses.replace(backbone.text, num_layers=depth)
+    backbone = dataclasses.replace(backbone, text=text)
+    run = dataclasses.replace(run, policy=dataclasses.replace(run.policy, config=backbone))
+    programs, _ = compile.rl_programs(run, chip, step_sizes.largest_step(run), expected)
+    if refused := [program.name for program in programs if program.is_refused]:
+        raise ValueError(
+            f"with {depth} of its layers the model does not fit: the compiler refuses "
+            f"{', '.join(refused)}; see --topology without --estimate"
+        )
+    kernels = _kernel_prices(run, expected, chip)
+    return {
+        program.name: (
+            dataclasses.replace(program, hlo=""),
+            cycles.seconds(program.hlo, rates, kernels[program.name]),
+        )
+        for program in programs
+    }
+
+
+def _extrapolated(
+    run: Run, shallow: tuple[Program, Seconds], deeper: tuple[Program, Seconds]
+) -> tuple[list[Work], Seconds]:
+    """The works of all calls of the expected step and the seconds, at all layers."""
+    low, high = _DEPTHS
+    share = (run.policy.config.text.num_layers - low) / (high - low)
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    def works(a: Work, b: Work) -> Work:
+        fields = {
+            name: line(getattr(a, name), getattr(b, name))
+            for name in ("flops", "hbm_bytes", "ici_bytes", "dcn_bytes")
+        }
+        return dataclasses.replace(a, **fields)
+
+    def sums(a: dict[Key, float], b: dict[Key, float]) -> dict[Key, float]:
+        return {key: max(line(a.get(key, 0.0), b.get(key, 0.0)), 0.0) for key in a | b}
+
+    (few, at_few), (more, at_more) = shallow, deeper
+    return (
+        [works(*pair) for pair in zip(few.expected, more.expected, strict=True)],
+        Seconds(sums(at_few.once, at_more.once), sums(at_few.each_pass, at_more.each_pass)),
+    )
+
+
+def _of_step(
+    run: Run, name: str, cost: Seconds, expected: StepSizes, chip: Chip
+) -> dict[str, float]:
+    """Estimated seconds of all calls of a program in the expected step, by kind."""
+    total: dict[str, float] = {}
+    if name in ("rl update", "rl score"):
+        num_scores = bool(run.objective.beta) + run.has_trainer_logp if name == "rl score" else 1
+        for plan, _ in expected.updates:
+            tokens = plan.row_tokens / run.config.rl.row_tokens
+            patches = plan.row_patches / run.config.rl.row_patches
+            for seconds, times in ((cost.once, 1), (cost.each_pass, plan.num_microbatches)):
+                add(total, _scaled(seconds, tokens, patches), num_scores * times)
+        return total
+    if name == "rl reshard":
+        return _scaled(cost.once, 1, 1)
+    is_second = name.startswith("rl reflect")
+    sizes = rollout_sizes(run)[is_second]
+    schedule = expected.reflecting if is_second else expected.decoding
+    if name.endswith("prefill"):
+        longest, most = shapes.largest_bucket(run)
+        for num_tokens, num_patches in schedule.prefills:
+            tokens = num_tokens / (longest + sizes.context_tokens)
+            add(total, _scaled(cost.once, tokens, num_patches / most if most else 1))
+        return total
+    layout = workload.layout(run, is_decoding=True)
+    impl = _impl(run, is_decoding=True)
+    once, each_step = (_scaled(seconds, 1, 1) for seconds in (cost.once, cost.each_pass))
+    for call in schedule.calls:
+        slots = call.num_slots / sizes.num_slots
+        step = dict(each_step)
+        step["compute"] = _decode_compute(run, cost.each_pass, slots, chip)
+        step["gathers"] *= slots
+        step["kernels"] *= _blocks_of_step(call, sizes, impl) / layout.batch_parts
+        add(total, once)
+        add(total, step, call.num_steps)
+    return total
+
+
+def _decode_compute(run: Run, step: dict[Key, float], slots: float, chip: Chip) -> float:
+    """Seconds of a decode step at this share of the compiled slots: compute or reading weights.
+
+    Weights are prefetched beside the matmuls, which the compiler's cycles do not show.
+    """
+    text, layout = run.policy.config.text, workload.layout(run, is_decoding=True)
+    unembedding = text.hidden_size * text.vocab_size
+    layers = roofline.decoder_weights(text) - unembedding
+    rate = chip.hbm_bandwidth * layout.product_parts / layout.itemsize  # weights per second
+    return sum(
+        max(slots * step.get((part, "compute"), 0.0), weights / rate)
+        for part, weights in (("decoder", layers), ("logits", unembedding))
+    )
+
+
+def _impl(run: Run, is_decoding: bool = False) -> AttentionImpl:
+    """The attention of a run, on one shard."""
+    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
+    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+    return dataclasses.replace(impl, mesh=None, batch_axes=(), head_axes=())
+
+
+def _scaled(seconds: dict[Key, float], tokens: float, patches: float) -> dict[str, float]:
+    """Seconds by kind of a batch with these shares of the compiled tokens and patches."""
+    total: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    for (part, kind), value in seconds.items():
+        is_shrunk = kind in ("compute", "gathers") or (part, kind) == ("logits", "network")
+        share = (patches if part == "tower" else tokens) if is_shrunk else 1
+        total[kind] += share * value
+    return total
+
+
+def _blocks_of_step(call: Call, sizes: Sizes, impl: AttentionImpl) -> float:
+    """Blocks of the KV caches that a decode step reads in a layer, of all chips together.
+
+    A prompt ends at a block boundary, so on average half a block is read in excess. The positions
+    of a row start and end anywhere, so it is one block. An idle row has one block too.
+    """
+    prefix, suffix = (
+        slots_per_block(size, impl) for size in (call.num_prompt_tokens, sizes.max_tokens)
+    )
+    blocks = call.prefix_tokens / prefix + call.suffix_tokens / suffix
+    return blocks / max(call.num_steps, 1) + call.num_slots * (0.5 + sizes.num_rows)
+
+
+def _kernel_prices(
+    run: Run, expected: StepSizes, chip: Chip
+) -> dict[str, Callable[[str, str], float]]:
+    """Of each program, the price of a Pallas kernel: (part of the model, results) -> seconds.
+
+    That of a decode step is for one block in both caches of a layer.
+    """
+    text = run.policy.config.text
+    group = text.num_heads // text.num_kv_heads
+
+    def of_pairs(
+        impl: AttentionImpl, num_rows: int, tokens: list[Spans], patches: list[Spans]
+    ) -> Callable[[str, str], float]:
+        """The price at the average pairs of these rows, of which a chip has `num_rows`."""
+        pairs = {"decoder": _pairs(tokens, group, impl), "tower": _pairs(patches, 1, impl)}
+
+        def price(part: str, results: str) -> float:
+            if (found := pairs.get(part)) is None:
+                return 0.0
+            first, *others = ([int(n) for n in each.split(",")] for each in _ARRAY.findall(results))
+            walk = DQ if not others else DKV if others == [first] else FORWARD
+            head_dim = math.ceil(first[-1] / _LANES) * _LANES
+            scores = math.prod(found.blocks) * (group if part == "decoder" else 1)
+            flops = 2 * walk.num_products * scores * head_dim * first[0] * num_rows * found.number
+            return flops / (_KERNEL_SHARE[walk] * chip.flops)
+
+        return price
+
+    planned = [(plan, row) for plan, _ in expected.updates for row in plan.rows if row]
+    update = of_pairs(
+        _impl(run),
+        run.config.rl.microbatch_size // workload.layout(run).batch_parts,
+        [_reach(*each) for each in planned],
+        [_images(*each) for each in planned],
+    )
+    prices = {"rl reshard": update, "rl score": update, "rl update": update}
+    schedules = expected.decoding, expected.reflecting
+    for name, sizes, schedule in zip(
+        ("rl decode", "rl reflect"), rollout_sizes(run), schedules, strict=True
+    ):
+        prices[f"{name} prefill"] = of_pairs(
+            _impl(run, is_decoding=True),
+            sizes.num_new // workload.layout(run, is_decoding=True).batch_parts,
+            [_whole(num_tokens, is_causal=True) for num_tokens, _ in schedule.prefills],
+            [_whole(num_patches) for _, num_patches in schedule.prefills],
+        )
+        prices[name] = lambda part, results: _DECODE_BLOCK / 2
+    return prices
+
+
+Spans = tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]  # first and last query of each key
+
+
+def _pairs(rows: list[Spans], group: int, impl: AttentionImpl) -> _Pairs | None:
+    """Pairs of blocks of a row, on average; None where attention has no kernel."""
+    rows = [row for row in rows if len(row[0])]
+    if not rows:
+        return None
+    masks = [block_mask(first[None], last[None], group, impl) for first, last in rows]
+    lists = [mask.by_query for mask in masks if mask.by_query is not None]
+    if len(lists) < len(masks) or masks[0].blocks is None:
+        return None
+    return _Pairs(float(np.mean([pairs.starts[-1] for pairs in lists])), masks[0].blocks)
+
+
+def _whole(size: int, is_causal: bool = False) -> Spans:
+    """A row that one prompt or image fills."""
+    tokens = np.arange(size)
+    return tokens if is_causal else np.zeros_like(tokens), np.full_like(tokens, size - 1)
+
+
+def _reach(plan: RowPlan, row) -> Spans:
+    """Of the tokens of a planned row of trees."""
+    last, start = np.arange(plan.row_tokens), 0
+    for part in row:
+        prompt = start
+        start += int(plan.sizes.prompt[part.tree])
+        for branch in part.branches:
+            stop = start + int(plan.sizes.branches[part.tree, branch])
+            last[start:stop], start = stop - 1, stop
+        last[prompt : prompt + int(plan.sizes.prompt[part.tree])] = start - 1
+    return np.arange(plan.row_tokens), last
+
+
+def _images(plan: RowPlan, row) -> Spans:
+    """Of the patches of a planned row, with one image per prompt."""
+    first, last = np.tile(np.arange(plan.row_patches), (2, 1))
+    start = 0
+    for part in row:
+        stop = start + int(plan.sizes.patches[part.tree])
+        first[start:stop], last[start:stop], start = start, stop - 1, stop
+    return first, last
+
+
+def rows(result: Estimate) -> list[list[str]]:
+    """A header and a row per part of the step, in seconds."""
+    kinds = [*KINDS, "host"]
+    table = [["part", "least", "estimated", *kinds]]
+    for part in PARTS:
+        seconds = result.seconds[part]
+        cells = [result.least[part], sum(seconds.values())]
+        cells += [seconds.get(kind, 0.0) for kind in kinds]
+        table.append([part, *(f"{cell:.2f}" for cell in cells)])
+    return table
+
+
+def assumptions(result: Estimate) -> list[str]:
+    """What the estimate is made of, for people."""
+    rates = result.rates
+    links = "with" if rates.link == _RING else "without"
+    shares = ", ".join(f"{share:.0%}" for share in _KERNEL_SHARE.values())
+    return [
+        "An estimate, not a measurement. Compute is the compiler's cycles of a program of "
+        f"{_DEPTHS[0]} and {_DEPTHS[1]} decoder layers, extrapolated, at {rates.clock / 1e9:g} "
+        "GHz. Priced by hand:",
+        f"  network: what compute does not cover, at {rates.link / 1e9:g} GB/s (v5e {links} "
+        f"wraparound links), and {rates.latency * 1e6:g} µs for a synchronous collective",
+        f"  kernels: {shares} of the peak (forward, gradient of queries, of keys and values); in "
+        f"decoding {_DECODE_BLOCK * 1e6:g} µs for a block of the KV cache",
+        f"  gathers: read and written at {rates.gather / 1e9:.0f} GB/s",
+        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program",
+    ]
