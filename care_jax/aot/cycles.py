@@ -23,10 +23,10 @@ from collections.abc import Callable
 from care_jax.aot.collectives import called, chips_of, collective_of, computations, num_bytes, walk
 
 Key = tuple[str, str]  # one of PARTS, one of KINDS
-KINDS = ("compute", "gathers", "kernels", "network")
+KINDS = ("compute", "gathers", "kernels", "network", "latency")
 PARTS = ("tower", "logits", "decoder")
 # The function in whose call an instruction was traced; the decoder has the others.
-_PART_OF = {"encode_images": "tower", "token_logprobs": "logits", "policy_logits": "logits"}
+PART_OF = {"encode_images": "tower", "token_logprobs": "logits", "policy_logits": "logits"}
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\(")
 _BEGIN = re.compile(r"%?async-collective-start([\w.-]*) = |%?([\w.-]+) = .+? [\w-]+-start\(")
@@ -75,8 +75,9 @@ def seconds(hlo: str, rates: Rates, kernel: Callable[[str, str], float]) -> Seco
         if collective := collective_of(computation, line, num_chips):
             alone = collective[1] / rates.link
             cover = covers.get(computation, covers.get(name))
-            exposed = rates.latency + alone if cover is None else max(alone - cover, 0)
-            return {(part, "network"): exposed}
+            if cover is not None:
+                return {(part, "network"): max(alone - cover, 0)}
+            return {(part, "network"): alone, (part, "latency"): rates.latency}
         if computation in fused:
             return {}
         if operation == "custom-call" and '"tpu_custom_call"' in line:
@@ -154,5 +155,5 @@ def _part_of_frame(hlo: str) -> dict[int, str]:
     for number, (location, parent) in sorted(frames.items()):
         function = functions[int(locations[int(location)][0])][0].split(".")[0]
         inherited = parts.get(int(parent or 0) - offset, PARTS[-1])
-        parts[number] = _PART_OF.get(function, inherited)
+        parts[number] = PART_OF.get(function, inherited)
     return parts

@@ -5,9 +5,10 @@ and what a layer adds is extrapolated to all layers. The vision tower is a loop,
 of all its layers. Programs have the shapes of the largest batch. A smaller batch of the expected
 step has less in proportion to its tokens, patches or slots:
 
-    by tokens    compute and gathers of the decoder, everything of the logits
+    by tokens    compute and gathers of the decoder and of the logits, whose chunks are fewer
     by patches   compute and gathers of the tower
     by slots     compute of a decode step, down to the time in which its weights are read
+    likewise     activations between chips, in prefill and decoding
     by blocks    attention kernels: the blocks that the drawn rows and responses see, on average
     not at all   weights and gradients between chips
 
@@ -45,6 +46,7 @@ from models.attention.kernels import DKV, DQ, FORWARD
 from models.attention.packed import AttentionImpl, block_mask
 
 PARTS = ("updates", "scoring", "decoding", "reflection", "prefill", "resharding", "host")
+_COMPUTED = "compute", "gathers"
 _DEPTHS = 2, 4  # decoder layers of the compiled programs
 # By hand. The clock is the one at which the compiler's cycles of a large matmul give the peak.
 _CLOCK = 1.503e9  # cycles per second of a v5e
@@ -91,14 +93,19 @@ def estimate(
         mean_response: mean tokens of a response.
 
     Raises:
-        ValueError: the topology is not of v5e, the only chip whose constants are known; the run has
-            no stage "rl"; the mean is missing; or a shallow program does not fit a chip.
+        ValueError: the topology is not one slice of v5e, the only chip whose constants are known;
+            the run has no stage "rl"; the mean is missing; or a shallow program does not fit.
     """
     kind, _, shape = topology.partition(":")
     if kind != "v5e":
         raise ValueError(
             f"--estimate has constants for v5e alone, got --topology {topology!r}; leave it out "
             "for the least time"
+        )
+    if num_slices > 1:
+        raise ValueError(
+            f"--estimate does not price the network between slices, got --slices {num_slices}; "
+            "estimate one slice"
         )
     if "rl" not in config.stages:
         raise ValueError(f'--estimate is of a step of "rl", got stages {tuple(config.stages)}')
@@ -197,7 +204,7 @@ def _of_step(
         num_scores = bool(run.objective.beta) + run.has_trainer_logp if name == "rl score" else 1
         for plan, _ in expected.updates:
             tokens = plan.row_tokens / run.config.rl.row_tokens
-            patches = plan.row_patches / run.config.rl.row_patches
+            patches = plan.row_patches / max(run.config.rl.row_patches, 1)
             for seconds, times in ((cost.once, 1), (cost.each_pass, plan.num_microbatches)):
                 add(total, _scaled(seconds, tokens, patches), num_scores * times)
         return total
@@ -210,7 +217,8 @@ def _of_step(
         longest, most = shapes.largest_bucket(run)
         for num_tokens, num_patches in schedule.prefills:
             tokens = num_tokens / (longest + sizes.context_tokens)
-            add(total, _scaled(cost.once, tokens, num_patches / most if most else 1))
+            patches = num_patches / max(most, 1)
+            add(total, _scaled(cost.once, tokens, patches, (*_COMPUTED, "network")))
         return total
     layout = workload.layout(run, is_decoding=True)
     impl = _impl(run, is_decoding=True)
@@ -220,6 +228,7 @@ def _of_step(
         step = dict(each_step)
         step["compute"] = _decode_compute(run, cost.each_pass, slots, chip)
         step["gathers"] *= slots
+        step["network"] *= slots
         step["kernels"] *= _blocks_of_step(call, sizes, impl) / layout.batch_parts
         add(total, once)
         add(total, step, call.num_steps)
@@ -248,13 +257,20 @@ def _impl(run: Run, is_decoding: bool = False) -> AttentionImpl:
     return dataclasses.replace(impl, mesh=None, batch_axes=(), head_axes=())
 
 
-def _scaled(seconds: dict[Key, float], tokens: float, patches: float) -> dict[str, float]:
-    """Seconds by kind of a batch with these shares of the compiled tokens and patches."""
+def _scaled(
+    seconds: dict[Key, float],
+    tokens: float,
+    patches: float,
+    shrunk: tuple[str, ...] = _COMPUTED,
+) -> dict[str, float]:
+    """Seconds by kind of a batch with these shares of the compiled tokens and patches.
+
+    The `shrunk` kinds have less of it; chunks of logits are fewer, with all that they need.
+    """
     total: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for (part, kind), value in seconds.items():
-        is_shrunk = kind in ("compute", "gathers") or (part, kind) == ("logits", "network")
-        share = (patches if part == "tower" else tokens) if is_shrunk else 1
-        total[kind] += share * value
+        share = patches if part == "tower" else tokens
+        total[kind] += value * (share if kind in shrunk or part == "logits" else 1)
     return total
 
 

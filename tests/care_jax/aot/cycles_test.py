@@ -2,7 +2,9 @@
 
 import pytest
 
-from care_jax.aot.cycles import Rates, seconds
+from care_jax.aot.cycles import PART_OF, Rates, seconds
+from care_jax.learning import logprobs
+from models import backbone
 
 RATES = Rates(clock=1000.0, link=100.0, latency=0.5, gather=10.0)
 GROUPS = "replica_groups=[1,2]<=[2]"
@@ -81,7 +83,10 @@ def test_a_conditional_counts_its_dearest_branch():
 def test_a_synchronous_collective_is_exposed():
     """64 floats gathered by two chips: 128 bytes from the other one."""
     entry = line("g", f"all-gather(%p), {GROUPS}, dimensions={{0}}", frame=4, shape="f32[64]{0}")
-    assert priced(program(entry))[0] == {("logits", "network"): pytest.approx(0.5 + 1.28)}
+    assert priced(program(entry))[0] == {
+        ("logits", "network"): pytest.approx(1.28),
+        ("logits", "latency"): 0.5,
+    }
 
 
 @pytest.mark.parametrize(("cycles", "exposed"), [(1000, 0.28), (1300, 0.0)])
@@ -121,6 +126,10 @@ def test_what_has_no_cycles_is_priced_by_hand():
     once, _ = priced(program("\n".join(lines), others), lambda *of: shapes.append(of) or 2.5)
     assert once == {("tower", "gathers"): pytest.approx(6.4), ("tower", "kernels"): 2.5}
     assert shapes == [("tower", "bf16[4,8]{1,0}")]
+
+
+def test_the_functions_that_tell_parts_apart_exist():
+    assert all(hasattr(backbone, name) or hasattr(logprobs, name) for name in PART_OF)
 
 
 def test_a_text_without_frames_is_refused():

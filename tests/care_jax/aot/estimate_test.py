@@ -144,6 +144,11 @@ def test_what_has_no_estimate_is_refused(topology, mean, stages, reason):
         estimate(settings, topology, mean)
 
 
+def test_slices_are_refused():
+    with pytest.raises(ValueError, match="between slices, got --slices 4"):
+        estimate(config(), "v5e:8x8", 12.0, num_slices=4)
+
+
 def test_a_refused_program_says_so(depths, monkeypatch):
     refused = [Program("rl update", Work(), is_refused=True)]
     monkeypatch.setattr(estimates.compile, "rl_programs", lambda *_: (refused, None))
@@ -169,9 +174,10 @@ for depths in ((2, 4), (5, 6)):
 def test_cycles_scale_with_layers():
     """Six layers from programs of two and four are those of a program of six."""
     own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    own |= {"JAX_OPTIMIZATION_LEVEL": "O0"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     from_shallow, direct = (np.array(line.split(), float) for line in done.stdout.splitlines()[-2:])
     assert (direct > 0).all() and math.isfinite(from_shallow.sum())
-    np.testing.assert_allclose(from_shallow, direct, rtol=0.15)
+    np.testing.assert_allclose(from_shallow, direct, rtol=0.05)
