@@ -75,14 +75,6 @@ class Estimate:
         return sum(sum(part.values()) for part in self.seconds.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pairs:
-    """Pairs of blocks that attention computes in a row, and their size in tokens."""
-
-    number: float
-    blocks: tuple[int, int]  # queries, keys
-
-
 def estimate(
     config: ConfigDict, topology: str, mean_response: float | None, num_slices: int = 1
 ) -> Estimate:
@@ -300,17 +292,17 @@ def _kernel_prices(
     def of_pairs(
         impl: AttentionImpl, num_rows: int, tokens: list[Spans], patches: list[Spans]
     ) -> Callable[[str, str], float]:
-        """The price at the average pairs of these rows, of which a chip has `num_rows`."""
-        pairs = {"decoder": _pairs(tokens, group, impl), "tower": _pairs(patches, 1, impl)}
+        """The price at the average scores of these rows, of which a chip has `num_rows`."""
+        scores = {
+            "decoder": group * _num_scores(tokens, group, impl),
+            "tower": _num_scores(patches, 1, impl),
+        }
 
         def price(part: str, results: str) -> float:
-            if (found := pairs.get(part)) is None:
-                return 0.0
             first, *others = ([int(n) for n in each.split(",")] for each in _ARRAY.findall(results))
             walk = DQ if not others else DKV if others == [first] else FORWARD
             head_dim = math.ceil(first[-1] / _LANES) * _LANES
-            scores = math.prod(found.blocks) * (group if part == "decoder" else 1)
-            flops = 2 * walk.num_products * scores * head_dim * first[0] * num_rows * found.number
+            flops = 2 * walk.num_products * scores.get(part, 0.0) * head_dim * first[0] * num_rows
             return flops / (_KERNEL_SHARE[walk] * chip.flops)
 
         return price
@@ -340,16 +332,14 @@ def _kernel_prices(
 Spans = tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]  # first and last query of each key
 
 
-def _pairs(rows: list[Spans], group: int, impl: AttentionImpl) -> _Pairs | None:
-    """Pairs of blocks of a row, on average; None where attention has no kernel."""
-    rows = [row for row in rows if len(row[0])]
-    if not rows:
-        return None
-    masks = [block_mask(first[None], last[None], group, impl) for first, last in rows]
-    lists = [mask.by_query for mask in masks if mask.by_query is not None]
-    if len(lists) < len(masks) or masks[0].blocks is None:
-        return None
-    return _Pairs(float(np.mean([pairs.starts[-1] for pairs in lists])), masks[0].blocks)
+def _num_scores(rows: list[Spans], group: int, impl: AttentionImpl) -> float:
+    """Scores of a query head in the blocks that a row's attention computes, on average."""
+    numbers = []
+    for first, last in rows:
+        mask = block_mask(first[None], last[None], group, impl) if len(first) else None
+        if mask is not None and mask.by_query is not None and mask.blocks is not None:
+            numbers.append(int(mask.by_query.starts[-1]) * math.prod(mask.blocks))
+    return float(np.mean(numbers)) if numbers else 0.0
 
 
 def _whole(size: int, is_causal: bool = False) -> Spans:

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -13,12 +14,14 @@ import pytest
 
 from care_jax.aot import estimate as estimates
 from care_jax.aot import step_sizes
+from care_jax.aot.__main__ import estimate_report
 from care_jax.aot.compile import Program
 from care_jax.aot.estimate import PARTS, assumptions, estimate, rows
 from care_jax.aot.roofline import Work
 from care_jax.aot.topology import Topology
 from care_jax.devices.flops import CHIPS
 from configs import tiny
+from models.attention.packed import block_mask
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 LIBTPU = pathlib.Path(sys.prefix, "libtpu")
@@ -44,6 +47,7 @@ StackFrames
 
 ENTRY %main (p: f32[8]) -> f32[8] {{
   %a = f32[8] copy(%p), backend_config={{"estimated_cycles":"{once:.0f}"}}
+  {kernel}
   %w = f32[8] while(%a), condition=%condition, body=%body
 }}
 """
@@ -58,16 +62,20 @@ def config():
 
 
 @pytest.fixture
-def depths(monkeypatch):
-    """Four devices that pass for v5e:2x2. A layer has 1 s in a call and 2 s in a pass of each
-    program, and work of 3 s; without layers there are 10 s in a call."""
-    chip, found = CHIPS["v5e"], []
+def shallow(monkeypatch):
+    """Programs of four devices that pass for v5e:2x2.
+
+    A layer has 1 s in a call and 2 s in a pass of each program, and work of 3 s; without layers
+    there are 10 s in a call. `kernel` is a line of each program.
+    """
+    chip, found = CHIPS["v5e"], types.SimpleNamespace(depths=[], kernel="")
     topology = Topology(chip, jax.devices()[:4])
 
     def programs(run, _, largest, expected):
         depth = run.policy.config.text.num_layers
-        found.append(depth)
-        text = TEXT.format(once=(10 + depth) * CLOCK, each_pass=2 * depth * CLOCK)
+        found.depths.append(depth)
+        cycles = {"once": (10 + depth) * CLOCK, "each_pass": 2 * depth * CLOCK}
+        text = TEXT.format(**cycles, kernel=found.kernel)
         work = Work(hbm_bytes=3 * depth * chip.hbm_bandwidth)
         return [Program(f"rl {name}", work, 1, (work,), hlo=text) for name in PROGRAMS], None
 
@@ -76,11 +84,26 @@ def depths(monkeypatch):
     return found
 
 
-def test_two_depths_give_all_layers(depths):
+@pytest.fixture
+def step(monkeypatch):
+    """The expected step of the next estimate, as a list."""
+    steps, draw = [], step_sizes.expected_step
+
+    def kept(*arguments):
+        steps.append(draw(*arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(step_sizes, "expected_step", kept)
+    return steps
+
+
+def test_two_depths_give_all_layers(shallow):
     settings = config()
     settings.model.backbone.text_config.num_hidden_layers = 7
     result = estimate(settings, "v5e:2x2", 12.0)
-    assert depths == [2, 4] and sum(result.seconds["resharding"].values()) == pytest.approx(17)
+    assert shallow.depths == [2, 4] and sum(result.seconds["resharding"].values()) == pytest.approx(
+        17
+    )
     assert result.least == dict.fromkeys(PARTS, 0) | {
         "updates": pytest.approx(21),
         "scoring": pytest.approx(21),
@@ -92,18 +115,17 @@ def test_two_depths_give_all_layers(depths):
     header, *table = rows(result)
     assert header[:3] == ["part", "least", "estimated"] and [row[0] for row in table] == [*PARTS]
     assert "not a measurement" in assumptions(result)[0]
+    estimated, least = 5 * 21 + 42, sum(result.least.values())
+    assert least == pytest.approx(estimated)
+    last = f"estimated {result.total:.1f} least {least:.1f}"
+    assert estimate_report(result).splitlines()[-1] == last
     assert any("90 GB/s (v5e without wraparound links)" in line for line in assumptions(result))
 
 
-def test_updates_run_the_microbatches_of_the_plan_at_the_length_of_its_rows(depths, monkeypatch):
-    steps = []
-    draw = step_sizes.expected_step
-    monkeypatch.setattr(
-        step_sizes, "expected_step", lambda *of: steps.append(draw(*of)) or steps[-1]
-    )
+def test_updates_run_the_microbatches_of_the_plan_at_the_length_of_its_rows(shallow, step):
     settings = config()
     result = estimate(settings, "v5e:2x2", 12.0)
-    plans = [plan for plan, _ in steps[0].updates]
+    plans = [plan for plan, _ in step[0].updates]
     layers = settings.model.backbone.text_config.num_hidden_layers
     seconds = sum(
         plan.row_tokens
@@ -114,7 +136,7 @@ def test_updates_run_the_microbatches_of_the_plan_at_the_length_of_its_rows(dept
     assert sum(result.seconds["updates"].values()) == pytest.approx(seconds)
     assert sum(result.seconds["scoring"].values()) == pytest.approx(seconds)
     # Every call of a decode program returns to the host, and its steps are passes.
-    calls = steps[0].decoding.calls
+    calls = step[0].decoding.calls
     assert calls[0].num_slots == settings.rl.decode_prompts
     shares = [call.num_slots / calls[0].num_slots for call in calls]
     decoding = sum(
@@ -122,11 +144,47 @@ def test_updates_run_the_microbatches_of_the_plan_at_the_length_of_its_rows(dept
         for share, call in zip(shares, calls, strict=True)
     )
     assert sum(result.seconds["decoding"].values()) == pytest.approx(decoding, rel=1e-3)
-    num_calls = len(calls) + len(steps[0].reflecting.calls)
+    num_calls = len(calls) + len(step[0].reflecting.calls)
     assert sum(result.seconds["host"].values()) == pytest.approx(4e-3 * num_calls)
     assert result.total == pytest.approx(
         sum(sum(part.values()) for part in result.seconds.values())
     )
+
+
+def num_scores(plan, row, group):
+    """Scores of the blocks where a query sees a key: an earlier one of its prompt or response."""
+    owner = np.full((plan.row_tokens, 2), -1)  # tree and branch; -1 for prompts
+    owner[:, 0] -= np.arange(plan.row_tokens)  # padding is alone
+    start = 0
+    for part in row:
+        lengths = [plan.sizes.prompt[part.tree], *plan.sizes.branches[part.tree, [*part.branches]]]
+        for branch, length in enumerate(lengths, -1):
+            owner[start : start + length] = part.tree, branch
+            start += length
+    (tree, branch), token = owner.T, np.arange(len(owner))
+    sees = (tree[:, None] == tree) & ((branch[:, None] == branch) | (branch == -1))
+    sees &= token[:, None] >= token
+    blocks = block_mask(None, token[None], group).blocks
+    queries, keys = (-(-len(owner) // size) for size in blocks)
+    padded = np.zeros((queries * blocks[0], keys * blocks[1]), bool)
+    padded[: len(owner), : len(owner)] = sees
+    return padded.reshape(queries, blocks[0], keys, blocks[1]).any((1, 3)).sum() * math.prod(blocks)
+
+
+def test_attention_is_priced_by_the_blocks_that_the_planned_rows_see(shallow, step):
+    """A forward of two kv heads, in each of two depths and so in all; head dim 24 takes 128."""
+    results = "(bf16[2,1024,24]{2,1,0}, f32[2,1,1024]{2,1,0})"
+    shallow.kernel = f'%k = {results} custom-call(%p), custom_call_target="tpu_custom_call"'
+    settings = config()
+    found = estimate(settings, "v5e:2x2", 12.0).seconds
+    text = settings.model.backbone.text_config
+    group = text.num_attention_heads // text.num_key_value_heads
+    rows = [(plan, row) for plan, _ in step[0].updates for row in plan.rows if row]
+    scores = np.mean([num_scores(*each, group) for each in rows])
+    flops = 2 * 2 * scores * group * 128 * 2
+    flops *= settings.rl.microbatch_size / 4  # rows of a chip
+    seconds = flops / (0.59 * CHIPS["v5e"].flops)
+    assert found["updates"]["kernels"] == pytest.approx(len(step[0].updates) * seconds)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +207,7 @@ def test_slices_are_refused():
         estimate(config(), "v5e:8x8", 12.0, num_slices=4)
 
 
-def test_a_refused_program_says_so(depths, monkeypatch):
+def test_a_refused_program_says_so(shallow, monkeypatch):
     refused = [Program("rl update", Work(), is_refused=True)]
     monkeypatch.setattr(estimates.compile, "rl_programs", lambda *_: (refused, None))
     with pytest.raises(ValueError, match="compiler refuses rl update"):
