@@ -165,6 +165,7 @@ def num_scores(plan, row, group):
     sees = (tree[:, None] == tree) & ((branch[:, None] == branch) | (branch == -1))
     sees &= token[:, None] >= token
     blocks = block_mask(None, token[None], group).blocks
+    assert blocks is not None  # the rows are too long for dense attention
     queries, keys = (-(-len(owner) // size) for size in blocks)
     padded = np.zeros((queries * blocks[0], keys * blocks[1]), bool)
     padded[: len(owner), : len(owner)] = sees
