@@ -18,32 +18,30 @@ Rows are packed as the processes of the mesh pack them, slots and calls are thos
 from __future__ import annotations
 
 import dataclasses
-import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import numpy as np
-from jaxtyping import Int
 from ml_collections import ConfigDict
 
 from care_jax.aot import compile, cycles, roofline, shapes, step_sizes, workload
 from care_jax.aot.collectives import add
 from care_jax.aot.compile import Program
 from care_jax.aot.cycles import KINDS, Key, Rates, Seconds
+from care_jax.aot.kernel_prices import (
+    DECODE_BLOCK,
+    KERNEL_SHARE,
+    blocks_of_step,
+    implementation,
+    kernel_prices,
+)
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology
-from care_jax.decoding.schedule import Call, Sizes
-from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
-from care_jax.packing.plan import RowPlan
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.run import Run, open_run
-from models.attention.cached import slots_per_block
-from models.attention.kernels import DKV, DQ, FORWARD
-from models.attention.packed import AttentionImpl, block_mask
 
 PARTS = ("updates", "scoring", "decoding", "reflection", "prefill", "resharding", "host")
 _COMPUTED = "compute", "gathers"
@@ -53,13 +51,7 @@ _CLOCK = 1.503e9  # cycles per second of a v5e
 _LINK, _RING = 90e9, 180e9  # bytes per second that a v5e receives, without and with wraparound
 _LATENCY = 5e-6  # seconds of a synchronous collective of no bytes
 _GATHER_SHARE = 0.5  # of the bandwidth of HBM
-_DECODE_BLOCK = 0.5e-6  # seconds of a block of the KV cache in the decode kernel
 _HOST_CALL = 4e-3  # seconds between two calls of a decode program
-# Share of the peak of an attention kernel, from the bundles that the compiler schedules for a pair
-# of blocks of 896 query rows and 512 keys with head dim 128: 3040, 3000 and 3930 cycles.
-_KERNEL_SHARE = {FORWARD: 0.59, DQ: 0.90, DKV: 0.91}
-_LANES = 128  # a head dim is padded to a multiple
-_ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +142,7 @@ def _read(
             f"with {depth} of its layers the model does not fit: the compiler refuses "
             f"{', '.join(refused)}; see --topology without --estimate"
         )
-    kernels = _kernel_prices(run, expected, chip)
+    kernels = kernel_prices(run, expected, chip)
     return {
         program.name: (
             dataclasses.replace(program, hlo=""),
@@ -213,7 +205,7 @@ def _of_step(
             add(total, _scaled(cost.once, tokens, patches, (*_COMPUTED, "network")))
         return total
     layout = workload.layout(run, is_decoding=True)
-    impl = _impl(run, is_decoding=True)
+    impl = implementation(run, is_decoding=True)
     once, each_step = (_scaled(seconds, 1, 1) for seconds in (cost.once, cost.each_pass))
     for call in schedule.calls:
         slots = call.num_slots / sizes.num_slots
@@ -221,7 +213,7 @@ def _of_step(
         step["compute"] = _decode_compute(run, cost.each_pass, slots, chip)
         step["gathers"] *= slots
         step["network"] *= slots
-        step["kernels"] *= _blocks_of_step(call, sizes, impl) / layout.batch_parts
+        step["kernels"] *= blocks_of_step(call, sizes, impl) / layout.batch_parts
         add(total, once)
         add(total, step, call.num_steps)
     return total
@@ -242,13 +234,6 @@ def _decode_compute(run: Run, step: dict[Key, float], slots: float, chip: Chip) 
     )
 
 
-def _impl(run: Run, is_decoding: bool = False) -> AttentionImpl:
-    """The attention of a run, on one shard."""
-    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
-    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
-    return dataclasses.replace(impl, mesh=None, batch_axes=(), head_axes=())
-
-
 def _scaled(
     seconds: dict[Key, float],
     tokens: float,
@@ -264,111 +249,6 @@ def _scaled(
         share = patches if part == "tower" else tokens
         total[kind] += value * (share if kind in shrunk or part == "logits" else 1)
     return total
-
-
-def _blocks_of_step(call: Call, sizes: Sizes, impl: AttentionImpl) -> float:
-    """Blocks of the KV caches that a decode step reads in a layer, of all chips together.
-
-    A prompt ends at a block boundary, so on average half a block is read in excess. The positions
-    of a row start and end anywhere, so it is one block. An idle row has one block too.
-    """
-    prefix, suffix = (
-        slots_per_block(size, impl) for size in (call.num_prompt_tokens, sizes.max_tokens)
-    )
-    blocks = call.prefix_tokens / prefix + call.suffix_tokens / suffix
-    return blocks / max(call.num_steps, 1) + call.num_slots * (0.5 + sizes.num_rows)
-
-
-def _kernel_prices(
-    run: Run, expected: StepSizes, chip: Chip
-) -> dict[str, Callable[[str, str], float]]:
-    """Of each program, the price of a Pallas kernel: (part of the model, results) -> seconds.
-
-    That of a decode step is for one block in both caches of a layer.
-    """
-    text = run.policy.config.text
-    group = text.num_heads // text.num_kv_heads
-
-    def of_pairs(
-        impl: AttentionImpl, num_rows: int, tokens: list[Spans], patches: list[Spans]
-    ) -> Callable[[str, str], float]:
-        """The price at the average scores of these rows, of which a chip has `num_rows`."""
-        scores = {
-            "decoder": group * _num_scores(tokens, group, impl),
-            "tower": _num_scores(patches, 1, impl),
-        }
-
-        def price(part: str, results: str) -> float:
-            first, *others = ([int(n) for n in each.split(",")] for each in _ARRAY.findall(results))
-            walk = DQ if not others else DKV if others == [first] else FORWARD
-            head_dim = math.ceil(first[-1] / _LANES) * _LANES
-            flops = 2 * walk.num_products * scores.get(part, 0.0) * head_dim * first[0] * num_rows
-            return flops / (_KERNEL_SHARE[walk] * chip.flops)
-
-        return price
-
-    planned = [(plan, row) for plan, _ in expected.updates for row in plan.rows if row]
-    update = of_pairs(
-        _impl(run),
-        run.config.rl.microbatch_size // workload.layout(run).batch_parts,
-        [_reach(*each) for each in planned],
-        [_images(*each) for each in planned],
-    )
-    prices = {"rl reshard": update, "rl score": update, "rl update": update}
-    schedules = expected.decoding, expected.reflecting
-    for name, sizes, schedule in zip(
-        ("rl decode", "rl reflect"), rollout_sizes(run), schedules, strict=True
-    ):
-        prices[f"{name} prefill"] = of_pairs(
-            _impl(run, is_decoding=True),
-            sizes.num_new // workload.layout(run, is_decoding=True).batch_parts,
-            [_whole(num_tokens, is_causal=True) for num_tokens, _ in schedule.prefills],
-            [_whole(num_patches) for _, num_patches in schedule.prefills],
-        )
-        prices[name] = lambda part, results: _DECODE_BLOCK / 2
-    return prices
-
-
-Spans = tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]  # first and last query of each key
-
-
-def _num_scores(rows: list[Spans], group: int, impl: AttentionImpl) -> float:
-    """Scores of a query head in the blocks that a row's attention computes, on average."""
-    numbers = []
-    for first, last in rows:
-        mask = block_mask(first[None], last[None], group, impl) if len(first) else None
-        if mask is not None and mask.by_query is not None and mask.blocks is not None:
-            numbers.append(int(mask.by_query.starts[-1]) * math.prod(mask.blocks))
-    return float(np.mean(numbers)) if numbers else 0.0
-
-
-def _whole(size: int, is_causal: bool = False) -> Spans:
-    """A row that one prompt or image fills."""
-    tokens = np.arange(size)
-    return tokens if is_causal else np.zeros_like(tokens), np.full_like(tokens, size - 1)
-
-
-def _reach(plan: RowPlan, row) -> Spans:
-    """Of the tokens of a planned row of trees."""
-    last, start = np.arange(plan.row_tokens), 0
-    for part in row:
-        prompt = start
-        start += int(plan.sizes.prompt[part.tree])
-        for branch in part.branches:
-            stop = start + int(plan.sizes.branches[part.tree, branch])
-            last[start:stop], start = stop - 1, stop
-        last[prompt : prompt + int(plan.sizes.prompt[part.tree])] = start - 1
-    return np.arange(plan.row_tokens), last
-
-
-def _images(plan: RowPlan, row) -> Spans:
-    """Of the patches of a planned row, with one image per prompt."""
-    first, last = np.tile(np.arange(plan.row_patches), (2, 1))
-    start = 0
-    for part in row:
-        stop = start + int(plan.sizes.patches[part.tree])
-        first[start:stop], last[start:stop], start = start, stop - 1, stop
-    return first, last
 
 
 def rows(result: Estimate) -> list[list[str]]:
@@ -387,7 +267,7 @@ def assumptions(result: Estimate) -> list[str]:
     """What the estimate is made of, for people."""
     rates = result.rates
     links = "with" if rates.link == _RING else "without"
-    shares = ", ".join(f"{share:.0%}" for share in _KERNEL_SHARE.values())
+    shares = ", ".join(f"{share:.0%}" for share in KERNEL_SHARE.values())
     return [
         "An estimate, not a measurement. Compute is the compiler's cycles of a program of "
         f"{_DEPTHS[0]} and {_DEPTHS[1]} decoder layers, extrapolated, at {rates.clock / 1e9:g} "
@@ -395,7 +275,7 @@ def assumptions(result: Estimate) -> list[str]:
         f"  network: what compute does not cover, at {rates.link / 1e9:g} GB/s (v5e {links} "
         f"wraparound links), and {rates.latency * 1e6:g} µs for a synchronous collective",
         f"  kernels: {shares} of the peak (forward, gradient of queries, of keys and values); in "
-        f"decoding {_DECODE_BLOCK * 1e6:g} µs for a block of the KV cache",
+        f"decoding {DECODE_BLOCK * 1e6:g} µs for a block of the KV cache",
         f"  gathers: read and written at {rates.gather / 1e9:.0f} GB/s",
         f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program",
     ]
