@@ -20,6 +20,11 @@ the bytes per step that cross between them. Prompts and responses of the worst s
 length. With --mean_response, a step with drawn lengths is added, see `step_sizes` and `lengths`.
 With --price, the list price of a chip hour, the last line has the least cost of all "rl" steps.
 
+    python -m care_jax.aot --config=... --topology=v5e:8x8 --mean_response=600 --estimate
+
+prints instead the estimated seconds of a step of "rl" by part beside the least, from the cycles
+that the TPU compiler gives; see `estimate`. The last line is "estimated <seconds> least <seconds>".
+
 Needs a compiler: `pip install 'care_jax[tpu]'` or `'care_jax[cuda]'`. Exits with status 1 if the
 run does not fit, 2 if flags, configuration or topology are invalid.
 """
@@ -38,6 +43,7 @@ from ml_collections import config_flags
 
 from care_jax.aot.collectives import COLLECTIVES
 from care_jax.aot.compile import Fit, Program, fit
+from care_jax.aot.estimate import Estimate, assumptions, estimate, rows
 from care_jax.aot.topology import GPUS
 from care_jax.config import command_line
 from care_jax.devices.flops import GIB
@@ -72,6 +78,13 @@ def report(result: Fit) -> str:
         unit = "GB received by one chip, in the largest call of a program and in all of a step"
         lines += [f"{unit}:", "", *_table([names, *received]), ""]
     return "\n".join([*lines, *_conclusions(result)])
+
+
+def estimate_report(result: Estimate) -> str:
+    """The parts of a step, what they are priced with, and the sums."""
+    lines = [*_table(rows(result)), "", *assumptions(result)]
+    total, least = result.total, sum(result.least.values())
+    return "\n".join([*lines, f"estimated {total:.1f} least {least:.1f}"])
 
 
 def _is_gpu(result: Fit) -> bool:
@@ -174,6 +187,7 @@ def run_main() -> None:
     )
     slices = flags.DEFINE_integer("slices", 1, "Slices of TPUs, each of that topology.")
     mean = flags.DEFINE_float("mean_response", None, "Tokens of a response on average.")
+    is_estimated = flags.DEFINE_bool("estimate", False, "Estimate a step of 'rl' (v5e alone).")
     price = flags.DEFINE_float("price", None, "List price of a chip for an hour.", lower_bound=0)
     flags.mark_flag_as_required("config")
     logging.set_verbosity(logging.INFO)
@@ -188,8 +202,12 @@ def run_main() -> None:
 
     def main(_: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")  # do not initialise this machine's accelerators
+        settings = config.value, topology.value, mean.value, slices.value
         try:
-            result = fit(config.value, topology.value, mean.value, slices.value)
+            if is_estimated.value:
+                print(estimate_report(estimate(*settings)))
+                return
+            result = fit(*settings)
         except ValueError as error:
             _leave(error)
         print(report(result))

@@ -29,11 +29,13 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+Prices = dict[Any, float]  # by kind, such as that of a collective
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _BETWEEN = "between slices"
@@ -76,63 +78,102 @@ def received(hlo: str, num_slices: int = 1, chips_per_slice: int = 1) -> Receive
     Raises:
         ValueError: the text has no entry computation, or groups that cannot be parsed.
     """
-    computations, entry = _computations(hlo)
+    num_chips = chips_of(hlo)
+
+    def price(computation: str, line: str) -> Prices:
+        if found := collective_of(computation, line, num_chips):
+            kind, size, groups = found
+            share = _share_between(groups, chips_per_slice) if num_slices > 1 else 0
+            return {kind: size, _BETWEEN: int(size * share)}
+        if (found := _INSTRUCTION.match(line)) and found[2] == "send":
+            return {_BETWEEN: _bytes_to_slices(line, found[1], num_slices)}
+        return {}
+
+    sums = walk(hlo, price)
+    return Received(*(Counter({kind: int(n) for kind, n in each.items()}) for each in sums))
+
+
+def walk(hlo: str, price: Callable[[str, str], Prices]) -> tuple[Prices, Prices]:
+    """Sums of the prices of all instructions of a program: once, and per pass.
+
+    As in `Received`, those per pass are of an iteration of the loops of unknown length. `price`
+    takes the name of a computation and the line of one of its instructions, without what that
+    calls; its prices have one unit, because a conditional counts its dearest branch.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    lines_of, entry = computations(hlo)
     if entry is None:
         raise ValueError("the compiled program's text has no ENTRY computation")
-    num_chips = math.prod(map(int, re.findall(r"num_partitions=(\d+)", hlo)[:1])) or 1
 
     @functools.cache
-    def of(name: str) -> Received:
-        once, each_pass = Counter(), Counter()
-        for line in computations.get(name, ()):
+    def of(name: str) -> tuple[Prices, Prices]:
+        once, each_pass = {}, {}
+        for line in lines_of.get(name, ()):
+            add(once, price(name, line))
             found = _INSTRUCTION.match(line)
             if found is None or _REPEATED.search(line):
                 continue
-            shape, operation, is_start = found.groups()
-            if operation in COLLECTIVES:
-                is_fused = operation == "all-reduce" and "all-reduce-scatter" in name
-                groups = _groups(line, num_chips)
-                size = _bytes_received(shape, operation, bool(is_start), groups.shape[1])
-                # The chip keeps one slice, so there is no all-gather half of the all-reduce.
-                size = size // 2 if is_fused else size
-                once["reduce-scatter" if is_fused else operation] += size
-                if num_slices > 1:
-                    once[_BETWEEN] += int(size * _share_between(groups, chips_per_slice))
-            elif operation == "send":
-                once[_BETWEEN] += _bytes_to_slices(line, shape, num_slices)
-            elif operation == "while":
+            if found[2] == "while":
                 condition, body = _LOOP.findall(line)[0]
-                number = _num_passes(line, computations[condition])
+                number = _num_passes(line, lines_of[condition])
                 for part in (of(condition), of(body)):
-                    if number is None:
-                        each_pass.update(part.once + part.each_pass)
-                        continue
-                    for total, sizes in ((once, part.once), (each_pass, part.each_pass)):
-                        total.update({kind: number * size for kind, size in sizes.items()})
-            elif inner := _called(line):
+                    # Nested loops of unknown length are assumed to run once.
+                    add(each_pass if number is None else once, part[0], number or 1)
+                    add(each_pass, part[1], number or 1)
+            elif inner := called(line):
                 parts = [of(other) for other in inner]
-                part = max(parts, key=lambda x: x.total(1))  # a conditional takes one branch
-                once.update(part.once)
-                each_pass.update(part.each_pass)
-        return Received(once, each_pass)
+                # A conditional takes one branch.
+                part = max(parts, key=lambda both: sum(both[0].values()) + sum(both[1].values()))
+                add(once, part[0])
+                add(each_pass, part[1])
+        return once, each_pass
 
     return of(entry)
 
 
-def _computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
+def add(total: Prices, prices: Mapping[Any, float], times: float = 1) -> None:
+    """Adds `times` the prices to those in `total`."""
+    for kind, price in prices.items():
+        total[kind] = total.get(kind, 0) + times * price
+
+
+def chips_of(hlo: str) -> int:
+    """Number of chips that a program runs on."""
+    return math.prod(map(int, re.findall(r"num_partitions=(\d+)", hlo)[:1])) or 1
+
+
+def collective_of(
+    computation: str, line: str, num_chips: int
+) -> tuple[str, int, Int[np.ndarray, "n g"]] | None:
+    """Kind, received bytes and groups of a collective; None for any other instruction."""
+    found = _INSTRUCTION.match(line)
+    if found is None or found[2] not in COLLECTIVES:
+        return None
+    shape, operation, is_start = found.groups()
+    groups = _groups(line, num_chips)
+    size = _bytes_received(shape, operation, bool(is_start), groups.shape[1])
+    if operation == "all-reduce" and "all-reduce-scatter" in computation:
+        # The chip keeps one slice, so there is no all-gather half of the all-reduce.
+        return "reduce-scatter", size // 2, groups
+    return operation, size, groups
+
+
+def computations(hlo: str) -> tuple[dict[str, list[str]], str | None]:
     """The lines of each computation by name, and the name of the entry computation."""
-    computations: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     entry, lines = None, []
     for line in hlo.splitlines():
         if header := _HEADER.match(line):
-            lines = computations.setdefault(header[2], [])
+            lines = lines_of.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
         elif line.startswith("  "):
             lines.append(line)
-    return computations, entry
+    return lines_of, entry
 
 
-def _called(line: str) -> Sequence[str]:
+def called(line: str) -> Sequence[str]:
     """Names of the computations that an instruction calls."""
     branches = _BRANCHES.search(line)
     return re.findall(r"[\w.-]+", branches[1]) if branches else _CALLED.findall(line)
@@ -165,7 +206,7 @@ def _bytes_received(shape: str, operation: str, is_start: bool, group: int) -> i
         shape = _elements(shape)[1]
     factors = {"reduce-scatter": group - 1, "all-reduce": 2 * (group - 1) / group}
     factors["collective-permute"] = 1
-    return int(_num_bytes(shape) * factors.get(operation, (group - 1) / group))
+    return int(num_bytes(shape) * factors.get(operation, (group - 1) / group))
 
 
 def _share_between(groups: Int[np.ndarray, "n g"], chips_per_slice: int) -> float:
@@ -181,7 +222,7 @@ def _bytes_to_slices(line: str, shape: str, num_slices: int) -> int:
     share = (num_slices - 1) / num_slices
     factors = {"ALL_REDUCE": 2 * share, "ALL_GATHER": num_slices - 1}
     factors |= {"REDUCE_SCATTER": share, "ALL_TO_ALL": share}
-    return int(_num_bytes(_elements(shape)[0]) * factors.get(transfer[1], 1))
+    return int(num_bytes(_elements(shape)[0]) * factors.get(transfer[1], 1))
 
 
 def _elements(shape: str) -> list[str]:
@@ -196,7 +237,7 @@ def _elements(shape: str) -> list[str]:
     return parts
 
 
-def _num_bytes(shape: str) -> int:
+def num_bytes(shape: str) -> int:
     """Bytes of an array shape, or of all arrays in a tuple shape."""
     total = 0
     for dtype, sizes in _ARRAY.findall(shape):

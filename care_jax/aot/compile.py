@@ -69,6 +69,7 @@ class Program:
     outputs: int = 0
     temporaries: int = 0
     received: Received | None = None  # bytes from other chips; None if it was refused
+    hlo: str = dataclasses.field(default="", repr=False)  # as compiled
     is_refused: bool = False  # the program alone is too large for the chip
     seconds: float = 0.0  # compile time
 
@@ -146,8 +147,8 @@ def fit(
     if "sft" in config.stages:
         programs.append(_sft_program(run, mean_response))
     if largest is not None:
-        rollout, decode_prompts = _rollout_programs(run, chips.chip, largest, expected)
-        programs += rollout + _update_programs(run, largest, expected)
+        of_rl, decode_prompts = rl_programs(run, chips.chip, largest, expected)
+        programs += of_rl
     if is_evaluated(config):
         programs += _evaluation_programs(run)
     if not programs:
@@ -178,6 +179,14 @@ def _sft_program(run: Run, mean_response: float | None) -> Program:
     program = Program("sft step", work, 1, expected, beside=shapes.num_bytes(batch))
     step = sft.compile_step(run, adamw, sharding.of(state))
     return _compile(program, step, (state, batch))[0]
+
+
+def rl_programs(
+    run: Run, chip: Chip, largest: StepSizes, expected: StepSizes | None
+) -> tuple[list[Program], int | None]:
+    """The programs of a step of "rl", and the maximum prompts in flight that should fit."""
+    rollout, decode_prompts = _rollout_programs(run, chip, largest, expected)
+    return rollout + _update_programs(run, largest, expected), decode_prompts
 
 
 def _rollout_programs(
@@ -333,7 +342,8 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
     memory = compiled.memory_analysis()
     results = sharding.abstract(lowered.out_info, compiled.output_shardings)
     num_slices = len(set(map(slice_of, devices)))
-    received = collectives.received(compiled.as_text(), num_slices, len(devices) // num_slices)
+    hlo = compiled.as_text()
+    received = collectives.received(hlo, num_slices, len(devices) // num_slices)
     work, *expected = (
         dataclasses.replace(
             each,
@@ -350,6 +360,7 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes + memory.generated_code_size_in_bytes,
         received=received,
+        hlo=hlo,
         seconds=seconds,
     )
     return program, results

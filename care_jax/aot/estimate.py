@@ -1,0 +1,281 @@
+"""Estimated seconds of an RL step on TPUs, beside the least: `python -m care_jax.aot --estimate`.
+
+Every program of the step is compiled with 2 and with 4 decoder layers; `cycles` reads their texts,
+and what a layer adds is extrapolated to all layers. The vision tower is a loop, so its text is that
+of all its layers. Programs have the shapes of the largest batch. A smaller batch of the expected
+step has less in proportion to its tokens, patches or slots:
+
+    by tokens    compute and gathers of the decoder and of the logits, whose chunks are fewer
+    by patches   compute and gathers of the tower
+    by slots     compute of a decode step, down to the time in which its weights are read
+    likewise     activations between chips, in prefill and decoding
+    by blocks    attention kernels: the blocks that the drawn rows and responses see, on average
+    not at all   weights and gradients between chips
+
+Rows are packed as the processes of the mesh pack them, slots and calls are those of `schedule`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from care_jax.aot import compile, cycles, roofline, shapes, step_sizes, workload
+from care_jax.aot.collectives import add
+from care_jax.aot.compile import Program
+from care_jax.aot.cycles import KINDS, Key, Rates, Seconds
+from care_jax.aot.kernel_prices import (
+    DECODE_BLOCK,
+    KERNEL_SHARE,
+    blocks_of_step,
+    implementation,
+    kernel_prices,
+)
+from care_jax.aot.roofline import Work
+from care_jax.aot.step_sizes import StepSizes
+from care_jax.aot.topology import find_topology
+from care_jax.devices.flops import Chip
+from care_jax.devices.sharding import make_mesh
+from care_jax.rl.rollout import rollout_sizes
+from care_jax.run.run import Run, open_run
+
+PARTS = ("updates", "scoring", "decoding", "reflection", "prefill", "resharding", "host")
+_COMPUTED = "compute", "gathers"
+_DEPTHS = 2, 4  # decoder layers of the compiled programs
+# By hand. The clock is the one at which the compiler's cycles of a large matmul give the peak.
+_CLOCK = 1.503e9  # cycles per second of a v5e
+_LINK, _RING = 90e9, 180e9  # bytes per second that a v5e receives, without and with wraparound
+_LATENCY = 5e-6  # seconds of a synchronous collective of no bytes
+_GATHER_SHARE = 0.5  # of the bandwidth of HBM
+_HOST_CALL = 4e-3  # seconds between two calls of a decode program
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds of an RL step by part, in the order of `PARTS`."""
+
+    least: Mapping[str, float]
+    seconds: Mapping[str, dict[str, float]]  # estimated, by kind; "host" is a kind of its own
+    rates: Rates
+
+    @property
+    def total(self) -> float:
+        return sum(sum(part.values()) for part in self.seconds.values())
+
+
+def estimate(
+    config: ConfigDict, topology: str, mean_response: float | None, num_slices: int = 1
+) -> Estimate:
+    """The estimated and the least time of a step of "rl" with drawn lengths.
+
+    Args:
+        topology: such as "v5e:4x4".
+        mean_response: mean tokens of a response.
+
+    Raises:
+        ValueError: the topology is not one slice of v5e, the only chip whose constants are known;
+            the run has no stage "rl"; the mean is missing; or a shallow program does not fit.
+    """
+    kind, _, shape = topology.partition(":")
+    if kind != "v5e":
+        raise ValueError(
+            f"--estimate has constants for v5e alone, got --topology {topology!r}; leave it out "
+            "for the least time"
+        )
+    if num_slices > 1:
+        raise ValueError(
+            f"--estimate does not price the network between slices, got --slices {num_slices}; "
+            "estimate one slice"
+        )
+    if "rl" not in config.stages:
+        raise ValueError(f'--estimate is of a step of "rl", got stages {tuple(config.stages)}')
+    if mean_response is None or mean_response <= 0:
+        raise ValueError(
+            f"--estimate is at a mean length: give --mean_response, in tokens, got {mean_response}"
+        )
+    chips = find_topology(topology, num_slices)
+    mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
+    run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
+    expected = step_sizes.expected_step(run, mean_response)
+    is_ring = set(re.findall(r"\d+", shape)) == {"16"}
+    link = _RING if is_ring else _LINK
+    rates = Rates(_CLOCK, link, _LATENCY, _GATHER_SHARE * chips.chip.hbm_bandwidth)
+    shallow = [_read(run, depth, chips.chip, expected, rates) for depth in _DEPTHS]
+    costs = {
+        name: _extrapolated(run, *(program[name] for program in shallow)) for name in shallow[0]
+    }
+    least: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    seconds: dict[str, dict[str, float]] = {part: {} for part in PARTS}
+    for name, (works, cost) in costs.items():
+        part = _part_of(name)
+        least[part] += sum(work.seconds(chips.chip, mesh.size) for work in works)
+        add(seconds[part], _of_step(run, name, cost, expected, chips.chip))
+    num_calls = sum(len(s.calls) for s in (expected.decoding, expected.reflecting))
+    seconds["host"]["host"] = num_calls * _HOST_CALL
+    return Estimate(least, seconds, rates)
+
+
+def _part_of(name: str) -> str:
+    """The part of the step that a program belongs to, from its name such as "rl update"."""
+    if name.endswith("prefill"):
+        return "prefill"
+    named = {"update": "updates", "score": "scoring", "decode": "decoding"}
+    named |= {"reflect": "reflection", "reshard": "resharding"}
+    return named[name.removeprefix("rl ")]
+
+
+def _read(
+    run: Run, depth: int, chip: Chip, expected: StepSizes, rates: Rates
+) -> dict[str, tuple[Program, Seconds]]:
+    """The programs of a model of `depth` decoder layers, and their estimated seconds."""
+    backbone = run.policy.config
+    text = dataclasses.replace(backbone.text, num_layers=depth)
+    backbone = dataclasses.replace(backbone, text=text)
+    run = dataclasses.replace(run, policy=dataclasses.replace(run.policy, config=backbone))
+    programs, _ = compile.rl_programs(run, chip, step_sizes.largest_step(run), expected)
+    if refused := [program.name for program in programs if program.is_refused]:
+        raise ValueError(
+            f"with {depth} of its layers the model does not fit: the compiler refuses "
+            f"{', '.join(refused)}; see --topology without --estimate"
+        )
+    kernels = kernel_prices(run, expected, chip)
+    return {
+        program.name: (
+            dataclasses.replace(program, hlo=""),
+            cycles.seconds(program.hlo, rates, kernels[program.name]),
+        )
+        for program in programs
+    }
+
+
+def _extrapolated(
+    run: Run, shallow: tuple[Program, Seconds], deeper: tuple[Program, Seconds]
+) -> tuple[list[Work], Seconds]:
+    """The works of all calls of the expected step and the seconds, at all layers."""
+    low, high = _DEPTHS
+    share = (run.policy.config.text.num_layers - low) / (high - low)
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    def works(a: Work, b: Work) -> Work:
+        fields = {
+            name: line(getattr(a, name), getattr(b, name))
+            for name in ("flops", "hbm_bytes", "ici_bytes", "dcn_bytes")
+        }
+        return dataclasses.replace(a, **fields)
+
+    def sums(a: dict[Key, float], b: dict[Key, float]) -> dict[Key, float]:
+        return {key: max(line(a.get(key, 0.0), b.get(key, 0.0)), 0.0) for key in a | b}
+
+    (few, at_few), (more, at_more) = shallow, deeper
+    return (
+        [works(*pair) for pair in zip(few.expected, more.expected, strict=True)],
+        Seconds(sums(at_few.once, at_more.once), sums(at_few.each_pass, at_more.each_pass)),
+    )
+
+
+def _of_step(
+    run: Run, name: str, cost: Seconds, expected: StepSizes, chip: Chip
+) -> dict[str, float]:
+    """Estimated seconds of all calls of a program in the expected step, by kind."""
+    total: dict[str, float] = {}
+    if name in ("rl update", "rl score"):
+        num_scores = bool(run.objective.beta) + run.has_trainer_logp if name == "rl score" else 1
+        for plan, _ in expected.updates:
+            tokens = plan.row_tokens / run.config.rl.row_tokens
+            patches = plan.row_patches / max(run.config.rl.row_patches, 1)
+            for seconds, times in ((cost.once, 1), (cost.each_pass, plan.num_microbatches)):
+                add(total, _scaled(seconds, tokens, patches), num_scores * times)
+        return total
+    if name == "rl reshard":
+        return _scaled(cost.once, 1, 1)
+    is_second = name.startswith("rl reflect")
+    sizes = rollout_sizes(run)[is_second]
+    schedule = expected.reflecting if is_second else expected.decoding
+    if name.endswith("prefill"):
+        longest, most = shapes.largest_bucket(run)
+        for num_tokens, num_patches in schedule.prefills:
+            tokens = num_tokens / (longest + sizes.context_tokens)
+            patches = num_patches / max(most, 1)
+            add(total, _scaled(cost.once, tokens, patches, (*_COMPUTED, "network")))
+        return total
+    layout = workload.layout(run, is_decoding=True)
+    impl = implementation(run, is_decoding=True)
+    once, each_step = (_scaled(seconds, 1, 1) for seconds in (cost.once, cost.each_pass))
+    for call in schedule.calls:
+        slots = call.num_slots / sizes.num_slots
+        step = dict(each_step)
+        step["compute"] = _decode_compute(run, cost.each_pass, slots, chip)
+        step["gathers"] *= slots
+        step["network"] *= slots
+        step["kernels"] *= blocks_of_step(call, sizes, impl) / layout.batch_parts
+        add(total, once)
+        add(total, step, call.num_steps)
+    return total
+
+
+def _decode_compute(run: Run, step: dict[Key, float], slots: float, chip: Chip) -> float:
+    """Seconds of a decode step at this share of the compiled slots: compute or reading weights.
+
+    Weights are prefetched beside the matmuls, which the compiler's cycles do not show.
+    """
+    text, layout = run.policy.config.text, workload.layout(run, is_decoding=True)
+    unembedding = text.hidden_size * text.vocab_size
+    layers = roofline.decoder_weights(text) - unembedding
+    rate = chip.hbm_bandwidth * layout.product_parts / layout.itemsize  # weights per second
+    return sum(
+        max(slots * step.get((part, "compute"), 0.0), weights / rate)
+        for part, weights in (("decoder", layers), ("logits", unembedding))
+    )
+
+
+def _scaled(
+    seconds: dict[Key, float],
+    tokens: float,
+    patches: float,
+    shrunk: tuple[str, ...] = _COMPUTED,
+) -> dict[str, float]:
+    """Seconds by kind of a batch with these shares of the compiled tokens and patches.
+
+    The `shrunk` kinds have less of it; chunks of logits are fewer, with all that they need.
+    """
+    total: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    for (part, kind), value in seconds.items():
+        share = patches if part == "tower" else tokens
+        total[kind] += value * (share if kind in shrunk or part == "logits" else 1)
+    return total
+
+
+def rows(result: Estimate) -> list[list[str]]:
+    """A header and a row per part of the step, in seconds."""
+    kinds = [*KINDS, "host"]
+    table = [["part", "least", "estimated", *kinds]]
+    for part in PARTS:
+        seconds = result.seconds[part]
+        cells = [result.least[part], sum(seconds.values())]
+        cells += [seconds.get(kind, 0.0) for kind in kinds]
+        table.append([part, *(f"{cell:.2f}" for cell in cells)])
+    return table
+
+
+def assumptions(result: Estimate) -> list[str]:
+    """What the estimate is made of, for people."""
+    rates = result.rates
+    links = "with" if rates.link == _RING else "without"
+    shares = ", ".join(f"{share:.0%}" for share in KERNEL_SHARE.values())
+    return [
+        "An estimate, not a measurement. Compute is the compiler's cycles of a program of "
+        f"{_DEPTHS[0]} and {_DEPTHS[1]} decoder layers, extrapolated, at {rates.clock / 1e9:g} "
+        "GHz. Priced by hand:",
+        f"  network: what compute does not cover, at {rates.link / 1e9:g} GB/s (v5e {links} "
+        f"wraparound links), and {rates.latency * 1e6:g} µs for a synchronous collective",
+        f"  kernels: {shares} of the peak (forward, gradient of queries, of keys and values); in "
+        f"decoding {DECODE_BLOCK * 1e6:g} µs for a block of the KV cache",
+        f"  gathers: read and written at {rates.gather / 1e9:.0f} GB/s",
+        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program",
+    ]

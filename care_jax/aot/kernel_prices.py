@@ -1,0 +1,145 @@
+"""Seconds of the Pallas attention kernels of a run, which have no cycles in a compiled TPU program.
+
+Training and prefill compute the blocks that a row sees, as `packed.block_mask` lists them, at a
+share of the peak. In decoding a block of the KV cache takes a time of its own, whatever its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Int
+
+from care_jax.aot import workload
+from care_jax.aot.step_sizes import StepSizes
+from care_jax.decoding.schedule import Call, Sizes
+from care_jax.devices import sharding
+from care_jax.devices.flops import Chip
+from care_jax.packing.plan import RowPlan
+from care_jax.packing.trees import Part
+from care_jax.rl.rollout import rollout_sizes
+from care_jax.run.run import Run
+from models.attention.cached import slots_per_block
+from models.attention.kernels import DKV, DQ, FORWARD
+from models.attention.packed import AttentionImpl, block_mask
+
+Spans = tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]  # first and last query of each key
+DECODE_BLOCK = 0.5e-6  # seconds of a block of the KV cache in the decode kernel
+# Share of the peak of an attention kernel, from the bundles that the compiler schedules for a pair
+# of blocks of 896 query rows and 512 keys with head dim 128: 3040, 3000 and 3930 cycles.
+KERNEL_SHARE = {FORWARD: 0.59, DQ: 0.90, DKV: 0.91}
+_LANES = 128  # a head dim is padded to a multiple
+_ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")
+
+
+def kernel_prices(
+    run: Run, expected: StepSizes, chip: Chip
+) -> dict[str, Callable[[str, str], float]]:
+    """Of each program, the price of a Pallas kernel: (part of the model, results) -> seconds.
+
+    That of a decode step is for one block in both caches of a layer.
+    """
+    text = run.policy.config.text
+    group = text.num_heads // text.num_kv_heads
+
+    def of_pairs(
+        impl: AttentionImpl, num_rows: int, tokens: list[Spans], patches: list[Spans]
+    ) -> Callable[[str, str], float]:
+        """The price at the average scores of these rows, of which a chip has `num_rows`."""
+        scores = {
+            "decoder": group * _num_scores(tokens, group, impl),
+            "tower": _num_scores(patches, 1, impl),
+        }
+
+        def price(part: str, results: str) -> float:
+            first, *others = ([int(n) for n in each.split(",")] for each in _ARRAY.findall(results))
+            walk = DQ if not others else DKV if others == [first] else FORWARD
+            head_dim = math.ceil(first[-1] / _LANES) * _LANES
+            flops = 2 * walk.num_products * scores.get(part, 0.0) * head_dim * first[0] * num_rows
+            return flops / (KERNEL_SHARE[walk] * chip.flops)
+
+        return price
+
+    planned = [(plan, row) for plan, _ in expected.updates for row in plan.rows if row]
+    update = of_pairs(
+        implementation(run),
+        run.config.rl.microbatch_size // workload.layout(run).batch_parts,
+        [_reach(*each) for each in planned],
+        [_images(*each) for each in planned],
+    )
+    prices = {"rl reshard": update, "rl score": update, "rl update": update}
+    schedules = expected.decoding, expected.reflecting
+    for name, sizes, schedule in zip(
+        ("rl decode", "rl reflect"), rollout_sizes(run), schedules, strict=True
+    ):
+        prices[f"{name} prefill"] = of_pairs(
+            implementation(run, is_decoding=True),
+            sizes.num_new // workload.layout(run, is_decoding=True).batch_parts,
+            [_whole(num_tokens, is_causal=True) for num_tokens, _ in schedule.prefills],
+            [_whole(num_patches) for _, num_patches in schedule.prefills],
+        )
+        prices[name] = lambda part, results: DECODE_BLOCK / 2
+    return prices
+
+
+def _num_scores(rows: list[Spans], group: int, impl: AttentionImpl) -> float:
+    """Scores of a query head in the blocks that a row's attention computes, on average."""
+    numbers = []
+    for first, last in rows:
+        mask = block_mask(first[None], last[None], group, impl) if len(first) else None
+        if mask is not None and mask.by_query is not None and mask.blocks is not None:
+            numbers.append(int(mask.by_query.starts[-1]) * math.prod(mask.blocks))
+    return float(np.mean(numbers)) if numbers else 0.0
+
+
+def _whole(size: int, is_causal: bool = False) -> Spans:
+    """A row that one prompt or image fills."""
+    tokens = np.arange(size)
+    return tokens if is_causal else np.zeros_like(tokens), np.full_like(tokens, size - 1)
+
+
+def _reach(plan: RowPlan, row: tuple[Part, ...]) -> Spans:
+    """Of the tokens of a planned row of trees."""
+    last, start = np.arange(plan.row_tokens), 0
+    for part in row:
+        prompt = start
+        start += int(plan.sizes.prompt[part.tree])
+        for branch in part.branches:
+            stop = start + int(plan.sizes.branches[part.tree, branch])
+            last[start:stop], start = stop - 1, stop
+        last[prompt : prompt + int(plan.sizes.prompt[part.tree])] = start - 1
+    return np.arange(plan.row_tokens), last
+
+
+def _images(plan: RowPlan, row: tuple[Part, ...]) -> Spans:
+    """Of the patches of a planned row, with one image per prompt."""
+    first, last = np.tile(np.arange(plan.row_patches), (2, 1))
+    start = 0
+    for part in row:
+        stop = start + int(plan.sizes.patches[part.tree])
+        first[start:stop], last[start:stop], start = start, stop - 1, stop
+    return first, last
+
+
+def implementation(run: Run, is_decoding: bool = False) -> AttentionImpl:
+    """The attention of a run, on one shard."""
+    rules = run.config.decode_sharding_rules if is_decoding else run.config.sharding_rules
+    impl = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+    return dataclasses.replace(impl, mesh=None, batch_axes=(), head_axes=())
+
+
+def blocks_of_step(call: Call, sizes: Sizes, impl: AttentionImpl) -> float:
+    """Blocks of the KV caches that a decode step reads in a layer, of all chips together.
+
+    A prompt ends at a block boundary, so on average half a block is read in excess. The positions
+    of a row start and end anywhere, so it is one block. An idle row has one block too.
+    """
+    prefix, suffix = (
+        slots_per_block(size, impl) for size in (call.num_prompt_tokens, sizes.max_tokens)
+    )
+    blocks = call.prefix_tokens / prefix + call.suffix_tokens / suffix
+    return blocks / max(call.num_steps, 1) + call.num_slots * (0.5 + sizes.num_rows)

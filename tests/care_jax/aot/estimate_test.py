@@ -1,0 +1,242 @@
+"""The estimated step adds up what the texts of shallow programs say, at the sizes of the step."""
+
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax.aot import estimate as estimates
+from care_jax.aot import step_sizes
+from care_jax.aot.__main__ import estimate_report
+from care_jax.aot.compile import Program
+from care_jax.aot.estimate import PARTS, assumptions, estimate, rows
+from care_jax.aot.roofline import Work
+from care_jax.aot.topology import Topology
+from care_jax.devices.flops import CHIPS
+from configs import tiny
+from models.attention.packed import block_mask
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+LIBTPU = pathlib.Path(sys.prefix, "libtpu")
+CLOCK = 1.503e9
+TEXT = """HloModule jit_f, num_partitions=4
+
+FunctionNames
+1 "main"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=1}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+
+%body (x: f32[8]) -> f32[8] {{
+  %b = f32[8] copy(%x), backend_config={{"estimated_cycles":"{each_pass:.0f}"}}
+}}
+
+%condition (x: f32[8]) -> pred[] {{
+  ROOT %c = pred[] compare(%x, %n), direction=LT
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %a = f32[8] copy(%p), backend_config={{"estimated_cycles":"{once:.0f}"}}
+  {kernel}
+  %w = f32[8] while(%a), condition=%condition, body=%body
+}}
+"""
+PROGRAMS = ["reshard", "decode prefill", "decode", "reflect prefill", "reflect", "score", "update"]
+
+
+def config():
+    settings = tiny.get_config()
+    settings.care.beta, settings.rl.row_tokens = 0.1, 512
+    settings.data.buckets, settings.stages = ((128, 64),), ("rl",)
+    return settings
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """Programs of four devices that pass for v5e:2x2.
+
+    A layer has 1 s in a call and 2 s in a pass of each program, and work of 3 s; without layers
+    there are 10 s in a call. `kernel` is a line of each program.
+    """
+    chip, found = CHIPS["v5e"], types.SimpleNamespace(depths=[], kernel="")
+    topology = Topology(chip, jax.devices()[:4])
+
+    def programs(run, _, largest, expected):
+        depth = run.policy.config.text.num_layers
+        found.depths.append(depth)
+        cycles = {"once": (10 + depth) * CLOCK, "each_pass": 2 * depth * CLOCK}
+        text = TEXT.format(**cycles, kernel=found.kernel)
+        work = Work(hbm_bytes=3 * depth * chip.hbm_bandwidth)
+        return [Program(f"rl {name}", work, 1, (work,), hlo=text) for name in PROGRAMS], None
+
+    monkeypatch.setattr(estimates, "find_topology", lambda name, num_slices: topology)
+    monkeypatch.setattr(estimates.compile, "rl_programs", programs)
+    return found
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """The expected step of the next estimate, as a list."""
+    steps, draw = [], step_sizes.expected_step
+
+    def kept(*arguments):
+        steps.append(draw(*arguments))
+        return steps[-1]
+
+    monkeypatch.setattr(step_sizes, "expected_step", kept)
+    return steps
+
+
+def test_two_depths_give_all_layers(shallow):
+    settings = config()
+    settings.model.backbone.text_config.num_hidden_layers = 7
+    result = estimate(settings, "v5e:2x2", 12.0)
+    assert shallow.depths == [2, 4] and sum(result.seconds["resharding"].values()) == pytest.approx(
+        17
+    )
+    assert result.least == dict.fromkeys(PARTS, 0) | {
+        "updates": pytest.approx(21),
+        "scoring": pytest.approx(21),
+        "decoding": pytest.approx(21),
+        "reflection": pytest.approx(21),
+        "prefill": pytest.approx(42),
+        "resharding": pytest.approx(21),
+    }
+    header, *table = rows(result)
+    assert header[:3] == ["part", "least", "estimated"] and [row[0] for row in table] == [*PARTS]
+    assert "not a measurement" in assumptions(result)[0]
+    estimated, least = 5 * 21 + 42, sum(result.least.values())
+    assert least == pytest.approx(estimated)
+    last = f"estimated {result.total:.1f} least {least:.1f}"
+    assert estimate_report(result).splitlines()[-1] == last
+    assert any("90 GB/s (v5e without wraparound links)" in line for line in assumptions(result))
+
+
+def test_updates_run_the_microbatches_of_the_plan_at_the_length_of_its_rows(shallow, step):
+    settings = config()
+    result = estimate(settings, "v5e:2x2", 12.0)
+    plans = [plan for plan, _ in step[0].updates]
+    layers = settings.model.backbone.text_config.num_hidden_layers
+    seconds = sum(
+        plan.row_tokens
+        / settings.rl.row_tokens
+        * (10 + layers + 2 * layers * plan.num_microbatches)
+        for plan in plans
+    )
+    assert sum(result.seconds["updates"].values()) == pytest.approx(seconds)
+    assert sum(result.seconds["scoring"].values()) == pytest.approx(seconds)
+    # Every call of a decode program returns to the host, and its steps are passes.
+    calls = step[0].decoding.calls
+    assert calls[0].num_slots == settings.rl.decode_prompts
+    shares = [call.num_slots / calls[0].num_slots for call in calls]
+    decoding = sum(
+        10 + layers + share * 2 * layers * call.num_steps
+        for share, call in zip(shares, calls, strict=True)
+    )
+    assert sum(result.seconds["decoding"].values()) == pytest.approx(decoding, rel=1e-3)
+    num_calls = len(calls) + len(step[0].reflecting.calls)
+    assert sum(result.seconds["host"].values()) == pytest.approx(4e-3 * num_calls)
+    assert result.total == pytest.approx(
+        sum(sum(part.values()) for part in result.seconds.values())
+    )
+
+
+def num_scores(plan, row, group):
+    """Scores of the blocks where a query sees a key: an earlier one of its prompt or response."""
+    owner = np.full((plan.row_tokens, 2), -1)  # tree and branch; -1 for prompts
+    owner[:, 0] -= np.arange(plan.row_tokens)  # padding is alone
+    start = 0
+    for part in row:
+        lengths = [plan.sizes.prompt[part.tree], *plan.sizes.branches[part.tree, [*part.branches]]]
+        for branch, length in enumerate(lengths, -1):
+            owner[start : start + length] = part.tree, branch
+            start += length
+    (tree, branch), token = owner.T, np.arange(len(owner))
+    sees = (tree[:, None] == tree) & ((branch[:, None] == branch) | (branch == -1))
+    sees &= token[:, None] >= token
+    blocks = block_mask(None, token[None], group).blocks
+    assert blocks is not None  # the rows are too long for dense attention
+    queries, keys = (-(-len(owner) // size) for size in blocks)
+    padded = np.zeros((queries * blocks[0], keys * blocks[1]), bool)
+    padded[: len(owner), : len(owner)] = sees
+    return padded.reshape(queries, blocks[0], keys, blocks[1]).any((1, 3)).sum() * math.prod(blocks)
+
+
+def test_attention_is_priced_by_the_blocks_that_the_planned_rows_see(shallow, step):
+    """A forward of two kv heads, in each of two depths and so in all; head dim 24 takes 128."""
+    results = "(bf16[2,1024,24]{2,1,0}, f32[2,1,1024]{2,1,0})"
+    shallow.kernel = f'%k = {results} custom-call(%p), custom_call_target="tpu_custom_call"'
+    settings = config()
+    found = estimate(settings, "v5e:2x2", 12.0).seconds
+    text = settings.model.backbone.text_config
+    group = text.num_attention_heads // text.num_key_value_heads
+    rows = [(plan, row) for plan, _ in step[0].updates for row in plan.rows if row]
+    scores = np.mean([num_scores(*each, group) for each in rows])
+    flops = 2 * 2 * scores * group * 128 * 2
+    flops *= settings.rl.microbatch_size / 4  # rows of a chip
+    seconds = flops / (0.59 * CHIPS["v5e"].flops)
+    assert found["updates"]["kernels"] == pytest.approx(len(step[0].updates) * seconds)
+
+
+@pytest.mark.parametrize(
+    ("topology", "mean", "stages", "reason"),
+    [
+        ("h100:8", 12.0, ("rl",), "constants for v5e alone, got --topology 'h100:8'"),
+        ("v5e:2x2", None, ("rl",), "give --mean_response, in tokens, got None"),
+        ("v5e:2x2", 12.0, ("sft",), 'of a step of "rl", got stages'),
+    ],
+)
+def test_what_has_no_estimate_is_refused(topology, mean, stages, reason):
+    settings = config()
+    settings.stages = stages
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        estimate(settings, topology, mean)
+
+
+def test_slices_are_refused():
+    with pytest.raises(ValueError, match="between slices, got --slices 4"):
+        estimate(config(), "v5e:8x8", 12.0, num_slices=4)
+
+
+def test_a_refused_program_says_so(shallow, monkeypatch):
+    refused = [Program("rl update", Work(), is_refused=True)]
+    monkeypatch.setattr(estimates.compile, "rl_programs", lambda *_: (refused, None))
+    with pytest.raises(ValueError, match="compiler refuses rl update"):
+        estimate(config(), "v5e:2x2", 12.0)
+
+
+SCRIPT = """
+from care_jax.aot import estimate
+from configs import tiny
+settings = tiny.get_config()
+settings.data.buckets, settings.rl.row_tokens, settings.stages = ((128, 64),), 512, ("rl",)
+settings.model.backbone.text_config.num_hidden_layers = 6
+for depths in ((2, 4), (5, 6)):
+    estimate._DEPTHS = depths
+    seconds = estimate.estimate(settings, "v5e:1x1", 12.0).seconds
+    print(*(seconds[part]["compute"] for part in ("updates", "prefill", "decoding")))
+"""
+
+
+@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
+@pytest.mark.exhaustive
+def test_cycles_scale_with_layers():
+    """Six layers from programs of two and four are those of a program of six."""
+    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    own |= {"JAX_OPTIMIZATION_LEVEL": "O0"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    from_shallow, direct = (np.array(line.split(), float) for line in done.stdout.splitlines()[-2:])
+    assert (direct > 0).all() and math.isfinite(from_shallow.sum())
+    np.testing.assert_allclose(from_shallow, direct, rtol=0.05)
