@@ -19,7 +19,7 @@ from care_jax.data.stages import SECTIONS
 from care_jax.report.metrics import read_records
 from care_jax.run.run import Run, params_of
 
-# What a jitted function is for; the others compile in less than two seconds at every size.
+# What the jitted functions are for that contain the model, and so take long to compile.
 PROGRAMS = {
     "sft_step": "the cold start's update",
     "score": "log-probabilities",
@@ -59,7 +59,7 @@ def banner(run: Run, sources: Mapping[str, Sequence[Example]], given: Collection
         "model": f"{policy.config.family}, {_count(num_params)} parameters, {weights}",
         "devices": f"{run.mesh.size} x {device.device_kind}" + (f" ({axes})" if axes else ""),
         **rows,
-        "stages": ", ".join(map(_stage, [config] * len(config.stages), config.stages)),
+        "stages": ", ".join(_stage(config, stage) for stage in config.stages),
         "workdir": f"{run.workdir.resolve()}",
     }
     if "rl" in config.stages:
@@ -102,8 +102,8 @@ def _learned(path: Any, config: ConfigDict) -> Iterator[str]:
         if accuracies:
             what = "held-out questions" if name == "acc" else "benchmarks, their mean"
             steps = " -> ".join(f"{acc:.1%} after {after}" for after, acc in accuracies.items())
-            first, *_, last = (*accuracies.values(), *accuracies.values())
-            gain = f" ({100 * (last - first):+.1f} points)" if len(accuracies) > 1 else ""
+            values = [*accuracies.values()]
+            gain = f" ({100 * (values[-1] - values[0]):+.1f} points)" if len(values) > 1 else ""
             yield f"{how_decoded(config)} accuracy, {what}: {steps}{gain}"
     sampled = [record["acc"] for record in records if record["stage"] == "rl" and "acc" in record]
     if len(sampled) >= 2 * _FEW:
