@@ -1,12 +1,12 @@
-"""Estimated seconds of a compiled TPU program, read from its text.
+"""Estimated seconds of a compiled program, read from its text.
 
-The compiler writes estimated cycles at every fusion and copy that it schedules. Four kinds of
-instruction have none and are priced by `Rates`:
+A TPU's compiler writes estimated cycles at every fusion and copy that it schedules; `gpu_kernels`
+prices those of a GPU. Four kinds of instruction are priced by hand:
 
-    gathers, scatters    bytes that they write, each read first
+    gathers, scatters    of a TPU: bytes that they write, each read first
     Pallas kernels       by the caller, from the shapes of their results
     collectives          synchronous: received bytes over the links, and a latency;
-                         asynchronous: what the cycles between start and end do not cover
+                         asynchronous: what the compute between start and end does not cover
     prefetches           free; they run beside the fusions
 
 A conditional counts its dearest branch, a loop of unknown length one iteration (`each_pass`).
@@ -23,6 +23,8 @@ from collections.abc import Callable
 from care_jax.aot.collectives import called, chips_of, collective_of, computations, num_bytes, walk
 
 Key = tuple[str, str]  # one of PARTS, one of KINDS
+# (computation, line of an instruction) -> seconds by kind: of the chip's own kernels.
+PriceKernel = Callable[[str, str], dict[str, float]]
 KINDS = ("compute", "gathers", "kernels", "network", "latency")
 PARTS = ("tower", "logits", "decoder")
 # The function in whose call an instruction was traced; the decoder has the others.
@@ -32,6 +34,7 @@ _NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.+?) ([\w-]+)\(")
 _BEGIN = re.compile(r"%?async-collective-start([\w.-]*) = |%?([\w.-]+) = .+? [\w-]+-start\(")
 _END = re.compile(r"%?async-collective-done([\w.-]*) = | [\w-]+-done\(%?([\w.-]+)\)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+_PALLAS = re.compile(r'"(?:tpu_custom_call|__gpu\$xla.gpu.triton)"')
 _MOVES = re.compile(r"(?:gather|scatter)[\w.-]* = .* fusion\(")
 
 
@@ -39,10 +42,10 @@ _MOVES = re.compile(r"(?:gather|scatter)[\w.-]* = .* fusion\(")
 class Rates:
     """What the compiler's text leaves to be priced."""
 
-    clock: float  # cycles per second
     link: float  # bytes per second that a chip receives in a collective
     latency: float  # seconds of a synchronous collective of no bytes
-    gather: float  # bytes per second read and written by gathers and scatters
+    clock: float = 0.0  # cycles per second of a TPU
+    gather: float = 0.0  # bytes per second read and written by gathers and scatters of a TPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +56,27 @@ class Seconds:
     each_pass: dict[Key, float]  # per iteration of such a loop
 
 
-def seconds(hlo: str, rates: Rates, kernel: Callable[[str, str], float]) -> Seconds:
-    """Estimated seconds of a program compiled for TPUs; `hlo` is its `compiled.as_text()`.
+def cycles_of(rates: Rates) -> PriceKernel:
+    """Prices the instructions of a program compiled for TPUs by the compiler's cycles."""
 
-    `kernel` prices a Pallas kernel from its part and the shape of its results as text.
+    def price(_: str, line: str) -> dict[str, float]:
+        if cycles := _CYCLES.search(line):
+            return {"compute": int(cycles[1]) / rates.clock}
+        if _MOVES.search(line):
+            shape = _NAME.match(line)[2]
+            return {"gathers": 2 * num_bytes(shape) / rates.gather}
+        return {}
+
+    return price
+
+
+def seconds(
+    hlo: str, rates: Rates, pallas: Callable[[str, str], float], kernels: PriceKernel
+) -> Seconds:
+    """Estimated seconds of a program; `hlo` is its `compiled.as_text()`.
+
+    `pallas` prices a Pallas kernel from its part and the shape of its results as text, `kernels`
+    all others: `cycles_of` or `gpu_kernels.kernels_of`.
 
     Raises:
         ValueError: the text has no entry computation or no stack frames, or groups of a collective
@@ -64,7 +84,7 @@ def seconds(hlo: str, rates: Rates, kernel: Callable[[str, str], float]) -> Seco
     """
     lines_of, _ = computations(hlo)
     fused = {name for lines in lines_of.values() for line in lines for name in _fused(line)}
-    parts, covers = _parts(hlo, lines_of), _covers(lines_of, rates.clock)
+    parts, covers = _parts(hlo, lines_of), _covers(lines_of, kernels)
     num_chips = chips_of(hlo)
 
     def price(computation: str, line: str) -> dict[Key, float]:
@@ -80,13 +100,9 @@ def seconds(hlo: str, rates: Rates, kernel: Callable[[str, str], float]) -> Seco
             return {(part, "network"): alone, (part, "latency"): rates.latency}
         if computation in fused:
             return {}
-        if operation == "custom-call" and '"tpu_custom_call"' in line:
-            return {(part, "kernels"): kernel(part, shape)}
-        if cycles := _CYCLES.search(line):
-            return {(part, "compute"): int(cycles[1]) / rates.clock}
-        if _MOVES.search(line):
-            return {(part, "gathers"): 2 * num_bytes(shape) / rates.gather}
-        return {}
+        if operation == "custom-call" and _PALLAS.search(line):
+            return {(part, "kernels"): pallas(part, shape)}
+        return {(part, kind): time for kind, time in kernels(computation, line).items()}
 
     return Seconds(*walk(hlo, price))
 
@@ -96,13 +112,13 @@ def _fused(line: str) -> list[str]:
     return list(called(line)) if " fusion(" in line else []
 
 
-def _covers(lines_of: dict[str, list[str]], clock: float) -> dict[str, float]:
+def _covers(lines_of: dict[str, list[str]], kernels: PriceKernel) -> dict[str, float]:
     """Seconds of compute between start and end of each asynchronous collective.
 
     By the name of its instruction or, if the start is a fusion, of the computation inside.
     """
     covers: dict[str, float] = {}
-    for lines in lines_of.values():
+    for computation, lines in lines_of.items():
         began: dict[str, tuple[list[str], float]] = {}
         passed = 0.0
         for line in lines:
@@ -112,8 +128,8 @@ def _covers(lines_of: dict[str, list[str]], clock: float) -> dict[str, float]:
             elif end := _END.search(line):
                 names, start = began.pop(end[1] if end[2] is None else end[2], ([], 0.0))
                 covers |= dict.fromkeys(names, passed - start)
-            elif cycles := _CYCLES.search(line):
-                passed += int(cycles[1]) / clock
+            else:
+                passed += kernels(computation, line).get("compute", 0.0)
     return covers
 
 

@@ -1,4 +1,4 @@
-"""Estimated seconds of an RL step on TPUs, beside the least: `python -m care_jax.aot --estimate`.
+"""Estimated seconds of an RL step, beside the least: `python -m care_jax.aot --estimate`.
 
 Every program of the step is compiled with 2 and with 4 decoder layers; `cycles` reads their texts,
 and what a layer adds is extrapolated to all layers. The vision tower is a loop, so its text is that
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import re
 from collections.abc import Mapping
 
 from ml_collections import ConfigDict
@@ -27,9 +26,12 @@ from ml_collections import ConfigDict
 from care_jax.aot import compile, cycles, roofline, shapes, step_sizes, workload
 from care_jax.aot.collectives import add
 from care_jax.aot.compile import Program
-from care_jax.aot.cycles import KINDS, Key, Rates, Seconds
+from care_jax.aot.cycles import KINDS, Key, PriceKernel, Rates, Seconds
+from care_jax.aot.gpu_kernels import Peaks, kernels_of
 from care_jax.aot.kernel_prices import (
+    BANDWIDTH_SHARE,
     DECODE_BLOCK,
+    GPU_KERNEL_SHARE,
     KERNEL_SHARE,
     blocks_of_step,
     implementation,
@@ -37,7 +39,7 @@ from care_jax.aot.kernel_prices import (
 )
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
-from care_jax.aot.topology import find_topology
+from care_jax.aot.topology import GPUS, find_topology
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.rl.rollout import rollout_sizes
@@ -46,11 +48,19 @@ from care_jax.run.run import Run, open_run
 PARTS = ("updates", "scoring", "decoding", "reflection", "prefill", "resharding", "host")
 _COMPUTED = "compute", "gathers"
 _DEPTHS = 2, 4  # decoder layers of the compiled programs
-# By hand. The clock is the one at which the compiler's cycles of a large matmul give the peak.
-_CLOCK = 1.503e9  # cycles per second of a v5e
-_LINK, _RING = 90e9, 180e9  # bytes per second that a v5e receives, without and with wraparound
+# By hand.
+# FLOPs of a cycle: MXUs x rows x columns x 2. The clock is the one that gives the published peak.
+_FLOPS_A_CYCLE = {
+    "v5e": 4 * 128 * 128 * 2,
+    "v5p": 8 * 128 * 128 * 2,
+    "v6e": 4 * 256 * 256 * 2,
+}
+_LINK_SHARE = 0.9  # of the published bandwidth between the chips of a topology, on TPUs
+_NVLINK_SHARE = 0.67  # the same on GPUs
 _LATENCY = 5e-6  # seconds of a synchronous collective of no bytes
-_GATHER_SHARE = 0.5  # of the bandwidth of HBM
+_GATHER_SHARE = 0.5  # of the bandwidth of HBM, on TPUs
+_PRODUCT_SHARE = 0.6  # of a GPU's peak, what its products reach
+_LAUNCH = 3e-6  # seconds between two launches of a GPU's kernels
 _HOST_CALL = 4e-3  # seconds between two calls of a decode program
 
 
@@ -61,6 +71,7 @@ class Estimate:
     least: Mapping[str, float]
     seconds: Mapping[str, dict[str, float]]  # estimated, by kind; "host" is a kind of its own
     rates: Rates
+    peaks: Peaks | None  # of a GPU
 
     @property
     def total(self) -> float:
@@ -77,20 +88,9 @@ def estimate(
         mean_response: mean tokens of a response.
 
     Raises:
-        ValueError: the topology is not one slice of v5e, the only chip whose constants are known;
-            the run has no stage "rl"; the mean is missing; or a shallow program does not fit.
+        ValueError: the topology is of several slices or nodes; the run has no stage "rl"; the mean
+            is missing; or a shallow program does not fit.
     """
-    kind, _, shape = topology.partition(":")
-    if kind != "v5e":
-        raise ValueError(
-            f"--estimate has constants for v5e alone, got --topology {topology!r}; leave it out "
-            "for the least time"
-        )
-    if num_slices > 1:
-        raise ValueError(
-            f"--estimate does not price the network between slices, got --slices {num_slices}; "
-            "estimate one slice"
-        )
     if "rl" not in config.stages:
         raise ValueError(f'--estimate is of a step of "rl", got stages {tuple(config.stages)}')
     if mean_response is None or mean_response <= 0:
@@ -98,13 +98,17 @@ def estimate(
             f"--estimate is at a mean length: give --mean_response, in tokens, got {mean_response}"
         )
     chips = find_topology(topology, num_slices)
+    if (count := len(set(chips.slices))) > 1:
+        raise ValueError(
+            f"--estimate does not price the network between slices or nodes, got {count} of them; "
+            "estimate one"
+        )
+    kind, chip = topology.partition(":")[0], chips.chip
     mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
     run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
     expected = step_sizes.expected_step(run, mean_response)
-    is_ring = set(re.findall(r"\d+", shape)) == {"16"}
-    link = _RING if is_ring else _LINK
-    rates = Rates(_CLOCK, link, _LATENCY, _GATHER_SHARE * chips.chip.hbm_bandwidth)
-    shallow = [_read(run, depth, chips.chip, expected, rates) for depth in _DEPTHS]
+    rates, peaks = _rates(kind, chip)
+    shallow = [_read(run, depth, chip, expected, rates, peaks) for depth in _DEPTHS]
     costs = {
         name: _extrapolated(run, *(program[name] for program in shallow)) for name in shallow[0]
     }
@@ -112,11 +116,19 @@ def estimate(
     seconds: dict[str, dict[str, float]] = {part: {} for part in PARTS}
     for name, (works, cost) in costs.items():
         part = _part_of(name)
-        least[part] += sum(work.seconds(chips.chip, mesh.size) for work in works)
-        add(seconds[part], _of_step(run, name, cost, expected, chips.chip))
+        least[part] += sum(work.seconds(chip, mesh.size) for work in works)
+        add(seconds[part], _of_step(run, name, cost, expected, chip))
     num_calls = sum(len(s.calls) for s in (expected.decoding, expected.reflecting))
     seconds["host"]["host"] = num_calls * _HOST_CALL
-    return Estimate(least, seconds, rates)
+    return Estimate(least, seconds, rates, peaks)
+
+
+def _rates(kind: str, chip: Chip) -> tuple[Rates, Peaks | None]:
+    if kind in GPUS:
+        peaks = Peaks(_PRODUCT_SHARE * chip.flops, BANDWIDTH_SHARE * chip.hbm_bandwidth, _LAUNCH)
+        return Rates(_NVLINK_SHARE * chip.ici_bandwidth, _LATENCY), peaks
+    clock, gather = chip.flops / _FLOPS_A_CYCLE[kind], _GATHER_SHARE * chip.hbm_bandwidth
+    return Rates(_LINK_SHARE * chip.ici_bandwidth, _LATENCY, clock, gather), None
 
 
 def _part_of(name: str) -> str:
@@ -129,7 +141,7 @@ def _part_of(name: str) -> str:
 
 
 def _read(
-    run: Run, depth: int, chip: Chip, expected: StepSizes, rates: Rates
+    run: Run, depth: int, chip: Chip, expected: StepSizes, rates: Rates, peaks: Peaks | None
 ) -> dict[str, tuple[Program, Seconds]]:
     """The programs of a model of `depth` decoder layers, and their estimated seconds."""
     backbone = run.policy.config
@@ -142,11 +154,15 @@ def _read(
             f"with {depth} of its layers the model does not fit: the compiler refuses "
             f"{', '.join(refused)}; see --topology without --estimate"
         )
-    kernels = kernel_prices(run, expected, chip)
+    pallas = kernel_prices(run, expected, chip)
+
+    def kernels(hlo: str) -> PriceKernel:
+        return kernels_of(hlo, peaks) if peaks else cycles.cycles_of(rates)
+
     return {
         program.name: (
             dataclasses.replace(program, hlo=""),
-            cycles.seconds(program.hlo, rates, kernels[program.name]),
+            cycles.seconds(program.hlo, rates, pallas[program.name], kernels(program.hlo)),
         )
         for program in programs
     }
@@ -265,17 +281,29 @@ def rows(result: Estimate) -> list[list[str]]:
 
 def assumptions(result: Estimate) -> list[str]:
     """What the estimate is made of, for people."""
-    rates = result.rates
-    links = "with" if rates.link == _RING else "without"
+    rates, peaks = result.rates, result.peaks
     shares = ", ".join(f"{share:.0%}" for share in KERNEL_SHARE.values())
+    start = "An estimate, not a measurement. Compute is "
+    depths = f"of a program of {_DEPTHS[0]} and {_DEPTHS[1]} decoder layers, extrapolated"
+    lines = [
+        f"  network: what compute does not cover, at {rates.link / 1e9:.0f} GB/s, and "
+        f"{rates.latency * 1e6:g} µs for a synchronous collective",
+        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program",
+    ]
+    if peaks:
+        return [
+            f"{start}the products at {peaks.flops / 1e12:.0f} TFLOP/s or the bytes at "
+            f"{peaks.bandwidth / 1e9:.0f} GB/s, whichever takes longer, of every kernel {depths}. "
+            "Priced by hand:",
+            *lines,
+            f"  latency: at least {peaks.launch * 1e6:g} µs for a kernel, which a captured graph "
+            "would save",
+            f"  kernels: attention at {GPU_KERNEL_SHARE:.0%} of the peak; in decoding its bytes",
+        ]
     return [
-        "An estimate, not a measurement. Compute is the compiler's cycles of a program of "
-        f"{_DEPTHS[0]} and {_DEPTHS[1]} decoder layers, extrapolated, at {rates.clock / 1e9:g} "
-        "GHz. Priced by hand:",
-        f"  network: what compute does not cover, at {rates.link / 1e9:g} GB/s (v5e {links} "
-        f"wraparound links), and {rates.latency * 1e6:g} µs for a synchronous collective",
+        f"{start}the compiler's cycles {depths}, at {rates.clock / 1e9:.4g} GHz. Priced by hand:",
+        *lines,
         f"  kernels: {shares} of the peak (forward, gradient of queries, of keys and values); in "
         f"decoding {DECODE_BLOCK * 1e6:g} µs for a block of the KV cache",
         f"  gathers: read and written at {rates.gather / 1e9:.0f} GB/s",
-        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program",
     ]

@@ -1,7 +1,8 @@
-"""Seconds of the Pallas attention kernels of a run, which have no cycles in a compiled TPU program.
+"""Seconds of the Pallas attention kernels of a run, of which a compiled program's text says nothing.
 
 Training and prefill compute the blocks that a row sees, as `packed.block_mask` lists them, at a
-share of the peak. In decoding a block of the KV cache takes a time of its own, whatever its size.
+share of the peak. In decoding a block of the KV cache takes a TPU a time of its own, whatever its
+size; a GPU takes that of its bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ DECODE_BLOCK = 0.5e-6  # seconds of a block of the KV cache in the decode kernel
 # Share of the peak of an attention kernel, from the bundles that the compiler schedules for a pair
 # of blocks of 896 query rows and 512 keys with head dim 128: 3040, 3000 and 3930 cycles.
 KERNEL_SHARE = {FORWARD: 0.59, DQ: 0.90, DKV: 0.91}
+# Of a GPU's peaks, by hand: what attention reaches of its FLOPs, and any kernel of its bandwidth.
+GPU_KERNEL_SHARE, BANDWIDTH_SHARE = 0.4, 0.85
 _LANES = 128  # a head dim is padded to a multiple
 _ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")
 
@@ -50,8 +53,9 @@ def kernel_prices(
         impl: AttentionImpl, num_rows: int, tokens: list[Spans], patches: list[Spans]
     ) -> Callable[[str, str], float]:
         """The price at the average scores of these rows, of which a chip has `num_rows`."""
-        scores = {
-            "decoder": group * _num_scores(tokens, group, impl),
+        is_gpu = impl.name == "gpu"
+        pairs = {
+            "decoder": _num_scores(tokens, group, impl),
             "tower": _num_scores(patches, 1, impl),
         }
 
@@ -59,8 +63,12 @@ def kernel_prices(
             first, *others = ([int(n) for n in each.split(",")] for each in _ARRAY.findall(results))
             walk = DQ if not others else DKV if others == [first] else FORWARD
             head_dim = math.ceil(first[-1] / _LANES) * _LANES
-            flops = 2 * walk.num_products * scores.get(part, 0.0) * head_dim * first[0] * num_rows
-            return flops / (KERNEL_SHARE[walk] * chip.flops)
+            # [kv heads, query rows or keys, head dim], on GPUs [tokens, heads, head dim].
+            heads = first[1] if is_gpu else first[0]
+            if part == "decoder" and not (is_gpu and walk is not DKV):
+                heads *= group  # of the queries
+            flops = 2 * walk.num_products * pairs.get(part, 0.0) * head_dim * heads * num_rows
+            return flops / ((GPU_KERNEL_SHARE if is_gpu else KERNEL_SHARE[walk]) * chip.flops)
 
         return price
 
@@ -82,8 +90,20 @@ def kernel_prices(
             [_whole(num_tokens, is_causal=True) for num_tokens, _ in schedule.prefills],
             [_whole(num_patches) for _, num_patches in schedule.prefills],
         )
-        prices[name] = lambda part, results: DECODE_BLOCK / 2
+        prices[name] = lambda part, results: decode_block(run, chip) / 2
     return prices
+
+
+def decode_block(run: Run, chip: Chip) -> float:
+    """Seconds of a block of the KV cache in the decode kernel."""
+    impl, text = implementation(run, is_decoding=True), run.policy.config.text
+    if impl.name != "gpu":
+        return DECODE_BLOCK
+    layout = workload.layout(run, is_decoding=True)
+    num_heads = max(text.num_kv_heads // layout.product_parts, 1)
+    num_slots = slots_per_block(run.config.rl.max_response_tokens, impl)
+    size = 2 * num_slots * num_heads * text.head_dim * layout.itemsize
+    return size / (BANDWIDTH_SHARE * chip.hbm_bandwidth)
 
 
 def _num_scores(rows: list[Spans], group: int, impl: AttentionImpl) -> float:

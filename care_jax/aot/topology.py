@@ -76,7 +76,7 @@ GPUS = {
 class Topology:
     """Compile-only devices, all of one kind of chip."""
 
-    chip: Chip
+    chip: Chip  # `ici_bandwidth` is that of the topology's links, see `_link_share`
     devices: Sequence[jax.Device]
 
     @property
@@ -117,7 +117,24 @@ def find_topology(name: str, num_slices: int = 1) -> Topology:
         if "not installed" in reason or "not implemented" in reason:
             reason = f"its compiler is not there; run: pip install 'care_jax[{extra}]'"
         raise ValueError(f"--topology {name!r} cannot be compiled for: {reason}") from error
-    return Topology(CHIPS[kind], found.devices)
+    chip = CHIPS[kind]
+    bandwidth = chip.ici_bandwidth * _link_share(kind, shape)
+    return Topology(dataclasses.replace(chip, ici_bandwidth=bandwidth), found.devices)
+
+
+def _link_share(kind: str, shape: str) -> float:
+    """Share of the chips' links that a collective over all chips of a TPU topology uses.
+
+    Along an axis with wraparound links a ring runs in both directions. Along another one a ring has
+    to return over the same links, which leaves one direction. An axis has wraparound links from 16
+    chips on; of a v5p, if it is a multiple of 4.
+    """
+    axes = [int(size) for size in re.findall(r"\d+", shape)]
+    if kind in GPUS or max(axes, default=1) == 1:
+        return 1.0
+    is_ring = [size % 4 == 0 if kind == "v5p" else size >= 16 for size in axes]
+    used = [1 if ring else 1 / 2 for ring, size in zip(is_ring, axes, strict=True) if size > 1]
+    return sum(used) / len(axes)
 
 
 def _tpus(kind: str, shape: str, num_slices: int) -> topologies.TopologyDescription:
