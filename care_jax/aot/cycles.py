@@ -62,9 +62,8 @@ def cycles_of(rates: Rates) -> PriceKernel:
     def price(_: str, line: str) -> dict[str, float]:
         if cycles := _CYCLES.search(line):
             return {"compute": int(cycles[1]) / rates.clock}
-        if _MOVES.search(line):
-            shape = _NAME.match(line)[2]
-            return {"gathers": 2 * num_bytes(shape) / rates.gather}
+        if _MOVES.search(line) and (found := _NAME.match(line)):
+            return {"gathers": 2 * num_bytes(found[2]) / rates.gather}
         return {}
 
     return price

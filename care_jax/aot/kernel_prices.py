@@ -1,4 +1,4 @@
-"""Seconds of the Pallas attention kernels of a run, of which a compiled program's text says nothing.
+"""Seconds of the Pallas attention kernels of a run, of which its compiled text says nothing.
 
 Training and prefill compute the blocks that a row sees, as `packed.block_mask` lists them, at a
 share of the peak. In decoding a block of the KV cache takes a TPU a time of its own, whatever its

@@ -76,7 +76,7 @@ GPUS = {
 class Topology:
     """Compile-only devices, all of one kind of chip."""
 
-    chip: Chip  # `ici_bandwidth` is that of the topology's links, see `_link_share`
+    chip: Chip  # `ici_bandwidth` is that of the topology's links, see `link_share`
     devices: Sequence[jax.Device]
 
     @property
@@ -118,11 +118,11 @@ def find_topology(name: str, num_slices: int = 1) -> Topology:
             reason = f"its compiler is not there; run: pip install 'care_jax[{extra}]'"
         raise ValueError(f"--topology {name!r} cannot be compiled for: {reason}") from error
     chip = CHIPS[kind]
-    bandwidth = chip.ici_bandwidth * _link_share(kind, shape)
+    bandwidth = chip.ici_bandwidth * link_share(kind, shape)
     return Topology(dataclasses.replace(chip, ici_bandwidth=bandwidth), found.devices)
 
 
-def _link_share(kind: str, shape: str) -> float:
+def link_share(kind: str, shape: str) -> float:
     """Share of the chips' links that a collective over all chips of a TPU topology uses.
 
     Along an axis with wraparound links a ring runs in both directions. Along another one a ring has

@@ -2,7 +2,7 @@
 
 import pytest
 
-from care_jax.aot.cycles import PART_OF, Rates, seconds
+from care_jax.aot.cycles import PART_OF, Rates, cycles_of, seconds
 from care_jax.learning import logprobs
 from models import backbone
 
@@ -40,7 +40,7 @@ def line(name, operation, cycles=None, frame=None, shape="f32[8]{0}", more=""):
 
 
 def priced(text, kernel=lambda part, shape: 0.0):
-    found = seconds(text, RATES, kernel)
+    found = seconds(text, RATES, kernel, cycles_of(RATES))
     return {k: v for k, v in found.once.items() if v}, {k: v for k, v in found.each_pass.items()}
 
 

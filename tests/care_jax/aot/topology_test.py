@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from care_jax.aot import topology
 from care_jax.aot.topology import GPUS, find_topology
 from care_jax.devices.flops import CHIPS, GIB, PEAK_FLOPS
 
@@ -35,6 +36,24 @@ def test_a_topology_that_is_not_known_names_those_that_are():
     gpus = "rtx4090, l4, a10g, l40s, a100-40, a100, h100, h200"
     with pytest.raises(ValueError, match=f"one of v5e, v5p, v6e, {gpus} and its shape, such"):
         find_topology("b200:8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "share"),
+    [
+        ("v5e", "16x16", 1),
+        ("v5e", "8x8", 1 / 2),
+        ("v6e", "8x16", 3 / 4),
+        ("v5e", "1x4", 1 / 4),
+        ("v5p", "4x4x8", 1),
+        ("v5p", "2x2x4", 2 / 3),
+        ("v5p", "2x2x1", 1 / 3),
+        ("v5e", "1x1", 1),
+        ("h100", "2x8", 1),
+    ],
+)
+def test_axes_without_wraparound_links_have_one_direction(kind, shape, share):
+    assert topology.link_share(kind, shape) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(("name", "number"), [("h100:8", 2), ("v5e:2x2", 0)])
