@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from care_jax import main
 from care_jax.devices.sharding import make_mesh
+from care_jax.rl import update_batch
 from care_jax.run.policy import policy_of
 from models import backbone
 
@@ -87,14 +88,26 @@ def end_of(process):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_train_as_one_and_stop_together(tmp_path):
-    """RL steps from a checkpoint of one process; then SIGTERM to one of the two."""
+def test_two_processes_train_as_one_and_stop_together(tmp_path, monkeypatch):
+    """RL steps from a checkpoint of one process; then SIGTERM to one of the two.
+
+    In each step prompts move between the processes.
+    """
+    moved, plan_rows = [], update_batch.plan_rows
+
+    def planned(sizes, *, owner, **kwargs):
+        as_two = kwargs | {"num_processes": 2, "process": 0}
+        moved.append(plan_rows(sizes, owner=np.arange(8) // 4, **as_two).moved)
+        return plan_rows(sizes, owner=owner, **kwargs)
+
+    monkeypatch.setattr(update_batch, "plan_rows", planned)
     one, two = tmp_path / "one", tmp_path / "two"
     changes = {"stages": ("rl",), "verifier.reward": "hosts_config:often_right"}
     config = hosts_config.get_config()
     config.update_from_flattened_dict(changes | {"rl.num_steps": 3, "checkpoint_every": 1})
     config.keep_checkpoints = 3
     main.run_stages(config, one)
+    assert len(moved) == 6 and any(moved[2:4]) and any(moved[4:])
     shutil.copytree(one / "checkpoints" / "rl" / "1", two / "checkpoints" / "rl" / "1")
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     processes = launch_two(two, *flags, "--config.rl.num_steps=100000")
@@ -106,8 +119,7 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path):
     assert [record["step"] for record in expected] == [1, 2]
     assert [record["step"] for record in got[:2]] == [1, 2]
     for record, other in zip(expected, got, strict=False):
-        # A process packs its own prompts, so rows are filled otherwise.
-        differ = ("second", "verifier", "_fill", "device_idle", "host/")
+        differ = ("second", "verifier", "device_idle", "host/")
         names = [name for name in record if not any(part in name for part in differ)]
         values = [other.get(name) for name in names]
         assert values == pytest.approx([record[name] for name in names], abs=1e-5)

@@ -292,7 +292,7 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     plan, packed = largest.updates[0]
-    batch = shapes.train_batch(run, len(plan.rows) * step_sizes.num_processes(run))
+    batch = shapes.train_batch(run, len(plan.rows))
     num_updates = len(largest.updates)
     programs = compile_update(run, adamw, sharding.of(state))
     # The next batch is already on the devices while an update runs.

@@ -12,7 +12,7 @@ step has less in proportion to its tokens, patches or slots:
     by blocks    attention kernels: the blocks that the drawn rows and responses see, on average
     not at all   weights and gradients between chips
 
-Rows are packed as the processes of the mesh pack them, slots and calls are those of `schedule`.
+Rows are packed as in a run, slots and calls are those of `schedule`.
 """
 
 from __future__ import annotations

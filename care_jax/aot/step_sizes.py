@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from care_jax.aot import lengths, shapes
 from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
-from care_jax.devices import flops, sharding
+from care_jax.devices import flops
 from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
 from care_jax.rl.rollout import rollout_sizes
@@ -43,11 +43,6 @@ class StepSizes:
     def num_microbatches(self) -> int:
         """Microbatches of all updates."""
         return sum(plan.num_microbatches for plan, _ in self.updates)
-
-
-def num_processes(run: Run) -> int:
-    """Processes of the mesh. With compile-only devices, this process is not among them."""
-    return len({device.process_index for device in run.mesh.devices.flat})
 
 
 def largest_step(run: Run) -> StepSizes:
@@ -137,7 +132,7 @@ def draw(
 def plan_update(
     run: Run, section: str, prompts: Int[np.ndarray, "N 2"], responses: Int[np.ndarray, "N R"]
 ) -> tuple[RowPlan, Packed]:
-    """The rows of one update, as the processes of the mesh plan them.
+    """The rows of one update, of all processes.
 
     The (query, key) pairs of a prompt count once, even if its tree is split over several rows.
     """
@@ -148,8 +143,6 @@ def plan_update(
         row_patches=settings.row_patches,
         microbatch_size=settings.microbatch_size,
         row_lengths=settings.row_lengths,
-        owner=sharding.owners(len(prompts), run.decode_batch_sharding),
-        num_processes=num_processes(run),
         section=section,
     )
     return plan, Packed(

@@ -2,8 +2,9 @@
 
 Every process runs the same program on the rows of each batch that are on its devices. Process 0
 writes metrics, samples and exports; all processes write checkpoints. Values that all must agree
-on (bucket sizes, metrics) are gathered from small host arrays. In a run of one process there is
-no communication.
+on (bucket sizes, metrics) are gathered from small host arrays; prompts and responses that another
+process trains on are gathered in pieces (`exchange_rows`). In a run of one process there is no
+communication.
 
 Letters: N rows of the global batch, n rows of one process.
 """
@@ -14,10 +15,12 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import socket
 import sys
 import time
 import warnings
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NoReturn
 
 import jax
@@ -30,6 +33,8 @@ from jaxtyping import Int
 from care_jax.devices import sharding
 
 _NO_TIMEOUT = 10**6  # seconds without a heartbeat, as a single process may be suspended
+# Of all processes in one step of `exchange_rows`: bounds the memory of hosts and devices.
+_PIECE_BYTES = 1 << 26
 _EXIT_PREEMPTED = 75  # EX_TEMPFAIL: unfinished, restart it
 
 # Number of the next `is_preempted` call; every process makes the same calls.
@@ -133,6 +138,71 @@ def gather_json(value: Any) -> list[Any]:
     padded[: text.size] = text
     texts = multihost_utils.process_allgather(padded)
     return [json.loads(row[:size].tobytes()) for row, size in zip(texts, sizes, strict=True)]
+
+
+def exchange_rows(
+    tree: Any,
+    rows: Int[np.ndarray, " n"],
+    num_rows: int,
+    *,
+    moved: Iterable[int],
+    wanted: Iterable[int],
+) -> Any:
+    """The rows of the global batch that this process wants, from whichever process has them.
+
+    Args:
+        tree: numpy arrays [n, ...], also of objects that pickle, with equal shapes on all
+            processes except for n.
+        rows: their indices in the global batch, ascending.
+        num_rows: N, of the global batch.
+        moved: indices of all rows that a process wants and does not have, the same on all.
+        wanted: indices of the rows that this process wants.
+
+    Returns:
+        arrays [N, ...] with the wanted rows; the others are 0. With one process, `tree`.
+    """
+    if jax.process_count() == 1:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    index_of = dict(zip(rows.tolist(), range(len(rows)), strict=True))
+    sent = {
+        row: pickle.dumps([leaf[index_of[row]] for leaf in leaves])
+        for row in moved
+        if row in index_of
+    }
+    received = _exchange(sent, {*wanted} - index_of.keys())
+    whole = [np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+    for row in wanted:
+        if row in index_of:
+            values = [leaf[index_of[row]] for leaf in leaves]
+        else:
+            values = pickle.loads(received.pop(row))
+        for array, value in zip(whole, values, strict=True):
+            array[row] = value
+    return jax.tree.unflatten(structure, whole)
+
+
+def _exchange(sent: Mapping[int, bytes], wanted: Set[int]) -> dict[int, bytearray]:
+    """All-gathers byte strings piece by piece; returns those wanted, each sent by one process."""
+    streams = gather_json([(row, len(text)) for row, text in sent.items()])
+    largest = max(sum(size for _, size in stream) for stream in streams)
+    # Few programs: pieces are powers of two.
+    most = 1 << (_PIECE_BYTES // jax.process_count()).bit_length() - 1
+    num_bytes = min(1 << max(largest - 1, 0).bit_length(), most)
+    stream, received = memoryview(b"".join(sent.values())), {}
+    for start in range(0, largest, num_bytes):
+        piece = np.zeros(num_bytes, np.uint8)
+        own = np.frombuffer(stream[start : start + num_bytes], np.uint8)
+        piece[: len(own)] = own
+        pieces = multihost_utils.process_allgather(piece)
+        for sizes, gathered in zip(streams, pieces, strict=True):
+            stop = 0
+            for row, size in sizes:
+                begin, stop = stop, stop + size
+                part = slice(max(begin, start) - start, max(min(stop - start, num_bytes), 0))
+                if row in wanted and part.start < part.stop:
+                    received.setdefault(row, bytearray()).extend(gathered[part].tobytes())
+    return received
 
 
 def is_preempted() -> bool:

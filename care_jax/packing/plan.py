@@ -4,8 +4,10 @@ A tree is a prompt with its responses, the branches. Trees are kept whole unless
 fewer tokens. A tree is split by branches; each part repeats the prompt and its images. The plan is
 a pure function of all sizes, so processes that know them agree on it.
 
-Every shard contributes equally many rows to a microbatch. All rows have S tokens and equally many
-patches; sorting them by (query, visible key) pairs makes those of a microbatch equally expensive.
+Any process may get any tree. Of the rows of a microbatch each process gets equally many, if
+possible those of whose trees it has most, so that few trees move. All rows have S tokens and
+equally many patches; sorting them by (query, visible key) pairs makes those of a microbatch equally
+expensive.
 
 Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.
 """
@@ -17,6 +19,7 @@ import functools
 
 import numpy as np
 from jaxtyping import Int
+from scipy.optimize import linear_sum_assignment
 
 from care_jax.packing.trees import Packing, Part, TreeSizes, pack
 
@@ -36,10 +39,11 @@ class RowPlan:
     """
 
     rows: tuple[tuple[Part, ...], ...]  # the parts of each row, in order; none in an empty row
-    sizes: TreeSizes  # of the trees, numbered as in `rows`; see `plan_rows`
+    sizes: TreeSizes  # of the trees of all processes, numbered as in `rows`
     row_tokens: int  # S, tokens of a row
     row_patches: int  # patches of a row; 0 if no tree of any process has an image
     num_microbatches: int  # not empty in at least one process; the others are not run
+    moved: tuple[int, ...]  # trees that a process needs and another one has
     real_tokens: int  # over all processes, as all below; without repeats of a prompt
     computed_tokens: int
     real_patches: int
@@ -123,9 +127,7 @@ def plan_rows(
             row_lengths, at least 32.
         patch_multiple: likewise of its patches; None: a quarter of row_patches, or all of them if
             rows have one length.
-        owner: the process whose rows must hold each tree; trees are then numbered per process.
-            None: any process may hold a tree, which fills rows better but requires its prompt on
-            that process.
+        owner: the process that has each tree; by default process 0.
         num_processes: they share the rows of a microbatch evenly.
         process: index of the process whose rows are returned.
         section: as in `misfits`.
@@ -143,11 +145,6 @@ def plan_rows(
     unfit = misfits(sizes, row_tokens=row_tokens, row_patches=row_patches, section=section)
     for tree, message in unfit.items():
         raise ValueError(f"{len(unfit)} of {len(sizes.prompt)} trees fit no row; {tree}: {message}")
-    groups, local = [sizes], 0  # trees packed separately; the index of this process's
-    if owner is not None:
-        groups = [sizes.take(np.flatnonzero(owner == i)) for i in range(num_processes)]
-        local = process
-    num_rows = microbatch_size // len(groups)  # of a microbatch, in each group
     lengths = _sizes(
         token_multiple or max(-(-row_tokens // row_lengths), _FEWEST_TOKENS), row_tokens
     )
@@ -156,25 +153,21 @@ def plan_rows(
         patch_multiple or _PATCH_BLOCK * -(-whole_patches // min(4, row_lengths)),
         _PATCH_BLOCK * whole_patches,
     )
-    length, packings, count = _pack_all(groups, num_rows, lengths, widths)
-    rows = _order_rows(groups[local], packings[local], num_rows, count)
-    if owner is None:  # each process takes an equal part of every microbatch's rows
-        rows = tuple(rows[row] for row in np.split(np.arange(len(rows)), num_processes)[process])
-    most = max(
-        (
-            int(sum(group.patches[part.tree] for part in row))
-            for group, packing in zip(groups, packings, strict=True)
-            for row in packing
-        ),
-        default=0,
+    length, packing, count = _pack_all(sizes, microbatch_size, lengths, widths)
+    if owner is None:
+        owner = np.zeros(len(sizes.prompt), int)
+    rows, moved = _share_rows(
+        sizes, packing, microbatch_size, owner, num_processes, process
     )
+    most = max((int(sum(sizes.patches[part.tree] for part in row)) for row in packing), default=0)
     row_patches = next(width for width in (0, *widths) if width >= most)
     return RowPlan(
         rows=rows,
-        sizes=groups[local],
+        sizes=sizes,
         row_tokens=length,
         row_patches=row_patches,
         num_microbatches=count,
+        moved=moved,
         real_tokens=int(sizes.total.sum()),
         computed_tokens=microbatch_size * count * length,
         real_patches=int((sizes.is_needed * sizes.patches).sum()),
@@ -188,25 +181,25 @@ def _sizes(unit: int, largest: int) -> tuple[int, ...]:
 
 
 def _pack_all(
-    groups: list[TreeSizes], num_rows: int, lengths: tuple[int, ...], widths: tuple[int, ...]
-) -> tuple[int, list[Packing], int]:
-    """The packings with the fewest computed tokens; for that shape, the fewest patches.
+    sizes: TreeSizes, num_rows: int, lengths: tuple[int, ...], widths: tuple[int, ...]
+) -> tuple[int, Packing, int]:
+    """The packing with the fewest computed tokens; for that shape, the fewest patches.
 
-    `groups` are packed separately, each into `num_rows` rows per microbatch, with tokens and
-    patches of a row from `lengths` and `widths`. Returns tokens of a row, packings, microbatches.
+    A microbatch has `num_rows` rows, with tokens and patches of a row from `lengths` and `widths`.
+    Returns tokens of a row, packing, microbatches.
     """
-    largest = max(int(group.total.sum()) for group in groups)
-    num_patches = max(int((group.is_needed * group.patches).sum()) for group in groups)
-    if not largest:
-        return lengths[-1], [[] for _ in groups], 0
+    num_tokens = int(sizes.total.sum())
+    num_patches = int((sizes.is_needed * sizes.patches).sum())
+    if not num_tokens:
+        return lengths[-1], [], 0
     # One branch per row always fits, which bounds the number of microbatches. Several microbatches
     # of rows at most half the longest are never needed.
-    most = -(-max(np.count_nonzero(group.branches) for group in groups) // num_rows)
+    most = -(-np.count_nonzero(sizes.branches) // num_rows)
     shapes = [
         (n, length)
         for n in range(max(1, -(-num_patches // (num_rows * widths[-1]))), most + 1)
         for length in lengths
-        if n * num_rows * length >= largest and (n == 1 or 2 * length > lengths[-1])
+        if n * num_rows * length >= num_tokens and (n == 1 or 2 * length > lengths[-1])
     ]
 
     def cost(shape: tuple[int, int]) -> tuple[float, int]:
@@ -220,14 +213,13 @@ def _pack_all(
             continue
         found = None
         for width in reversed(widths):  # down to the narrowest that fits
-            packings = [pack(group, num_microbatches * num_rows, length, width) for group in groups]
-            fitting = [packing for packing in packings if packing is not None]
-            if len(fitting) < len(packings):
+            packing = pack(sizes, num_microbatches * num_rows, length, width)
+            if packing is None:
                 break
             # By chance narrower rows may pack better and need fewer microbatches.
-            count = max(-(-len(packing) // num_rows) for packing in fitting)
+            count = -(-len(packing) // num_rows)
             if found is None or count <= found[2]:
-                found = length, fitting, count
+                found = length, packing, count
         if found:
             return found
         failed.append((num_microbatches, length))
@@ -243,14 +235,36 @@ def _num_pairs(sizes: TreeSizes, parts: list[Part]) -> int:
     return pairs
 
 
-def _order_rows(
-    sizes: TreeSizes, packing: Packing, num_rows: int, num_microbatches: int
-) -> tuple[tuple[Part, ...], ...]:
-    """Orders the rows of this process so that those with the most pairs share a microbatch."""
-    bucket = 1 << max(num_microbatches - 1, 0).bit_length()  # a power of two
-    rows: list[tuple[Part, ...]] = [()] * (bucket * num_rows)
+def _share_rows(
+    sizes: TreeSizes,
+    packing: Packing,
+    num_rows: int,
+    owner: Int[np.ndarray, " N"],
+    num_processes: int,
+    process: int,
+) -> tuple[tuple[tuple[Part, ...], ...], tuple[int, ...]]:
+    """The rows of one process, and the trees that move between processes.
+
+    Rows are sorted so that those with the most pairs share a microbatch of `num_rows`; each
+    microbatch is divided so that few tokens and patches move.
+    """
+    size = sizes.total + sizes.patches
     in_order = sorted(packing, key=lambda parts: _num_pairs(sizes, parts), reverse=True)
-    for number, parts in enumerate(in_order):
-        microbatch, row = divmod(number, num_rows)
-        rows[row * bucket + microbatch] = tuple(sorted(parts, key=lambda part: part.tree))
-    return tuple(rows)
+    starts, share = range(0, len(in_order), num_rows), num_rows // num_processes
+    bucket = 1 << max(len(starts) - 1, 0).bit_length()  # a power of two
+    rows: list[tuple[Part, ...]] = [()] * (bucket * share)
+    moved = set()
+    for microbatch, start in enumerate(starts):
+        chosen = in_order[start : start + num_rows]
+        kept = np.zeros((len(chosen), num_processes))  # size of the trees that need not move
+        for row, parts in enumerate(chosen):
+            for part in parts:
+                kept[row, owner[part.tree]] += size[part.tree]
+        _, slots = linear_sum_assignment(np.repeat(kept, share, axis=1), maximize=True)
+        at = slots // share  # process of each row
+        for row, parts in enumerate(chosen):
+            moved |= {part.tree for part in parts if owner[part.tree] != at[row]}
+        for number, row in enumerate(np.flatnonzero(at == process)):
+            parts = sorted(chosen[row], key=lambda part: part.tree)
+            rows[number * bucket + microbatch] = tuple(parts)
+    return tuple(rows), tuple(sorted(moved))

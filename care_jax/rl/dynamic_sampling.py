@@ -1,8 +1,8 @@
 """DAPO's dynamic sampling: a step is filled from several rollout batches (Yu et al. 2025, eq. 11).
 
 A group whose rollouts are all correct or all wrong is replaced by a mixed group of a later batch.
-Each process uses only groups that it decoded, so that no prompt, image or response crosses the
-network. All processes draw until each has enough mixed groups; surplus groups are discarded.
+Each process fills its prompts of the step with groups that it decoded, so that only numbers are
+gathered. All processes draw until each has enough mixed groups; surplus groups are discarded.
 
 Letters: B prompts of this process, G rollouts per prompt.
 """

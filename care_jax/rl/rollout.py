@@ -4,8 +4,8 @@ Finished rollouts are verified while the devices decode the others. Then anchors
 are selected. A second decode repairs one failure of every prompt that has both a correct rollout
 and a failure (sec:care-reflection).
 
-A process trains on the prompts that it decoded, so that no prompt, image or response crosses the
-network.
+A process decodes and verifies its own prompts, and only numbers are gathered. For the updates,
+`update_batch` sends prompts, images and responses to the processes whose rows hold them.
 
 Letters: N prompts of a step, B prompts of this process, G rollouts per prompt, R rows per prompt
 (G, or G + 1 with a reflected row).

@@ -27,9 +27,10 @@ from models import backbone, lora
 def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch, RowPlan]:
     """This process's batch of one update, on the host, and the plan of the packing.
 
-    `groups` are its B prompts, with credit; `everyone` is from `gather_groups`.
+    `groups` are its B prompts, with credit; `everyone` is from `gather_groups`. Prompts and
+    responses that its rows need and another process decoded are fetched from there.
     """
-    rl, credit = run.config.rl, groups.credit
+    rl, credit = run.config.rl, everyone.credit
     plan = plan_rows(
         TreeSizes(*everyone.sizes.T, branches=everyone.num_trained),
         row_tokens=rl.row_tokens,
@@ -40,14 +41,29 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
         num_processes=jax.process_count(),
         process=jax.process_index(),
     )
+    decoded = {
+        "prompts": groups.prompts,
+        "tokens": groups.rollouts.tokens,
+        "logp": groups.rollouts.logp,
+        "token_advantage": groups.credit.token_advantage,
+        "is_answer": groups.scores.is_answer,
+    }
+    found = distributed.exchange_rows(
+        decoded,
+        np.searchsorted(everyone.index, groups.index),
+        len(everyone.index),
+        moved=plan.moved,
+        wanted=plan.trees,
+    )
+    prompts = {tree: found["prompts"][tree] for tree in plan.trees}
     batch = TrainBatch(
-        rows=lay_out(groups.prompts.tolist(), groups.rollouts.tokens, plan, run.policy.config),
-        token_advantage=at_tokens(credit.token_advantage, plan),
-        old_logp=at_tokens(groups.rollouts.logp, plan),
+        rows=lay_out(prompts, found["tokens"], plan, run.policy.config),
+        token_advantage=at_tokens(found["token_advantage"], plan),
+        old_logp=at_tokens(found["logp"], plan),
         ref_logp=np.zeros((len(plan.rows), plan.row_tokens), np.float32),
         row_weight=at_tokens(credit.row_weight, plan),
         is_trained=at_tokens(credit.is_trained, plan),
-        is_answer=at_tokens(groups.scores.is_answer, plan),
+        is_answer=at_tokens(found["is_answer"], plan),
         prompt_weight=at_rows(credit.prompt_weight, plan),
     )
     return batch, plan

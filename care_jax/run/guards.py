@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from care_jax.batch import Example, ImitationBatch, TrainBatch
-from care_jax.devices import sharding
+from care_jax.devices import distributed, sharding
 from care_jax.learning.train_step import BROKEN_GRADIENTS, TrainState
 from care_jax.report.metrics import check_finite
 from care_jax.run.checkpoint import Checkpoints
@@ -40,7 +40,7 @@ FOLDER = "nonfinite"
 _METADATA = "state_check"  # entry of a checkpoint's metadata: norm and loss of its state
 _MOST_NAMED = 3  # tensors or prompts in an error
 
-# This process's rows of an update, and their examples.
+# This process's rows of an update, and the examples that it read for the update.
 UpdateBatch = tuple[TrainBatch | ImitationBatch, Sequence[Example]]
 
 
@@ -214,7 +214,7 @@ class SkippedUpdates:
     ) -> dict[str, float]:
         """The metrics of an update that was applied; {} if it was skipped.
 
-        `metrics` are on the host; `batch_of` gives the rows and examples of a step's update.
+        `metrics` are on the host; `batch_of` gives the `UpdateBatch` of a step.
 
         Raises:
             FloatingPointError: a broken update was not skipped, or too many in a row were.
@@ -256,14 +256,15 @@ class SkippedUpdates:
         pairs = zip(self._names, metrics.get(BROKEN_GRADIENTS, ()), strict=False)
         if names := [name for name, is_broken in pairs if is_broken]:
             parts.append(f"gradients with NaN or infinity: {_first_of(names)}")
-        ids = [f"{example.source} {example.id}" for example in examples]
+        read = [f"{example.source} {example.id}" for example in examples]
+        ids = [name for names in distributed.gather_json(read) for name in names]
         parts += [f"prompts {_first_of(ids)}", self._dump(step, batch, ids)]
         if not self._most:
             parts.append(f"set {key} above 0 to skip such updates")
         return "; ".join([*parts, self._advice()])
 
     def _dump(self, step: int, batch: TrainBatch | ImitationBatch, ids: Sequence[str]) -> str:
-        """Writes this process's rows; returns a sentence with the path, or why writing failed."""
+        """Writes this process's rows and the ids of all; returns where, or why writing failed."""
         number = jax.process_index()
         name = f"{self._stage}_step_{step}" + (f"_process_{number}" if number else "") + ".npz"
         path = self._run.workdir / FOLDER / name

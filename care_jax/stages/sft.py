@@ -128,7 +128,8 @@ def packed_batch(
     """This process's packed rows of a step, on the host, and the plan of the packing.
 
     An example that exceeds a row is left out, counted and logged. `index` has the indices in the
-    step of this process's examples.
+    step of this process's examples; those that its rows need and another process read are fetched
+    from there.
     """
     sft, policy = run.config.sft, run.policy
     contexts = [policy.prompts.context_tokens(example.context) for example in examples]
@@ -142,6 +143,7 @@ def packed_batch(
         run.metrics.counter("sft", "left_out")[ROW_TOO_SHORT] += 1
         logging.log_every_n(logging.WARNING, "left out %s: %s", 100, examples[number].id, reason)
     sizes[list(unfit), 2] = 0  # a tree without branches is not packed
+    lengths = sizes[:, 2]
     sizes = distributed.gather_rows(sizes, index)
     plan = plan_rows(
         TreeSizes(*sizes.T[:2], branches=sizes[:, 2:]),
@@ -152,13 +154,17 @@ def packed_batch(
         process=jax.process_index(),
         **row,
     )
-    tokens = np.full((len(examples), 1, lengths.max(initial=1)), policy.config.pad_token_id)
+    tokens = np.zeros((len(examples), 1, sizes[:, 2].max(initial=1)), np.int32)
     weight = np.zeros(tokens.shape, np.float32)
     for number, (context, response) in enumerate(zip(contexts, responses, strict=True)):
-        tokens[number, 0, : len(response)] = response
-        weight[number, 0, : len(response)] = response_weight(run, context, response)
-    rows = lay_out(prompts, tokens.astype(np.int32), plan, policy.config)
-    return ImitationBatch(rows, at_tokens(weight, plan)), plan
+        if length := lengths[number]:
+            tokens[number, 0, :length] = response
+            weight[number, 0, :length] = response_weight(run, context, response)
+    made = {"prompts": np.array(prompts, object), "tokens": tokens, "weight": weight}
+    found = distributed.exchange_rows(made, index, len(sizes), moved=plan.moved, wanted=plan.trees)
+    prompts = {tree: found["prompts"][tree] for tree in plan.trees}
+    rows = lay_out(prompts, found["tokens"], plan, policy.config)
+    return ImitationBatch(rows, at_tokens(found["weight"], plan)), plan
 
 
 def response_weight(

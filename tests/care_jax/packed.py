@@ -32,7 +32,7 @@ def plan_of(tokenized, lengths, rows):
 
     row_tokens = max(sum(map(tokens, row)) for row in rows)
     row_patches = max(sum(int(sizes.patches[part.tree]) for part in row) for row in rows)
-    return RowPlan(rows, sizes, row_tokens, row_patches, len(rows), 0, 0, 0, 0)
+    return RowPlan(rows, sizes, row_tokens, row_patches, len(rows), (), 0, 0, 0, 0)
 
 
 def replicated_plan(tokenized, lengths):

@@ -6,7 +6,7 @@ import pytest
 
 from care_jax.aot import step_sizes
 from care_jax.config.checks import fill_in
-from care_jax.devices import flops, sharding
+from care_jax.devices import flops
 from care_jax.devices.sharding import make_mesh
 from care_jax.packing.plan import TreeSizes, plan_rows
 from care_jax.rl.rollout import context_tokens
@@ -77,7 +77,6 @@ def test_updates_are_planned_as_a_run_plans_them(run, drawn):
             row_tokens=512,
             row_patches=run.config.rl.row_patches,
             microbatch_size=run.config.rl.microbatch_size,
-            owner=sharding.owners(32, run.decode_batch_sharding),
         )
         assert plan.num_microbatches == expected.num_microbatches
         assert (packed.tokens, packed.patches) == (
@@ -89,30 +88,6 @@ def test_updates_are_planned_as_a_run_plans_them(run, drawn):
         assert packed.scored == responses[part].sum()
     real = sum((prompts.sum(0)[0], responses.sum()))
     assert step.train_fill == real / sum(packed.tokens for _, packed in step.updates)
-
-
-def test_every_process_plans_rows_for_its_own_prompts(run, drawn, monkeypatch):
-    """Nine long prompts of one process and one of the other share no row."""
-    prompts, responses = drawn
-    responses[:] = 1
-    responses[:9] = 36
-    owner = np.arange(32) // 16
-    monkeypatch.setattr(sharding, "owners", lambda *_: owner)
-    monkeypatch.setattr(step_sizes, "num_processes", lambda _: 2)
-    plan, _ = step_sizes.expected_step(run, MEAN).updates[0]
-    shape = dict(
-        row_tokens=512,
-        row_patches=run.config.rl.row_patches,
-        microbatch_size=run.config.rl.microbatch_size,
-    )
-    sizes = TreeSizes(*prompts[:32].T, responses[:32])
-    apart = plan_rows(sizes, owner=owner, num_processes=2, **shape)
-    assert plan.computed_tokens == apart.computed_tokens
-    assert plan.computed_tokens > plan_rows(sizes, **shape).computed_tokens
-
-
-def test_hosts_of_a_mesh_are_counted(run):
-    assert step_sizes.num_processes(run) == 1
 
 
 def test_shorter_responses_make_a_smaller_step(run):

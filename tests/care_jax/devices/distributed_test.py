@@ -55,6 +55,18 @@ whole = distributed.gather_rows({"x": odd[:, None] * 10, "is": odd > 2, "none": 
 np.testing.assert_array_equal(whole["x"][:, 0], np.arange(6) * 10)
 np.testing.assert_array_equal(whole["is"], np.arange(6) > 2)
 assert distributed.gather_json(["é" * 3 * index]) == [[""], ["ééé"]]
+
+# Rows 1, 2 and 4 move, in many pieces; they are of objects too, and of other lengths.
+distributed._PIECE_BYTES = 1 << 9
+texts = np.array([np.arange(90 * row, dtype=np.float16) for row in range(6)], object)
+held = {"x": odd[:, None] * 10.0, "text": texts[odd], "none": None}
+wanted = [[0, 1], [2, 3, 4]][index]
+found = distributed.exchange_rows(held, odd, 6, moved=[1, 2, 4], wanted=wanted)
+for row in range(6):
+    assert found["x"].tolist()[row] == [row * 10.0 * (row in wanted)]
+    np.testing.assert_array_equal(found["text"][row], texts[row] if row in wanted else 0)
+found = distributed.exchange_rows(held, odd, 6, moved=[], wanted=odd)
+np.testing.assert_array_equal(found["x"][odd], held["x"])
 assert not distributed.is_preempted()
 try:
     distributed.check_mesh(sharding.make_mesh(1, 1, 4, 2), RULES)
@@ -97,6 +109,7 @@ def test_one_process_holds_every_row_and_gathers_nothing():
     np.testing.assert_array_equal(sharding.local_rows(8, place), range(8))
     tree = {"x": np.arange(3)}
     assert distributed.gather_rows(tree, np.arange(3)) is tree
+    assert distributed.exchange_rows(tree, np.arange(3), 3, moved=[], wanted=[1]) is tree
     assert distributed.gather_json(tree) == [tree]
     assert distributed.fetch(jax.device_put(tree))["x"].tolist() == [0, 1, 2]
     assert not distributed.is_preempted()

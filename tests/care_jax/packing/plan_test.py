@@ -39,7 +39,7 @@ def some_sizes(draw):
     return TreeSizes(np.array(whole(1, 40, num)), patches, branches)
 
 
-def assert_holds_all(sizes, plans, trees=None):
+def assert_holds_all(sizes, plans):
     """Each branch of a length once, a prompt once in a row, no row too full."""
     seen = []
     for each in plans:
@@ -47,14 +47,12 @@ def assert_holds_all(sizes, plans, trees=None):
             numbers = [part.tree for part in parts]
             assert len(set(numbers)) == len(numbers) and all(part.branches for part in parts)
             total = sum(
-                each.sizes.prompt[part.tree]
-                + each.sizes.branches[part.tree, list(part.branches)].sum()
+                sizes.prompt[part.tree] + sizes.branches[part.tree, list(part.branches)].sum()
                 for part in parts
             )
             assert total <= each.row_tokens
-            assert each.sizes.patches[numbers].sum() <= each.row_patches
-            own = numbers if trees is None else [trees[plans.index(each)][n] for n in numbers]
-            seen += [(t, b) for t, part in zip(own, parts, strict=True) for b in part.branches]
+            assert sizes.patches[numbers].sum() <= each.row_patches
+            seen += [(part.tree, branch) for part in parts for branch in part.branches]
     assert sorted(seen) == [tuple(pair) for pair in np.argwhere(sizes.branches).tolist()]
 
 
@@ -83,21 +81,35 @@ def test_every_branch_stands_in_one_row_with_room_for_it(sizes, microbatch_size)
 
 
 @settings(deadline=None, max_examples=40)
-@given(some_sizes(), st.booleans())
-def test_processes_plan_one_update_between_them(sizes, is_kept):
-    owner = np.arange(len(sizes.prompt)) % 2
-    kwargs = dict(microbatch_size=4, num_processes=2, owner=owner if is_kept else None)
+@given(some_sizes(), st.integers(1, 3))
+def test_processes_share_the_rows_of_one(sizes, seed):
+    """The microbatches of both together are those of one process; so are the figures."""
+    owner = np.random.default_rng(seed).integers(0, 2, len(sizes.prompt))
+    kwargs = dict(microbatch_size=4, num_processes=2, owner=owner)
     plans = [plan(sizes, process=process, **kwargs) for process in range(2)]
-    trees = [np.flatnonzero(owner == process).tolist() for process in range(2)]
-    assert_holds_all(sizes, plans, trees if is_kept else None)
-    shapes = {
-        (len(p.rows), p.row_tokens, p.row_patches, p.num_microbatches, p.train_fill, p.patch_fill)
-        for p in plans
-    }
-    assert len(shapes) == 1
-    if not is_kept:  # the rows of both, microbatch by microbatch, are those of one process
-        alone = plan(sizes, microbatch_size=4)
-        assert plans[0].rows + plans[1].rows == alone.rows
+    alone = plan(sizes, microbatch_size=4)
+    assert_holds_all(sizes, plans)
+    number = len(alone.rows) // 4
+    for microbatch in range(number):
+        rows = [row for found in plans for row in found.rows[microbatch::number]]
+        assert sorted(map(repr, rows)) == sorted(map(repr, alone.rows[microbatch::number]))
+    for found, other in ((found, other) for found in plans for other in (alone, plans[0])):
+        for name in ("row_tokens", "row_patches", "num_microbatches", "train_fill", "patch_fill"):
+            assert getattr(found, name) == getattr(other, name)
+        assert found.moved == plans[0].moved and not alone.moved
+    needed = [{tree for tree in found.trees if owner[tree] != p} for p, found in enumerate(plans)]
+    assert plans[0].moved == tuple(sorted(needed[0] | needed[1]))
+
+
+def test_a_process_gets_the_rows_of_its_trees():
+    """Rows of one tree, six of eight owned by process 1: two of them move, the smallest."""
+    sizes = make_sizes(*((10, 4 * n, [85]) for n in (5, 1, 4, 3, 2, 6, 7, 8)))
+    owner = np.array([1, 1, 1, 1, 1, 0, 0, 1])
+    plans = [
+        plan(sizes, microbatch_size=8, owner=owner, num_processes=2, process=p) for p in range(2)
+    ]
+    assert [found.trees for found in plans] == [[1, 4, 5, 6], [0, 2, 3, 7]]
+    assert plans[0].moved == plans[1].moved == (1, 4)
 
 
 @settings(deadline=None, max_examples=40)

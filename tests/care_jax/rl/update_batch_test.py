@@ -1,5 +1,8 @@
 """The batch of an update: which responses it holds, and whose log-probabilities it has."""
 
+from collections import Counter
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ FIELDS = ("token_advantage", "old_logp", "row_weight", "is_trained", "is_answer"
 
 def numbers_of(groups, prompts):
     """What each token of some prompts' trained responses should carry, by token id and field."""
-    found = {}
+    found = Counter()
     rollouts, scores, credited = groups.rollouts, groups.scores, groups.credit
     values = {
         "token_advantage": credited.token_advantage,
@@ -28,17 +31,17 @@ def numbers_of(groups, prompts):
         for r in np.flatnonzero(credited.is_trained[n].any(-1)):
             for t in np.flatnonzero(rollouts.is_valid[n, r]):
                 key = int(rollouts.tokens[n, r, t]), *(float(values[f][n, r, t]) for f in FIELDS)
-                found[key] = found.get(key, 0) + 1
+                found[key] += 1
     return found
 
 
 def numbers_in(batch):
     """The same, read off the rows of a batch."""
-    found = {}
+    found = Counter()
     for row, place in np.argwhere(batch.rows.predictor >= 0):
         numbers = (float(getattr(batch, name)[row, place]) for name in FIELDS)
         key = int(batch.rows.tokens[row, place]), *numbers
-        found[key] = found.get(key, 0) + 1
+        found[key] += 1
     return found
 
 
@@ -65,24 +68,42 @@ def test_an_update_gets_its_prompts_and_their_trained_responses(make_run, groups
         )
 
 
-def test_every_process_plans_the_rows_of_all(make_run, responses, policy, monkeypatch):
-    """Two processes take every second prompt; microbatches and shapes are the same on both."""
+def test_processes_train_on_each_other_s_prompts(make_run, responses, policy, monkeypatch):
+    """Of two processes one decoded all prompts of an update: it sends one to the other."""
     questions = [Example(f"q{i}", "made", (), "1?" + " 1" * i, "") for i in (15, 0, 15, 0)]
     tokenized = [policy.prompts.tokenize(example) for example in questions]
     groups = groups_of(responses, questions=asked(np.arange(B), questions, tokenized))
     groups = groups.replace(credit=credit_of(responses.tokens.shape))
     second = gather_groups(groups).take(slice(2, 4))
-    run = make_run(PARTS | {"rl.microbatch_size": 2})
+    run = make_run(PARTS | {"rl.microbatch_size": 2, "rl.row_tokens": 128})
+    whole, _ = update_batch.train_batch(run, groups.take(slice(2, 4)), second)
     monkeypatch.setattr(update_batch.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(update_batch.sharding, "owners", lambda size, place: np.arange(size) % 2)
-    found, shapes = [], []
-    for process in range(2):
+    monkeypatch.setattr(update_batch.sharding, "owners", lambda size, place: np.zeros(size, int))
+    seen, sent = [], {}
+
+    def exchange_rows(tree, rows, num_rows, *, moved, wanted):
+        """Process 1 has nothing, and gets what process 0 sends."""
+        if len(rows):
+            sent.update({row: jax.tree.map(lambda x: x[row], tree) for row in moved})
+            return tree
+        assert set(wanted) == sent.keys()
+        shapes = jax.tree.map(lambda x: np.zeros((num_rows, *x.shape[1:]), x.dtype), tree)
+        for row, values in sent.items():
+            jax.tree.map(lambda x, value, row=row: x.__setitem__(row, value), shapes, values)
+        return shapes
+
+    monkeypatch.setattr(update_batch.distributed, "exchange_rows", exchange_rows)
+    for process, own in enumerate(([2, 3], [])):
         monkeypatch.setattr(update_batch.jax, "process_index", lambda process=process: process)
-        batch, plan = update_batch.train_batch(run, groups.take([2 + process]), second)
-        found.append(numbers_in(batch))
-        shapes.append((batch.rows.tokens.shape, plan.num_microbatches, plan.computed_tokens))
-    assert found == [numbers_of(groups, (2,)), numbers_of(groups, (3,))]
-    assert shapes[0] == shapes[1]
+        batch, plan = update_batch.train_batch(run, groups.take(np.array(own, int)), second)
+        seen.append(batch)
+        assert len(plan.trees) == len(plan.moved) == 1
+    jax.tree.map(
+        lambda x, *parts: np.testing.assert_array_equal(np.sort(np.concatenate(parts), 0), np.sort(x, 0)),
+        whole,
+        *seen,
+    )
+    assert sum((numbers_in(batch) for batch in seen), Counter()) == numbers_of(groups, (2, 3))
 
 
 def beta(value):
