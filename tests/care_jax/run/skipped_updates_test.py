@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from scripted import B, Script
 
 from care_jax.batch import Example
 from care_jax.learning.train_step import BROKEN_GRADIENTS
-from care_jax.run import stage
+from care_jax.run import guards, stage
 from care_jax.stages import sft
 
 
@@ -74,6 +75,17 @@ def test_too_many_in_a_row_end_the_stage_and_leave_their_batch(
         assert len(examples) == B // 2 and all(name in message for name in examples)
         assert batch["rows.tokens"].shape == batch["old_logp"].shape
     assert [path.name for path in path.parent.iterdir()] == [path.name]
+
+
+def test_the_batch_names_the_examples_of_all_processes(run_loop, tmp_path, monkeypatch):
+    """Rows of a process may hold examples that another one read."""
+    theirs = ["made x", "made y"]
+    two = types.SimpleNamespace(gather_json=lambda ours: [theirs, ours])
+    monkeypatch.setattr(guards, "distributed", two)
+    with pytest.raises(FloatingPointError, match="prompts made x, made y, "):
+        run_loop(make_script=skips(0))
+    with np.load(tmp_path / "run" / "nonfinite" / "rl_step_0.npz") as batch:
+        assert batch["examples"].tolist()[:2] == theirs and len(batch["examples"]) == 2 + B // 2
 
 
 def test_a_batch_that_cannot_be_written_does_not_hide_the_error(run_loop, tmp_path):
