@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import pickle
 import socket
@@ -27,13 +28,14 @@ import jax
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
-from jaxtyping import Int
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int, Shaped
 
 from care_jax.devices import sharding
 
 _NO_TIMEOUT = 10**6  # seconds without a heartbeat, as a single process may be suspended
-# Of all processes in one step of `exchange_rows`: bounds the memory of hosts and devices.
+# Of all processes in one step of `exchange_rows`, up to rounding: bounds the memory of hosts and
+# devices.
 _PIECE_BYTES = 1 << 26
 _EXIT_PREEMPTED = 75  # EX_TEMPFAIL: unfinished, restart it
 
@@ -186,15 +188,15 @@ def _exchange(sent: Mapping[int, bytes], wanted: Set[int]) -> dict[int, bytearra
     """All-gathers byte strings piece by piece; returns those wanted, each sent by one process."""
     streams = gather_json([(row, len(text)) for row, text in sent.items()])
     largest = max(sum(size for _, size in stream) for stream in streams)
-    # Few programs: pieces are powers of two.
-    most = 1 << (_PIECE_BYTES // jax.process_count()).bit_length() - 1
-    num_bytes = min(1 << max(largest - 1, 0).bit_length(), most)
+    # Each device gets a power of two of bytes, so that few programs are compiled.
+    of_device = min(largest, _PIECE_BYTES // jax.process_count()) / jax.local_device_count()
+    num_bytes = (1 << (math.ceil(of_device) - 1).bit_length()) * jax.local_device_count()
     stream, received = memoryview(b"".join(sent.values())), {}
     for start in range(0, largest, num_bytes):
         piece = np.zeros(num_bytes, np.uint8)
         own = np.frombuffer(stream[start : start + num_bytes], np.uint8)
         piece[: len(own)] = own
-        pieces = multihost_utils.process_allgather(piece)
+        pieces = _all_gather(piece)
         for sizes, gathered in zip(streams, pieces, strict=True):
             stop = 0
             for row, size in sizes:
@@ -203,6 +205,21 @@ def _exchange(sent: Mapping[int, bytes], wanted: Set[int]) -> dict[int, bytearra
                 if row in wanted and part.start < part.stop:
                     received.setdefault(row, bytearray()).extend(gathered[part].tobytes())
     return received
+
+
+def _all_gather(piece: Shaped[np.ndarray, " n"]) -> Shaped[np.ndarray, "processes n"]:
+    """The pieces of all processes; each device of a process receives its part of every piece.
+
+    n is a multiple of the number of devices of a process.
+    """
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.reshape(devices, (jax.process_count(), -1)), ("process", "device"))
+    sent = jax.make_array_from_process_local_data(
+        NamedSharding(mesh, PartitionSpec("process", "device")), piece[None]
+    )
+    received = jax.device_put(sent, NamedSharding(mesh, PartitionSpec(None, "device")))
+    shards = sorted(received.addressable_shards, key=lambda shard: shard.index[1].start or 0)
+    return np.concatenate([np.asarray(shard.data) for shard in shards], axis=1)
 
 
 def is_preempted() -> bool:

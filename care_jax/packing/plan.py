@@ -156,9 +156,7 @@ def plan_rows(
     length, packing, count = _pack_all(sizes, microbatch_size, lengths, widths)
     if owner is None:
         owner = np.zeros(len(sizes.prompt), int)
-    rows, moved = _share_rows(
-        sizes, packing, microbatch_size, owner, num_processes, process
-    )
+    rows, moved = _share_rows(sizes, packing, microbatch_size, owner, num_processes, process)
     most = max((int(sum(sizes.patches[part.tree] for part in row)) for row in packing), default=0)
     row_patches = next(width for width in (0, *widths) if width >= most)
     return RowPlan(

@@ -99,7 +99,9 @@ def test_processes_train_on_each_other_s_prompts(make_run, responses, policy, mo
         seen.append(batch)
         assert len(plan.trees) == len(plan.moved) == 1
     jax.tree.map(
-        lambda x, *parts: np.testing.assert_array_equal(np.sort(np.concatenate(parts), 0), np.sort(x, 0)),
+        lambda x, *parts: np.testing.assert_array_equal(
+            np.sort(np.concatenate(parts), 0), np.sort(x, 0)
+        ),
         whole,
         *seen,
     )
