@@ -8,8 +8,8 @@ Cases: 8 device shards of one process and 64 shards of 16 processes, with one ro
 microbatch. A figure is Σ real / Σ computed over the updates. Empty rows of a microbatch and
 repeated prompts are computed, not real. "fill" is for tokens, "least" for the update with the
 lowest fill, "patches" for image patches, "moved" the share of prompts that are sent to a process
-which did not decode them, "shapes" the number of programs to compile. "padded" and "its patches" are the fill
-of one row per prompt, padded to data.buckets and RESPONSE_BUCKETS.
+which did not decode them, "shapes" the number of programs to compile. "padded" and "its patches"
+are the fill of one row per prompt, padded to data.buckets and RESPONSE_BUCKETS.
 """
 
 import argparse

@@ -68,7 +68,7 @@ def test_an_update_gets_its_prompts_and_their_trained_responses(make_run, groups
         )
 
 
-def test_processes_train_on_each_other_s_prompts(make_run, responses, policy, monkeypatch):
+def test_a_process_trains_on_prompts_of_another(make_run, responses, policy, monkeypatch):
     """Of two processes one decoded all prompts of an update: it sends one to the other."""
     questions = [Example(f"q{i}", "made", (), "1?" + " 1" * i, "") for i in (15, 0, 15, 0)]
     tokenized = [policy.prompts.tokenize(example) for example in questions]
@@ -84,7 +84,7 @@ def test_processes_train_on_each_other_s_prompts(make_run, responses, policy, mo
     def exchange_rows(tree, rows, num_rows, *, moved, wanted):
         """Process 1 has nothing, and gets what process 0 sends."""
         if len(rows):
-            sent.update({row: jax.tree.map(lambda x: x[row], tree) for row in moved})
+            sent.update({row: jax.tree.map(lambda x, row=row: x[row], tree) for row in moved})
             return tree
         assert set(wanted) == sent.keys()
         shapes = jax.tree.map(lambda x: np.zeros((num_rows, *x.shape[1:]), x.dtype), tree)
