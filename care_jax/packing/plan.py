@@ -4,10 +4,9 @@ A tree is a prompt with its responses, the branches. Trees are kept whole unless
 fewer tokens. A tree is split by branches; each part repeats the prompt and its images. The plan is
 a pure function of all sizes, so processes that know them agree on it.
 
-Any process may get any tree. Of the rows of a microbatch each process gets equally many, if
-possible those of whose trees it has most, so that few trees move. All rows have S tokens and
-equally many patches; sorting them by (query, visible key) pairs makes those of a microbatch equally
-expensive.
+Any process may get any tree. Each gets equally many rows of a microbatch, chosen so that as few
+tokens and patches as possible move. All rows have S tokens and equally many patches; sorting them
+by (query, visible key) pairs makes those of a microbatch equally expensive.
 
 Letters: N prompts, R branches of a prompt, T response tokens, B rows of this process, S tokens.
 """
@@ -244,7 +243,7 @@ def _share_rows(
     """The rows of one process, and the trees that move between processes.
 
     Rows are sorted so that those with the most pairs share a microbatch of `num_rows`; each
-    microbatch is divided so that few tokens and patches move.
+    microbatch is divided so that the fewest tokens and patches move.
     """
     size = sizes.total + sizes.patches
     in_order = sorted(packing, key=lambda parts: _num_pairs(sizes, parts), reverse=True)

@@ -162,8 +162,8 @@ def packed_batch(
             weight[number, 0, :length] = response_weight(run, context, response)
     made = {"prompts": np.array(prompts, object), "tokens": tokens, "weight": weight}
     found = distributed.exchange_rows(made, index, len(sizes), moved=plan.moved, wanted=plan.trees)
-    prompts = {tree: found["prompts"][tree] for tree in plan.trees}
-    rows = lay_out(prompts, found["tokens"], plan, policy.config)
+    packed = {tree: found["prompts"][tree] for tree in plan.trees}
+    rows = lay_out(packed, found["tokens"], plan, policy.config)
     return ImitationBatch(rows, at_tokens(found["weight"], plan)), plan
 
 
