@@ -21,6 +21,7 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from care_jax.aot import compile, cycles, roofline, shapes, step_sizes, workload
@@ -43,6 +44,7 @@ from care_jax.aot.topology import GPUS, find_topology
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
 from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl.step_metrics import update_flops
 from care_jax.run.run import Run, open_run
 
 PARTS = ("updates", "scoring", "decoding", "reflection", "prefill", "resharding", "host")
@@ -72,6 +74,7 @@ class Estimate:
     seconds: Mapping[str, dict[str, float]]  # estimated, by kind; "host" is a kind of its own
     rates: Rates
     peaks: Peaks | None  # of a GPU
+    mfu: float  # of the updates: model FLOPs, without padding and remat, by the peak
 
     @property
     def total(self) -> float:
@@ -120,7 +123,12 @@ def estimate(
         add(seconds[part], _of_step(run, name, cost, expected, chip))
     num_calls = sum(len(s.calls) for s in (expected.decoding, expected.reflecting))
     seconds["host"]["host"] = num_calls * _HOST_CALL
-    return Estimate(least, seconds, rates, peaks)
+    trees = (plan.sizes for plan, _ in expected.updates)
+    model = sum(
+        update_flops(run, np.stack([each.prompt, each.patches], 1), each.branches) for each in trees
+    )
+    mfu = model / (chip.flops * mesh.size * sum(seconds["updates"].values()))
+    return Estimate(least, seconds, rates, peaks, mfu)
 
 
 def _rates(kind: str, chip: Chip) -> tuple[Rates, Peaks | None]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 import optax
+from jaxtyping import Int
 
 from care_jax.batch import Groups
 from care_jax.decoding import reflection
@@ -142,22 +143,28 @@ def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> d
     return metrics
 
 
+def update_flops(
+    run: Run, prompt_sizes: Int[np.ndarray, "N 2"], num_row_tokens: Int[np.ndarray, "N R"]
+) -> float:
+    """`flops.model_flops` of the run's updates over N prompts."""
+    model = run.config.model
+    return model_flops(
+        run.policy.config,
+        prompt_sizes,
+        num_row_tokens,
+        freeze_vision=model.freeze_vision,
+        freeze_decoder=model.freeze_decoder,
+        has_adapters=bool(model.lora_rank),
+    )
+
+
 def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
     """Model TFLOPs per second and device during the updates, and their share of the peak (MFU).
 
     Padding and rematerialisation do not count. The MFU is left out if the device's peak is unknown.
     `groups` are those trained on, of all processes.
     """
-    model = run.config.model
-    flops = model_flops(
-        run.policy.config,
-        groups.sizes,
-        groups.num_trained,
-        freeze_vision=model.freeze_vision,
-        freeze_decoder=model.freeze_decoder,
-        has_adapters=bool(model.lora_rank),
-    )
-    rate = flops / seconds / run.mesh.size
+    rate = update_flops(run, groups.sizes, groups.num_trained) / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
     return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
 

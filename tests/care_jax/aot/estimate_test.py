@@ -116,8 +116,9 @@ def test_two_depths_give_all_layers(shallow):
     assert "not a measurement" in assumptions(result)[0]
     estimated, least = 5 * 21 + 42, sum(result.least.values())
     assert least == pytest.approx(estimated)
-    last = f"estimated {result.total:.1f} least {least:.1f}"
-    assert estimate_report(result).splitlines()[-1] == last
+    *_, mfu, last = estimate_report(result).splitlines()
+    assert last == f"estimated {result.total:.1f} least {least:.1f}"
+    assert mfu.startswith(f"MFU of the updates {result.mfu:.0%}, ") and 0 < result.mfu < 1
     assert any("at 180 GB/s" in line for line in assumptions(result))
 
 
