@@ -15,7 +15,7 @@ from models import backbone
 @pytest.fixture(scope="module")
 def weighted(policy):
     """Log-probabilities, entropies, and the gradient of Σ weight · logp, for all plans."""
-    options = logprobs.ForwardOptions(jnp.float32, chunk=1000)
+    options = logprobs.ForwardOptions(jnp.float32)
 
     def total(params, rows, weight):
         logp, entropy = logprobs.score_rows(params, rows, policy.config, options)
