@@ -1,9 +1,8 @@
 """log π(target) and the entropy of π, and their gradient, by blocks of the vocabulary.
 
-The logits of a block of ids exist for all tokens at once, those of the other blocks do not. One
-pass over the blocks keeps for each token the maximum m so far, Z = Σ exp(l - m), Σ exp(l - m)(l - m)
-and the target's logit l_y (online softmax, arXiv:1805.02867). The backward pass computes the logits
-of each block again, for
+The logits of one block of ids exist at a time, for all tokens. A pass over the blocks keeps of each
+token the maximum m so far, Z = Σ exp(l - m), Σ exp(l - m)·(l - m) and the target's logit (online
+softmax, arXiv:1805.02867). The backward pass computes the logits of each block again, for
 
     ∂ log π_y / ∂ l_v = [v = y] - π_v        ∂ H / ∂ l_v = -π_v (log π_v + H)
 
@@ -35,7 +34,7 @@ BLOCK = 4608
 # taken from a table whose vocabulary is sharded over up to so many devices.
 _PARTS = 16
 # Tokens are computed up to the last that is wanted, rounded up to a quarter of the row or more.
-_QUARTERS, _FEWEST = 4, 256
+_QUARTERS, _FEWEST = 4, 128
 
 IsNever = Callable[[Array], Array]
 Scored = tuple[Float[Array, "B S"], Float[Array, "B S"]]  # log π(target), entropy
@@ -62,7 +61,9 @@ def target_logprobs(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _scored(table: Array, hidden: Array, targets: Array, num_columns: Array, is_never: IsNever) -> Scored:
+def _scored(
+    table: Array, hidden: Array, targets: Array, num_columns: Array, is_never: IsNever
+) -> Scored:
     return _forward(table, hidden, targets, num_columns, is_never)[0]
 
 
@@ -85,9 +86,8 @@ def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ..
         x, y, m, log_z, g, *more = (_columns(a, length) for a in (hidden, *beside))
         scale = g * jnp.exp(-log_z)
 
-        def step(carry, n):
+        def step(carry, block, ids, start):
             dx, dtable = carry
-            block, ids, start = _block(table, n, x.dtype)
             shifted = _logits(x, block, ids, is_never) - m[..., None]
             weight = jnp.exp(shifted)
             dlogits = jnp.where(y[..., None] == ids, g[..., None], 0) - scale[..., None] * weight
@@ -101,12 +101,12 @@ def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ..
                 new = jnp.einsum("BSW,BSD->WD", dlogits, x, preferred_element_type=jnp.float32)
                 new = constrain(new, "vocab", "embed").reshape(len(dtable), -1, dtable.shape[-1])
                 dtable = jax.lax.dynamic_update_slice(dtable, new, (0, start, 0))
-            return (constrain(dx, "batch", "tokens", None), dtable), None
+            return constrain(dx, "batch", "tokens", None), dtable
 
         is_trained = is_frozen is None
         dtable = jnp.zeros(_in_parts(table).shape, jnp.float32) if is_trained else None
         dx = jnp.zeros(x.shape, jnp.float32)
-        (dx, dtable), _ = jax.lax.scan(step, (dx, dtable), jnp.arange(_num_blocks(table)))
+        dx, dtable = _over_blocks(table, x.dtype, step, (dx, dtable))
         return _as_long(dx.astype(x.dtype), hidden), dtable
 
     dx, dtable = _at_length(num_columns, targets.shape[1], gradients)
@@ -126,20 +126,19 @@ def _forward(
     def scores(length: int) -> tuple[Scored, Scored]:
         x, y = _columns(hidden, length), _columns(targets, length)
 
-        def step(sums, n):
+        def step(sums, block, ids, _):
             top, total, moment, target = sums
-            block, ids, _ = _block(table, n, x.dtype)
             logits = _logits(x, block, ids, is_never)
             new = jnp.maximum(top, logits.max(-1))
             shifted, fewer = logits - new[..., None], jnp.exp(top - new)
             weight = jnp.exp(shifted)
             moment = fewer * (moment + total * (top - new)) + (weight * shifted).sum(-1)
             target += jnp.where(y[..., None] == ids, logits, 0).sum(-1)
-            return (new, fewer * total + weight.sum(-1), moment, target), None
+            return new, fewer * total + weight.sum(-1), moment, target
 
         zero = jnp.zeros(y.shape, jnp.float32)
-        sums, _ = jax.lax.scan(step, (zero + NEVER, zero, zero, zero), jnp.arange(_num_blocks(table)))
-        top, total, moment, target = sums
+        start = zero + NEVER, zero, zero, zero
+        top, total, moment, target = _over_blocks(table, x.dtype, step, start)
         log_total = jnp.log(total)
         found = target - top - log_total, log_total - moment / total, top, log_total
         logp, entropy, *sums = (_as_long(x, targets) for x in found)
@@ -170,27 +169,35 @@ def _in_parts(table: Array) -> Array:
     return table.reshape(math.gcd(len(table), _PARTS), -1, table.shape[1])
 
 
-def _num_blocks(table: Array) -> int:
-    return -(-len(table) // BLOCK)
+def _over_blocks(
+    table: Float[Array, "V D"], dtype: Any, step: Callable[..., Any], carry: Any
+) -> Any:
+    """The last carry of `step`(carry, block [W, D], ids [W], start) over the blocks of a table.
 
-
-def _block(
-    table: Float[Array, "V D"], n: Int[Array, ""], dtype: Any
-) -> tuple[Float[Array, "W D"], Int[Array, " W"], Int[Array, ""]]:
-    """Block n of the table, its ids, and where in each part its rows start.
-
-    All blocks are of one size. The first one's last rows are the next one's too; there, ids are -1.
+    A block has rows `start`, `start` + 1, ... of each part. All blocks are of one size. The last
+    rows of the first one are the next one's too; in the first, their ids are -1.
     """
     parts, size, D = _in_parts(table).shape
-    num_blocks = _num_blocks(table)
+    num_blocks = -(-len(table) // BLOCK)
     width = min(-(-size // (8 * num_blocks)) * 8, size)  # a multiple of 8, as memory is tiled
-    end = size - (num_blocks - 1 - n) * width  # of the rows that are of this block alone
-    start = jnp.maximum(end - width, 0)
-    rows = jax.lax.dynamic_slice(_in_parts(table), (0, start, 0), (parts, width, D))
-    block = constrain(rows.astype(dtype).reshape(-1, D), "vocab", None)
-    row = start + jnp.arange(width)
-    ids = jnp.arange(parts)[:, None] * size + row
-    return block, jnp.where(row < end, ids, -1).reshape(-1), start
+
+    def start_of(n):
+        return jnp.maximum(size - (num_blocks - n) * width, 0)
+
+    def block_of(n):
+        rows = jax.lax.dynamic_slice(_in_parts(table), (0, start_of(n), 0), (parts, width, D))
+        return constrain(rows.astype(dtype).reshape(-1, D), "vocab", None)
+
+    def prefetched(both, n):
+        carry, block = both
+        following = block_of((n + 1) % num_blocks)  # all-gathered beside the matmuls of this one
+        row = start_of(n) + jnp.arange(width)
+        ids = jnp.arange(parts)[:, None] * size + row
+        ids = jnp.where(row < size - (num_blocks - 1 - n) * width, ids, -1).reshape(-1)
+        return (step(carry, block, ids, row[0]), following), None
+
+    (carry, _), _ = jax.lax.scan(prefetched, (carry, block_of(0)), jnp.arange(num_blocks))
+    return carry
 
 
 def _logits(x: Array, block: Array, ids: Array, is_never: IsNever) -> Float[Array, "B S W"]:
