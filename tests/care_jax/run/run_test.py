@@ -1,6 +1,5 @@
 """What the stages share: which section of the configuration each part of a run is made from."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
