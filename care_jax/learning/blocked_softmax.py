@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from models.backbone import NEVER
@@ -77,10 +78,10 @@ def _scored_fwd(table: Any, hidden: Any, targets: Any, num_columns: Any, is_neve
 def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ...]:
     """The gradients of table and hidden states; none of a frozen table."""
     (table, hidden, targets, num_columns), entropy, (top, log_total), is_frozen = saved
-    has_entropy = not isinstance(cotangents[1], jax.custom_derivatives.SymbolicZero)
-    beside = [targets, top, log_total, *(x for x in cotangents[: 1 + has_entropy])]
-    if has_entropy:
-        beside.append(entropy)
+    of_logp, of_entropy = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
+    beside = [targets, top, log_total, jnp.zeros_like(top) if of_logp is None else of_logp]
+    if of_entropy is not None:
+        beside += [of_entropy, entropy]
 
     def gradients(length: int) -> tuple[Array, Array | None]:
         x, y, m, log_z, g, *more = (_columns(a, length) for a in (hidden, *beside))
@@ -103,9 +104,9 @@ def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ..
                 dtable = jax.lax.dynamic_update_slice(dtable, new, (0, start, 0))
             return constrain(dx, "batch", "tokens", None), dtable
 
-        is_trained = is_frozen is None
-        dtable = jnp.zeros(_in_parts(table).shape, jnp.float32) if is_trained else None
-        dx = jnp.zeros(x.shape, jnp.float32)
+        dx, dtable = jnp.zeros(x.shape, jnp.float32), None
+        if is_frozen is None:
+            dtable = jnp.zeros(_in_parts(table).shape, jnp.float32)
         dx, dtable = _over_blocks(table, x.dtype, step, (dx, dtable))
         return _as_long(dx.astype(x.dtype), hidden), dtable
 
@@ -140,9 +141,8 @@ def _forward(
         start = zero + NEVER, zero, zero, zero
         top, total, moment, target = _over_blocks(table, x.dtype, step, start)
         log_total = jnp.log(total)
-        found = target - top - log_total, log_total - moment / total, top, log_total
-        logp, entropy, *sums = (_as_long(x, targets) for x in found)
-        return (logp, entropy), tuple(sums)
+        found = (target - top - log_total, log_total - moment / total), (top, log_total)
+        return jax.tree.map(lambda x: _as_long(x, targets), found)
 
     return _at_length(num_columns, targets.shape[1], scores)
 
