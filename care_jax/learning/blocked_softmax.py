@@ -107,7 +107,9 @@ def _scored_bwd(is_never: IsNever, saved: Any, cotangents: Any) -> tuple[Any, ..
         dx, dtable = jnp.zeros(x.shape, jnp.float32), None
         if is_frozen is None:
             dtable = jnp.zeros(_in_parts(table).shape, jnp.float32)
-        dx, dtable = _over_blocks(table, x.dtype, step, (dx, dtable))
+        # Three matmuls: a block that is gathered beside them takes VMEM from them on TPUs, which
+        # costs more than it hides.
+        dx, dtable = _over_blocks(table, x.dtype, step, (dx, dtable), is_prefetched=False)
         return _as_long(dx.astype(x.dtype), hidden), dtable
 
     dx, dtable = _at_length(num_columns, targets.shape[1], gradients)
@@ -139,7 +141,7 @@ def _forward(
 
         zero = jnp.zeros(y.shape, jnp.float32)
         start = zero + NEVER, zero, zero, zero
-        top, total, moment, target = _over_blocks(table, x.dtype, step, start)
+        top, total, moment, target = _over_blocks(table, x.dtype, step, start, is_prefetched=True)
         log_total = jnp.log(total)
         found = (target - top - log_total, log_total - moment / total), (top, log_total)
         return jax.tree.map(lambda x: _as_long(x, targets), found)
@@ -170,12 +172,20 @@ def _in_parts(table: Array) -> Array:
 
 
 def _over_blocks(
-    table: Float[Array, "V D"], dtype: Any, step: Callable[..., Any], carry: Any
+    table: Float[Array, "V D"],
+    dtype: Any,
+    step: Callable[..., Any],
+    carry: Any,
+    *,
+    is_prefetched: bool,
 ) -> Any:
     """The last carry of `step`(carry, block [W, D], ids [W], start) over the blocks of a table.
 
     A block has rows `start`, `start` + 1, ... of each part. All blocks are of one size. The last
     rows of the first one are the next one's too; in the first, their ids are -1.
+
+    Args:
+        is_prefetched: the next block is all-gathered beside the matmuls of this one.
     """
     parts, size, D = _in_parts(table).shape
     num_blocks = -(-len(table) // BLOCK)
@@ -188,16 +198,24 @@ def _over_blocks(
         rows = jax.lax.dynamic_slice(_in_parts(table), (0, start_of(n), 0), (parts, width, D))
         return constrain(rows.astype(dtype).reshape(-1, D), "vocab", None)
 
-    def prefetched(both, n):
-        carry, block = both
-        following = block_of((n + 1) % num_blocks)  # all-gathered beside the matmuls of this one
+    def stepped(carry, n, block):
         row = start_of(n) + jnp.arange(width)
         ids = jnp.arange(parts)[:, None] * size + row
         ids = jnp.where(row < size - (num_blocks - 1 - n) * width, ids, -1).reshape(-1)
-        return (step(carry, block, ids, row[0]), following), None
+        return step(carry, block, ids, row[0])
 
-    (carry, _), _ = jax.lax.scan(prefetched, (carry, block_of(0)), jnp.arange(num_blocks))
-    return carry
+    def gathered(carry, n):
+        return stepped(carry, n, block_of(n)), None
+
+    def prefetched(both, n):
+        carry, block = both
+        following = block_of((n + 1) % num_blocks)
+        return (stepped(carry, n, block), following), None
+
+    numbers = jnp.arange(num_blocks)
+    if is_prefetched:
+        return jax.lax.scan(prefetched, (carry, block_of(0)), numbers)[0][0]
+    return jax.lax.scan(gathered, carry, numbers)[0]
 
 
 def _logits(x: Array, block: Array, ids: Array, is_never: IsNever) -> Float[Array, "B S W"]:
