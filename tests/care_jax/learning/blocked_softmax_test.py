@@ -1,5 +1,10 @@
 """Log-probabilities by blocks of ids are those of the whole softmax, and so are their gradients."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -168,3 +173,55 @@ def test_shards_change_nothing(monkeypatch, name):
     ours = jax.jit(sharding.placed(ours, RULES[name], mesh), out_shardings=(None, (place, rows)))
     found = ours(jax.device_put(table, place), jax.device_put(hidden, rows))
     assert_close(found, weighted(lambda t, h: whole(t, h, targets), weights)(table, hidden))
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+LIBTPU = pathlib.Path(sys.prefix, "libtpu")
+SCRIPT = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from care_jax.aot import collectives
+from care_jax.aot.topology import find_topology
+from care_jax.devices import sharding
+from care_jax.learning.blocked_softmax import target_logprobs
+from configs import common
+
+rules = common.get_config().sharding_rules
+mesh = sharding.make_mesh(1, -1, 1, devices=find_topology("v5e:2x2").devices)
+table, rows = (
+    jax.NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "fsdp"), ("fsdp",))
+)
+
+def loss(table, hidden, targets):
+    scored = target_logprobs(table, hidden, targets, targets >= 0, lambda ids: ids == 7)
+    return scored[0].sum()
+
+arguments = (
+    jax.ShapeDtypeStruct((4 * 4608, 512), jnp.float32, sharding=table),
+    jax.ShapeDtypeStruct((4, 4096, 512), jnp.bfloat16, sharding=rows),
+    jax.ShapeDtypeStruct((4, 4096), jnp.int32, sharding=rows),
+)
+grad = jax.jit(sharding.placed(jax.grad(loss, (0, 1)), rules, mesh), out_shardings=(table, rows))
+compiled = grad.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+received = collectives.received(compiled.as_text()).by_collective(1)
+gathered = received.pop("all-gather")
+print(gathered, sum(received.values()))
+print(compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
+@pytest.mark.exhaustive
+def test_each_pass_gathers_the_table_once_and_keeps_the_logits_of_one_block():
+    """Of four blocks on four chips, compiled for TPUs; the longest of four lengths."""
+    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    gathered, reduced, temporaries = map(int, done.stdout.split()[-3:])
+    block = 4608 * 512 * 3 // 4  # weights of a block that a chip receives
+    # Four blocks in each pass, and one ahead.
+    assert 2 * block * 8 <= gathered <= 2 * block * 9
+    # The gradient of each block once, in float32; an all-reduce receives it twice.
+    assert 4 * block * 4 <= reduced <= 1.01 * 4 * block * 8
+    assert temporaries < 4 * 4096 * 4608  # the float32 logits of a block
