@@ -74,8 +74,6 @@ def get_config() -> ConfigDict:
     # Attention in training and prefill: "xla"; "kernel", the Pallas kernel for the device (TPU,
     # GPU); "auto", the kernel if there is one and it agrees with XLA when a stage starts.
     model.attention = "auto"
-    # Tokens per device whose logits are in memory at a time. 0: 4096 on GPUs with FSDP, else 1024.
-    model.logprob_chunk = 0
     model.freeze_vision = False  # (open) True: the vision tower is not trained
     model.freeze_decoder = False  # True: only the vision tower and its merger are trained
     # The next keys trade speed or precision for memory.

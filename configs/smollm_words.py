@@ -25,7 +25,6 @@ def get_config() -> ConfigDict:
     model.path = "runs/smollm"
     model.compute_dtype = "float32"
     model.remat = "layer"
-    model.logprob_chunk = 128
     model.freeze_vision = True
 
     data = config.data

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models import decoder, layers, lora, vision
 from models.attention.packed import XLA, AttentionImpl
@@ -25,11 +25,12 @@ from models.positions import ImagePatches
 from models.release import config_json, transfer
 from models.vision import ImageFeatures
 
-_NEVER = -1e30  # logit of a token with probability 0; finite, so that 0·logp is 0
+NEVER = -1e30  # logit of a token with probability 0; finite, so that 0·logp is 0
 
 # Functions of the other modules that take the parameters and the config of the whole backbone.
 encode_images = vision.encode_images
-text_mask, forward, unembed = decoder.text_mask, decoder.forward, decoder.unembed
+text_mask, forward = decoder.text_mask, decoder.forward
+unembed, unembedding = decoder.unembed, decoder.unembedding
 prefill, init_cache, extend = decoder.prefill, decoder.init_cache, decoder.extend
 export = transfer.export
 
@@ -101,9 +102,12 @@ def policy_logits(
 ) -> Float[Array, "*S V"]:
     """Float32 logits of the policy; image and video pad tokens have probability 0."""
     logits = unembed(params, hidden, config)
-    ids = jnp.arange(logits.shape[-1])
-    is_pad = (ids == config.image_token_id) | (ids == config.video_token_id)
-    return jnp.where(is_pad, _NEVER, logits)
+    return jnp.where(is_never_sampled(jnp.arange(logits.shape[-1]), config), NEVER, logits)
+
+
+def is_never_sampled(ids: Int[Array, "*V"], config: BackboneConfig) -> Bool[Array, "*V"]:
+    """Image and video pad tokens."""
+    return (ids == config.image_token_id) | (ids == config.video_token_id)
 
 
 def to_decode_layout(params: Params, config: BackboneConfig, dtype: Any) -> Params:

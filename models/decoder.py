@@ -236,13 +236,17 @@ def _transposed(p: Params, num_inputs: int = 1) -> Params:
     return {"transposed": kernel, **{name: a for name, a in p.items() if name != "kernel"}}
 
 
+def unembedding(params: Params, config: BackboneConfig) -> Float[Array, "V D"]:
+    """The table of `unembed`."""
+    return params["text"]["embed" if config.text.tie_embeddings else "unembed"]["table"]
+
+
 def unembed(
     params: Params, hidden: Float[Array, "... D"], config: BackboneConfig
 ) -> Float[Array, "... V"]:
     """Float32 logits over the vocabulary, from the embedding table if the embeddings are tied."""
-    p = params["text"]
-    table = p["embed" if config.text.tie_embeddings else "unembed"]["table"].astype(hidden.dtype)
-    if isinstance(p["layers"], list):
+    table = unembedding(params, config).astype(hidden.dtype)
+    if isinstance(params["text"]["layers"], list):
         # The barrier keeps the transpose out of the matmul: a TPU would copy the logits for it.
         logits = jnp.tensordot(table, hidden, (-1, -1), preferred_element_type=jnp.float32)
         return jnp.moveaxis(jax.lax.optimization_barrier(logits), 0, -1)

@@ -68,7 +68,7 @@ CHECKED_MODULES = [
     for folder, names in {
         "care_jax.method": "advantages diagnostics objective select spans",
         "care_jax.decoding": "reflection sampling",
-        "care_jax.learning": "logprobs optimizer",
+        "care_jax.learning": "blocked_softmax logprobs optimizer",
         "care_jax.packing": "layout plan trees",
         "models": "attention.packed attention.kernels layers",
     }.items()

@@ -115,8 +115,11 @@ MUTATIONS = (
         "care_jax/learning/logprobs.py", "care_jax/learning/logprobs_test.py",
         ("jnp.cumsum(is_scored, axis=1) - 1, 0)", "jnp.cumsum(is_scored, axis=1), 0)",
          "a token gets the log-probability of the next"),
-        ("jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[", "x.reshape(x.shape[1], -1)[",
-         "chunks are joined along the wrong axis"),
+    ),
+    *_of(
+        "care_jax/learning/blocked_softmax.py", "care_jax/learning/blocked_softmax_test.py",
+        ("row < size - (num_blocks - 1 - n) * width, ids, -1", "row >= 0, ids, -1",
+         "ids of two blocks are counted twice"),
     ),
     *_of(
         "care_jax/learning/optimizer.py", "care_jax/learning/optimizer_test.py",

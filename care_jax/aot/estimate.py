@@ -5,7 +5,7 @@ and what a layer adds is extrapolated to all layers. The vision tower is a loop,
 of all its layers. Programs have the shapes of the largest batch. A smaller batch of the expected
 step has less in proportion to its tokens, patches or slots:
 
-    by tokens    compute and gathers of the decoder and of the logits, whose chunks are fewer
+    by tokens    compute and gathers of the decoder and of the logits
     by patches   compute and gathers of the tower
     by slots     compute of a decode step, down to the time in which its weights are read
     likewise     activations between chips, in prefill and decoding
@@ -266,12 +266,12 @@ def _scaled(
 ) -> dict[str, float]:
     """Seconds by kind of a batch with these shares of the compiled tokens and patches.
 
-    The `shrunk` kinds have less of it; chunks of logits are fewer, with all that they need.
+    The `shrunk` kinds have less of it.
     """
     total: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for (part, kind), value in seconds.items():
         share = patches if part == "tower" else tokens
-        total[kind] += value * (share if kind in shrunk or part == "logits" else 1)
+        total[kind] += value * (share if kind in shrunk else 1)
     return total
 
 

@@ -164,7 +164,6 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("model.backbone*", _ANY, _BACKBONE),
     ("model.compute_dtype", _DTYPES, FIXED),
     ("model.attention", ("auto", "xla", "kernel"), _COMPUTED),
-    ("model.logprob_chunk", "[0, inf)", _COMPUTED),
     ("model.freeze_*", _ANY, FIXED),
     ("model.remat", layers.REMATS, _COMPUTED),
     ("model.*_dtype", _DTYPES, FIXED),

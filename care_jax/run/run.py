@@ -72,20 +72,6 @@ class Run:
         """Sharding of prompts and their rollouts."""
         return sharding.batch_sharding(self.mesh, self.config.decode_sharding_rules)
 
-    def chunk_of_row(self, microbatch_size: int) -> int:
-        """Tokens per row whose logits are in memory at a time: `model.logprob_chunk` per device.
-
-        Each chunk all-gathers the unembedding and reduce-scatters its gradient. On GPUs with
-        sharded parameters larger chunks therefore communicate less, and take less memory: for the
-        7B on 8 H100s a microbatch receives 60 GB instead of 89, and its update needs 44 GiB instead
-        of 62. `microbatch_size` counts rows over all devices.
-        """
-        rows_of_device = microbatch_size // sharding.num_shards(self.train_batch_sharding)
-        is_gathered = sharding.num_shards_of("embed", self.config.sharding_rules, self.mesh) > 1
-        is_gpu = sharding.platform(self.mesh) == "gpu"
-        chunk = self.config.model.logprob_chunk or (4096 if is_gpu and is_gathered else 1024)
-        return max(chunk // max(rows_of_device, 1), 1)
-
     def fingerprint(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that restores it."""
         return self.policy.fingerprint() | {"lora_rank": self.config.model.lora_rank}

@@ -236,8 +236,8 @@ class Stage:
         return metrics
 
 
-def forward_options(run: Run, stage: str, attention: AttentionImpl | None = None) -> ForwardOptions:
-    """The options of the forward pass of a stage, "sft" or "rl".
+def forward_options(run: Run, attention: AttentionImpl | None = None) -> ForwardOptions:
+    """The options of the forward pass of training.
 
     By default `attention` is that of `model.attention`, not compared with XLA.
     """
@@ -245,8 +245,7 @@ def forward_options(run: Run, stage: str, attention: AttentionImpl | None = None
     if attention is None:
         rules = run.config.sharding_rules
         attention = sharding.attention_impl(model.attention, rules, run.mesh)
-    chunk = run.chunk_of_row(run.config[stage].microbatch_size)
-    return ForwardOptions(jnp.dtype(model.compute_dtype), chunk, model.remat, attention)
+    return ForwardOptions(jnp.dtype(model.compute_dtype), model.remat, attention)
 
 
 def compile_score(run: Run, stage: str, options: ForwardOptions) -> Callable:

@@ -131,7 +131,7 @@ def compile_update(
 ) -> UpdatePrograms:
     """The jitted functions of an update, each compiled once per shape of rows that occurs."""
     rl, objective = run.config.rl, run.objective
-    options = forward_options(run, "rl", attention)
+    options = forward_options(run, attention)
 
     def update(state, batch):
         return train_step(

@@ -57,7 +57,7 @@ def train(
     state = start_state(run, params, adamw)
     attention = training_attention(run, sft.row_tokens, sft.row_patches)
     sft_step = compile_step(run, adamw, sharding.of(state), attention)
-    nll = compile_nll(run, compile_score(run, "sft", forward_options(run, "sft", attention)))
+    nll = compile_nll(run, compile_score(run, "sft", forward_options(run, attention)))
     batches = Batches(
         examples,
         run.policy.prompts,
@@ -96,7 +96,7 @@ def compile_step(
     attention: AttentionImpl | None = None,
 ) -> Callable:
     """The jitted (state, batch) -> (state, metrics), compiled once per shape of rows."""
-    sft, options = run.config.sft, forward_options(run, "sft", attention)
+    sft, options = run.config.sft, forward_options(run, attention)
 
     def sft_step(state, batch):
         total_weight = jnp.maximum(batch.weight.sum(), 1e-9)

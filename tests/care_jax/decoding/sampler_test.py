@@ -61,7 +61,7 @@ def trainer_logp(policy, params, image_prompts):
         functools.partial(
             logprobs.score_rows,
             config=policy.config,
-            options=logprobs.ForwardOptions(jnp.float32, chunk=1000),
+            options=logprobs.ForwardOptions(jnp.float32),
         )
     )
 

@@ -16,7 +16,7 @@ from care_jax.packing.layout import lay_out
 @pytest.fixture(scope="package")
 def log_probabilities(policy, params, image_prompts):
     """Of every response behind its own copy of its prompt, and the entropies, [4, 3, 9]."""
-    options = ForwardOptions(jnp.float32, chunk=1000)
+    options = ForwardOptions(jnp.float32)
     score = jax.jit(lambda rows: score_rows(params, rows, policy.config, options))
 
     def log_probabilities(responses):
@@ -75,7 +75,7 @@ def step(policy):
             policy.config,
             SGD,
             Objective(None, 0.2, 0.28, beta=0.1, has_sequence_ratio=sequence),
-            ForwardOptions(jnp.float32, chunk=7),
+            ForwardOptions(jnp.float32),
             microbatch_size=microbatch_size,
         )
 

@@ -15,7 +15,7 @@ from models import backbone
 @pytest.fixture(scope="module")
 def weighted(policy):
     """Log-probabilities, entropies, and the gradient of Σ weight · logp, for all plans."""
-    options = logprobs.ForwardOptions(jnp.float32, chunk=1000)
+    options = logprobs.ForwardOptions(jnp.float32)
 
     def total(params, rows, weight):
         logp, entropy = logprobs.score_rows(params, rows, policy.config, options)
@@ -49,22 +49,6 @@ def test_packed_trees_give_the_log_probabilities_and_gradient_of_replicated_rows
             np.testing.assert_allclose(leaf, want, atol=atol, err_msg=f"{layout} {path}")
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 26, 27])
-def test_chunks_change_nothing(policy, params, chunk):
-    """Of 40 tokens, of which 26 are scored; a chunk without any gives 0."""
-    keys = jax.random.split(jax.random.key(0))
-    hidden = jax.random.normal(keys[0], (2, 40, policy.config.text.hidden_size))
-    targets = jax.random.randint(keys[1], (2, 40), 0, 600)
-    is_wanted = jnp.arange(40) < jnp.array([[26], [9]])
-    found = functools.partial(
-        logprobs.token_logprobs, params, hidden, targets, policy.config, is_wanted=is_wanted
-    )
-    for whole, chunked in zip(found(chunk=1000), found(chunk=chunk), strict=True):
-        assert whole.shape == chunked.shape
-        np.testing.assert_allclose(chunked[is_wanted], whole[is_wanted], atol=1e-5)
-        assert not np.any(chunked[:, 26 + -26 % chunk :])
-
-
 def test_image_and_video_pad_tokens_have_no_probability(policy, params):
     hidden = jax.random.normal(jax.random.key(0), (5, policy.config.text.hidden_size))
     probability = jax.nn.softmax(backbone.policy_logits(params, hidden, policy.config))
@@ -80,7 +64,9 @@ def test_entropy_is_that_of_the_distribution(policy, params):
     probability /= probability.sum(-1, keepdims=True)
     logs = np.log(np.maximum(probability, 1e-300))
     targets = jnp.array([[3, 7, 11]])
-    every = dict(chunk=8, is_wanted=targets > 0)
-    logp, entropy = logprobs.token_logprobs(params, hidden, targets, policy.config, **every)
+    is_wanted = targets > 0
+    logp, entropy = logprobs.token_logprobs(
+        params, hidden, targets, policy.config, is_wanted=is_wanted
+    )
     np.testing.assert_allclose(entropy, -(probability * logs).sum(-1), rtol=1e-4)
     np.testing.assert_allclose(logp[0], logs[0, [0, 1, 2], [3, 7, 11]], rtol=1e-4)

@@ -128,7 +128,7 @@ def updated(policy, batch):
             policy.config,
             ADAMW,
             Objective(None, clip_low=0.2, clip_high=0.28, beta=0.0),
-            ForwardOptions(jnp.float32, chunk=1000),
+            ForwardOptions(jnp.float32),
             microbatch_size=8,
             partition=partition,
             skip_nonfinite=True,
@@ -178,7 +178,7 @@ def test_scorer_is_called_as_the_step_was(policy, batch, monkeypatch):
 
     monkeypatch.setattr(sys.modules[train_step.__module__], "score_rows", score_rows)
     attention = AttentionImpl("xla", query_block=64)
-    options = ForwardOptions(jnp.bfloat16, chunk=7, remat="layer", attention=attention)
+    options = ForwardOptions(jnp.bfloat16, remat="layer", attention=attention)
     state = init_state({"w": jnp.ones(())}, SGD)
     fixed = policy.config, SGD, Objective(None, clip_low=0.2, clip_high=0.28, beta=0.1), options
     step = functools.partial(train_step, microbatch_size=2)

@@ -1,7 +1,5 @@
 """What the stages share: which section of the configuration each part of a run is made from."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,23 +102,6 @@ def test_the_objective_is_that_of_its_own_section(run):
     run.config.grpo.clip_high = 0.9
     assert (run.objective.clip_high, run.objective.max_tries) == (0.5, 3)
     assert run.objective.overlong == {"max_tokens": 40, "cache_tokens": 10}
-
-
-def test_a_chunk_of_each_row_makes_the_logits_of_one_device(run):
-    run.config.model.logprob_chunk = 1000
-    chunks = {num_rows: run.chunk_of_row(num_rows) for num_rows in (1, 4, 8, 12)}
-    assert chunks == {1: 1000, 4: 1000, 8: 500, 12: 333}
-    run.config.model.logprob_chunk = 2
-    assert run.chunk_of_row(16) == 1
-
-
-def test_gpus_that_share_the_parameters_take_larger_chunks(run, monkeypatch):
-    run.config.model.logprob_chunk = 0
-    assert run.chunk_of_row(8) == 1024 // (8 // sharding.num_shards(run.train_batch_sharding))
-    monkeypatch.setattr(sharding, "platform", lambda _: "gpu")
-    assert run.chunk_of_row(8) == 4096 // (8 // sharding.num_shards(run.train_batch_sharding))
-    alone = dataclasses.replace(run, mesh=sharding.make_mesh(8, 1, 1))
-    assert alone.chunk_of_row(8) == 1024
 
 
 def test_training_and_decoding_shard_by_their_own_rules(run):

@@ -58,7 +58,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     changes |= {f"rl.{key}": value for key, value in RL.items()}
     changes |= {"care.M": 5, "care.rule": "mixed", "care.eps": 3e-6}
     changes |= {"care.anchor_rule": "random"}
-    changes |= {"model.remat": "layer", "model.logprob_chunk": 77, "rl.max_skipped": 2}
+    changes |= {"model.remat": "layer", "rl.max_skipped": 2}
     run = make_run(changes)
     seen, given = {}, {}
     for module, name in (
@@ -101,8 +101,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
     jax.eval_shape(update.raw_advantages, 0, 0, 0)
     assert seen["care_raw_advantages"] == {"settings": settings}
     attention = sharding.attention_impl("xla", run.config.sharding_rules, run.mesh)
-    # 77 tokens on a device, which has both rows of a microbatch.
-    options = ForwardOptions(jnp.dtype("float32"), chunk=38, remat="layer", attention=attention)
+    options = ForwardOptions(jnp.dtype("float32"), remat="layer", attention=attention)
     rest = {"microbatch_size": 2, "partition": run.partition, "skip_nonfinite": True}
     jax.eval_shape(update.update, 0, 0)
     assert seen["train_step"] == rest
