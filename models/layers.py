@@ -143,9 +143,8 @@ def _rms_norm_bwd(eps, saved, g):
     unit = wide * inverse
     dunit = (g * scale.astype(g.dtype)).astype(jnp.float32)
     along = jnp.mean(dunit * unit, axis=-1, keepdims=True)
-    dscale = (g * unit.astype(g.dtype)).astype(jnp.float32)
-    dscale = dscale.sum(range(x.ndim - 1)).astype(scale.dtype)
-    return dscale, (inverse * (dunit - along * unit)).astype(x.dtype)
+    dscale = (g.astype(jnp.float32) * unit).sum(range(x.ndim - 1))
+    return dscale.astype(scale.dtype), (inverse * (dunit - along * unit)).astype(x.dtype)
 
 
 _rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
@@ -170,34 +169,33 @@ def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
     if "transposed" in p:
         y = outputs_first(p["transposed"].astype(x.dtype), x, num_inputs)
     else:
-        y = product(x, p["kernel"].astype(x.dtype), num_inputs)
+        y = product(x, p["kernel"], num_inputs)
     if "lora_a" in p:
-        narrow = product(x, p["lora_a"].astype(x.dtype), num_inputs)
-        change = product(narrow, p["lora_b"].astype(x.dtype), 1)
+        change = product(product(x, p["lora_a"], num_inputs), p["lora_b"], 1)
         y = y + p["lora_scale"].astype(x.dtype) * change
     # The type of `product` is lost in functools.partial.
-    return y + p["bias"].astype(x.dtype) if "bias" in p else y  # pyright: ignore[reportReturnType]
+    return add_bias(y, p["bias"]) if "bias" in p else y  # pyright: ignore[reportReturnType]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def product(x: Array, kernel: Array, num_inputs: int) -> Array:
     """Contracts the last `num_inputs` axes of x with the first of the kernel, in x's dtype.
 
-    A device accumulates in float32 for every dtype. The kernel's gradient is also summed over
-    devices in float32.
+    A device accumulates in float32 for every dtype. The kernel's gradient is summed over tokens and
+    devices in float32, and a float32 kernel receives it unrounded.
     """
-    return jnp.tensordot(x, kernel, num_inputs)
+    return jnp.tensordot(x, kernel.astype(x.dtype), num_inputs)
 
 
 def _product_fwd(x, kernel, num_inputs):  # `product` would hide the matmul from remat
-    return jnp.tensordot(x, kernel, num_inputs), (x, kernel)
+    return jnp.tensordot(x, kernel.astype(x.dtype), num_inputs), (x, kernel)
 
 
 def _product_bwd(num_inputs, saved, g):
     x, kernel = saved
     num_rows = x.ndim - num_inputs
     outputs = tuple(range(num_rows, g.ndim)), tuple(range(num_inputs, kernel.ndim))
-    dx = jax.lax.dot_general(g, kernel, (outputs, ((), ())))
+    dx = jax.lax.dot_general(g, kernel.astype(g.dtype), (outputs, ((), ())))
     if _shard.get() is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
         # XLA:CPU takes about half the time to contract one merged row axis: 58 instead of 110 ms.
         # It has no such fast matmul for bfloat16 accumulated in float32.
@@ -211,6 +209,20 @@ def _product_bwd(num_inputs, saved, g):
 
 
 product.defvjp(_product_fwd, _product_bwd)
+
+
+@jax.custom_vjp
+def add_bias(y: Array, bias: Array) -> Array:
+    """y + bias, broadcast over the leading axes; the bias's gradient is summed in float32."""
+    return y + bias.astype(y.dtype)
+
+
+def _add_bias_bwd(bias, g):
+    total = g.sum(range(g.ndim - bias.ndim), dtype=jnp.float32)
+    return g, total.astype(bias.dtype)
+
+
+add_bias.defvjp(lambda y, bias: (y + bias.astype(y.dtype), bias), _add_bias_bwd)
 
 
 def outputs_first(kernel: Array, x: Array, num_inputs: int) -> Array:

@@ -169,25 +169,25 @@ def update(
         skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state
             unchanged, including its step; adds the metric `BROKEN_GRADIENTS`.
 
-    Gradients are summed and applied in float32, whatever dtype the state is stored in.
+    Gradients are taken, summed and applied in float32, whatever dtype the state is stored in.
     """
     trained, frozen = partition(state.params)
+    wide = widen(trained)
     value_and_grad = jax.value_and_grad(
         lambda trained, batch: loss_fn(combine(trained, frozen), batch), has_aux=True
     )
     microbatches = split_batch(batch, microbatch_size)
 
     def add(index, total):
-        new = value_and_grad(trained, microbatch_at(microbatches, index))
-        return jax.tree.map(jnp.add, total, widen(new))
+        new = value_and_grad(wide, microbatch_at(microbatches, index))
+        return jax.tree.map(jnp.add, total, new)
 
     first = jax.eval_shape(lambda x: microbatch_at(x, 0), microbatches)
-    shapes = jax.eval_shape(lambda *args: widen(value_and_grad(*args)), trained, first)
+    shapes = jax.eval_shape(value_and_grad, wide, first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     number = num_microbatches(microbatches)
     (loss, ratios), grads = jax.lax.fori_loop(0, number, add, zeros)
 
-    wide = widen(trained)
     moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # may be in host memory
     updates, opt_state = optimizer.update(grads, widen(moments), wide)
     updated = optax.apply_updates(wide, updates), opt_state

@@ -1,5 +1,6 @@
 """The update: its loss and metrics, what it leaves alone, and the loop over microbatches."""
 
+import dataclasses
 import functools
 import sys
 import types
@@ -26,7 +27,7 @@ from care_jax.learning.train_step import (
     update,
 )
 from care_jax.method.objectives import Objective
-from models import lora
+from models import layers, lora
 from models.attention.packed import AttentionImpl
 
 
@@ -266,6 +267,41 @@ def test_state_in_bfloat16_keeps_its_type_and_nearly_its_step(regression):
         for s in (after, exact)
     )
     np.testing.assert_allclose((ours * theirs).sum() / (theirs**2).sum(), 1.0, atol=0.05)
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_computed_in_bfloat16_are_summed_in_float32(param_dtype):
+    """Over 64 equal microbatches of 256 tokens, against sums in float64.
+
+    The loss is Σ c·y, with y from an embedding, a norm, and a linear layer of the same tokens, so
+    that only the sums round. Of equal microbatches, roundings to bfloat16 would not cancel.
+    """
+    rng = np.random.default_rng(0)
+    x, c = np.tile(rng.uniform(0.5, 1.5, (2, 1, 256, 8)).astype(jnp.bfloat16), (64, 1, 1))
+    ids = np.tile(rng.integers(0, 4, 256), (64, 1))
+    names = {"table": (4, 8), "scale": (8,), "kernel": (8, 8), "bias": (8,)}
+    params = {name: jnp.ones(shape, param_dtype) for name, shape in names.items()}
+
+    def loss_fn(params, batch):
+        x, c, ids = batch.x
+        embedded = params["table"][ids].astype(x.dtype)
+        y = embedded, layers.rms_norm(params, x, 1e-6), layers.linear(params, x)
+        return sum((c * y).sum(dtype=jnp.float32) for y in y), {}
+
+    keep = optax.GradientTransformation(lambda p: p, lambda grads, *_: (grads, grads))
+    state = init_state(params, keep)
+    batch = dataclasses.replace(numbers(x), x=tuple(map(jnp.asarray, (x, c, ids))))
+    after, _ = update(state, batch, loss_fn, keep, microbatch_size=1)
+
+    x, c = (a.astype(np.float64).reshape(-1, 8) for a in (x, c))
+    exact = {
+        "table": np.eye(4)[ids.ravel()].T @ c,
+        "scale": (c * x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)).sum(0),
+        "kernel": x.T @ c,
+        "bias": c.sum(0),
+    }
+    for name, gradient in exact.items():
+        np.testing.assert_allclose(after.opt_state[name], gradient, rtol=1e-5, err_msg=name)
 
 
 def test_moments_on_the_host_give_the_same_update(regression):
