@@ -45,14 +45,18 @@ PREFIX_AXES = ("batch", "kv_heads", None, None)
 SUFFIX_AXES = ("batch", None, "kv_heads", None, None)
 
 
+# Logical axes of kernels.
+QUERY_AXES, KEY_AXES = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+OUT_AXES = ("heads", "head_dim", "embed")
+
+
 class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        heads, kv_heads = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.q = Linear(rngs, (D,), (N, H), heads, dtype, bias=config.qkv_bias)
-        self.k = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=config.qkv_bias)
-        self.v = Linear(rngs, (D,), (K, H), kv_heads, dtype, bias=config.qkv_bias)
-        self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=False)
+        self.q = Linear(rngs, (D,), (N, H), QUERY_AXES, dtype, bias=config.qkv_bias)
+        self.k = Linear(rngs, (D,), (K, H), KEY_AXES, dtype, bias=config.qkv_bias)
+        self.v = Linear(rngs, (D,), (K, H), KEY_AXES, dtype, bias=config.qkv_bias)
+        self.out = Linear(rngs, (N, H), (D,), OUT_AXES, dtype, bias=False)
         if config.qk_norm:
             self.q_norm = Norm(H, dtype=dtype, axes=("head_dim",))
             self.k_norm = Norm(H, dtype=dtype, axes=("head_dim",))
@@ -104,17 +108,18 @@ def decoder_layer(
     k, v = layers.constrain(layers.rotate(k, rotary), *kv_axes), layers.constrain(v, *kv_axes)
     y, kept = attend(q, k, v)
     y = y.reshape(*y.shape[:-3], config.num_heads, config.head_dim)
-    x = x + layers.linear(p["attention"]["out"], y, num_inputs=2)
+    x = x + layers.linear(p["attention"]["out"], y, OUT_AXES, num_inputs=2)
     return x + layers.mlp(p["mlp"], layers.rms_norm(p["mlp_norm"], x, config.norm_eps)), kept
 
 
 def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Array]:
     """Queries [..., K, G, H] grouped by the kv head they use, keys and values [..., K, H]."""
     if "qkv" in p:
-        qkv = layers.linear(p["qkv"], x)
+        qkv = layers.linear(p["qkv"], x, KEY_AXES)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
     else:
-        q, k, v = layers.linear(p["q"], x), layers.linear(p["k"], x), layers.linear(p["v"], x)
+        q = layers.linear(p["q"], x, QUERY_AXES)
+        k, v = (layers.linear(p[name], x, KEY_AXES) for name in "kv")
         q = q.reshape(*q.shape[:-2], config.num_kv_heads, -1, config.head_dim)
     if config.qk_norm:
         q = layers.rms_norm(p["q_norm"], q, config.norm_eps)

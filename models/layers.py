@@ -37,23 +37,29 @@ REMATS = ("none", "dots", "layer")
 ATTENDED = "attended"  # names attention's output and log-sum-exp, see `checkpointed`
 
 Shard = Callable[[Array, Axes], Array]  # (x, its logical axes) -> x with a sharding constraint
-_shard: contextvars.ContextVar[Shard | None] = contextvars.ContextVar("shard", default=None)
+# (inputs, cotangent of the outputs) -> gradient of a kernel, summed over their rows.
+KernelGradient = Callable[[Array, Array], Array]
+# (gradient of a kernel, its logical axes) -> the same with each device summing over its own rows.
+Reduce = Callable[[KernelGradient, Axes], KernelGradient]
+_placed: contextvars.ContextVar[tuple[Shard, Reduce] | None] = contextvars.ContextVar(
+    "placed", default=None
+)
 
 
 @contextlib.contextmanager
-def activation_sharding(shard: Shard) -> Iterator[None]:
-    """Code traced inside constrains its activations with `shard`."""
-    token = _shard.set(shard)
+def activation_sharding(shard: Shard, reduce: Reduce = lambda of, _: of) -> Iterator[None]:
+    """Code traced inside constrains its activations with `shard`, sums gradients by `reduce`."""
+    token = _placed.set((shard, reduce))
     try:
         yield
     finally:
-        _shard.reset(token)
+        _placed.reset(token)
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
     """x, sharded by its logical axes inside `activation_sharding`; unchanged outside."""
-    shard = _shard.get()
-    return x if shard is None else shard(x, axes)
+    placed = _placed.get()
+    return x if placed is None else placed[0](x, axes)
 
 
 def normal(rngs: nnx.Rngs, shape: Shape, axes: Axes, dtype: Any, *, fan_in: int) -> nnx.Param:
@@ -93,6 +99,9 @@ class Table(nnx.Module):
         self.table = normal(rngs, (num_rows, size), (axis, "embed"), dtype, fan_in=size)
 
 
+MLP_UP, MLP_DOWN = ("embed", "mlp"), ("mlp", "embed")
+
+
 class MLP(nnx.Module):
     """An MLP of width F, see `mlp`."""
 
@@ -100,9 +109,9 @@ class MLP(nnx.Module):
         self, rngs: nnx.Rngs, size: int, width: int, dtype: Any, *, bias: bool, gated: bool = True
     ):
         if gated:
-            self.gate = Linear(rngs, (size,), (width,), ("embed", "mlp"), dtype, bias=bias)
-        self.up = Linear(rngs, (size,), (width,), ("embed", "mlp"), dtype, bias=bias)
-        self.down = Linear(rngs, (width,), (size,), ("mlp", "embed"), dtype, bias=bias)
+            self.gate = Linear(rngs, (size,), (width,), MLP_UP, dtype, bias=bias)
+        self.up = Linear(rngs, (size,), (width,), MLP_UP, dtype, bias=bias)
+        self.down = Linear(rngs, (width,), (size,), MLP_DOWN, dtype, bias=bias)
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> nnx.Module:
@@ -160,43 +169,45 @@ def layer_norm(p: Params, x: Float[Array, "..."], eps: float) -> Float[Array, ".
     return (wide * scale + bias).astype(x.dtype)
 
 
-def linear(p: Params, x: Array, num_inputs: int = 1) -> Array:
+def linear(p: Params, x: Array, axes: Axes, num_inputs: int = 1) -> Array:
     """Contracts the last `num_inputs` axes of x with the first of the kernel; adds any bias.
 
-    A parameter named "transposed" is a kernel [*outputs, inputs] (the decode layout).
+    `axes` are the kernel's logical axes. A parameter named "transposed" is a kernel [*outputs, inputs] (the decode layout).
     "lora_a" and "lora_b" are a LoRA adapter, see `models.lora`.
     """
     if "transposed" in p:
         y = outputs_first(p["transposed"].astype(x.dtype), x, num_inputs)
     else:
-        y = product(x, p["kernel"], num_inputs)
+        y = product(x, p["kernel"], num_inputs, axes)
     if "lora_a" in p:
-        change = product(product(x, p["lora_a"], num_inputs), p["lora_b"], 1)
+        narrow = product(x, p["lora_a"], num_inputs, (*axes[:num_inputs], None))
+        change = product(narrow, p["lora_b"], 1, (None, *axes[num_inputs:]))
         y = y + p["lora_scale"].astype(x.dtype) * change
     # The type of `product` is lost in functools.partial.
     return add_bias(y, p["bias"]) if "bias" in p else y  # pyright: ignore[reportReturnType]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def product(x: Array, kernel: Array, num_inputs: int) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def product(x: Array, kernel: Array, num_inputs: int, axes: Axes) -> Array:
     """Contracts the last `num_inputs` axes of x with the first of the kernel, in x's dtype.
 
     A device accumulates in float32 for every dtype. The kernel's gradient is summed over tokens and
-    devices in float32, and a float32 kernel receives it unrounded.
+    devices in float32, and a float32 kernel receives it unrounded. `axes` are its logical axes.
     """
     return jnp.tensordot(x, kernel.astype(x.dtype), num_inputs)
 
 
-def _product_fwd(x, kernel, num_inputs):  # `product` would hide the matmul from remat
+def _product_fwd(x, kernel, num_inputs, axes):  # `product` would hide the matmul from remat
     return jnp.tensordot(x, kernel.astype(x.dtype), num_inputs), (x, kernel)
 
 
-def _product_bwd(num_inputs, saved, g):
+def _product_bwd(num_inputs, axes, saved, g):
     x, kernel = saved
     num_rows = x.ndim - num_inputs
     outputs = tuple(range(num_rows, g.ndim)), tuple(range(num_inputs, kernel.ndim))
     dx = jax.lax.dot_general(g, kernel.astype(g.dtype), (outputs, ((), ())))
-    if _shard.get() is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
+    placed = _placed.get()
+    if placed is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
         # XLA:CPU takes about half the time to contract one merged row axis: 58 instead of 110 ms.
         # It has no such fast matmul for bfloat16 accumulated in float32.
         num_rows, merged = 1, math.prod(x.shape[:num_rows])
@@ -204,8 +215,14 @@ def _product_bwd(num_inputs, saved, g):
             a.reshape(merged, *a.shape[-n:]) for a, n in ((x, num_inputs), (g, len(outputs[0])))
         )
     rows = tuple(range(num_rows)), tuple(range(num_rows))
-    dkernel = jax.lax.dot_general(x, g, (rows, ((), ())), preferred_element_type=jnp.float32)
-    return dx, dkernel.astype(kernel.dtype)
+    gradient = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=(rows, ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    if placed is not None:
+        gradient = placed[1](gradient, axes)
+    return dx, gradient(x, g).astype(kernel.dtype)
 
 
 product.defvjp(_product_fwd, _product_bwd)
@@ -243,13 +260,14 @@ def mlp(p: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     "gate_up" is gate and up fused (the decode layout).
     """
     if "gate_up" in p:
-        both = linear(p["gate_up"], x)
+        both = linear(p["gate_up"], x, MLP_UP)
         gate, up = both[..., 0, :], both[..., 1, :]
     elif "gate" in p:
-        gate, up = linear(p["gate"], x), linear(p["up"], x)
+        gate, up = linear(p["gate"], x, MLP_UP), linear(p["up"], x, MLP_UP)
     else:
-        return linear(p["down"], jax.nn.gelu(linear(p["up"], x), approximate=True))
-    return linear(p["down"], jax.nn.silu(gate) * up)
+        up = linear(p["up"], x, MLP_UP)
+        return linear(p["down"], jax.nn.gelu(up, approximate=True), MLP_DOWN)
+    return linear(p["down"], jax.nn.silu(gate) * up, MLP_DOWN)
 
 
 Rotary = tuple[Float[Array, "... half"], Float[Array, "... half"]]  # cosine and sine

@@ -43,12 +43,16 @@ class ImageFeatures:
     deepstack: Float[Array, "L B N D"] | None = None
 
 
+# Logical axes of kernels.
+PATCH_AXES, QKV_AXES = (None, "embed"), ("embed", None, "heads", "head_dim")
+OUT_AXES, MERGER_AXES = ("heads", "head_dim", "embed"), (None, "embed", "mlp")
+
+
 class VisionAttention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
         D, N, H = config.hidden_size, config.num_heads, config.head_dim
-        axes = ("embed", None, "heads", "head_dim")
-        self.qkv = Linear(rngs, (D,), (3, N, H), axes, dtype, bias=True)
-        self.out = Linear(rngs, (N, H), (D,), ("heads", "head_dim", "embed"), dtype, bias=True)
+        self.qkv = Linear(rngs, (D,), (3, N, H), QKV_AXES, dtype, bias=True)
+        self.out = Linear(rngs, (N, H), (D,), OUT_AXES, dtype, bias=True)
 
 
 class VisionLayer(nnx.Module):
@@ -67,15 +71,15 @@ class Merger(nnx.Module):
         M, D = config.merge_size**2, config.hidden_size
         F = M * D
         self.norm = norm
-        self.up = Linear(rngs, (M, D), (F,), (None, "embed", "mlp"), dtype, bias=True)
-        self.down = Linear(rngs, (F,), (config.output_size,), ("mlp", "embed"), dtype, bias=True)
+        self.up = Linear(rngs, (M, D), (F,), MERGER_AXES, dtype, bias=True)
+        self.down = Linear(rngs, (F,), (config.output_size,), layers.MLP_DOWN, dtype, bias=True)
 
 
 class VisionTower(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, config: VisionConfig, dtype: Any):
         C, D, M = config.patch_dim, config.hidden_size, config.merge_size**2
         has_bias = not config.gated
-        self.patch_embed = Linear(rngs, (C,), (D,), (None, "embed"), dtype, bias=has_bias)
+        self.patch_embed = Linear(rngs, (C,), (D,), PATCH_AXES, dtype, bias=has_bias)
         if config.num_position_embeddings:  # of the cells of a square grid, in raster order
             self.positions = Table(rngs, config.num_position_embeddings, D, None, dtype)
         self.layers = stack(lambda r: VisionLayer(r, config, dtype), config.num_layers, rngs)
@@ -105,7 +109,7 @@ def encode_images(
         remat: what the backward pass rematerialises, see `layers.checkpointed`.
     """
     p, tower = params["vision"], config.vision
-    x = layers.linear(p["patch_embed"], images.patches.astype(dtype))
+    x = layers.linear(p["patch_embed"], images.patches.astype(dtype), PATCH_AXES)
     if "positions" in p:
         x = x + learned_positions(p["positions"], images).astype(dtype)
     rotary = layers.vision_rotary(images.coordinates, tower)
@@ -159,10 +163,10 @@ def vision_layer(p: Params, x: Float[Array, "B P D"], rotary, attend) -> Float[A
     """One layer; `attend` maps rotated q, k and v [B, P, N, H] to [B, P, N, H]."""
     x = layers.constrain(x, "batch", "tokens", None)
     y = layers.norm(p["attention_norm"], x, NORM_EPS)
-    qkv = layers.linear(p["attention"]["qkv"], y)
+    qkv = layers.linear(p["attention"]["qkv"], y, QKV_AXES)
     q, k, v = layers.rotate(qkv[:, :, 0], rotary), layers.rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
     q, k, v = (layers.constrain(a, "batch", None, "attended_heads", None) for a in (q, k, v))
-    x = x + layers.linear(p["attention"]["out"], attend(q, k, v), num_inputs=2)
+    x = x + layers.linear(p["attention"]["out"], attend(q, k, v), OUT_AXES, num_inputs=2)
     return x + layers.mlp(p["mlp"], layers.norm(p["mlp_norm"], x, NORM_EPS))
 
 
@@ -187,5 +191,6 @@ def attend_in_bins(q: Array, k: Array, v: Array, images: ImagePatches, mask) -> 
 def merge(p: Params, x: Float[Array, "B P D"], config: VisionConfig) -> Float[Array, "B _ D"]:
     """One feature per merge block: down(gelu(up(norm(patches)))), with the exact (erf) GELU."""
     x = x.reshape(x.shape[0], -1, config.merge_size**2, x.shape[-1])
-    x = layers.linear(p["up"], layers.norm(p["norm"], x, NORM_EPS), num_inputs=2)
-    return layers.linear(p["down"], jax.nn.gelu(x, approximate=False))
+    x = layers.norm(p["norm"], x, NORM_EPS)
+    x = layers.linear(p["up"], x, MERGER_AXES, num_inputs=2)
+    return layers.linear(p["down"], jax.nn.gelu(x, approximate=False), layers.MLP_DOWN)

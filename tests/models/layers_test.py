@@ -19,7 +19,8 @@ def operands(num_inputs, dtype=jnp.float32):
 @pytest.mark.parametrize("num_inputs", [1, 2])
 def test_values_and_gradients_are_those_of_a_tensor_product(num_inputs):
     x, kernel, g = operands(num_inputs)
-    ours, pull = jax.vjp(lambda x, kernel: product(x, kernel, num_inputs), x, kernel)
+    axes = (None,) * kernel.ndim
+    ours, pull = jax.vjp(lambda x, kernel: product(x, kernel, num_inputs, axes), x, kernel)
     theirs, expected = jax.vjp(lambda x, kernel: jnp.tensordot(x, kernel, num_inputs), x, kernel)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     for got, want in zip(pull(g), expected(g), strict=True):
@@ -31,7 +32,7 @@ def test_bfloat16_is_summed_in_float32_forward_and_backward():
     x, kernel, g = jax.random.uniform(jax.random.key(0), (3, 512, 512), jnp.bfloat16)
 
     def forward_and_backward(x, kernel, g):
-        y, pull = jax.vjp(lambda x, kernel: product(x, kernel, 1), x, kernel)
+        y, pull = jax.vjp(lambda x, kernel: product(x, kernel, 1, (None, None)), x, kernel)
         return y, *pull(g)
 
     results = forward_and_backward(x, kernel, g)
@@ -48,7 +49,7 @@ def test_remat_computes_products_again_only_where_it_says_so(remat, num_products
 
     def loss(kernel, x):
         def layer(x, _):
-            return jnp.sin(product(x, kernel, 1)), None
+            return jnp.sin(product(x, kernel, 1, (None, None))), None
 
         return jax.lax.scan(checkpointed(layer, remat), x, None, length=2)[0].sum()
 

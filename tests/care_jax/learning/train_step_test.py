@@ -285,7 +285,7 @@ def test_gradients_computed_in_bfloat16_are_summed_in_float32(param_dtype):
     def loss_fn(params, batch):
         x, c, ids = batch.x
         embedded = params["table"][ids].astype(x.dtype)
-        y = embedded, layers.rms_norm(params, x, 1e-6), layers.linear(params, x)
+        y = embedded, layers.rms_norm(params, x, 1e-6), layers.linear(params, x, (None, None))
         return sum((c * y).sum(dtype=jnp.float32) for y in y), {}
 
     keep = optax.GradientTransformation(lambda p: p, lambda grads, *_: (grads, grads))
