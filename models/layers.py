@@ -205,6 +205,8 @@ def _product_bwd(num_inputs, axes, saved, g):
     x, kernel = saved
     num_rows = x.ndim - num_inputs
     outputs = tuple(range(num_rows, g.ndim)), tuple(range(num_inputs, kernel.ndim))
+    # A TPU would compute a cheap producer of g or h again for every tile of each matmul.
+    g = jax.lax.optimization_barrier(g)
     dx = jax.lax.dot_general(g, kernel.astype(g.dtype), (outputs, ((), ())))
     placed = _placed.get()
     if placed is None and x.dtype == jnp.float32:  # merging axes would lose their sharding
@@ -261,13 +263,13 @@ def mlp(p: Params, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """
     if "gate_up" in p:
         both = linear(p["gate_up"], x, MLP_UP)
-        gate, up = both[..., 0, :], both[..., 1, :]
+        h = jax.nn.silu(both[..., 0, :]) * both[..., 1, :]
     elif "gate" in p:
-        gate, up = linear(p["gate"], x, MLP_UP), linear(p["up"], x, MLP_UP)
+        h = jax.nn.silu(linear(p["gate"], x, MLP_UP)) * linear(p["up"], x, MLP_UP)
+        h = jax.lax.optimization_barrier(h)  # see `_product_bwd`
     else:
-        up = linear(p["up"], x, MLP_UP)
-        return linear(p["down"], jax.nn.gelu(up, approximate=True), MLP_DOWN)
-    return linear(p["down"], jax.nn.silu(gate) * up, MLP_DOWN)
+        h = jax.nn.gelu(linear(p["up"], x, MLP_UP), approximate=True)
+    return linear(p["down"], h, MLP_DOWN)
 
 
 Rotary = tuple[Float[Array, "... half"], Float[Array, "... half"]]  # cosine and sine
