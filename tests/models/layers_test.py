@@ -1,11 +1,19 @@
 """Products, norms and remat; which component of a position turns which frequency, by hand."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.layers import checkpointed, product, rms_norm, rotate, text_rotary, vision_rotary
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIBTPU = pathlib.Path(sys.prefix, "libtpu")
 
 
 def operands(num_inputs, dtype=jnp.float32):
@@ -73,6 +81,39 @@ def test_gradient_of_rms_norm_is_that_of_its_formula():
     ours = jax.vjp(lambda s, x: rms_norm({"scale": s}, x, 1e-3), scale, x)[1](g)
     for gradient, expected in zip(ours, jax.vjp(formula, scale, x)[1](g), strict=True):
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+SCRIPT = """
+import re, jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from care_jax.aot.topology import find_topology
+from models import layers
+chip = SingleDeviceSharding(find_topology("v5e:1x1").devices[0])
+shapes = {"gate": (2048, 8192), "up": (2048, 8192), "down": (8192, 2048)}
+p = {name: {"kernel": jax.ShapeDtypeStruct(s, jnp.float32)} for name, s in shapes.items()}
+x = jax.ShapeDtypeStruct((1, 4096, 2048), jnp.bfloat16)
+def cycles():
+    layer = layers.checkpointed(lambda p, x: x + layers.mlp(p, x), "layer")
+    loss = lambda p, x: jnp.square(layer(p, x).astype(jnp.float32)).sum()
+    gradient = jax.jit(jax.grad(loss, (0, 1)), in_shardings=chip, out_shardings=chip)
+    text = gradient.trace(p, x).lower(lowering_platforms=("tpu",)).compile().as_text()
+    return sum(map(int, re.findall(r'"estimated_cycles":"(\\d+)"', text)))
+print(cycles())
+jax.lax.optimization_barrier = lambda x: x
+print(cycles())
+"""
+
+
+@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
+@pytest.mark.exhaustive
+def test_barriers_save_a_tpu_cycles():
+    """By the compiler's estimate 13% of an MLP's forward and backward."""
+    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
+    assert done.returncode == 0, done.stderr
+    with_barriers, without = map(int, done.stdout.split())
+    assert 0 < with_barriers < 0.95 * without
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
