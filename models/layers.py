@@ -173,7 +173,8 @@ def linear(p: Params, x: Array, axes: Axes, num_inputs: int = 1) -> Array:
     """Contracts the last `num_inputs` axes of x with the first of the kernel; adds any bias.
 
     `axes` are the kernel's logical axes. A parameter named "transposed" is a kernel
-    [*outputs, inputs] (the decode layout). "lora_a" and "lora_b" are a LoRA adapter, see `models.lora`.
+    [*outputs, inputs] (the decode layout). "lora_a" and "lora_b" are a LoRA adapter, see
+    `models.lora`.
     """
     if "transposed" in p:
         y = outputs_first(p["transposed"].astype(x.dtype), x, num_inputs)
