@@ -169,7 +169,8 @@ def update(
         skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state
             unchanged, including its step; adds the metric `BROKEN_GRADIENTS`.
 
-    Gradients are taken, summed and applied in float32, whatever dtype the state is stored in.
+    Gradients are taken, summed and applied in float32, whatever dtype the state is stored in. For
+    this, the trained parameters that are bfloat16 are copied to float32, 4 bytes each.
     """
     trained, frozen = partition(state.params)
     wide = widen(trained)
