@@ -31,11 +31,10 @@ from care_jax.aot.cycles import KINDS, Key, PriceKernel, Rates, Seconds
 from care_jax.aot.gpu_kernels import Peaks, kernels_of
 from care_jax.aot.kernel_prices import (
     BANDWIDTH_SHARE,
-    DECODE_BLOCK,
+    DECODE_KERNEL,
     GPU_KERNEL_SHARE,
     KERNEL_SHARE,
-    blocks_of_step,
-    implementation,
+    decode_attention,
     kernel_prices,
 )
 from care_jax.aot.roofline import Work
@@ -228,8 +227,6 @@ def _of_step(
             patches = num_patches / max(most, 1)
             add(total, _scaled(cost.once, tokens, patches, (*_COMPUTED, "network")))
         return total
-    layout = workload.layout(run, is_decoding=True)
-    impl = implementation(run, is_decoding=True)
     once, each_step = (_scaled(seconds, 1, 1) for seconds in (cost.once, cost.each_pass))
     for call in schedule.calls:
         slots = call.num_slots / sizes.num_slots
@@ -237,7 +234,7 @@ def _of_step(
         step["compute"] = _decode_compute(run, cost.each_pass, slots, chip)
         step["gathers"] *= slots
         step["network"] *= slots
-        step["kernels"] *= blocks_of_step(call, sizes, impl) / layout.batch_parts
+        step["kernels"] *= decode_attention(run, call, sizes, chip)
         add(total, once)
         add(total, step, call.num_steps)
     return total
@@ -312,6 +309,7 @@ def assumptions(result: Estimate) -> list[str]:
         f"{start}the compiler's cycles {depths}, at {rates.clock / 1e9:.4g} GHz. Priced by hand:",
         *lines,
         f"  kernels: {shares} of the peak (forward, gradient of queries, of keys and values); in "
-        f"decoding {DECODE_BLOCK * 1e6:g} µs for a block of the KV cache",
+        f"decoding {BANDWIDTH_SHARE:.0%} of the bandwidth for the blocks of the KV caches, "
+        f"and {DECODE_KERNEL * 1e6:g} µs",
         f"  gathers: read and written at {rates.gather / 1e9:.0f} GB/s",
     ]

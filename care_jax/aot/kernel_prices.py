@@ -1,8 +1,7 @@
 """Seconds of the Pallas attention kernels of a run, of which its compiled text says nothing.
 
 Training and prefill compute the blocks that a row sees, as `packed.block_mask` lists them, at a
-share of the peak. In decoding a block of the KV cache takes a TPU a time of its own, whatever its
-size; a GPU takes that of its bytes.
+share of the peak. In decoding the blocks of the KV caches are read at a share of the bandwidth.
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ from care_jax.packing.plan import RowPlan
 from care_jax.packing.trees import Part
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.run import Run
-from models.attention.cached import slots_per_block
 from models.attention.kernels import DKV, DQ, FORWARD
 from models.attention.packed import AttentionImpl, block_mask
 
 Spans = tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]  # first and last query of each key
-DECODE_BLOCK = 0.5e-6  # seconds of a block of the KV cache in the decode kernel
+# In decoding, by hand. The compiler schedules 103 cycles for a row's block of 128 slots of a kv head
+# and 204 for a prompt's of 256, 69 and 136 ns of a v5e; their copies take 81 and 161 ns at the full
+# bandwidth, and three groups of blocks in flight hide 0.96 µs of latency.
+DECODE_KERNEL = 2e-6  # seconds of a TPU before the first block arrives, and after the last
 # Share of the peak of an attention kernel, from the bundles that the compiler schedules for a pair
 # of blocks of 896 query rows and 512 keys with head dim 128: 3040, 3000 and 3930 cycles.
 KERNEL_SHARE = {FORWARD: 0.59, DQ: 0.90, DKV: 0.91}
-# Of a GPU's peaks, by hand: what attention reaches of its FLOPs, and any kernel of its bandwidth.
-GPU_KERNEL_SHARE, BANDWIDTH_SHARE = 0.4, 0.85
+GPU_KERNEL_SHARE = 0.4  # of a GPU's peak, by hand
+BANDWIDTH_SHARE = 0.85  # of any chip's, by hand: what kernels reach that wait for memory
 _LANES = 128  # a head dim is padded to a multiple
 _ARRAY = re.compile(r"\b[a-z]+\d+\[([\d,]+)\]")
 
@@ -44,7 +45,7 @@ def kernel_prices(
 ) -> dict[str, Callable[[str, str], float]]:
     """Of each program, the price of a Pallas kernel: (part of the model, results) -> seconds.
 
-    That of a decode step is for one block in both caches of a layer.
+    That of a decode step is 1 for all kernels of a layer: see `decode_attention`.
     """
     text = run.policy.config.text
     group = text.num_heads // text.num_kv_heads
@@ -90,20 +91,9 @@ def kernel_prices(
             [_whole(num_tokens, is_causal=True) for num_tokens, _ in schedule.prefills],
             [_whole(num_patches) for _, num_patches in schedule.prefills],
         )
-        prices[name] = lambda part, results: decode_block(run, chip) / 2
+        num_kernels = 2 if implementation(run, is_decoding=True).name == "gpu" else 1
+        prices[name] = lambda part, results, n=num_kernels: 1 / n
     return prices
-
-
-def decode_block(run: Run, chip: Chip) -> float:
-    """Seconds of a block of the KV cache in the decode kernel."""
-    impl, text = implementation(run, is_decoding=True), run.policy.config.text
-    if impl.name != "gpu":
-        return DECODE_BLOCK
-    layout = workload.layout(run, is_decoding=True)
-    num_heads = max(text.num_kv_heads // layout.product_parts, 1)
-    num_slots = slots_per_block(run.config.rl.max_response_tokens, impl)
-    size = 2 * num_slots * num_heads * text.head_dim * layout.itemsize
-    return size / (BANDWIDTH_SHARE * chip.hbm_bandwidth)
 
 
 def _num_scores(rows: list[Spans], group: int, impl: AttentionImpl) -> float:
@@ -152,14 +142,12 @@ def implementation(run: Run, is_decoding: bool = False) -> AttentionImpl:
     return dataclasses.replace(impl, mesh=None, batch_axes=(), head_axes=())
 
 
-def blocks_of_step(call: Call, sizes: Sizes, impl: AttentionImpl) -> float:
-    """Blocks of the KV caches that a decode step reads in a layer, of all chips together.
-
-    A prompt ends at a block boundary, so on average half a block is read in excess. The positions
-    of a row start and end anywhere, so it is one block. An idle row has one block too.
-    """
-    prefix, suffix = (
-        slots_per_block(size, impl) for size in (call.num_prompt_tokens, sizes.max_tokens)
-    )
-    blocks = call.prefix_tokens / prefix + call.suffix_tokens / suffix
-    return blocks / max(call.num_steps, 1) + call.num_slots * (0.5 + sizes.num_rows)
+def decode_attention(run: Run, call: Call, sizes: Sizes, chip: Chip) -> float:
+    """Seconds of a decode step of this call in the attention kernels of a layer."""
+    text, layout = run.policy.config.text, workload.layout(run, is_decoding=True)
+    impl = implementation(run, is_decoding=True)
+    positions = sum(workload.positions_read(call, sizes, impl))
+    kv_heads = max(text.num_kv_heads / layout.product_parts, 1)
+    num_bytes = positions * 2 * kv_heads * text.head_dim * layout.itemsize / layout.batch_parts
+    reading = num_bytes / max(call.num_steps, 1) / (BANDWIDTH_SHARE * chip.hbm_bandwidth)
+    return reading + (DECODE_KERNEL if impl.name == "tpu" else 0.0)

@@ -40,26 +40,26 @@ def decode(run: Run, sizes: Sizes, call: Call, impl: AttentionImpl) -> Work:
         layout(run, is_decoding=True),
         num_steps=call.num_steps,
         num_tokens=call.num_tokens,
-        num_read=None if impl.name == "xla" else _positions_read(call, rows, impl),
+        num_read=None if impl.name == "xla" else positions_read(call, sizes, impl),
     )
 
 
-def _positions_read(call: Call, rows: Rows, impl: AttentionImpl) -> tuple[int, int]:
-    """Cache positions of prompts and of rows that the steps of a call read, in whole blocks.
+def positions_read(call: Call, sizes: Sizes, impl: AttentionImpl) -> tuple[int, int]:
+    """Cache positions of prompts and of rows that a kernel reads in a call, in whole blocks.
 
     A prompt ends at a block boundary, so on average half a block is read in excess. The positions
-    of a row start and end anywhere, so it is one block.
+    of a row start and end anywhere, so it is one block. Idle rows and free slots read nothing; a
+    GPU's block for each is left out.
     """
 
-    def read(num_owners, num_tokens, num_positions, num_partial):
-        block = slots_per_block(num_positions, impl)
-        owner_steps = call.num_steps * num_owners
-        touched = num_tokens + num_partial * owner_steps * (block - 1)
-        return int(min(touched, owner_steps * num_positions))
+    def read(num_tokens, num_owners, num_positions, is_prefix):
+        block = slots_per_block(num_positions, impl, is_prefix)
+        touched = num_tokens + num_owners * (block - 1) * (0.5 if is_prefix else 1)
+        return int(min(touched, num_owners * num_positions))
 
     return (
-        read(rows.prompts, call.prefix_tokens, rows.prompt_tokens, 0.5),
-        read(rows.prompts * rows.rows, call.suffix_tokens, rows.row_tokens, 1),
+        read(call.prefix_tokens, call.num_active_slots, call.num_prompt_tokens, True),
+        read(call.suffix_tokens, call.num_active_rows, sizes.max_tokens, False),
     )
 
 

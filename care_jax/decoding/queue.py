@@ -31,6 +31,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models import backbone
+from models.attention.cached import whole_blocks
 
 NO_CONTEXT = np.zeros(0, np.int32)
 
@@ -186,7 +187,7 @@ class DecodeQueue:
         budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
         for row, request in zip(budget, admitted, strict=True):
             row[:] = (row if request.limits is None else request.limits) - len(request.context)
-        num_tokens = prompts.tokens.shape[1]
+        num_tokens = whole_blocks(prompts.tokens.shape[1])
         if slots is None:
             slots = self.programs.empty(sizes, num_tokens)
         elif num_tokens > slots.prefix.is_valid.shape[1]:

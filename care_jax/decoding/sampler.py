@@ -177,7 +177,11 @@ def advance(
         return is_eos if options.stops else jnp.zeros_like(is_eos)
 
     def read(slots: Slots) -> tuple[Float[Array, "B R D"], KeyValues]:
-        """The hidden state of every row's last token, and the cache with that token added."""
+        """The hidden state of every row's last token, and the cache with that token added.
+
+        Idle rows attend to nothing, so that kernels read no block for them.
+        """
+        is_active = slots.rollout < num_rollouts
         positions = slots.prefix.next_position[:, None] + slots.num_read
         age = (slots.clock - jnp.arange(size)) % size
         hidden, cache = backbone.extend(
@@ -186,9 +190,9 @@ def advance(
             backbone.text_rotary(positions[..., None], config),
             slots.clock % size,
             slots.prefix.cache,
-            slots.prefix.is_valid,
+            slots.prefix.is_valid & is_active.any(1, keepdims=True),
             slots.cache,
-            (age <= slots.num_read[..., None])[:, :, None],
+            (is_active[..., None] & (age <= slots.num_read[..., None]))[:, :, None],
             config,
             attention=options.attention.steps,
         )

@@ -206,8 +206,11 @@ class Call:
     num_tokens: int  # sampled, including the first tokens of the prompts admitted before it
     num_slots: int  # B
     num_prompt_tokens: int  # P
-    prefix_tokens: int  # in the prefixes of the slots, without padding, summed over the steps
-    suffix_tokens: int  # that the rows attend to in their rings, summed over the steps
+    # Summed over the steps:
+    prefix_tokens: int  # in the prefixes of the slots with an active row, without padding
+    suffix_tokens: int  # that the active rows attend to in their rings
+    num_active_slots: int  # with an active row
+    num_active_rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,7 +280,8 @@ def simulate(
             left, read, samples, next_rollout, prefix = (
                 x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
-        num_steps, suffix_tokens, num_wanted = 0, 0, scheduler.num_wanted
+        num_steps, num_wanted = 0, scheduler.num_wanted
+        totals = np.zeros(4, int)  # the last four fields of the call
         while num_steps < NUM_STEPS:
             num_free = int((left == 0).all(1).sum())
             if num_free >= num_wanted or num_free == len(left):
@@ -286,15 +290,18 @@ def simulate(
             passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
             num_steps += passed
             num_tokens += passed * int(samples[is_active].sum())
+            num_rows, is_busy = is_active.sum(), is_active.any(1)
             # A row attends to its new token and to the tokens in its cache, one more each step.
-            suffix_tokens += passed * int((read + 1).sum())
-            suffix_tokens += passed * (passed - 1) // 2 * int(is_active.sum())
+            suffix_tokens = (read + 1)[is_active].sum() + num_rows * (passed - 1) / 2
+            totals += np.array(
+                [passed * n for n in (prefix[is_busy].sum(), suffix_tokens, is_busy.sum(), num_rows)],
+                int,
+            )
             left -= passed * is_active
             read += passed * is_active
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[slot, row] = 0
                 take_next(slot, row)
-        read_tokens = num_steps * int(prefix.sum()), suffix_tokens
-        calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *read_tokens))
+        calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *totals.tolist()))
         scheduler.release((left == 0).all(1), next_rollout)
     return Schedule(tuple(prefills), tuple(calls))

@@ -6,7 +6,7 @@ scatter is needed. For a row with n earlier tokens in its cache, position j is v
 (t - j) mod S <= n. Keys are rotated by token position before they are written.
 
 Letters: B slots, R rows of a slot, G rollouts of a prompt, P prompt tokens, S positions of a row's
-ring (maximum tokens of a rollout), D model.
+ring (at least the maximum tokens of a rollout), D model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from care_jax.decoding.schedule import Sizes
 from models import backbone
+from models.attention.cached import whole_blocks
 from models.config import BackboneConfig
 from models.decoder import PREFIX_AXES, SUFFIX_AXES, KeyValues
 
@@ -61,7 +62,7 @@ def empty_slots(
 ) -> Slots:
     """Slots without prompts."""
     text, B, R, G = config.text, sizes.num_slots, sizes.num_rows, sizes.num_rollouts
-    P, D, kv = num_prompt_tokens, text.hidden_size, (B, text.num_kv_heads)
+    P, D, kv = whole_blocks(num_prompt_tokens), text.hidden_size, (B, text.num_kv_heads)
     return Slots(
         prefix=Prefix(
             cache=KeyValues(
@@ -82,7 +83,7 @@ def empty_slots(
         num_read=jnp.zeros((B, R), jnp.int32),
         tag_state=jnp.zeros((B, R), jnp.uint8),
         running=jnp.zeros((B, R, D)),
-        cache=backbone.init_cache(config, B, R, sizes.max_tokens, dtype),
+        cache=backbone.init_cache(config, B, R, whole_blocks(sizes.max_tokens), dtype),
         clock=jnp.int32(0),
     )
 

@@ -23,7 +23,7 @@ from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.report.console import print_line
 from care_jax.run.run import Run
-from models.attention.cached import attend_cached, cache_mask
+from models.attention.cached import attend_cached, cache_mask, whole_blocks
 from models.attention.packed import AttentionImpl, largest_difference
 
 # Relative to the largest entry. Rounding gives 1e-2 in bfloat16, and 1e-3 if float32 matmuls are
@@ -140,8 +140,9 @@ def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
     Rows attend to up to the whole ring of the suffix cache, a third of it on average.
     """
     text, shards = run.policy.config.text, sizes.num_shards
-    B, R, S = shards * min(sizes.num_slots // shards, 8), sizes.num_rows, sizes.max_tokens
-    K, H, P = text.num_kv_heads, text.head_dim, num_prompt_tokens
+    B, R = shards * min(sizes.num_slots // shards, 8), sizes.num_rows
+    P, S = map(whole_blocks, (num_prompt_tokens, sizes.max_tokens))
+    K, H = text.num_kv_heads, text.head_dim
     dtype = jnp.dtype(run.config.model.compute_dtype)
 
     def arrays():

@@ -4,9 +4,9 @@ The rows of a prompt share one KV cache of the prompt, the prefix. Each row has 
 response, the suffix. One softmax runs over both.
 
 "xla" computes the scores of all slots and masks them. The TPU and GPU kernels read only blocks with
-a visible slot: a suffix is allocated for the longest response, and most rows are far from it. They
-compute prefix and suffix separately, as in flash decoding, and average the two outputs by their
-log-sum-exps.
+a visible slot: a suffix is allocated for the longest response, and most rows are far from it. For
+TPUs see `cached_tpu`. GPUs compute prefix and suffix separately, as in flash decoding, and average
+the two outputs by their log-sum-exps.
 
 Letters: B prompts, R rows of each, T new tokens of a row, P slots of a prefix, S slots of a suffix,
 K kv heads, G query heads per kv head, H head dim. A part has O owners (prompts or rows), each with
@@ -23,15 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from models.attention.cached_tpu import Cache, attend_blocks
 from models.attention.kernels import MASKED, BlockPairs, block_pairs
 from models.attention.packed import XLA, AttentionImpl, matmul, split_heads
 
-_TPU_BLOCK, _GPU_BLOCK = 256, 64  # slots per block
+_GPU_BLOCK = 64  # slots per block
+# Of a prefix and of a suffix: the more query rows a block has, the more it takes to hide its copy.
+_TPU_BLOCKS, _TPU_TILE = (256, 128), 128
 
 
 @flax.struct.dataclass
@@ -59,7 +61,7 @@ def cache_mask(
 
     def lists(prefix, suffix):
         suffix = suffix.reshape(-1, suffix.shape[-1])
-        return _live_blocks(prefix, impl), _live_blocks(suffix, impl)
+        return _live_blocks(prefix, impl, True), _live_blocks(suffix, impl, False)
 
     rows = P(impl.batch_axes)
     lists = impl.shard_map(lists, (rows, rows), rows)
@@ -109,38 +111,60 @@ def _attend_dense(q, prefix, suffix, mask: CacheMask):
 def _attend_live(q, prefix, suffix, mask: CacheMask):
     """Attention over the listed blocks, on one device."""
     B, R, _, K, G, H = q.shape
-    q, part = q[:, :, 0], functools.partial(_RUN[mask.impl.name], impl=mask.impl)
     assert mask.prefix_blocks is not None and mask.suffix_blocks is not None  # not "xla"
+    by_row = functools.partial(jax.tree.map, lambda a: a.reshape(B * R, *a.shape[2:]))
+    prefix = *prefix, mask.prefix, mask.prefix_blocks
+    suffix = *by_row((*suffix, mask.suffix)), mask.suffix_blocks
+    if mask.impl.name == "gpu":
+        out = _attend_gpu(q[:, :, 0], prefix, suffix, mask.impl)
+    else:
+        sizes = (
+            slots_per_block(part[0].shape[-1], mask.impl, is_prefix)
+            for part, is_prefix in ((prefix, True), (suffix, False))
+        )
+        caches = [Cache(*part, block) for part, block in zip((prefix, suffix), sizes, strict=True)]
+        out = attend_blocks(by_row(q[:, :, 0]), caches, mask.impl.interpret)
+    return out.astype(q.dtype).reshape(q.shape)
+
+
+def _attend_gpu(q, prefix, suffix, impl: AttentionImpl):
+    """Attention over prefix and suffix, averaged by their log-sum-exps."""
+    B, R, K, G, H = q.shape
 
     def by_row(a):
         return a.reshape(B * R, *a.shape[2:])
 
-    k, v = map(by_row, suffix)
-    of_row, row_lse = part(by_row(q), k, v, by_row(mask.suffix), mask.suffix_blocks)
+    of_row, row_lse = _run_gpu(by_row(q), *suffix, impl)
     by_prompt = q.swapaxes(1, 2).reshape(B, K, R * G, H)
-    k, v = prefix
-    of_prompt = part(by_prompt, k, v, mask.prefix, mask.prefix_blocks)
     shared, shared_lse = (
-        by_row(a.reshape(B, K, R, G, a.shape[-1]).swapaxes(1, 2)) for a in of_prompt
+        by_row(a.reshape(B, K, R, G, a.shape[-1]).swapaxes(1, 2))
+        for a in _run_gpu(by_prompt, *prefix, impl)
     )
     share = jax.nn.sigmoid(shared_lse - row_lse)
-    out = share * shared + (1 - share) * of_row
-    return out.astype(q.dtype).reshape(B, R, 1, K, G, H)
+    return share * shared + (1 - share) * of_row
 
 
-def slots_per_block(num_slots: int, impl: AttentionImpl) -> int:
-    """Slots per block of a kernel, given the `num_slots` of a prefix or a suffix."""
+def slots_per_block(num_slots: int, impl: AttentionImpl, is_prefix: bool) -> int:
+    """Slots per block of a kernel, given the `num_slots` of a prefix or of a suffix."""
     if impl.name == "gpu":
         return impl.key_block or _GPU_BLOCK
-    return min(impl.key_block or _TPU_BLOCK, num_slots)
+    largest = _TPU_BLOCKS[0] if is_prefix else _TPU_BLOCKS[1]
+    return impl.key_block or min(largest, -(-num_slots // _TPU_TILE) * _TPU_TILE)
 
 
-def _live_blocks(is_seen: Bool[Array, "O S"], impl: AttentionImpl) -> BlockPairs:
-    """Each owner's blocks with a visible slot; the last block if it has none."""
-    block = slots_per_block(is_seen.shape[1], impl)
+def whole_blocks(num_slots: int) -> int:
+    """The slots to allocate for at least `num_slots`, so that no kernel has to pad the cache."""
+    block = max(_TPU_BLOCKS)
+    return num_slots if num_slots < block else -(-num_slots // block) * block
+
+
+def _live_blocks(is_seen: Bool[Array, "O S"], impl: AttentionImpl, is_prefix: bool) -> BlockPairs:
+    """Each owner's blocks with a visible slot; on GPUs the last block if it has none."""
+    block = slots_per_block(is_seen.shape[1], impl, is_prefix)
     padded = jnp.pad(is_seen, ((0, 0), (0, -is_seen.shape[1] % block)))
     is_live = padded.reshape(len(is_seen), -1, block).any(-1)
-    is_live = is_live.at[:, -1].max(~is_live.any(-1))
+    if impl.name == "gpu":  # whose softmax must not be empty
+        is_live = is_live.at[:, -1].max(~is_live.any(-1))
     return block_pairs(is_live[None], is_live.size)
 
 
@@ -155,72 +179,6 @@ def _visit(sums, q, k, v, is_seen, scale: float):
     return decay * acc + part, new, decay * total + weights.sum(1, keepdims=True)
 
 
-# A kernel computes one part: q [O, K, M, H], k [O, K, H, S], v [O, K, S, H], visible slots [O, S]
-# and the blocks to read -> output [O, K, M, H] and log-sum-exp [O, K, M, 1].
-
-
-def _run_tpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
-    """A grid over a dynamic number of blocks, whose lists are prefetched.
-
-    The sums of an owner stay in VMEM while the grid iterates over its blocks.
-    """
-    _, K, M, H = q.shape
-    num_slots = k.shape[-1]
-    block = slots_per_block(num_slots, impl)
-
-    def body(starts, owners, others, q, k, v, is_seen, out, lse, *sums):
-        n = pl.program_id(0)
-        owner = owners[n]
-
-        @pl.when(n == starts[owner])
-        def _():
-            for ref, value in zip(sums, _INITIAL, strict=True):
-                ref[...] = jnp.full_like(ref, value)
-
-        seen = is_seen[...] != 0
-        num_left = num_slots - others[n] * block  # the last block may exceed the slots
-        is_slot = lax.broadcasted_iota(jnp.int32, (block, 1), 0) < num_left
-        seen &= lax.broadcasted_iota(jnp.int32, (1, block), 1) < num_left
-        for h in range(K):
-            values = jnp.where(is_slot, v[h], jnp.zeros_like(v[h]))
-            new = _visit([ref[h] for ref in sums], q[h], k[h], values, seen, H**-0.5)
-            for ref, a in zip(sums, new, strict=True):
-                ref[h] = a
-
-        @pl.when(n + 1 == starts[owner + 1])
-        def _():
-            acc, top, total = (ref[...] for ref in sums)
-            out[...] = acc / total
-            lse[...] = top + jnp.log(total)
-
-    def spec(*shape, axis=None):
-        """An owner's block of this shape; along `axis`, the block of slots of a pair."""
-
-        def index(n, starts, owners, others):
-            return owners[n], *(others[n] if a == axis else 0 for a in range(len(shape)))
-
-        return pl.BlockSpec((None, *shape), index)
-
-    return pl.pallas_call(
-        body,
-        _output_shapes(q),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(pairs.starts[-1],),
-            in_specs=[
-                spec(K, M, H),
-                spec(K, H, block, axis=2),
-                spec(K, block, H, axis=1),
-                spec(1, block, axis=1),
-            ],
-            out_specs=[spec(K, M, H), spec(K, M, 1)],
-            scratch_shapes=[pltpu.VMEM((K, M, size), jnp.float32) for size in (H, 1, 1)],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
-        interpret=impl.interpret,
-    )(pairs.starts, pairs.owners, pairs.others, q, k, v, is_seen[:, None].astype(jnp.int32))
-
-
 def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
     """One program per owner and kv head, which loops over the owner's blocks.
 
@@ -228,7 +186,7 @@ def _run_gpu(q, k, v, is_seen, pairs: BlockPairs, impl: AttentionImpl):
     """
     O, K, M, H = q.shape
     num_slots = k.shape[-1]
-    block = slots_per_block(num_slots, impl)
+    block = impl.key_block or _GPU_BLOCK
     rows, dim = max(pl.next_power_of_2(M), _LEAST), max(pl.next_power_of_2(H), _LEAST)
 
     def body(starts, others, q, k, v, is_seen, out, lse):
@@ -272,4 +230,3 @@ def _output_shapes(q):
 
 _INITIAL = 0.0, MASKED, 0.0  # of the output, the largest score and the sum of weights
 _LEAST = 16  # smallest dimension of a Triton matmul
-_RUN = {"tpu": _run_tpu, "gpu": _run_gpu}

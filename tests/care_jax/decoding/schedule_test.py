@@ -194,12 +194,16 @@ def test_what_attention_reads_grows_by_a_token_a_step():
     assert sum(call.suffix_tokens for call in long) == 89 * 90 // 2
 
 
-def test_an_idle_row_attends_to_one_token_and_a_shared_slot_to_its_copy_of_the_prompt():
+def test_idle_rows_and_free_slots_attend_to_nothing_and_a_shared_slot_to_its_copy_of_the_prompt():
     prompts = [WaitingPrompt(10, 0, 4), WaitingPrompt(30, 1, 4)]
     lengths = {0: np.array([3, 2]), 1: np.array([3, 3])}
     (call,) = simulate(sizes(num_slots=2, num_rollouts=2), prompts, lengths, BUCKETS).calls
-    assert (call.num_steps, call.prefix_tokens) == (2, 2 * 40)
-    assert call.suffix_tokens == 3 * (1 + 2) + (1 + 1)
+    assert (call.num_steps, call.prefix_tokens, call.num_active_slots) == (2, 2 * 40, 4)
+    assert call.suffix_tokens == 3 * (1 + 2) + 1 and call.num_active_rows == 4 + 3
+    lengths[0] = np.array([2, 2])
+    calls = simulate(sizes(num_slots=2, num_rollouts=2), prompts, lengths, BUCKETS).calls
+    assert sum(call.prefix_tokens for call in calls) == 40 + 30
+    assert sum(call.num_active_slots for call in calls) == 3
     shared = simulate(sizes(num_slots=2), prompts[:1], {0: np.full(4, 3)}, BUCKETS)
     expected = [10 * call.num_slots * call.num_steps for call in shared.calls]
     assert [call.prefix_tokens for call in shared.calls] == expected

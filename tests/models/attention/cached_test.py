@@ -66,6 +66,26 @@ def test_a_slot_without_a_prompt_reads_only_its_rows(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+def test_rows_that_see_nothing_are_finite_and_change_no_other_row(name):
+    q, prefix, suffix, on_prefix, on_suffix = step()
+    is_idle = np.zeros((B, R), bool)
+    is_idle[0], is_idle[2, 1] = True, True  # a free slot, and a row of a busy one
+    prompt, rows = on_prefix & ~is_idle.all(1, keepdims=True), on_suffix & ~is_idle[..., None, None]
+    out = attended(KERNELS[name], q, prefix, suffix, prompt, rows)
+    expected = attended(XLA, q, prefix, suffix, on_prefix, on_suffix)
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[~is_idle], expected[~is_idle], atol=2e-6)
+
+
+def test_the_tpu_kernel_reads_nothing_for_rows_that_see_nothing():
+    q, prefix, suffix, on_prefix, on_suffix = step()
+    nothing = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), (prefix, suffix))
+    seen = np.zeros_like(on_prefix), np.zeros_like(on_suffix)
+    out = attended(KERNELS["tpu"], q, *nothing, *seen)
+    np.testing.assert_array_equal(out, np.zeros_like(out))
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_blocks_that_no_row_sees_are_not_read(name):
     """NaN in such a block would spread: a weight of 0 times NaN is NaN."""
     q, prefix, suffix, on_prefix, on_suffix = step()
