@@ -25,7 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from models import layers
-from models.attention.cached import attend_cached, cache_mask
+from models.attention.cached import attend_cached, cache_mask, keys_axis, stored_keys
 from models.attention.packed import XLA, AttentionImpl, BlockMask, attend, block_mask, causal_reach
 from models.config import BackboneConfig, TextConfig
 from models.layers import MLP, Linear, Norm, Params, Rotary, Table, stack
@@ -36,7 +36,7 @@ from models.vision import ImageFeatures
 class KeyValues:
     """KV cache by layer: of the prefix that the rows of a prompt share, or of their suffixes."""
 
-    keys: list[Array]  # stored transposed: [B, K, H, P] or [B, R, K, H, S]
+    keys: list[Array]  # like the values, on most devices transposed: see `cached.stored_keys`
     values: list[Array]  # [B, K, P, H] or [B, R, K, S, H]
 
 
@@ -306,16 +306,21 @@ def _unrolled(
 
 
 def init_cache(
-    config: BackboneConfig, batch_size: int, num_rows: int, num_slots: int, dtype: Any
+    config: BackboneConfig,
+    batch_size: int,
+    num_rows: int,
+    num_slots: int,
+    dtype: Any,
+    attention: AttentionImpl = XLA,
 ) -> KeyValues:
     """An empty cache of `num_slots` suffix tokens for each of `num_rows` rows per prompt."""
     text = config.text
-
-    def zeros(*shape):
-        empty = jnp.zeros((batch_size, num_rows, text.num_kv_heads, *shape), dtype)
-        return [layers.constrain(empty, *SUFFIX_AXES)] * text.num_layers
-
-    return KeyValues(zeros(text.head_dim, num_slots), zeros(num_slots, text.head_dim))
+    shape = batch_size, num_rows, text.num_kv_heads, num_slots, text.head_dim
+    values = jnp.zeros(shape, dtype)
+    keys_values = stored_keys(values, attention), values
+    return KeyValues(
+        *([layers.constrain(a, *SUFFIX_AXES)] * text.num_layers for a in keys_values)
+    )
 
 
 def extend(
@@ -341,7 +346,8 @@ def extend(
         params: the decode layout.
         x, rotary: embedded tokens, and `backbone.text_rotary` of their positions.
         index: first suffix slot to write, the same for all rows; may be traced.
-        prefix, prefix_valid: KV cache from `prefill`, and which of its slots are not padding.
+        prefix, prefix_valid: KV cache of the prompts, its keys as `cached.stored_keys` returns them,
+            and which of its slots are not padding.
         suffix, is_visible: KV cache of the rows, and which of its slots each new token attends to,
             including the token's slot.
 
@@ -352,8 +358,9 @@ def extend(
     write = jax.lax.dynamic_update_slice_in_dim
 
     def attend_suffix(l, q, k, v):
-        k = write(suffix.keys[l], k.transpose(0, 1, 3, 4, 2), index, axis=4)
-        v = write(suffix.values[l], v.swapaxes(2, 3), index, axis=3)
+        k, v = stored_keys(k.swapaxes(2, 3), attention), v.swapaxes(2, 3)
+        k = write(suffix.keys[l], k, index, axis=keys_axis(attention))
+        v = write(suffix.values[l], v, index, axis=-2)
         return attend_cached(q, (prefix.keys[l], prefix.values[l]), (k, v), mask), (k, v)
 
     return _unrolled(params["text"], x, rotary, attend_suffix, config.text)

@@ -27,7 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from models.attention.cached_tpu import Cache, attend_blocks
+from models.attention.cached_tpu import BlockList, Cache, attend_blocks, live_blocks
 from models.attention.kernels import MASKED, BlockPairs, block_pairs
 from models.attention.packed import XLA, AttentionImpl, matmul, split_heads
 
@@ -44,8 +44,8 @@ class CacheMask:
     suffix: Bool[Array, "B R T S"]
     # The blocks to read, owned by prompts and by rows; None for "xla". Under a mesh, the
     # concatenated lists of all batch shards.
-    prefix_blocks: BlockPairs | None
-    suffix_blocks: BlockPairs | None
+    prefix_blocks: BlockList | BlockPairs | None
+    suffix_blocks: BlockList | BlockPairs | None
     impl: AttentionImpl = flax.struct.field(pytree_node=False)  # what the lists are built for
 
 
@@ -57,11 +57,15 @@ def cache_mask(
     The kernels support one new token per row, T = 1; larger T uses XLA.
     """
     if impl.name == "xla" or suffix.shape[2] > 1:
-        return CacheMask(prefix, suffix, None, None, XLA)
+        return CacheMask(prefix, suffix, None, None, impl)
+    of = _live_blocks if impl.name == "gpu" else live_blocks
 
     def lists(prefix, suffix):
         suffix = suffix.reshape(-1, suffix.shape[-1])
-        return _live_blocks(prefix, impl, True), _live_blocks(suffix, impl, False)
+        return tuple(
+            of(is_seen, slots_per_block(is_seen.shape[1], impl, is_prefix))
+            for is_seen, is_prefix in ((prefix, True), (suffix, False))
+        )
 
     rows = P(impl.batch_axes)
     lists = impl.shard_map(lists, (rows, rows), rows)
@@ -70,23 +74,38 @@ def cache_mask(
 
 def attend_cached(
     q: Float[Array, "B R T K G H"],
-    prefix: tuple[Float[Array, "B K H P"], Float[Array, "B K P H"]],
-    suffix: tuple[Float[Array, "B R K H S"], Float[Array, "B R K S H"]],
+    prefix: tuple[Float[Array, "B K *P"], Float[Array, "B K P H"]],
+    suffix: tuple[Float[Array, "B R K *S"], Float[Array, "B R K S H"]],
     mask: CacheMask,
 ) -> Float[Array, "B R T K G H"]:
     """softmax(q·k / √H)·v over prefix and suffix slots.
 
-    Keys are stored transposed, [..., H, S], so that both matmuls contract adjacent axes; XLA:CPU is
-    several times slower otherwise. Queries and keys are rotated, the suffix includes the new
-    tokens, and the mask also selects the implementation.
+    Keys are stored as `stored_keys` returns them. Queries and keys are rotated, the suffix includes
+    the new tokens, and the mask also selects the implementation.
     """
-    if mask.impl.name == "xla":
+    if mask.prefix_blocks is None:
+        if keys_axis(mask.impl) == -2:
+            prefix, suffix = ((k.mT, v) for k, v in (prefix, suffix))
         return _attend_dense(q, prefix, suffix, mask)
     rows, (heads, _) = mask.impl.batch_axes, split_heads(q.shape[3], 1, mask.impl)
     queries = P(rows, None, None, heads)
     specs = queries, P(rows, heads), P(rows, None, heads), P(rows)
     attend = mask.impl.shard_map(_attend_live, specs, queries)
     return attend(q, prefix, suffix, dataclasses.replace(mask, suffix=mask.suffix[:, :, 0]))
+
+
+def keys_axis(impl: AttentionImpl) -> int:
+    """The axis of the slots in cached keys: -1 if they are stored transposed, else -2.
+
+    Transposed, both matmuls contract adjacent axes; XLA:CPU is several times slower otherwise. On
+    a TPU writing one token would then rewrite a tile of 128.
+    """
+    return -2 if impl.name == "tpu" else -1
+
+
+def stored_keys(k: Float[Array, "*B S H"], impl: AttentionImpl) -> Float[Array, "*B ..."]:
+    """Keys as the cache stores them, see `keys_axis`."""
+    return k if keys_axis(impl) == -2 else k.mT
 
 
 def _attend_dense(q, prefix, suffix, mask: CacheMask):
@@ -110,20 +129,19 @@ def _attend_dense(q, prefix, suffix, mask: CacheMask):
 
 def _attend_live(q, prefix, suffix, mask: CacheMask):
     """Attention over the listed blocks, on one device."""
-    B, R, _, K, G, H = q.shape
-    assert mask.prefix_blocks is not None and mask.suffix_blocks is not None  # not "xla"
-    by_row = functools.partial(jax.tree.map, lambda a: a.reshape(B * R, *a.shape[2:]))
-    prefix = *prefix, mask.prefix, mask.prefix_blocks
-    suffix = *by_row((*suffix, mask.suffix)), mask.suffix_blocks
+    by_row = functools.partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
+    parts = [
+        (*prefix, mask.prefix, mask.prefix_blocks),
+        (*by_row((*suffix, mask.suffix)), mask.suffix_blocks),
+    ]
     if mask.impl.name == "gpu":
-        out = _attend_gpu(q[:, :, 0], prefix, suffix, mask.impl)
+        out = _attend_gpu(q[:, :, 0], *parts, mask.impl)
     else:
-        sizes = (
-            slots_per_block(part[0].shape[-1], mask.impl, is_prefix)
-            for part, is_prefix in ((prefix, True), (suffix, False))
-        )
-        caches = [Cache(*part, block) for part, block in zip((prefix, suffix), sizes, strict=True)]
-        out = attend_blocks(by_row(q[:, :, 0]), caches, mask.impl.interpret)
+        caches = [
+            Cache(*part, slots_per_block(part[2].shape[1], mask.impl, is_prefix))
+            for part, is_prefix in zip(parts, (True, False), strict=True)
+        ]
+        out = attend_blocks(q[:, :, 0], caches, mask.impl.interpret)
     return out.astype(q.dtype).reshape(q.shape)
 
 
@@ -158,13 +176,11 @@ def whole_blocks(num_slots: int) -> int:
     return num_slots if num_slots < block else -(-num_slots // block) * block
 
 
-def _live_blocks(is_seen: Bool[Array, "O S"], impl: AttentionImpl, is_prefix: bool) -> BlockPairs:
-    """Each owner's blocks with a visible slot; on GPUs the last block if it has none."""
-    block = slots_per_block(is_seen.shape[1], impl, is_prefix)
+def _live_blocks(is_seen: Bool[Array, "O S"], block: int) -> BlockPairs:
+    """Each owner's blocks with a visible slot; the last block if it has none."""
     padded = jnp.pad(is_seen, ((0, 0), (0, -is_seen.shape[1] % block)))
     is_live = padded.reshape(len(is_seen), -1, block).any(-1)
-    if impl.name == "gpu":  # whose softmax must not be empty
-        is_live = is_live.at[:, -1].max(~is_live.any(-1))
+    is_live = is_live.at[:, -1].max(~is_live.any(-1))
     return block_pairs(is_live[None], is_live.size)
 
 

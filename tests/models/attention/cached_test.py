@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from models.attention.cached import attend_cached, cache_mask
+from models.attention.cached import attend_cached, cache_mask, stored_keys
 from models.attention.packed import XLA, AttentionImpl
 
 B, R, K, G, H, P, S = 4, 3, 2, 3, 24, 45, 40  # no power of two, no multiple of a block
@@ -36,6 +36,8 @@ def step(seed=0, num_read=None):
 
 @functools.partial(jax.jit, static_argnums=0)
 def attended(impl, q, prefix, suffix, on_prefix, on_suffix):
+    """Prefix and suffix are as XLA stores them."""
+    prefix, suffix = ((stored_keys(k.mT, impl), v) for k, v in (prefix, suffix))
     return attend_cached(q, prefix, suffix, cache_mask(on_prefix, on_suffix, impl))
 
 
