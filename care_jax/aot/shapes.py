@@ -64,8 +64,11 @@ def on_batch(rows_sharding: NamedSharding, *shape: int) -> Callable[[Any], jax.S
 def slots(run: Run, sizes: Sizes, num_prompt_tokens: int) -> Slots:
     """The decoder's slots, for prompts of this length."""
     dtype = jnp.dtype(run.config.model.compute_dtype)
-    empty = jax.eval_shape(lambda: empty_slots(run.policy.config, sizes, num_prompt_tokens, dtype))
     rules = run.config.decode_sharding_rules
+    attention = sharding.attention_impl(run.config.model.attention, rules, run.mesh)
+    empty = jax.eval_shape(
+        lambda: empty_slots(run.policy.config, sizes, num_prompt_tokens, dtype, attention)
+    )
     shardings = sharding.param_shardings(slot_axes(empty), empty, rules, run.mesh)
     return sharding.abstract(empty, shardings)
 

@@ -31,7 +31,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models import backbone
-from models.attention.cached import whole_blocks
+from models.attention.cached import keys_axis, whole_blocks
 
 NO_CONTEXT = np.zeros(0, np.int32)
 
@@ -78,7 +78,9 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         return jax.lax.with_sharding_constraint(sampled, options.batch_sharding)
 
     def empty(sizes, num_prompt_tokens):
-        return laid_out(empty_slots(options.config, sizes, num_prompt_tokens, options.dtype))
+        attention = options.attention.steps
+        slots = empty_slots(options.config, sizes, num_prompt_tokens, options.dtype, attention)
+        return laid_out(slots)
 
     def admit(params, slots, prompts, rng, indices, budget, chosen):
         slots, first = sampler.admit(params, slots, prompts, rng, indices, budget, chosen, options)
@@ -199,7 +201,8 @@ class DecodeQueue:
     def _widen(self, slots: Slots, num_tokens: int) -> Slots:
         """Pads the prefix cache to `num_tokens` prompt tokens."""
         prefix, is_valid = slots.prefix, [slots.prefix.is_valid]
-        for arrays, axis in ((prefix.cache.keys, 3), (prefix.cache.values, 2), (is_valid, 1)):
+        keys = keys_axis(self.programs.options.attention.steps)
+        for arrays, axis in ((prefix.cache.keys, keys), (prefix.cache.values, -2), (is_valid, 1)):
             _change(arrays, functools.partial(self.programs.pad, axis=axis, size=num_tokens))
         return dataclasses.replace(slots, prefix=dataclasses.replace(prefix, is_valid=is_valid[0]))
 

@@ -31,6 +31,7 @@ from care_jax.decoding.schedule import NUM_STEPS
 from care_jax.decoding.slots import Prefix, Slots, pad_left, take_in_shard
 from care_jax.devices import sharding
 from models import backbone
+from models.attention.cached import keys_axis, stored_keys
 from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.decoder import KeyValues
@@ -138,8 +139,9 @@ def admit(
     first = _sample(logits, rngs, rollout, jnp.zeros_like(rollout), options)
 
     num_tokens = slots.prefix.is_valid.shape[1]
-    keys = [pad_left(x, 3, num_tokens) for x in cache.keys]
     values = [pad_left(x, 2, num_tokens) for x in cache.values]
+    keys = [stored_keys(x.mT, options.attention.steps) for x in cache.keys]
+    keys = [pad_left(x, keys_axis(options.attention.steps), num_tokens) for x in keys]
     prefix = Prefix(
         cache=KeyValues(keys, values),
         is_valid=pad_left(prompts.is_valid, 1, num_tokens),
@@ -170,7 +172,7 @@ def advance(
         `next_rollout`, and the number of steps so far.
     """
     config, closing_tag = options.config, jnp.asarray(options.closing_tag)
-    num_rollouts, size = slots.prefix.first.shape[1], slots.cache.keys[0].shape[-1]
+    num_rollouts, size = slots.prefix.first.shape[1], slots.cache.values[0].shape[-2]
 
     def is_end(token):
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))

@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from care_jax.decoding.schedule import Sizes
 from models import backbone
-from models.attention.cached import whole_blocks
+from models.attention.cached import stored_keys, whole_blocks
+from models.attention.packed import XLA, AttentionImpl
 from models.config import BackboneConfig
 from models.decoder import PREFIX_AXES, SUFFIX_AXES, KeyValues
 
@@ -58,16 +59,20 @@ class Slots:
 
 
 def empty_slots(
-    config: BackboneConfig, sizes: Sizes, num_prompt_tokens: int, dtype: DTypeLike
+    config: BackboneConfig,
+    sizes: Sizes,
+    num_prompt_tokens: int,
+    dtype: DTypeLike,
+    attention: AttentionImpl = XLA,
 ) -> Slots:
     """Slots without prompts."""
     text, B, R, G = config.text, sizes.num_slots, sizes.num_rows, sizes.num_rollouts
-    P, D, kv = whole_blocks(num_prompt_tokens), text.hidden_size, (B, text.num_kv_heads)
+    P, D = whole_blocks(num_prompt_tokens), text.hidden_size
+    values = jnp.zeros((B, text.num_kv_heads, P, text.head_dim), dtype)
     return Slots(
         prefix=Prefix(
             cache=KeyValues(
-                [jnp.zeros((*kv, text.head_dim, P), dtype)] * text.num_layers,
-                [jnp.zeros((*kv, P, text.head_dim), dtype)] * text.num_layers,
+                [stored_keys(values, attention)] * text.num_layers, [values] * text.num_layers
             ),
             is_valid=jnp.zeros((B, P), bool),
             next_position=jnp.zeros(B, jnp.int32),
@@ -83,7 +88,7 @@ def empty_slots(
         num_read=jnp.zeros((B, R), jnp.int32),
         tag_state=jnp.zeros((B, R), jnp.uint8),
         running=jnp.zeros((B, R, D)),
-        cache=backbone.init_cache(config, B, R, whole_blocks(sizes.max_tokens), dtype),
+        cache=backbone.init_cache(config, B, R, whole_blocks(sizes.max_tokens), dtype, attention),
         clock=jnp.int32(0),
     )
 

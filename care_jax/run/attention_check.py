@@ -23,7 +23,7 @@ from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding
 from care_jax.report.console import print_line
 from care_jax.run.run import Run
-from models.attention.cached import attend_cached, cache_mask, whole_blocks
+from models.attention.cached import attend_cached, cache_mask, stored_keys, whole_blocks
 from models.attention.packed import AttentionImpl, largest_difference
 
 # Relative to the largest entry. Rounding gives 1e-2 in bfloat16, and 1e-3 if float32 matmuls are
@@ -108,10 +108,14 @@ def compare_steps(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple[float
     trial = _trial_step(run, sizes, num_prompt_tokens)
 
     def attended(impl: AttentionImpl) -> Callable[[], jax.Array]:
+        def store(q, *arrays):
+            prefix, suffix = ((stored_keys(k, impl), v) for k, v in arrays[:2])
+            return q, prefix, suffix, *arrays[2:]
+
         def attend(q, prefix, suffix, on_prefix, on_suffix):
             return attend_cached(q, prefix, suffix, cache_mask(on_prefix, on_suffix, impl))
 
-        return functools.partial(jax.jit(attend), *trial)
+        return functools.partial(jax.jit(attend), *jax.jit(store)(*trial))
 
     def difference(a, b):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -134,7 +138,7 @@ def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> flo
 
 
 def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
-    """Random arguments of one layer's attention in a decode step, on the mesh.
+    """Random arguments of one layer's attention in a decode step, on the mesh, with all keys [S, H].
 
     Prompts have a quarter to all of `num_prompt_tokens` tokens, at most eight prompts per shard.
     Rows attend to up to the whole ring of the suffix cache, a third of it on average.
@@ -152,8 +156,8 @@ def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
         age = (S // 3 - jnp.arange(S)) % S
         prompt = P * jax.random.uniform(next(keys), (B, 1), minval=0.25)
         q = normal(B, R, 1, K, text.num_heads // K, H)
-        prefix = normal(B, K, H, P), normal(B, K, P, H)
-        suffix = normal(B, R, K, H, S), normal(B, R, K, S, H)
+        prefix = normal(B, K, P, H), normal(B, K, P, H)
+        suffix = normal(B, R, K, S, H), normal(B, R, K, S, H)
         return q, prefix, suffix, jnp.arange(P) >= P - prompt, age <= part**2 * (S - 1)
 
     return jax.jit(arrays, out_shardings=run.decode_batch_sharding)()

@@ -50,7 +50,8 @@ def live_blocks(is_seen: Bool[Array, "O S"], block: int) -> BlockList:
     padded = jnp.pad(is_seen, ((0, 0), (0, -is_seen.shape[1] % block)))
     is_live = padded.reshape(len(is_seen), -1, block).any(-1)
     numbers = jnp.arange(is_live.size, dtype=jnp.int32).reshape(is_live.shape)
-    numbers = jnp.sort(jnp.where(is_live, numbers, is_live.size).reshape(-1))
+    numbers = jnp.where(is_live, numbers, is_live.size).reshape(-1)
+    numbers = jnp.sort(numbers, stable=False)
     count = is_live.sum(dtype=jnp.int32)
     return BlockList(count[None], numbers // is_live.shape[1], numbers % is_live.shape[1])
 

@@ -83,7 +83,7 @@ def compile_for(compiler: str, topology: str, cases: dict) -> None:
     from jax.sharding import PartitionSpec as P
 
     from care_jax.aot.topology import find_topology
-    from models.attention.cached import attend_cached, cache_mask
+    from models.attention.cached import attend_cached, cache_mask, keys_axis
     from models.attention.packed import AttentionImpl, attend, block_mask
 
     platform = "tpu" if compiler == "libtpu" else "cuda"
@@ -121,12 +121,16 @@ def compile_for(compiler: str, topology: str, cases: dict) -> None:
 
     B, R, K, G, H, P_, S = STEP_SIZES
     on_rows = "data", None, "tensor"
+
+    def stored(S, H):
+        return (S, H) if keys_axis(impl) == -2 else (H, S), (S, H)
+
     report(
         STEP,
         step,
         abstract((B, R, 1, K, G, H), jnp.bfloat16, "data", None, None, "tensor"),
-        [abstract((B, K, *size), jnp.bfloat16, "data", "tensor") for size in ((H, P_), (P_, H))],
-        [abstract((B, R, K, *size), jnp.bfloat16, *on_rows) for size in ((H, S), (S, H))],
+        [abstract((B, K, *size), jnp.bfloat16, "data", "tensor") for size in stored(P_, H)],
+        [abstract((B, R, K, *size), jnp.bfloat16, *on_rows) for size in stored(S, H)],
         abstract((B, P_), bool, "data"),
         abstract((B, R, 1, S), bool, "data"),
     )
