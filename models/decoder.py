@@ -318,9 +318,7 @@ def init_cache(
     shape = batch_size, num_rows, text.num_kv_heads, num_slots, text.head_dim
     values = jnp.zeros(shape, dtype)
     keys_values = stored_keys(values, attention), values
-    return KeyValues(
-        *([layers.constrain(a, *SUFFIX_AXES)] * text.num_layers for a in keys_values)
-    )
+    return KeyValues(*([layers.constrain(a, *SUFFIX_AXES)] * text.num_layers for a in keys_values))
 
 
 def extend(
@@ -346,8 +344,8 @@ def extend(
         params: the decode layout.
         x, rotary: embedded tokens, and `backbone.text_rotary` of their positions.
         index: first suffix slot to write, the same for all rows; may be traced.
-        prefix, prefix_valid: KV cache of the prompts, its keys as `cached.stored_keys` returns them,
-            and which of its slots are not padding.
+        prefix, prefix_valid: KV cache of the prompts, its keys as `cached.stored_keys` returns
+            them, and which of its slots are not padding.
         suffix, is_visible: KV cache of the rows, and which of its slots each new token attends to,
             including the token's slot.
 

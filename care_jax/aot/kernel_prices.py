@@ -27,9 +27,9 @@ from models.attention.kernels import DKV, DQ, FORWARD
 from models.attention.packed import AttentionImpl, block_mask
 
 Spans = tuple[Int[np.ndarray, " S"], Int[np.ndarray, " S"]]  # first and last query of each key
-# In decoding, by hand. The compiler schedules 103 cycles for a row's block of 128 slots of a kv head
-# and 204 for a prompt's of 256, 69 and 136 ns of a v5e; their copies take 81 and 161 ns at the full
-# bandwidth, and three groups of blocks in flight hide 0.96 µs of latency.
+# In decoding, by hand. For one kv head the compiler schedules 91 cycles for a row's block of 128
+# slots and 175 for a prompt's of 256 with 4 rows, 260 with 8: 61, 116 and 173 ns of a v5e. Copies
+# of the two take 81 and 161 ns at the full bandwidth; those in flight hide 0.96 µs of latency.
 DECODE_KERNEL = 2e-6  # seconds of a TPU before the first block arrives, and after the last
 # Share of the peak of an attention kernel, from the bundles that the compiler schedules for a pair
 # of blocks of 896 query rows and 512 keys with head dim 128: 3040, 3000 and 3930 cycles.

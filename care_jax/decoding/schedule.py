@@ -291,12 +291,10 @@ def simulate(
             num_steps += passed
             num_tokens += passed * int(samples[is_active].sum())
             num_rows, is_busy = is_active.sum(), is_active.any(1)
+            totals[:2] += passed * np.array([prefix[is_busy].sum(), (read + 1)[is_active].sum()])
             # A row attends to its new token and to the tokens in its cache, one more each step.
-            suffix_tokens = (read + 1)[is_active].sum() + num_rows * (passed - 1) / 2
-            totals += np.array(
-                [passed * n for n in (prefix[is_busy].sum(), suffix_tokens, is_busy.sum(), num_rows)],
-                int,
-            )
+            totals[1] += passed * (passed - 1) // 2 * num_rows
+            totals[2:] += passed * np.array([is_busy.sum(), num_rows])
             left -= passed * is_active
             read += passed * is_active
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():

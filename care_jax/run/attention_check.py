@@ -138,7 +138,7 @@ def _milliseconds(function: Callable[[], jax.Array], num_calls: int = 10) -> flo
 
 
 def _trial_step(run: Run, sizes: Sizes, num_prompt_tokens: int) -> tuple:
-    """Random arguments of one layer's attention in a decode step, on the mesh, with all keys [S, H].
+    """Random arguments of one layer's attention in a decode step, on the mesh; keys are [S, H].
 
     Prompts have a quarter to all of `num_prompt_tokens` tokens, at most eight prompts per shard.
     Rows attend to up to the whole ring of the suffix cache, a third of it on average.

@@ -16,7 +16,6 @@ M query rows per kv head.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import flax.struct
 import jax
@@ -68,8 +67,8 @@ def cache_mask(
         )
 
     rows = P(impl.batch_axes)
-    lists = impl.shard_map(lists, (rows, rows), rows)
-    return CacheMask(prefix, suffix, *lists(prefix, suffix), impl)
+    of_prefix, of_suffix = impl.shard_map(lists, (rows, rows), rows)(prefix, suffix)
+    return CacheMask(prefix, suffix, of_prefix, of_suffix, impl)
 
 
 def attend_cached(
@@ -129,34 +128,41 @@ def _attend_dense(q, prefix, suffix, mask: CacheMask):
 
 def _attend_live(q, prefix, suffix, mask: CacheMask):
     """Attention over the listed blocks, on one device."""
-    by_row = functools.partial(jax.tree.map, lambda a: a.reshape(-1, *a.shape[2:]))
-    parts = [
-        (*prefix, mask.prefix, mask.prefix_blocks),
-        (*by_row((*suffix, mask.suffix)), mask.suffix_blocks),
+    suffix, on_suffix = jax.tree.map(
+        lambda a: a.reshape(-1, *a.shape[2:]), (tuple(suffix), mask.suffix)
+    )
+    mask = dataclasses.replace(mask, suffix=on_suffix)
+    attend = _attend_gpu if mask.impl.name == "gpu" else _attend_tpu
+    return attend(q[:, :, 0], prefix, suffix, mask).astype(q.dtype).reshape(q.shape)
+
+
+def _attend_tpu(q, prefix, suffix, mask: CacheMask):
+    """Attention over prefix and suffix in one kernel; the suffix and its mask are by row."""
+    (k, v), (own_k, own_v), impl = prefix, suffix, mask.impl
+    assert isinstance(mask.prefix_blocks, BlockList) and isinstance(mask.suffix_blocks, BlockList)
+    sizes = slots_per_block(k.shape[-2], impl, True), slots_per_block(own_k.shape[-2], impl, False)
+    caches = [
+        Cache(k, v, mask.prefix, mask.prefix_blocks, sizes[0]),
+        Cache(own_k, own_v, mask.suffix, mask.suffix_blocks, sizes[1]),
     ]
-    if mask.impl.name == "gpu":
-        out = _attend_gpu(q[:, :, 0], *parts, mask.impl)
-    else:
-        caches = [
-            Cache(*part, slots_per_block(part[2].shape[1], mask.impl, is_prefix))
-            for part, is_prefix in zip(parts, (True, False), strict=True)
-        ]
-        out = attend_blocks(q[:, :, 0], caches, mask.impl.interpret)
-    return out.astype(q.dtype).reshape(q.shape)
+    return attend_blocks(q, caches, impl.interpret)
 
 
-def _attend_gpu(q, prefix, suffix, impl: AttentionImpl):
+def _attend_gpu(q, prefix, suffix, mask: CacheMask):
     """Attention over prefix and suffix, averaged by their log-sum-exps."""
     B, R, K, G, H = q.shape
+    assert isinstance(mask.prefix_blocks, BlockPairs) and isinstance(mask.suffix_blocks, BlockPairs)
 
     def by_row(a):
         return a.reshape(B * R, *a.shape[2:])
 
-    of_row, row_lse = _run_gpu(by_row(q), *suffix, impl)
+    k, v = suffix
+    of_row, row_lse = _run_gpu(by_row(q), k, v, mask.suffix, mask.suffix_blocks, mask.impl)
     by_prompt = q.swapaxes(1, 2).reshape(B, K, R * G, H)
+    k, v = prefix
+    of_prompt = _run_gpu(by_prompt, k, v, mask.prefix, mask.prefix_blocks, mask.impl)
     shared, shared_lse = (
-        by_row(a.reshape(B, K, R, G, a.shape[-1]).swapaxes(1, 2))
-        for a in _run_gpu(by_prompt, *prefix, impl)
+        by_row(a.reshape(B, K, R, G, a.shape[-1]).swapaxes(1, 2)) for a in of_prompt
     )
     share = jax.nn.sigmoid(shared_lse - row_lse)
     return share * shared + (1 - share) * of_row

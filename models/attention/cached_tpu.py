@@ -137,8 +137,7 @@ def _body(rows_per_owner: list[int], *refs: Any) -> None:
         """Of row r of every prompt."""
         return pl.ds((h * B * R + r) * padded + g, B, stride=R * padded)
 
-    @pl.loop(0, K * R)
-    def _(i):
+    def begin(i, _):
         h, r = lax.div(i, R), lax.rem(i, R)
         part = pl.ds(i * B * padded, B * padded)
         for ref, value in ((sums, 0.0), (top, MASKED), (total, 0.0)):
@@ -146,18 +145,20 @@ def _body(rows_per_owner: list[int], *refs: Any) -> None:
         for g in range(G):
             queries[rows_of(h, r, g)] = q[h, g, r].astype(jnp.float32)
 
+    lax.fori_loop(0, K * R, begin, None)
     for _, step, num_groups in loops:
         lax.fori_loop(0, num_groups, lambda i, _, step=step: step(i), None)
 
     chunk = math.gcd(B * R, 16)
 
-    @pl.loop(0, K * B * R // chunk)
-    def _(i):
+    def finish(i, _):
         part = pl.ds(i * chunk * padded, chunk * padded)
         mean = sums[part] / jnp.maximum(total[part], _TINY)
         h, n = lax.div(i * chunk, B * R), lax.rem(i * chunk, B * R)
         mean = mean.reshape(chunk, padded, -1)[:, :G]
         out[h, pl.ds(n, chunk)] = mean.astype(out.dtype)
+
+    lax.fori_loop(0, K * B * R // chunk, finish, None)
 
 
 def _loop(num_rows: int, rows_per_head: int, lists, arrays, buffers, state):
