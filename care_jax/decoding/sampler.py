@@ -172,29 +172,25 @@ def advance(
         `next_rollout`, and the number of steps so far.
     """
     config, closing_tag = options.config, jnp.asarray(options.closing_tag)
-    num_rollouts, size = slots.prefix.first.shape[1], slots.cache.values[0].shape[-2]
+    num_rollouts = slots.prefix.first.shape[1]
 
     def is_end(token):
         is_eos = jnp.isin(token, jnp.array(config.eos_token_ids))
         return is_eos if options.stops else jnp.zeros_like(is_eos)
 
     def read(slots: Slots) -> tuple[Float[Array, "B R D"], KeyValues]:
-        """The hidden state of every row's last token, and the cache with that token added.
-
-        Idle rows attend to nothing, so that kernels read no block for them.
-        """
-        is_active = slots.rollout < num_rollouts
+        """The hidden state of every row's last token, and the cache with that token added."""
         positions = slots.prefix.next_position[:, None] + slots.num_read
-        age = (slots.clock - jnp.arange(size)) % size
+        on_prefix, on_suffix = visible(slots)
         hidden, cache = backbone.extend(
             params,
             backbone.embed(params, slots.token[..., None], dtype=options.dtype),
             backbone.text_rotary(positions[..., None], config),
-            slots.clock % size,
+            slots.clock % slots.cache.values[0].shape[-2],
             slots.prefix.cache,
-            slots.prefix.is_valid & is_active.any(1, keepdims=True),
+            on_prefix,
             slots.cache,
-            (is_active[..., None] & (age <= slots.num_read[..., None]))[:, :, None],
+            on_suffix[:, :, None],
             config,
             attention=options.attention.steps,
         )
@@ -250,6 +246,18 @@ def advance(
     log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
     _, slots, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), slots, log))
     return slots, log, (is_free(slots), slots.next_rollout, slots.clock)
+
+
+def visible(slots: Slots) -> tuple[Bool[Array, "B P"], Bool[Array, "B R S"]]:
+    """The positions of prefixes and rings that the rows' last tokens attend to.
+
+    Idle rows attend to nothing, so that kernels read nothing for them.
+    """
+    size = slots.cache.values[0].shape[-2]
+    is_active = slots.rollout < slots.prefix.first.shape[1]
+    age = (slots.clock - jnp.arange(size)) % size
+    on_suffix = is_active[..., None] & (age <= slots.num_read[..., None])
+    return slots.prefix.is_valid & is_active.any(1, keepdims=True), on_suffix
 
 
 def occupy(

@@ -243,3 +243,16 @@ def test_a_slot_that_takes_over_rollouts_stops_where_the_other_slot_would_have(p
     assert slots.rollout.tolist() == [[0, 1], [0, 1], [4, 9], [9, 9]]
     assert slots.next_rollout.tolist() == [2, 2, 6, 9]
     assert slots.token[2, 0] == slots.prefix.first[0, 4]
+
+
+def test_idle_rows_and_free_slots_see_nothing_and_a_row_its_last_positions_of_the_ring(policy):
+    slots = empty_slots(policy.config, Sizes(2, 2, 9, 8, 0, num_shards=1, period=2), 4, jnp.float32)
+    slots = slots.replace(
+        prefix=slots.prefix.replace(is_valid=jnp.arange(4) >= jnp.array([[1], [2]])),
+        rollout=jnp.array([[0, 9], [9, 9]]),
+        num_read=jnp.array([[3, 0], [0, 0]]),
+        clock=jnp.int32(17),
+    )
+    on_prefix, on_suffix = sampler.visible(slots)
+    assert on_prefix.tolist() == [[False, True, True, True], [False] * 4]
+    assert np.argwhere(on_suffix).tolist() == [[0, 0, j] for j in (0, 1, 6, 7)]
