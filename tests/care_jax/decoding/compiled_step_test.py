@@ -20,15 +20,20 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 BODY = re.compile(r"while\(.*body=%?([\w.-]+)")
 RESULT = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\](\S*) ([\w-]+)\(")
 ON_CHIP = "S(1)"  # the memory space of a TPU's VMEM
+OPERANDS = re.compile(r"%?([\w.-]+) = .+? ([\w-]+)\((.*?)\)")
 MLP = {"11008", "22016"}  # width of gate and up, and of both
+VOCAB = "151936"
+RENAMES = "bitcast", "get-tuple-element", "tuple"
 MOVES = "copy", "transpose", "reshape", "pad"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("compiler", "topology"), [("libtpu", "v5e:2x2"), ("cuda", "h100:4")], ids=["tpu", "gpu"]
+    ("compiler", "topology", "num_reads"),
+    [("libtpu", "v5e:2x2", 3), ("cuda", "h100:4", 3)],
+    ids=["tpu", "gpu"],
 )
-def test_a_step_moves_no_array_of_a_weight_s_or_the_logits_size(compiler, topology):
+def test_a_step_moves_no_array_of_a_weight_s_or_the_logits_size(compiler, topology, num_reads):
     folder = pathlib.Path(sys.prefix, compiler)
     if not folder.is_dir():
         pytest.skip(f"needs {compiler} in {folder}, where `make test` puts it")
@@ -46,10 +51,16 @@ def test_a_step_moves_no_array_of_a_weight_s_or_the_logits_size(compiler, topolo
     # The MLP's activations are written in their own dtype, not in that of the sums.
     wide = [line for line in written if line[2] == "f32" and MLP & set(line[3].split(","))]
     assert not wide
+    # The sampler reads the logits for the largest one, for the sums of blocks, and for one block.
+    reads = [line for line in result.stdout.splitlines() if line.startswith("reads ")]
+    assert 0 < len(reads) <= num_reads, reads
 
 
 def main(topology: str) -> None:
-    """Prints name, opcode, dtype, shape and bytes of what the loop of a decode call writes."""
+    """Prints name, opcode, dtype, shape and bytes of what the loop of a decode call writes.
+
+    And "reads" before the name of an instruction that reads a float32 array of the logits' size.
+    """
     import dataclasses
 
     import jax
@@ -103,7 +114,7 @@ def main(topology: str) -> None:
     )
     platform = "tpu" if topology.startswith("v") else "cuda"
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()
-    bodies, inside = set(BODY.findall(text)), ""
+    bodies, inside, logits = set(BODY.findall(text)), "", set()
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
             inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
@@ -113,6 +124,12 @@ def main(topology: str) -> None:
             num_bytes = BYTES.get(dtype, 8) * math.prod(map(int, filter(None, shape.split(","))))
             if ON_CHIP not in layout:
                 print(name, opcode, dtype, shape, num_bytes, sep="\t")
+            if dtype == "f32" and VOCAB in shape.split(","):
+                logits.add(name)
+        other = OPERANDS.search(line)
+        if other and inside in bodies and other[2] not in RENAMES:
+            if logits.intersection(other[3].replace("%", "").split(", ")):
+                print("reads", other[1], other[2])
 
 
 if __name__ == "__main__":
