@@ -128,7 +128,8 @@ def main(topology: str) -> None:
                 logits.add(name)
         other = OPERANDS.search(line)
         if other and inside in bodies and other[2] not in RENAMES:
-            if logits.intersection(other[3].replace("%", "").split(", ")):
+            operands = other[3].replace("%", "").split(", ")
+            if not logits.isdisjoint(operands):
                 print("reads", other[1], other[2])
 
 
