@@ -90,9 +90,7 @@ def _invert(
     block = jnp.argmax(upto_block > u[..., None], -1)[..., None]
     is_block = jnp.arange(sums.shape[-1]) == block
     before = jnp.where(is_block, upto_block - sums, 0.0).sum(-1)
-    inside = jnp.einsum(  # where() and a sum would materialise all blocks on a GPU
-        "...N,...NI->...I", is_block.astype(jnp.float32), blocks, precision="highest"
-    )
+    inside = jax.lax.platform_dependent(block, blocks, tpu=_multiplied, default=_gathered)
     # Rounding may leave u beyond the block's sum. Then take the last id with a non-zero weight.
     upto = jnp.where(inside > 0, jnp.cumsum(inside, -1), -jnp.inf)
     is_beyond = upto > (u - before)[..., None]
@@ -102,3 +100,14 @@ def _invert(
     padded = block[..., 0] * _BLOCK + place
     token = padded - padded // (size + padding) * padding
     return token.astype(jnp.int32), weight, total
+
+
+def _gathered(block: Int[Array, "*B 1"], blocks: Float[Array, "*B N I"]) -> Float[Array, "*B I"]:
+    """One block of each row, of which alone a GPU and a CPU then read the ids."""
+    return jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :]
+
+
+def _multiplied(block: Int[Array, "*B 1"], blocks: Float[Array, "*B N I"]) -> Float[Array, "*B I"]:
+    """One block of each row, by a product; a TPU would copy all blocks for a gather."""
+    is_block = (jnp.arange(blocks.shape[-2]) == block).astype(jnp.float32)
+    return jnp.einsum("...N,...NI->...I", is_block, blocks, precision="highest")
