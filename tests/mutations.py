@@ -133,14 +133,13 @@ MUTATIONS = (
         "care_jax/decoding/sampling.py", "care_jax/decoding/sampling_test.py",
         ("jnp.where(weights >= least, weights", "jnp.where(weights > least, weights",
          "top-p drops the token that reaches p"),
+        ("temperature * jnp.log(weight)", "jnp.log(weight)",
+         "log-probabilities are at the sampling temperature"),
     ),
     *_of(
         "care_jax/decoding/sampler.py",
         "care_jax/decoding/sampler_test.py"
         "::test_log_probabilities_are_the_trainers_own_whatever_the_sampling",
-        ("log_probability(logits, token), rollout",
-         "log_probability(logits / options.temperature, token), rollout",
-         "log-probabilities are at the sampling temperature"),
         ("(age <= slots.num_read[..., None])", "(age < slots.num_read[..., None])",
          "a row does not attend to its first token"),
     ),

@@ -156,8 +156,9 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
         )
     if model.offload and not sharding.has_host_memory(mesh):
         raise ValueError(
-            f"model.offload {tuple(model.offload)} needs devices that can keep arrays in host "
-            f"memory, which {mesh.local_devices[0].device_kind} cannot; set it to ()"
+            f"model.offload {tuple(model.offload)} needs devices that list pinned host memory, "
+            f"which {mesh.local_devices[0].device_kind} does not (a GPU does in a run, but not "
+            "where care_jax.aot compiles without it); set it to ()"
         )
     if model.freeze_decoder and (model.freeze_vision or model.lora_rank):
         raise ValueError(

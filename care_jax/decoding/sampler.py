@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt8
 
 from care_jax.batch import Prompts
-from care_jax.decoding.sampling import log_probability, sample_token
+from care_jax.decoding.sampling import sample_token
 from care_jax.decoding.schedule import NUM_STEPS
 from care_jax.decoding.slots import Prefix, Slots, pad_left, take_in_shard
 from care_jax.devices import sharding
@@ -314,11 +314,11 @@ def _sample(
     def uniform(rng, rollout, index):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, rollout), index))
 
-    token = sample_token(
+    token, logp = sample_token(
         logits,
         jax.vmap(jax.vmap(uniform, (None, 0, 0)))(rngs, rollout, index),
         temperature=options.temperature,
         top_p=options.top_p,
         vocab_shards=sharding.num_shards_of("vocab", options.rules, options.mesh),
     )
-    return SampledTokens(token, log_probability(logits, token), rollout, index)
+    return SampledTokens(token, logp, rollout, index)

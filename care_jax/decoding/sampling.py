@@ -24,28 +24,24 @@ def sample_token(
     temperature: float,
     top_p: float,
     vocab_shards: int = 1,
-) -> Int[Array, "*B"]:
-    """One token id per row of float32 logits.
+) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
+    """One token id per row of float32 logits, and log softmax(logits) at it, in nats.
 
     Args:
         u: uniform in [0, 1); determines the sample.
-        temperature: 0 takes the most likely token.
+        temperature: 0 takes the most likely token. The log-probability is that at temperature 1.
         top_p: keeps the smallest set of most likely tokens with at least this probability.
         vocab_shards: number of shards of the vocabulary axis.
     """
+    top = logits.max(-1, keepdims=True)
     if temperature == 0:
-        return logits.argmax(-1).astype(jnp.int32)
-    logits = logits / temperature
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    if top_p < 1:
-        weights = nucleus(weights, top_p)
-    return _invert(weights, u, vocab_shards)
-
-
-def log_probability(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """log softmax(logits) at one id per row."""
-    is_token = jnp.arange(logits.shape[-1]) == token[..., None]
-    return jnp.where(is_token, logits, 0.0).sum(-1) - jax.nn.logsumexp(logits, -1)
+        return logits.argmax(-1).astype(jnp.int32), -jnp.log(jnp.exp(logits - top).sum(-1))
+    weights = jnp.exp((logits - top) / temperature)
+    kept = nucleus(weights, top_p) if top_p < 1 else weights
+    token, weight, total = _invert(kept, u, vocab_shards)
+    if temperature != 1 or top_p < 1:
+        total = jnp.exp(logits - top).sum(-1)
+    return token, temperature * jnp.log(weight) - jnp.log(total)
 
 
 def nucleus(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B V"]:
@@ -74,8 +70,10 @@ def nucleus(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B V"]
 
 def _invert(
     weights: Float[Array, "*B V"], u: Float[Array, "*B"], vocab_shards: int
-) -> Int[Array, "*B"]:
+) -> tuple[Int[Array, "*B"], Float[Array, "*B"], Float[Array, "*B"]]:
     """Inverts the cumulative distribution at u: finds a block of ids, then an id in the block.
+
+    Returns the ids, their weights, and the sums of all weights.
 
     Gumbel noise needs a random number and two logarithms for each of V ids, a fifth of the decoding
     time on a CPU. No block crosses a shard: each shard is padded to whole blocks.
@@ -87,17 +85,29 @@ def _invert(
     blocks = shards.reshape(*rows, -1, _BLOCK)
     sums = blocks.sum(-1)
     upto_block = jnp.cumsum(sums, -1)
-    u = u * upto_block[..., -1]
+    total = upto_block[..., -1]
+    u = u * total
     block = jnp.argmax(upto_block > u[..., None], -1)[..., None]
     is_block = jnp.arange(sums.shape[-1]) == block
     before = jnp.where(is_block, upto_block - sums, 0.0).sum(-1)
-    inside = jnp.einsum(  # where() and a sum would materialise all blocks on a GPU
-        "...N,...NI->...I", is_block.astype(jnp.float32), blocks, precision="highest"
-    )
+    inside = jax.lax.platform_dependent(block, blocks, tpu=_multiplied, default=_gathered)
     # Rounding may leave u beyond the block's sum. Then take the last id with a non-zero weight.
     upto = jnp.where(inside > 0, jnp.cumsum(inside, -1), -jnp.inf)
     is_beyond = upto > (u - before)[..., None]
     last = jnp.argmax(jnp.where(inside > 0, jnp.arange(_BLOCK), -1), -1)
     place = jnp.where(is_beyond.any(-1), jnp.argmax(is_beyond, -1), last)
+    weight = jnp.where(jnp.arange(_BLOCK) == place[..., None], inside, 0.0).sum(-1)
     padded = block[..., 0] * _BLOCK + place
-    return (padded - padded // (size + padding) * padding).astype(jnp.int32)
+    token = padded - padded // (size + padding) * padding
+    return token.astype(jnp.int32), weight, total
+
+
+def _gathered(block: Int[Array, "*B 1"], blocks: Float[Array, "*B N I"]) -> Float[Array, "*B I"]:
+    """One block of each row, of which alone a GPU and a CPU then read the ids."""
+    return jnp.take_along_axis(blocks, block[..., None], -2)[..., 0, :]
+
+
+def _multiplied(block: Int[Array, "*B 1"], blocks: Float[Array, "*B N I"]) -> Float[Array, "*B I"]:
+    """One block of each row, by a product; a TPU would copy all blocks for a gather."""
+    is_block = (jnp.arange(blocks.shape[-2]) == block).astype(jnp.float32)
+    return jnp.einsum("...N,...NI->...I", is_block, blocks, precision="highest")

@@ -27,7 +27,7 @@ def _sample(params, rows, images, positions, slots, place, key, index, *, config
             jax.random.fold_in(jax.random.fold_in(key, rollout), index)
         )
     )(jnp.arange(len(rows)))
-    token = sample_token(logits, u, **choice)
+    token, _ = sample_token(logits, u, **choice)
     logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
     return token, logp, hidden
 

@@ -20,15 +20,22 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "
 BODY = re.compile(r"while\(.*body=%?([\w.-]+)")
 RESULT = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\w+)\[([\d,]*)\](\S*) ([\w-]+)\(")
 ON_CHIP = "S(1)"  # the memory space of a TPU's VMEM
+OPERANDS = re.compile(r"%?([\w.-]+) = .+? ([\w-]+)\((.*?)\)")
 MLP = {"11008", "22016"}  # width of gate and up, and of both
+VOCAB = "151936"
+RENAMES = "bitcast", "get-tuple-element", "tuple"
 MOVES = "copy", "transpose", "reshape", "pad"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("compiler", "topology"), [("libtpu", "v5e:2x2"), ("cuda", "h100:4")], ids=["tpu", "gpu"]
+    ("compiler", "topology", "num_reads"),
+    [("libtpu", "v5e:2x2", 3), ("cuda", "h100:4", 3)],
+    ids=["tpu", "gpu"],
 )
-def test_a_call_moves_no_array_of_a_weight_s_the_logits_or_a_cache_s_size(compiler, topology):
+def test_a_call_moves_no_array_of_a_weight_s_the_logits_or_a_cache_s_size(
+    compiler, topology, num_reads
+):
     folder = pathlib.Path(sys.prefix, compiler)
     if not folder.is_dir():
         pytest.skip(f"needs {compiler} in {folder}, where `make test` puts it")
@@ -46,6 +53,9 @@ def test_a_call_moves_no_array_of_a_weight_s_the_logits_or_a_cache_s_size(compil
     # The MLP's activations are written in their own dtype, not in that of the sums.
     wide = [line for line in written if line[2] == "f32" and MLP & set(line[3].split(","))]
     assert not wide
+    # The sampler reads the logits for the largest one, for the sums of blocks, and for one block.
+    reads = [line for line in result.stdout.splitlines() if line.startswith("reads ")]
+    assert 0 < len(reads) <= num_reads, reads
     if compiler == "libtpu":  # a token's keys are a row of their array, not a column of its tiles
         rings = [line[3] for line in written if line[1] == "dynamic-update-slice"]
         assert any(ring.endswith(f",{RING},128") for ring in rings)
@@ -53,7 +63,10 @@ def test_a_call_moves_no_array_of_a_weight_s_the_logits_or_a_cache_s_size(compil
 
 
 def main(topology: str) -> None:
-    """Prints name, opcode, dtype, shape and bytes of what a decode call and its loop write."""
+    """Prints name, opcode, dtype, shape and bytes of what a decode call and its loop write.
+
+    And "reads" before the name of an instruction that reads a float32 array of the logits' size.
+    """
     import dataclasses
 
     import jax
@@ -107,7 +120,7 @@ def main(topology: str) -> None:
     )
     platform = "tpu" if topology.startswith("v") else "cuda"
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()
-    bodies, inside = set(BODY.findall(text)), ""
+    bodies, inside, logits = set(BODY.findall(text)), "", set()
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
             inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
@@ -118,6 +131,13 @@ def main(topology: str) -> None:
             num_bytes = BYTES.get(dtype, 8) * math.prod(map(int, filter(None, shape.split(","))))
             if ON_CHIP not in layout:
                 print(name, opcode, dtype, shape, num_bytes, sep="\t")
+            if dtype == "f32" and VOCAB in shape.split(","):
+                logits.add(name)
+        other = OPERANDS.search(line)
+        if other and inside in bodies and other[2] not in RENAMES:
+            operands = other[3].replace("%", "").split(", ")
+            if not logits.isdisjoint(operands):
+                print("reads", other[1], other[2])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from care_jax.devices.sharding import make_mesh
 def drawn(logits, seed, **choice):
     """A token for each row of logits."""
     u = jax.random.uniform(jax.random.key(seed), logits.shape[:-1])
-    return np.asarray(sampling.sample_token(jnp.asarray(logits), u, **choice))
+    return np.asarray(sampling.sample_token(jnp.asarray(logits), u, **choice)[0])
 
 
 def in_nucleus(logits, top_p):
@@ -82,16 +82,21 @@ def test_sampling_never_takes_what_has_no_probability(vocab_size, vocab_shards):
 def test_the_least_and_the_largest_draw_take_a_token():
     logits = jnp.log(jnp.array([[0.0, 0.3, 0.7, 0.0]] * 2))
     u = jnp.array([0.0, np.nextafter(np.float32(1), np.float32(0))])
-    tokens = sampling.sample_token(logits, u, temperature=1.0, top_p=1.0)
+    tokens, _ = sampling.sample_token(logits, u, temperature=1.0, top_p=1.0)
     np.testing.assert_array_equal(tokens, [1, 2])
 
 
-def test_log_probability_is_that_of_the_softmax():
-    logits = np.random.default_rng(0).normal(0, 3, (9, 300)).astype(np.float32)
-    tokens = np.arange(0, 270, 30)
-    expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(9), tokens]
-    found = sampling.log_probability(jnp.asarray(logits), jnp.asarray(tokens))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1.0, 1.0), (1.0, 0.9), (0.7, 1.0), (2.0, 0.9), (0.0, 1.0)]
+)
+def test_log_probability_is_that_of_the_softmax_whatever_the_sampling(temperature, top_p):
+    logits = np.random.default_rng(0).normal(0, 3, (64, 5000)).astype(np.float32)
+    u = jax.random.uniform(jax.random.key(0), (64,))
+    choice = {"temperature": temperature, "top_p": top_p}
+    token, found = sampling.sample_token(jnp.asarray(logits), u, **choice)
+    exact = logits.astype(np.float64)
+    expected = exact[np.arange(64), token] - np.log(np.exp(exact).sum(-1))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
@@ -104,8 +109,7 @@ def test_a_sharded_vocabulary_is_sampled_without_gathering_it(vocab_size, top_p)
     u = jax.random.uniform(jax.random.key(0), (8,))
 
     def choose(logits, u):
-        token = sampling.sample_token(logits, u, temperature=0.7, top_p=top_p, vocab_shards=4)
-        return token, sampling.log_probability(logits, token)
+        return sampling.sample_token(logits, u, temperature=0.7, top_p=top_p, vocab_shards=4)
 
     sharded = jax.jit(choose, in_shardings=(place, NamedSharding(mesh, PartitionSpec("data"))))
     whole = jax.jit(choose)(logits, u)
