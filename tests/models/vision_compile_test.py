@@ -27,7 +27,7 @@ def test_both_kinds_of_layers_run_the_same_kernels_without_branches_or_gathers()
 
 
 def main() -> None:
-    """Prints how many kernels, conditionals and gathers are in a gradient with rematerialisation."""
+    """Prints how many kernels, conditionals and gathers the rematerialised gradient has."""
     import dataclasses
 
     import jax
