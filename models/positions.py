@@ -1,11 +1,10 @@
 """Positions of tokens and patches, computed once per prompt on the host (numpy).
 
-`pack_images` computes the image of each patch (for full attention) and its slot in a window bin
-(for windowed attention). Windowed attention is then a gather, a batched attention and a gather
-back, with shapes that depend only on the padded patch count. For a tower with learned positions,
-`pack_images` also computes the rows of the position table that each patch interpolates. Patches
-have the order of Hugging Face processors: merge blocks in raster order, and the patches of a block
-in raster order.
+`pack_images` computes the image of each patch (for full attention) and its window (for windowed
+attention). For a tower with learned positions, it also computes the rows of the position table that
+each patch interpolates. Hugging Face processors give an image's merge blocks in raster order, and
+the patches of a block in raster order. For a tower with windows, `pack_images` sorts the blocks by
+window, and `image_slots` points at their features in that order.
 """
 
 from __future__ import annotations
@@ -28,17 +27,14 @@ HostOrDevice = Any
 class ImagePatches:
     """The patches of B prompts, each row padded to N patches.
 
-    Attention windows are packed into W bins of S slots. S is the number of patches in a full
-    window, and several partial windows may share a bin.
+    The patches of an image are consecutive, and so are those of a window.
     """
 
     patches: Float[HostOrDevice, "B N C"]  # channel, frame, row, column; normalised
     coordinates: Int[HostOrDevice, "B N 2"]  # (row, column) in the image, in patches
     segments: Int[HostOrDevice, "B N"]  # index of the image within its row, -1 at padding
-    # None if the tower has no windows:
-    window_patches: Int[HostOrDevice, "B W S"] | None = None  # patch in each slot, -1 for none
-    window_segments: Int[HostOrDevice, "B W S"] | None = None  # window in each slot, -1 for none
-    window_slots: Int[HostOrDevice, "B N"] | None = None  # slot of each patch; 0 at padding
+    # Index of the window within its row, -1 at padding; None if the tower has no windows.
+    windows: Int[HostOrDevice, "B N"] | None = None
     # None if the tower has no position table:
     position_rows: Int[HostOrDevice, "B N 4"] | None = None  # table rows to interpolate
     position_weights: Float[HostOrDevice, "B N 4"] | None = None  # sum 1; 0 at padding
@@ -85,21 +81,35 @@ def _pack_row(
             f"grids {grids.tolist()} describe {total} patches: got {len(patches)} patches and room "
             f"for {N}; pass all patches and raise num_patches"
         )
+    coordinates, images, windows = _places(grids, config)
+    fields = {"segments": _padded(images, N, -1)}
+    if config.window_size:
+        order = np.argsort(windows, kind="stable")  # images and merge blocks stay whole
+        patches, coordinates = patches[order], coordinates[order]
+        fields["windows"] = _padded(windows[order], N, -1)
+    fields |= {"patches": _padded(patches, N), "coordinates": _padded(coordinates, N)}
+    if config.num_position_embeddings:
+        rows, weights = _table_rows(coordinates, grids[images, 1:], config.position_side)
+        fields |= {"position_rows": _padded(rows, N), "position_weights": _padded(weights, N)}
+    return fields
+
+
+def _places(grids: np.ndarray, config: VisionConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, column), image and window of each patch, in the processor's order.
+
+    Windows are numbered image by image and row by row; without windows, an image is one.
+    """
     orders = [_block_order(grid, config.merge_size) for grid in grids]
     coordinates = np.concatenate([np.zeros((0, 2), np.int32), *orders], dtype=np.int32)
     images = np.repeat(np.arange(len(grids), dtype=np.int32), grids.prod(-1))
-    fields = {
-        "patches": _padded(patches, N),
-        "coordinates": _padded(coordinates, N),
-        "segments": _padded(images, N, -1),
-    }
-    sizes = grids[:, 1:]
-    if config.window_size:
-        fields |= _window_bins(coordinates, images, sizes, config.window_side, N)
-    if config.num_position_embeddings:
-        rows, weights = _table_rows(coordinates, sizes[images], config.position_side)
-        fields |= {"position_rows": _padded(rows, N), "position_weights": _padded(weights, N)}
-    return fields
+    if not config.window_size:
+        return coordinates, images, images
+    side = config.window_side
+    across = -(-grids[:, 1:] // side)  # windows per side of each image
+    first = np.cumsum([0, *across.prod(-1)])
+    row, column = coordinates.T // side
+    windows = first[images] + row * across[images, 1] + column
+    return coordinates, images, windows.astype(np.int32)
 
 
 def _padded(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
@@ -118,36 +128,6 @@ def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
     raster = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
     blocks = raster.reshape(height // merge, merge, width // merge, merge, 2)
     return blocks.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
-
-
-def _window_bins(
-    coordinates: np.ndarray, images: np.ndarray, sizes: np.ndarray, side: int, N: int
-) -> dict[str, np.ndarray]:
-    """Packs each window, of `side` patches per side, into the first bin with enough free slots.
-
-    First fit leaves at most one bin half full or less, so 2 * ceil(N / S) + 1 bins always suffice
-    and the number of bins does not depend on the images.
-    """
-    size = side**2  # S, slots of a bin
-    num_bins = 2 * -(-N // size) + 1
-    patches = np.full((num_bins, size), -1, np.int32)
-    segments = np.full((num_bins, size), -1, np.int32)
-    slots = np.zeros(N, np.int32)
-    filled = np.zeros(num_bins, np.int64)
-    # Windows are numbered image by image and row by row.
-    across = -(-sizes // side)  # windows per side of each image
-    first = np.cumsum([0, *across.prod(-1)])
-    row, column = coordinates.T // side
-    windows = first[images] + row * across[images, 1] + column
-    ends = np.cumsum(np.bincount(windows, minlength=first[-1]))[:-1]
-    for window, members in enumerate(np.split(np.argsort(windows, kind="stable"), ends)):
-        b = int(np.argmax(filled + len(members) <= size))
-        taken = slice(filled[b], filled[b] + len(members))
-        patches[b, taken] = members
-        segments[b, taken] = window
-        slots[members] = b * size + np.arange(taken.start, taken.stop)
-        filled[b] += len(members)
-    return {"window_patches": patches, "window_segments": segments, "window_slots": slots}
 
 
 def _table_rows(
@@ -212,7 +192,18 @@ def prompt_positions(
     return positions, position + len(tokens) - index
 
 
-def image_slots(tokens: Int[np.ndarray, " L"], config: BackboneConfig) -> Int[np.ndarray, " L"]:
-    """Index of the merged feature at each image token of a prompt, -1 elsewhere."""
+def image_slots(
+    tokens: Int[np.ndarray, " L"], grids: Int[np.ndarray, "_ 3"], config: BackboneConfig
+) -> Int[np.ndarray, " L"]:
+    """Index of the merged feature at each image token of a prompt, -1 elsewhere.
+
+    Args:
+        tokens: the prompt, with its image tokens in the processor's order.
+        grids: (frames, rows, columns) of each image, in patches.
+    """
     is_image = np.asarray(tokens) == config.image_token_id
-    return np.where(is_image, np.cumsum(is_image) - 1, -1).astype(np.int32)
+    _, _, windows = _places(np.asarray(grids).reshape(-1, 3), config.vision)
+    order = np.argsort(windows[:: config.vision.merge_size**2], kind="stable")
+    slots = np.full(len(is_image), -1, np.int32)
+    slots[is_image] = np.argsort(order)
+    return slots

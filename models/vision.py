@@ -1,8 +1,7 @@
 """The vision towers of Qwen2.5-VL and Qwen3-VL, as one transformer over patches.
 
-Qwen2.5-VL: RMSNorm and gated SiLU, and windowed attention except in a few layers. Patches stay in
-the processor's order: a windowed layer gathers queries, keys and values into window bins and
-gathers the output back.
+Qwen2.5-VL: RMSNorm and gated SiLU, and windowed attention except in a few layers. The patches of a
+window are consecutive, so that a windowed layer differs from the others by its mask alone.
 
 Qwen3-VL: LayerNorm and a plain GELU MLP, whole-image attention, a learned position for each patch,
 and DeepStack: the outputs of a few intermediate layers go to the first decoder layers. Each has a
@@ -28,7 +27,7 @@ from jaxtyping import Array, Float
 from models import layers
 from models.attention.packed import XLA, AttentionImpl, BlockMask, attend, block_mask, segment_spans
 from models.config import BackboneConfig, VisionConfig
-from models.layers import MLP, Linear, Norm, Params, Table, stack
+from models.layers import MLP, Linear, Norm, Params, Rotary, Table, stack
 from models.positions import ImagePatches
 
 NORM_EPS = 1e-6  # of every norm in the towers; the same in all releases, absent from config.json
@@ -113,20 +112,13 @@ def encode_images(
     if "positions" in p:
         x = x + learned_positions(p["positions"], images).astype(dtype)
     rotary = layers.vision_rotary(images.coordinates, tower)
-    whole, windows = block_mask(*segment_spans(images.segments), 1, attention), None
-    if tower.window_size:
-        assert images.window_segments is not None  # the images are packed for this tower
-        segments = images.window_segments.reshape(-1, images.window_segments.shape[-1])
-        windows = block_mask(*segment_spans(segments), 1, attention)
-
-    attend_images = functools.partial(attend_patches, mask=whole)
-    attend_windows = functools.partial(attend_in_bins, images=images, mask=windows)
+    whole = windows = block_mask(*segment_spans(images.segments), 1, attention)
+    if images.windows is not None:
+        windows = block_mask(*segment_spans(images.windows), 1, attention)
 
     def layer(p, x, is_full):
-        attend = attend_images
-        if windows is not None:
-            attend = functools.partial(jax.lax.cond, is_full, attend_images, attend_windows)
-        return vision_layer(p, x, rotary, attend)
+        mask = jax.tree.map(functools.partial(jnp.where, is_full), whole, windows)
+        return vision_layer(p, x, rotary, mask)
 
     layer = layers.checkpointed(layer, remat)
     is_full = np.isin(np.arange(tower.num_layers), tower.full_attention_layers)
@@ -159,33 +151,18 @@ def learned_positions(p: Params, images: ImagePatches) -> Float[Array, "B P D"]:
     return (images.position_weights[..., None] * rows).sum(2)
 
 
-def vision_layer(p: Params, x: Float[Array, "B P D"], rotary, attend) -> Float[Array, "B P D"]:
-    """One layer; `attend` maps rotated q, k and v [B, P, N, H] to [B, P, N, H]."""
+def vision_layer(
+    p: Params, x: Float[Array, "B P D"], rotary: Rotary, mask: BlockMask
+) -> Float[Array, "B P D"]:
+    """One layer, with bidirectional attention among the patches of an image or of a window."""
     x = layers.constrain(x, "batch", "tokens", None)
     y = layers.norm(p["attention_norm"], x, NORM_EPS)
     qkv = layers.linear(p["attention"]["qkv"], y, QKV_AXES)
     q, k, v = layers.rotate(qkv[:, :, 0], rotary), layers.rotate(qkv[:, :, 1], rotary), qkv[:, :, 2]
     q, k, v = (layers.constrain(a, "batch", None, "attended_heads", None) for a in (q, k, v))
-    x = x + layers.linear(p["attention"]["out"], attend(q, k, v), OUT_AXES, num_inputs=2)
+    out = attend(q[:, :, :, None], k, v, mask)[:, :, :, 0]
+    x = x + layers.linear(p["attention"]["out"], out, OUT_AXES, num_inputs=2)
     return x + layers.mlp(p["mlp"], layers.norm(p["mlp_norm"], x, NORM_EPS))
-
-
-def attend_patches(q: Array, k: Array, v: Array, mask: BlockMask) -> Float[Array, "B P N H"]:
-    """Bidirectional attention among the patches of an image or of a window."""
-    return attend(q[:, :, :, None], k, v, mask)[:, :, :, 0]
-
-
-def attend_in_bins(q: Array, k: Array, v: Array, images: ImagePatches, mask) -> Array:
-    """Windowed attention: gathers patches into window bins, attends, gathers the output back."""
-    assert images.window_patches is not None and images.window_slots is not None
-    B, W, S = images.window_patches.shape
-    slots = jnp.maximum(images.window_patches, 0).reshape(B, W * S, 1, 1)
-    q, k, v = (
-        jnp.take_along_axis(a, slots, axis=1).reshape(B * W, S, *a.shape[2:]) for a in (q, k, v)
-    )
-    out = attend_patches(q, k, v, mask)
-    out = out.reshape(B, W * S, *out.shape[2:])
-    return jnp.take_along_axis(out, images.window_slots[:, :, None, None], axis=1)
 
 
 def merge(p: Params, x: Float[Array, "B P D"], config: VisionConfig) -> Float[Array, "B _ D"]:

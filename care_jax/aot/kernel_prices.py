@@ -49,15 +49,23 @@ def kernel_prices(
     """
     text = run.policy.config.text
     group = text.num_heads // text.num_kv_heads
+    vision = run.policy.config.vision
+    num_windowed = vision.num_layers - len(vision.full_attention_layers)
+    windowed = num_windowed / vision.num_layers if vision.window_size else 0.0
 
     def of_pairs(
         impl: AttentionImpl, num_rows: int, tokens: list[Spans], patches: list[Spans]
     ) -> Callable[[str, str], float]:
-        """The price at the average scores of these rows, of which a chip has `num_rows`."""
+        """The price at the average scores of these rows, of which a chip has `num_rows`.
+
+        A kernel of the tower costs the average of its windowed and other layers.
+        """
         is_gpu = impl.name == "gpu"
+        windows = [_windows(*each, vision.window_side**2) for each in patches if windowed]
+        whole = (1 - windowed) * _num_scores(patches, 1, impl)
         pairs = {
             "decoder": _num_scores(tokens, group, impl),
-            "tower": _num_scores(patches, 1, impl),
+            "tower": whole + windowed * _num_scores(windows, 1, impl),
         }
 
         def price(part: str, results: str) -> float:
@@ -133,6 +141,13 @@ def _images(plan: RowPlan, row: tuple[Part, ...]) -> Spans:
         stop = start + int(plan.sizes.patches[part.tree])
         first[start:stop], last[start:stop], start = start, stop - 1, stop
     return first, last
+
+
+def _windows(first: np.ndarray, last: np.ndarray, size: int) -> Spans:
+    """Of the patches of such images in windows of `size` patches."""
+    start = np.arange(len(first))
+    start -= (start - first) % size
+    return start, np.minimum(last, start + size - 1)
 
 
 def implementation(run: Run, is_decoding: bool = False) -> AttentionImpl:

@@ -59,7 +59,7 @@ def lay_out(
             reach[row, start:end] = stop - 1
             positions[row, start:end], following = positions_of[part.tree]
             positions[row, end:stop] = (following + offset[row, end:stop])[:, None]
-            feature = image_slots(prompt.tokens, config)
+            feature = image_slots(prompt.tokens, prompt.grids, config)
             slots[row, start:end] = np.where(feature >= 0, feature + num_features, -1)
             num_features += len(prompt.patches) // config.vision.merge_size**2
             is_first = offset[row, end:stop] == 0

@@ -280,7 +280,7 @@ class PromptBuilder:
             positions[row, own], following = found
             positions[row, end:] = following + np.arange(len(context))[:, None]
             next_position[row] = following + len(context)
-            slots[row, own] = image_slots(prompt.tokens, self.config)
+            slots[row, own] = image_slots(prompt.tokens, prompt.grids, self.config)
         images = None
         if sizes[:, 1].any():
             patches, grids = [p.patches for p in prompts], [p.grids for p in prompts]

@@ -34,6 +34,7 @@ from models.attention.kernels import DKV, DQ, FORWARD, MASKED, RUN, BlockPairs, 
 from models.layers import ATTENDED
 
 _TPU_ROWS = 1024  # query rows per TPU block: query tokens times query heads per kv head
+_TPU_TOKENS = 512  # the largest TPU block; more would compute more masked scores of windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +116,8 @@ def _block_sizes(num_tokens: int, group: int, impl: AttentionImpl) -> tuple[int,
         query_block = key_block = -(-num_tokens // (16 * num_blocks)) * 16  # blocks equally full
     elif impl.name == "tpu":  # powers of two (one divides the other), at most the row length
         longest = max(128, _power_of_two(num_tokens))
-        query_block = min(max(128, _power_of_two(_TPU_ROWS // group)), longest)
-        key_block = min(512, longest)
+        key_block = min(_TPU_TOKENS, longest)
+        query_block = min(max(128, _power_of_two(_TPU_ROWS // group)), key_block)
     else:  # larger blocks spill registers at head dim 128
         query_block = key_block = 64
     query_block, key_block = impl.query_block or query_block, impl.key_block or key_block

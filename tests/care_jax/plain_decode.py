@@ -56,7 +56,7 @@ def plain_decode(
     behind = np.repeat(following + np.arange(length - end)[:, None], 3, 1)
     positions = np.tile(np.concatenate([positions, behind]), (num_rollouts, 1, 1))
     slots = np.full((num_rollouts, length), -1, np.int32)
-    slots[:, :end] = image_slots(prompt.tokens, config)
+    slots[:, :end] = image_slots(prompt.tokens, prompt.grids, config)
     every = [prompt] * num_rollouts
     images = pack_images(
         [p.patches for p in every], [p.grids for p in every], config.vision, room[1]

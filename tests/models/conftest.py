@@ -160,7 +160,7 @@ def make_batch(config):
                     np.arange(P) >= pad,
                     np.pad(positions, ((pad, 0), (0, 0))),
                     after,
-                    np.pad(image_slots(text, config), (pad, 0), constant_values=-1),
+                    np.pad(image_slots(text, grid, config), (pad, 0), constant_values=-1),
                 )
             )
         tokens, is_valid, positions, after, slots = map(np.stack, zip(*rows, strict=True))

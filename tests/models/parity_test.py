@@ -108,7 +108,8 @@ def test_image_features_equal_transformers(pair, make_batch):
         for own, expected in zip(ours, [output.pooler_output, *deepstack], strict=True):
             expected = expected.numpy()
             assert np.abs(expected).max() > 1
-            np.testing.assert_allclose(own[0, : len(expected)], expected, rtol=0, atol=TOLERANCE)
+            own = own[0, batch.slots[batch.slots >= 0]]
+            np.testing.assert_allclose(own, expected, rtol=0, atol=TOLERANCE)
 
 
 @untied

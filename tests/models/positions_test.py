@@ -1,4 +1,4 @@
-"""Positions by hand, and windows that are whole, disjoint and always find a bin."""
+"""Positions by hand, and windows that are whole and consecutive."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,9 @@ def test_text_and_image_positions_by_hand(config):
     ]
     np.testing.assert_array_equal(positions, expected)
     assert after == 8
+    features = [0, 1, 4, 2, 3, 5] if config.vision.window_size else range(6)
     np.testing.assert_array_equal(
-        image_slots(tokens, config), [-1, -1, 0, 1, 2, 3, 4, 5, -1, 6, -1]
+        image_slots(tokens, grids, config), [-1, -1, *features, -1, 6, -1]
     )
 
 
@@ -91,28 +92,39 @@ def test_a_table_of_coordinates_gives_each_patch_its_place_in_its_image(config, 
     place = (images.position_weights[0][..., None] * table[images.position_rows[0]]).sum(1)
     last = grid[images.segments[0, :num], 1:] - 1
     np.testing.assert_allclose(place[:num], images.coordinates[0, :num] / last, atol=1e-6)
-    assert images.window_patches is images.window_segments is images.window_slots is None
+    assert images.windows is None
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
+def test_windows_are_consecutive_and_slots_point_at_their_blocks_by_hand(config):
+    """An image of 3 x 5 merge blocks in windows of 2 x 2, after one of a single block."""
+    grids = np.array([[1, 2, 2], [1, 6, 10]])
+    first, *blocks = np.arange(16)[:, None] + np.array([0, 0.1, 0.2, 0.3])  # block.patch
+    patches = np.concatenate([first, *blocks])[:, None]
+    images = pack_images([patches], [grids], config.vision, 68)
+    by_window = [[0, 1, 5, 6], [2, 3, 7, 8], [4, 9], [10, 11], [12, 13], [14]]
+    expected = np.concatenate([first, *(blocks[n] for window in by_window for n in window)])
+    np.testing.assert_array_equal(images.patches[0, :64, 0], expected)
+    sizes = [4, *(4 * len(window) for window in by_window)]
+    np.testing.assert_array_equal(images.windows[0], [*np.repeat(np.arange(7), sizes), *[-1] * 4])
+    np.testing.assert_array_equal(images.segments[0], [*[0] * 4, *[1] * 60, *[-1] * 4])
+    tokens = np.array([5, config.image_token_id, 6, *[config.image_token_id] * 15, 7])
+    slots = image_slots(tokens, grids, config)
+    np.testing.assert_array_equal(slots[[0, 2, -1]], -1)
+    assert slots[1] == 0
+    np.testing.assert_array_equal(images.patches[0, 4 * slots[3:-1], 0], np.arange(1, 16))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(sizes=sizes, slack=st.integers(0, 9))
-def test_windows_are_whole_and_bins_depend_on_the_padded_number_alone(config, sizes, slack):
+@given(sizes=sizes)
+def test_a_window_is_the_run_of_patches_of_a_square_of_one_image(config, sizes):
     grid = np.array([(1, 2 * h, 2 * w) for h, w in sizes], int).reshape(-1, 3)
     num = int(grid.prod(-1).sum())
-    N = num + 4 * slack
-    images = pack_images([np.zeros((num, 96))], [grid], config.vision, N)
-    size = 16
+    images = pack_images([np.zeros((num, 96))], [grid], config.vision, num + 4)
     assert images.position_rows is images.position_weights is None
-    assert images.window_patches.shape == (1, 2 * -(-N // size) + 1, size)
-    flat, windows = images.window_patches.reshape(-1), images.window_segments.reshape(-1)
-    # Every patch stands in exactly one slot, and knows which.
-    assert sorted(flat[flat >= 0]) == list(range(num))
-    np.testing.assert_array_equal(flat[images.window_slots[0, :num]], np.arange(num))
-    np.testing.assert_array_equal(windows >= 0, flat >= 0)
-    # A window is the patches of one image in one 4 x 4 square, all in one bin.
+    np.testing.assert_array_equal(images.windows[0, num:], -1)
     square = np.concatenate([images.segments[0][:, None], images.coordinates[0] // 4], axis=1)
-    bins = np.arange(len(flat)) // size
-    squares = [tuple(square[n]) for n in flat[flat >= 0]]
-    members = list(zip(squares, windows[flat >= 0], bins[flat >= 0], strict=True))
-    assert len(set(members)) == len(set(squares)) == len({window for _, window, _ in members})
+    squares, windows = list(map(tuple, square[:num])), images.windows[0, :num].tolist()
+    assert windows == sorted(windows)
+    assert len(set(zip(squares, windows, strict=True))) == len(set(squares)) == len(set(windows))

@@ -1,5 +1,6 @@
 """The estimated step adds up what the texts of shallow programs say, at the sizes of the step."""
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -13,13 +14,17 @@ import numpy as np
 import pytest
 
 from care_jax.aot import estimate as estimates
-from care_jax.aot import step_sizes
+from care_jax.aot import shapes, step_sizes
 from care_jax.aot.__main__ import estimate_report
 from care_jax.aot.compile import Program
 from care_jax.aot.estimate import PARTS, assumptions, estimate, rows
+from care_jax.aot.kernel_prices import kernel_prices
 from care_jax.aot.roofline import Work
 from care_jax.aot.topology import Topology
 from care_jax.devices.flops import CHIPS
+from care_jax.devices.sharding import make_mesh
+from care_jax.rl.rollout import rollout_sizes
+from care_jax.run.run import open_run
 from configs import tiny
 from models.attention.packed import block_mask
 
@@ -186,6 +191,24 @@ def test_attention_is_priced_by_the_blocks_that_the_planned_rows_see(shallow, st
     flops *= settings.rl.microbatch_size / 4  # rows of a chip
     seconds = flops / (0.59 * CHIPS["v5e"].flops)
     assert found["updates"]["kernels"] == pytest.approx(len(step[0].updates) * seconds)
+
+
+def test_a_kernel_of_the_tower_is_priced_by_the_blocks_of_windows_and_of_whole_images():
+    """1024 patches of one image, in 8 blocks: whole 8 x 8 pairs, in windows of 4 x 4 patches 8."""
+    settings = config()
+    vision = {"depth": 4, "window_size": 32, "fullatt_block_indexes": [1]}
+    settings.model.backbone.vision_config.update(vision)
+    topology = Topology(CHIPS["v5e"], jax.devices()[:1])
+    mesh = make_mesh(**settings.mesh, devices=topology.devices)
+    run = open_run(settings, pathlib.Path(), mesh=mesh, policy=shapes.policy(settings))
+    expected = step_sizes.expected_step(run, 12.0)
+    prefill = dataclasses.replace(expected.decoding, prefills=[(128, 1024)])
+    expected = dataclasses.replace(expected, decoding=prefill)
+    price = kernel_prices(run, expected, topology.chip)["rl decode prefill"]
+    flops = 2 * 2 * (64 + 3 * 8) / 4 * 128**2 * 128 * 4  # a forward of 4 heads
+    num_new = rollout_sizes(run)[0].num_new
+    seconds = num_new * flops / (0.59 * topology.chip.flops)
+    assert price("tower", "(bf16[4,1024,24], f32[4,1,1024])") == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_tree_stands_in_a_row_as_it_would_alone(policy, tokenized, row_tokens)
             positions, behind = prompt_positions(prompt.tokens, prompt.grids, policy.config)
             np.testing.assert_array_equal(rows.tokens[row, given], prompt.tokens)
             np.testing.assert_array_equal(rows.positions[row, given], positions)
-            slots = image_slots(prompt.tokens, policy.config)
+            slots = image_slots(prompt.tokens, prompt.grids, policy.config)
             slots[slots >= 0] += num_features
             np.testing.assert_array_equal(rows.slots[row, given], slots)
             num_features += len(prompt.patches) // policy.config.vision.merge_size**2
@@ -147,7 +147,7 @@ def test_a_tree_stands_in_a_row_as_it_would_alone(policy, tokenized, row_tokens)
             policy.config.vision,
             plan.row_patches,
         )
-        for field in ("patches", "coordinates", "segments", "window_slots", "position_rows"):
+        for field in ("patches", "coordinates", "segments", "windows", "position_rows"):
             if getattr(images, field) is not None:
                 np.testing.assert_array_equal(
                     getattr(rows.images, field)[row], getattr(images, field)[0]

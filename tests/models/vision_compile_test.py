@@ -1,0 +1,77 @@
+"""A tower with windows compiles for a TPU that is not there, with one kernel for both layer kinds.
+
+`make test` puts libtpu beside the environment; this file is the program that a test runs with it.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LIBTPU = pathlib.Path(sys.prefix, "libtpu")
+
+
+@pytest.mark.skipif(not LIBTPU.is_dir(), reason=f"needs libtpu in {LIBTPU}")
+@pytest.mark.exhaustive
+def test_both_kinds_of_layers_run_the_same_kernels_without_branches_or_gathers():
+    own = {"PYTHONPATH": f"{LIBTPU}:{ROOT}", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Forward, its repetition in the backward pass, dq, and dk with dv; the rotary angles are
+    # gathered once.
+    assert done.stdout.splitlines()[-1] == "kernels 4, conditionals 0, gathers 1"
+
+
+def main() -> None:
+    """Prints how many kernels, conditionals and gathers the rematerialised gradient has."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import SingleDeviceSharding
+
+    from care_jax.aot.topology import find_topology
+    from models import backbone
+    from models.attention.packed import AttentionImpl
+    from models.config import QWEN2_5_VL_7B
+    from models.positions import pack_images
+
+    placed = SingleDeviceSharding(find_topology("v5e:1x1").devices[0])
+
+    def abstract(a):
+        dtype = jnp.bfloat16 if a.dtype == np.float32 else a.dtype
+        return jax.ShapeDtypeStruct(a.shape, dtype, sharding=placed)
+
+    vision = dataclasses.replace(
+        QWEN2_5_VL_7B.vision,
+        num_layers=4,
+        hidden_size=320,
+        num_heads=4,
+        intermediate_size=640,
+        full_attention_layers=(1,),
+    )
+    config = dataclasses.replace(QWEN2_5_VL_7B, vision=vision)
+
+    def loss(p, images):
+        options = {"dtype": jnp.bfloat16, "remat": "layer", "attention": AttentionImpl("tpu")}
+        features = backbone.encode_images({"vision": p}, images, config, **options)
+        return jnp.square(features.merged.astype(jnp.float32)).mean()
+
+    shapes = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))
+    patches, grids = np.zeros((0, vision.patch_dim), np.float32), np.zeros((0, 3), np.int32)
+    images = pack_images([patches], [grids], vision, 1024)
+    arguments = jax.tree.map(abstract, (shapes["vision"], images))
+    traced = jax.jit(jax.grad(loss)).trace(*arguments)
+    text = traced.lower(lowering_platforms=("tpu",)).compile().as_text()
+    kernels = text.count('custom_call_target="tpu_custom_call"')
+    conditionals, gathers = text.count(" conditional("), text.count(" gather(")
+    print(f"kernels {kernels}, conditionals {conditionals}, gathers {gathers}")
+
+
+if __name__ == "__main__":
+    main()
