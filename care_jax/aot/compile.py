@@ -29,7 +29,7 @@ from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
 from care_jax.config.checks import evaluated_stages, is_evaluated
 from care_jax.decoding.queue import DecodePrograms
-from care_jax.decoding.schedule import Schedule, Sizes
+from care_jax.decoding.schedule import Schedule, Scheduler, Sizes
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
@@ -280,7 +280,7 @@ def _decode_programs(
         compiled(
             "",
             programs.advance,
-            (params, slots, jax.ShapeDtypeStruct((), jnp.int32)),
+            (params, slots, jax.eval_shape(lambda: Scheduler((), sizes).refill)),
             lambda call: workload.decode(run, sizes, call, impl),
             lambda schedule: schedule.calls,
         ),

@@ -57,7 +57,7 @@ class DecodePrograms:
     # (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]), prefill included
     admit: Callable[..., tuple[Slots, SampledTokens]]
     share: Callable[..., Slots]  # (slots, source [B], begin [B], end [B])
-    # (params, slots, num_wanted) -> slots, sampled tokens, progress
+    # (params, slots, refill) -> slots, sampled tokens, progress
     advance: Callable[..., tuple[Slots, SampledTokens, tuple[jax.Array, ...]]]
     pad: Callable[..., jax.Array]  # (array of the prefix, axis of its tokens, size P)
     keep: Callable[..., jax.Array]  # (array of the slots, indices of the slots to keep)
@@ -86,8 +86,8 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
     def share(slots, source, begin, end):
         return laid_out(sampler.occupy(slots, slots.prefix, source, begin, end, num_shards))
 
-    def advance(params, slots, num_wanted):
-        slots, sampled, progress = sampler.advance(params, slots, num_wanted, options)
+    def advance(params, slots, refill):
+        slots, sampled, progress = sampler.advance(params, slots, refill, options)
         progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
         return laid_out(slots), by_slot(sampled), progress
 
@@ -144,8 +144,7 @@ class DecodeQueue:
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
                 slots = self._keep(slots, self._put(kept))
-            num_wanted = np.int32(scheduler.num_wanted)
-            slots, sampled, progress = self.programs.advance(params, slots, num_wanted)
+            slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.indices)
             if finished is not None:

@@ -12,14 +12,16 @@ prefill, P prompt tokens. `sampler` explains slots and rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 NUM_STEPS = 64  # maximum decode steps of a call of `sampler.advance`
-_NUM_PREFILLS = 4  # prefills that fill all slots
+_NUM_PREFILLS = 16  # prefills that fill all slots
 _FEWEST_SLOTS = 1 / 4  # smallest fraction of the slots to keep; each halving is one more compile
 
 
@@ -59,6 +61,41 @@ def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
     return np.array([(p.num_tokens, p.num_patches) for p in prompts if p is not None])
 
 
+class Refill(NamedTuple):
+    """What the host could do with free slots after a call of `sampler.advance`."""
+
+    num_waiting: Int[np.ndarray, " shards"]  # prompts of each shard that one prefill could admit
+    num_admitted: Int[np.ndarray, ""]  # fewest admitted prompts worth a prefill
+    num_kept: Int[np.ndarray, ""]  # slots of a shard after halving; -1 if they are not halved
+
+    def num_idle(
+        self, is_free: Bool[Any, " B"], num_unstarted: Int[Any, " B"]
+    ) -> Int[Any, ""]:
+        """Slots that a step leaves idle though the host could refill them, in numpy or in jax.
+
+        All slots if it should admit prompts or halve the slots at once, or nothing is decoded. A
+        call ends when its steps have left as many slots idle as one step of all slots has: sharing
+        rollouts copies the caches of the prompts, and with the round trip this takes about as long
+        as that step. Ending at the first free slot, or waiting for many, costs more than twice the
+        least; this does not.
+
+        Args:
+            is_free: whether all rows of the slot are idle.
+            num_unstarted: rollouts of the slot that are in no row yet.
+        """
+        shards = len(self.num_waiting), -1
+        free, unstarted = is_free.reshape(shards).sum(1), num_unstarted.reshape(shards).sum(1)
+        num_slots, is_waiting = is_free.shape[0], self.num_waiting > 0
+        shareable = (~is_waiting * free.clip(max=unstarted)).sum()
+        occupied = num_slots // len(self.num_waiting) - free
+        at_once = (
+            (free.clip(max=self.num_waiting).sum() >= self.num_admitted)
+            | ((occupied + unstarted).max() <= self.num_kept)
+            | (free.sum() == num_slots)
+        )
+        return shareable + num_slots * at_once
+
+
 class Scheduler:
     """The waiting prompts and those in slots, of all processes; identical on each process."""
 
@@ -88,16 +125,16 @@ class Scheduler:
         return self._end.ravel()
 
     @property
-    def num_wanted(self) -> int:
-        """Number of free slots at which `advance` should return; above B for never."""
-        num_slots, num_free = self._indices.size, int((self._indices < 0).sum())
-        if any(self._waiting):
-            return num_free + max(self._fewest_admitted - int(self._num_admissible().sum()), 1)
-        if (self._next < self._end).any():
-            return num_free + 1
-        if self._can_halve:
-            return max(num_slots // 2, num_free + 1)
-        return num_slots + 1
+    def refill(self) -> Refill:
+        """When `sampler.advance` should return."""
+        num_waiting = np.array([len(queue) for queue in self._waiting])
+        fewest = self._fewest_admitted if num_waiting.any() else self._indices.size + 1
+        can_halve = self._can_halve and not num_waiting.any()
+        return Refill(
+            np.minimum(num_waiting, self._num_new_of_shard).astype(np.int32),
+            np.int32(fewest),
+            np.int32(self._indices.shape[1] // 2 if can_halve else -1),
+        )
 
     def admit(self) -> tuple[list[WaitingPrompt | None], Int[np.ndarray, " B"]] | None:
         """Assigns waiting prompts to free slots; None while too few fit to be worth a prefill.
@@ -277,13 +314,13 @@ def simulate(
             left, read, samples, next_rollout, prefix = (
                 x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
-        num_steps, suffix_tokens, num_wanted = 0, 0, scheduler.num_wanted
-        while num_steps < NUM_STEPS:
-            num_free = int((left == 0).all(1).sum())
-            if num_free >= num_wanted or num_free == len(left):
-                break
+        num_steps, suffix_tokens, refill = 0, 0, scheduler.refill
+        lost, num_idle = 0, 0  # slot-steps of the call, slots of the last step
+        while num_steps < NUM_STEPS and lost < len(left):
             is_active = left > 0
             passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
+            if num_idle:
+                passed = min(passed, math.ceil((len(left) - lost) / num_idle))
             num_steps += passed
             num_tokens += passed * int(samples[is_active].sum())
             # A row attends to its new token and to the tokens in its cache, one more each step.
@@ -294,6 +331,10 @@ def simulate(
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[slot, row] = 0
                 take_next(slot, row)
+            unstarted = np.maximum(scheduler.ends - next_rollout, 0)
+            lost += (passed - 1) * num_idle
+            num_idle = int(refill.num_idle((left == 0).all(1), unstarted))
+            lost += num_idle
         read_tokens = num_steps * int(prefix.sum()), suffix_tokens
         calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *read_tokens))
         scheduler.release((left == 0).all(1), next_rollout)

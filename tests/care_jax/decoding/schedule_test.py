@@ -24,6 +24,12 @@ def release(scheduler, is_free, begun=4):
     return [slot for _, slot in scheduler.release(is_free, np.full(len(is_free), begun))]
 
 
+def num_idle(scheduler, num_free, unstarted=0):
+    """Idle slots after a step, if so many are free and the others have that many rollouts left."""
+    is_free = np.arange(len(scheduler.indices)) < num_free
+    return int(scheduler.refill.num_idle(is_free, np.where(is_free, 0, unstarted)))
+
+
 def admitted(scheduler):
     """Admits all prompts that can be now; returns their (slot, index)."""
     found = []
@@ -57,15 +63,15 @@ def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards):
 
 
 def test_prompts_wait_until_a_prefill_is_worth_it():
-    """Two are admitted at a time, so one is worth it; of 16 slots four are, so two are."""
-    for num_slots, few, enough in ((8, 0, 1), (16, 1, 2)):
-        scheduler = Scheduler(waiting(40), sizes(num_slots))
+    """A prefill has one prompt of 16 slots, and one is worth it; of 64 it has four, so two are."""
+    for num_slots, few, enough in ((16, 0, 1), (64, 1, 2)):
+        scheduler = Scheduler(waiting(100), sizes(num_slots, period=100))
         admitted(scheduler)
-        assert scheduler.num_wanted == enough
-        is_free = np.zeros(num_slots, bool)
-        is_free[:few] = True
+        is_free = np.arange(num_slots) < few
         assert release(scheduler, is_free) == list(range(few))
-        assert not admitted(scheduler) and scheduler.num_wanted == enough
+        assert not admitted(scheduler)
+        assert num_idle(scheduler, few, 1) == 0  # no rollouts are shared while prompts wait
+        assert num_idle(scheduler, enough, 1) == num_slots  # at once
         is_free[:enough] = True
         release(scheduler, is_free)
         assert [slot for slot, _ in admitted(scheduler)] == list(range(enough))
@@ -74,14 +80,42 @@ def test_prompts_wait_until_a_prefill_is_worth_it():
 def test_the_last_prompts_are_admitted_at_once():
     scheduler = Scheduler(waiting(17), sizes(16))
     admitted(scheduler)
-    assert scheduler.num_wanted == 1
+    assert num_idle(scheduler, 1, 1) == 16
     assert release(scheduler, np.arange(16) == 5) == [5]
     assert [slot for slot, _ in admitted(scheduler)] == [5]
-    assert scheduler.num_wanted == 1  # the admitted prompt has two rollouts that were not begun
-    release(scheduler, np.zeros(16, bool))
-    assert scheduler.num_wanted == 8  # nothing left to share: half of the slots could go
+    assert num_idle(scheduler, 1, 2) == 1  # it could take over a rollout
+    assert num_idle(scheduler, 7) == 0  # nothing left to share
+    assert num_idle(scheduler, 8) == 16  # half of the slots could go
     release(scheduler, np.ones(16, bool))
     assert not scheduler.has_prompts
+
+
+def test_a_shard_admits_shares_and_halves_for_itself():
+    """Of two shards with eight slots the first has a waiting prompt, the second none."""
+    prompts = [WaitingPrompt(10, index, 4) for index in (*range(9), *range(16, 24))]
+    scheduler = Scheduler(prompts, sizes(16, num_shards=2, period=32))
+    admitted(scheduler)
+    refill, none, one = scheduler.refill, np.zeros(16, int), np.ones(16, int)
+    assert refill.num_waiting.tolist() == [1, 0]
+    assert refill.num_idle(np.arange(16) == 0, none) == 16
+    second = np.arange(16) >= 13
+    assert refill.num_idle(second, none) == 0
+    assert refill.num_idle(second, one * ~second) == 3
+    scheduler = Scheduler(prompts[1:], sizes(16, num_shards=2, period=32))
+    admitted(scheduler)
+    assert num_idle(scheduler, 8) == 0  # the second shard still has eight
+    assert scheduler.refill.num_idle(np.arange(16) % 8 < 4, none) == 16
+
+
+def test_a_call_ends_after_as_many_idle_slots_as_a_step_has():
+    """Prompt 0 leaves one of four slots; the call goes on for four steps, then it takes over."""
+    lengths = [[3, 3], [40, 40, 40, 40], [40] * 4, [40] * 4]
+    lengths[0] = [3, 3, 3, 3]
+    schedule = steps_of(lengths, num_rows=2, num_slots=4)
+    # Two rollouts of three tokens after each other, 2 steps each, then four idle steps of a slot.
+    assert schedule.calls[0].num_steps == 2 + 2 + 4 - 1
+    everything = sum(call.num_tokens for call in schedule.calls)
+    assert everything == np.sum(lengths)
 
 
 def steps_of(lengths, num_rows=2, **changes):
@@ -94,7 +128,7 @@ def test_free_slots_take_over_what_was_not_begun():
     """Two prompts of nine rollouts on four slots of two rows: seven each are left to share."""
     scheduler = Scheduler(waiting(2), sizes(4, num_rollouts=9))
     admitted(scheduler)
-    assert scheduler.num_wanted == 3
+    assert num_idle(scheduler, 2, 1) == 2
     source, begin, end = scheduler.share().tolist()
     assert source == [-1, -1, 0, 1] and begin[2:] == [5, 5] and end == [5, 5, 9, 9]
     assert scheduler.indices.tolist() == [scheduler.indices[0], scheduler.indices[1]] * 2
@@ -165,7 +199,7 @@ def test_a_call_ends_when_prompts_can_be_admitted():
     assert [call.num_steps for call in schedule.calls] == [19, 29]
     assert [call.num_slots for call in schedule.calls] == [8, 4]
     assert sum(call.num_tokens for call in schedule.calls) == 4 * (8 * 20 + 3 * 30)
-    assert len(schedule.prefills) == 4 + 2
+    assert len(schedule.prefills) == 8 + 3
 
 
 def test_long_answers_take_several_calls():
