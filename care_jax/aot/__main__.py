@@ -148,6 +148,11 @@ def _conclusions(result: Fit) -> list[str]:
         ]
     if result.decode_prompts is not None:
         lines.append(f"The largest rl.decode_prompts that should fit is {result.decode_prompts}.")
+    if (best := result.in_flight) is not None:
+        lines.append(
+            f"rl.decode_rows={best.num_rows} with rl.decode_prompts={best.num_prompts} should fit "
+            f"and takes {best.share:.2f} of the time of decode steps, the least of those tried."
+        )
     lines += [_step_line(result, stage) for stage in ("sft", "rl") if result.step_seconds(stage)]
     for name, step in (("worst", result.largest), ("mean", result.expected)):
         if step is not None:

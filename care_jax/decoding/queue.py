@@ -25,7 +25,7 @@ from jaxtyping import Int, PRNGKeyArray
 from care_jax.batch import Rollouts
 from care_jax.decoding import sampler
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
-from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of, widened
 from care_jax.decoding.slots import Slots, empty_slots, keep_slots, pad_left, slot_axes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
@@ -185,10 +185,12 @@ class DecodeQueue:
         budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
         for row, request in zip(budget, admitted, strict=True):
             row[:] = (row if request.limits is None else request.limits) - len(request.context)
-        num_tokens = prompts.tokens.shape[1]
+        largest = self.prompts.buckets[-1][0] + sizes.context_tokens
+        before = 0 if slots is None else slots.prefix.is_valid.shape[1]
+        num_tokens = widened(before, prompts.tokens.shape[1], largest)
         if slots is None:
             slots = self.programs.empty(sizes, num_tokens)
-        elif num_tokens > slots.prefix.is_valid.shape[1]:
+        elif num_tokens > before:
             slots = self._widen(slots, num_tokens)
         indices = np.array([request.index for request in admitted], np.int32)
         prompts, *arrays = sharding.put_batch((prompts, indices, budget), batch_sharding)

@@ -167,7 +167,7 @@ def advance(
 
     Returns:
         the slots, the sampled tokens, and for the host: whether each slot is free, its
-        `next_rollout`, and the number of steps so far.
+        `next_rollout`, `lost` as in `Refill`, and the number of steps so far.
     """
     config, closing_tag = options.config, jnp.asarray(options.closing_tag)
     num_rollouts, size = slots.prefix.first.shape[1], slots.cache.keys[0].shape[-1]
@@ -194,10 +194,10 @@ def advance(
         )
         return hidden[:, :, 0], cache
 
-    Carry = tuple[Array, Array, Slots, SampledTokens]
+    Carry = tuple[Array, Array, tuple[Array, Array], Slots, SampledTokens]
 
     def step(carry: Carry) -> Carry:
-        i, num_idle, slots, log = carry
+        i, _, lost, slots, log = carry
         prefix, index = slots.prefix, slots.num_read + 1
         hidden, cache = read(slots)
         is_active = slots.rollout < num_rollouts
@@ -232,24 +232,24 @@ def advance(
             clock=slots.clock + 1,
         )
         unstarted = jnp.maximum(slots.end_rollout - slots.next_rollout, 0)
-        # Replicated, so that two numbers per slot are all that the shards exchange.
+        # Replicated at once, so that the shards exchange no more than this.
         state = constrain(jnp.stack([is_free(slots), unstarted]), None, None)
-        num_idle += refill.num_idle(state[0] > 0, state[1])
-        return i + 1, num_idle, slots, log
+        state = state[0] > 0, state[1]
+        lost = jax.tree.map(jnp.add, lost, refill.num_idle(*state))
+        return i + 1, refill.is_due(*state, lost), lost, slots, log
 
     def is_free(slots: Slots) -> Bool[Array, " B"]:
         return (slots.rollout == num_rollouts).all(1)
 
     def should_continue(carry: Carry) -> Bool[Array, ""]:
-        i, num_idle, slots, _ = carry
-        return (i < NUM_STEPS) & (num_idle < slots.rollout.shape[0])
+        return (carry[0] < NUM_STEPS) & ~carry[1]
 
     shape = (*slots.rollout.shape, NUM_STEPS)
     ids = jnp.zeros(shape, jnp.int32)
     log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
-    start = jnp.int32(0), jnp.int32(0), slots, log
-    _, _, slots, log = jax.lax.while_loop(should_continue, step, start)
-    return slots, log, (is_free(slots), slots.next_rollout, slots.clock)
+    start = jnp.int32(0), jnp.bool(False), (refill.lost, jnp.int32(0)), slots, log
+    _, _, (lost, _), slots, log = jax.lax.while_loop(should_continue, step, start)
+    return slots, log, (is_free(slots), slots.next_rollout, lost, slots.clock)
 
 
 def occupy(
