@@ -42,10 +42,8 @@ class Memory:
 
     def needed(self, run: Run, num_prompts: int, num_rows: int) -> int:
         """Bytes for other numbers of prompts and rows in flight."""
-        most = 0
-        passes = zip(
-            rollout_sizes(run), rollout_sizes(_with(run, num_prompts, num_rows)), strict=True
-        )
+        most, other = 0, _with(run, num_prompts, num_rows)
+        passes = zip(rollout_sizes(run), rollout_sizes(other), strict=True)
         for (old, new), (prefill, steps) in zip(passes, self.programs, strict=False):
             had, has = _slots(run, old), _slots(run, new)
             prompts = new.num_slots / old.num_slots
@@ -95,10 +93,7 @@ def _with(run: Run, num_prompts: int, num_rows: int) -> Run:
 def _slots(run: Run, sizes: Sizes) -> int:
     """Bytes on one chip of the slots, caches included."""
     num_tokens = shapes.largest_bucket(run)[0] + sizes.context_tokens
-    one = dataclasses.replace(sizes, num_slots=sizes.num_shards)
-    return (
-        shapes.num_bytes(shapes.slots(run, one, num_tokens)) * sizes.num_slots // sizes.num_shards
-    )
+    return shapes.num_bytes(shapes.slots(run, sizes, num_tokens))
 
 
 def _seconds(run: Run, chip: Chip, sizes: Sizes, schedule: Schedule) -> float:

@@ -232,7 +232,7 @@ class Scheduler:
     def release(
         self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"], lost: int
     ) -> list[tuple[int, int]]:
-        """Frees the slots without rollouts after a call of `sampler.advance`; `lost` as in `Refill`.
+        """Frees the slots without rollouts after a call of `sampler.advance`; `lost` is its result.
 
         Returns:
             (index of the prompt, slot) for each.

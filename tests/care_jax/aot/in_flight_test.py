@@ -1,4 +1,4 @@
-"""Prompts and rows in flight: which fit by the memory of the compiled, and which are the fastest."""
+"""Prompts and rows in flight: which fit by the memory of compiled ones, which are the fastest."""
 
 import jax
 import pytest

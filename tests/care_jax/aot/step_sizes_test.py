@@ -41,7 +41,7 @@ def test_the_largest_step_is_full(run):
     step = step_sizes.largest_step(run)
     decoding, reflecting = step.decoding, step.reflecting
     assert len(step.updates) == 2
-    # A prefill has a prompt of either shard; of 8 rollouts 4 are in flight, so each row has two of 36 tokens.
+    # A prefill has a prompt of either shard. Of 8 rollouts 4 are in flight: a row has two of 36.
     assert decoding.prefills == ((128, 64),) * 32
     assert sum(call.num_tokens for call in decoding.calls) == 64 * 8 * 36
     assert decoding.num_steps == 64 // 16 * 2 * 35

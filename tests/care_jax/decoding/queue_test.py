@@ -133,6 +133,11 @@ def test_tokens_do_not_depend_on_the_schedule(
 ):
     answered, queue = answer(num_slots, num_rows, num_buckets=num_buckets)
     assert_equal(answered, expected, requests, ending)
+    assert_as_simulated(queue, expected, requests)
+
+
+def assert_as_simulated(queue, expected, requests):
+    """The queue took the decode steps that `simulate` says."""
     waiting = [
         WaitingPrompt(len(r.prompt.tokens), r.index, len(r.prompt.patches)) for r in requests
     ]
@@ -145,5 +150,6 @@ def test_tokens_do_not_depend_on_the_schedule(
 
 
 def test_tokens_do_not_depend_on_the_mesh(answer, expected, requests, ending):
-    answered, _ = answer(8, 2, make_mesh(2, 2, 2, 1))
+    answered, queue = answer(8, 2, make_mesh(2, 2, 2, 1))
     assert_equal(answered, expected, requests, ending)
+    assert_as_simulated(queue, expected, requests)
