@@ -2,7 +2,7 @@
 
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --mean_response=600
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --slices=4
-    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:8 --config.rl.decode_rows=2
+    python -m care_jax.aot --config=configs/qwen3vl_4b.py --topology=h100:8
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:2x8
     python -m care_jax.aot --config=configs/qwen25vl_3b_lora.py:24 --topology=rtx4090:1
 

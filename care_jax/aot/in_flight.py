@@ -36,7 +36,7 @@ class InFlight:
 class Memory:
     """Bytes on one chip while a run decodes, as compiled for the configured numbers."""
 
-    chip: int
+    chip: float
     kept: int  # parameters in both layouts, optimizer state, reference policy
     programs: Sequence[tuple[int, int]]  # prefill and decode steps of each pass, without `kept`
 

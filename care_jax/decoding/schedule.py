@@ -230,7 +230,7 @@ class Scheduler:
         return kept.ravel().astype(np.int32)
 
     def release(
-        self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"], lost: int
+        self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"], lost: Any
     ) -> list[tuple[int, int]]:
         """Frees the slots without rollouts after a call of `sampler.advance`; `lost` is its result.
 
@@ -347,13 +347,13 @@ def simulate(
                 x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
         num_steps, suffix_tokens, refill = 0, 0, scheduler.refill
-        lost, num_idle, is_due = [int(refill.lost), 0], (0, 0), False
+        lost, num_idle, is_due = (int(refill.lost), 0), (0, 0), False
         costs = int(refill.prefill_cost), len(left)
         while num_steps < NUM_STEPS and not is_due:
             is_active = left > 0
             passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
-            for cost, before, idle in zip(costs, lost, num_idle, strict=True):
-                passed = min(passed, math.ceil((cost - before) / idle) if idle else passed)
+            for cost, spent, idle in zip(costs, lost, num_idle, strict=True):
+                passed = min(passed, math.ceil((cost - spent) / idle) if idle else passed)
             num_steps += passed
             num_tokens += passed * int(samples[is_active].sum())
             # A row attends to its new token and to the tokens in its cache, one more each step.
@@ -365,11 +365,11 @@ def simulate(
                 read[slot, row] = 0
                 take_next(slot, row)
             state = (left == 0).all(1), np.maximum(scheduler.ends - next_rollout, 0)
-            before, num_idle = num_idle, tuple(map(int, refill.num_idle(*state)))
-            lost = [
-                total + (passed - 1) * old + new
-                for total, old, new in zip(lost, before, num_idle, strict=True)
-            ]
+            before, num_idle = num_idle, refill.num_idle(*state)
+            lost = (
+                lost[0] + (passed - 1) * before[0] + num_idle[0],
+                lost[1] + (passed - 1) * before[1] + num_idle[1],
+            )
             is_due = bool(refill.is_due(*state, lost))
         read_tokens = num_steps * int(prefix.sum()), suffix_tokens
         calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *read_tokens))
