@@ -126,7 +126,7 @@ def get_config() -> ConfigDict:
     data.max_pixels = 1003520  # maximum; the paper's code, on Geometry3K alone, has 4194304
     # (prompt tokens, image patches) per prompt. A batch is padded to the smallest bucket that holds
     # all of its prompts. Prompts that fit no bucket are dropped and counted. Text only: ((512, 0),)
-    data.buckets = ((512, 2048), (1024, 4096), (2048, 6144))
+    data.buckets = ((576, 1792), (768, 2560), (1024, 4096), (1536, 5120), (2048, 6144))
     data.system_prompt = "You are a helpful assistant."
     # Appended to every question to state the format; {tag} is replaced by data.think_tag.
     data.instruction = (

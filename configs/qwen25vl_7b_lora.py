@@ -5,8 +5,8 @@ from ml_collections import ConfigDict
 from configs import lora, qwen25vl_7b
 
 SIZES = {
-    "48": {"rl.decode_prompts": 8},
-    "80": {"rl.decode_prompts": 32},
+    "48": {"rl.decode_prompts": 8, "rl.decode_rows": 4},
+    "80": {"rl.decode_prompts": 32, "rl.decode_rows": 4},
 }
 
 

@@ -2,7 +2,7 @@
 
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --mean_response=600
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=v5e:8x8 --slices=4
-    python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:8
+    python -m care_jax.aot --config=configs/qwen3vl_4b.py --topology=h100:8
     python -m care_jax.aot --config=configs/qwen25vl_7b.py --topology=h100:2x8
     python -m care_jax.aot --config=configs/qwen25vl_3b_lora.py:24 --topology=rtx4090:1
 
@@ -17,7 +17,8 @@ Prints a row for every program of the stages "sft" and "rl" and of evaluations, 
 
 and the bytes that one chip receives, by collective, as compiled; with several slices or nodes, also
 the bytes per step that cross between them. Prompts and responses of the worst step have maximum
-length. With --mean_response, a step with drawn lengths is added, see `step_sizes` and `lengths`.
+length. With --mean_response, a step with drawn lengths is added, see `step_sizes` and `lengths`,
+and the rows and prompts in flight that decode it fastest, see `in_flight`.
 With --price, the list price of a chip hour, the last line has the least cost of all "rl" steps.
 
     python -m care_jax.aot --config=... --topology=v5e:8x8 --mean_response=600 --estimate
@@ -148,6 +149,11 @@ def _conclusions(result: Fit) -> list[str]:
         ]
     if result.decode_prompts is not None:
         lines.append(f"The largest rl.decode_prompts that should fit is {result.decode_prompts}.")
+    if (best := result.in_flight) is not None:
+        lines.append(
+            f"rl.decode_rows={best.num_rows} with rl.decode_prompts={best.num_prompts} should fit "
+            f"and takes {best.share:.2f} of the time of decode steps, the least of those tried."
+        )
     lines += [_step_line(result, stage) for stage in ("sft", "rl") if result.step_seconds(stage)]
     for name, step in (("worst", result.largest), ("mean", result.expected)):
         if step is not None:

@@ -24,12 +24,13 @@ from ml_collections import ConfigDict
 
 from care_jax.aot import collectives, roofline, shapes, step_sizes, workload
 from care_jax.aot.collectives import Received
+from care_jax.aot.in_flight import InFlight, Memory, fastest
 from care_jax.aot.roofline import Work
 from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
 from care_jax.config.checks import evaluated_stages, is_evaluated
 from care_jax.decoding.queue import DecodePrograms
-from care_jax.decoding.schedule import Schedule, Sizes
+from care_jax.decoding.schedule import Schedule, Scheduler, Sizes
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
@@ -102,6 +103,7 @@ class Fit:
     largest: StepSizes | None = None  # the largest step of "rl"
     expected: StepSizes | None = None  # a step at the mean length, if one is given
     mean_response: float | None = None  # that mean, in tokens per response
+    in_flight: InFlight | None = None  # the fastest at that mean of those that should fit
 
     @property
     def fullest(self) -> Program:
@@ -140,15 +142,19 @@ def fit(
         raise ValueError(f"--mean_response must be positive, in tokens, got {mean_response}")
     mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
     run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
-    programs, decode_prompts, largest, expected = [], None, None, None
+    programs, decode_prompts, in_flight, largest, expected = [], None, None, None, None
     if "rl" in config.stages:
         largest = step_sizes.largest_step(run)
         expected = step_sizes.expected_step(run, mean_response) if mean_response else None
     if "sft" in config.stages:
         programs.append(_sft_program(run, mean_response))
     if largest is not None:
-        of_rl, decode_prompts = rl_programs(run, chips.chip, largest, expected)
+        of_rl, memory = rl_programs(run, chips.chip, largest, expected)
         programs += of_rl
+        if memory is not None:
+            decode_prompts = memory.most_prompts(run, rollout_sizes(run)[0].num_rows)
+        if memory is not None and mean_response is not None:
+            in_flight = fastest(run, chips.chip, memory, mean_response)
     if is_evaluated(config):
         programs += _evaluation_programs(run)
     if not programs:
@@ -156,7 +162,7 @@ def fit(
             f'stages must contain "sft", "rl" or "evaluate", got {tuple(config.stages)}; add one'
         )
     found = tuple(programs), decode_prompts, len(set(chips.slices)), largest, expected
-    return Fit(topology, chips.chip, mesh, *found, mean_response)
+    return Fit(topology, chips.chip, mesh, *found, mean_response, in_flight)
 
 
 def update_program(run: Run, stage: str) -> Program:
@@ -183,16 +189,16 @@ def _sft_program(run: Run, mean_response: float | None) -> Program:
 
 def rl_programs(
     run: Run, chip: Chip, largest: StepSizes, expected: StepSizes | None
-) -> tuple[list[Program], int | None]:
-    """The programs of a step of "rl", and the maximum prompts in flight that should fit."""
-    rollout, decode_prompts = _rollout_programs(run, chip, largest, expected)
-    return rollout + _update_programs(run, largest, expected), decode_prompts
+) -> tuple[list[Program], Memory | None]:
+    """The programs of a step of "rl", and what their decoding needs; None if no weights fit."""
+    rollout, memory = _rollout_programs(run, chip, largest, expected)
+    return rollout + _update_programs(run, largest, expected), memory
 
 
 def _rollout_programs(
     run: Run, chip: Chip, largest: StepSizes, expected: StepSizes | None
-) -> tuple[list[Program], int | None]:
-    """The reshard and decode programs, and the maximum prompts in flight that should fit."""
+) -> tuple[list[Program], Memory | None]:
+    """The reshard and decode programs, and what decoding needs, if reshard was not refused."""
     rl, config = run.config.rl, run.policy.config
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
@@ -214,11 +220,10 @@ def _rollout_programs(
         schedules = largest.reflecting, expected and expected.reflecting
         compiled += _decode_programs(*arguments, "rl reflect", second, *schedules)
 
-    # Assumes that the memory per prompt does not depend on the number of slots.
     fixed = kept + shapes.num_bytes(params)
-    per_prompt = (max(p.total for p in compiled) - fixed) / rl.decode_prompts
-    most = min(int((chip.hbm - fixed) / per_prompt), rl.prompts_per_step)
-    return [reshard, *compiled], max(most // layout.batch_parts * layout.batch_parts, 0)
+    needed = [program.total - fixed for program in compiled]
+    pairs = tuple(zip(needed[::2], needed[1::2], strict=True))
+    return [reshard, *compiled], Memory(chip.hbm, fixed, pairs)
 
 
 def _evaluation_programs(run: Run) -> list[Program]:
@@ -280,7 +285,7 @@ def _decode_programs(
         compiled(
             "",
             programs.advance,
-            (params, slots, jax.ShapeDtypeStruct((), jnp.int32)),
+            (params, slots, jax.eval_shape(lambda: Scheduler((), sizes).refill)),
             lambda call: workload.decode(run, sizes, call, impl),
             lambda schedule: schedule.calls,
         ),

@@ -25,7 +25,7 @@ from jaxtyping import Int, PRNGKeyArray
 from care_jax.batch import Rollouts
 from care_jax.decoding import sampler
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
-from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of, widened
 from care_jax.decoding.slots import Slots, empty_slots, keep_slots, pad_left, slot_axes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
@@ -58,7 +58,7 @@ class DecodePrograms:
     # (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]), prefill included
     admit: Callable[..., tuple[Slots, SampledTokens]]
     share: Callable[..., Slots]  # (slots, source [B], begin [B], end [B])
-    # (params, slots, num_wanted) -> slots, sampled tokens, progress
+    # (params, slots, refill) -> slots, sampled tokens, progress
     advance: Callable[..., tuple[Slots, SampledTokens, tuple[jax.Array, ...]]]
     pad: Callable[..., jax.Array]  # (array of the prefix, axis of its tokens, size P)
     keep: Callable[..., jax.Array]  # (array of the slots, indices of the slots to keep)
@@ -89,8 +89,8 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
     def share(slots, source, begin, end):
         return laid_out(sampler.occupy(slots, slots.prefix, source, begin, end, num_shards))
 
-    def advance(params, slots, num_wanted):
-        slots, sampled, progress = sampler.advance(params, slots, num_wanted, options)
+    def advance(params, slots, refill):
+        slots, sampled, progress = sampler.advance(params, slots, refill, options)
         progress = jax.lax.with_sharding_constraint(progress, sharding.replicated(mesh))
         return laid_out(slots), by_slot(sampled), progress
 
@@ -147,8 +147,7 @@ class DecodeQueue:
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
                 slots = self._keep(slots, self._put(kept))
-            num_wanted = np.int32(scheduler.num_wanted)
-            slots, sampled, progress = self.programs.advance(params, slots, num_wanted)
+            slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.indices)
             if finished is not None:
@@ -189,10 +188,12 @@ class DecodeQueue:
         budget = np.full((len(admitted), sizes.num_rollouts), sizes.max_tokens, np.int32)
         for row, request in zip(budget, admitted, strict=True):
             row[:] = (row if request.limits is None else request.limits) - len(request.context)
-        num_tokens = whole_blocks(prompts.tokens.shape[1])
+        largest = self.prompts.buckets[-1][0] + sizes.context_tokens
+        before = 0 if slots is None else slots.prefix.is_valid.shape[1]
+        num_tokens = whole_blocks(widened(before, prompts.tokens.shape[1], largest))
         if slots is None:
             slots = self.programs.empty(sizes, num_tokens)
-        elif num_tokens > slots.prefix.is_valid.shape[1]:
+        elif num_tokens > before:
             slots = self._widen(slots, num_tokens)
         indices = np.array([request.index for request in admitted], np.int32)
         prompts, *arrays = sharding.put_batch((prompts, indices, budget), batch_sharding)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt8
 
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import sample_token
-from care_jax.decoding.schedule import NUM_STEPS
+from care_jax.decoding.schedule import NUM_STEPS, Refill
 from care_jax.decoding.slots import Prefix, Slots, pad_left, take_in_shard
 from care_jax.devices import sharding
 from models import backbone
@@ -161,15 +161,15 @@ def admit(
 
 
 def advance(
-    params: backbone.Params, slots: Slots, num_wanted: Int[Array, ""], options: DecodeOptions
+    params: backbone.Params, slots: Slots, refill: Refill, options: DecodeOptions
 ) -> tuple[Slots, SampledTokens, tuple[Array, ...]]:
-    """Decodes until all slots or `num_wanted` slots are free, or for L = NUM_STEPS steps.
+    """Decodes until it is worth refilling the free slots, or for L = NUM_STEPS steps.
 
-    At `num_wanted` free slots the host can refill them. `params` are in the decode layout.
+    `refill` says when; it is replicated. `params` are in the decode layout.
 
     Returns:
         the slots, the sampled tokens, and for the host: whether each slot is free, its
-        `next_rollout`, and the number of steps so far.
+        `next_rollout`, `lost` as in `Refill`, and the number of steps so far.
     """
     config, closing_tag = options.config, jnp.asarray(options.closing_tag)
     num_rollouts = slots.prefix.first.shape[1]
@@ -196,8 +196,10 @@ def advance(
         )
         return hidden[:, :, 0], cache
 
-    def step(carry: tuple[Array, Slots, SampledTokens]) -> tuple[Array, Slots, SampledTokens]:
-        i, slots, log = carry
+    Carry = tuple[Array, Array, tuple[Array, Array], Slots, SampledTokens]
+
+    def step(carry: Carry) -> Carry:
+        i, _, lost, slots, log = carry
         prefix, index = slots.prefix, slots.num_read + 1
         hidden, cache = read(slots)
         is_active = slots.rollout < num_rollouts
@@ -231,21 +233,25 @@ def advance(
             cache=cache,
             clock=slots.clock + 1,
         )
-        return i + 1, slots, log
+        unstarted = jnp.maximum(slots.end_rollout - slots.next_rollout, 0)
+        # Replicated at once, so that the shards exchange no more than this.
+        state = constrain(jnp.stack([is_free(slots), unstarted]), None, None)
+        state = state[0] > 0, state[1]
+        lost = jax.tree.map(jnp.add, lost, refill.num_idle(*state))
+        return i + 1, refill.is_due(*state, lost), lost, slots, log
 
     def is_free(slots: Slots) -> Bool[Array, " B"]:
         return (slots.rollout == num_rollouts).all(1)
 
-    def should_continue(carry) -> Bool[Array, ""]:
-        i, slots, _ = carry
-        num_free = is_free(slots).sum()
-        return (i < NUM_STEPS) & (num_free < num_wanted) & (num_free < slots.rollout.shape[0])
+    def should_continue(carry: Carry) -> Bool[Array, ""]:
+        return (carry[0] < NUM_STEPS) & ~carry[1]
 
     shape = (*slots.rollout.shape, NUM_STEPS)
     ids = jnp.zeros(shape, jnp.int32)
     log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
-    _, slots, log = jax.lax.while_loop(should_continue, step, (jnp.int32(0), slots, log))
-    return slots, log, (is_free(slots), slots.next_rollout, slots.clock)
+    start = jnp.int32(0), jnp.bool(False), (refill.lost, jnp.int32(0)), slots, log
+    _, _, (lost, _), slots, log = jax.lax.while_loop(should_continue, step, start)
+    return slots, log, (is_free(slots), slots.next_rollout, lost, slots.clock)
 
 
 def visible(slots: Slots) -> tuple[Bool[Array, "B P"], Bool[Array, "B R S"]]:

@@ -12,14 +12,16 @@ prefill, P prompt tokens. `sampler` explains slots and rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
 NUM_STEPS = 64  # maximum decode steps of a call of `sampler.advance`
-_NUM_PREFILLS = 4  # prefills that fill all slots
+_NUM_PREFILLS = 16  # prefills that fill all slots
 _FEWEST_SLOTS = 1 / 4  # smallest fraction of the slots to keep; each halving is one more compile
 
 
@@ -59,6 +61,71 @@ def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
     return np.array([(p.num_tokens, p.num_patches) for p in prompts if p is not None])
 
 
+def widened(num_tokens: int, needed: int, largest: int) -> int:
+    """P, the tokens of a prompt's slot, once a prompt padded to `needed` tokens is admitted.
+
+    At least doubled and at most the `largest`, so that slots of few sizes are compiled.
+    """
+    return num_tokens if needed <= num_tokens else max(needed, min(2 * num_tokens, largest))
+
+
+class Refill(NamedTuple):
+    """When a call of `sampler.advance` should end, so that the host refills free slots.
+
+    It ends once the slots left idle have cost as much as refilling them does, so at most twice the
+    least is lost, whatever the lengths. Costs are in slot-steps; a step of all B slots costs B:
+
+        prompts     N P / R for the tokens of a prefill, as a slot-step computes R tokens, and B
+        rollouts    B: copying the caches of the prompts, and the round trip, take about a step
+
+    Its methods take arrays of numpy or of jax.
+    """
+
+    num_waiting: Int[Any, " shards"]  # prompts of each shard
+    num_new: Int[Any, ""]  # prompts of a shard that a prefill admits
+    prefill_cost: Int[Any, ""]
+    num_kept: Int[Any, ""]  # slots of a shard after halving; -1 if they are not halved
+    lost: Int[Any, ""]  # slot-steps left idle while prompts waited, since the last prefill
+
+    def num_idle(
+        self, is_free: Bool[Any, " B"], unstarted: Int[Any, " B"]
+    ) -> tuple[Int[Any, ""], Int[Any, ""]]:
+        """Free slots that waiting prompts, and that unstarted rollouts of other slots could take.
+
+        Args:
+            is_free: whether all rows of the slot are idle.
+            unstarted: rollouts of the slot that are in no row yet.
+        """
+        free, unstarted = self._by_shard(is_free), self._by_shard(unstarted)
+        sharing = (self.num_waiting == 0) * free.clip(max=unstarted)
+        return free.clip(max=self.num_waiting).sum(), sharing.sum()
+
+    def is_due(
+        self,
+        is_free: Bool[Any, " B"],
+        unstarted: Int[Any, " B"],
+        lost: tuple[Int[Any, ""], Int[Any, ""]],
+    ) -> Bool[Any, ""]:
+        """Whether the call should end, after steps that left `lost` slots of `num_idle` idle.
+
+        It ends at once if a prefill would be full or admit all that wait, if half of the slots
+        suffice, or if nothing is decoded.
+        """
+        free, unstarted = self._by_shard(is_free), self._by_shard(unstarted)
+        num_slots, most = is_free.shape[0], self.num_waiting.clip(max=self.num_new)
+        occupied = num_slots // len(self.num_waiting) - free
+        return (
+            (lost[0] >= self.prefill_cost)
+            | (lost[1] >= num_slots)
+            | ((free >= most).all() & (most > 0).any())
+            | ((occupied + unstarted).max() <= self.num_kept)
+            | (free.sum() == num_slots)
+        )
+
+    def _by_shard(self, x: Shaped[Any, " B"]) -> Int[Any, " shards"]:
+        return x.reshape(len(self.num_waiting), -1).sum(1)
+
+
 class Scheduler:
     """The waiting prompts and those in slots, of all processes; identical on each process."""
 
@@ -71,6 +138,7 @@ class Scheduler:
         self._indices = np.full(shape, -1)  # of the prompt in each slot
         self._next = np.zeros(shape, int)  # the next rollout that the slot starts
         self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
+        self._lost = 0  # as in `Refill`
 
     @property
     def has_prompts(self) -> bool:
@@ -88,28 +156,31 @@ class Scheduler:
         return self._end.ravel()
 
     @property
-    def num_wanted(self) -> int:
-        """Number of free slots at which `advance` should return; above B for never."""
-        num_slots, num_free = self._indices.size, int((self._indices < 0).sum())
-        if any(self._waiting):
-            return num_free + max(self._fewest_admitted - int(self._num_admissible().sum()), 1)
-        if (self._next < self._end).any():
-            return num_free + 1
-        if self._can_halve:
-            return max(num_slots // 2, num_free + 1)
-        return num_slots + 1
+    def refill(self) -> Refill:
+        """When the next call of `sampler.advance` should return."""
+        can_halve = self._can_halve and not any(self._waiting)
+        return Refill(
+            np.array([len(queue) for queue in self._waiting], np.int32),
+            np.int32(self._num_new_of_shard),
+            np.int32(self._prefill_cost),
+            np.int32(self._indices.shape[1] // 2 if can_halve else -1),
+            np.int32(self._lost),
+        )
 
     def admit(self) -> tuple[list[WaitingPrompt | None], Int[np.ndarray, " B"]] | None:
-        """Assigns waiting prompts to free slots; None while too few fit to be worth a prefill.
+        """Assigns waiting prompts to free slots; None while a prefill is not worth it.
 
         Returns:
             the N prompts of a prefill, by shard, None for padding; and for each slot the index of
             its new prompt among the N / num_shards of its shard, -1 for none.
         """
-        num_admitted = self._num_admissible()
-        is_too_few = num_admitted.sum() < self._fewest_admitted
-        if not num_admitted.any() or (is_too_few and (self._indices >= 0).any()):
+        waiting = np.array([len(queue) for queue in self._waiting])
+        most = np.minimum(waiting, self._num_new_of_shard)
+        num_admitted = np.minimum(most, (self._indices < 0).sum(1))
+        is_worth = (num_admitted == most).all() or self._lost >= self._prefill_cost
+        if not num_admitted.any() or not (is_worth or (self._indices < 0).all()):
             return None
+        self._lost = 0
         prompts: list[WaitingPrompt | None] = []
         chosen = np.full(self._indices.shape, -1, np.int32)
         for shard, count in enumerate(num_admitted.tolist()):
@@ -159,13 +230,14 @@ class Scheduler:
         return kept.ravel().astype(np.int32)
 
     def release(
-        self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"]
+        self, is_free: Bool[np.ndarray, " B"], next_rollout: Int[np.ndarray, " B"], lost: Any
     ) -> list[tuple[int, int]]:
-        """Frees the slots without rollouts after a call of `sampler.advance`.
+        """Frees the slots without rollouts after a call of `sampler.advance`; `lost` is its result.
 
         Returns:
             (index of the prompt, slot) for each.
         """
+        self._lost = int(lost)
         self._next = np.minimum(next_rollout.reshape(self._end.shape), self._end)
         slots = np.flatnonzero((self.indices >= 0) & is_free)
         released = [(int(self.indices[slot]), int(slot)) for slot in slots]
@@ -183,19 +255,15 @@ class Scheduler:
         return self._indices.shape[1] % 2 == 0 and self._indices.shape[1] // 2 >= fewest
 
     @property
-    def _fewest_admitted(self) -> int:
-        """Fewest prompts worth a prefill: half of its size, or all that wait."""
-        return min(max(self._sizes.num_new // 2, 1), sum(map(len, self._waiting)))
-
-    @property
     def _num_new_of_shard(self) -> int:
         return self._sizes.num_new // self._sizes.num_shards
 
-    def _num_admissible(self) -> Int[np.ndarray, " shards"]:
-        """Number of prompts of each shard that the next prefill can admit."""
-        waiting = np.array([len(queue) for queue in self._waiting])
-        num_free = (self._indices < 0).sum(1)
-        return np.minimum(np.minimum(waiting, num_free), self._num_new_of_shard)
+    @property
+    def _prefill_cost(self) -> int:
+        """Slot-steps that a prefill of the next prompts costs, as in `Refill`."""
+        longest = max((queue[0].num_tokens for queue in self._waiting if queue), default=0)
+        num_tokens = self._sizes.num_new * (longest + self._sizes.context_tokens)
+        return num_tokens // self._sizes.num_rows + self._indices.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,10 +331,11 @@ def simulate(
         num_tokens = 0
         while (admission := scheduler.admit()) is not None:
             new, chosen = admission
-            largest = sizes_of(new).max(0)
-            tokens, patches = next(b for b in buckets if (largest <= b).all())
+            size = sizes_of(new).max(0)
+            tokens, patches = next(b for b in buckets if (size <= b).all())
             prefills.append((tokens + sizes.context_tokens, patches))
-            num_prompt_tokens = max(num_prompt_tokens, prefills[-1][0])
+            largest = buckets[-1][0] + sizes.context_tokens
+            num_prompt_tokens = widened(num_prompt_tokens, prefills[-1][0], largest)
             for slot in np.flatnonzero(chosen >= 0).tolist():
                 occupy(slot, 0)
                 num_tokens += sizes.num_rollouts
@@ -280,14 +349,15 @@ def simulate(
             left, read, samples, next_rollout, prefix = (
                 x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
-        num_steps, num_wanted = 0, scheduler.num_wanted
+        num_steps, refill = 0, scheduler.refill
+        lost, num_idle, is_due = (int(refill.lost), 0), (0, 0), False
+        costs = int(refill.prefill_cost), len(left)
         totals = np.zeros(4, int)  # the last four fields of the call
-        while num_steps < NUM_STEPS:
-            num_free = int((left == 0).all(1).sum())
-            if num_free >= num_wanted or num_free == len(left):
-                break
+        while num_steps < NUM_STEPS and not is_due:
             is_active = left > 0
             passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
+            for cost, spent, idle in zip(costs, lost, num_idle, strict=True):
+                passed = min(passed, math.ceil((cost - spent) / idle) if idle else passed)
             num_steps += passed
             num_tokens += passed * int(samples[is_active].sum())
             num_rows, is_busy = is_active.sum(), is_active.any(1)
@@ -300,6 +370,13 @@ def simulate(
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[slot, row] = 0
                 take_next(slot, row)
+            state = (left == 0).all(1), np.maximum(scheduler.ends - next_rollout, 0)
+            before, num_idle = num_idle, refill.num_idle(*state)
+            lost = (
+                lost[0] + (passed - 1) * before[0] + num_idle[0],
+                lost[1] + (passed - 1) * before[1] + num_idle[1],
+            )
+            is_due = bool(refill.is_due(*state, lost))
         calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *totals.tolist()))
-        scheduler.release((left == 0).all(1), next_rollout)
+        scheduler.release((left == 0).all(1), next_rollout, lost[0])
     return Schedule(tuple(prefills), tuple(calls))

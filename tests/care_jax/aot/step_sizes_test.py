@@ -41,13 +41,13 @@ def test_the_largest_step_is_full(run):
     step = step_sizes.largest_step(run)
     decoding, reflecting = step.decoding, step.reflecting
     assert len(step.updates) == 2
-    # Four prefills fill the slots; of 8 rollouts 4 are in flight, so each row has two of 36 tokens.
-    assert decoding.prefills == ((128, 64),) * 16
+    # A prefill has a prompt of either shard. Of 8 rollouts 4 are in flight: a row has two of 36.
+    assert decoding.prefills == ((128, 64),) * 32
     assert sum(call.num_tokens for call in decoding.calls) == 64 * 8 * 36
     assert decoding.num_steps == 64 // 16 * 2 * 35
     assert {call.num_prompt_tokens for call in decoding.calls} == {128}
     context = context_tokens(run)
-    assert reflecting.prefills == ((128 + context, 64),) * 8  # of 32 slots, with a row each
+    assert reflecting.prefills == ((128 + context, 64),) * 32  # for 32 slots, with a row each
     assert sum(call.num_tokens for call in reflecting.calls) == 64 * (36 - context)
     plan, packed = step.updates[0]
     assert plan.real_tokens == 32 * (128 + 9 * 36) and packed.scored == 32 * 9 * 36

@@ -74,7 +74,7 @@ def main(topology: str) -> None:
 
     from care_jax.aot import shapes
     from care_jax.aot.topology import find_topology
-    from care_jax.decoding.schedule import Sizes
+    from care_jax.decoding.schedule import Scheduler, Sizes
     from care_jax.devices.sharding import make_mesh
     from care_jax.rl.rollout import compile_decoder
     from care_jax.run.policy import decode_shardings
@@ -115,9 +115,8 @@ def main(topology: str) -> None:
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places
     )
     advance = compile_decoder(run, temperature=1.0, top_p=1.0).advance
-    traced = advance.trace(
-        params, shapes.slots(run, sizes, PROMPT), jax.ShapeDtypeStruct((), jnp.int32)
-    )
+    refill = jax.eval_shape(lambda: Scheduler((), sizes).refill)
+    traced = advance.trace(params, shapes.slots(run, sizes, PROMPT), refill)
     platform = "tpu" if topology.startswith("v") else "cuda"
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()
     bodies, inside, logits = set(BODY.findall(text)), "", set()

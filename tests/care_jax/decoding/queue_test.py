@@ -10,9 +10,10 @@ import pytest
 from plain_decode import plain_decode
 from queued import make_answer
 
+from care_jax.decoding import sampler, schedule
 from care_jax.decoding.queue import Request
 from care_jax.decoding.sampler import DecodingAttention
-from care_jax.decoding.schedule import WaitingPrompt, simulate
+from care_jax.decoding.schedule import WaitingPrompt
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import prompt_sizes
 from models.attention.packed import XLA, AttentionImpl
@@ -66,7 +67,7 @@ def expected(params, ending, requests):
 
 @pytest.fixture(scope="module")
 def answer(params, ending, requests):
-    """All requests answered, in their order, and the queue that did.
+    """All requests answered, in their order, the queue that did, and the steps of its calls.
 
     Prompts have one bucket, or two, each of which is a program.
     """
@@ -87,7 +88,16 @@ def answer(params, ending, requests):
             mesh=mesh,
             attention=attention,
         )
-        return ask(requests, RNG), ask.queue
+        advance, clocks = ask.queue.programs.advance, [0]
+
+        def counted(*arguments):
+            result = advance(*arguments)
+            clocks.append(int(result[-1][-1]))
+            return result
+
+        ask.queue.programs = dataclasses.replace(ask.queue.programs, advance=counted)
+        answered = ask(requests, RNG)
+        return answered, ask.queue, np.diff(clocks).tolist()
 
     return answer
 
@@ -116,7 +126,7 @@ def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
     answer, expected, requests, ending, name
 ):
     steps = AttentionImpl(name, interpret=True, key_block=4)
-    answered, _ = answer(2, 2, attention=DecodingAttention(XLA, steps))
+    answered, *_ = answer(2, 2, attention=DecodingAttention(XLA, steps))
     assert_equal(answered, expected, requests, ending)
 
 
@@ -131,8 +141,13 @@ def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
 def test_tokens_do_not_depend_on_the_schedule(
     answer, expected, requests, ending, num_slots, num_rows, num_buckets
 ):
-    answered, queue = answer(num_slots, num_rows, num_buckets=num_buckets)
+    answered, *called = answer(num_slots, num_rows, num_buckets=num_buckets)
     assert_equal(answered, expected, requests, ending)
+    assert_as_simulated(*called, expected, requests)
+
+
+def assert_as_simulated(queue, steps, expected, requests):
+    """The queue's calls took the decode steps that `simulate` says."""
     waiting = [
         WaitingPrompt(len(r.prompt.tokens), r.index, len(r.prompt.patches)) for r in requests
     ]
@@ -140,10 +155,16 @@ def test_tokens_do_not_depend_on_the_schedule(
         request.index: [len(tokens) for tokens, *_ in plain]
         for request, plain in zip(requests, expected, strict=True)
     }
-    schedule = simulate(queue.sizes, waiting, lengths, queue.prompts.buckets)
-    assert schedule.num_steps == queue.num_steps
+    simulated = schedule.simulate(queue.sizes, waiting, lengths, queue.prompts.buckets)
+    assert [call.num_steps for call in simulated.calls] == steps
+    assert sum(steps) == queue.num_steps
 
 
-def test_tokens_do_not_depend_on_the_mesh(answer, expected, requests, ending):
-    answered, _ = answer(8, 2, make_mesh(2, 2, 2, 1))
+def test_tokens_do_not_depend_on_the_mesh(answer, expected, requests, ending, monkeypatch):
+    """Prompts wait in three of four shards, and a prefill is worth it before all are free."""
+    for module in (sampler, schedule):
+        monkeypatch.setattr(module, "NUM_STEPS", 4)
+    monkeypatch.setattr(schedule.Scheduler, "_prefill_cost", 7)
+    answered, *called = answer(4, 2, make_mesh(2, 2, 2, 1))
     assert_equal(answered, expected, requests, ending)
+    assert_as_simulated(*called, expected, requests)

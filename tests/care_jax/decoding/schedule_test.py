@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from care_jax.decoding import schedule as decode_schedule
-from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, simulate
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, simulate, widened
 
 BUCKETS = ((64, 16), (128, 16))
 
@@ -18,10 +18,21 @@ def waiting(num_prompts):
     return [WaitingPrompt(10 + 37 * index % 50, index, 4) for index in range(num_prompts)]
 
 
-def release(scheduler, is_free, begun=4):
+def release(scheduler, is_free, begun=4, lost=0):
     """Frees slots on whose prompts so many rollouts were begun; returns the slots."""
     is_free = np.asarray(is_free)
-    return [slot for _, slot in scheduler.release(is_free, np.full(len(is_free), begun))]
+    return [slot for _, slot in scheduler.release(is_free, np.full(len(is_free), begun), lost)]
+
+
+def num_idle(scheduler, is_free, unstarted=0):
+    """Slots that waiting prompts, and that such numbers of rollouts of other slots could take."""
+    left = np.where(is_free, 0, unstarted)
+    return tuple(map(int, scheduler.refill.num_idle(np.asarray(is_free), left)))
+
+
+def is_due(scheduler, is_free, unstarted=0, lost=(0, 0)):
+    left = np.where(is_free, 0, unstarted)
+    return bool(scheduler.refill.is_due(np.asarray(is_free), left, lost))
 
 
 def admitted(scheduler):
@@ -57,31 +68,60 @@ def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards):
 
 
 def test_prompts_wait_until_a_prefill_is_worth_it():
-    """Two are admitted at a time, so one is worth it; of 16 slots four are, so two are."""
-    for num_slots, few, enough in ((8, 0, 1), (16, 1, 2)):
-        scheduler = Scheduler(waiting(40), sizes(num_slots))
-        admitted(scheduler)
-        assert scheduler.num_wanted == enough
-        is_free = np.zeros(num_slots, bool)
-        is_free[:few] = True
-        assert release(scheduler, is_free) == list(range(few))
-        assert not admitted(scheduler) and scheduler.num_wanted == enough
-        is_free[:enough] = True
-        release(scheduler, is_free)
-        assert [slot for slot, _ in admitted(scheduler)] == list(range(enough))
+    """A prefill has four prompts of up to 59 tokens, and costs 4 x 59 / 2 + 64 slot-steps."""
+    scheduler = Scheduler(waiting(100), sizes(64, period=100))
+    admitted(scheduler)
+    longest = sorted(waiting(100))[64].num_tokens
+    cost = 4 * longest // 2 + 64
+    one, four = np.arange(64) < 1, np.arange(64) < 4
+    assert num_idle(scheduler, four, 1) == (4, 0)  # no rollouts are shared while prompts wait
+    assert is_due(scheduler, four)
+    assert not is_due(scheduler, one, lost=(cost - 1, 0)) and is_due(scheduler, one, lost=(cost, 0))
+    assert release(scheduler, one, lost=cost - 1) == [0] and not admitted(scheduler)
+    assert int(scheduler.refill.lost) == cost - 1
+    release(scheduler, one, lost=cost)
+    assert [slot for slot, _ in admitted(scheduler)] == [0]
+    assert int(scheduler.refill.lost) == 0
+    assert release(scheduler, four) == [0, 1, 2, 3]
+    assert [slot for slot, _ in admitted(scheduler)] == [0, 1, 2, 3]
 
 
 def test_the_last_prompts_are_admitted_at_once():
-    scheduler = Scheduler(waiting(17), sizes(16))
+    scheduler = Scheduler(waiting(65), sizes(64, period=65))
     admitted(scheduler)
-    assert scheduler.num_wanted == 1
-    assert release(scheduler, np.arange(16) == 5) == [5]
-    assert [slot for slot, _ in admitted(scheduler)] == [5]
-    assert scheduler.num_wanted == 1  # the admitted prompt has two rollouts that were not begun
-    release(scheduler, np.zeros(16, bool))
-    assert scheduler.num_wanted == 8  # nothing left to share: half of the slots could go
-    release(scheduler, np.ones(16, bool))
+    some = np.arange(64) < 1
+    assert is_due(scheduler, some) and release(scheduler, some) == [0]
+    assert [slot for slot, _ in admitted(scheduler)] == [0]
+    assert num_idle(scheduler, some, 2) == (0, 1)  # it could take over a rollout
+    assert not is_due(scheduler, some, 2, (0, 63)) and is_due(scheduler, some, 2, (0, 64))
+    assert num_idle(scheduler, some) == (0, 0)  # nothing left to share
+    assert not is_due(scheduler, np.arange(64) < 31) and is_due(scheduler, np.arange(64) < 32)
+    release(scheduler, np.ones(64, bool))
     assert not scheduler.has_prompts
+
+
+def test_a_shard_is_refilled_and_halved_for_itself():
+    """Of two shards with eight slots the first has a waiting prompt, the second none."""
+    prompts = [WaitingPrompt(10, index, 4) for index in (*range(9), *range(16, 24))]
+    scheduler = Scheduler(prompts, sizes(16, num_shards=2, period=32))
+    admitted(scheduler)
+    first, second = np.arange(16) == 0, np.arange(16) >= 13
+    assert num_idle(scheduler, first, 1) == (1, 0) and is_due(scheduler, first)
+    assert num_idle(scheduler, second, 1) == (0, 3) and not is_due(scheduler, second)
+    assert num_idle(scheduler, second) == (0, 0)
+    scheduler = Scheduler(prompts[1:], sizes(16, num_shards=2, period=32))
+    admitted(scheduler)
+    assert not is_due(scheduler, np.arange(16) < 8)  # the second shard still has eight
+    assert is_due(scheduler, np.arange(16) % 8 < 4)
+
+
+def test_a_shard_whose_prompts_wait_alone_is_not_kept_idle():
+    """Of eight shards with two slots each the first has twelve prompts, the others one."""
+    indices = *range(4), *range(32, 36), *range(64, 68), *range(4, 32, 4)
+    prompts = [WaitingPrompt(8, index, 4) for index in indices]
+    lengths = {index: np.full(1, 100 if index % 32 < 4 else 150) for index in indices}
+    shape = sizes(16, num_rows=1, num_rollouts=1, num_shards=8, period=32)
+    assert simulate(shape, prompts, lengths, BUCKETS).num_steps == 12 / 2 * 99
 
 
 def steps_of(lengths, num_rows=2, **changes):
@@ -94,13 +134,13 @@ def test_free_slots_take_over_what_was_not_begun():
     """Two prompts of nine rollouts on four slots of two rows: seven each are left to share."""
     scheduler = Scheduler(waiting(2), sizes(4, num_rollouts=9))
     admitted(scheduler)
-    assert scheduler.num_wanted == 3
+    assert num_idle(scheduler, [False, False, True, True], 7) == (0, 2)
     source, begin, end = scheduler.share().tolist()
     assert source == [-1, -1, 0, 1] and begin[2:] == [5, 5] and end == [5, 5, 9, 9]
     assert scheduler.indices.tolist() == [scheduler.indices[0], scheduler.indices[1]] * 2
     assert scheduler.share() is None
     # The first slot is done; of the others the last has begun none beyond its two.
-    released = scheduler.release(np.array([True, False, False, False]), np.array([5, 5, 8, 7]))
+    released = scheduler.release(np.arange(4) == 0, np.array([5, 5, 8, 7]), 0)
     assert released == [(scheduler.indices[2], 0)]
     source, begin, end = scheduler.share().tolist()
     assert source == [3, -1, -1, -1] and begin[0] == 8 and end == [9, 5, 9, 8]
@@ -109,7 +149,7 @@ def test_free_slots_take_over_what_was_not_begun():
 def test_no_rollouts_are_shared_while_prompts_wait():
     scheduler = Scheduler(waiting(40), sizes(16))
     admitted(scheduler)
-    scheduler.release(np.arange(16) == 3, np.full(16, 2))
+    release(scheduler, np.arange(16) == 3, 2)
     assert scheduler.share() is None and scheduler.halve() is None
 
 
@@ -165,7 +205,14 @@ def test_a_call_ends_when_prompts_can_be_admitted():
     assert [call.num_steps for call in schedule.calls] == [19, 29]
     assert [call.num_slots for call in schedule.calls] == [8, 4]
     assert sum(call.num_tokens for call in schedule.calls) == 4 * (8 * 20 + 3 * 30)
-    assert len(schedule.prefills) == 4 + 2
+    assert len(schedule.prefills) == 8 + 3
+
+
+def test_a_call_ends_once_as_much_is_idle_as_a_step_of_all_slots_has():
+    """A prompt is done after 2 x 2 steps; the fourth and three more leave its slot of four idle."""
+    schedule = steps_of([[3] * 4, [40] * 4, [40] * 4, [40] * 4], num_slots=4)
+    assert schedule.calls[0].num_steps == 4 + 3
+    assert sum(call.num_tokens for call in schedule.calls) == 4 * (3 + 3 * 40)
 
 
 def test_long_answers_take_several_calls():
@@ -181,6 +228,13 @@ def test_prompts_of_a_larger_bucket_widen_the_slots():
     assert schedule.prefills == ((64, 16), (128, 16))
     widths = [call.num_prompt_tokens for call in schedule.calls]
     assert widths == [64, 64, 128] and decode_schedule.NUM_STEPS == 64
+
+
+def test_slots_are_widened_to_few_sizes():
+    """Each is at least twice the last; all up to the largest bucket are reached."""
+    assert widened(0, 640, 2048) == 640 and widened(640, 512, 2048) == 640
+    assert widened(640, 768, 2048) == 1280 and widened(640, 1536, 2048) == 1536
+    assert widened(1280, 1536, 2048) == 2048
 
 
 def test_what_attention_reads_grows_by_a_token_a_step():
