@@ -31,7 +31,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
 from models import backbone
-from models.attention.cached import keys_axis, whole_blocks
+from models.attention.cached import keys_axis
 
 NO_CONTEXT = np.zeros(0, np.int32)
 
@@ -190,7 +190,7 @@ class DecodeQueue:
             row[:] = (row if request.limits is None else request.limits) - len(request.context)
         largest = self.prompts.buckets[-1][0] + sizes.context_tokens
         before = 0 if slots is None else slots.prefix.is_valid.shape[1]
-        num_tokens = whole_blocks(widened(before, prompts.tokens.shape[1], largest))
+        num_tokens = widened(before, prompts.tokens.shape[1], largest)
         if slots is None:
             slots = self.programs.empty(sizes, num_tokens)
         elif num_tokens > before:

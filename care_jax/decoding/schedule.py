@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
+from models.attention.cached import whole_blocks
+
 NUM_STEPS = 64  # maximum decode steps of a call of `sampler.advance`
 _NUM_PREFILLS = 16  # prefills that fill all slots
 _FEWEST_SLOTS = 1 / 4  # smallest fraction of the slots to keep; each halving is one more compile
@@ -64,9 +66,12 @@ def sizes_of(prompts: Sequence[WaitingPrompt | None]) -> Int[np.ndarray, "n 2"]:
 def widened(num_tokens: int, needed: int, largest: int) -> int:
     """P, the tokens of a prompt's slot, once a prompt padded to `needed` tokens is admitted.
 
-    At least doubled and at most the `largest`, so that slots of few sizes are compiled.
+    At least doubled and at most the `largest`, so that slots of few sizes are compiled; in whole
+    blocks of the cache.
     """
-    return num_tokens if needed <= num_tokens else max(needed, min(2 * num_tokens, largest))
+    if needed <= num_tokens:
+        return num_tokens
+    return whole_blocks(max(needed, min(2 * num_tokens, largest)))
 
 
 class Refill(NamedTuple):
@@ -350,9 +355,9 @@ def simulate(
                 x[slots] for x in (left, read, samples, next_rollout, prefix)
             )
         num_steps, refill = 0, scheduler.refill
+        totals = np.zeros(4, int)  # the last four fields of the call
         lost, num_idle, is_due = (int(refill.lost), 0), (0, 0), False
         costs = int(refill.prefill_cost), len(left)
-        totals = np.zeros(4, int)  # the last four fields of the call
         while num_steps < NUM_STEPS and not is_due:
             is_active = left > 0
             passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)

@@ -231,10 +231,10 @@ def test_prompts_of_a_larger_bucket_widen_the_slots():
 
 
 def test_slots_are_widened_to_few_sizes():
-    """Each is at least twice the last; all up to the largest bucket are reached."""
-    assert widened(0, 640, 2048) == 640 and widened(640, 512, 2048) == 640
-    assert widened(640, 768, 2048) == 1280 and widened(640, 1536, 2048) == 1536
-    assert widened(1280, 1536, 2048) == 2048
+    """Each is at least twice the last, up to the largest bucket, and in blocks of 256 tokens."""
+    assert widened(0, 100, 2048) == 100 and widened(0, 576, 2048) == 768
+    assert widened(768, 512, 2048) == 768 and widened(768, 770, 2048) == 1536
+    assert widened(1536, 1600, 2000) == 2048 and widened(512, 1536, 2048) == 1536
 
 
 def test_what_attention_reads_grows_by_a_token_a_step():
