@@ -172,7 +172,7 @@ def get_config() -> ConfigDict:
     rl.row_patches = 8192  # image patches of a packed row
     rl.row_lengths = 16  # as sft.row_lengths
     rl.decode_prompts = 64  # prompts in flight; a finished one is replaced by the next
-    rl.decode_rows = 4  # rollouts in flight per prompt, likewise
+    rl.decode_rows = 4  # rollouts in flight per prompt, likewise; 0: 2 on GPUs, else 8
     rl.max_response_tokens = 2048  # (open) T, including the forced tokens of a reflected row
     rl.temperature = 1.0  # (open)
     rl.top_p = 1.0  # (open)

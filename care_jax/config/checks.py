@@ -89,6 +89,7 @@ def fill_in(config: ConfigDict, mesh: Mesh) -> ConfigDict:
     num_shards = sharding.num_shards(sharding.batch_sharding(mesh, config.sharding_rules))
     for section in (config.sft, config.rl):
         section.microbatch_size = section.microbatch_size or num_shards
+    config.rl.decode_rows = config.rl.decode_rows or (2 if sharding.platform(mesh) == "gpu" else 8)
     return config
 
 

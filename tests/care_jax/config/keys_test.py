@@ -10,6 +10,7 @@ import pytest
 from care_jax.config import keys
 from care_jax.config.checks import check_config, fill_in
 from care_jax.config.keys import KEYS, check_keys, interval, leaves, row_of
+from care_jax.devices import sharding
 from care_jax.devices.sharding import make_mesh
 from configs import common, mixture, qwen3vl_4b, qwen3vl_8b, qwen25vl_3b, qwen25vl_7b, tiny
 
@@ -125,6 +126,17 @@ def test_a_batch_without_a_rule_is_one_shard():
     assert fill_in(config, mesh).sft.microbatch_size == config.sft.microbatch_size
     config.sft.microbatch_size = 0
     assert fill_in(config, mesh).sft.microbatch_size == 1
+
+
+@pytest.mark.parametrize(("platform", "num_rows"), [("gpu", 2), ("tpu", 8)])
+def test_rows_in_flight_follow_the_platform(monkeypatch, platform, num_rows):
+    config = tiny.get_config()
+    config.rl.decode_rows = 0
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
+    monkeypatch.setattr(sharding, "platform", lambda _: platform)
+    assert fill_in(config, mesh).rl.decode_rows == num_rows
+    config.rl.decode_rows = 3
+    assert fill_in(config, mesh).rl.decode_rows == 3
 
 
 def changes_in(text):
