@@ -34,8 +34,9 @@ BLOCK = 4608
 # A block has ids of each of so many parts of the vocabulary, so that one block after another can be
 # taken from a table whose vocabulary is sharded over up to so many devices.
 _PARTS = 16
-# Tokens are computed up to the last that is wanted, rounded up to a quarter of the row or more.
-_QUARTERS, _FEWEST = 4, 128
+# Tokens are computed up to the last that is wanted, rounded up to half of the row or all of it; each
+# length is compiled.
+_LENGTHS, _FEWEST = 2, 128
 
 IsNever = Callable[[Array], Array]
 Scored = tuple[Float[Array, "B S"], Float[Array, "B S"]]  # log π(target), entropy
@@ -151,7 +152,7 @@ def _forward(
 
 def _at_length(num_columns: Array, num_tokens: int, function: Callable[[int], Any]) -> Any:
     """`function` of the smallest of a few lengths that has all the columns."""
-    step = max(-(-num_tokens // _QUARTERS), _FEWEST)
+    step = max(-(-num_tokens // _LENGTHS), _FEWEST)
     lengths = [*range(step, num_tokens, step), num_tokens]
     index = jnp.searchsorted(jnp.array(lengths), num_columns)
     return jax.lax.switch(index, [functools.partial(function, length) for length in lengths])
