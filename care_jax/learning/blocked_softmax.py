@@ -34,8 +34,8 @@ BLOCK = 4608
 # A block has ids of each of so many parts of the vocabulary, so that one block after another can be
 # taken from a table whose vocabulary is sharded over up to so many devices.
 _PARTS = 16
-# Tokens are computed up to the last that is wanted, rounded up to half of the row or all of it; each
-# length is compiled.
+# Tokens are computed up to the last that is wanted, rounded up to half of the row or all of it.
+# Each length is compiled.
 _LENGTHS, _FEWEST = 2, 128
 
 IsNever = Callable[[Array], Array]
