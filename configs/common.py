@@ -97,10 +97,9 @@ def get_config() -> ConfigDict:
     # sequence, and all-gathered for use. If one row does not fit on a device, map
     # "batch" to ("data", "fsdp"), "embed" to ("fsdp", "sequence"), "vocab", "heads", "kv_heads" and
     # "mlp" to "tensor", "tokens" to "sequence" and "attended_heads" to ("tensor", "sequence").
-    # Gradients are summed over the axes of "embed" in order, so its first ones connect neighbours.
     config.sharding_rules = (
         ("batch", ("data", "fsdp", "tensor", "sequence")),
-        ("embed", ("tensor", "sequence", "fsdp")),
+        ("embed", ("fsdp", "tensor", "sequence")),
     )
     # Decoding: tensor parallel over tensor and sequence, data parallel over data and fsdp.
     config.decode_sharding_rules = (

@@ -192,7 +192,7 @@ def test_activations_are_laid_out_only_inside_a_placed_function():
 
 
 WHOLE_MESH = ("data", "fsdp", "tensor", "sequence")
-FSDP = (("batch", WHOLE_MESH), ("embed", ("tensor", "sequence", "fsdp")))
+FSDP = (("batch", WHOLE_MESH), ("embed", ("fsdp", "tensor", "sequence")))
 
 
 def weight_gradient(rules, mesh, axes, x, g):
