@@ -282,3 +282,29 @@ def test_all_steps_have_a_price():
         "200 steps of 'rl' take at least 1.0 h, 2 chip hours, at that mean: "
         "3 at 1.5 for a chip hour."
     )
+
+
+RESHARD = """
+import pathlib
+from care_jax.aot import compile, shapes, step_sizes
+from care_jax.aot.topology import find_topology
+from care_jax.devices.sharding import make_mesh
+from care_jax.run.run import open_run
+from configs import qwen25vl_7b
+chips, config = find_topology("v5e:8x8"), qwen25vl_7b.get_config()
+mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
+run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
+compile._decode_programs = lambda *_: [compile.Program("decode", compile.Work())]
+program, *_ = compile._rollout_programs(run, chips.chip, step_sizes.largest_step(run), None)[0]
+print(program.total / chips.chip.hbm)
+"""
+
+
+@needs_libtpu
+@pytest.mark.exhaustive
+def test_the_7b_is_resharded_in_the_memory_of_a_v5e():
+    """With another order of the mesh axes of "embed", XLA gathers four times as much."""
+    command = [sys.executable, "-c", RESHARD]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(LIBTPU))
+    assert result.returncode == 0, result.stderr
+    assert 0.3 < float(result.stdout.splitlines()[-1]) < 0.5
