@@ -207,8 +207,10 @@ def _scattered(
 
     XLA would all-reduce over the whole of v5e:8x8: it has no reduce-scatter for such a group, but
     one for "tensor" and "sequence", and one for "fsdp". Rules that do not shard the batch over the
-    whole mesh leave it to XLA.
+    whole mesh leave it to XLA. So do GPUs, where XLA reduce-scatters by itself.
     """
+    if platform(mesh) == "gpu":
+        return gradient
 
     def scattered(x: jax.Array, g: jax.Array) -> jax.Array:
         rows = _partition_spec("activation", ("batch",), x.shape[:1], rules, mesh)
@@ -222,7 +224,9 @@ def _scattered(
             total = gradient(x, g)
             for dim, used in enumerate(spec):
                 total = jnp.moveaxis(total, dim, 0)
-                for _, group in itertools.groupby(_names(used), lambda axis: axis == "fsdp"):
+                # libtpu aborts on a reduce-scatter of one device.
+                split = [axis for axis in _names(used) if mesh.shape[axis] > 1]
+                for _, group in itertools.groupby(split, lambda axis: axis == "fsdp"):
                     total = jax.lax.psum_scatter(total, (*group,), tiled=True)
                 total = jnp.moveaxis(total, 0, dim)
             return jax.lax.psum(total, sorted(unsummed))
