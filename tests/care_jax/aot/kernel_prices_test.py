@@ -1,11 +1,11 @@
-"""The price of the attention kernels of a decode step."""
+"""Prices of attention kernels: of a decode step, and of a GPU."""
 
 import pathlib
 
 import jax
 import pytest
 
-from care_jax.aot import kernel_prices, shapes
+from care_jax.aot import kernel_prices, shapes, step_sizes
 from care_jax.aot.kernel_prices import BANDWIDTH_SHARE, DECODE_KERNEL, decode_attention
 from care_jax.decoding.schedule import Call, Sizes
 from care_jax.devices.flops import CHIPS
@@ -37,3 +37,25 @@ def test_a_decode_step_reads_the_blocks_of_active_rows_and_slots(monkeypatch):
     assert seconds(num_slots=400) == seconds()  # free ones
     idle = dict(prefix_tokens=0, suffix_tokens=0, num_active_slots=0, num_active_rows=0)
     assert seconds(**idle) == DECODE_KERNEL
+
+
+def test_a_gpu_s_kernels_are_priced_by_query_heads(monkeypatch):
+    """Gradients of queries have 3 matmuls and those of keys and values 4, where a forward has 2."""
+    config = tiny.get_config()
+    config.rl.row_tokens, config.stages = 512, ("rl",)
+    config.data.buckets = ((128, 64),)
+    mesh = make_mesh(**config.mesh, devices=jax.devices()[:1])
+    run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
+    monkeypatch.setattr(kernel_prices, "implementation", lambda *a, **k: AttentionImpl("gpu"))
+    expected, text = step_sizes.expected_step(run, 12.0), run.policy.config.text
+    price = kernel_prices.kernel_prices(run, expected, CHIPS["h100"])["rl update"]
+    queries, keys = f"bf16[512,{text.num_heads},24]", f"bf16[512,{text.num_kv_heads},24]"
+    forward = price("decoder", f"({queries}, f32[{text.num_heads},512])")
+    assert price("decoder", queries) == pytest.approx(1.5 * forward)
+    assert price("decoder", f"({keys}, {keys})") == pytest.approx(2 * forward)
+    rows = [(plan, row) for plan, _ in expected.updates for row in plan.rows if row]
+    spans = [kernel_prices._reach(*each) for each in rows]
+    impl, group = AttentionImpl("gpu"), text.num_heads // text.num_kv_heads
+    scores = kernel_prices._num_scores(spans, group, impl)
+    flops = 2 * 2 * scores * 128 * text.num_heads * config.rl.microbatch_size
+    assert forward == pytest.approx(flops / (0.4 * CHIPS["h100"].flops)) and forward > 0
