@@ -74,12 +74,13 @@ def attend_blocks(
     B, R, K, G, H = q.shape
     q = q.transpose(2, 3, 1, 0, 4)  # as the matmuls beside the kernel have it, so nothing is copied
     state = B * R * K * -(-G // _SUBLANES) * _SUBLANES, H
-    vmem = _WORKSPACE + 8 * state[0] * -(-H // _LANES) * _LANES * 4  # with q and the output
+    lanes = -(-H // _LANES) * _LANES  # that a vector of H numbers takes
+    vmem = _WORKSPACE + 8 * state[0] * lanes * 4  # with q and the output
     lists, arrays, scratch = [], [], [pltpu.VMEM(state, jnp.float32)] * 4
     for c in map(_whole_blocks, caches):
         lists += [c.live.count, c.live.owners, c.live.blocks]
         arrays += [c.k, c.v, c.is_seen[:, None].astype(jnp.int32)]
-        size = 2 * K * H * c.block * c.k.dtype.itemsize
+        size = 2 * K * lanes * c.block * c.k.dtype.itemsize
         buffers = _NUM_GROUPS, min(max(_GROUP_BYTES // size, 1), _MAX_GROUP)
         vmem += math.prod(buffers) * (size + 4 * _SUBLANES * c.block)
         scratch += [pltpu.VMEM((*buffers, K, c.block, H), a.dtype) for a in (c.k, c.v)]
