@@ -32,7 +32,8 @@ import transformers
 
 from care_jax.aot.lengths import draw_responses
 from care_jax.decoding.queue import DecodeQueue, Request
-from care_jax.decoding.schedule import Sizes, WaitingPrompt, simulate
+from care_jax.decoding.schedule import Sizes, WaitingPrompt
+from care_jax.decoding.simulation import simulate
 from care_jax.devices import xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt

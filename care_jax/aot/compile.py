@@ -30,7 +30,8 @@ from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import find_topology, slice_of
 from care_jax.config.checks import evaluated_stages, is_evaluated
 from care_jax.decoding.queue import DecodePrograms
-from care_jax.decoding.schedule import Schedule, Scheduler, Sizes
+from care_jax.decoding.schedule import Scheduler, Sizes
+from care_jax.decoding.simulation import Schedule
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.devices.sharding import make_mesh
@@ -271,21 +272,22 @@ def _decode_programs(
         program = Program(f"{name}{kind}", work, len(calls), works, kept)
         return _compile(program, jitted, arguments)[0]
 
-    rng = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    draws = shapes.on_batch(rows_sharding, sizes.num_new, *key.shape)(key.dtype)
     budget = shapes.on_batch(rows_sharding, sizes.num_new, sizes.num_rollouts)(jnp.int32)
     chosen = shapes.on_batch(rows_sharding, sizes.num_slots)(jnp.int32)
     return [
         compiled(
             " prefill",
             programs.admit,
-            (params, slots, prompts, rng, per_prompt(jnp.int32), budget, chosen),
+            (params, slots, prompts, draws, per_prompt(jnp.int32), budget, chosen),
             lambda bucket: workload.prefill(run, sizes, bucket),
             lambda schedule: schedule.prefills,
         ),
         compiled(
             "",
             programs.advance,
-            (params, slots, jax.eval_shape(lambda: Scheduler((), sizes).refill)),
+            (params, slots, jax.eval_shape(lambda: Scheduler(sizes).refill)),
             lambda call: workload.decode(run, sizes, call, impl),
             lambda schedule: schedule.calls,
         ),

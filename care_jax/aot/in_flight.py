@@ -14,7 +14,8 @@ import functools
 from collections.abc import Sequence
 
 from care_jax.aot import shapes, step_sizes, workload
-from care_jax.decoding.schedule import Schedule, Sizes
+from care_jax.decoding.schedule import Sizes
+from care_jax.decoding.simulation import Schedule
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.rl.rollout import rollout_sizes

@@ -16,7 +16,8 @@ from jaxtyping import Int
 
 from care_jax.aot import workload
 from care_jax.aot.step_sizes import StepSizes
-from care_jax.decoding.schedule import Call, Sizes
+from care_jax.decoding.schedule import Sizes
+from care_jax.decoding.simulation import Call
 from care_jax.devices import sharding
 from care_jax.devices.flops import Chip
 from care_jax.packing.plan import RowPlan

@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Int
 
 from care_jax.aot import lengths, shapes
-from care_jax.decoding.schedule import Schedule, WaitingPrompt, simulate
+from care_jax.decoding.schedule import WaitingPrompt
+from care_jax.decoding.simulation import Schedule, simulate
 from care_jax.devices import flops
 from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows

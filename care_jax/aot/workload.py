@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from care_jax.aot import roofline
 from care_jax.aot.roofline import Layout, Rows, Work
-from care_jax.decoding.schedule import Call, Sizes
+from care_jax.decoding.schedule import Sizes
+from care_jax.decoding.simulation import Call
 from care_jax.devices import sharding
 from care_jax.devices.flops import Packed
 from care_jax.run.run import Run

@@ -4,9 +4,13 @@
 yielded while the devices decode the others, so that verification overlaps with decoding. Between
 two calls of `advance` the host reads which slots are free and pads the next prompts.
 
-A prompt is decoded on the batch shard that trains on it, so neither prompts nor responses cross the
-network. Every process has the sizes of all waiting prompts and makes the same decisions. They do
-not depend on the host's speed: the same weights and prompts give the same calls.
+A prompt is decoded on a batch shard of the process that has it, so neither prompts nor responses
+cross the network. Every process has the sizes of all waiting prompts and makes the same decisions.
+They do not depend on the host's speed: the same weights and prompts give the same calls.
+
+A step may leave prompts to the next one (`InFlight`). Their rollouts go on under the next step's
+weights with the KV cache that they have, as in PipelineRL (arXiv 2509.19128). Each token is recorded
+with the probability that it was drawn with.
 
 Letters: B slots, G rollouts of a prompt, T tokens of a rollout, P prompt tokens, N prompts of a
 prefill.
@@ -14,19 +18,21 @@ prefill.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray, Shaped, UInt32
 
 from care_jax.batch import Rollouts
 from care_jax.decoding import sampler
 from care_jax.decoding.sampler import DecodeOptions, SampledTokens
 from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, sizes_of, widened
-from care_jax.decoding.slots import Slots, empty_slots, keep_slots, pad_left, slot_axes
+from care_jax.decoding.slots import Slots, empty_slots, idle_where, keep_slots, pad_left, slot_axes
 from care_jax.devices import distributed, sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import PromptBuilder, TokenizedPrompt
@@ -55,13 +61,14 @@ class DecodePrograms:
 
     options: DecodeOptions  # what they are compiled for
     empty: Callable[..., Slots]  # (sizes, P)
-    # (params, slots, prompts, rng, indices [N], budget [N, G], chosen [B]), prefill included
+    # (params, slots, prompts, draws [N], indices [N], budget [N, G], chosen [B]), prefill included
     admit: Callable[..., tuple[Slots, SampledTokens]]
     share: Callable[..., Slots]  # (slots, source [B], begin [B], end [B])
     # (params, slots, refill) -> slots, sampled tokens, progress
     advance: Callable[..., tuple[Slots, SampledTokens, tuple[jax.Array, ...]]]
     pad: Callable[..., jax.Array]  # (array of the prefix, axis of its tokens, size P)
     keep: Callable[..., jax.Array]  # (array of the slots, indices of the slots to keep)
+    idle: Callable[..., Slots]  # (slots, whether each is new [B]) -> slots, idle where new
 
 
 def compile_decoding(options: DecodeOptions) -> DecodePrograms:
@@ -82,8 +89,9 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         slots = empty_slots(options.config, sizes, num_prompt_tokens, options.dtype, attention)
         return laid_out(slots)
 
-    def admit(params, slots, prompts, rng, indices, budget, chosen):
-        slots, first = sampler.admit(params, slots, prompts, rng, indices, budget, chosen, options)
+    def admit(params, slots, prompts, draws, indices, budget, chosen):
+        admitted = prompts, draws, indices, budget, chosen
+        slots, first = sampler.admit(params, slots, *admitted, options)
         return laid_out(slots), by_slot(first)
 
     def share(slots, source, begin, end):
@@ -102,51 +110,105 @@ def compile_decoding(options: DecodeOptions) -> DecodePrograms:
         advance=jax.jit(placed(advance), donate_argnums=1),
         pad=jax.jit(pad_left, static_argnames=("axis", "size")),
         keep=jax.jit(functools.partial(keep_slots, num_shards=num_shards)),
+        idle=jax.jit(lambda slots, is_new: laid_out(idle_where(slots, is_new)), donate_argnums=0),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """What a step leaves to the next one. The next step does not change it, so it can be saved."""
+
+    requests: Sequence[Request]  # of this process, in order
+    numbers: Int[np.ndarray, " n"]  # of these requests, see `DecodeQueue`
+    draws: UInt32[np.ndarray, "n 2"]  # data of the key of each request's draw
+    rollouts: Rollouts  # of these requests so far, as numpy; embeddings are sums
+    scheduler: Scheduler
+    slots: Slots | None  # in host memory if the devices have any
+
+    def aged(self) -> InFlight:
+        """The same, one step later."""
+        scheduler, rollouts = copy.deepcopy(self.scheduler), self.rollouts
+        scheduler.grow_older()
+        is_sampled = rollouts.is_valid & ~rollouts.is_forced
+        rollouts = dataclasses.replace(rollouts, age=rollouts.age + is_sampled.astype(np.int8))
+        return dataclasses.replace(self, rollouts=rollouts, scheduler=scheduler)
 
 
 class DecodeQueue:
     """Decodes prompts with the sizes and settings of one configuration.
 
     `prompts` pads the policy's prompts, `clock` measures the device time of the programs, and
-    `num_steps` counts the decode steps so far; a step advances all rows.
+    `num_steps` counts the decode steps so far; a step advances all rows. `in_flight` is what the
+    last call of `decode` left to the next one, None if nothing.
+
+    A prompt is known by its number, its index plus a multiple of `period`; it differs from those of
+    all other prompts in flight.
     """
 
     def __init__(
-        self, programs: DecodePrograms, prompts: PromptBuilder, sizes: Sizes, clock: DeviceClock
+        self,
+        programs: DecodePrograms,
+        prompts: PromptBuilder,
+        sizes: Sizes,
+        clock: DeviceClock,
+        *,
+        max_age: int = 0,
     ):
         self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
-        self.num_steps = 0
+        self.num_steps, self.in_flight, self._max_age = 0, None, max_age
 
     def decode(
-        self, params: backbone.Params, rng: PRNGKeyArray, requests: Sequence[Request]
+        self,
+        params: backbone.Params,
+        rng: PRNGKeyArray,
+        requests: Sequence[Request],
+        *,
+        in_flight: InFlight | None = None,
+        num_wanted: int | None = None,
     ) -> Iterator[tuple[list[int], Rollouts]]:
         """Decodes prompts and yields them in the order in which they finish.
 
         Each process passes its requests, with indices of its shards. `params` are in the decode
         layout; `rng` is the key of all draws.
 
+        Args:
+            in_flight: of an earlier call; its requests come before `requests`.
+            num_wanted: ends once so many prompts of all processes are whole, see `Scheduler`; the
+                others are then in `self.in_flight`.
+
         Yields:
-            indices of n requests in `requests`, and their rollouts [n, G, ...] in numpy.
+            indices of n requests, and their rollouts [n, G, ...] in numpy.
 
         Raises:
             distributed.Preempted: the run was preempted.
         """
-        scheduler = Scheduler(_gather_waiting(requests), self.sizes)
-        buffer = _RolloutBuffer(requests, self.sizes, self.programs.options)
-        slots, num_steps, finished = None, 0, None
-        while scheduler.has_prompts:
+        options, draw = self.programs.options, np.asarray(jax.random.key_data(rng))
+        scheduler, slots = Scheduler(self.sizes, self._max_age), None
+        self.in_flight, draws = None, np.tile(draw, (len(requests), 1))
+        if in_flight is not None:
+            scheduler = copy.deepcopy(in_flight.scheduler)
+            draws = np.concatenate([in_flight.draws, draws])
+        waiting, numbers = _gather_waiting(requests, scheduler, self.sizes)
+        scheduler.begin(waiting, num_wanted)
+        if in_flight is not None:
+            requests = [*in_flight.requests, *requests]
+            numbers = np.concatenate([in_flight.numbers, numbers])
+            slots = self._restored(in_flight.slots, scheduler)
+        buffer = _RolloutBuffer(requests, numbers, self.sizes, options, in_flight)
+        before = num_steps = 0 if slots is None else int(slots.clock.addressable_data(0))
+        finished = buffer.collect([], scheduler, slots)
+        while not scheduler.is_over:
             if distributed.is_preempted():
                 raise distributed.Preempted
             while (admission := scheduler.admit()) is not None:
-                slots, first = self._admit(params, rng, requests, *admission, slots)
+                slots, first = self._admit(params, requests, numbers, draws, *admission, slots)
                 self.clock.watch(first)
                 buffer.enqueue(first, scheduler.indices)
             if (shares := scheduler.share()) is not None:
                 slots = self.programs.share(slots, *map(self._put, shares))
             assert slots is not None  # the first prompts are admitted
             while (kept := scheduler.halve()) is not None:
-                slots = self._keep(slots, self._put(kept))
+                slots = self._keep(slots, kept)
             slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.indices)
@@ -155,12 +217,42 @@ class DecodeQueue:
             buffer.store()
             *progress, num_steps = (np.asarray(x.addressable_data(0)) for x in progress)
             released = scheduler.release(*progress)
-            finished = buffer.collect(released, scheduler.indices, slots)
-        self.num_steps += int(num_steps)
+            finished = buffer.collect(released, scheduler, slots)
+        self.num_steps += int(num_steps) - before
+        if scheduler.has_prompts:
+            self.in_flight = self._left(buffer, draws, scheduler, slots)
+        del slots
         if finished is not None:
             yield finished
 
-    def _put(self, array: Int[np.ndarray, " B"]) -> jax.Array:
+    def _left(
+        self,
+        buffer: _RolloutBuffer,
+        draws: UInt32[np.ndarray, "n 2"],
+        scheduler: Scheduler,
+        slots: Slots | None,
+    ) -> InFlight:
+        """What the step leaves to the next, with as few slots as hold it."""
+        if slots is not None and (kept := scheduler.compact()) is not None:
+            slots = self._keep(slots, kept)
+        if slots is not None and sharding.has_host_memory(self.programs.options.mesh):
+            slots = jax.device_put(slots, sharding.on_host(sharding.of(slots)))
+        left, rollouts = buffer.left()
+        requests, numbers = [buffer.requests[i] for i in left], buffer.numbers[left]
+        return InFlight(requests, numbers, draws[left], rollouts, scheduler, slots)
+
+    def _restored(self, slots: Slots | None, scheduler: Scheduler) -> Slots | None:
+        """A copy of the slots on the devices, as many as before."""
+        if slots is None:
+            return None
+        slots = jax.tree.map(
+            lambda x: jnp.copy(jax.device_put(x, x.sharding.with_memory_kind("device"))), slots
+        )
+        if (kept := scheduler.widen()) is None:
+            return slots
+        return self.programs.idle(self._keep(slots, np.maximum(kept, 0)), self._put(kept < 0))
+
+    def _put(self, array: Shaped[np.ndarray, " B"]) -> jax.Array:
         """Puts one number per slot, known to all processes, on the devices."""
         batch_sharding = self.programs.options.batch_sharding
         rows = sharding.local_rows(len(array), batch_sharding)
@@ -169,18 +261,20 @@ class DecodeQueue:
     def _admit(
         self,
         params: backbone.Params,
-        rng: PRNGKeyArray,
         requests: Sequence[Request],
+        numbers: Int[np.ndarray, " n"],
+        draws: UInt32[np.ndarray, "n 2"],
         waiting: Sequence[WaitingPrompt | None],
         chosen: Int[np.ndarray, " B"],
         slots: Slots | None,
     ) -> tuple[Slots, SampledTokens]:
         """Prefills the admitted prompts and assigns their slots."""
         sizes, batch_sharding = self.sizes, self.programs.options.batch_sharding
-        by_index = {request.index: request for request in requests}
+        place_of = dict(zip(numbers.tolist(), range(len(numbers)), strict=True))
         padding = Request(0, self.prompts.empty_prompt)
         local = [waiting[row] for row in sharding.local_rows(sizes.num_new, batch_sharding)]
-        admitted = [padding if prompt is None else by_index[prompt.index] for prompt in local]
+        places = [-1 if prompt is None else place_of[prompt.index] for prompt in local]
+        admitted = [padding if place < 0 else requests[place] for place in places]
         tokenized, contexts = [r.prompt for r in admitted], [r.context for r in admitted]
         prompts = self.prompts.batch(
             tokenized, sizes_of(waiting), contexts=contexts, context_tokens=sizes.context_tokens
@@ -196,8 +290,8 @@ class DecodeQueue:
         elif num_tokens > before:
             slots = self._widen(slots, num_tokens)
         indices = np.array([request.index for request in admitted], np.int32)
-        prompts, *arrays = sharding.put_batch((prompts, indices, budget), batch_sharding)
-        return self.programs.admit(params, slots, prompts, rng, *arrays, self._put(chosen))
+        arrays = sharding.put_batch((prompts, draws[places], indices, budget), batch_sharding)
+        return self.programs.admit(params, slots, *arrays, self._put(chosen))
 
     def _widen(self, slots: Slots, num_tokens: int) -> Slots:
         """Pads the prefix cache to `num_tokens` prompt tokens."""
@@ -207,12 +301,13 @@ class DecodeQueue:
             _change(arrays, functools.partial(self.programs.pad, axis=axis, size=num_tokens))
         return dataclasses.replace(slots, prefix=dataclasses.replace(prefix, is_valid=is_valid[0]))
 
-    def _keep(self, slots: Slots, kept: jax.Array) -> Slots:
-        """Keeps half of the slots; see `Scheduler.halve`."""
+    def _keep(self, slots: Slots, kept: Int[np.ndarray, " kept"]) -> Slots:
+        """Keeps some of the slots, or repeats some; see `Scheduler.halve` and `Scheduler.widen`."""
         clock, arrays = slots.clock, dataclasses.replace(slots, clock=None)
         leaves, structure = jax.tree.flatten(arrays)
         del slots, arrays
-        _change(leaves, lambda x: self.programs.keep(x, kept))
+        placed = self._put(kept)
+        _change(leaves, lambda x: self.programs.keep(x, placed))
         return dataclasses.replace(jax.tree.unflatten(structure, leaves), clock=clock)
 
 
@@ -225,84 +320,113 @@ def _change(arrays: list[jax.Array], function: Callable[[jax.Array], jax.Array])
         arrays[number] = jax.device_put(function(array), array.sharding)
 
 
-def _gather_waiting(requests: Sequence[Request]) -> list[WaitingPrompt]:
-    """The prompts of all processes."""
-    local = [(len(r.prompt.tokens), r.index, len(r.prompt.patches)) for r in requests]
-    return [WaitingPrompt(*row) for part in distributed.gather_json(local) for row in part]
+def _gather_waiting(
+    requests: Sequence[Request], scheduler: Scheduler, sizes: Sizes
+) -> tuple[list[WaitingPrompt], Int[np.ndarray, " n"]]:
+    """The prompts of all processes, and the numbers of this process's."""
+    first = scheduler.next_number
+    numbers = np.array([first + request.index for request in requests], int)
+    sizes_of = [(len(r.prompt.tokens), len(r.prompt.patches)) for r in requests]
+    rows = [(n, int(number), k) for number, (n, k) in zip(numbers, sizes_of, strict=True)]
+    gathered = [row for part in distributed.gather_json(rows) for row in part]
+    return [WaitingPrompt(*row) for row in gathered], numbers
 
 
 class _RolloutBuffer:
     """The rollouts of this process's requests as they accumulate (numpy)."""
 
-    def __init__(self, requests: Sequence[Request], sizes: Sizes, options: DecodeOptions):
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        numbers: Int[np.ndarray, " n"],
+        sizes: Sizes,
+        options: DecodeOptions,
+        in_flight: InFlight | None,
+    ):
+        self.requests, self.numbers = requests, numbers
         self._config, self._sharding = options.config, options.batch_sharding
-        self._number_of = {request.index: number for number, request in enumerate(requests)}
+        self._place_of = dict(zip(numbers.tolist(), range(len(numbers)), strict=True))
         self._num_forced = np.array([len(request.context) for request in requests], int)
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
         self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
+        self._age = np.zeros(shape, np.int8)
         self._is_sampled = np.zeros(shape, bool)
         self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
         for rows, request in zip(self._tokens, requests, strict=True):
             rows[:, : len(request.context)] = request.context
+        if in_flight is not None:
+            begun, part = in_flight.rollouts, slice(len(in_flight.requests))
+            self._tokens[part], self._logp[part] = begun.tokens, begun.logp
+            self._age[part], self._rationale[part] = begun.age, begun.embedding
+            self._is_sampled[part] = begun.is_valid & ~begun.is_forced
+        self._left = dict.fromkeys(range(len(requests)))  # an ordered set
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
+        self._num_collected = 0
 
-    def _numbers(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    def _places(self, indices: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Index of each slot's request; -1 if the slot is free or of another process."""
-        return np.array([self._number_of.get(index, -1) for index in indices.tolist()])
+        return np.array([self._place_of.get(index, -1) for index in indices.tolist()])
 
     def enqueue(self, sampled: SampledTokens, indices: Int[np.ndarray, " B"]) -> None:
-        """Queues the tokens of a program that may still run; `indices` as in `collect`."""
+        """Queues the tokens of a program that may still run; `indices` as `Scheduler.indices`."""
         rows = sharding.local_rows(len(indices), self._sharding)
-        self._queued.append((sampled, self._numbers(indices)[rows]))
+        self._queued.append((sampled, self._places(indices)[rows]))
 
     def store(self) -> None:
         """Waits for the queued tokens and stores them."""
         queued, self._queued = self._queued, []
-        for sampled, numbers in queued:
+        for sampled, places in queued:
             sampled = distributed.fetch(sampled)
             found = np.nonzero(sampled.rollout >= 0)
-            number = numbers[found[0]]
-            index = sampled.index[found] + self._num_forced[number]
-            target = number, sampled.rollout[found], index
+            place = places[found[0]]
+            index = sampled.index[found] + self._num_forced[place]
+            target = place, sampled.rollout[found], index
             self._tokens[target], self._logp[target] = sampled.token[found], sampled.logp[found]
             self._is_sampled[target] = True
 
     def collect(
-        self, released: Sequence[tuple[int, int]], indices: Int[np.ndarray, " B"], slots: Slots
+        self, released: Sequence[tuple[int, int]], scheduler: Scheduler, slots: Slots | None
     ) -> tuple[list[int], Rollouts] | None:
-        """The requests that have just released their last slot, with their rollouts, if any.
+        """The requests that have just been chosen for this step, with their rollouts, if any.
 
         Args:
-            released: (index of the prompt, slot) of the slots that have just become free.
-            indices: of the prompt in each slot, -1 if free.
+            released: (number of the prompt, slot) of the slots that have just become free.
             slots: as `advance` returned them.
         """
-        released = [
-            (self._number_of[index], slot) for index, slot in released if index in self._number_of
-        ]
-        if not released:
-            return None
-        rows = sharding.local_rows(len(indices), self._sharding)
-        rationale = distributed.fetch(slots.rationale)
-        for number, slot in released:  # a prompt's rollouts may be spread over several slots
-            self._rationale[number] += rationale[np.searchsorted(rows, slot)]
-        done = {number for number, _ in released}.difference(self._numbers(indices).tolist())
-        return (sorted(done), self._rollouts(sorted(done))) if done else None
+        own = [(self._place_of[n], slot) for n, slot in released if n in self._place_of]
+        if own:
+            assert slots is not None  # they were released
+            rows = sharding.local_rows(len(scheduler.indices), self._sharding)
+            rationale = distributed.fetch(slots.rationale)
+            for place, slot in own:  # a prompt's rollouts may be spread over several slots
+                self._rationale[place] += rationale[np.searchsorted(rows, slot)]
+        chosen = scheduler.chosen[self._num_collected :]
+        self._num_collected = len(scheduler.chosen)
+        done = sorted(self._place_of[n] for n in chosen if n in self._place_of)
+        for place in done:
+            del self._left[place]
+        return (done, self._rollouts(done)) if done else None
 
-    def _rollouts(self, numbers: list[int]) -> Rollouts:
+    def left(self) -> tuple[list[int], Rollouts]:
+        """The other requests, and their rollouts so far; embeddings are sums."""
+        left = list(self._left)
+        return left, dataclasses.replace(self._rollouts(left), embedding=self._rationale[left])
+
+    def _rollouts(self, places: list[int]) -> Rollouts:
         """The rollouts of some requests, each with its context in front."""
-        tokens, num_forced = self._tokens[numbers], self._num_forced[numbers][:, None, None]
+        tokens, num_forced = self._tokens[places], self._num_forced[places][:, None, None]
         is_forced = np.broadcast_to(np.arange(tokens.shape[-1]) < num_forced, tokens.shape)
-        is_valid = is_forced | self._is_sampled[numbers]
+        is_valid = is_forced | self._is_sampled[places]
         last = np.take_along_axis(tokens, is_valid.sum(-1, keepdims=True) - 1, -1)[..., 0]
-        rationale = self._rationale[numbers]
+        rationale = self._rationale[places]
         norm = np.linalg.norm(rationale, axis=-1, keepdims=True)
         return Rollouts(
             tokens=tokens,
             is_valid=is_valid,
             is_forced=is_forced,
-            logp=self._logp[numbers],
+            logp=self._logp[places],
+            age=self._age[places],
             embedding=rationale / np.maximum(norm, 1e-6),
             is_complete=np.isin(last, self._config.eos_token_ids),
         )

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, UInt8
+from jaxtyping import Array, Bool, Float, Int, Key, UInt8, UInt32
 
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import sample_token
@@ -109,7 +109,7 @@ def admit(
     params: backbone.Params,
     slots: Slots,
     prompts: Prompts,
-    rng: PRNGKeyArray,
+    draws: UInt32[Array, "N K"],
     indices: Int[Array, " N"],
     budget: Int[Array, "N G"],
     chosen: Int[Array, " B"],
@@ -120,7 +120,7 @@ def admit(
     Args:
         params: in the decode layout.
         prompts: N prompts, some of which may be padding; P is at most the slots'.
-        rng: key of all draws; the `indices` of the prompts in the step are folded in.
+        draws: data of the key of each prompt's draw, into which its index is folded.
         budget: maximum number of tokens that each rollout samples, at least 1.
         chosen: for each slot, index of its new prompt among the N / num_shards of its shard; -1 for
             none.
@@ -134,7 +134,7 @@ def admit(
     )
     logits = constrain(backbone.policy_logits(params, hidden, config), "batch", "vocab")[:, None]
     logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
-    rngs = jax.vmap(jax.random.fold_in, (None, 0))(rng, indices)
+    rngs = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(draws), indices)
     rollout = jnp.broadcast_to(jnp.arange(budget.shape[1]), budget.shape)
     first = _sample(logits, rngs, rollout, jnp.zeros_like(rollout), options)
 

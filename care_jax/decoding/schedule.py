@@ -3,7 +3,10 @@
 Prompts wait in one queue per batch shard, the shard that trains on them, shortest first. Once a
 queue is empty, a free slot takes over half of the unstarted rollouts of another slot of its shard.
 Once all queues are empty and every shard uses at most half of its slots, the number of slots is
-halved. `simulate` runs the same `Scheduler` on given lengths, without a model.
+halved. `simulation` runs the same `Scheduler` on given lengths, without a model.
+
+A step may end once enough prompts are whole, that is, have all their rollouts. The others go on in
+the next step, in the slots that they have.
 
 Letters: B slots, R rows of a slot, G rollouts of a prompt, T tokens of a rollout, N prompts of a
 prefill, P prompt tokens. `sampler` explains slots and rows.
@@ -54,7 +57,7 @@ class WaitingPrompt:
     """A waiting prompt: tokens, index in the step, image patches."""
 
     num_tokens: int
-    index: int
+    index: int  # differs from those of all other prompts, of earlier steps too
     num_patches: int
 
 
@@ -90,6 +93,7 @@ class Refill(NamedTuple):
     num_new: Int[Any, ""]  # prompts of a shard that a prefill admits
     prefill_cost: Int[Any, ""]
     num_kept: Int[Any, ""]  # slots of a shard after halving; -1 if they are not halved
+    num_free: Int[Any, ""]  # slots that are free at least when the step may end
     lost: Int[Any, ""]  # slot-steps left idle while prompts waited, since the last prefill
 
     def num_idle(
@@ -114,7 +118,7 @@ class Refill(NamedTuple):
         """Whether the call should end, after steps that left `lost` slots of `num_idle` idle.
 
         It ends at once if a prefill would be full or admit all that wait, if half of the slots
-        suffice, or if nothing is decoded.
+        suffice, if the step may end, or if nothing is decoded.
         """
         free, unstarted = self._by_shard(is_free), self._by_shard(unstarted)
         num_slots, most = is_free.shape[0], self.num_waiting.clip(max=self.num_new)
@@ -124,7 +128,7 @@ class Refill(NamedTuple):
             | (lost[1] >= num_slots)
             | ((free >= most).all() & (most > 0).any())
             | ((occupied + unstarted).max() <= self.num_kept)
-            | (free.sum() == num_slots)
+            | (free.sum() >= self.num_free)
         )
 
     def _by_shard(self, x: Shaped[Any, " B"]) -> Int[Any, " shards"]:
@@ -132,23 +136,74 @@ class Refill(NamedTuple):
 
 
 class Scheduler:
-    """The waiting prompts and those in slots, of all processes; identical on each process."""
+    """The waiting prompts and those in slots, of all processes; identical on each process.
 
-    def __init__(self, prompts: Sequence[WaitingPrompt], sizes: Sizes):
-        self._sizes = sizes
+    `chosen` are the indices of the prompts that are whole and count for this step, in the order in
+    which they became whole; `spare` of those that are whole and count for the next step.
+    """
+
+    def __init__(self, sizes: Sizes, max_age: int = 0):
+        self._sizes, self._max_age = sizes, max_age
         self._waiting: list[deque[WaitingPrompt]] = [deque() for _ in range(sizes.num_shards)]
-        for prompt in sorted(prompts):
-            self._waiting[sizes.shard_of(prompt.index)].append(prompt)
         shape = sizes.num_shards, sizes.num_slots // sizes.num_shards
         self._indices = np.full(shape, -1)  # of the prompt in each slot
         self._next = np.zeros(shape, int)  # the next rollout that the slot starts
         self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
         self._lost = 0  # as in `Refill`
+        self._age: dict[
+            int, int
+        ] = {}  # of each prompt that is not whole: steps it was carried over
+        self._num_wanted: int | None = None
+        self.chosen: list[int] = []
+        self.spare: list[int] = []
+        self.next_number = 0  # larger than all indices, and a multiple of the period
+
+    def grow_older(self) -> None:
+        """Counts a step for the prompts that are not whole."""
+        self._age = {index: age + 1 for index, age in self._age.items()}
+
+    def begin(self, prompts: Sequence[WaitingPrompt], num_wanted: int | None = None) -> None:
+        """Begins a step with further prompts, which wait behind those of earlier steps.
+
+        It ends once `num_wanted` prompts are whole, by default all. Prompts that were carried over
+        `max_age` times must be among them.
+        """
+        self._num_wanted, self.chosen, spare = num_wanted, [], self.spare
+        self.spare = []
+        self._age |= {prompt.index: 0 for prompt in prompts}
+        period, last = self._sizes.period, max((p.index for p in prompts), default=-1)
+        self.next_number = max(self.next_number, -(-(last + 1) // period) * period)
+        for prompt in sorted(prompts):
+            self._waiting[self._sizes.shard_of(prompt.index)].append(prompt)
+        for index in spare:
+            self._choose(index)
 
     @property
     def has_prompts(self) -> bool:
-        """Whether any prompt waits or is in a slot."""
-        return bool((self._indices >= 0).any() or any(self._waiting))
+        """Whether prompts are left that do not count for this step."""
+        return bool(self._age or self.spare)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step ends: enough prompts are whole, or none is left."""
+        return self._num_missing <= 0 or not self._age
+
+    @property
+    def _num_missing(self) -> int:
+        """Prompts that are not whole yet and have to be for the step to end."""
+        wanted = math.inf if self._num_wanted is None else self._num_wanted - len(self.chosen)
+        return int(max(min(wanted, len(self._age)), self._num_overdue))
+
+    @property
+    def _num_overdue(self) -> int:
+        if self._num_wanted is None:
+            return 0
+        return sum(age >= self._max_age for age in self._age.values())
+
+    def _choose(self, index: int) -> None:
+        """Counts a prompt that is whole, for this step if it has room for it."""
+        room = math.inf if self._num_wanted is None else self._num_wanted - self._num_overdue
+        (self.chosen if len(self.chosen) < room else self.spare).append(index)
 
     @property
     def indices(self) -> Int[np.ndarray, " B"]:
@@ -169,6 +224,7 @@ class Scheduler:
             np.int32(self._num_new_of_shard),
             np.int32(self._prefill_cost),
             np.int32(self._indices.shape[1] // 2 if can_halve else -1),
+            np.int32(min((self._indices < 0).sum() + self._num_missing, self._indices.size)),
             np.int32(self._lost),
         )
 
@@ -228,7 +284,35 @@ class Scheduler:
         half = self._indices.shape[1] // 2
         if not self._can_halve or any(self._waiting) or ((~is_free).sum(1) > half).any():
             return None
-        kept = np.argsort(is_free, axis=1, kind="stable")[:, :half]
+        return self._keep(half)
+
+    def compact(self) -> Int[np.ndarray, " kept"] | None:
+        """Between two steps, keeps as few slots as hold the prompts; returns them as `halve` does.
+
+        Each shard keeps as many, a power of two.
+        """
+        most = int((self._indices >= 0).sum(1).max())
+        count = min(1 << max(most - 1, 0).bit_length(), self._indices.shape[1])
+        return None if count == self._indices.shape[1] else self._keep(count)
+
+    def widen(self) -> Int[np.ndarray, " B"] | None:
+        """Restores the number of slots; returns each slot's index in its shard before, or None.
+
+        The index of a new slot is -1.
+        """
+        num_shards, before = self._indices.shape
+        missing = self._sizes.num_slots // num_shards - before
+        if not missing:
+            return None
+        kept = np.tile(np.arange(before), (num_shards, 1))
+        kept, self._indices = (
+            np.pad(x, ((0, 0), (0, missing)), constant_values=-1) for x in (kept, self._indices)
+        )
+        self._next, self._end = (np.pad(x, ((0, 0), (0, missing))) for x in (self._next, self._end))
+        return kept.ravel().astype(np.int32)
+
+    def _keep(self, count: int) -> Int[np.ndarray, " kept"]:
+        kept = np.argsort(self._indices < 0, axis=1, kind="stable")[:, :count]
         self._indices, self._next, self._end = (
             np.take_along_axis(x, kept, 1) for x in (self._indices, self._next, self._end)
         )
@@ -247,6 +331,10 @@ class Scheduler:
         slots = np.flatnonzero((self.indices >= 0) & is_free)
         released = [(int(self.indices[slot]), int(slot)) for slot in slots]
         self._indices.flat[slots] = -1
+        found = self.indices.tolist()
+        for index in dict.fromkeys(index for index, _ in released if index not in found):
+            del self._age[index]
+            self._choose(index)
         return released
 
     def _assign(self, shard: int, slot: int, index: int, begin: int, end: int) -> None:
@@ -269,119 +357,3 @@ class Scheduler:
         longest = max((queue[0].num_tokens for queue in self._waiting if queue), default=0)
         num_tokens = self._sizes.num_new * (longest + self._sizes.context_tokens)
         return num_tokens // self._sizes.num_rows + self._indices.size
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call of `sampler.advance`."""
-
-    num_steps: int
-    num_tokens: int  # sampled, including the first tokens of the prompts admitted before it
-    num_slots: int  # B
-    num_prompt_tokens: int  # P
-    # Summed over the steps:
-    prefix_tokens: int  # in the prefixes of the slots with an active row, without padding
-    suffix_tokens: int  # that the active rows attend to in their rings
-    num_active_slots: int  # with an active row
-    num_active_rows: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """The calls of decoding."""
-
-    prefills: tuple[tuple[int, int], ...]  # (tokens, patches) of each, padded, with contexts
-    calls: tuple[Call, ...]
-
-    @property
-    def num_steps(self) -> int:
-        return sum(call.num_steps for call in self.calls)
-
-
-def simulate(
-    sizes: Sizes,
-    prompts: Sequence[WaitingPrompt],
-    lengths: dict[int, Int[np.ndarray, " G"]],
-    buckets: Sequence[tuple[int, int]],
-) -> Schedule:
-    """The schedule of prompts whose responses have given lengths.
-
-    Args:
-        lengths: by index of the prompt, number of tokens that each rollout samples, at least 1.
-        buckets: (tokens, patches) that prompts are padded to, ascending; see `data.buckets`.
-    """
-    scheduler = Scheduler(prompts, sizes)
-    num_tokens_of = {prompt.index: prompt.num_tokens + sizes.context_tokens for prompt in prompts}
-    left = np.zeros((sizes.num_slots, sizes.num_rows), int)  # steps of a row's rollout; 0: idle
-    read = np.zeros_like(left)  # tokens of the rollout in the row's cache
-    samples = np.zeros_like(left)  # tokens per step: 0 if the first token ended the rollout, else 1
-    next_rollout = np.zeros(sizes.num_slots, int)  # the next rollout that the slot starts
-    prefix = np.zeros(sizes.num_slots, int)  # tokens of the slot's prompt, context included
-    num_prompt_tokens, prefills, calls = 0, [], []
-
-    def take_next(slot: int, row: int) -> None:
-        """Prefill samples the first token; reading it takes a step even if it is the last."""
-        if next_rollout[slot] < scheduler.ends[slot]:
-            steps = int(lengths[int(scheduler.indices[slot])][next_rollout[slot]]) - 1
-            left[slot, row], samples[slot, row] = max(steps, 1), steps > 0
-        next_rollout[slot] += 1
-
-    def occupy(slot: int, begin: int) -> None:
-        left[slot], read[slot], next_rollout[slot] = 0, 0, begin
-        prefix[slot] = num_tokens_of[int(scheduler.indices[slot])]
-        for row in range(sizes.num_rows):
-            take_next(slot, row)
-
-    while scheduler.has_prompts:
-        num_tokens = 0
-        while (admission := scheduler.admit()) is not None:
-            new, chosen = admission
-            size = sizes_of(new).max(0)
-            tokens, patches = next(b for b in buckets if (size <= b).all())
-            prefills.append((tokens + sizes.context_tokens, patches))
-            largest = buckets[-1][0] + sizes.context_tokens
-            num_prompt_tokens = widened(num_prompt_tokens, prefills[-1][0], largest)
-            for slot in np.flatnonzero(chosen >= 0).tolist():
-                occupy(slot, 0)
-                num_tokens += sizes.num_rollouts
-        if (shares := scheduler.share()) is not None:
-            source, first, _ = shares
-            for slot in np.flatnonzero(source >= 0).tolist():
-                occupy(slot, first[slot])
-        while (kept := scheduler.halve()) is not None:
-            shards = np.arange(len(left)).reshape(sizes.num_shards, -1)
-            slots = np.take_along_axis(shards, kept.reshape(sizes.num_shards, -1), 1).ravel()
-            left, read, samples, next_rollout, prefix = (
-                x[slots] for x in (left, read, samples, next_rollout, prefix)
-            )
-        num_steps, refill = 0, scheduler.refill
-        totals = np.zeros(4, int)  # the last four fields of the call
-        lost, num_idle, is_due = (int(refill.lost), 0), (0, 0), False
-        costs = int(refill.prefill_cost), len(left)
-        while num_steps < NUM_STEPS and not is_due:
-            is_active = left > 0
-            passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
-            for cost, spent, idle in zip(costs, lost, num_idle, strict=True):
-                passed = min(passed, math.ceil((cost - spent) / idle) if idle else passed)
-            num_steps += passed
-            num_tokens += passed * int(samples[is_active].sum())
-            num_rows, is_busy = is_active.sum(), is_active.any(1)
-            totals[:2] += passed * np.array([prefix[is_busy].sum(), (read + 1)[is_active].sum()])
-            # A row attends to its new token and to the tokens in its cache, one more each step.
-            totals[1] += passed * (passed - 1) // 2 * num_rows
-            totals[2:] += passed * np.array([is_busy.sum(), num_rows])
-            left -= passed * is_active
-            read += passed * is_active
-            for slot, row in np.argwhere(is_active & (left == 0)).tolist():
-                read[slot, row] = 0
-                take_next(slot, row)
-            state = (left == 0).all(1), np.maximum(scheduler.ends - next_rollout, 0)
-            before, num_idle = num_idle, refill.num_idle(*state)
-            lost = (
-                lost[0] + (passed - 1) * before[0] + num_idle[0],
-                lost[1] + (passed - 1) * before[1] + num_idle[1],
-            )
-            is_due = bool(refill.is_due(*state, lost))
-        calls.append(Call(num_steps, num_tokens, len(left), num_prompt_tokens, *totals.tolist()))
-        scheduler.release((left == 0).all(1), next_rollout, lost[0])
-    return Schedule(tuple(prefills), tuple(calls))

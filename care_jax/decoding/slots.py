@@ -104,6 +104,13 @@ def slot_axes(slots: Slots) -> Slots:
     )
 
 
+def idle_where(slots: Slots, is_new: Bool[Array, " B"]) -> Slots:
+    """Makes slots idle, whatever they hold."""
+    rollout = jnp.where(is_new[:, None], slots.prefix.first.shape[1], slots.rollout)
+    end = jnp.where(is_new, 0, slots.end_rollout)
+    return dataclasses.replace(slots, rollout=rollout, end_rollout=end)
+
+
 def pad_left(x: Array, axis: int, size: int) -> Array:
     """Pads an array of a prefix on the left to `size` tokens."""
     widths = [(0, 0)] * x.ndim

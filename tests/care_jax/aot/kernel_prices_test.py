@@ -7,7 +7,8 @@ import pytest
 
 from care_jax.aot import kernel_prices, shapes, step_sizes
 from care_jax.aot.kernel_prices import BANDWIDTH_SHARE, DECODE_KERNEL, decode_attention
-from care_jax.decoding.schedule import Call, Sizes
+from care_jax.decoding.schedule import Sizes
+from care_jax.decoding.simulation import Call
 from care_jax.devices.flops import CHIPS
 from care_jax.devices.sharding import make_mesh
 from care_jax.run.run import open_run

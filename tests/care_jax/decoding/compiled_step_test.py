@@ -115,7 +115,7 @@ def main(topology: str) -> None:
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places
     )
     advance = compile_decoder(run, temperature=1.0, top_p=1.0).advance
-    refill = jax.eval_shape(lambda: Scheduler((), sizes).refill)
+    refill = jax.eval_shape(lambda: Scheduler(sizes).refill)
     traced = advance.trace(params, shapes.slots(run, sizes, PROMPT), refill)
     platform = "tpu" if topology.startswith("v") else "cuda"
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()

@@ -10,7 +10,7 @@ import pytest
 from plain_decode import plain_decode
 from queued import make_answer
 
-from care_jax.decoding import sampler, schedule
+from care_jax.decoding import sampler, schedule, simulation
 from care_jax.decoding.queue import Request
 from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import WaitingPrompt
@@ -155,14 +155,14 @@ def assert_as_simulated(queue, steps, expected, requests):
         request.index: [len(tokens) for tokens, *_ in plain]
         for request, plain in zip(requests, expected, strict=True)
     }
-    simulated = schedule.simulate(queue.sizes, waiting, lengths, queue.prompts.buckets)
+    simulated = simulation.simulate(queue.sizes, waiting, lengths, queue.prompts.buckets)
     assert [call.num_steps for call in simulated.calls] == steps
     assert sum(steps) == queue.num_steps
 
 
 def test_tokens_do_not_depend_on_the_mesh(answer, expected, requests, ending, monkeypatch):
     """Prompts wait in three of four shards, and a prefill is worth it before all are free."""
-    for module in (sampler, schedule):
+    for module in (sampler, simulation):
         monkeypatch.setattr(module, "NUM_STEPS", 4)
     monkeypatch.setattr(schedule.Scheduler, "_prefill_cost", 7)
     answered, *called = answer(4, 2, make_mesh(2, 2, 2, 1))

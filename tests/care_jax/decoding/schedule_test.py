@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from care_jax.decoding import schedule as decode_schedule
-from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, simulate, widened
+from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, widened
+from care_jax.decoding.simulation import simulate
 
 BUCKETS = ((64, 16), (128, 16))
 
@@ -16,6 +17,12 @@ def sizes(num_slots=8, num_rows=2, num_rollouts=4, max_tokens=512, num_shards=1,
 def waiting(num_prompts):
     """Prompts whose lengths are in no order."""
     return [WaitingPrompt(10 + 37 * index % 50, index, 4) for index in range(num_prompts)]
+
+
+def begun(prompts, sizes):
+    scheduler = Scheduler(sizes)
+    scheduler.begin(prompts)
+    return scheduler
 
 
 def release(scheduler, is_free, begun=4, lost=0):
@@ -48,18 +55,18 @@ def admitted(scheduler):
 
 
 def test_the_shortest_prompts_are_admitted_first_and_all_slots_are_taken():
-    scheduler = Scheduler(waiting(20), sizes())
+    scheduler = begun(waiting(20), sizes())
     lengths = sorted(waiting(20))
     assert [index for _, index in admitted(scheduler)] == [prompt.index for prompt in lengths[:8]]
-    assert scheduler.admit() is None and scheduler.has_prompts
+    assert scheduler.admit() is None and not scheduler.is_over
 
 
 @pytest.mark.parametrize("num_shards", [2, 4])
 def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards):
-    scheduler = Scheduler(waiting(32), sizes(num_shards=num_shards))
+    scheduler = begun(waiting(32), sizes(num_shards=num_shards))
     per_shard = 16 // num_shards
     seen = []
-    while scheduler.has_prompts:
+    while not scheduler.is_over:
         for slot, index in admitted(scheduler):
             assert slot // (8 // num_shards) == index % 16 // per_shard
             seen.append(index)
@@ -69,7 +76,7 @@ def test_a_prompt_is_decoded_on_the_shard_that_trains_it(num_shards):
 
 def test_prompts_wait_until_a_prefill_is_worth_it():
     """A prefill has four prompts of up to 59 tokens, and costs 4 x 59 / 2 + 64 slot-steps."""
-    scheduler = Scheduler(waiting(100), sizes(64, period=100))
+    scheduler = begun(waiting(100), sizes(64, period=100))
     admitted(scheduler)
     longest = sorted(waiting(100))[64].num_tokens
     cost = 4 * longest // 2 + 64
@@ -87,7 +94,7 @@ def test_prompts_wait_until_a_prefill_is_worth_it():
 
 
 def test_the_last_prompts_are_admitted_at_once():
-    scheduler = Scheduler(waiting(65), sizes(64, period=65))
+    scheduler = begun(waiting(65), sizes(64, period=65))
     admitted(scheduler)
     some = np.arange(64) < 1
     assert is_due(scheduler, some) and release(scheduler, some) == [0]
@@ -97,19 +104,19 @@ def test_the_last_prompts_are_admitted_at_once():
     assert num_idle(scheduler, some) == (0, 0)  # nothing left to share
     assert not is_due(scheduler, np.arange(64) < 31) and is_due(scheduler, np.arange(64) < 32)
     release(scheduler, np.ones(64, bool))
-    assert not scheduler.has_prompts
+    assert scheduler.is_over
 
 
 def test_a_shard_is_refilled_and_halved_for_itself():
     """Of two shards with eight slots the first has a waiting prompt, the second none."""
     prompts = [WaitingPrompt(10, index, 4) for index in (*range(9), *range(16, 24))]
-    scheduler = Scheduler(prompts, sizes(16, num_shards=2, period=32))
+    scheduler = begun(prompts, sizes(16, num_shards=2, period=32))
     admitted(scheduler)
     first, second = np.arange(16) == 0, np.arange(16) >= 13
     assert num_idle(scheduler, first, 1) == (1, 0) and is_due(scheduler, first)
     assert num_idle(scheduler, second, 1) == (0, 3) and not is_due(scheduler, second)
     assert num_idle(scheduler, second) == (0, 0)
-    scheduler = Scheduler(prompts[1:], sizes(16, num_shards=2, period=32))
+    scheduler = begun(prompts[1:], sizes(16, num_shards=2, period=32))
     admitted(scheduler)
     assert not is_due(scheduler, np.arange(16) < 8)  # the second shard still has eight
     assert is_due(scheduler, np.arange(16) % 8 < 4)
@@ -132,7 +139,7 @@ def steps_of(lengths, num_rows=2, **changes):
 
 def test_free_slots_take_over_what_was_not_begun():
     """Two prompts of nine rollouts on four slots of two rows: seven each are left to share."""
-    scheduler = Scheduler(waiting(2), sizes(4, num_rollouts=9))
+    scheduler = begun(waiting(2), sizes(4, num_rollouts=9))
     admitted(scheduler)
     assert num_idle(scheduler, [False, False, True, True], 7) == (0, 2)
     source, begin, end = scheduler.share().tolist()
@@ -147,7 +154,7 @@ def test_free_slots_take_over_what_was_not_begun():
 
 
 def test_no_rollouts_are_shared_while_prompts_wait():
-    scheduler = Scheduler(waiting(40), sizes(16))
+    scheduler = begun(waiting(40), sizes(16))
     admitted(scheduler)
     release(scheduler, np.arange(16) == 3, 2)
     assert scheduler.share() is None and scheduler.halve() is None
@@ -155,7 +162,7 @@ def test_no_rollouts_are_shared_while_prompts_wait():
 
 def test_rollouts_are_shared_inside_a_shard():
     prompts = [WaitingPrompt(10, index, 4) for index in (0, 1, 8)]  # two of the first shard's
-    scheduler = Scheduler(prompts, sizes(8, num_rollouts=9, num_shards=2))
+    scheduler = begun(prompts, sizes(8, num_rollouts=9, num_shards=2))
     admitted(scheduler)
     source, indices = scheduler.share()[0].reshape(2, 4), scheduler.indices.reshape(2, 4)
     assert (source[0, 2:] >= 0).all() and (source[1, 1:] >= 0).all()
@@ -163,7 +170,7 @@ def test_rollouts_are_shared_inside_a_shard():
 
 
 def test_half_of_the_slots_go_when_they_are_free_in_each_shard():
-    scheduler = Scheduler(waiting(16), sizes(16, num_shards=2))
+    scheduler = begun(waiting(16), sizes(16, num_shards=2))
     admitted(scheduler)
     release(scheduler, np.arange(16) % 8 < 4)
     kept = scheduler.halve()
