@@ -109,8 +109,7 @@ class Rollouts:
     logp: Float[HostOrDevice, "B R T"]  # nats, under the policy that sampled; 0 if not sampled
     embedding: Float[HostOrDevice, "B R D"]  # unit mean of the rationale's last hidden states
     is_complete: Bool[HostOrDevice, "B R"]  # the row ended with EOS within its T tokens
-    # Updates of the policy's weights in whole steps since each token was sampled; None: 0.
-    age: Int[HostOrDevice, "B R T"] | None = None
+    age: Any = None  # Int[B R T], steps since each token was sampled; None for 0 everywhere
 
 
 @flax.struct.dataclass

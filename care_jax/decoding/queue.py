@@ -9,8 +9,8 @@ cross the network. Every process has the sizes of all waiting prompts and makes 
 They do not depend on the host's speed: the same weights and prompts give the same calls.
 
 A step may leave prompts to the next one (`InFlight`). Their rollouts go on under the next step's
-weights with the KV cache that they have, as in PipelineRL (arXiv 2509.19128). Each token is recorded
-with the probability that it was drawn with.
+weights with the KV cache that they have, as in PipelineRL (arXiv 2509.19128). Each token is
+recorded with the probability that it was drawn with.
 
 Letters: B slots, G rollouts of a prompt, T tokens of a rollout, P prompt tokens, N prompts of a
 prefill.
@@ -220,12 +220,12 @@ class DecodeQueue:
             finished = buffer.collect(released, scheduler, slots)
         self.num_steps += int(num_steps) - before
         if scheduler.has_prompts:
-            self.in_flight = self._left(buffer, draws, scheduler, slots)
+            self.in_flight = self._left_over(buffer, draws, scheduler, slots)
         del slots
         if finished is not None:
             yield finished
 
-    def _left(
+    def _left_over(
         self,
         buffer: _RolloutBuffer,
         draws: UInt32[np.ndarray, "n 2"],
@@ -245,12 +245,12 @@ class DecodeQueue:
         """A copy of the slots on the devices, as many as before."""
         if slots is None:
             return None
-        slots = jax.tree.map(
+        copied: Slots = jax.tree.map(
             lambda x: jnp.copy(jax.device_put(x, x.sharding.with_memory_kind("device"))), slots
         )
         if (kept := scheduler.widen()) is None:
-            return slots
-        return self.programs.idle(self._keep(slots, np.maximum(kept, 0)), self._put(kept < 0))
+            return copied
+        return self.programs.idle(self._keep(copied, np.maximum(kept, 0)), self._put(kept < 0))
 
     def _put(self, array: Shaped[np.ndarray, " B"]) -> jax.Array:
         """Puts one number per slot, known to all processes, on the devices."""

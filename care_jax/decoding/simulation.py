@@ -63,8 +63,8 @@ class Simulation:
         self._num_tokens_of: dict[int, int] = {}  # by index of the prompt, context included
         self._lengths: dict[int, Int[np.ndarray, " G"]] = {}
         self._num_prompt_tokens = 0  # P
-        # The slots: steps left of each row's rollout, 0 if it is idle; tokens of the rollout in the
-        # row's cache; tokens a step, 0 if the first token ended the rollout, else 1; the slot's next
+        # Steps left of each row's rollout, 0 if it is idle; tokens of the rollout in the row's
+        # cache; tokens a step, 0 if the first token ended the rollout, else 1; each slot's next
         # rollout; tokens of its prompt.
         shape = sizes.num_slots, sizes.num_rows
         self._left, self._read, self._samples = np.zeros((3, *shape), int)
