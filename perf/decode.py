@@ -2,6 +2,7 @@
 
     python -m perf.decode
     python -m perf.decode --lengths=lognormal --rows 2 4 8
+    python -m perf.decode --lengths=lognormal --steps=4
 
 Prompts have 283 tokens with a 448 x 448 image, and G = 8 rollouts each; prefill and vision tower
 are included. Response lengths are fixed and the same on both sides (EOS ends no row): "equal" is 4
@@ -11,6 +12,13 @@ cache that were fastest in a warm-up round. Both sides run in one process and al
 of consecutive runs; medians are reported.
 
 Also printed: our row steps (decode steps x rows) per sampled token, about 1 if no row is ever idle.
+
+With `--steps` that many batches are decoded in a row, each with lengths of its own. A step of ours
+leaves `--carry_over` times its prompts to the next, as `rl.carry_over` does; transformers decodes
+one batch after the other. Figures are of the steps after the first. Each is just before
+transformers' batch of that step, and ratios are of tokens per second.
+
+The last line is `row_steps <row steps a token> ratio <ratio>` of the fastest R.
 """
 
 import argparse
@@ -31,9 +39,9 @@ except ImportError:
 import transformers
 
 from care_jax.aot.lengths import draw_responses
-from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.decoding.queue import DecodePrograms, DecodeQueue, Request
 from care_jax.decoding.schedule import Sizes, WaitingPrompt
-from care_jax.decoding.simulation import simulate
+from care_jax.decoding.simulation import Schedule, Simulation
 from care_jax.devices import xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import TokenizedPrompt
@@ -96,6 +104,60 @@ class AtLengths(transformers.StoppingCriteria):
         return input_ids.shape[1] >= self.lengths.to(input_ids.device)
 
 
+class Ours:
+    """Steps of our decoding, one after the other; the prompts recur, the lengths do not.
+
+    Args:
+        lengths: of the rollouts [N, G] of each step, and of those that the first step decodes
+            beyond them.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        programs: DecodePrograms,
+        sizes: Sizes,
+        prompts: list[TokenizedPrompt],
+        lengths: list[np.ndarray],
+        more: np.ndarray,
+    ):
+        self.num_wanted = len(prompts) if len(more) else None
+        max_age = len(lengths)  # no step has to wait for a prompt
+        policy = run.policy
+        self.queue = DecodeQueue(programs, policy.prompts, sizes, DeviceClock(), max_age=max_age)
+        self.simulation = Simulation(sizes, policy.prompts.buckets, max_age)
+        self.steps = [np.concatenate([lengths[0], more]), *lengths[1:]]
+        self.prompts, self.number = prompts, 0
+
+    def step(self, params: backbone.Params, seed: int) -> tuple[float, Schedule]:
+        """(seconds, simulated schedule) of the next step."""
+        lengths, before = self.steps[self.number], self.queue.num_steps
+        prompts = [self.prompts[index % len(self.prompts)] for index in range(len(lengths))]
+        requests = [Request(i, p, limits=lengths[i]) for i, p in enumerate(prompts)]
+        in_flight = self.queue.in_flight and self.queue.in_flight.aged()
+        began = time.perf_counter()
+        key = jax.random.key(seed)
+        decoded = list(
+            self.queue.decode(
+                params, key, requests, in_flight=in_flight, num_wanted=self.num_wanted
+            )
+        )
+        seconds = time.perf_counter() - began
+        scheduler = self.simulation.scheduler
+        if self.number:
+            scheduler.grow_older()
+        first = scheduler.next_number
+        waiting = [
+            WaitingPrompt(len(p.tokens), first + i, len(p.patches)) for i, p in enumerate(prompts)
+        ]
+        lengths_of = {first + i: each for i, each in enumerate(lengths)}
+        schedule = self.simulation.step(waiting, lengths_of, self.num_wanted)
+        assert schedule.num_steps == self.queue.num_steps - before
+        assert sum(len(places) for places, _ in decoded) == len(self.prompts)
+        self.number += 1
+        return seconds, schedule
+
+
 def main() -> None:
     xla_flags.set_defaults()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -105,7 +167,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
     parser.add_argument("--slots", type=int, help="prompts in flight; by default for 32 rows")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="3, or 1 of several steps")
+    parser.add_argument("--steps", type=int, default=1, help="in a row")
+    parser.add_argument("--carry_over", type=float, default=1.0, help="with several steps")
     parser.add_argument("--batches", type=int, nargs="+", help="of prompts, for transformers")
     parser.add_argument(
         "--caches", nargs="+", default=("dynamic", "static"), help="for transformers to try"
@@ -114,13 +178,22 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
 
-    is_equal = args.lengths == "equal"
+    is_equal, is_single = args.lengths == "equal", args.steps == 1
     num_prompts = args.prompts or (4 if is_equal else 16)
+    repeats = args.repeats or (3 if is_single else 1)
     rng = np.random.default_rng(0)
-    shape = num_prompts, args.rollouts
-    lengths = np.full(shape, args.tokens)
-    if not is_equal:
-        lengths = draw_responses(shape, MEAN, CAP, rng, sigma=SIGMA)
+
+    def draw(num_prompts: int) -> np.ndarray:
+        shape = num_prompts, args.rollouts
+        return (
+            np.full(shape, args.tokens)
+            if is_equal
+            else draw_responses(shape, MEAN, CAP, rng, sigma=SIGMA)
+        )
+
+    lengths = [draw(num_prompts) for _ in range(args.steps)]
+    more = draw(0 if is_single else round(args.carry_over * num_prompts))
+    longest = int(max(each.max() for each in [*lengths, *more]))
     side = IMAGE_SIDE // 14
     run = make_run(args.dtype, side * side // 4 + 2 + NUM_TEXT, side * side)
     config = run.policy.config
@@ -129,43 +202,41 @@ def main() -> None:
     dtype = jnp.dtype(args.dtype)
     decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, dtype))(params)
     programs = compile_decoder(run, temperature=1.0, top_p=1.0, stops=False)
-    requests = [
-        Request(index, prompt, limits=limits)
-        for index, (prompt, limits) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8])
+    all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8] if is_single else [1, 2])
+    measured = range(0 if is_single else 1, args.steps)  # steps
 
-    def ours(num_rows: int, repeat: int) -> tuple[float, DecodeQueue]:
-        slots = args.slots or max(32 // num_rows, 1)
-        sizes = Sizes(slots, num_rows, args.rollouts, int(lengths.max()), 0, 1, num_prompts)
-        queue = DecodeQueue(programs, run.policy.prompts, sizes, DeviceClock())
-        began = time.perf_counter()
-        decoded = list(queue.decode(decode_params, jax.random.key(repeat), requests))
-        seconds = time.perf_counter() - began
-        assert sum(int(rollouts.is_valid.sum()) for _, rollouts in decoded) == lengths.sum()
-        return seconds, queue
+    def ours(num_rows: int) -> Ours:
+        slots = args.slots or max((32 if is_single else 64) // num_rows, 1)
+        sizes = Sizes(slots, num_rows, args.rollouts, longest, 0, 1, num_prompts)
+        return Ours(run, programs, sizes, prompts, lengths, more)
 
     num_params = sum(x.size for x in jax.tree.leaves(params))
+    tokens = np.concatenate(lengths)
     print(
         f"{num_params / 1e6:.0f}M parameters, {num_prompts} prompts of {len(prompts[0].tokens)} "
-        f"tokens, G = {args.rollouts}, {args.lengths} lengths of mean {lengths.mean():.0f}, "
-        f"longest {lengths.max()}, {args.dtype}, {torch.get_num_threads()} threads"
+        f"tokens, G = {args.rollouts}, {args.lengths} lengths of mean {tokens.mean():.0f}, "
+        f"longest {tokens.max()}, {args.dtype}, {torch.get_num_threads()} threads"
     )
+    row_steps, rates = {}, {}
     for num_rows in all_rows:
-        ours(num_rows, -1)  # compiles
-        seconds, queue = ours(num_rows, -1)
-        waiting = [WaitingPrompt(len(p.tokens), i, len(p.patches)) for i, p in enumerate(prompts)]
-        buckets = run.policy.prompts.buckets
-        schedule = simulate(queue.sizes, waiting, dict(enumerate(lengths)), buckets)
-        assert schedule.num_steps == queue.num_steps
-        row_steps = sum(call.num_steps * call.num_slots * num_rows for call in schedule.calls)
+        for _ in range(2):  # the first compiles
+            side = ours(num_rows)
+            steps = [side.step(decode_params, -1) for _ in lengths]
+            busy = side.queue.clock.busy_seconds() / sum(seconds for seconds, _ in steps)
+        calls = [call for i in measured for call in steps[i][1].calls]
+        seconds = sum(steps[i][0] for i in measured)
+        num_tokens = sum(call.num_tokens for call in calls)
+        num_steps, slots = sum(call.num_steps for call in calls), side.queue.sizes.num_slots
+        taken = sum(call.num_steps * call.num_slots * num_rows for call in calls)
+        row_steps[num_rows], rates[num_rows] = taken / num_tokens, num_tokens / seconds
         print(
-            f"R = {num_rows}: {queue.sizes.num_slots} slots, {queue.num_steps} steps, "
-            f"{row_steps / lengths.sum():.2f} row steps a token, "
-            f"{seconds:.1f} s, devices idle {1 - queue.clock.busy_seconds() / seconds:.1%}",
+            f"R = {num_rows}: {slots} slots, {num_steps / len(measured):.0f} steps, "
+            f"{row_steps[num_rows]:.2f} row steps a token, {seconds / len(measured):.1f} s, "
+            f"{rates[num_rows]:.0f} tok/s, devices idle {1 - busy:.1%}",
             flush=True,
         )
     if args.ours:
+        print(f"row_steps {row_steps[max(rates, key=rates.__getitem__)]:.2f}")
         return
 
     with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +245,7 @@ def main() -> None:
             folder, dtype=getattr(torch, args.dtype)
         ).eval()
 
-    def theirs(batch: int, cache: str, repeat: int) -> float:
+    def theirs(lengths: np.ndarray, batch: int, cache: str, repeat: int) -> float:
         torch.manual_seed(repeat)
         began = time.perf_counter()
         for start in range(0, num_prompts, batch):
@@ -203,21 +274,28 @@ def main() -> None:
     batches = args.batches or {num_prompts, max(num_prompts // 2, 1), max(num_prompts // 4, 1)}
     for batch in sorted(batches):
         for cache in args.caches:
-            candidates[batch, cache] = seconds = theirs(batch, cache, -1)
+            candidates[batch, cache] = seconds = theirs(lengths[0], batch, cache, -1)
             print(f"transformers, {batch} prompts, {cache}: {seconds:.1f} s", flush=True)
     best = min(candidates, key=candidates.get)
     ratios = {num_rows: [] for num_rows in all_rows}
-    for repeat in range(args.repeats):
-        seconds = theirs(*best, repeat)
-        line = [f"transformers {lengths.sum() / seconds:.1f} tok/s"]
-        for num_rows in all_rows:
-            seconds_ours, _ = ours(num_rows, repeat)
-            ratio, rate = seconds / seconds_ours, lengths.sum() / seconds_ours
-            ratios[num_rows].append(ratio)
-            line.append(f"R = {num_rows} {rate:.1f} ({ratio:.2f}x)")
-        print("  ".join(line), flush=True)
-    for num_rows, found in ratios.items():
-        print(f"R = {num_rows}: median ratio {statistics.median(found):.2f}")
+    for repeat in range(repeats):
+        sides = {num_rows: ours(num_rows) for num_rows in all_rows}
+        for index, drawn in enumerate(lengths):
+            found = {num_rows: side.step(decode_params, repeat) for num_rows, side in sides.items()}
+            if index not in measured:
+                continue
+            rate = drawn.sum() / theirs(drawn, *best, repeat)
+            line = [f"transformers {rate:.1f} tok/s"]
+            for num_rows, (seconds, schedule) in found.items():
+                mine = sum(call.num_tokens for call in schedule.calls) / seconds
+                ratios[num_rows].append(mine / rate)
+                line.append(f"R = {num_rows} {mine:.1f} ({mine / rate:.2f}x)")
+            print("  ".join(line), flush=True)
+    medians = {num_rows: statistics.median(found) for num_rows, found in ratios.items()}
+    for num_rows, ratio in medians.items():
+        print(f"R = {num_rows}: median ratio {ratio:.2f}")
+    fastest = max(medians, key=medians.__getitem__)
+    print(f"row_steps {row_steps[fastest]:.2f} ratio {medians[fastest]:.2f}")
 
 
 if __name__ == "__main__":

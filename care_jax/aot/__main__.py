@@ -18,7 +18,8 @@ Prints a row for every program of the stages "sft" and "rl" and of evaluations, 
 and the bytes that one chip receives, by collective, as compiled; with several slices or nodes, also
 the bytes per step that cross between them. Prompts and responses of the worst step have maximum
 length. With --mean_response, a step with drawn lengths is added, see `step_sizes` and `lengths`,
-and the rows and prompts in flight that decode it fastest, see `in_flight`.
+and the rows and prompts in flight that decode it fastest, see `in_flight`. With rl.carry_over that
+is a step after many.
 With --price, the list price of a chip hour, the last line has the least cost of all "rl" steps.
 
     python -m care_jax.aot --config=... --topology=v5e:8x8 --mean_response=600 --estimate
@@ -45,6 +46,7 @@ from ml_collections import config_flags
 from care_jax.aot.collectives import COLLECTIVES
 from care_jax.aot.compile import Fit, Program, fit
 from care_jax.aot.estimate import Estimate, assumptions, estimate, rows
+from care_jax.aot.step_sizes import StepSizes
 from care_jax.aot.topology import GPUS
 from care_jax.config import command_line
 from care_jax.devices.flops import GIB
@@ -86,6 +88,7 @@ def estimate_report(result: Estimate) -> str:
     lines = [*_table(rows(result)), "", *assumptions(result)]
     total, least = result.total, sum(result.least.values())
     lines.append(f"MFU of the updates {result.mfu:.0%}, without padding and rematerialisation")
+    lines.append(_decode_steps(result.step))
     return "\n".join([*lines, f"estimated {total:.1f} least {least:.1f}"])
 
 
@@ -158,8 +161,22 @@ def _conclusions(result: Fit) -> list[str]:
     for name, step in (("worst", result.largest), ("mean", result.expected)):
         if step is not None:
             counts = f"{step.num_microbatches} microbatches in {len(step.updates)} updates"
-            lines.append(f"The {name} step of 'rl': {counts}, train_fill {step.train_fill:.3f}.")
+            lines.append(
+                f"The {name} step of 'rl': {counts}, train_fill {step.train_fill:.3f}, "
+                f"{_decode_steps(step)}."
+            )
+    if result.carried:
+        lines.append(
+            f"rl.carry_over keeps up to {result.carried / GIB:.2f} GiB per chip of slots in host "
+            "memory during the updates."
+        )
     return lines + [_GPU_LIMITS] * _is_gpu(result)
+
+
+def _decode_steps(step: StepSizes) -> str:
+    return (
+        f"{step.decoding.num_steps} decode steps, {step.least_decode_steps:.0f} if no row were idle"
+    )
 
 
 def _step_line(result: Fit, stage: str) -> str:

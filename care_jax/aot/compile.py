@@ -105,6 +105,7 @@ class Fit:
     expected: StepSizes | None = None  # a step at the mean length, if one is given
     mean_response: float | None = None  # that mean, in tokens per response
     in_flight: InFlight | None = None  # the fastest at that mean of those that should fit
+    carried: int = 0  # bytes of a chip's slots that are in host memory between expected steps
 
     @property
     def fullest(self) -> Program:
@@ -163,7 +164,15 @@ def fit(
             f'stages must contain "sft", "rl" or "evaluate", got {tuple(config.stages)}; add one'
         )
     found = tuple(programs), decode_prompts, len(set(chips.slices)), largest, expected
-    return Fit(topology, chips.chip, mesh, *found, mean_response, in_flight)
+    carried = carried_bytes(run, expected) if expected else 0
+    return Fit(topology, chips.chip, mesh, *found, mean_response, in_flight, carried)
+
+
+def carried_bytes(run: Run, step: StepSizes) -> int:
+    """Bytes on one chip of the slots that a step leaves to the next, of the longest prompts."""
+    sizes, _ = rollout_sizes(run)
+    slots = shapes.slots(run, sizes, shapes.largest_bucket(run)[0])
+    return shapes.num_bytes(slots) * step.num_left // sizes.num_slots
 
 
 def update_program(run: Run, stage: str) -> Program:

@@ -63,6 +63,7 @@ _GATHER_SHARE = 0.5  # of the bandwidth of HBM, on TPUs
 _PRODUCT_SHARE = 0.6  # of a GPU's peak, what its products reach
 _LAUNCH = 3e-6  # seconds between two launches of a GPU's kernels
 _HOST_CALL = 4e-3  # seconds between two calls of a decode program
+_HOST_BANDWIDTH = 10e9  # bytes per second between a chip and the memory of its host, each way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Estimate:
     rates: Rates
     peaks: Peaks | None  # of a GPU
     mfu: float  # of the updates: model FLOPs, without padding and remat, by the peak
+    step: StepSizes
 
     @property
     def total(self) -> float:
@@ -121,13 +123,14 @@ def estimate(
         least[part] += sum(work.seconds(chip, mesh.size) for work in works)
         add(seconds[part], _of_step(run, name, cost, expected, chip))
     num_calls = sum(len(s.calls) for s in (expected.decoding, expected.reflecting))
-    seconds["host"]["host"] = num_calls * _HOST_CALL
+    moved = 2 * compile.carried_bytes(run, expected)  # out and in
+    seconds["host"]["host"] = num_calls * _HOST_CALL + moved / _HOST_BANDWIDTH
     trees = (plan.sizes for plan, _ in expected.updates)
     model = sum(
         update_flops(run, np.stack([each.prompt, each.patches], 1), each.branches) for each in trees
     )
     mfu = model / (chip.flops * mesh.size * sum(seconds["updates"].values()))
-    return Estimate(least, seconds, rates, peaks, mfu)
+    return Estimate(least, seconds, rates, peaks, mfu, expected)
 
 
 def _rates(kind: str, chip: Chip) -> tuple[Rates, Peaks | None]:
@@ -293,7 +296,8 @@ def assumptions(result: Estimate) -> list[str]:
     lines = [
         f"  network: what compute does not cover, at {rates.link / 1e9:.0f} GB/s, and "
         f"{rates.latency * 1e6:g} µs for a synchronous collective",
-        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program",
+        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program; what rl.carry_over "
+        f"moves, at {_HOST_BANDWIDTH / 1e9:g} GB/s",
     ]
     if peaks:
         return [

@@ -64,12 +64,10 @@ def fastest(run: Run, chip: Chip, memory: Memory, mean_response: float) -> InFli
     """The numbers that decode a step of drawn lengths fastest, of those that should fit."""
     rl = run.config.rl
     parts = sharding.num_shards(run.decode_batch_sharding)
-    sizes = rl.prompts_per_step, shapes.num_rows(run), mean_response, rl.max_response_tokens
-    drawn = step_sizes.draw(run, *sizes)
 
     def seconds(num_prompts: int, num_rows: int) -> float:
         other = _with(run, num_prompts, num_rows)
-        schedules = step_sizes.schedules(other, *drawn)
+        *schedules, _ = step_sizes.expected_schedules(other, mean_response)
         pairs = zip(rollout_sizes(other), schedules, strict=True)
         return sum(_seconds(other, chip, sizes, schedule) for sizes, schedule in pairs)
 

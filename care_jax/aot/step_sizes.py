@@ -1,7 +1,8 @@
 """Sizes of one step: the packed rows of its updates and the calls of its decoding (host).
 
 In the largest step every prompt and response has the maximum length. In the expected step lengths
-are drawn by `lengths`. All tokens of a reflected row count as sampled.
+are drawn by `lengths`. All tokens of a reflected row count as sampled. With rl.carry_over the first
+decode of the expected step is one of several that are simulated in a row.
 
 Letters: N prompts, R rows of a prompt.
 """
@@ -9,13 +10,14 @@ Letters: N prompts, R rows of a prompt.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 from jaxtyping import Int
 
 from care_jax.aot import lengths, shapes
-from care_jax.decoding.schedule import WaitingPrompt
-from care_jax.decoding.simulation import Schedule, simulate
+from care_jax.decoding.schedule import Sizes, WaitingPrompt
+from care_jax.decoding.simulation import Schedule, Simulation, simulate
 from care_jax.devices import flops
 from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
@@ -24,6 +26,7 @@ from care_jax.run.run import Run
 from care_jax.stages.answering import answering_sizes
 
 _SEED = 0  # of the drawn lengths: all means and topologies get the same prompts
+_NUM_STEPS, _NUM_STEADY = 7, 5  # simulated with rl.carry_over; the last of them are steady
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,8 @@ class StepSizes:
     updates: tuple[tuple[RowPlan, Packed], ...]  # packed rows, and the size of their forward
     decoding: Schedule  # of the first decode
     reflecting: Schedule  # of the second, as if every prompt were repaired
+    num_rows: int  # in flight in the first decode, over all chips
+    num_left: int = 0  # most slots that the first decode leaves to the next step
 
     @property
     def train_fill(self) -> float:
@@ -45,6 +50,11 @@ class StepSizes:
         """Microbatches of all updates."""
         return sum(plan.num_microbatches for plan, _ in self.updates)
 
+    @property
+    def least_decode_steps(self) -> float:
+        """Steps of the first decode if no row were ever idle."""
+        return sum(call.num_tokens for call in self.decoding.calls) / self.num_rows
+
 
 def largest_step(run: Run) -> StepSizes:
     """A step in which prompts fill the largest bucket and responses have maximum length."""
@@ -52,7 +62,7 @@ def largest_step(run: Run) -> StepSizes:
     prompts, responses = shapes.largest_update(run)
     update = plan_update(run, "rl", prompts, responses)
     whole = (np.tile(part, (num_updates, 1)) for part in (prompts, responses))
-    return StepSizes((update,) * num_updates, *schedules(run, *whole))
+    return StepSizes((update,) * num_updates, *schedules(run, *whole), _num_rows(run))
 
 
 def expected_step(run: Run, mean_response: float) -> StepSizes:
@@ -61,14 +71,87 @@ def expected_step(run: Run, mean_response: float) -> StepSizes:
     `mean_response` is in tokens, before clipping to rl.max_response_tokens.
     """
     rl = run.config.rl
-    prompts, responses = draw(
-        run, rl.prompts_per_step, shapes.num_rows(run), mean_response, rl.max_response_tokens
-    )
+    prompts, responses = _draw_step(run, mean_response)
     updates = tuple(
         plan_update(run, "rl", prompts[part], responses[part])
         for part in np.arange(rl.prompts_per_step).reshape(-1, rl.prompts_per_update)
     )
-    return StepSizes(updates, *schedules(run, prompts, responses))
+    decoding, reflecting, num_left = expected_schedules(run, mean_response)
+    return StepSizes(updates, decoding, reflecting, _num_rows(run), num_left)
+
+
+def expected_schedules(run: Run, mean_response: float) -> tuple[Schedule, Schedule, int]:
+    """The schedules of the expected step, and `StepSizes.num_left`."""
+    decoding, reflecting = schedules(run, *_draw_step(run, mean_response))
+    if not run.config.rl.carry_over:
+        return decoding, reflecting, 0
+    decoding, num_left = _steady(run, mean_response)
+    return decoding, reflecting, num_left
+
+
+def _draw_step(
+    run: Run, mean_response: float
+) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
+    rl = run.config.rl
+    sizes = rl.prompts_per_step, shapes.num_rows(run), mean_response, rl.max_response_tokens
+    return draw(run, *sizes)
+
+
+def _steady(run: Run, mean_response: float) -> tuple[Schedule, int]:
+    """The first decode of a typical step with rl.carry_over, as many steps after the first.
+
+    Of the last steps that are simulated, it is the one with the median number of decode steps.
+
+    Returns:
+        the schedule, and the most slots that one of these steps leaves to the next.
+    """
+    rl, (sizes, _) = run.config.rl, rollout_sizes(run)
+    simulation = Simulation(sizes, _buckets(run), rl.max_age)
+    scheduler, found = simulation.scheduler, []
+    for step in range(_NUM_STEPS):
+        indices = np.arange(rl.prompts_per_step)
+        if step == 0:
+            indices = np.concatenate([indices, len(indices) + _spread(sizes, num_carried(run))])
+        else:
+            scheduler.grow_older()
+        indices += scheduler.next_number
+        draws = len(indices), sizes.num_rollouts, mean_response, rl.max_response_tokens
+        prompts, responses = draw(run, *draws, seed=_SEED + step)
+        waiting = _waiting(prompts, indices)
+        lengths_of = dict(zip(indices.tolist(), responses, strict=True))
+        schedule = simulation.step(waiting, lengths_of, rl.prompts_per_step)
+        found.append((schedule.num_steps, step, schedule, len(scheduler.indices)))
+    steady = sorted(found[-_NUM_STEADY:])
+    return steady[_NUM_STEADY // 2][2], max(num_left for *_, num_left in steady)
+
+
+def num_carried(run: Run) -> int:
+    """Prompts in flight between two steps, equally many on every shard."""
+    rl, shards = run.config.rl, rollout_sizes(run)[0].num_shards
+    return math.ceil(rl.carry_over * rl.prompts_per_step / shards) * shards
+
+
+def _spread(sizes: Sizes, count: int) -> Int[np.ndarray, " count"]:
+    """The lowest indices that are equally many on every shard."""
+    per_shard = sizes.period // sizes.num_shards
+    number, shard = np.divmod(np.arange(count), sizes.num_shards)
+    return number // per_shard * sizes.period + shard * per_shard + number % per_shard
+
+
+def _num_rows(run: Run) -> int:
+    sizes, _ = rollout_sizes(run)
+    return sizes.num_slots * sizes.num_rows
+
+
+def _buckets(run: Run) -> list[tuple[int, int]]:
+    return sorted(map(tuple, run.config.data.buckets))
+
+
+def _waiting(
+    prompts: Int[np.ndarray, "N 2"], indices: Int[np.ndarray, " N"]
+) -> list[WaitingPrompt]:
+    rows = np.column_stack([prompts[:, 0], indices, prompts[:, 1]])
+    return [WaitingPrompt(*row) for row in rows.tolist()]
 
 
 def largest_evaluation(run: Run) -> Schedule:
@@ -79,7 +162,7 @@ def largest_evaluation(run: Run) -> Schedule:
     lengths_of = dict.fromkeys(
         range(sizes.num_slots), np.full(sizes.num_rollouts, sizes.max_tokens)
     )
-    return simulate(sizes, waiting, lengths_of, sorted(map(tuple, run.config.data.buckets)))
+    return simulate(sizes, waiting, lengths_of, _buckets(run))
 
 
 def largest_imitation(run: Run) -> tuple[int, Packed]:
@@ -110,14 +193,14 @@ def expected_imitation(run: Run, mean_response: float) -> tuple[int, Packed]:
 
 
 def draw(
-    run: Run, num_prompts: int, num_rows: int, mean: float, cap: int
+    run: Run, num_prompts: int, num_rows: int, mean: float, cap: int, seed: int = _SEED
 ) -> tuple[Int[np.ndarray, "N 2"], Int[np.ndarray, "N R"]]:
     """Tokens and patches of N prompts, and tokens of R responses to each; deterministic.
 
     Responses have `mean` tokens on average before they are clipped to `cap`.
     """
     data, vision = run.config.data, run.policy.config.vision
-    rng = np.random.default_rng(_SEED)
+    rng = np.random.default_rng(seed)
     prompts = lengths.draw_prompts(
         num_prompts,
         data.buckets,
@@ -162,12 +245,8 @@ def schedules(
 
     Sampled tokens of a reflected row are clipped to what the longest context leaves.
     """
-    buckets = sorted(map(tuple, run.config.data.buckets))
+    buckets, waiting = _buckets(run), _waiting(prompts, np.arange(len(prompts)))
     first, second = rollout_sizes(run)
-    waiting = [
-        WaitingPrompt(int(tokens), index, int(patches))
-        for index, (tokens, patches) in enumerate(prompts)
-    ]
     rollouts, reflected = np.split(responses, [first.num_rollouts], axis=1)
     decoding = simulate(first, waiting, dict(enumerate(rollouts)), buckets)
     if not reflected.size:
