@@ -174,6 +174,7 @@ class Groups:
     prompts: Shaped[np.ndarray, " B"] = _UNKNOWN  # a `TokenizedPrompt` per prompt
     sources: Shaped[np.ndarray, " B"] = _UNKNOWN  # names of the data sources
     sizes: Int[np.ndarray, "B 2"] = _UNKNOWN  # tokens and image patches of each prompt
+    position: Int[np.ndarray, " B"] | None = None  # of each prompt in the stream of examples
     rollouts: Rollouts = _UNKNOWN  # of all rows, the reflected one last
     scores: Scores = _UNKNOWN
     texts: Shaped[np.ndarray, "B R"] = _UNKNOWN  # of the responses

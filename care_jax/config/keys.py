@@ -217,6 +217,8 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("rl.objective", tuple(OBJECTIVES), FIXED),
     ("rl.num_rollouts", "[2, inf)", FIXED),
     ("rl.prompts_per_* rl.max_response_tokens", "[1, inf)", FIXED),
+    ("rl.carry_over", "[0, 1]", FIXED),
+    ("rl.max_age", "[1, inf)", FIXED),
     ("rl.temperature", "(0, inf)", FIXED),
     ("rl.top_p", "(0, 1]", FIXED),
     ("rl.format_weight", "[0, 1]", FIXED),

@@ -41,6 +41,7 @@ class Batches:
             is nearly all of the work and runs in parallel in threads. Processes would have to
             transfer megabytes, which took longer than preparing them.
         left_out: counts unusable examples by reason; `iterate` counts up to two batches ahead.
+        offset: position of the first batch in the stream of examples.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Batches:
         rows: Iterable[int] | None = None,
         num_workers: int = 1,
         left_out: Counter[str] | None = None,
+        offset: int = 0,
     ):
         if not len(examples):
             raise ValueError("expected a source with examples, got an empty one; check its path")
@@ -72,11 +74,19 @@ class Batches:
         self._stream = grain.MapDataset.mix(list(map(grain.MapDataset.source, streams)), weights)
         self._batch_size = batch_size
         self._rows = range(batch_size) if rows is None else [int(row) for row in rows]
-        self._num_workers = num_workers
+        self._num_workers, self._offset = num_workers, offset
 
     def batch(self, step: int) -> _Batch:
         """The examples of a step and their prompts, a pure function of the step."""
-        indices = [step * self._batch_size + row for row in self._rows]
+        return self.at(self.positions(step))
+
+    def positions(self, step: int) -> list[int]:
+        """Positions of a step's examples in the stream."""
+        return [self._offset + step * self._batch_size + row for row in self._rows]
+
+    def at(self, positions: Iterable[int]) -> _Batch:
+        """The examples at positions of the stream, and their prompts."""
+        indices = [int(position) for position in positions]
         if self._num_workers == 1:
             pairs = list(map(self._stream.__getitem__, indices))
         else:

@@ -119,6 +119,7 @@ class InFlight:
     """What a step leaves to the next one. The next step does not change it, so it can be saved."""
 
     requests: Sequence[Request]  # of this process, in order
+    places: Int[np.ndarray, " n"]  # of these among all requests of the call
     numbers: Int[np.ndarray, " n"]  # of these requests, see `DecodeQueue`
     draws: UInt32[np.ndarray, "n 2"]  # data of the key of each request's draw
     rollouts: Rollouts  # of these requests so far, as numpy; embeddings are sums
@@ -239,7 +240,20 @@ class DecodeQueue:
             slots = jax.device_put(slots, sharding.on_host(sharding.of(slots)))
         left, rollouts = buffer.left()
         requests, numbers = [buffer.requests[i] for i in left], buffer.numbers[left]
-        return InFlight(requests, numbers, draws[left], rollouts, scheduler, slots)
+        left = np.array(left, int)
+        return InFlight(requests, left, numbers, draws[left], rollouts, scheduler, slots)
+
+    def slots_like(self, num_slots: int, num_prompt_tokens: int) -> Slots:
+        """Shapes and shardings of so many slots, of prompts of this length."""
+        options = self.programs.options
+        sizes, dtype = dataclasses.replace(self.sizes, num_slots=num_slots), options.dtype
+        attention = options.attention.steps
+        empty = jax.eval_shape(
+            lambda: empty_slots(options.config, sizes, num_prompt_tokens, dtype, attention)
+        )
+        axes = slot_axes(empty)
+        shardings = sharding.param_shardings(axes, empty, options.rules, options.mesh)
+        return sharding.abstract(empty, shardings)
 
     def _restored(self, slots: Slots | None, scheduler: Scheduler) -> Slots | None:
         """A copy of the slots on the devices, as many as before."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,9 +150,7 @@ class Scheduler:
         self._next = np.zeros(shape, int)  # the next rollout that the slot starts
         self._end = np.zeros(shape, int)  # end (exclusive) of the slot's range of rollouts
         self._lost = 0  # as in `Refill`
-        self._age: dict[
-            int, int
-        ] = {}  # of each prompt that is not whole: steps it was carried over
+        self._age: dict[int, int] = {}  # of prompts that are not whole: steps since they came
         self._num_wanted: int | None = None
         self.chosen: list[int] = []
         self.spare: list[int] = []
@@ -177,6 +175,27 @@ class Scheduler:
             self._waiting[self._sizes.shard_of(prompt.index)].append(prompt)
         for index in spare:
             self._choose(index)
+
+    def saved(self) -> dict[str, Any]:
+        """The state between two steps, in JSON types; `restore` takes it."""
+        return {
+            "indices": self._indices.tolist(),
+            "next": self._next.tolist(),
+            "end": self._end.tolist(),
+            "lost": self._lost,
+            "age": list(self._age.items()),
+            "spare": self.spare,
+            "next_number": self.next_number,
+            "waiting": [[dataclasses.astuple(p) for p in queue] for queue in self._waiting],
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes over the state of another scheduler of these sizes."""
+        names = "indices", "next", "end"
+        self._indices, self._next, self._end = (np.array(saved[name]) for name in names)
+        self._lost, self.next_number = saved["lost"], saved["next_number"]
+        self._age, self.spare = dict(map(tuple, saved["age"])), list(saved["spare"])
+        self._waiting = [deque(WaitingPrompt(*p) for p in queue) for queue in saved["waiting"]]
 
     @property
     def has_prompts(self) -> bool:

@@ -42,6 +42,8 @@ METRICS = (
     ("kl_ref", "KL estimate (k3) from the policy to the reference, in nats per token."),
     ("kl_old", "KL estimate (k3) from the policy to the one that sampled, in nats per token."),
     ("clip_rate", "Share of tokens with an advantage whose surrogate is clipped."),
+    ("age/*", "Share of the sampled tokens that were drawn so many steps before their update."),
+    ("oldest_age", "Steps between the draw of the oldest sampled token and its update."),
     ("clip_rate_negative_answer", "clip_rate over the answer tokens of negatives."),
     ("rationale_share", "Share of the positive advantage that falls on rationale tokens."),
     ("anchor_rate", "Share of prompts with a correct anchor and negatives to contrast with it."),

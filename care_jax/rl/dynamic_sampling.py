@@ -22,7 +22,7 @@ from care_jax.devices import distributed
 from care_jax.method import advantages
 from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.rewards.verifier import Verifier
-from care_jax.rl.rollout import RolloutPrograms, asked, roll_out
+from care_jax.rl.rollout import CarriedOver, RolloutPrograms, asked, roll_out
 from care_jax.run.run import Run
 from models import backbone
 
@@ -35,6 +35,7 @@ def draw_groups(
     first: tuple[int, list[Example], list[TokenizedPrompt]],
     index: Int[np.ndarray, " B"],
     verifier: Verifier,
+    carried: CarriedOver | None = None,
 ) -> list[Groups]:
     """The rollout batches of a step: one, or with DAPO as many as fill it with mixed groups.
 
@@ -45,11 +46,14 @@ def draw_groups(
         params: in the decode layout.
         first: the step, and the examples and tokenised prompts of its first draw.
         index: of this process's prompts in a batch.
+        carried: see `roll_out`; each draw carries over to the next.
     """
 
     def draw(number: int, examples: list[Example], prompts: list[TokenizedPrompt]) -> Groups:
         rng = jax.random.fold_in(jax.random.key(run.config.seed), number)
-        return roll_out(run, programs, params, rng, asked(index, examples, prompts), verifier)
+        positions = None if carried is None else batches.positions(number)
+        groups = asked(index, examples, prompts, positions)
+        return roll_out(run, programs, params, rng, groups, verifier, carried)
 
     draws = [draw(*first)]
     while len(draws) < run.objective.max_tries and is_judged(draws) and not is_full(draws):

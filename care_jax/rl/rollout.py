@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from care_jax.decoding.queue import (
     NO_CONTEXT,
     DecodePrograms,
     DecodeQueue,
+    InFlight,
     Request,
     compile_decoding,
 )
@@ -45,15 +47,17 @@ from care_jax.run.run import Run
 from models import backbone
 
 Decode = Callable[..., Iterator[tuple[list[int], Rollouts]]]
+_DECODED = "rollouts", "scores", "texts", "reasons", "components"  # fields of decoded groups
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPrograms:
     """The compiled functions of a rollout, see `compile_rollout`."""
 
-    # (params, rng, requests) -> indices of requests with G rollouts of each, in order of
+    # (params, rng, requests, ...) -> indices of requests with G rollouts of each, in order of
     # completion; see `decoding.queue.DecodeQueue.decode`.
     decode: Decode
+    queue: DecodeQueue  # of `decode`
     reflect: Decode  # likewise, one rollout per request, after the request's context
     select: Callable[..., Subgroup]  # (rollouts, scores, rng, index [B]) -> Subgroup
 
@@ -134,7 +138,8 @@ def compile_rollout(
     rl, care = run.config.rl, run.config.care
     programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
     first, second = (
-        DecodeQueue(programs, run.policy.prompts, sizes, clock) for sizes in rollout_sizes(run)
+        DecodeQueue(programs, run.policy.prompts, sizes, clock, max_age=rl.max_age)
+        for sizes in rollout_sizes(run)
     )
 
     def select(rollouts, scores, rng, index):
@@ -142,19 +147,50 @@ def compile_rollout(
         settings = {key: care[key] for key in ("K", "M", "rule", "anchor_rule")}
         return credit.select_subgroups(rollouts, scores, rngs, **settings)
 
-    return RolloutPrograms(decode=first.decode, reflect=second.decode, select=jax.jit(select))
+    return RolloutPrograms(
+        decode=first.decode,
+        queue=first,
+        reflect=second.decode,
+        select=jax.jit(select),
+    )
+
+
+@dataclasses.dataclass
+class CarriedOver:
+    """This process's prompts that a rollout batch left to the next, see `carry_over`."""
+
+    groups: Groups  # with their positions in the stream of examples
+    in_flight: InFlight | None = None  # None before the first step
+
+    def copy(self) -> CarriedOver:
+        """The same prompts, for a step that may be broken off."""
+        return dataclasses.replace(self)
+
+    def aged(self) -> CarriedOver:
+        """The same prompts, one step later."""
+        assert self.in_flight is not None  # a step was decoded
+        return CarriedOver(self.groups, self.in_flight.aged())
+
+    def leave(self, pool: Groups, in_flight: InFlight) -> Groups:
+        """Keeps the prompts of `pool` that are in flight; returns the others."""
+        self.groups, self.in_flight = pool.take(in_flight.places), in_flight
+        return pool.take(np.setdiff1d(np.arange(len(pool.index)), in_flight.places))
 
 
 def asked(
-    index: Int[np.ndarray, " B"], examples: Sequence[Example], prompts: Sequence[TokenizedPrompt]
+    index: Int[np.ndarray, " B"],
+    examples: Sequence[Example],
+    prompts: Sequence[TokenizedPrompt],
+    position: Sequence[int] | Int[np.ndarray, " B"] | None = None,
 ) -> Groups:
-    """Groups with their questions, before decoding."""
+    """Groups with their questions, before decoding; `position` is theirs in the stream."""
     return Groups(
         index=np.asarray(index, np.int32),
         examples=np.array(examples, object),
         prompts=np.array(prompts, object),
         sources=np.array([example.source for example in examples], object),
         sizes=prompt_sizes(prompts),
+        position=None if position is None else np.asarray(position),
     )
 
 
@@ -167,7 +203,9 @@ def gather_groups(groups: Groups) -> Groups:
     numbers = Groups(
         index=groups.index,
         sizes=groups.sizes,
-        rollouts=dataclasses.replace(groups.rollouts, tokens=None, logp=None, embedding=None),
+        rollouts=dataclasses.replace(
+            groups.rollouts, tokens=None, logp=None, embedding=None, age=None
+        ),
         scores=dataclasses.replace(groups.scores, is_think=None, is_answer=None),
         subgroup=groups.subgroup,
         has_reflection=groups.has_reflection,
@@ -189,19 +227,26 @@ def roll_out(
     rng: PRNGKeyArray,
     groups: Groups,
     verifier: Verifier,
+    carried: CarriedOver | None = None,
 ) -> Groups:
     """The groups with rollouts, scores and subgroups: decodes, verifies, selects and reflects.
 
-    `params` are in the decode layout; `rng` is the key of this step.
+    `params` are in the decode layout; `rng` is the key of this step. With `carried`, the groups are
+    those of its prompts and of `groups` that are whole first, as many as `groups`; `carried` then
+    has the others.
 
     Raises:
         distributed.Preempted: the run was preempted; the step is discarded.
     """
     decode_rng, select_rng, reflect_rng = jax.random.split(rng, 3)
-    requests = [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
-    decoded = programs.decode(params, decode_rng, requests)
-    rows = verify(run, decoded, groups.examples, verifier)
-    assert rows is not None  # every process has prompts
+    if carried is None:
+        decoded = programs.decode(params, decode_rng, _requests(groups))
+        rows = verify(run, decoded, groups.examples, verifier)
+        assert rows is not None  # every process has prompts
+    else:
+        groups = _decode_pool(run, programs, params, decode_rng, groups, verifier, carried)
+        rows = Groups(**{name: getattr(groups, name) for name in _DECODED})
+    requests = _requests(groups)
     subgroup = programs.select(rows.rollouts, rows.scores, select_rng, groups.index)
     subgroup = jax.device_get(subgroup)
     # A group without any verdict has no failure to rescue.
@@ -224,9 +269,58 @@ def roll_out(
             has_reflection[index[~is_judged]] = False
             index, reflected = index[is_judged], reflected.take(is_judged)
         rows = _with_reflected(run, rows, reflected, index)
-    names = "rollouts", "scores", "texts", "reasons", "components"
-    found = {name: getattr(rows, name) for name in names}
+    found = {name: getattr(rows, name) for name in _DECODED}
     return dataclasses.replace(groups, subgroup=subgroup, has_reflection=has_reflection, **found)
+
+
+def _requests(groups: Groups) -> list[Request]:
+    return [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
+
+
+def _decode_pool(
+    run: Run,
+    programs: RolloutPrograms,
+    params: backbone.Params,
+    rng: PRNGKeyArray,
+    groups: Groups,
+    verifier: Verifier,
+    carried: CarriedOver,
+) -> Groups:
+    """As many groups as `groups`, decoded and verified, of these and of those in `carried`."""
+    index, num_prompts = groups.index, run.config.rl.prompts_per_step
+    pool, flight = Groups.concatenate([carried.groups, groups]), carried.in_flight
+    new = pool if flight is None else groups
+    goal: Any = {"in_flight": flight, "num_wanted": num_prompts}
+    decoded = programs.decode(params, rng, _requests(new), **goal)
+    rows = verify(run, decoded, pool.examples, verifier)
+    left = programs.queue.in_flight
+    assert left is not None  # more prompts are decoded than are wanted
+    whole = carried.leave(pool, left)
+    if rows is not None:
+        whole = dataclasses.replace(whole, **{name: getattr(rows, name) for name in _DECODED})
+    return _share_out(whole, index, num_prompts)
+
+
+def _share_out(groups: Groups, index: Int[np.ndarray, " B"], num_prompts: int) -> Groups:
+    """Gives every process as many groups as it trains on, of the `num_prompts` of all processes.
+
+    Each keeps its own, in order; what one has too many moves to those that have too few. `index`
+    are the indices in the step that this process's groups get.
+    """
+    if jax.process_count() == 1:
+        return dataclasses.replace(groups, index=index)
+    held = distributed.gather_json([index.tolist(), len(groups.index)])
+    free = [place for places, count in held for place in places[count:]]
+    surplus = [max(count - len(places), 0) for places, count in held]
+    first, process = sum(surplus[: jax.process_index()]), jax.process_index()
+    rows = index.tolist()[: len(groups.index)] + free[first : first + surplus[process]]
+    # A process may have none, and then not the fields of the others.
+    boxed = np.empty(len(rows), object)
+    boxed[:] = [groups.take(slice(row, row + 1)) for row in range(len(rows))]
+    boxed = distributed.exchange_rows(
+        boxed, np.array(rows, int), num_prompts, moved=sorted(free), wanted=index.tolist()
+    )
+    return dataclasses.replace(Groups.concatenate(boxed[index].tolist()), index=index)
 
 
 def verify(

@@ -107,6 +107,7 @@ class StepLog:
                 "train_seconds": training,
                 "device_idle": 1 - busy / (self._tail + rolling + training),
             }
+            | ages_of(run, groups)
             | fill_of(plans)
             | utilisation(run, everyone, training)
         )
@@ -167,6 +168,19 @@ def utilisation(run: Run, groups: Groups, seconds: float) -> dict[str, float]:
     rate = update_flops(run, groups.sizes, groups.num_trained) / seconds / run.mesh.size
     peak = PEAK_FLOPS.get(run.mesh.devices.flat[0].device_kind)
     return {"train_tflops_per_second": rate / 1e12} | ({"train_mfu": rate / peak} if peak else {})
+
+
+def ages_of(run: Run, groups: Groups) -> dict[str, float]:
+    """Shares of the sampled tokens by their age in steps, and that of the oldest one."""
+    if not run.config.rl.carry_over:
+        return {}
+    is_sampled = groups.rollouts.is_valid & ~groups.rollouts.is_forced
+    counts = distributed.gather_json(np.bincount(groups.rollouts.age[is_sampled]).tolist())
+    total = np.zeros(max(map(len, counts)), int)
+    for each in counts:
+        total[: len(each)] += each
+    shares = {f"age/{age}": float(n / total.sum()) for age, n in enumerate(total)}
+    return shares | {"oldest_age": len(total) - 1}
 
 
 def fill_of(plans: Sequence[RowPlan]) -> dict[str, float]:

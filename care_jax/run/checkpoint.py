@@ -42,6 +42,14 @@ class Restored(NamedTuple):
     data_position: int  # examples or batches (the unit of the data pipeline) already consumed
     rng: int  # the seed from which the run derives every random key, see `devices.streams`
     metadata: dict[str, Any]  # as saved, JSON types
+    in_flight: dict[str, Any] | None  # description of `InFlightSave`
+
+
+class InFlightSave(NamedTuple):
+    """Unfinished work that is saved beside the state."""
+
+    arrays: dict[str, Any]
+    description: dict[str, Any]  # JSON types
 
 
 class _Manager(ocp.CheckpointManager):
@@ -116,6 +124,7 @@ class Checkpoints:
         handlers = {
             "state": ocp.StandardCheckpointHandler(),
             "progress": ocp.JsonCheckpointHandler(),
+            "in_flight": ocp.StandardCheckpointHandler(),
         }
         self._manager = _Manager(self.folder, options=options, item_handlers=handlers)
         self._values = {step: self._manager.metrics(step) or {} for step in self.steps}
@@ -158,6 +167,7 @@ class Checkpoints:
         rng: int,
         metadata: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
+        in_flight: InFlightSave | None = None,
     ) -> None:
         """Saves one step, which must be later than all saved steps.
 
@@ -174,7 +184,11 @@ class Checkpoints:
         self.wait()  # the callback of the last save reads `_saving`
         self._saving = step
         self._values[step] = dict(metrics or {})
-        items = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave(progress)}
+        items: dict[str, Any] = {"state": ocp.args.StandardSave(state)}
+        if in_flight is not None:
+            progress["in_flight"] = in_flight.description
+            items["in_flight"] = ocp.args.StandardSave(in_flight.arrays)
+        items["progress"] = ocp.args.JsonSave(progress)
         with self._with_os_errors():
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=self._values[step])
 
@@ -213,8 +227,25 @@ class Checkpoints:
         items = {"state": ocp.args.StandardRestore(abstract_state)}
         state = self._manager.restore(step, args=ocp.args.Composite(**items))["state"]
         return Restored(
-            state, step, progress["data_position"], progress["rng"], progress["metadata"]
+            state,
+            step,
+            progress["data_position"],
+            progress["rng"],
+            progress["metadata"],
+            progress.get("in_flight"),
         )
+
+    def restore_in_flight(self, shapes: Any, step: int) -> dict[str, Any]:
+        """The arrays that were saved as `in_flight` with a restored step; see `restore`."""
+        args = ocp.args.Composite(in_flight=ocp.args.StandardRestore(shapes))
+        try:
+            return self._manager.restore(step, args=args)["in_flight"]
+        except ValueError as error:
+            raise ValueError(
+                f"checkpoint {step} in {self.folder} has unfinished rollouts of other sizes "
+                f"({str(error).splitlines()[0]}); resume with the rl.decode_prompts, "
+                "rl.decode_rows, data.buckets and mesh that it was saved with"
+            ) from error
 
     def restore_params(self, abstract_params: Any, step: int) -> Any:
         """Restores only the entry "params" of a saved state, see `restore`."""

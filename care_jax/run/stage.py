@@ -31,7 +31,7 @@ from care_jax.prompts.builder import TokenizedPrompt
 from care_jax.report.console import Pace, format_line, print_line, progress
 from care_jax.report.metrics import host_usage, on_host
 from care_jax.rewards.failures import RewardFailed
-from care_jax.run.checkpoint import Checkpoints
+from care_jax.run.checkpoint import Checkpoints, InFlightSave
 from care_jax.run.guards import SkippedUpdates, StateCheck, UpdateBatch
 from care_jax.run.run import Run, open_checkpoints
 from models.attention.packed import AttentionImpl
@@ -65,12 +65,14 @@ def open_stage(
         RewardFailed: the reward function fails; the current state is saved.
     """
     with open_checkpoints(run, name) as checkpoints:
-        start, metadata = 0, {}
+        start, metadata, in_flight = 0, {}, None
         if checkpoints.latest_step is not None:
             restored = checkpoints.restore(sharding.abstract(state))
             state, start, metadata = restored.state, restored.data_position, restored.metadata
+            in_flight = restored.in_flight
+            del restored
         run.metrics.begin(name, start)
-        stage = Stage(run, name, checkpoints, state, nll, evaluate, remake, start)
+        stage = Stage(run, name, checkpoints, state, nll, evaluate, remake, start, in_flight)
         del state
         stage.begin(metadata)
         try:
@@ -89,7 +91,8 @@ class Stage:
     """One training stage, as `open_stage` yields it.
 
     `state` is the current one. `start` is 0 or the step of the restored checkpoint. `num_done`
-    steps are done. `counters` are sums saved with every checkpoint.
+    steps are done. `counters` are sums saved with every checkpoint. `unfinished` gives what else
+    is saved.
     """
 
     run: Run
@@ -100,6 +103,8 @@ class Stage:
     evaluate: Evaluate | None
     remake: Callable[[int], UpdateBatch] | None
     start: int
+    in_flight: dict[str, Any] | None = None  # of the restored checkpoint, see `Restored`
+    unfinished: Callable[[], InFlightSave | None] = lambda: None
 
     def __post_init__(self):
         section = self.run.config[self.name]
@@ -210,6 +215,7 @@ class Stage:
             self.run.config.seed,
             {**self.counters, **self._check.saved()},
             metrics if step == self.num_done else None,
+            self.unfinished(),
         )
 
     def _loss(self) -> float | None:

@@ -23,6 +23,7 @@ from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.learning.train_step import TrainState, train_step
 from care_jax.report.console import show_part
+from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
 from care_jax.rl.rollout import compile_rollout, gather_groups, rollout_sizes
 from care_jax.rl.step_metrics import StepLog
@@ -65,6 +66,7 @@ def train(
         rows=index,
         num_workers=run.config.data.num_workers,
         left_out=run.metrics.counter("rl", "left_out"),
+        offset=carry_over.num_carried(run),
     )
     with (
         verifier_of(run) as verifier,
@@ -72,12 +74,17 @@ def train(
     ):
         del state  # the stage holds it, or has restored another
         log = StepLog(run, stage, clock, verifier, learning_rate_at)
+        carried = carry_over.begin(run, rollout.queue, batches, stage)
+        stage.unfinished = lambda: carry_over.save(carried)
         for step, questions, prompts in stage.steps(batches):
             log.begin(step)
+            going_on = carried and carried.copy()
             decode_params = programs.to_decode_layout(stage.state.params)
             first = step, questions, prompts
             show_part("prefill")
-            draws = draw_groups(run, rollout, decode_params, batches, first, index, verifier)
+            draws = draw_groups(
+                run, rollout, decode_params, batches, first, index, verifier, going_on
+            )
             del decode_params  # frees memory for the update
             log.rolled_out(step)
 
@@ -99,6 +106,7 @@ def train(
                 updates += stage.read()
 
             log.write(step, draws, groups, everyone, plans, updates)
+            carried = going_on and going_on.aged()
             stage.finish(step)
         log.close()
     return lora.merged(stage.state.params)

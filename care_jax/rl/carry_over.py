@@ -1,0 +1,169 @@
+"""Prompts that a step leaves to the next one (rl.carry_over): the first ones, and checkpoints.
+
+A step ends once rl.prompts_per_step prompts are whole, that is, have all their rollouts, so that it
+does not wait for the longest. The others go on in the next step, under newer weights; all rollouts
+of a prompt are trained on together. Each token keeps the log-probability under the weights, and
+after the KV cache, that it was drawn with, so its importance ratio is to the policy that drew it.
+
+The first step draws C prompts more than it needs, and every step leaves as many to the next. They
+are the first C of the stream of examples; batch t follows at C + t · rl.prompts_per_step.
+
+Letters: C prompts in flight between steps, n of this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from care_jax.batch import Rollouts
+from care_jax.data.pipeline import Batches
+from care_jax.decoding.queue import DecodeQueue, InFlight, Request
+from care_jax.decoding.schedule import Scheduler
+from care_jax.decoding.slots import Slots
+from care_jax.devices import distributed, sharding
+from care_jax.rl.rollout import CarriedOver, asked, rollout_sizes
+from care_jax.run.checkpoint import InFlightSave
+from care_jax.run.run import Run
+from care_jax.run.stage import Stage
+
+_FIELDS = "tokens", "is_valid", "logp", "age", "embedding"  # of the rollouts that are saved
+
+
+def num_carried(run: Run) -> int:
+    """C, a multiple of the batch shards."""
+    rl, shards = run.config.rl, sharding.num_shards(run.decode_batch_sharding)
+    return math.ceil(rl.carry_over * rl.prompts_per_step / shards) * shards
+
+
+def begin(run: Run, queue: DecodeQueue, batches: Batches, stage: Stage) -> CarriedOver | None:
+    """What the stage's first step goes on with, from its checkpoint if it has one."""
+    if not num_carried(run):
+        return None
+    if stage.in_flight is None:
+        return drawn_first(run, batches)
+
+    def read(shapes: Any) -> dict[str, Any]:
+        return stage.checkpoints.restore_in_flight(shapes, stage.start)
+
+    return restored(run, queue, batches, stage.in_flight, read)
+
+
+def drawn_first(run: Run, batches: Batches) -> CarriedOver:
+    """The prompts that the first step draws beyond its batch, equally many on every shard.
+
+    Their indices in the step follow those of the batch.
+    """
+    sizes, _ = rollout_sizes(run)
+    position = np.arange(num_carried(run))
+    number, shard = np.divmod(position, sizes.num_shards)
+    per_shard = sizes.period // sizes.num_shards
+    index = number // per_shard * sizes.period + shard * per_shard + number % per_shard
+    own = sharding.local_rows(sizes.period, run.decode_batch_sharding)
+    is_own = np.isin(index % sizes.period, own)
+    index, position = run.config.rl.prompts_per_step + index[is_own], position[is_own]
+    return CarriedOver(asked(index, *batches.at(position), position))
+
+
+def save(carried: CarriedOver | None) -> InFlightSave | None:
+    """What all processes have in flight; None if nothing is."""
+    if carried is None or carried.in_flight is None:
+        return None
+    groups, flight = carried.groups, carried.in_flight
+    assert groups.position is not None  # of the prompts of a run
+    named = flight.numbers, groups.position, groups.index, flight.draws
+    rows = [list(row) for row in zip(*(array.tolist() for array in named), strict=True)]
+    prompts = distributed.gather_json(rows)
+    most = max(len(part) for part in prompts)
+    first = most * jax.process_index()
+    padded = {
+        name: np.pad(array, [(0, most - len(array))] + [(0, 0)] * (array.ndim - 1))
+        for name in _FIELDS
+        for array in [getattr(flight.rollouts, name)]
+    }
+    gathered = distributed.gather_rows(padded, np.arange(first, first + most))
+    is_real = np.concatenate([np.arange(most) < len(part) for part in prompts])
+    arrays = {name: array[is_real] for name, array in gathered.items()}
+    description = {
+        "prompts": [row for part in prompts for row in part],
+        "scheduler": flight.scheduler.saved(),
+    }
+    if flight.slots is not None:
+        description["slots"] = list(flight.slots.prefix.is_valid.shape)
+        arrays["slots"] = jax.tree.leaves(_with_key_data(flight.slots))
+    return InFlightSave(arrays, description)
+
+
+def restored(
+    run: Run,
+    queue: DecodeQueue,
+    batches: Batches,
+    description: Mapping[str, Any],
+    read: Callable[[Any], dict[str, Any]],
+) -> CarriedOver:
+    """What a checkpoint has in flight, for this process.
+
+    Args:
+        description: as `save` gave it.
+        read: reads arrays of given shapes and shardings from the checkpoint.
+
+    Raises:
+        ValueError: decoding has other sizes than when it was saved.
+    """
+    scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
+    scheduler.restore(description["scheduler"])
+    numbers, position, index, draws = map(np.array, zip(*description["prompts"], strict=True))
+    sizes, text = queue.sizes, run.policy.config.text
+    shape = len(numbers), sizes.num_rollouts, sizes.max_tokens
+    dtypes = {"tokens": np.int32, "is_valid": bool, "logp": np.float32, "age": np.int8}
+    shapes: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(run.mesh))
+        for name, dtype in dtypes.items()
+    }
+    shapes["embedding"] = jax.ShapeDtypeStruct(
+        (*shape[:2], text.hidden_size), np.float32, sharding=sharding.replicated(run.mesh)
+    )
+    slots = None
+    if "slots" in description:
+        slots = queue.slots_like(*description["slots"])
+        shapes["slots"] = jax.tree.leaves(_with_key_data(slots))
+    arrays = read(shapes)
+    if slots is not None:
+        structure = jax.tree.structure(slots)
+        slots = _with_keys(jax.tree.unflatten(structure, arrays.pop("slots")))
+    own = sharding.local_rows(sizes.period, run.decode_batch_sharding)
+    is_own = np.isin(numbers % sizes.period, own)
+    found = {name: np.asarray(array.addressable_data(0))[is_own] for name, array in arrays.items()}
+    groups = asked(index[is_own], *batches.at(position[is_own]), position[is_own])
+    rollouts = Rollouts(
+        **found,
+        is_forced=np.zeros_like(found["is_valid"]),
+        is_complete=np.zeros(found["is_valid"].shape[:2], bool),
+    )
+    requests = [Request(*pair) for pair in zip(groups.index.tolist(), groups.prompts, strict=True)]
+    places = np.arange(len(requests))
+    draws = draws[is_own].astype(np.uint32)
+    flight = InFlight(requests, places, numbers[is_own], draws, rollouts, scheduler, slots)
+    return CarriedOver(groups, flight)
+
+
+def _with_key_data(slots: Slots) -> Slots:
+    """The slots with the data of their random keys."""
+    rngs = slots.prefix.rngs
+    if isinstance(rngs, jax.ShapeDtypeStruct):
+        data = jax.eval_shape(jax.random.key_data, rngs)
+        rngs = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=rngs.sharding)
+    else:
+        rngs = jax.random.key_data(rngs)
+    return dataclasses.replace(slots, prefix=dataclasses.replace(slots.prefix, rngs=rngs))
+
+
+def _with_keys(slots: Slots) -> Slots:
+    """The inverse of `_with_key_data`."""
+    rngs = jax.random.wrap_key_data(slots.prefix.rngs)
+    return dataclasses.replace(slots, prefix=dataclasses.replace(slots.prefix, rngs=rngs))
