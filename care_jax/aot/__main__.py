@@ -87,8 +87,8 @@ def estimate_report(result: Estimate) -> str:
     """The parts of a step, what they are priced with, and the sums."""
     lines = [*_table(rows(result)), "", *assumptions(result)]
     total, least = result.total, sum(result.least.values())
-    lines.append(f"MFU of the updates {result.mfu:.0%}, without padding and rematerialisation")
     lines.append(_decode_steps(result.step))
+    lines.append(f"MFU of the updates {result.mfu:.0%}, without padding and rematerialisation")
     return "\n".join([*lines, f"estimated {total:.1f} least {least:.1f}"])
 
 

@@ -10,23 +10,23 @@ Letters: N prompts, R rows of a prompt.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 from jaxtyping import Int
 
 from care_jax.aot import lengths, shapes
-from care_jax.decoding.schedule import Sizes, WaitingPrompt
+from care_jax.decoding.schedule import WaitingPrompt
 from care_jax.decoding.simulation import Schedule, Simulation, simulate
 from care_jax.devices import flops
 from care_jax.devices.flops import Packed
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
+from care_jax.rl.carry_over import first_indices
 from care_jax.rl.rollout import rollout_sizes
 from care_jax.run.run import Run
 from care_jax.stages.answering import answering_sizes
 
 _SEED = 0  # of the drawn lengths: all means and topologies get the same prompts
-_NUM_STEPS, _NUM_STEADY = 7, 5  # simulated with rl.carry_over; the last of them are steady
+_NUM_STEPS, _NUM_STEADY = 10, 7  # simulated with rl.carry_over; the last of them are steady
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ def _draw_step(
 
 
 def _steady(run: Run, mean_response: float) -> tuple[Schedule, int]:
-    """The first decode of a typical step with rl.carry_over, as many steps after the first.
+    """The first decode of a typical step with rl.carry_over, some steps after the first.
 
-    Of the last steps that are simulated, it is the one with the median number of decode steps.
+    Of the last steps that are simulated, it is the one whose decode steps are nearest to the mean.
 
     Returns:
         the schedule, and the most slots that one of these steps leaves to the next.
@@ -111,7 +111,7 @@ def _steady(run: Run, mean_response: float) -> tuple[Schedule, int]:
     for step in range(_NUM_STEPS):
         indices = np.arange(rl.prompts_per_step)
         if step == 0:
-            indices = np.concatenate([indices, len(indices) + _spread(sizes, num_carried(run))])
+            indices = np.concatenate([indices, first_indices(run)])
         else:
             scheduler.grow_older()
         indices += scheduler.next_number
@@ -120,22 +120,10 @@ def _steady(run: Run, mean_response: float) -> tuple[Schedule, int]:
         waiting = _waiting(prompts, indices)
         lengths_of = dict(zip(indices.tolist(), responses, strict=True))
         schedule = simulation.step(waiting, lengths_of, rl.prompts_per_step)
-        found.append((schedule.num_steps, step, schedule, len(scheduler.indices)))
-    steady = sorted(found[-_NUM_STEADY:])
-    return steady[_NUM_STEADY // 2][2], max(num_left for *_, num_left in steady)
-
-
-def num_carried(run: Run) -> int:
-    """Prompts in flight between two steps, equally many on every shard."""
-    rl, shards = run.config.rl, rollout_sizes(run)[0].num_shards
-    return math.ceil(rl.carry_over * rl.prompts_per_step / shards) * shards
-
-
-def _spread(sizes: Sizes, count: int) -> Int[np.ndarray, " count"]:
-    """The lowest indices that are equally many on every shard."""
-    per_shard = sizes.period // sizes.num_shards
-    number, shard = np.divmod(np.arange(count), sizes.num_shards)
-    return number // per_shard * sizes.period + shard * per_shard + number % per_shard
+        found.append((schedule, len(scheduler.indices)))
+    schedules, num_left = zip(*found[-_NUM_STEADY:], strict=True)
+    mean = np.mean([schedule.num_steps for schedule in schedules])
+    return min(schedules, key=lambda each: abs(each.num_steps - mean)), max(num_left)
 
 
 def _num_rows(run: Run) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from care_jax.batch import Rollouts
 from care_jax.data.pipeline import Batches
@@ -55,19 +56,20 @@ def begin(run: Run, queue: DecodeQueue, batches: Batches, stage: Stage) -> Carri
 
 
 def drawn_first(run: Run, batches: Batches) -> CarriedOver:
-    """The prompts that the first step draws beyond its batch, equally many on every shard.
+    """The prompts that the first step draws beyond its batch."""
+    index, period = first_indices(run), run.config.rl.prompts_per_update
+    own = sharding.local_rows(period, run.decode_batch_sharding)
+    position = np.flatnonzero(np.isin(index % period, own))
+    return CarriedOver(asked(index[position], *batches.at(position), position))
 
-    Their indices in the step follow those of the batch.
-    """
+
+def first_indices(run: Run) -> Int[np.ndarray, " C"]:
+    """Indices in the first step of the prompts beyond its batch, equally many on every shard."""
     sizes, _ = rollout_sizes(run)
-    position = np.arange(num_carried(run))
-    number, shard = np.divmod(position, sizes.num_shards)
+    number, shard = np.divmod(np.arange(num_carried(run)), sizes.num_shards)
     per_shard = sizes.period // sizes.num_shards
     index = number // per_shard * sizes.period + shard * per_shard + number % per_shard
-    own = sharding.local_rows(sizes.period, run.decode_batch_sharding)
-    is_own = np.isin(index % sizes.period, own)
-    index, position = run.config.rl.prompts_per_step + index[is_own], position[is_own]
-    return CarriedOver(asked(index, *batches.at(position), position))
+    return run.config.rl.prompts_per_step + index
 
 
 def save(carried: CarriedOver | None) -> InFlightSave | None:

@@ -224,6 +224,15 @@ def test_the_fullest_program_decides_with_what_the_run_keeps_beside_it():
     assert "It fits, with 1.00 GiB to spare in 'rl update'." in aot.report(fit_of(small, large))
 
 
+STEP = types.SimpleNamespace(
+    num_microbatches=6,
+    updates=(0, 0),
+    train_fill=0.75,
+    decoding=types.SimpleNamespace(num_steps=1330),
+    least_decode_steps=579.6,
+)
+
+
 def test_a_step_takes_all_calls_of_its_programs():
     programs = program("rl decode", 0, 0, 0, 0, num_calls=4), program("rl update", 0, 0, 0, 0)
     result = fit_of(program("sft step", 0, 0, 0, 0, seconds=7.0), *programs)
@@ -235,12 +244,15 @@ def test_the_step_of_a_mean_is_told_beside_the_worst():
     """Two waves of 3 and 4 s where the longest takes 10."""
     waves = Work(flops=60), Work(flops=80)
     decode = program("rl decode", 0, 0, 0, 0, seconds=10.0, num_calls=2, expected=waves)
-    step = types.SimpleNamespace(num_microbatches=6, updates=(0, 0), train_fill=0.75)
-    result = fit_of(decode, expected=step, mean_response=600.0)
+    result = fit_of(decode, expected=STEP, mean_response=600.0)
     assert (result.step_seconds("rl"), result.step_seconds("rl", is_expected=True)) == (20, 7)
     text = aot.report(result)
     assert "A step of 'rl' takes at least 20.0 s (worst case), 7.0 s at a mean of 600 tok" in text
-    assert "The mean step of 'rl': 6 microbatches in 2 updates, train_fill 0.750." in text
+    line = "The mean step of 'rl': 6 microbatches in 2 updates, train_fill 0.750, "
+    assert f"{line}1330 decode steps, 580 if no row were idle." in text
+    assert "rl.carry_over" not in text
+    result = dataclasses.replace(result, carried=3 * GIB)
+    assert "rl.carry_over keeps up to 3.00 GiB per chip of slots in host" in aot.report(result)
 
 
 def test_bytes_between_chips_are_told_by_program_and_collective():
@@ -249,8 +261,7 @@ def test_bytes_between_chips_are_told_by_program_and_collective():
     update = program("rl update", 0, 0, 0, 0, num_calls=2, received=received)
     work = Work(ici_bytes=5e9, num_passes=3)
     update = dataclasses.replace(update, work=work, expected=(Work(ici_bytes=5e9),))
-    step = types.SimpleNamespace(num_microbatches=6, updates=(0, 0), train_fill=0.75)
-    lines = aot.report(fit_of(update, expected=step, mean_response=600.0)).splitlines()
+    lines = aot.report(fit_of(update, expected=STEP, mean_response=600.0)).splitlines()
     row = [line for line in lines if line.startswith("| rl update")][-1]
     cells = ["2.00", "0.00", "3.00", "0.00", "0.00", "5.00", "2", "10.0", "5.0"]
     assert [cell.strip() for cell in row.strip("| ").split("|")] == ["rl update", *cells]
@@ -276,8 +287,7 @@ def test_all_steps_have_a_price():
     assert aot.price_line(fit_of(decode), 200, None) == (
         "200 steps of 'rl' take at least 2.0 h, 4 chip hours, at worst."
     )
-    step = types.SimpleNamespace(num_microbatches=6, updates=(0, 0), train_fill=0.75)
-    result = fit_of(decode, expected=step, mean_response=600.0)
+    result = fit_of(decode, expected=STEP, mean_response=600.0)
     assert aot.price_line(result, 200, 1.5) == (
         "200 steps of 'rl' take at least 1.0 h, 2 chip hours, at that mean: "
         "3 at 1.5 for a chip hour."
