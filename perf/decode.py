@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,19 @@ class AtLengths(transformers.StoppingCriteria):
         return input_ids.shape[1] >= self.lengths.to(input_ids.device)
 
 
+class Step(NamedTuple):
+    """One step of ours."""
+
+    seconds: float
+    busy_seconds: float  # of the devices
+    schedule: Schedule  # simulated
+
+    @property
+    def rate(self) -> float:
+        """Sampled tokens per second."""
+        return sum(call.num_tokens for call in self.schedule.calls) / self.seconds
+
+
 class Ours:
     """Steps of our decoding, one after the other; the prompts recur, the lengths do not.
 
@@ -129,20 +143,17 @@ class Ours:
         self.steps = [np.concatenate([lengths[0], more]), *lengths[1:]]
         self.prompts, self.number = prompts, 0
 
-    def step(self, params: backbone.Params, seed: int) -> tuple[float, Schedule]:
-        """(seconds, simulated schedule) of the next step."""
+    def step(self, params: backbone.Params, seed: int) -> Step:
+        """The next step."""
         lengths, before = self.steps[self.number], self.queue.num_steps
         prompts = [self.prompts[index % len(self.prompts)] for index in range(len(lengths))]
         requests = [Request(i, p, limits=lengths[i]) for i, p in enumerate(prompts)]
         in_flight = self.queue.in_flight and self.queue.in_flight.aged()
-        began = time.perf_counter()
-        key = jax.random.key(seed)
-        decoded = list(
-            self.queue.decode(
-                params, key, requests, in_flight=in_flight, num_wanted=self.num_wanted
-            )
-        )
+        goal = {"in_flight": in_flight, "num_wanted": self.num_wanted}
+        began, was_busy = time.perf_counter(), self.queue.clock.busy_seconds()
+        decoded = list(self.queue.decode(params, jax.random.key(seed), requests, **goal))
         seconds = time.perf_counter() - began
+        busy = self.queue.clock.busy_seconds() - was_busy
         scheduler = self.simulation.scheduler
         if self.number:
             scheduler.grow_older()
@@ -155,7 +166,7 @@ class Ours:
         assert schedule.num_steps == self.queue.num_steps - before
         assert sum(len(places) for places, _ in decoded) == len(self.prompts)
         self.number += 1
-        return seconds, schedule
+        return Step(seconds, busy, schedule)
 
 
 def main() -> None:
@@ -167,7 +178,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of every row, where equal")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of a prompt in flight, R")
     parser.add_argument("--slots", type=int, help="prompts in flight; by default for 32 rows")
-    parser.add_argument("--repeats", type=int, help="3, or 1 of several steps")
+    parser.add_argument("--repeats", type=int, help="3, or 1 of several steps or with --ours")
     parser.add_argument("--steps", type=int, default=1, help="in a row")
     parser.add_argument("--carry_over", type=float, default=1.0, help="with several steps")
     parser.add_argument("--batches", type=int, nargs="+", help="of prompts, for transformers")
@@ -180,16 +191,14 @@ def main() -> None:
 
     is_equal, is_single = args.lengths == "equal", args.steps == 1
     num_prompts = args.prompts or (4 if is_equal else 16)
-    repeats = args.repeats or (3 if is_single else 1)
+    repeats = args.repeats or (3 if is_single and not args.ours else 1)
     rng = np.random.default_rng(0)
 
     def draw(num_prompts: int) -> np.ndarray:
         shape = num_prompts, args.rollouts
-        return (
-            np.full(shape, args.tokens)
-            if is_equal
-            else draw_responses(shape, MEAN, CAP, rng, sigma=SIGMA)
-        )
+        if is_equal:
+            return np.full(shape, args.tokens)
+        return draw_responses(shape, MEAN, CAP, rng, sigma=SIGMA)
 
     lengths = [draw(num_prompts) for _ in range(args.steps)]
     more = draw(0 if is_single else round(args.carry_over * num_prompts))
@@ -203,7 +212,6 @@ def main() -> None:
     decode_params = jax.jit(lambda p: backbone.to_decode_layout(p, config, dtype))(params)
     programs = compile_decoder(run, temperature=1.0, top_p=1.0, stops=False)
     all_rows = args.rows or ([args.rollouts] if is_equal else [2, 4, 8] if is_single else [1, 2])
-    measured = range(0 if is_single else 1, args.steps)  # steps
 
     def ours(num_rows: int) -> Ours:
         slots = args.slots or max((32 if is_single else 64) // num_rows, 1)
@@ -217,33 +225,15 @@ def main() -> None:
         f"tokens, G = {args.rollouts}, {args.lengths} lengths of mean {tokens.mean():.0f}, "
         f"longest {tokens.max()}, {args.dtype}, {torch.get_num_threads()} threads"
     )
-    row_steps, rates = {}, {}
-    for num_rows in all_rows:
-        for _ in range(2):  # the first compiles
-            side = ours(num_rows)
-            steps = [side.step(decode_params, -1) for _ in lengths]
-            busy = side.queue.clock.busy_seconds() / sum(seconds for seconds, _ in steps)
-        calls = [call for i in measured for call in steps[i][1].calls]
-        seconds = sum(steps[i][0] for i in measured)
-        num_tokens = sum(call.num_tokens for call in calls)
-        num_steps, slots = sum(call.num_steps for call in calls), side.queue.sizes.num_slots
-        taken = sum(call.num_steps * call.num_slots * num_rows for call in calls)
-        row_steps[num_rows], rates[num_rows] = taken / num_tokens, num_tokens / seconds
-        print(
-            f"R = {num_rows}: {slots} slots, {num_steps / len(measured):.0f} steps, "
-            f"{row_steps[num_rows]:.2f} row steps a token, {seconds / len(measured):.1f} s, "
-            f"{rates[num_rows]:.0f} tok/s, devices idle {1 - busy:.1%}",
-            flush=True,
-        )
-    if args.ours:
-        print(f"row_steps {row_steps[max(rates, key=rates.__getitem__)]:.2f}")
-        return
 
-    with tempfile.TemporaryDirectory() as folder:
-        backbone.export(folder, params, config, dtype=jnp.float32)
-        reference = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            folder, dtype=getattr(torch, args.dtype)
-        ).eval()
+    def load() -> transformers.Qwen2_5_VLForConditionalGeneration:
+        with tempfile.TemporaryDirectory() as folder:
+            backbone.export(folder, params, config, dtype=jnp.float32)
+            return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+                folder, dtype=getattr(torch, args.dtype)
+            ).eval()
+
+    reference = None if args.ours else load()
 
     def theirs(lengths: np.ndarray, batch: int, cache: str, repeat: int) -> float:
         torch.manual_seed(repeat)
@@ -270,32 +260,58 @@ def main() -> None:
             assert out.shape[1] - num_prompt_tokens == wanted.max()
         return time.perf_counter() - began
 
-    candidates = {}
     batches = args.batches or {num_prompts, max(num_prompts // 2, 1), max(num_prompts // 4, 1)}
-    for batch in sorted(batches):
-        for cache in args.caches:
-            candidates[batch, cache] = seconds = theirs(lengths[0], batch, cache, -1)
+    candidates = [(batch, cache) for batch in sorted(batches) for cache in args.caches]
+    best = candidates[0]
+    if reference is not None and len(candidates) > 1:
+        warm_up = {each: theirs(lengths[0], *each, -1) for each in candidates}
+        for (batch, cache), seconds in warm_up.items():
             print(f"transformers, {batch} prompts, {cache}: {seconds:.1f} s", flush=True)
-    best = min(candidates, key=candidates.get)
-    ratios = {num_rows: [] for num_rows in all_rows}
-    for repeat in range(repeats):
+        best = min(warm_up, key=warm_up.__getitem__)
+    found, ratios = ({num_rows: [] for num_rows in all_rows} for _ in range(2))
+    for repeat in range(-1 if is_single else 0, repeats):
         sides = {num_rows: ours(num_rows) for num_rows in all_rows}
-        for index, drawn in enumerate(lengths):
-            found = {num_rows: side.step(decode_params, repeat) for num_rows, side in sides.items()}
-            if index not in measured:
-                continue
-            rate = drawn.sum() / theirs(drawn, *best, repeat)
-            line = [f"transformers {rate:.1f} tok/s"]
-            for num_rows, (seconds, schedule) in found.items():
-                mine = sum(call.num_tokens for call in schedule.calls) / seconds
-                ratios[num_rows].append(mine / rate)
-                line.append(f"R = {num_rows} {mine:.1f} ({mine / rate:.2f}x)")
+        for number, drawn in enumerate(lengths):
+            steps = {num_rows: side.step(decode_params, repeat) for num_rows, side in sides.items()}
+            if repeat < 0 or (number == 0 and not is_single):
+                continue  # it compiles
+            rate, line = None, []
+            if reference is not None:
+                rate = drawn.sum() / theirs(drawn, *best, repeat)
+                line.append(f"transformers {rate:.1f} tok/s")
+            for num_rows, step in steps.items():
+                found[num_rows].append(step)
+                line.append(f"R = {num_rows} {step.rate:.1f}")
+                if rate is not None:
+                    ratios[num_rows].append(step.rate / rate)
+                    line[-1] += f" ({step.rate / rate:.2f}x)"
             print("  ".join(line), flush=True)
+    row_steps = {num_rows: print_steps(num_rows, steps) for num_rows, steps in found.items()}
+    if reference is None:
+        best = max(found, key=lambda num_rows: statistics.median(s.rate for s in found[num_rows]))
+        print(f"row_steps {row_steps[best]:.2f}")
+        return
     medians = {num_rows: statistics.median(found) for num_rows, found in ratios.items()}
     for num_rows, ratio in medians.items():
         print(f"R = {num_rows}: median ratio {ratio:.2f}")
-    fastest = max(medians, key=medians.__getitem__)
-    print(f"row_steps {row_steps[fastest]:.2f} ratio {medians[fastest]:.2f}")
+    best = max(medians, key=medians.__getitem__)
+    print(f"row_steps {row_steps[best]:.2f} ratio {medians[best]:.2f}")
+
+
+def print_steps(num_rows: int, steps: list[Step]) -> float:
+    """A line of our steps with R rows of a prompt; returns row steps per sampled token."""
+    calls = [call for step in steps for call in step.schedule.calls]
+    taken = sum(call.num_steps * call.num_slots * num_rows for call in calls)
+    row_steps = taken / sum(call.num_tokens for call in calls)
+    seconds = sum(step.seconds for step in steps)
+    idle = 1 - sum(step.busy_seconds for step in steps) / seconds
+    num_steps = sum(call.num_steps for call in calls) / len(steps)
+    print(
+        f"R = {num_rows}: up to {max(call.num_slots for call in calls)} slots, {num_steps:.0f} "
+        f"decode steps, {row_steps:.2f} row steps a token, {seconds / len(steps):.1f} s, devices "
+        f"idle {idle:.1%}"
+    )
+    return row_steps
 
 
 if __name__ == "__main__":
