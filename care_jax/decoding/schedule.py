@@ -47,8 +47,8 @@ class Sizes:
         """N, the prompts of a prefill; equally many on every shard."""
         return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
 
-    def shard_of(self, index: int) -> int:
-        """The shard that trains on the prompt with this index in the step."""
+    def shard_of(self, index: Any) -> Any:
+        """The shard that decodes the prompt with this index in the step, or those of several."""
         return index % self.period // (self.period // self.num_shards)
 
 
