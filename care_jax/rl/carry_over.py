@@ -70,7 +70,7 @@ def drawn_first(run: Run, batches: Batches) -> CarriedOver:
     return CarriedOver(asked(index, *batches.at(position), position))
 
 
-def save(carried: CarriedOver | None) -> InFlightSave | None:
+def save(programs: RolloutPrograms, carried: CarriedOver | None) -> InFlightSave | None:
     """What all processes have in flight; None if nothing is."""
     if carried is None or carried.in_flight is None:
         return None
@@ -92,6 +92,7 @@ def save(carried: CarriedOver | None) -> InFlightSave | None:
     description = {
         "prompts": [row for part in prompts for row in part],
         "scheduler": flight.scheduler.saved(),
+        "sizes": _sizes(programs.queue),
     }
     if flight.slots is not None:
         description["slots"] = list(flight.slots.prefix.is_valid.shape)
@@ -115,6 +116,11 @@ def restored(
     Raises:
         ValueError: decoding has other sizes than when it was saved.
     """
+    if (saved := description["sizes"]) != _sizes(queue):
+        raise ValueError(
+            f"the checkpoint has unfinished rollouts of decoding with {saved}, and this run has "
+            f"{_sizes(queue)}; resume with the rl.decode_rows, mesh and model.attention of the save"
+        )
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])
     numbers, position, index, draws = map(np.array, zip(*description["prompts"], strict=True))
@@ -149,3 +155,13 @@ def restored(
     draws = draws[is_own].astype(np.uint32)
     flight = InFlight(requests, places, numbers[is_own], draws, rollouts, scheduler, slots)
     return CarriedOver(groups, flight)
+
+
+def _sizes(queue: DecodeQueue) -> dict[str, int | str]:
+    """What must not differ between the save and the restore of slots."""
+    options = queue.programs.options
+    return {
+        "rows": queue.sizes.num_rows,
+        "shards": queue.sizes.num_shards,
+        "attention": options.attention.steps.name,
+    }
