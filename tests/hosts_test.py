@@ -88,7 +88,8 @@ def end_of(process):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_train_as_one_and_stop_together(tmp_path, monkeypatch):
+@pytest.mark.parametrize("carry_over", [0.0, 0.25])
+def test_two_processes_train_as_one_and_stop_together(tmp_path, monkeypatch, carry_over):
     """RL steps from a checkpoint of one process; then SIGTERM to one of the two.
 
     In each step prompts move between the processes.
@@ -104,6 +105,7 @@ def test_two_processes_train_as_one_and_stop_together(tmp_path, monkeypatch):
     one, two = tmp_path / "one", tmp_path / "two"
     changes = {"stages": ("rl",), "verifier.reward": "hosts_config:often_right"}
     changes |= {"rl.prompts_per_update": 16, "rl.row_tokens": 512, "rl.row_patches": 192}
+    changes |= {"rl.carry_over": carry_over}
     config = hosts_config.get_config()
     config.update_from_flattened_dict(changes | {"rl.num_steps": 3, "checkpoint_every": 1})
     config.keep_checkpoints = 3

@@ -21,6 +21,10 @@ OPTIONS = {
         **{"rl.objective": "gspo", "model.lora_rank": 2, "model.param_dtype": "bfloat16"},
         **{"rl.temperature": 0.8, "rl.top_p": 0.9},
     },
+    "dynamic sampling, carried over": {
+        **{"rl.objective": "dapo", "dapo.max_tries": 2, "rl.carry_over": 0.5},
+        **{"rl.decode_prompts": 12, "rl.decode_rows": 2},
+    },
     "prompt alone, frozen tower": {
         **{"care.reflect_credit": "prompt_only", "model.freeze_vision": True},
         **{"care.rule": "random", "care.anchor_rule": "random"},

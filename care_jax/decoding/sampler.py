@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 from care_jax.batch import Prompts
 from care_jax.decoding.sampling import sample_token
@@ -135,6 +135,7 @@ def admit(
     logits = constrain(backbone.policy_logits(params, hidden, config), "batch", "vocab")[:, None]
     logits = jnp.broadcast_to(logits, (*budget.shape, logits.shape[-1]))
     rngs = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(draws), indices)
+    rngs = jax.random.key_data(rngs)
     rollout = jnp.broadcast_to(jnp.arange(budget.shape[1]), budget.shape)
     first = _sample(logits, rngs, rollout, jnp.zeros_like(rollout), options)
 
@@ -310,19 +311,19 @@ def _of_rollout(values: Int[Array, "B G"], rollout: Int[Array, "B R"]) -> Int[Ar
 
 def _sample(
     logits: Float[Array, "B R V"],
-    rngs: Key[Array, " B"],
+    rngs: UInt32[Array, "B K"],
     rollout: Int[Array, "B R"],
     index: Int[Array, "B R"],
     options: DecodeOptions,
 ) -> SampledTokens:
-    """The token at this index of each rollout."""
+    """The token at this index of each rollout; `rngs` are data of the prompts' keys."""
 
     def uniform(rng, rollout, index):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, rollout), index))
 
     token, logp = sample_token(
         logits,
-        jax.vmap(jax.vmap(uniform, (None, 0, 0)))(rngs, rollout, index),
+        jax.vmap(jax.vmap(uniform, (None, 0, 0)))(jax.random.wrap_key_data(rngs), rollout, index),
         temperature=options.temperature,
         top_p=options.top_p,
         vocab_shards=sharding.num_shards_of("vocab", options.rules, options.mesh),

@@ -27,6 +27,7 @@ from models.attention.cached import whole_blocks
 
 NUM_STEPS = 64  # maximum decode steps of a call of `sampler.advance`
 _NUM_PREFILLS = 16  # prefills that fill all slots
+_NUM_COMPACTED = 8  # sizes of the slots between two steps
 _FEWEST_SLOTS = 1 / 4  # smallest fraction of the slots to keep; each halving is one more compile
 
 
@@ -47,8 +48,8 @@ class Sizes:
         """N, the prompts of a prefill; equally many on every shard."""
         return self.num_shards * max(self.num_slots // self.num_shards // _NUM_PREFILLS, 1)
 
-    def shard_of(self, index: int) -> int:
-        """The shard that trains on the prompt with this index in the step."""
+    def shard_of(self, index: Any) -> Any:
+        """The shard that decodes the prompt with this index in the step, or those of several."""
         return index % self.period // (self.period // self.num_shards)
 
 
@@ -308,11 +309,12 @@ class Scheduler:
     def compact(self) -> Int[np.ndarray, " kept"] | None:
         """Between two steps, keeps as few slots as hold the prompts; returns them as `halve` does.
 
-        Each shard keeps as many, a power of two.
+        Each shard keeps as many, in whole eighths, so that few sizes are compiled.
         """
-        most = int((self._indices >= 0).sum(1).max())
-        count = min(1 << max(most - 1, 0).bit_length(), self._indices.shape[1])
-        return None if count == self._indices.shape[1] else self._keep(count)
+        num_slots, most = self._indices.shape[1], int((self._indices >= 0).sum(1).max())
+        unit = -(-self._sizes.num_slots // self._sizes.num_shards // _NUM_COMPACTED)
+        count = max(-(-most // unit), 1) * unit
+        return None if count >= num_slots else self._keep(count)
 
     def widen(self) -> Int[np.ndarray, " B"] | None:
         """Restores the number of slots; returns each slot's index in its shard before, or None.
@@ -321,7 +323,7 @@ class Scheduler:
         """
         num_shards, before = self._indices.shape
         missing = self._sizes.num_slots // num_shards - before
-        if not missing:
+        if missing <= 0:
             return None
         kept = np.tile(np.arange(before), (num_shards, 1))
         kept, self._indices = (

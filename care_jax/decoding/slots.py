@@ -17,7 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8
+from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 from care_jax.decoding.schedule import Sizes
 from models import backbone
@@ -34,7 +34,7 @@ class Prefix:
     cache: KeyValues  # of the prompt tokens
     is_valid: Bool[Array, "B P"]  # false at the prompt's left padding
     next_position: Int[Array, " B"]  # the position of the first response token
-    rngs: Key[Array, " B"]  # a key per prompt
+    rngs: UInt32[Array, "B K"]  # data of a random key per prompt
     budget: Int[Array, "B G"]  # maximum number of tokens that each rollout samples
     first: Int[Array, "B G"]  # each rollout's first token, sampled when the prompt is admitted
 
@@ -76,7 +76,7 @@ def empty_slots(
             ),
             is_valid=jnp.zeros((B, P), bool),
             next_position=jnp.zeros(B, jnp.int32),
-            rngs=jax.vmap(jax.random.key)(jnp.zeros(B, jnp.uint32)),
+            rngs=jnp.tile(jax.random.key_data(jax.random.key(0)), (B, 1)),
             budget=jnp.zeros((B, G), jnp.int32),
             first=jnp.zeros((B, G), jnp.int32),
         ),

@@ -13,7 +13,6 @@ Letters: C prompts in flight between steps, n of this process.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,9 +25,8 @@ from care_jax.batch import Rollouts
 from care_jax.data.pipeline import Batches
 from care_jax.decoding.queue import DecodeQueue, InFlight, Request
 from care_jax.decoding.schedule import Scheduler
-from care_jax.decoding.slots import Slots
 from care_jax.devices import distributed, sharding
-from care_jax.rl.rollout import CarriedOver, asked, rollout_sizes
+from care_jax.rl.rollout import CarriedOver, RolloutPrograms, asked, rollout_sizes
 from care_jax.run.checkpoint import InFlightSave
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage
@@ -42,7 +40,9 @@ def num_carried(run: Run) -> int:
     return math.ceil(rl.carry_over * rl.prompts_per_step / shards) * shards
 
 
-def begin(run: Run, queue: DecodeQueue, batches: Batches, stage: Stage) -> CarriedOver | None:
+def begin(
+    run: Run, programs: RolloutPrograms, batches: Batches, stage: Stage
+) -> CarriedOver | None:
     """What the stage's first step goes on with, from its checkpoint if it has one."""
     if not num_carried(run):
         return None
@@ -52,7 +52,7 @@ def begin(run: Run, queue: DecodeQueue, batches: Batches, stage: Stage) -> Carri
     def read(shapes: Any) -> dict[str, Any]:
         return stage.checkpoints.restore_in_flight(shapes, stage.start)
 
-    return restored(run, queue, batches, stage.in_flight, read)
+    return restored(run, programs.queue, batches, stage.in_flight, read)
 
 
 def drawn_first(run: Run, batches: Batches) -> CarriedOver:
@@ -72,7 +72,7 @@ def first_indices(run: Run) -> Int[np.ndarray, " C"]:
     return run.config.rl.prompts_per_step + index
 
 
-def save(carried: CarriedOver | None) -> InFlightSave | None:
+def save(programs: RolloutPrograms, carried: CarriedOver | None) -> InFlightSave | None:
     """What all processes have in flight; None if nothing is."""
     if carried is None or carried.in_flight is None:
         return None
@@ -94,10 +94,11 @@ def save(carried: CarriedOver | None) -> InFlightSave | None:
     description = {
         "prompts": [row for part in prompts for row in part],
         "scheduler": flight.scheduler.saved(),
+        "sizes": _sizes(programs.queue),
     }
     if flight.slots is not None:
         description["slots"] = list(flight.slots.prefix.is_valid.shape)
-        arrays["slots"] = jax.tree.leaves(_with_key_data(flight.slots))
+        arrays["slots"] = jax.tree.leaves(flight.slots)
     return InFlightSave(arrays, description)
 
 
@@ -117,6 +118,11 @@ def restored(
     Raises:
         ValueError: decoding has other sizes than when it was saved.
     """
+    if (saved := description["sizes"]) != _sizes(queue):
+        raise ValueError(
+            f"the checkpoint has unfinished rollouts of decoding with {saved}, and this run has "
+            f"{_sizes(queue)}; resume with the rl.decode_rows, mesh and model.attention of the save"
+        )
     scheduler = Scheduler(queue.sizes, run.config.rl.max_age)
     scheduler.restore(description["scheduler"])
     numbers, position, index, draws = map(np.array, zip(*description["prompts"], strict=True))
@@ -133,11 +139,10 @@ def restored(
     slots = None
     if "slots" in description:
         slots = queue.slots_like(*description["slots"])
-        shapes["slots"] = jax.tree.leaves(_with_key_data(slots))
+        shapes["slots"] = jax.tree.leaves(slots)
     arrays = read(shapes)
     if slots is not None:
-        structure = jax.tree.structure(slots)
-        slots = _with_keys(jax.tree.unflatten(structure, arrays.pop("slots")))
+        slots = jax.tree.unflatten(jax.tree.structure(slots), arrays.pop("slots"))
     own = sharding.local_rows(sizes.period, run.decode_batch_sharding)
     is_own = np.isin(numbers % sizes.period, own)
     found = {name: np.asarray(array.addressable_data(0))[is_own] for name, array in arrays.items()}
@@ -154,18 +159,11 @@ def restored(
     return CarriedOver(groups, flight)
 
 
-def _with_key_data(slots: Slots) -> Slots:
-    """The slots with the data of their random keys."""
-    rngs = slots.prefix.rngs
-    if isinstance(rngs, jax.ShapeDtypeStruct):
-        data = jax.eval_shape(jax.random.key_data, rngs)
-        rngs = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=rngs.sharding)
-    else:
-        rngs = jax.random.key_data(rngs)
-    return dataclasses.replace(slots, prefix=dataclasses.replace(slots.prefix, rngs=rngs))
-
-
-def _with_keys(slots: Slots) -> Slots:
-    """The inverse of `_with_key_data`."""
-    rngs = jax.random.wrap_key_data(slots.prefix.rngs)
-    return dataclasses.replace(slots, prefix=dataclasses.replace(slots.prefix, rngs=rngs))
+def _sizes(queue: DecodeQueue) -> dict[str, int | str]:
+    """What must not differ between the save and the restore of slots."""
+    options = queue.programs.options
+    return {
+        "rows": queue.sizes.num_rows,
+        "shards": queue.sizes.num_shards,
+        "attention": options.attention.steps.name,
+    }

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -287,10 +289,10 @@ def _decode_pool(
     carried: CarriedOver,
 ) -> Groups:
     """As many groups as `groups`, decoded and verified, of these and of those in `carried`."""
-    index, num_prompts = groups.index, run.config.rl.prompts_per_step
+    index = groups.index
     pool, flight = Groups.concatenate([carried.groups, groups]), carried.in_flight
     new = pool if flight is None else groups
-    goal: Any = {"in_flight": flight, "num_wanted": num_prompts}
+    goal: Any = {"in_flight": flight, "num_wanted": run.config.rl.prompts_per_step}
     decoded = programs.decode(params, rng, _requests(new), **goal)
     rows = verify(run, decoded, pool.examples, verifier)
     left = programs.queue.in_flight
@@ -298,29 +300,44 @@ def _decode_pool(
     whole = carried.leave(pool, left)
     if rows is not None:
         whole = dataclasses.replace(whole, **{name: getattr(rows, name) for name in _DECODED})
-    return _share_out(whole, index, num_prompts)
+    return _share_out(run, whole, index)
 
 
-def _share_out(groups: Groups, index: Int[np.ndarray, " B"], num_prompts: int) -> Groups:
-    """Gives every process as many groups as it trains on, of the `num_prompts` of all processes.
+def _share_out(run: Run, groups: Groups, index: Int[np.ndarray, " B"]) -> Groups:
+    """Gives every process as many groups as it trains on; they get these indices in the step.
 
-    Each keeps its own, in order; what one has too many moves to those that have too few. `index`
-    are the indices in the step that this process's groups get.
+    The places of a shard get the groups that were decoded on it, in order. What one shard has too
+    many moves to the places of those that have too few.
     """
-    if jax.process_count() == 1:
-        return dataclasses.replace(groups, index=index)
-    held = distributed.gather_json([index.tolist(), len(groups.index)])
-    free = [place for places, count in held for place in places[count:]]
-    surplus = [max(count - len(places), 0) for places, count in held]
-    first, process = sum(surplus[: jax.process_index()]), jax.process_index()
-    rows = index.tolist()[: len(groups.index)] + free[first : first + surplus[process]]
-    # A process may have none, and then not the fields of the others.
-    boxed = np.empty(len(rows), object)
-    boxed[:] = [groups.take(slice(row, row + 1)) for row in range(len(rows))]
-    boxed = distributed.exchange_rows(
-        boxed, np.array(rows, int), num_prompts, moved=sorted(free), wanted=index.tolist()
+    rl, (sizes, _) = run.config.rl, rollout_sizes(run)
+    places, held = np.arange(rl.prompts_per_step), sizes.shard_of(groups.index).tolist()
+    free = [deque(places[sizes.shard_of(places) == shard]) for shard in range(sizes.num_shards)]
+    everyone = distributed.gather_json(held)
+    of_shard = sorted(
+        (shard, process, row)
+        for process, shards in enumerate(everyone)
+        for row, shard in enumerate(shards)
     )
-    return dataclasses.replace(Groups.concatenate(boxed[index].tolist()), index=index)
+    found, surplus = {}, []
+    for shard, *where in of_shard:
+        if free[shard]:
+            found[free[shard].popleft()] = where
+        else:
+            surplus.append(where)
+    found |= zip(sorted(itertools.chain(*free)), surplus, strict=True)
+    owner = np.resize(
+        sharding.owners(rl.prompts_per_update, run.decode_batch_sharding), len(places)
+    )
+    moved = [place for place, (process, _) in found.items() if process != owner[place]]
+    own = {row: place for place, (process, row) in found.items() if process == jax.process_index()}
+    # A process may have no group, and then not the fields of the others.
+    boxed = np.empty(len(own), object)
+    boxed[:] = [groups.take(slice(row, row + 1)) for row in own]
+    boxed = distributed.exchange_rows(
+        boxed, np.array([*own.values()], int), len(places), moved=sorted(moved), wanted=index
+    )
+    in_order = np.argsort([*own.values()]) if jax.process_count() == 1 else index
+    return dataclasses.replace(Groups.concatenate(boxed[in_order].tolist()), index=index)
 
 
 def verify(

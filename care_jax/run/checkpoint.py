@@ -238,14 +238,7 @@ class Checkpoints:
     def restore_in_flight(self, shapes: Any, step: int) -> dict[str, Any]:
         """The arrays that were saved as `in_flight` with a restored step; see `restore`."""
         args = ocp.args.Composite(in_flight=ocp.args.StandardRestore(shapes))
-        try:
-            return self._manager.restore(step, args=args)["in_flight"]
-        except ValueError as error:
-            raise ValueError(
-                f"checkpoint {step} in {self.folder} has unfinished rollouts of other sizes "
-                f"({str(error).splitlines()[0]}); resume with the rl.decode_prompts, "
-                "rl.decode_rows, data.buckets and mesh that it was saved with"
-            ) from error
+        return self._manager.restore(step, args=args)["in_flight"]
 
     def restore_params(self, abstract_params: Any, step: int) -> Any:
         """Restores only the entry "params" of a saved state, see `restore`."""

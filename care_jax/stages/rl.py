@@ -74,8 +74,8 @@ def train(
     ):
         del state  # the stage holds it, or has restored another
         log = StepLog(run, stage, clock, verifier, learning_rate_at)
-        carried = carry_over.begin(run, rollout.queue, batches, stage)
-        stage.unfinished = lambda: carry_over.save(carried)
+        carried = carry_over.begin(run, rollout, batches, stage)
+        stage.unfinished = lambda: carry_over.save(rollout, carried)
         for step, questions, prompts in stage.steps(batches):
             log.begin(step)
             going_on = carried and carried.copy()

@@ -49,7 +49,7 @@ class Script:
         self.at_end = lambda: None  # of the first decode
 
     def programs(self):
-        return RolloutPrograms(self.decode, self.reflect, self.select)
+        return RolloutPrograms(self.decode, None, self.reflect, self.select)
 
     def decode(self, params, rng, requests):
         """Two prompts at a time, the last first."""

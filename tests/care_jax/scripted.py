@@ -77,7 +77,7 @@ class Script:
         self.responses, self.dies_at = responses, dies_at
         self.seen = defaultdict(list)
 
-    def roll_out(self, run, programs, params, rng, questions, verifier):
+    def roll_out(self, run, programs, params, rng, questions, verifier, carried=None):
         step = len(self.seen["rng"])
         if step == self.dies_at:
             raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import operator
+from collections import Counter
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import WaitingPrompt
 from care_jax.devices.sharding import make_mesh
 from care_jax.prompts.builder import prompt_sizes
+from models import backbone
 from models.attention.packed import XLA, AttentionImpl
 
 G, T, TOP_P = 5, 16, 0.98
@@ -144,6 +146,35 @@ def test_tokens_do_not_depend_on_the_schedule(
     answered, *called = answer(num_slots, num_rows, num_buckets=num_buckets)
     assert_equal(answered, expected, requests, ending)
     assert_as_simulated(*called, expected, requests)
+
+
+def test_tokens_do_not_depend_on_where_a_step_ends(params, ending, requests, expected):
+    """Three steps of two, two and the other prompts; what is in flight changes its slots between.
+
+    A step that is broken off changes nothing.
+    """
+    settings = dict(num_slots=4, num_rows=2, num_rollouts=G, max_tokens=T, context_tokens=5)
+    ask = make_answer(ending, params, **settings, temperature=HOT, top_p=TOP_P, period=16)
+    decode_params = backbone.to_decode_layout(params, ending.config, np.float32)
+    flight, pool, answered, ages = None, [], {}, Counter()
+    for new, num_wanted in (requests[:4], 2), (requests[4:6], 2), (requests[6:], 3):
+        goal = {"in_flight": flight, "num_wanted": num_wanted}
+        next(ask.queue.decode(decode_params, RNG, new, **goal))
+        done = list(ask.queue.decode(decode_params, RNG, new, **goal))
+        pool += new
+        for places, rollouts in done:
+            for row, place in enumerate(places):
+                answered[pool[place].index] = jax.tree.map(operator.itemgetter(row), rollouts)
+                ages.update(rollouts.age[row][rollouts.is_valid[row]].tolist())
+        assert sum(len(places) for places, _ in done) == num_wanted
+        if ask.queue.in_flight is not None:
+            flight = ask.queue.in_flight.aged()
+            pool = [pool[place] for place in flight.places]
+            assert pool == list(flight.requests)
+    assert ask.queue.in_flight is None and {0, 2} <= set(ages)
+    rows = [answered[request.index] for request in requests]
+    rows = jax.tree.map(lambda *rows: np.stack(rows), *rows)
+    assert_equal(rows, expected, requests, ending)
 
 
 def assert_as_simulated(queue, steps, expected, requests):

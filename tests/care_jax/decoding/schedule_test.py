@@ -1,11 +1,13 @@
 """When prompts are admitted to slots, and a schedule of given lengths."""
 
+import json
+
 import numpy as np
 import pytest
 
 from care_jax.decoding import schedule as decode_schedule
 from care_jax.decoding.schedule import Scheduler, Sizes, WaitingPrompt, widened
-from care_jax.decoding.simulation import simulate
+from care_jax.decoding.simulation import Simulation, simulate
 
 BUCKETS = ((64, 16), (128, 16))
 
@@ -269,3 +271,90 @@ def test_idle_rows_and_free_slots_attend_to_nothing_and_a_shared_slot_to_its_cop
     expected = [10 * call.num_slots * call.num_steps for call in shared.calls]
     assert [call.prefix_tokens for call in shared.calls] == expected
     assert expected[0] == 2 * 20
+
+
+def whole(scheduler, *indices):
+    """Ends all rollouts of some prompts in slots."""
+    slots = np.isin(scheduler.indices, indices)
+    scheduler.release(slots, np.full(len(slots), 4), 0)
+
+
+def test_a_step_ends_once_enough_prompts_are_whole_and_the_next_goes_on():
+    scheduler = Scheduler(sizes(), max_age=2)
+    scheduler.begin(waiting(6), num_wanted=3)
+    admitted(scheduler)
+    assert int(scheduler.refill.num_free) == 2 + 3
+    whole(scheduler, 4, 1)
+    assert scheduler.chosen == [4, 1] or scheduler.chosen == [1, 4]
+    assert not scheduler.is_over and int(scheduler.refill.num_free) == 4 + 1
+    whole(scheduler, 0, 5)
+    assert scheduler.is_over and len(scheduler.chosen) == 3 and len(scheduler.spare) == 1
+    (spare,) = scheduler.spare
+    scheduler.begin([WaitingPrompt(9, 16, 4)], num_wanted=2)
+    assert scheduler.chosen == [spare] and not scheduler.is_over
+    admitted(scheduler)
+    assert sorted(i for i in scheduler.indices if i >= 0) == [2, 3, 16]
+    whole(scheduler, 16)
+    assert scheduler.is_over and scheduler.has_prompts
+    scheduler.begin([])
+    whole(scheduler, 2, 3)
+    assert scheduler.is_over and not scheduler.has_prompts
+
+
+def test_a_step_waits_for_prompts_that_were_carried_over_too_often():
+    """And keeps their places: younger ones that are whole sooner count for the next step."""
+    scheduler = Scheduler(sizes(), max_age=1)
+    scheduler.begin(waiting(4), num_wanted=2)
+    admitted(scheduler)
+    whole(scheduler, 0, 1)
+    assert scheduler.is_over
+    scheduler.grow_older()
+    scheduler.begin([WaitingPrompt(9, index, 4) for index in (16, 17, 18)], num_wanted=3)
+    admitted(scheduler)
+    whole(scheduler, 16)
+    whole(scheduler, 17)
+    assert scheduler.chosen == [16] and scheduler.spare == [17]
+    whole(scheduler, 2)
+    assert not scheduler.is_over
+    whole(scheduler, 3)
+    assert scheduler.is_over and scheduler.chosen == [16, 2, 3]
+
+
+def test_slots_between_two_steps_are_as_few_as_hold_the_prompts():
+    scheduler = Scheduler(sizes(num_shards=2, period=8), max_age=1)
+    scheduler.begin(waiting(8), num_wanted=3)
+    admitted(scheduler)
+    whole(scheduler, 0, 1, 2, 4, 5)
+    before = scheduler.indices.copy()
+    kept = scheduler.compact()
+    assert kept.shape == (4,)  # two of each shard, one of the first is free
+    moved = before.reshape(2, 4)[[[0], [1]], kept.reshape(2, 2)].ravel()
+    assert scheduler.indices.tolist() == moved.tolist()
+    assert {3, 6, 7} == {index for index in moved if index >= 0}
+    restored = Scheduler(scheduler._sizes, max_age=1)
+    restored.restore(json.loads(json.dumps(scheduler.saved())))
+    for each in scheduler, restored:
+        widened = each.widen()
+        assert widened.reshape(2, 4).tolist() == [[0, 1, -1, -1]] * 2
+        assert each.indices[widened >= 0].tolist() == moved.tolist()
+        assert (each.indices[widened < 0] == -1).all() and each.widen() is None
+        each.begin([WaitingPrompt(9, each.next_number, 4)], num_wanted=3)
+        assert each.chosen == scheduler.chosen and len(each.chosen) == 2
+        assert [index for _, index in admitted(each)] == [8]
+
+
+def test_steps_that_carry_over_need_fewer_decode_steps():
+    """Per token, of drawn lengths, after the first step."""
+    rng = np.random.default_rng(0)
+    lengths = dict(enumerate(rng.geometric(1 / 60, (80, 4)).clip(max=512)))
+
+    def steps_per_token(num_more):
+        simulation, calls = Simulation(sizes(period=16), BUCKETS, max_age=2), []
+        simulation.step(waiting(16 + num_more), lengths, 16)
+        for first in (32, 48, 64):
+            prompts = [WaitingPrompt(20, index, 4) for index in range(first, first + 16)]
+            calls += simulation.step(prompts, lengths, 16).calls
+            assert len(simulation.scheduler.chosen) == 16
+        return sum(call.num_steps for call in calls) / sum(call.num_tokens for call in calls)
+
+    assert steps_per_token(8) < 0.9 * steps_per_token(0)

@@ -141,7 +141,7 @@ class DynamicScript:
         }
         self.numbers, self.prompts, self.updated = [], {}, []
 
-    def roll_out(self, run, programs, params, rng, questions, verifier):
+    def roll_out(self, run, programs, params, rng, questions, verifier, carried=None):
         number = self.number_of[str(jax.random.key_data(rng))]
         if len(self.numbers) == self.dies_at:
             raise KeyboardInterrupt

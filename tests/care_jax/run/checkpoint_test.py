@@ -21,7 +21,7 @@ from care_jax.devices import distributed, sharding
 from care_jax.devices.sharding import abstract
 from care_jax.learning.optimizer import make_optimizer
 from care_jax.run import checkpoint, integrity, mounts
-from care_jax.run.checkpoint import Checkpoints
+from care_jax.run.checkpoint import Checkpoints, InFlightSave
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 FINGERPRINT = {"family": "qwen2_5_vl", "text": {"hidden_size": 64, "mrope_section": (2, 3, 3)}}
@@ -67,12 +67,16 @@ def test_everything_saved_comes_back(tmp_path):
     with checkpoints(tmp_path) as saved:
         assert saved.latest_step is None
         saved.save(7, state, 448, 11, {"stage": "rl", "tokens": 10**12})
+        unfinished = InFlightSave({"tokens": np.arange(5)}, {"prompts": [[1, 2]]})
+        saved.save(8, state, 512, 11, {}, in_flight=unfinished)
     with checkpoints(tmp_path) as saved:
-        assert saved.latest_step == 7
-        got, step, data_position, rng, metadata = saved.restore(abstract(make_state()))
+        assert saved.latest_step == 8
+        got, *rest = saved.restore(abstract(make_state()), 7)
+        assert saved.restore(abstract(make_state())).in_flight == unfinished.description
+        arrays = saved.restore_in_flight({"tokens": jax.ShapeDtypeStruct((5,), int)}, 8)
     assert_equal(got, state)
-    assert (step, data_position, rng) == (7, 448, 11)
-    assert metadata == {"stage": "rl", "tokens": 10**12}
+    assert rest == [7, 448, 11, {"stage": "rl", "tokens": 10**12}, None]
+    np.testing.assert_array_equal(arrays["tokens"], np.arange(5))
 
 
 def test_a_checkpoint_restores_onto_another_mesh(tmp_path):

@@ -1,0 +1,53 @@
+"""Which prompts the first step draws beyond its batch."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from care_jax.data.pipeline import Batches
+from care_jax.devices.sharding import make_mesh
+from care_jax.rl import carry_over
+from care_jax.rl.rollout import rollout_sizes
+
+CHANGES = {"rl.prompts_per_step": 16, "rl.prompts_per_update": 8, "rl.decode_prompts": 8}
+
+
+@pytest.fixture
+def carrying(make_run):
+    """Runs on four batch shards, with this share of 16 prompts carried over."""
+
+    def make(share):
+        run = make_run(CHANGES | {"rl.carry_over": share}, f"{share}")
+        return dataclasses.replace(run, mesh=make_mesh(1, 4, 1, devices=jax.devices()[:4]))
+
+    return make
+
+
+def batches_of(run, questions):
+    builder, offset = run.policy.prompts, carry_over.num_carried(run)
+    return Batches(questions(range(30)), builder, batch_size=16, seed=3, offset=offset)
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.0, 0), (0.1, 4), (0.25, 4), (0.3, 8), (1.0, 16)])
+def test_prompts_beyond_the_batch_are_as_many_on_each_shard(carrying, questions, share, number):
+    run = carrying(share)
+    assert carry_over.num_carried(run) == number
+    if number:
+        first = carry_over.drawn_first(run, batches_of(run, questions)).groups
+        assert len(first.index) == len(set(first.index.tolist())) == number
+        assert first.index.min() >= 16
+        shards = rollout_sizes(run)[0].shard_of(first.index)
+        assert np.bincount(shards).tolist() == [number // 4] * 4
+
+
+def test_no_prompt_of_the_stream_is_drawn_twice(carrying, questions):
+    """Not before the source ends: of 30 questions by 8 prompts and a batch of 16."""
+    run = carrying(0.5)
+    batches = batches_of(run, questions)
+    first = carry_over.drawn_first(run, batches).groups
+    positions = [*first.position.tolist(), *batches.positions(0), *batches.positions(1)]
+    assert sorted(positions) == list(range(8 + 32))
+    asked = [*first.examples, *batches.batch(0)[0]]
+    assert len({example.id for example in asked}) == 24

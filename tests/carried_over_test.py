@@ -1,0 +1,40 @@
+"""Runs whose steps leave prompts to the next, and go on with them after a stop."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from small_run import metrics_of, small_config, state_of, without_times
+
+from care_jax import main
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def carrying(**changes):
+    """Four steps of eight prompts; four more are in flight, in up to twelve slots."""
+    options = {"rl.carry_over": 0.5, "rl.max_age": 1, "keep_checkpoints": 9}
+    options |= {"rl.decode_prompts": 12, "rl.decode_rows": 2}
+    return small_config(stages=("rl",), **(options | changes))
+
+
+def test_a_run_resumes_with_what_was_in_flight(tmp_path):
+    """Bit for bit, at each of its steps."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    main.run_stages(carrying(checkpoint_every=1), whole)
+    saved = whole / "checkpoints" / "rl" / "2"
+    shutil.copytree(saved, resumed / "checkpoints" / "rl" / "2")
+    progress = json.loads((saved / "progress" / "metadata").read_text())
+    assert len(progress["in_flight"]["prompts"]) == 4 and progress["in_flight"]["slots"]
+    main.run_stages(carrying(checkpoint_every=1), resumed)
+    steps = metrics_of(whole)
+    assert without_times(metrics_of(resumed)) == without_times(steps[2:])
+    for step in (3, 4):
+        states = [jax.tree.leaves(state_of(folder, step)) for folder in (whole, resumed)]
+        for one, other in zip(*states, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert [step["oldest_age"] for step in steps] == [0, 1, 1, 1]
+    for step in steps:
+        assert sum(step[f"age/{age}"] for age in range(step["oldest_age"] + 1)) == pytest.approx(1)
