@@ -7,15 +7,17 @@
 β = 0.02 over all 32 rows. A step covers image preprocessing, decoding, rewards, reference
 log-probabilities and the update. The backbone is a random Qwen2.5-VL of 107M parameters in float32.
 Response lengths are fixed and the same on both sides (EOS ends no row): "equal" is 64 tokens each,
-"lognormal" has mean 64, σ 0.8 and at most 256 tokens. Rewards are a hash of the response, so that
-every group has nonzero advantages.
+"lognormal" has mean 64, σ 0.8 and at most 256 tokens, in a different order in every step, and our
+side leaves `--carry_over` times its prompts to the next step, as `rl.carry_over` does. Rewards are
+a hash of the response, so that every group has nonzero advantages.
 
 TRL runs with its defaults, which rematerialise activations in the backward pass; with
 `--keep-activations` it stores them, as our side does (`remat="none"`). It decodes all 32 rows in
 one batch and trains with microbatches of `--rows-per-device`. A stopping criterion ends its rows in
 `generate`. Its processor lacks the video part, which needs torchvision. Both sides run in one
-process, each of our steps just before TRL's. Ratios are medians over the steps; the last line is
-`equal <ratio> lognormal <ratio>`.
+process, each of our steps just before TRL's. All our steps are run once before, to compile the
+sizes that occur. The first step, which also fills the slots, does not count. Ratios are medians
+over the steps; the last line is `equal <ratio> lognormal <ratio>`.
 
 On a GPU both sides use it, with TF32 matmuls; JAX takes 40% of its memory.
 """
@@ -55,8 +57,15 @@ from care_jax.devices import sharding, xla_flags
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
+from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
-from care_jax.rl.rollout import compile_decoder, compile_rollout, gather_groups, rollout_sizes
+from care_jax.rl.rollout import (
+    RolloutPrograms,
+    compile_decoder,
+    compile_rollout,
+    gather_groups,
+    rollout_sizes,
+)
 from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
@@ -85,7 +94,7 @@ def _hash(text: str) -> float:
     return zlib.crc32(text.encode()) % 1000 / 999
 
 
-def make_config(cap: int, args: argparse.Namespace, folder: str = ""):
+def make_config(cap: int, args: argparse.Namespace, folder: str = "", carries: float = 0.0):
     """A GRPO run with one update per step; starts from random weights if no folder is given."""
     config = tiny.get_config()
     config.stages = ("rl",)
@@ -103,6 +112,7 @@ def make_config(cap: int, args: argparse.Namespace, folder: str = ""):
     rl.row_tokens, rl.row_patches = 4096, 4096
     rl.microbatch_size = 1
     rl.max_response_tokens = cap
+    rl.carry_over, rl.max_age = carries, args.repeats + 1  # no step has to wait for a prompt
     rl.learning_rate, rl.warmup_steps, rl.schedule = LEARNING_RATE, 0, "constant"
     config.grpo.beta = BETA
     return config
@@ -121,22 +131,30 @@ def make_examples(builder) -> list[Example]:
     return [example(place, num_digits) for place in range(NUM_PROMPTS)]
 
 
-def draw_lengths() -> dict[str, np.ndarray]:
-    """Tokens of every response [B, G]; the log-normal ones are shuffled quantiles."""
-    num_rows = NUM_PROMPTS * NUM_ROLLOUTS
+def draw_lengths(num_steps: int) -> dict[str, list[np.ndarray]]:
+    """Tokens of every response [B, G] of each step; the log-normal ones are shuffled quantiles."""
+    num_rows, rng = NUM_PROMPTS * NUM_ROLLOUTS, np.random.default_rng(0)
     quantiles = scipy.stats.norm.ppf((np.arange(num_rows) + 0.5) / num_rows)
     drawn = MEAN * np.exp(SIGMA * quantiles - SIGMA**2 / 2)
     drawn = np.clip(np.round(drawn), 1, CASES["lognormal"]).astype(int)
-    shape, shuffled = (NUM_PROMPTS, NUM_ROLLOUTS), np.random.default_rng(0).permutation(drawn)
-    return {"equal": np.full(shape, CASES["equal"]), "lognormal": shuffled.reshape(shape)}
+    shape = NUM_PROMPTS, NUM_ROLLOUTS
+    shuffled = [rng.permutation(drawn).reshape(shape) for _ in range(num_steps)]
+    return {"equal": [np.full(shape, CASES["equal"])] * num_steps, "lognormal": shuffled}
 
 
 class Ours:
     """Runs training steps of one case, as `care_jax.stages.rl` does."""
 
-    def __init__(self, folder: str, lengths: np.ndarray, args, workdir: pathlib.Path, stack):
-        cap = int(lengths.max())
-        config = make_config(cap, args, folder)
+    def __init__(
+        self,
+        folder: str,
+        lengths: list[np.ndarray],
+        carries: float,
+        args: argparse.Namespace,
+        workdir: pathlib.Path,
+        stack: contextlib.ExitStack,
+    ):
+        config = make_config(max(int(each.max()) for each in lengths), args, folder, carries)
         writer = stack.enter_context(MetricWriter(workdir))
         self.run = open_run(config, workdir, writer=writer)
         params = weights.start(self.run)
@@ -144,40 +162,54 @@ class Ours:
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
         self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
-        self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
+        self.lengths = lengths
+        self.rollout = self._forced(compile_rollout(self.run, DeviceClock()))
         prompts = self.run.policy.prompts
+        examples, offset = make_examples(prompts), carry_over.num_carried(self.run)
         self.batches = Batches(
-            make_examples(prompts), prompts, batch_size=NUM_PROMPTS, seed=0, num_workers=2
+            examples, prompts, batch_size=NUM_PROMPTS, seed=0, num_workers=2, offset=offset
         )
         verifier = Verifier(1, 10.0, think_tag=self.run.policy.think_tag, reward=reward)
         self.verifier = stack.enter_context(verifier)
-        self.num_trained = int(lengths.sum())
+        for number in range(len(lengths)):  # compiles
+            self.step(number)
 
-    def _forced(self, programs, lengths):
-        """The programs, with rollouts of exactly these lengths [B, G]."""
+    def _forced(self, programs: RolloutPrograms) -> RolloutPrograms:
+        """The programs, with rollouts of exactly the lengths of `self.lengths`."""
         decoder = compile_decoder(self.run, temperature=1.0, top_p=1.0, stops=False)
         sizes, prompts = rollout_sizes(self.run)[0], self.run.policy.prompts
-        queue = DecodeQueue(decoder, prompts, sizes, DeviceClock())
+        max_age = self.run.config.rl.max_age
+        queue = DecodeQueue(decoder, prompts, sizes, DeviceClock(), max_age=max_age)
 
-        def decode(params, rng, requests):
-            limited = [dataclasses.replace(r, limits=lengths[r.index]) for r in requests]
-            return queue.decode(params, rng, limited)
+        def decode(params, rng, requests, **in_flight):
+            # Those that the first step draws beyond its batch have the lengths of the last step.
+            limits = np.concatenate([self.lengths[self.number], self.lengths[-1]])
+            limited = [dataclasses.replace(r, limits=limits[r.index]) for r in requests]
+            return queue.decode(params, rng, limited, **in_flight)
 
-        return dataclasses.replace(programs, decode=decode)
+        return dataclasses.replace(programs, decode=decode, queue=queue)
 
     def step(self, number: int) -> tuple[float, float]:
         """(seconds of the rollouts, seconds of the rest) of one step."""
         began = time.perf_counter()
-        run, update = self.run, self.update
+        run, update, self.number = self.run, self.update, number
+        if number == 0:
+            is_carrying = carry_over.num_carried(run) > 0
+            self.carried = carry_over.drawn_first(run, self.batches) if is_carrying else None
+        going_on = self.carried and self.carried.copy()
         first = (number, *self.batches.batch(number))
         params = update.to_decode_layout(self.state.params)
         index = np.arange(NUM_PROMPTS)
-        draws = draw_groups(run, self.rollout, params, self.batches, first, index, self.verifier)
+        sources = self.batches, first, index, self.verifier
+        draws = draw_groups(run, self.rollout, params, *sources, going_on)
         del params
         rolled_out = time.perf_counter()
         groups = rl.assign_credit(update, choose_mixed(draws))
         everyone = gather_groups(groups)
-        assert everyone.num_trained.sum() == self.num_trained
+        self.carried = going_on and going_on.aged()
+        assert (everyone.num_trained > 0).all()
+        if going_on is None:
+            assert everyone.num_trained.sum() == self.lengths[number].sum()
         batch, _ = train_batch(run, groups, everyone)
         [batch] = with_logprobs(run, update.score, [batch], self.state.params, self.reference)
         placed = jax.device_put(batch, run.train_batch_sharding)
@@ -269,13 +301,13 @@ class Turns(transformers.TrainerCallback):
     """Runs our step just before each of TRL's, and times both."""
 
     def __init__(self, ours: dict[str, Ours], report: Callable[[dict[str, Any]], None]):
-        self.ours, self.names, self.case = ours, list(ours), next(iter(ours))
+        self.ours, self.names, self.case, self.repeat = ours, list(ours), next(iter(ours)), 0
         self.seconds, self.report = {name: [] for name in ours}, report
 
     def on_step_begin(self, args, state, control, **_):
-        repeat, index = divmod(state.global_step, len(self.names))
+        self.repeat, index = divmod(state.global_step, len(self.names))
         self.case = self.names[index]
-        self.mine = self.ours[self.case].step(repeat)
+        self.mine = self.ours[self.case].step(self.repeat)
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
@@ -289,8 +321,8 @@ class Turns(transformers.TrainerCallback):
 
 
 def step_row(case: str, ours: tuple[float, float], is_first: bool) -> dict[str, Any]:
-    """Seconds of our rollouts and of the rest of a step; the first of a case compiles."""
-    return {"case": case, "rollouts": ours[0], "rest": ours[1], "compiles": is_first}
+    """Seconds of our rollouts and of the rest of a step."""
+    return {"case": case, "rollouts": ours[0], "rest": ours[1], "is_first": is_first}
 
 
 def print_row(row: dict[str, Any], path: str | None) -> None:
@@ -298,7 +330,7 @@ def print_row(row: dict[str, Any], path: str | None) -> None:
     line = f"{row['case']}: ours {ours:.2f} s ({row['rollouts']:.2f} + {row['rest']:.2f})"
     if "trl" in row:
         line += f", TRL {row['trl']:.2f} s, {row['trl'] / ours:.2f}x"
-    print(line + "  compiles, not counted" * row["compiles"], flush=True)
+    print(line + "  the first, not counted" * row["is_first"], flush=True)
     if path:
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -306,7 +338,10 @@ def print_row(row: dict[str, Any], path: str | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="steps after the first")
+    parser.add_argument(
+        "--carry_over", type=float, default=1.0, help="at log-normal lengths, as rl.carry_over"
+    )
     parser.add_argument("--slots", type=int, default=4, help="our prompts in flight")
     parser.add_argument("--rows", type=int, default=8, help="our rows of a prompt in flight")
     parser.add_argument("--rows-per-device", type=int, default=8, help="TRL's microbatch")
@@ -323,9 +358,9 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     report = functools.partial(print_row, path=args.json)
 
-    lengths = draw_lengths()
-    for name, drawn in lengths.items():
-        print(f"{name}: {drawn.sum()} tokens, longest {drawn.max()}")
+    lengths = draw_lengths(args.repeats + 1)
+    for name, steps in lengths.items():
+        print(f"{name}: {steps[0].sum()} tokens, longest {steps[0].max()}")
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = make_config(CASES["equal"], args)
@@ -333,8 +368,10 @@ def main() -> None:
         params = backbone.init(policy.config, jax.random.key(0))
         backbone.export(start, params, policy.config, dtype=jnp.float32)
         save_processor(policy, folder / "start")
+        carries = {"equal": 0.0, "lognormal": args.carry_over}
         ours = {
-            name: Ours(start, drawn, args, folder / name, stack) for name, drawn in lengths.items()
+            name: Ours(start, steps, carries[name], args, folder / name, stack)
+            for name, steps in lengths.items()
         }
         if args.ours:
             for repeat in range(args.repeats + 1):
@@ -343,7 +380,9 @@ def main() -> None:
             return
         turns = Turns(ours, report)
         examples = make_examples(policy.prompts)
-        trainer = make_trainer(start, examples, lambda: lengths[turns.case], args, folder / "trl")
+        trainer = make_trainer(
+            start, examples, lambda: lengths[turns.case][turns.repeat], args, folder / "trl"
+        )
         trainer.add_callback(turns)
         trainer.train()
     ratios = {

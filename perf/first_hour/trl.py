@@ -15,7 +15,7 @@ from perf.first_hour.demo import ROOT, wait
 
 
 def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
-    """The rows of `perf.step` that do not compile."""
+    """The rows of `perf.step` without the first steps."""
     missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
     with tempfile.TemporaryDirectory() as folder:
         rows = pathlib.Path(folder, "rows.jsonl")
@@ -27,7 +27,7 @@ def measure(*, is_small: bool, until: float) -> Iterator[dict[str, Any]]:
         finally:
             process.kill()
         lines = rows.read_text().splitlines() if rows.exists() else []
-    yield from (row for row in map(json.loads, lines) if not row["compiles"])
+    yield from (row for row in map(json.loads, lines) if not row["is_first"])
     if failed:
         yield {"failed": failed}
     elif missing:
