@@ -63,7 +63,8 @@ _GATHER_SHARE = 0.5  # of the bandwidth of HBM, on TPUs
 _PRODUCT_SHARE = 0.6  # of a GPU's peak, what its products reach
 _LAUNCH = 3e-6  # seconds between two launches of a GPU's kernels
 _HOST_CALL = 4e-3  # seconds between two calls of a decode program
-_HOST_BANDWIDTH = 10e9  # bytes per second between a chip and the memory of its host, each way
+# Bytes per second between a chip and the memory of its host, each way; GPUs have PCIe 4 or 5.
+_HOST_BANDWIDTH, _PCIE = 10e9, 25e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,8 @@ def estimate(
         add(seconds[part], _of_step(run, name, cost, expected, chip))
     num_calls = sum(len(s.calls) for s in (expected.decoding, expected.reflecting))
     moved = 2 * compile.carried_bytes(run, expected)  # out and in
-    seconds["host"]["host"] = num_calls * _HOST_CALL + moved / _HOST_BANDWIDTH
+    bandwidth = _PCIE if peaks else _HOST_BANDWIDTH
+    seconds["host"]["host"] = num_calls * _HOST_CALL + moved / bandwidth
     trees = (plan.sizes for plan, _ in expected.updates)
     model = sum(
         update_flops(run, np.stack([each.prompt, each.patches], 1), each.branches) for each in trees
@@ -297,7 +299,7 @@ def assumptions(result: Estimate) -> list[str]:
         f"  network: what compute does not cover, at {rates.link / 1e9:.0f} GB/s, and "
         f"{rates.latency * 1e6:g} µs for a synchronous collective",
         f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program; what rl.carry_over "
-        f"moves, at {_HOST_BANDWIDTH / 1e9:g} GB/s",
+        f"moves, at {(_PCIE if peaks else _HOST_BANDWIDTH) / 1e9:g} GB/s",
     ]
     if peaks:
         return [
