@@ -65,8 +65,8 @@ def test_many_rows_are_fastest_if_steps_read_weights_and_few_if_they_compute(run
     assert (reads.num_prompts, reads.num_rows) == (64, 4) and reads.share < 1
     computes = fastest(run, chip(1.0, 1e15), memory, MEAN)
     assert computes.num_rows == 1 and computes.share < 1
-    run.config.rl.carry_over = 1.0  # fewer rows are idle, so that there is less to gain
+    run.config.rl.carry_over = 1.0  # no tail of a step, in which most of the 64 slots are idle
     carrying = fastest(run, chip(1.0, 1e15), memory, MEAN)
-    assert computes.share < carrying.share <= 1
+    assert carrying.num_rows == 1 and carrying.share < 0.95 * computes.share
     none = Memory(0, 0, memory.programs)
     assert fastest(run, chip(1.0), none, MEAN) == InFlight(16, 2, 1.0)
