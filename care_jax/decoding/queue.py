@@ -241,6 +241,7 @@ class _RolloutBuffer:
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
         self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
+        self._drawn_logp = None if options.is_drawn_by_softmax else np.zeros(shape, np.float32)
         self._is_sampled = np.zeros(shape, bool)
         self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
         for rows, request in zip(self._tokens, requests, strict=True):
@@ -267,6 +268,8 @@ class _RolloutBuffer:
             target = number, sampled.rollout[found], index
             self._tokens[target], self._logp[target] = sampled.token[found], sampled.logp[found]
             self._is_sampled[target] = True
+            if self._drawn_logp is not None:
+                self._drawn_logp[target] = sampled.drawn_logp[found]
 
     def collect(
         self, released: Sequence[tuple[int, int]], indices: Int[np.ndarray, " B"], slots: Slots
@@ -305,4 +308,5 @@ class _RolloutBuffer:
             logp=self._logp[numbers],
             embedding=rationale / np.maximum(norm, 1e-6),
             is_complete=np.isin(last, self._config.eos_token_ids),
+            drawn_logp=None if self._drawn_logp is None else self._drawn_logp[numbers],
         )

@@ -167,7 +167,9 @@ def gather_groups(groups: Groups) -> Groups:
     numbers = Groups(
         index=groups.index,
         sizes=groups.sizes,
-        rollouts=dataclasses.replace(groups.rollouts, tokens=None, logp=None, embedding=None),
+        rollouts=dataclasses.replace(
+            groups.rollouts, tokens=None, logp=None, drawn_logp=None, embedding=None
+        ),
         scores=dataclasses.replace(groups.scores, is_think=None, is_answer=None),
         subgroup=groups.subgroup,
         has_reflection=groups.has_reflection,

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 import optax
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
-from care_jax.batch import Groups
+from care_jax.batch import Groups, TrainBatch
 from care_jax.decoding import reflection
 from care_jax.devices import distributed
 from care_jax.devices.device_clock import DeviceClock
@@ -68,6 +68,15 @@ class StepLog:
         self._not_judged = self._limit.check(step, self._verdicts)
         self._rolled_out = time.perf_counter()
 
+    def first_update(self, sampled: TrainBatch, logp: jax.Array) -> None:
+        """Called after the first update of a step.
+
+        Args:
+            sampled: its batch on the host, whose `old_logp` is still the sampler's.
+            logp: log-probabilities of its tokens before the update, on the devices.
+        """
+        self._first = sampled.old_logp, logp, sampled.is_compared, sampled.rows.branch
+
     def write(
         self,
         step: int,
@@ -96,6 +105,7 @@ class StepLog:
         metrics = (
             group_metrics(run, drawn, everyone, len(draws))
             | {name: float(np.mean([of[name] for of in applied])) for name in (applied or [{}])[0]}
+            | (sampler_mismatch(run, *self._first) if updates[0] else {})
             | self._verifier_metrics(draws)
             | device_memory()
             | {
@@ -141,6 +151,25 @@ def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> d
     if trained.raw is not None:
         metrics |= diagnostics.subgroup_metrics(trained)
     return metrics
+
+
+def sampler_mismatch(
+    run: Run,
+    sampler_logp: Float[np.ndarray, "B S"],
+    trainer_logp: Float[jax.Array, "B S"],
+    is_compared: Bool[np.ndarray, "B S"],
+    branch: Int[np.ndarray, "B S"],
+) -> dict[str, float]:
+    """`diagnostics.mismatch_metrics` of the tokens of all processes; each passes its rows."""
+    rows = sampler_logp, distributed.fetch(trainer_logp), is_compared, branch
+    index = jax.process_index() * len(branch) + np.arange(len(branch))
+    objective = run.objective
+    return diagnostics.mismatch_metrics(
+        *distributed.gather_rows(rows, index),
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        has_sequence_ratio=objective.has_sequence_ratio,
+    )
 
 
 def update_flops(
