@@ -1,4 +1,4 @@
-"""One optimizer update: pure (state, batch) -> (state, metrics, values of the rows), accumulated.
+"""One optimizer update with gradient accumulation: pure (state, batch) -> (state, metrics, values).
 
 Every sum is divided by a denominator counted over the whole batch, so loss, gradient and metrics do
 not depend on packing, microbatches or sharding. Empty microbatches are skipped at run time, so one

@@ -246,7 +246,7 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
 
 @pytest.mark.parametrize("old_logp", ["sampler", "trainer"])
 def test_the_first_update_of_a_step_shows_the_mismatch(run_loop, responses, old_logp):
-    """The scripted forward says e^-w of each token, and an update adds 1 to w."""
+    """The scripted forward gives each token e^-10, and e times less from update to update."""
     _, _, records = run_loop(changes={"rl.old_logp": old_logp})
     is_trained = credit_of((B, R, T)).is_trained & np.asarray(responses.is_valid)
     logp = np.asarray(responses.logp, np.float64)[:2][is_trained[:2]]  # of the first of two updates
