@@ -106,10 +106,14 @@ class Rollouts:
     tokens: Int[HostOrDevice, "B R T"]  # right-padded: forced tokens, then sampled ones, EOS too
     is_valid: Bool[HostOrDevice, "B R T"]  # forced and sampled tokens (EOS included), no padding
     is_forced: Bool[HostOrDevice, "B R T"]  # given, not sampled: the context of a reflected row
-    logp: Float[HostOrDevice, "B R T"]  # nats, under the policy that sampled; 0 if not sampled
+    # nats at temperature 1, under the policy that sampled the token; 0 if not sampled
+    logp: Float[HostOrDevice, "B R T"]
     embedding: Float[HostOrDevice, "B R D"]  # unit mean of the rationale's last hidden states
     is_complete: Bool[HostOrDevice, "B R"]  # the row ended with EOS within its T tokens
-    age: Any = None  # Int[B R T], steps since each token was sampled; None for 0 everywhere
+    # log-probability with which the token was drawn, at the sampler's temperature and top-p; 0 if
+    # not sampled. None at temperature 1 and top-p 1, where it is `logp`.
+    drawn_logp: Float[HostOrDevice, "B R T"] | None = None
+    age: Int[HostOrDevice, "B R T"] | None = None  # steps since the token was drawn; None: 0
 
 
 @flax.struct.dataclass
@@ -223,14 +227,21 @@ class TrainBatch:
 
     rows: TreeRows
     token_advantage: Float[HostOrDevice, "B S"]  # a_t; 0 at tokens that were not sampled
-    old_logp: Float[HostOrDevice, "B S"]  # under the policy that sampled
+    old_logp: Float[HostOrDevice, "B S"]  # under π_old, as the sampler or the trainer computes it
     ref_logp: Float[HostOrDevice, "B S"]  # under the fixed reference; zeros where β = 0
     row_weight: Float[HostOrDevice, "B S"]  # of the token's response in the loss of its prompt
     # Sampled tokens of the responses that are trained on; KL and entropy are means over them.
     is_trained: Bool[HostOrDevice, "B S"]
+    # Tokens of `is_trained` that are trained in the context they were sampled in, so that sampler
+    # and trainer can be compared: all but reflected rows under care.reflect_credit = "prompt_only".
+    is_compared: Bool[HostOrDevice, "B S"]
     is_answer: Bool[HostOrDevice, "B S"]  # tokens of the answer span, for the diagnostics
     # Sum over a row's prompts of their terms in the loss's denominator, a repeated prompt once.
     prompt_weight: Float[HostOrDevice, " B"]
+    # `Rollouts.drawn_logp`, or `Rollouts.logp` where that is None; None without rl.correction.
+    drawn_logp: Float[HostOrDevice, "B S"] | None = None
+    # Tokens drawn by the weights before the step's first update; None without rl.carry_over: all.
+    is_fresh: Bool[HostOrDevice, "B S"] | None = None
 
 
 @flax.struct.dataclass

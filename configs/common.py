@@ -187,8 +187,13 @@ def get_config() -> ConfigDict:
     rl.max_skipped = 0  # as sft.max_skipped
     rl.format_weight = 0.1  # (open) λ of the reward (eq:overall)
     # Log-probabilities under π_old: "sampler", as recorded during sampling; "trainer", recomputed
-    # by the trainer, which costs a forward pass and hides the mismatch of the two programs.
+    # by the trainer, which costs a forward pass. The metrics mismatch/* compare the two.
     rl.old_logp = "sampler"
+    # With old_logp "trainer": weighs each token's surrogate by π_old over the probability that the
+    # sampler drew it with. "truncate": at most correction_cap; "mask": 0 outside [1 /
+    # correction_cap, correction_cap]; "none": all weights are 1.
+    rl.correction = "none"
+    rl.correction_cap = 2.0
 
     # One section per objective, each with its clip range and KL weight (tab:train_config has those
     # of CARE, GRPO, DAPO and GSPO). Only the section of rl.objective is read; a key of another
@@ -249,7 +254,8 @@ def get_config() -> ConfigDict:
 
     config.gspo = gspo = ConfigDict()
     # Clip range of the sequence-level ratio. It is so narrow that in bfloat16 numerical differences
-    # between sampler and trainer show up in clip_rate; rl.old_logp = "trainer" hides them.
+    # between sampler and trainer show up in mismatch/beyond_clip and clip_rate; rl.old_logp =
+    # "trainer" takes them out of the ratio.
     gspo.clip_low = 3e-4
     gspo.clip_high = 4e-4
     gspo.beta = 0.0

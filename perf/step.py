@@ -213,7 +213,7 @@ class Ours:
         batch, _ = train_batch(run, groups, everyone)
         [batch] = with_logprobs(run, update.score, [batch], self.state.params, self.reference)
         placed = jax.device_put(batch, run.train_batch_sharding)
-        self.state, metrics = update.update(self.state, placed)
+        self.state, metrics, _ = update.update(self.state, placed)
         assert np.isfinite(jax.device_get(metrics)["grad_norm"])
         return rolled_out - began, time.perf_counter() - rolled_out
 

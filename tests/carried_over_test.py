@@ -17,6 +17,7 @@ def carrying(**changes):
     """Four steps of eight prompts; four more are in flight, in up to twelve slots."""
     options = {"rl.carry_over": 0.5, "rl.max_age": 1, "keep_checkpoints": 9}
     options |= {"rl.decode_prompts": 12, "rl.decode_rows": 2}
+    options |= {"rl.top_p": 0.95, "rl.old_logp": "trainer", "rl.correction": "truncate"}
     return small_config(stages=("rl",), **(options | changes))
 
 

@@ -181,7 +181,7 @@ WORDS = {
     "docs/experiments.md": 1950,
     "docs/faults.md": 350,
     "docs/hyperparameters.md": 850,
-    "docs/method.md": 1300,
+    "docs/method.md": 1750,
     "docs/one_gpu.md": 850,
     "docs/operations.md": 1800,
     "docs/paper.md": 1550,

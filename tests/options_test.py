@@ -20,21 +20,23 @@ OPTIONS = {
     "sequence ratio, adapters": {
         **{"rl.objective": "gspo", "model.lora_rank": 2, "model.param_dtype": "bfloat16"},
         **{"rl.temperature": 0.8, "rl.top_p": 0.9},
+        **{"rl.old_logp": "trainer", "rl.correction": "mask"},
     },
     "dynamic sampling, carried over": {
-        **{"rl.objective": "dapo", "dapo.max_tries": 2, "rl.carry_over": 0.5},
+        **{"rl.objective": "dapo", "dapo.max_tries": 2, "rl.carry_over": 0.5, "rl.top_p": 0.95},
         **{"rl.decode_prompts": 12, "rl.decode_rows": 2},
     },
     "prompt alone, frozen tower": {
         **{"care.reflect_credit": "prompt_only", "model.freeze_vision": True},
         **{"care.rule": "random", "care.anchor_rule": "random"},
+        **{"rl.old_logp": "trainer", "rl.correction": "mask", "rl.max_skipped": 1},
     },
     "no reflection, no reference": {
         **{"care.reflect": False, "care.beta": 0.0, "care.region_weights": False},
         **{"model.offload": ("optimizer",), "model.moments_dtype": "bfloat16"},
     },
     "no cue, the trainer's probabilities": {
-        **{"care.reflect_mode": "no_cue", "rl.old_logp": "trainer"},
+        **{"care.reflect_mode": "no_cue", "rl.old_logp": "trainer", "rl.correction": "truncate"},
         **{"model.remat": "layer", "family": "qwen3_vl", "model.offload": ("reference",)},
     },
 }
@@ -59,6 +61,16 @@ def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
     main.run_stages(config, tmp_path)
     last = metrics_of(tmp_path)[-1]
     assert last["step"] == 1 and np.isfinite(last["loss"]) and last["grad_norm"] > 0
+    assert 0 <= last["mismatch/max"] < 1e-3  # in float32
+    if config.rl.correction == "none":
+        assert "correction/weight" not in last
+    elif (
+        config.rl.top_p < 1
+    ):  # the sampler's probabilities are larger by what the nucleus leaves out
+        assert 0 < last["correction/weight"] < 0.999
+    else:
+        assert last["correction/weight"] == pytest.approx(1, abs=1e-3)
+        assert last["correction/capped"] == 0
     if config.rl.objective == "care":
         assert last["anchor_rate"] > 0
         assert (last["reflect_rate"] > 0) == config.care.reflect

@@ -132,8 +132,9 @@ def train_batch(run: Run, size: int) -> TrainBatch:
     return TrainBatch(
         rows=tree_rows(run, size, rl.row_tokens, rl.row_patches),
         **dict.fromkeys(values, tokens(jnp.float32)),
-        **dict.fromkeys(("is_trained", "is_answer"), tokens(jnp.bool)),
+        **dict.fromkeys(("is_trained", "is_compared", "is_answer"), tokens(jnp.bool)),
         prompt_weight=on_batch(rows_sharding, size)(jnp.float32),
+        drawn_logp=None if run.objective.correction == "none" else tokens(jnp.float32),
     )
 
 

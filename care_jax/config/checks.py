@@ -136,6 +136,9 @@ def _unread(config: ConfigDict, *, has_function: bool) -> Iterator[tuple[str, st
     for other in OBJECTIVES:
         why = f"under rl.objective {objective!r}; leave it out or set rl.objective to {other!r}"
         yield from ((f"{other}.{name}", why) for name in config[other] if other != objective)
+    if config.rl.correction == "none":
+        why = "without rl.correction; leave it out or set rl.correction to 'truncate' or 'mask'"
+        yield "rl.correction_cap", why
     section = config[objective]
     if "region_weights" in section and not section.region_weights:
         why = f"without {objective}.region_weights; leave it out or set that to True"
@@ -199,6 +202,12 @@ def _check_rl_steps(config: ConfigDict) -> None:
             f"rl.prompts_per_update {rl.prompts_per_update}; set it to {multiple}"
         )
     _check_schedule("rl", rl, rl.num_steps * rl.prompts_per_step // rl.prompts_per_update)
+    if rl.correction != "none" and rl.old_logp != "trainer":
+        raise ValueError(
+            f"rl.correction {rl.correction!r} weighs tokens by the ratio of the trainer's "
+            f"probability to the sampler's, and rl.old_logp {rl.old_logp!r} leaves out the former; "
+            "set rl.old_logp to 'trainer', or rl.correction to 'none'"
+        )
     section = config[rl.objective]
     if section.get("rule") == "nearest_diverse" and section.M < section.K:
         raise ValueError(

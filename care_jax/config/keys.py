@@ -17,6 +17,7 @@ from care_jax.decoding import reflection
 from care_jax.devices import xla_flags
 from care_jax.learning.optimizer import SCHEDULES
 from care_jax.method import select
+from care_jax.method.objective import CORRECTIONS
 from care_jax.method.objectives import OBJECTIVES
 from models import layers
 
@@ -223,6 +224,8 @@ _ROWS: tuple[tuple[str, str | tuple[str, ...] | Check, str], ...] = (
     ("rl.top_p", "(0, 1]", FIXED),
     ("rl.format_weight", "[0, 1]", FIXED),
     ("rl.old_logp", ("sampler", "trainer"), FIXED),
+    ("rl.correction", CORRECTIONS, FIXED),
+    ("rl.correction_cap", "(1, inf)", FIXED),
     ("care.anchor_rule", select.ANCHOR_RULES, FIXED),
     ("care.K care.M care.max_context", "[1, inf)", FIXED),
     ("care.rule", select.RULES, FIXED),

@@ -364,6 +364,7 @@ class _RolloutBuffer:
         shape = len(requests), sizes.num_rollouts, sizes.max_tokens
         self._tokens = np.full(shape, self._config.pad_token_id, np.int32)
         self._logp = np.zeros(shape, np.float32)
+        self._drawn_logp = None if options.is_drawn_by_softmax else np.zeros(shape, np.float32)
         self._age = np.zeros(shape, np.int8)
         self._is_sampled = np.zeros(shape, bool)
         self._rationale = np.zeros((*shape[:2], self._config.text.hidden_size), np.float32)
@@ -371,9 +372,12 @@ class _RolloutBuffer:
             rows[:, : len(request.context)] = request.context
         if in_flight is not None:
             begun, part = in_flight.rollouts, slice(len(in_flight.requests))
+            assert begun.age is not None  # `_rollouts` gives it
             self._tokens[part], self._logp[part] = begun.tokens, begun.logp
             self._age[part], self._rationale[part] = begun.age, begun.embedding
             self._is_sampled[part] = begun.is_valid & ~begun.is_forced
+            if self._drawn_logp is not None:
+                self._drawn_logp[part] = begun.drawn_logp
         self._left = dict.fromkeys(range(len(requests)))  # an ordered set
         self._queued: list[tuple[SampledTokens, Int[np.ndarray, " b"]]] = []
         self._num_collected = 0
@@ -398,6 +402,8 @@ class _RolloutBuffer:
             target = place, sampled.rollout[found], index
             self._tokens[target], self._logp[target] = sampled.token[found], sampled.logp[found]
             self._is_sampled[target] = True
+            if self._drawn_logp is not None:
+                self._drawn_logp[target] = sampled.drawn_logp[found]
 
     def collect(
         self, released: Sequence[tuple[int, int]], scheduler: Scheduler, slots: Slots | None
@@ -440,7 +446,8 @@ class _RolloutBuffer:
             is_valid=is_valid,
             is_forced=is_forced,
             logp=self._logp[places],
-            age=self._age[places],
             embedding=rationale / np.maximum(norm, 1e-6),
             is_complete=np.isin(last, self._config.eos_token_ids),
+            drawn_logp=None if self._drawn_logp is None else self._drawn_logp[places],
+            age=self._age[places],
         )

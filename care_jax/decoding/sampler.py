@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt8, UInt32
 
 from care_jax.batch import Prompts
-from care_jax.decoding.sampling import sample_token
+from care_jax.decoding.sampling import is_drawn_by_softmax, sample_token
 from care_jax.decoding.schedule import NUM_STEPS, Refill
 from care_jax.decoding.slots import Prefix, Slots, pad_left, take_in_shard
 from care_jax.devices import sharding
@@ -72,6 +72,10 @@ class DecodeOptions:
     def num_shards(self) -> int:
         return sharding.num_shards(self.batch_sharding)
 
+    @property
+    def is_drawn_by_softmax(self) -> bool:
+        return is_drawn_by_softmax(self.temperature, self.top_p)
+
 
 @flax.struct.dataclass
 class SampledTokens:
@@ -81,6 +85,7 @@ class SampledTokens:
     logp: Float[Array, "B R *L"]  # nats at temperature 1, as the trainer's forward computes
     rollout: Int[Array, "B R *L"]  # of its prompt; -1 if no token was sampled
     index: Int[Array, "B R *L"]  # in the rollout, from 0
+    drawn_logp: Float[Array, "B R *L"] | None  # as drawn, see `sample_token`
 
 
 def prefill(
@@ -249,7 +254,13 @@ def advance(
 
     shape = (*slots.rollout.shape, NUM_STEPS)
     ids = jnp.zeros(shape, jnp.int32)
-    log = SampledTokens(token=ids, logp=jnp.zeros(shape), rollout=ids - 1, index=ids)
+    log = SampledTokens(
+        token=ids,
+        logp=jnp.zeros(shape),
+        rollout=ids - 1,
+        index=ids,
+        drawn_logp=None if options.is_drawn_by_softmax else jnp.zeros(shape),
+    )
     start = jnp.int32(0), jnp.bool(False), (refill.lost, jnp.int32(0)), slots, log
     _, _, (lost, _), slots, log = jax.lax.while_loop(should_continue, step, start)
     return slots, log, (is_free(slots), slots.next_rollout, lost, slots.clock)
@@ -321,11 +332,11 @@ def _sample(
     def uniform(rng, rollout, index):
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, rollout), index))
 
-    token, logp = sample_token(
+    token, logp, drawn_logp = sample_token(
         logits,
         jax.vmap(jax.vmap(uniform, (None, 0, 0)))(jax.random.wrap_key_data(rngs), rollout, index),
         temperature=options.temperature,
         top_p=options.top_p,
         vocab_shards=sharding.num_shards_of("vocab", options.rules, options.mesh),
     )
-    return SampledTokens(token, logp, rollout, index)
+    return SampledTokens(token, logp, rollout, index, drawn_logp)

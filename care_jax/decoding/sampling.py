@@ -24,24 +24,37 @@ def sample_token(
     temperature: float,
     top_p: float,
     vocab_shards: int = 1,
-) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """One token id per row of float32 logits, and log softmax(logits) at it, in nats.
+) -> tuple[Int[Array, "*B"], Float[Array, "*B"], Float[Array, "*B"] | None]:
+    """One token id per row of float32 logits, and its log-probabilities in nats.
 
     Args:
         u: uniform in [0, 1); determines the sample.
-        temperature: 0 takes the most likely token. The log-probability is that at temperature 1.
+        temperature: 0 takes the most likely token.
         top_p: keeps the smallest set of most likely tokens with at least this probability.
         vocab_shards: number of shards of the vocabulary axis.
+
+    Returns:
+        the ids, log softmax(logits) at them, and the log-probability of having drawn them, at this
+        temperature and renormalised over the nucleus: None if both are 1, where the two are equal;
+        0 at temperature 0.
     """
     top = logits.max(-1, keepdims=True)
     if temperature == 0:
-        return logits.argmax(-1).astype(jnp.int32), -jnp.log(jnp.exp(logits - top).sum(-1))
+        logp = -jnp.log(jnp.exp(logits - top).sum(-1))
+        return logits.argmax(-1).astype(jnp.int32), logp, jnp.zeros_like(logp)
     weights = jnp.exp((logits - top) / temperature)
     kept = nucleus(weights, top_p) if top_p < 1 else weights
     token, weight, total = _invert(kept, u, vocab_shards)
-    if temperature != 1 or top_p < 1:
-        total = jnp.exp(logits - top).sum(-1)
-    return token, temperature * jnp.log(weight) - jnp.log(total)
+    drawn_logp = jnp.log(weight) - jnp.log(total)
+    if is_drawn_by_softmax(temperature, top_p):
+        return token, drawn_logp, None
+    total = jnp.exp(logits - top).sum(-1)
+    return token, temperature * jnp.log(weight) - jnp.log(total), drawn_logp
+
+
+def is_drawn_by_softmax(temperature: float, top_p: float) -> bool:
+    """Whether tokens are drawn with their probability under softmax(logits)."""
+    return temperature == 1 and top_p == 1
 
 
 def nucleus(weights: Float[Array, "*B V"], top_p: float) -> Float[Array, "*B V"]:

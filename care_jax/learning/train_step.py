@@ -1,4 +1,4 @@
-"""One optimizer update: pure (state, batch) -> (state, metrics), with gradient accumulation.
+"""One optimizer update with gradient accumulation: pure (state, batch) -> (state, metrics, values).
 
 Every sum is divided by a denominator counted over the whole batch, so loss, gradient and metrics do
 not depend on packing, microbatches or sharding. Empty microbatches are skipped at run time, so one
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import flax.struct
 import jax
@@ -19,13 +19,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from care_jax.batch import HostOrDevice, ImitationBatch, TrainBatch
 from care_jax.devices import sharding
 from care_jax.learning.logprobs import ForwardOptions, score_rows
 from care_jax.learning.optimizer import combine, partition, round_like, widen
-from care_jax.method.objective import clipped_surrogate, is_clipped, k3, sequence_log_ratio
+from care_jax.method.objective import (
+    clipped_surrogate,
+    correction_weight,
+    is_clipped,
+    k3,
+    sequence_log_ratio,
+)
 from care_jax.method.objectives import Objective
 from models.backbone import Params
 from models.config import BackboneConfig
@@ -81,23 +87,25 @@ def train_step(
     microbatch_size: int,
     partition: Partition = partition,
     skip_nonfinite: bool = False,
-) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+) -> tuple[TrainState, dict[str, Float[Array, ""]], Float[Array, "B S"]]:
     """One reinforcement learning update.
 
-        L = -Σᵢ wᵢ Σₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
+        L = -Σᵢ wᵢ Σₜ vₜ min(ρₜ aₜ, clip(ρₜ, 1-ε_low, 1+ε_high) aₜ) / Σ prompt_weight
             + β · mean over is_trained of k3(π_θ, π_ref)                 (eq:ppo, eq:total-loss)
 
     wᵢ is the weight of response i in its prompt's loss. ρₜ is the importance ratio of the token, or
-    for GSPO of the response: the geometric mean over its tokens.
+    for GSPO of the response: the geometric mean over its tokens. vₜ is 1, or with rl.correction
+    `correction_weight` of the token or response.
 
     Args:
         objective: has ε_low, ε_high, the kind of ratio, and β; without KL if β = 0.
         microbatch_size, partition, skip_nonfinite: see `update`.
 
     Returns:
-        the new state, and metrics in nats and fractions of tokens. `rationale_share` is the
-        fraction of the positive credit, Σᵢ wᵢ Σₜ max(aₜ, 0), outside the answer.
-        `clip_rate_negative_answer` is the branch-clip rate of fig:neg_penalty.
+        the new state; metrics in nats and fractions of tokens; and log π_θ of the response tokens
+        before the update, 0 elsewhere. `rationale_share` is the fraction of the positive credit,
+        Σᵢ wᵢ Σₜ max(aₜ, 0), outside the answer. `clip_rate_negative_answer` is the branch-clip rate
+        of fig:neg_penalty.
     """
     total_weight = jnp.maximum(batch.prompt_weight.sum(), 1e-9)
     num_trained = jnp.maximum(batch.is_trained.sum(), 1)
@@ -106,17 +114,32 @@ def train_step(
     surrogate = jax.vmap(functools.partial(clipped_surrogate, **clip))
     clips = jax.vmap(functools.partial(is_clipped, **clip))
     kl_of = jax.vmap(k3)
+    weights = functools.partial(
+        correction_weight, correction=objective.correction, cap=objective.correction_cap
+    )
 
-    def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Ratios]:
-        logp, entropy = score_rows(params, batch.rows, config, options)
+    def correction_of(batch: TrainBatch) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+        old_logp, drawn_logp, is_compared = batch.old_logp, batch.drawn_logp, batch.is_compared
+        assert drawn_logp is not None  # `rl.update_batch` fills it in
+        log_ratio = jnp.where(is_compared, old_logp - drawn_logp, 0.0)
+        if objective.has_sequence_ratio:
+            drawn = old_logp, drawn_logp, is_compared, batch.rows.branch
+            log_ratio = jax.vmap(sequence_log_ratio)(*drawn)
+        return jax.vmap(weights)(log_ratio)
+
+    def loss_fn(params: Params, batch: TrainBatch) -> tuple[Float[Array, ""], Any]:
+        scored, entropy = score_rows(params, batch.rows, config, options)
         # The ratio of other tokens (prompts, forced tokens, padding) is 1.
-        logp = jnp.where(batch.is_trained, logp, batch.old_logp)
+        logp = jnp.where(batch.is_trained, scored, batch.old_logp)
         log_ratio = logp - batch.old_logp
         if objective.has_sequence_ratio:
             sampled = logp, batch.old_logp, batch.is_trained, batch.rows.branch
             log_ratio = jax.vmap(sequence_log_ratio)(*sampled)
         moved = log_ratio, jnp.zeros_like(log_ratio), batch.token_advantage
         terms = batch.row_weight * surrogate(*moved)
+        if objective.correction != "none":
+            weight, is_capped = correction_of(batch)
+            terms *= weight
         loss = -terms.sum() / total_weight
         if beta:
             kl = jnp.where(batch.is_trained, kl_of(logp, batch.ref_logp), 0.0)
@@ -135,7 +158,10 @@ def train_step(
         }
         if beta:
             ratios["kl_ref"] = _mean(kl, batch.is_trained)
-        return loss, ratios
+        if objective.correction != "none":
+            ratios["correction/weight"] = _mean(weight, batch.is_compared)
+            ratios["correction/capped"] = _mean(is_capped, batch.is_compared)
+        return loss, (ratios, scored)
 
     return update(
         state,
@@ -151,23 +177,27 @@ def train_step(
 def update(
     state: TrainState,
     batch: Batch,
-    loss_fn: Callable[[Params, Batch], tuple[Float[Array, ""], Ratios]],
+    loss_fn: Callable[[Params, Batch], tuple[Float[Array, ""], tuple[Ratios, Any]]],
     optimizer: optax.GradientTransformation,
     *,
     microbatch_size: int,
     partition: Partition = partition,
     skip_nonfinite: bool = False,
-) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+) -> tuple[TrainState, dict[str, Float[Array, ""]], Any]:
     """Sums `loss_fn`'s gradients over microbatches and applies them once.
 
     Args:
         batch: arrays with a leading axis of B rows; its trees are `batch.rows`.
         loss_fn: a microbatch's contribution to the loss (already divided by the whole batch's
-            denominators), and metrics as (numerator, denominator).
+            denominators); metrics as (numerator, denominator); and a tree of values of its rows,
+            [microbatch_size, ...], or None.
         microbatch_size: rows of one forward and backward; divides B.
         partition: splits parameters into (trained, frozen).
         skip_nonfinite: an update whose loss or gradient norm is not finite leaves the state
             unchanged, including its step; adds the metric `BROKEN_GRADIENTS`.
+
+    Returns:
+        the new state, the metrics, and the values of all rows, [B, ...]; 0 in empty microbatches.
 
     Gradients are taken, summed and applied in float32, whatever dtype the state is stored in. For
     this, the trained parameters that are bfloat16 are copied to float32, 4 bytes each.
@@ -179,15 +209,20 @@ def update(
     )
     microbatches = split_batch(batch, microbatch_size)
 
-    def add(index, total):
-        new = value_and_grad(wide, microbatch_at(microbatches, index))
-        return jax.tree.map(jnp.add, total, new)
+    def compute(microbatch):
+        (loss, (ratios, values)), grads = value_and_grad(wide, microbatch)
+        return (loss, ratios, grads), values
 
-    first = jax.eval_shape(lambda x: microbatch_at(x, 0), microbatches)
-    shapes = jax.eval_shape(value_and_grad, wide, first)
+    def add(index, carry):
+        total, rows = carry
+        new, values = compute(microbatch_at(microbatches, index))
+        return jax.tree.map(jnp.add, total, new), _put_microbatch(rows, values, index)
+
+    shapes, row_shapes = jax.eval_shape(lambda x: compute(microbatch_at(x, 0)), microbatches)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    number = num_microbatches(microbatches)
-    (loss, ratios), grads = jax.lax.fori_loop(0, number, add, zeros)
+    carry = zeros, _empty_microbatches(row_shapes, microbatches)
+    carry = jax.lax.fori_loop(0, num_microbatches(microbatches), add, carry)
+    (loss, ratios, grads), rows = carry
 
     moments = jax.device_put(state.opt_state, jax.memory.Space.Device)  # may be in host memory
     updates, opt_state = optimizer.update(grads, widen(moments), wide)
@@ -211,14 +246,14 @@ def update(
         )
         broken = [~jnp.isfinite(gradient).all() for gradient in jax.tree.leaves(grads)]
         metrics[BROKEN_GRADIENTS] = jnp.stack(broken)
-    return TrainState(combine(trained, frozen), opt_state, done), metrics
+    return TrainState(combine(trained, frozen), opt_state, done), metrics, _join(rows)
 
 
 def split_batch(batch: Batch, microbatch_size: int) -> Batch:
     """Splits [B, ...] into [B / microbatch_size, microbatch_size, ...].
 
     Microbatch i of n holds rows i, n + i, 2n + i, ..., so that each is sharded like the batch.
-    `map_microbatches` has the inverse.
+    `_join` is the inverse.
     """
     size = jax.tree.leaves(batch)[0].shape[0]
     if size % microbatch_size:
@@ -252,15 +287,30 @@ def map_microbatches(
     """
     microbatches = split_batch(batch, microbatch_size)
     shape = jax.eval_shape(lambda x: function(microbatch_at(x, 0)), microbatches)
-    count = jax.tree.leaves(microbatches)[0].shape[0]
 
     def put(index, results):
-        new = function(microbatch_at(microbatches, index))
-        return jax.lax.dynamic_update_index_in_dim(results, new, index, 0)
+        return _put_microbatch(results, function(microbatch_at(microbatches, index)), index)
 
-    results = jnp.zeros((count, *shape.shape), shape.dtype)
-    results = jax.lax.fori_loop(0, num_microbatches(microbatches), put, results)
-    return jnp.swapaxes(results, 0, 1).reshape(-1, *shape.shape[1:])
+    results = _empty_microbatches(shape, microbatches)
+    return _join(jax.lax.fori_loop(0, num_microbatches(microbatches), put, results))
+
+
+def _empty_microbatches(shapes: Any, microbatches: Batch) -> Any:
+    """Zeros for every microbatch, of the shapes of one."""
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), shapes)
+
+
+def _put_microbatch(results: Any, new: Any, index: Int[Array, ""]) -> Any:
+    """The results with those of one microbatch replaced."""
+    return jax.tree.map(
+        lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, index, 0), results, new
+    )
+
+
+def _join(results: Any) -> Any:
+    """[B / microbatch_size, microbatch_size, ...] in the order of the rows, [B, ...]."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), results)
 
 
 def _mean(x: Array, mask: Array) -> tuple[Float[Array, ""], Float[Array, ""]]:

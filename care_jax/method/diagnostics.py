@@ -1,7 +1,7 @@
 """Metrics of one step's groups, from host copies of its rollouts.
 
-Tokens, log-probabilities, embeddings and span masks are not read and may be None. A metric that is
-undefined at a step (for example without any reflection) is left out.
+Tokens, log-probabilities, embeddings and span masks of the groups are not read and may be None. A
+metric that is undefined at a step (for example without any reflection) is left out.
 
 Letters: B prompts, G rollouts per prompt, R = G + 1 rows, T tokens.
 """
@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from care_jax.batch import Groups
 from care_jax.method import advantages
+from care_jax.method.objective import MAX_LOG_RATIO
 
 
 def rollout_metrics(groups: Groups, num_rollouts: int) -> dict[str, float]:
@@ -86,6 +88,50 @@ def dapo_metrics(
         "dynamic/unused": float(num_kept - num_trained),
         "overlong_penalty": float(penalty.mean()),
     }
+
+
+def mismatch_metrics(
+    sampler_logp: Float[np.ndarray, "B S"],
+    trainer_logp: Float[np.ndarray, "B S"],
+    is_compared: Bool[np.ndarray, "B S"],
+    branch: Int[np.ndarray, "B S"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    has_sequence_ratio: bool = False,
+) -> dict[str, float]:
+    """What the trainer's forward says of sampled tokens, against what the sampler reported.
+
+    `mismatch/kl` is the mean of e^d - d - 1, d = log π_trainer - log π_sampler: the k3 estimate of
+    KL(π_sampler ‖ π_trainer) in nats, for tokens drawn at temperature 1 and top-p 1. `mean`, `p99`
+    and `max` are of |π_trainer - π_sampler|. `beyond_clip` is the share of tokens whose ratio e^d,
+    or with `has_sequence_ratio` that of their response, is outside the clip range.
+
+    Args:
+        sampler_logp, trainer_logp: at temperature 1, in nats; of B packed rows of S tokens.
+        is_compared, branch: see `batch.TrainBatch` and `batch.TreeRows`.
+
+    Returns:
+        the metrics; none if no token is compared.
+    """
+    if not is_compared.any():
+        return {}
+    sampler, trainer = (x[is_compared].astype(np.float64) for x in (sampler_logp, trainer_logp))
+    change, log_ratio = np.abs(np.exp(trainer) - np.exp(sampler)), trainer - sampler
+    d = np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if has_sequence_ratio:
+        response = np.arange(len(branch))[:, None] * branch.shape[1] + branch
+        _, response = np.unique(response[is_compared], return_inverse=True)
+        log_ratio = (np.bincount(response, log_ratio) / np.bincount(response))[response]
+    is_beyond = (log_ratio < np.log1p(-clip_low)) | (log_ratio > np.log1p(clip_high))
+    metrics = {
+        "kl": np.mean(np.expm1(d) - d),
+        "mean": change.mean(),
+        "p99": np.quantile(change, 0.99),
+        "max": change.max(),
+        "beyond_clip": is_beyond.mean(),
+    }
+    return {f"mismatch/{name}": float(value) for name, value in metrics.items()}
 
 
 def predicted_alphas(num_negatives: int, variance: float, gap: float) -> tuple[float, float]:

@@ -7,12 +7,15 @@ denominator can be summed over microbatches and devices and divided once. T is r
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 # Bound on log-probability differences (nats) before exp. e^20 is far beyond any clip range, so no
 # meaningful ratio changes, and 0·exp(∞) cannot produce a NaN. verl uses the same bound.
 MAX_LOG_RATIO = 20.0
+CORRECTIONS = ("none", "truncate", "mask")  # values of rl.correction, see `correction_weight`
 
 
 def region_weights(
@@ -105,6 +108,34 @@ def sequence_log_ratio(
         for x in (logp - old_logp, jnp.ones(size))
     )
     return jnp.where(is_sampled, (sums / jnp.maximum(counts, 1))[index], 0.0)
+
+
+def correction_weight(
+    log_ratio: Float[Array, " T"], *, correction: str, cap: float
+) -> tuple[Float[Array, " T"], Bool[Array, " T"]]:
+    """v_t: weight of a token's term of the surrogate for having been drawn from μ, not from π_old.
+
+    "truncate"  v_t = min(q_t, C)
+    "mask"      v_t = q_t if 1/C ≤ q_t ≤ C, else 0,       q_t = π_old(y_t) / μ(y_t)
+
+    μ is the distribution that the sampler drew from, temperature and nucleus applied. The minimum
+    is truncated importance sampling (Ionides 2008); the mask is IcePop's (arXiv 2512.16144, eq. 1).
+    v is a constant: neither probability depends on the trained parameters.
+
+    Args:
+        log_ratio: log q in nats; 0 at tokens that are not to be weighted. For one weight per
+            response, the geometric mean of q, pass `sequence_log_ratio(log π_old, log μ, ...)`.
+        correction: "truncate" or "mask".
+        cap: C, above 1.
+
+    Returns:
+        v, and the tokens whose q the cap changed.
+    """
+    ratio, limit = _ratio(log_ratio, 0.0), math.log(cap)
+    if correction == "truncate":
+        return jnp.minimum(ratio, cap), log_ratio > limit
+    is_outside = jnp.abs(log_ratio) > limit
+    return jnp.where(is_outside, 0.0, ratio), is_outside
 
 
 def is_clipped(

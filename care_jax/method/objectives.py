@@ -18,7 +18,7 @@ from care_jax.method import credit
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The settings selected by `rl.objective` and its config section."""
+    """The settings selected by `rl.objective` and its config section, and those of `rl`."""
 
     # (rollouts, scores), then (subgroup, has_reflection) if `raw_advantages` is set -> Credit.
     credit: Callable[..., Credit]
@@ -32,15 +32,18 @@ class Objective:
     # log-probabilities cannot serve as π_old.
     is_reframed: bool = False
     has_sequence_ratio: bool = False  # one importance ratio per response, not per token (GSPO)
+    correction: str = "none"  # rl.correction, as the next; see `objective.correction_weight`
+    correction_cap: float = 2.0
     max_tries: int = 1  # maximum rollout batches to fill a step with mixed groups
     overlong: Mapping[str, int] | None = None  # keyword arguments of `advantages.overlong_penalty`
 
 
 def objective_of(config: ConfigDict) -> Objective:
-    """The objective named `rl.objective`, with the settings of its config section."""
+    """The objective named `rl.objective`, with the settings of its config section and of `rl`."""
     name = config.rl.objective
-    clip = {key: config[name][key] for key in ("clip_low", "clip_high", "beta")}
-    return Objective(**OBJECTIVES[name](config[name], config.rl.max_response_tokens), **clip)
+    settings = {key: config[name][key] for key in ("clip_low", "clip_high", "beta")}
+    settings |= {key: config.rl[key] for key in ("correction", "correction_cap")}
+    return Objective(**OBJECTIVES[name](config[name], config.rl.max_response_tokens), **settings)
 
 
 def _care(section, max_tokens):

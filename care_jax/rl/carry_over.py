@@ -31,7 +31,8 @@ from care_jax.run.checkpoint import InFlightSave
 from care_jax.run.run import Run
 from care_jax.run.stage import Stage
 
-_FIELDS = "tokens", "is_valid", "logp", "age", "embedding"  # of the rollouts that are saved
+# Of the rollouts that are saved; drawn_logp where there is one.
+_FIELDS = "tokens", "is_valid", "logp", "drawn_logp", "age", "embedding"
 
 
 def num_carried(run: Run) -> int:
@@ -86,7 +87,7 @@ def save(programs: RolloutPrograms, carried: CarriedOver | None) -> InFlightSave
     padded = {
         name: np.pad(array, [(0, most - len(array))] + [(0, 0)] * (array.ndim - 1))
         for name in _FIELDS
-        for array in [getattr(flight.rollouts, name)]
+        if (array := getattr(flight.rollouts, name)) is not None
     }
     gathered = distributed.gather_rows(padded, np.arange(first, first + most))
     is_real = np.concatenate([np.arange(most) < len(part) for part in prompts])
@@ -129,6 +130,8 @@ def restored(
     sizes, text = queue.sizes, run.policy.config.text
     shape = len(numbers), sizes.num_rollouts, sizes.max_tokens
     dtypes = {"tokens": np.int32, "is_valid": bool, "logp": np.float32, "age": np.int8}
+    if not queue.programs.options.is_drawn_by_softmax:
+        dtypes["drawn_logp"] = np.float32
     shapes: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.replicated(run.mesh))
         for name, dtype in dtypes.items()

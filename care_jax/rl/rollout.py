@@ -206,7 +206,7 @@ def gather_groups(groups: Groups) -> Groups:
         index=groups.index,
         sizes=groups.sizes,
         rollouts=dataclasses.replace(
-            groups.rollouts, tokens=None, logp=None, embedding=None, age=None
+            groups.rollouts, tokens=None, logp=None, drawn_logp=None, embedding=None, age=None
         ),
         scores=dataclasses.replace(groups.scores, is_think=None, is_answer=None),
         subgroup=groups.subgroup,

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 import optax
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 
-from care_jax.batch import Groups
+from care_jax.batch import Groups, TrainBatch
 from care_jax.decoding import reflection
 from care_jax.devices import distributed
 from care_jax.devices.device_clock import DeviceClock
@@ -68,6 +68,18 @@ class StepLog:
         self._not_judged = self._limit.check(step, self._verdicts)
         self._rolled_out = time.perf_counter()
 
+    def first_update(self, sampled: TrainBatch, logp: jax.Array) -> None:
+        """Called after the first update of a step.
+
+        Args:
+            sampled: its batch on the host, whose `old_logp` is still the sampler's.
+            logp: log-probabilities of its tokens before the update, on the devices.
+        """
+        is_compared = sampled.is_compared
+        if sampled.is_fresh is not None:  # older weights drew the others
+            is_compared = is_compared & sampled.is_fresh
+        self._first = sampled.old_logp, logp, is_compared, sampled.rows.branch
+
     def write(
         self,
         step: int,
@@ -96,6 +108,7 @@ class StepLog:
         metrics = (
             group_metrics(run, drawn, everyone, len(draws))
             | {name: float(np.mean([of[name] for of in applied])) for name in (applied or [{}])[0]}
+            | (sampler_mismatch(run, *self._first) if updates[0] else {})
             | self._verifier_metrics(draws)
             | device_memory()
             | {
@@ -144,6 +157,25 @@ def group_metrics(run: Run, drawn: Groups, trained: Groups, num_draws: int) -> d
     return metrics
 
 
+def sampler_mismatch(
+    run: Run,
+    sampler_logp: Float[np.ndarray, "B S"],
+    trainer_logp: Float[jax.Array, "B S"],
+    is_compared: Bool[np.ndarray, "B S"],
+    branch: Int[np.ndarray, "B S"],
+) -> dict[str, float]:
+    """`diagnostics.mismatch_metrics` of the tokens of all processes; each passes its rows."""
+    rows = sampler_logp, distributed.fetch(trainer_logp), is_compared, branch
+    index = jax.process_index() * len(branch) + np.arange(len(branch))
+    objective = run.objective
+    return diagnostics.mismatch_metrics(
+        *distributed.gather_rows(rows, index),
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        has_sequence_ratio=objective.has_sequence_ratio,
+    )
+
+
 def update_flops(
     run: Run, prompt_sizes: Int[np.ndarray, "N 2"], num_row_tokens: Int[np.ndarray, "N R"]
 ) -> float:
@@ -175,6 +207,7 @@ def ages_of(run: Run, groups: Groups) -> dict[str, float]:
     if not run.config.rl.carry_over:
         return {}
     is_sampled = groups.rollouts.is_valid & ~groups.rollouts.is_forced
+    assert groups.rollouts.age is not None  # as the decode queue gives them
     counts = distributed.gather_json(np.bincount(groups.rollouts.age[is_sampled]).tolist())
     total = np.zeros(max(map(len, counts)), int)
     for each in counts:

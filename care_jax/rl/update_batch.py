@@ -48,6 +48,11 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
         "token_advantage": groups.credit.token_advantage,
         "is_answer": groups.scores.is_answer,
     }
+    if run.objective.correction != "none":
+        drawn_logp = groups.rollouts.drawn_logp
+        decoded["drawn_logp"] = groups.rollouts.logp if drawn_logp is None else drawn_logp
+    if rl.carry_over:
+        decoded["is_fresh"] = groups.rollouts.age == 0
     found = distributed.exchange_rows(
         decoded,
         np.searchsorted(everyone.index, groups.index),
@@ -56,6 +61,11 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
         wanted=plan.trees,
     )
     prompts = {tree: found["prompts"][tree] for tree in plan.trees}
+    is_compared = credit.is_trained
+    if run.objective.is_reframed:  # the last row was sampled in another context
+        is_compared = (
+            is_compared & (np.arange(is_compared.shape[1]) < run.config.rl.num_rollouts)[:, None]
+        )
     batch = TrainBatch(
         rows=lay_out(prompts, found["tokens"], plan, run.policy.config),
         token_advantage=at_tokens(found["token_advantage"], plan),
@@ -63,8 +73,11 @@ def train_batch(run: Run, groups: Groups, everyone: Groups) -> tuple[TrainBatch,
         ref_logp=np.zeros((len(plan.rows), plan.row_tokens), np.float32),
         row_weight=at_tokens(credit.row_weight, plan),
         is_trained=at_tokens(credit.is_trained, plan),
+        is_compared=at_tokens(is_compared, plan),
         is_answer=at_tokens(found["is_answer"], plan),
         prompt_weight=at_rows(credit.prompt_weight, plan),
+        drawn_logp=at_tokens(found["drawn_logp"], plan) if "drawn_logp" in found else None,
+        is_fresh=at_tokens(found["is_fresh"], plan) if "is_fresh" in found else None,
     )
     return batch, plan
 

@@ -94,13 +94,16 @@ def train(
             pairs = zip(parts, everyone.split(num_updates), strict=True)
             packed, plans = zip(*(train_batch(run, *pair) for pair in pairs), strict=True)
             show_part("log-probabilities")
+            sampled = packed[0]  # with the sampler's log-probabilities
             # All batches are scored before the first update changes the policy.
             packed = with_logprobs(run, programs.score, packed, stage.state.params, reference)
             updates, placed = [], sharding.put_ahead(packed, run.train_batch_sharding)
             for number, each in enumerate(zip(packed, parts, placed, strict=True), 1):
                 show_part(f"update {number} of {num_updates}")
                 batch, part, on_devices = each
-                stage.state, metrics = programs.update(stage.state, on_devices)
+                stage.state, metrics, logp = programs.update(stage.state, on_devices)
+                if number == 1:
+                    log.first_update(sampled, logp)
                 clock.watch(metrics)
                 stage.updated(step, metrics, (batch, part.examples.tolist()))
                 updates += stage.read()
@@ -128,7 +131,7 @@ class UpdatePrograms:
     raw_advantages: Callable | None  # (scores, subgroup, has_reflection) -> RawAdvantages
     score: Callable  # (params, batch) -> log-probabilities at the tokens of the batch's rows
     nll: Callable  # (params, batch) -> mean of -log π over the tokens that are trained on
-    update: Callable  # (state, batch) -> (state, metrics)
+    update: Callable  # (state, batch) -> (state, metrics, log-probabilities before the update)
 
 
 def compile_update(
@@ -155,13 +158,14 @@ def compile_update(
         )
 
     score = compile_score(run, "rl", options)
+    shardings = state_shardings, None, run.train_batch_sharding
     return UpdatePrograms(
         to_decode_layout=compile_to_decode_layout(run),
         credit=jax.jit(objective.credit),
         raw_advantages=objective.raw_advantages and jax.jit(objective.raw_advantages),
         score=score,
         nll=compile_nll(run, score),
-        update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=(state_shardings, None)),
+        update=jax.jit(run.placed(update), donate_argnums=0, out_shardings=shardings),
     )
 
 

@@ -104,9 +104,10 @@ def compile_step(
         def loss_fn(params, batch):
             logp, _ = score_rows(params, batch.rows, run.policy.config, options)
             num_tokens = (batch.rows.predictor >= 0).sum().astype(jnp.float32)
-            return -(batch.weight * logp).sum() / total_weight, {"nll": (-logp.sum(), num_tokens)}
+            ratios = {"nll": (-logp.sum(), num_tokens)}
+            return -(batch.weight * logp).sum() / total_weight, (ratios, None)
 
-        return update(
+        state, metrics, _ = update(
             state,
             batch,
             loss_fn,
@@ -115,6 +116,7 @@ def compile_step(
             partition=run.partition,
             skip_nonfinite=sft.max_skipped > 0,
         )
+        return state, metrics
 
     return jax.jit(run.placed(sft_step), donate_argnums=0, out_shardings=(state_shardings, None))
 

@@ -89,7 +89,7 @@ class Update:
         batch, sizes, responses, plan = self._batch(mean)
         timed = Timed(self._programs.update, self._compilations)
         for _ in range(2):
-            self.state, _ = timed(self.state, batch)
+            self.state, *_ = timed(self.state, batch)
         model = self._run.config.model
         frozen = {"freeze_vision": model.freeze_vision, "freeze_decoder": model.freeze_decoder}
         frozen["has_adapters"] = bool(model.lora_rank)
@@ -115,8 +115,10 @@ class Update:
             ref_logp=-10 * ones,
             row_weight=ones,
             is_trained=ones.astype(bool),
+            is_compared=ones.astype(bool),
             is_answer=np.zeros_like(ones, bool),
             prompt_weight=at_rows(np.ones(len(prompts), np.float32), plan),
+            drawn_logp=-10 * ones,
         )
         return sharding.put_batch(batch, run.train_batch_sharding), sizes, responses, plan
 

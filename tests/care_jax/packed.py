@@ -65,9 +65,11 @@ def train_batch(policy, tokenized, plan, tokens, fields, prompt_weight):
         tokenized: the prompts.
         plan: which tree stands where.
         tokens: of the responses [N, R, T].
-        fields: of `TrainBatch`, [N, R, T] or [N, R], by name.
+        fields: of `TrainBatch`, [N, R, T] or [N, R], by name; is_compared is by default
+            is_trained.
         prompt_weight: [N].
     """
+    fields = {"is_compared": fields["is_trained"], **fields}
     laid_out = {name: at_tokens(np.asarray(values), plan) for name, values in fields.items()}
     return TrainBatch(
         rows=lay_out(tokenized, np.asarray(tokens), plan, policy.config),

@@ -16,7 +16,8 @@ from models.positions import image_slots, pack_images, prompt_positions
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature", "top_p"))
 def _sample(params, rows, images, positions, slots, place, key, index, *, config, **choice):
-    """The token at `place` of every row, its logp, and the hidden state before it."""
+    """The token at `place` of every row, its logp at temperature 1 and as drawn, and the hidden
+    state before it."""
     x, features = backbone.embed_with_images(params, rows, images, slots, config, dtype=jnp.float32)
     mask = backbone.text_mask(jnp.full(rows.shape, rows.shape[1] - 1, jnp.int32), config)
     hidden = backbone.forward(params, x, positions, mask, config, features=features, slots=slots)
@@ -27,8 +28,13 @@ def _sample(params, rows, images, positions, slots, place, key, index, *, config
             jax.random.fold_in(jax.random.fold_in(key, rollout), index)
         )
     )(jnp.arange(len(rows)))
-    token, _ = sample_token(logits, u, **choice)
-    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], 1)[:, 0]
+    token, *_ = sample_token(logits, u, **choice)
+    hot = jax.nn.softmax(logits / choice["temperature"])
+    upto = jnp.cumsum(jnp.sort(hot, descending=True), 1)
+    least = jnp.sort(hot, descending=True)[jnp.arange(len(hot)), (upto < choice["top_p"]).sum(1)]
+    drawn = jnp.log(jnp.where(hot >= least[:, None], hot, 0))
+    both = jax.nn.log_softmax(logits), jax.nn.log_softmax(drawn)
+    logp = jnp.stack([jnp.take_along_axis(x, token[:, None], 1)[:, 0] for x in both], 1)
     return token, logp, hidden
 
 
@@ -47,7 +53,8 @@ def plain_decode(
         context: forced tokens in front of what is sampled.
 
     Returns:
-        a tuple (tokens, logp, rationale sum) per rollout, forced tokens left out.
+        a tuple (tokens, logp [T, 2] at temperature 1 and as drawn, rationale sum) per rollout,
+        forced tokens left out.
     """
     config, closing_tag = policy.config, np.asarray(policy.closing_tag)
     end = len(prompt.tokens)
@@ -84,6 +91,6 @@ def plain_decode(
             if tag < closing_tag.shape[0] - 1:
                 rationale += states[i + 1][row]
             tag = closing_tag[tag, token]
-        return tokens, [float(logp[row]) for logp in logps[: len(tokens)]], rationale
+        return tokens, np.stack([logp[row] for logp in logps[: len(tokens)]]), rationale
 
     return [cut(row) for row in range(num_rollouts)]

@@ -48,14 +48,17 @@ def test_prompts_of_text_alone_have_no_images(run, questions):
     assert expected.images is None and shapes.imitation_batch(run, 4).rows.images is None
 
 
-def test_batches_are_those_that_packing_makes(run, image_prompts):
+@pytest.mark.parametrize("correction", ["none", "truncate"])
+def test_batches_are_those_that_packing_makes(run, image_prompts, correction):
     """Of full rows, one on each device."""
+    run.config.rl.correction = correction
     lengths = np.full((4, 2), 150)
     plan = packed_plan(image_prompts, lengths, row_tokens=512, row_patches=192, microbatch_size=4)
     shape = dict(row_tokens=plan.row_tokens, row_patches=plan.row_patches)
     run.config.rl.update(shape)
     run.config.sft.update(shape)
     fields = ("token_advantage", "old_logp", "ref_logp", "row_weight", "is_trained", "is_answer")
+    fields += ("drawn_logp",) * (correction != "none")
     values = {name: np.zeros((4, 2, 150), np.float32) for name in fields}
     values |= {name: values[name].astype(bool) for name in ("is_trained", "is_answer")}
     tokens = np.zeros((4, 2, 150), np.int32)

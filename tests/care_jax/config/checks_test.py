@@ -57,6 +57,10 @@ ACCEPTED = {
     "uniform weights": {"care.region_weights": False},
     "a cue": {"care.cue": "No.", "care.max_context": 9, "care.reflect_credit": "prompt_only"},
     "a reward function": REWARD | OF_REWARD,
+    "a correction": {
+        **{"rl.old_logp": "trainer", "rl.correction": "mask", "rl.correction_cap": 5.0},
+        **{"rl.temperature": 0.7, "care.reflect_credit": "prompt_only"},
+    },
 }
 REFUSED = {
     "a stage twice": (
@@ -118,6 +122,19 @@ REFUSED = {
     "steps in the wrong order": ({"profile_steps": (5, 3)}, "the first and the last step to trace"),
     "steps before the first": ({"profile_steps": (-1, 2)}, "the first and the last step to trace"),
     "steps after the last": ({"profile_steps": (0, 100)}, "between 0 and rl.num_steps - 1 = 99"),
+    # Even where the trainer's probabilities are there for another reason.
+    "a correction of the sampler's own probabilities": (
+        {"rl.correction": "truncate", "care.reflect_credit": "prompt_only"},
+        r"correction 'truncate' weighs .* rl\.old_logp 'sampler' .*; set rl\.old_logp to 'trainer'",
+    ),
+    "a cap of no correction": (
+        {"rl.correction_cap": 3.0, "rl.old_logp": "trainer"},
+        r"config\.rl\.correction_cap has no effect without rl\.correction",
+    ),
+    "a cap that leaves nothing": (
+        {"rl.correction": "mask", "rl.old_logp": "trainer", "rl.correction_cap": 1.0},
+        r"rl\.correction_cap must lie in \(1, inf\)",
+    ),
     "a fixed weight beside a share": (
         {"care.gamma_share": 0.2, "care.gamma_pos": 0.1},
         r"gamma_pos has no effect with care\.gamma_share 0\.2",

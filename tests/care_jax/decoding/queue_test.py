@@ -113,8 +113,9 @@ def assert_equal(answered, expected, requests, policy):
             np.testing.assert_array_equal(rollouts.tokens[g, :start], request.context)
             np.testing.assert_array_equal(rollouts.tokens[g, start:end], tokens)
             assert (rollouts.tokens[g, end:] == policy.config.pad_token_id).all()
-            np.testing.assert_allclose(rollouts.logp[g, start:end], logp, atol=2e-5)
-            assert not rollouts.logp[g, :start].any() and not rollouts.logp[g, end:].any()
+            for found, want in zip((rollouts.logp, rollouts.drawn_logp), logp.T, strict=True):
+                np.testing.assert_allclose(found[g, start:end], want, atol=2e-5)
+                assert not found[g, :start].any() and not found[g, end:].any()
             np.testing.assert_array_equal(rollouts.is_valid[g], np.arange(T) < end)
             np.testing.assert_array_equal(rollouts.is_forced[g], np.arange(T) < start)
             norm = max(np.linalg.norm(rationale), 1e-6)

@@ -97,6 +97,7 @@ def test_rows_without_context_keep_what_was_sampled():
         logp=-tokens.astype(np.float32) * (is_valid & ~is_forced),
         embedding=np.zeros((2, 1, 1), np.float32),
         is_complete=np.ones((2, 1), bool),
+        drawn_logp=-2.0 * tokens * (is_valid & ~is_forced),
     )
     is_answer = tokens >= 8
     scores = Scores(
@@ -111,6 +112,7 @@ def test_rows_without_context_keep_what_was_sampled():
     np.testing.assert_array_equal(rollouts.tokens[:, 0], [[7, 8, 2, 2, 2], [7, 8, 9, 2, 2]])
     np.testing.assert_array_equal(rollouts.is_valid, rollouts.tokens > 2)
     np.testing.assert_array_equal(rollouts.logp, -rollouts.tokens * rollouts.is_valid)
+    np.testing.assert_array_equal(rollouts.drawn_logp, 2 * rollouts.logp)
     np.testing.assert_array_equal(scores.is_answer, rollouts.tokens >= 8)
     np.testing.assert_array_equal(scores.is_think, rollouts.tokens == 7)
     assert not rollouts.is_forced.any()

@@ -85,6 +85,8 @@ def test_log_probabilities_are_the_trainers_own_whatever_the_sampling(
     logp = trainer_logp(rollouts)
     np.testing.assert_allclose(np.asarray(rollouts.logp)[mask], logp[mask], atol=3e-5)
     assert np.all(np.asarray(rollouts.logp)[~mask] == 0)
+    assert (rollouts.drawn_logp is None) == (temperature == top_p == 1)
+    assert temperature or not rollouts.drawn_logp.any()  # a greedy choice has probability 1
 
 
 def test_greedy_rows_take_the_most_likely_token_of_the_full_forward(trainer_logp, decode):

@@ -82,7 +82,7 @@ def test_sampling_never_takes_what_has_no_probability(vocab_size, vocab_shards):
 def test_the_least_and_the_largest_draw_take_a_token():
     logits = jnp.log(jnp.array([[0.0, 0.3, 0.7, 0.0]] * 2))
     u = jnp.array([0.0, np.nextafter(np.float32(1), np.float32(0))])
-    tokens, _ = sampling.sample_token(logits, u, temperature=1.0, top_p=1.0)
+    tokens, *_ = sampling.sample_token(logits, u, temperature=1.0, top_p=1.0)
     np.testing.assert_array_equal(tokens, [1, 2])
 
 
@@ -93,10 +93,33 @@ def test_log_probability_is_that_of_the_softmax_whatever_the_sampling(temperatur
     logits = np.random.default_rng(0).normal(0, 3, (64, 5000)).astype(np.float32)
     u = jax.random.uniform(jax.random.key(0), (64,))
     choice = {"temperature": temperature, "top_p": top_p}
-    token, found = sampling.sample_token(jnp.asarray(logits), u, **choice)
+    token, found, _ = sampling.sample_token(jnp.asarray(logits), u, **choice)
     exact = logits.astype(np.float64)
     expected = exact[np.arange(64), token] - np.log(np.exp(exact).sum(-1))
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "shares"),
+    [
+        (1.0, 1.0, None),
+        (1.0, 0.7, [0, 2 / 3, 0, 1 / 3]),
+        (0.5, 1.0, [4 / 138, 100 / 138, 9 / 138, 25 / 138]),
+        (0.5, 0.9, [0, 0.8, 0, 0.2]),
+        (0.0, 1.0, [0, 1, 0, 0]),
+    ],
+)
+def test_a_token_has_the_log_probability_that_it_was_drawn_with(temperature, top_p, shares):
+    """Of odds 10:50:15:25, of which 0.7 keeps the second and the last."""
+    logits = jnp.tile(jnp.log(jnp.array([0.1, 0.5, 0.15, 0.25])), (40, 1))
+    u = jnp.linspace(0, 0.999, 40)
+    choice = {"temperature": temperature, "top_p": top_p}
+    token, _, found = jax.jit(functools.partial(sampling.sample_token, **choice))(logits, u)
+    if shares is None:
+        assert found is None
+    else:
+        np.testing.assert_allclose(found, np.log(np.array(shares)[token]), atol=1e-6)
+        assert set(token.tolist()) == set(np.flatnonzero(shares))
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

@@ -65,8 +65,11 @@ def batch(update_of):
 
 
 @pytest.fixture(scope="package")
-def step(policy):
-    """Layouts of `LAYOUTS` share a program; the sequence ratio is another."""
+def stepped(policy):
+    """`step`, with the log-probabilities before the update.
+
+    Layouts of `LAYOUTS` share a program; the sequence ratio is another.
+    """
 
     def step(state, batch, microbatch_size, sequence=False):
         return train_step(
@@ -80,6 +83,12 @@ def step(policy):
         )
 
     return jax.jit(step, static_argnames=("microbatch_size", "sequence"))
+
+
+@pytest.fixture(scope="package")
+def step(stepped):
+    """(state, batch, microbatch_size, sequence) -> state and metrics after an update."""
+    return lambda *arguments, **options: stepped(*arguments, **options)[:2]
 
 
 @pytest.fixture(scope="package")

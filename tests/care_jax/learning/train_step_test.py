@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from packed import take_back
 from updates import LAYOUTS, PLANS, SGD, assert_same_update, credited_by
 
 from care_jax.devices import sharding
@@ -86,6 +87,86 @@ def test_sequence_ratio_is_a_responses_own(step, params, scored, update_of):
     assert 0 < sum(num_clipped) < sum(num_tokens)
 
 
+@pytest.mark.parametrize("name", ["packed", "trees in parts"])
+def test_an_update_gives_back_the_log_probabilities_before_it(
+    stepped, params, scored, update_of, name
+):
+    """Of every response, in microbatches of two rows, of which the last are empty."""
+    lengths = np.asarray(update_of.responses.is_valid).sum(-1)
+    plan = LAYOUTS[name](update_of.tokenized, lengths)
+    *_, logp = stepped(init_state(params, SGD), update_of.batch(LAYOUTS[name]), 2)
+    assert not logp[plan.token_branches[0] < 0].any()
+    np.testing.assert_allclose(take_back(np.asarray(logp), plan, 9), scored[0], atol=1e-5)
+
+
+@pytest.fixture
+def corrected(policy, update_of, monkeypatch):
+    """(correction, sequence, drawn_logp [B S]) -> metrics and gradient of an update, and its batch.
+
+    The scorer gives -w for every token, at w = 1. A row of the batch has a prompt's responses.
+    """
+    batch = update_of.batch(PLANS["a row per prompt"])
+    is_compared = batch.is_trained & (batch.rows.branch != 2)  # as if the last were reflected
+    batch = batch.replace(is_compared=is_compared, old_logp=-1.1 - (batch.rows.tokens % 7) / 50)
+    state = init_state({"w": jnp.ones(())}, SGD)
+
+    def score_rows(params, rows, config, options):
+        return (jnp.where(rows.predictor >= 0, -params["w"], 0.0),) * 2
+
+    monkeypatch.setattr(sys.modules[train_step.__module__], "score_rows", score_rows)
+
+    def corrected(correction, sequence, drawn_logp):
+        objective = Objective(None, 10.0, 10.0, 0.0, correction=correction, correction_cap=1.5)
+        objective = dataclasses.replace(objective, has_sequence_ratio=sequence)
+        step = functools.partial(train_step, microbatch_size=4)
+        fixed = policy.config, SGD, objective, ForwardOptions(jnp.float32)
+        made = batch.replace(drawn_logp=None if drawn_logp is None else drawn_logp(batch))
+        after, metrics, _ = jax.jit(lambda *args: step(*args, *fixed))(state, made)
+        return metrics, float(1 - after.params["w"]), made
+
+    return corrected
+
+
+def drawn_otherwise(batch):
+    """Ratios e^-1 to e: the first of a prompt's responses mostly above 1, the second below."""
+    return batch.old_logp - 0.4 * (1 - 2 * batch.rows.branch) + 0.6 - (batch.rows.tokens % 5) * 0.3
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_correction_weighs_each_token_or_response(corrected, correction, sequence):
+    metrics, _, batch = corrected(correction, sequence, drawn_otherwise)
+    b, total, weights, num_capped = jax.tree.map(np.asarray, batch), 0.0, [], 0
+    for row, branch in np.ndindex(len(b.old_logp), 3):
+        is_compared = b.is_compared[row] & (b.rows.branch[row] == branch)
+        is_trained = b.is_trained[row] & (b.rows.branch[row] == branch)
+        log_ratio = np.where(is_compared, b.old_logp[row] - b.drawn_logp[row], 0.0)
+        moved = -1 - b.old_logp[row]
+        if sequence and is_trained.any():
+            moved = np.full_like(moved, moved[is_trained].mean())
+            log_ratio = np.full_like(log_ratio, log_ratio[is_trained].mean())
+        ratio = np.exp(log_ratio.astype(np.float64))
+        is_capped = (ratio > 1.5) | (ratio < 1 / 1.5) & (correction == "mask")
+        weight = np.where(is_capped, 1.5 if correction == "truncate" else 0.0, ratio)
+        terms = b.row_weight[row] * weight * np.exp(moved) * b.token_advantage[row]
+        total -= terms[is_trained].sum()
+        weights += weight[is_compared].tolist()
+        num_capped += is_capped[is_compared].sum()
+    np.testing.assert_allclose(metrics["policy_loss"], total / b.prompt_weight.sum(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["correction/weight"], np.mean(weights), rtol=1e-5)
+    np.testing.assert_allclose(metrics["correction/capped"], num_capped / len(weights), rtol=1e-5)
+    assert 0 < num_capped < len(weights)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_correction_of_equal_probabilities_changes_nothing(corrected, correction, sequence):
+    expected, gradient, _ = corrected("none", sequence, None)
+    metrics, same, _ = corrected(correction, sequence, lambda batch: batch.old_logp)
+    assert (metrics.pop("correction/weight"), metrics.pop("correction/capped")) == (1, 0)
+    assert metrics == expected and same == gradient != 0
+
+
 def test_rows_without_credit_do_not_move_the_loss(step, params, update_of, whole):
     fields, is_trained = update_of.fields, update_of.fields["is_trained"]
     changed = update_of.replace(
@@ -133,7 +214,7 @@ def updated(policy, batch):
             microbatch_size=8,
             partition=partition,
             skip_nonfinite=True,
-        )
+        )[:2]
 
     return jax.jit(updated, static_argnames="partition")
 
@@ -214,11 +295,12 @@ def test_update_descends_the_summed_gradient_and_reports_its_norm():
 
     def loss_fn(params, batch):
         x = batch.x
-        return (x @ params["w"]).sum() / 6, {"mean": (x.sum(), jnp.float32(x.size))}
+        return (x @ params["w"]).sum() / 6, ({"mean": (x.sum(), jnp.float32(x.size))}, x)
 
     sgd = optax.sgd(0.1)
     state = init_state({"w": jnp.ones(2)}, sgd)
-    state, metrics = update(state, numbers(x), loss_fn, sgd, microbatch_size=2)
+    state, metrics, rows = update(state, numbers(x), loss_fn, sgd, microbatch_size=2)
+    np.testing.assert_array_equal(rows, x)
     np.testing.assert_allclose(state.params["w"], [1 - 0.5, 1 - 0.6], rtol=1e-6)
     assert metrics["grad_norm"] == pytest.approx((5**2 + 6**2) ** 0.5)
     assert (metrics["loss"], metrics["mean"]) == (pytest.approx(11), pytest.approx(5.5))
@@ -237,10 +319,11 @@ def regression():
 
     def loss_fn(params, batch):
         error = jnp.tanh(batch.x @ params["in"]) @ params["out"] - jnp.flip(batch.x, 1)
-        return jnp.square(error).mean() / 2, {"error": (jnp.abs(error).sum(), jnp.float32(512))}
+        ratios = {"error": (jnp.abs(error).sum(), jnp.float32(512))}
+        return jnp.square(error).mean() / 2, (ratios, None)
 
     def updated(state, **settings):
-        return update(state, batch, loss_fn, ADAMW, microbatch_size=8, **settings)
+        return update(state, batch, loss_fn, ADAMW, microbatch_size=8, **settings)[:2]
 
     return params, jax.jit(updated, static_argnames="skip_nonfinite")
 
@@ -286,12 +369,12 @@ def test_gradients_computed_in_bfloat16_are_summed_in_float32(param_dtype):
         x, c, ids = batch.x
         embedded = params["table"][ids].astype(x.dtype)
         y = embedded, layers.rms_norm(params, x, 1e-6), layers.linear(params, x, (None, None))
-        return sum((c * y).sum(dtype=jnp.float32) for y in y), {}
+        return sum((c * y).sum(dtype=jnp.float32) for y in y), ({}, None)
 
     keep = optax.GradientTransformation(lambda p: p, lambda grads, *_: (grads, grads))
     state = init_state(params, keep)
     batch = dataclasses.replace(numbers(x), x=tuple(map(jnp.asarray, (x, c, ids))))
-    after, _ = update(state, batch, loss_fn, keep, microbatch_size=1)
+    after, *_ = update(state, batch, loss_fn, keep, microbatch_size=1)
 
     x, c = (a.astype(np.float64).reshape(-1, 8) for a in (x, c))
     exact = {
@@ -318,11 +401,11 @@ def test_the_tensors_whose_gradient_is_not_finite_are_told():
     """The root of 0 has none."""
 
     def loss_fn(params, batch):
-        return (batch.x * (params["a"] + jnp.sqrt(params["b"]) + params["c"])).sum(), {}
+        return (batch.x * (params["a"] + jnp.sqrt(params["b"]) + params["c"])).sum(), ({}, None)
 
     state = init_state({"a": jnp.ones(()), "b": jnp.zeros(()), "c": jnp.ones(())}, SGD)
     settings = dict(microbatch_size=2, skip_nonfinite=True)
-    after, metrics = update(state, numbers(jnp.ones(4)), loss_fn, SGD, **settings)
+    after, metrics, _ = update(state, numbers(jnp.ones(4)), loss_fn, SGD, **settings)
     assert metrics["loss"] == 8 and metrics[BROKEN_GRADIENTS].tolist() == [False, True, False]
     jax.tree.map(np.testing.assert_array_equal, after, state)
 

@@ -209,3 +209,44 @@ def test_components_are_means_over_the_rollouts_that_have_them_on_all_processes(
         "reward/a": 0.5, "reward/b": 0.25, "reward/c": 1.0
     }  # fmt: skip
     assert diagnostics.component_means([diagnostics.component_sums([], 2)]) == {}
+
+
+# Probabilities of the sampler and the trainer; the third token is not compared.
+SAMPLED = np.array([[0.5, 0.4, 0.1, 0.2], [0.9, 0.0, 0.8, 0.5]])
+TRAINED = np.array([[0.4, 0.5, 0.9, 0.3], [0.9, 0.0, 0.2, 0.6]])
+IS_COMPARED = np.array([[1, 1, 0, 1], [1, 0, 1, 1]], bool)
+BRANCH = np.array([[0, 0, 0, 1], [0, -1, 1, 1]])
+
+
+def mismatch(**options):
+    logp = (np.log(np.maximum(p, 1e-9)).astype(np.float32) for p in (SAMPLED, TRAINED))
+    return diagnostics.mismatch_metrics(
+        *logp, IS_COMPARED, BRANCH, clip_low=0.19, clip_high=0.24, **options
+    )
+
+
+def test_mismatch_by_hand():
+    """Six tokens are compared, with differences of 0.1, 0.1, 0.1, 0, 0.6 and 0.1."""
+    metrics = mismatch()
+    ratios = np.array([0.8, 1.25, 1.5, 1, 0.25, 1.2])
+    assert metrics["mismatch/kl"] == pytest.approx(np.mean(ratios - 1 - np.log(ratios)), rel=1e-5)
+    assert metrics["mismatch/mean"] == pytest.approx(1 / 6)
+    assert metrics["mismatch/max"] == pytest.approx(0.6)
+    # Between the fifth and the sixth of the six in order, at 0.99 · 5 = 4.95.
+    assert metrics["mismatch/p99"] == pytest.approx(0.1 + 0.95 * 0.5)
+
+
+def test_mismatch_beyond_the_clip_range_counts_tokens_or_responses():
+    """Ratios of the tokens as above; of the responses 1, 1.5, 1 and √(0.25 · 1.2)."""
+    assert mismatch()["mismatch/beyond_clip"] == pytest.approx(4 / 6)
+    assert mismatch(has_sequence_ratio=True)["mismatch/beyond_clip"] == pytest.approx(3 / 6)
+
+
+def test_mismatch_of_no_tokens_is_left_out():
+    nothing = np.zeros((2, 3))
+    assert (
+        diagnostics.mismatch_metrics(
+            nothing, nothing, nothing > 0, BRANCH[:, :3], clip_low=0.2, clip_high=0.2
+        )
+        == {}
+    )

@@ -215,6 +215,41 @@ def test_sequence_ratio_of_each_response_in_a_row_is_its_own():
     assert ratio.tolist() == [2, 2, 0, 6, 0, 6, 11]
 
 
+# Ratios of π_old to the sampler, and the weights that a cap of 2 leaves of them.
+CORRECTED = {
+    "truncate": ([0.1, 0.5, 1.0, 1.9, 2.5], [0.1, 0.5, 1.0, 1.9, 2.0], [0, 0, 0, 0, 1]),
+    "mask": ([0.1, 0.51, 1.0, 1.9, 2.5], [0.0, 0.51, 1.0, 1.9, 0.0], [1, 0, 0, 0, 1]),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("correction", CORRECTED)
+def test_correction_by_hand(correction, jit):
+    ratios, weights, capped = CORRECTED[correction]
+    weight_of = functools.partial(objective.correction_weight, correction=correction, cap=2.0)
+    weight, is_capped = (jax.jit(weight_of) if jit else weight_of)(jnp.log(jnp.array(ratios)))
+    np.testing.assert_allclose(weight, weights, rtol=1e-6)
+    assert is_capped.tolist() == capped
+
+
+def test_correction_of_a_response_is_that_of_its_geometric_mean():
+    """Tokens of ratios 8 and 1/2: 2 for both, and 1/4 for the response beside it."""
+    ratio, branch = jnp.array([8.0, 0.5, 100.0, 0.25]), jnp.array([0, 0, -1, 1])
+    is_sampled = branch >= 0
+    mean = objective.sequence_log_ratio(jnp.log(ratio), jnp.zeros(4), is_sampled, branch)
+    for cap, weights in ((3.0, [2, 2, 1, 0]), (1.5, [0, 0, 1, 0]), (5.0, [2, 2, 1, 0.25])):
+        weight, _ = objective.correction_weight(mean, correction="mask", cap=cap)
+        np.testing.assert_allclose(weight, weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("correction", CORRECTED)
+def test_correction_of_equal_or_absurd_probabilities(correction):
+    """1 exactly for equal ones; finite whatever the ratio."""
+    log_ratio = jnp.array([0.0, 300.0, -300.0])
+    weight, _ = objective.correction_weight(log_ratio, correction=correction, cap=2.0)
+    assert weight[0] == 1 and jnp.isfinite(weight).all() and weight[2] < 1e-6
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000))
 def test_jit_and_padding_change_nothing(seed):

@@ -162,7 +162,8 @@ class DynamicScript:
         self.updated.append(
             {prompt: {rows[0] for rows in rows} for prompt, rows in trees_of(batch).items()}
         )
-        return state.replace(step=state.step + 1), {"loss": jnp.float32(0)}
+        logp = jnp.zeros(batch.rows.tokens.shape)
+        return state.replace(step=state.step + 1), {"loss": jnp.float32(0)}, logp
 
     def programs(self):
         return scripted_update(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import B, credit_of, groups_of
+from scripted import B, R, credit_of, groups_of
 
 from care_jax.batch import Example
 from care_jax.rl import update_batch
@@ -66,6 +66,37 @@ def test_an_update_gets_its_prompts_and_their_trained_responses(make_run, groups
         np.testing.assert_allclose(
             batch.prompt_weight.sum(), credited.prompt_weight[used].sum(), rtol=1e-6
         )
+
+
+@pytest.mark.parametrize("credit", ["as_sampled", "prompt_only"])
+def test_rows_that_lost_their_context_are_not_compared(make_run, groups, whole_batch, credit):
+    """The last of a prompt's three rows is the reflected one."""
+    run = make_run({"rl.num_rollouts": R - 1, "care.reflect_credit": credit})
+    batch, plan = whole_batch(run, groups)
+    is_last = plan.token_branches[0] % R == R - 1
+    assert (batch.is_trained & is_last).any()
+    is_left_out = is_last & (credit == "prompt_only")
+    np.testing.assert_array_equal(batch.is_compared, batch.is_trained & ~is_left_out)
+
+
+@pytest.mark.parametrize(
+    ("correction", "is_drawn_by_softmax"), [("none", False), ("mask", True), ("mask", False)]
+)
+def test_a_correction_needs_the_probability_that_a_token_was_drawn_with(
+    make_run, groups, whole_batch, correction, is_drawn_by_softmax
+):
+    if not is_drawn_by_softmax:
+        groups = groups.replace(
+            rollouts=groups.rollouts.replace(drawn_logp=groups.rollouts.logp - 1)
+        )
+    run = make_run({"rl.correction": correction, "rl.old_logp": "trainer"})
+    batch, _ = whole_batch(run, groups)
+    if correction == "none":
+        assert batch.drawn_logp is None
+    else:
+        is_response = batch.rows.predictor >= 0
+        expected = batch.old_logp - is_response * (not is_drawn_by_softmax)
+        np.testing.assert_allclose(batch.drawn_logp, expected, rtol=1e-6)
 
 
 def test_a_process_trains_on_prompts_of_another(make_run, responses, policy, monkeypatch):

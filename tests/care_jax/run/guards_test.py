@@ -77,10 +77,10 @@ class Breaks(Script):
     at = 5  # the second of step 2
 
     def update(self, state, batch):
-        after, metrics = super().update(state, batch)
+        after, metrics, logp = super().update(state, batch)
         if len(self.seen["updated"]) == self.at + 1:
             after.params["text"]["w"] = jnp.full_like(after.params["text"]["w"], self.value)
-        return after, metrics | {"loss": jnp.float32(1)}
+        return after, metrics | {"loss": jnp.float32(1)}, logp
 
 
 def breaks(**fields):

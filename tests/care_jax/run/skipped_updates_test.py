@@ -21,11 +21,11 @@ class Skips(Script):
     broken = ()
 
     def update(self, state, batch):
-        after, metrics = super().update(state, batch)
+        after, metrics, logp = super().update(state, batch)
         is_broken = len(self.seen["updated"]) - 1 in self.broken
         metrics["grad_norm"] = jnp.float32(np.inf if is_broken else 2)
         metrics[BROKEN_GRADIENTS] = jnp.array([is_broken, False])  # of text.w, vision.w
-        return (state if is_broken else after), metrics
+        return (state if is_broken else after), metrics, logp
 
 
 def skips(*broken):
@@ -117,7 +117,7 @@ def imitate(make_run, monkeypatch):
             params = {"text": {"seen": state.params["text"]["seen"] + 1}}
             metrics = {"loss": jnp.where(is_broken, jnp.nan, 1.0), "grad_norm": jnp.float32(2)}
             metrics[BROKEN_GRADIENTS] = is_broken[None]
-            return state.replace(params=params), metrics
+            return state.replace(params=params), metrics, None
 
         def score_rows(params, rows, *_, **__):
             return jnp.zeros(rows.tokens.shape), None

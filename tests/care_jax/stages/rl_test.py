@@ -71,7 +71,7 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
         def noted(*args, name=name, **kwargs):
             seen[name], given[name] = kwargs, args
-            return jnp.zeros((2, R, T)), None
+            return jnp.zeros((2, R, T)), None, None
 
         monkeypatch.setattr(module, name, noted)
 
@@ -242,6 +242,18 @@ def test_metrics_are_means_over_updates_and_count_what_was_sampled(unbroken, res
         )
     rates = [record["learning_rate"] for record in metrics]
     np.testing.assert_allclose(rates, [schedule(2 * step) for step in range(STEPS)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("old_logp", ["sampler", "trainer"])
+def test_the_first_update_of_a_step_shows_the_mismatch(run_loop, responses, old_logp):
+    """The scripted forward gives each token e^-10, and e times less from update to update."""
+    _, _, records = run_loop(changes={"rl.old_logp": old_logp})
+    is_trained = credit_of((B, R, T)).is_trained & np.asarray(responses.is_valid)
+    logp = np.asarray(responses.logp, np.float64)[:2][is_trained[:2]]  # of the first of two updates
+    for step, record in enumerate(records):
+        change = np.abs(np.exp(-10.0 - 2 * step) - np.exp(logp))
+        assert record["mismatch/mean"] == pytest.approx(change.mean(), rel=1e-4)
+        assert record["mismatch/max"] == pytest.approx(change.max(), rel=1e-4)
 
 
 def test_resumed_loop_does_what_the_unbroken_one_did(run_loop, unbroken):

@@ -132,11 +132,11 @@ def scripted(monkeypatch):
         assert partition(state.params)[0].keys() == {"text"}
         assert microbatch_size == SETTINGS["sft.microbatch_size"]
         parts = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
-        shares, metrics = zip(*(loss_fn(state.params, part) for part in parts), strict=True)
-        numerators, denominators = zip(*(metric["nll"] for metric in metrics), strict=True)
+        shares, rest = zip(*(loss_fn(state.params, part) for part in parts), strict=True)
+        numerators, denominators = zip(*(metrics["nll"] for metrics, _ in rest), strict=True)
         params = jax.tree.map(lambda x: x + 1, state.params)
         metrics = {"loss": sum(shares), "nll": sum(numerators) / sum(denominators)}
-        return state.replace(params=params, step=state.step + 1), metrics
+        return state.replace(params=params, step=state.step + 1), metrics, None
 
     make_batch = sft.packed_batch
 
@@ -213,9 +213,9 @@ def test_a_state_that_diverged_between_two_logged_steps_is_not_saved(
     whole = sft.update
 
     def update(state, *args, **kwargs):
-        after, metrics = whole(state, *args, **kwargs)
+        after, metrics, _ = whole(state, *args, **kwargs)
         metrics["loss"] += jnp.where(state.step == 1, jnp.nan, 0.0)
-        return after, metrics
+        return after, metrics, None
 
     monkeypatch.setattr(sft, "update", update)
     run = make_run(SETTINGS | {"log_every": 10})
