@@ -24,6 +24,7 @@ OPTIONS = {
     },
     "dynamic sampling, carried over": {
         **{"rl.objective": "dapo", "dapo.max_tries": 2, "rl.carry_over": 0.5, "rl.top_p": 0.95},
+        **{"model.offload": ("rollouts",)},
         **{"rl.decode_prompts": 12, "rl.decode_rows": 2},
     },
     "prompt alone, frozen tower": {

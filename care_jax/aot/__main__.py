@@ -167,8 +167,8 @@ def _conclusions(result: Fit) -> list[str]:
             )
     if result.carried:
         lines.append(
-            f"rl.carry_over keeps up to {result.carried / GIB:.2f} GiB per chip of slots in host "
-            "memory during the updates."
+            f"rl.carry_over keeps up to {result.carried / GIB:.2f} GiB per chip of slots "
+            f"{'in host memory' if result.is_offloaded else 'on it'} between steps."
         )
     return lines + [_GPU_LIMITS] * _is_gpu(result)
 

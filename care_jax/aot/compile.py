@@ -105,7 +105,8 @@ class Fit:
     expected: StepSizes | None = None  # a step at the mean length, if one is given
     mean_response: float | None = None  # that mean, in tokens per response
     in_flight: InFlight | None = None  # the fastest at that mean of those that should fit
-    carried: int = 0  # bytes of a chip's slots that are in host memory between expected steps
+    carried: int = 0  # bytes of a chip's slots between expected steps
+    is_offloaded: bool = False  # they are in host memory
 
     @property
     def fullest(self) -> Program:
@@ -165,7 +166,8 @@ def fit(
         )
     found = tuple(programs), decode_prompts, len(set(chips.slices)), largest, expected
     carried = carried_bytes(run, expected) if expected else 0
-    return Fit(topology, chips.chip, mesh, *found, mean_response, in_flight, carried)
+    is_offloaded = "rollouts" in config.model.offload
+    return Fit(topology, chips.chip, mesh, *found, mean_response, in_flight, carried, is_offloaded)
 
 
 def carried_bytes(run: Run, step: StepSizes) -> int:
@@ -213,6 +215,7 @@ def _rollout_programs(
     _, adamw = make_adamw(run, "rl")
     state = abstract_state(run, adamw)
     kept = shapes.num_bytes(state) + _reference_bytes(run, state)
+    kept += _slots_between(run, expected or largest)
     layout = workload.layout(run, is_decoding=True)
     moved = Work(ici_bytes=roofline.decoder_weights(config.text) * layout.itemsize)
     beside = kept - shapes.num_bytes(state.params)
@@ -313,6 +316,7 @@ def _update_programs(run: Run, largest: StepSizes, expected: StepSizes | None) -
     programs = compile_update(run, adamw, sharding.of(state))
     # The next batch is already on the devices while an update runs.
     later = shapes.num_bytes(batch) if num_updates > 1 else 0
+    later += _slots_between(run, expected or largest)
 
     def compiled(name, jitted, params, beside, work_of, num_scores=1) -> Program:
         """A program that every update calls `num_scores` times."""
@@ -380,6 +384,11 @@ def _compile(program: Program, jitted: Callable, arguments: tuple) -> tuple[Prog
         seconds=seconds,
     )
     return program, results
+
+
+def _slots_between(run: Run, step: StepSizes) -> int:
+    """Bytes on one chip of the slots that rl.carry_over keeps on it, see `decoding.queue`."""
+    return 0 if "rollouts" in run.config.model.offload else carried_bytes(run, step)
 
 
 def _reference_bytes(run: Run, state: TrainState) -> int:

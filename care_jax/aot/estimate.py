@@ -124,7 +124,9 @@ def estimate(
         least[part] += sum(work.seconds(chip, mesh.size) for work in works)
         add(seconds[part], _of_step(run, name, cost, expected, chip))
     num_calls = sum(len(s.calls) for s in (expected.decoding, expected.reflecting))
-    moved = 2 * compile.carried_bytes(run, expected)  # out and in
+    moved = 0  # to host memory and back
+    if "rollouts" in config.model.offload:
+        moved = 2 * compile.carried_bytes(run, expected)
     bandwidth = _PCIE if peaks else _HOST_BANDWIDTH
     seconds["host"]["host"] = num_calls * _HOST_CALL + moved / bandwidth
     trees = (plan.sizes for plan, _ in expected.updates)
@@ -298,8 +300,8 @@ def assumptions(result: Estimate) -> list[str]:
     lines = [
         f"  network: what compute does not cover, at {rates.link / 1e9:.0f} GB/s, and "
         f"{rates.latency * 1e6:g} µs for a synchronous collective",
-        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program; what rl.carry_over "
-        f"moves, at {(_PCIE if peaks else _HOST_BANDWIDTH) / 1e9:g} GB/s",
+        f"  host: {_HOST_CALL * 1e3:g} ms for a call of a decode program; offloaded rollouts move "
+        f"at {(_PCIE if peaks else _HOST_BANDWIDTH) / 1e9:g} GB/s",
     ]
     if peaks:
         return [

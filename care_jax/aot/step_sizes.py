@@ -62,7 +62,8 @@ def largest_step(run: Run) -> StepSizes:
     prompts, responses = shapes.largest_update(run)
     update = plan_update(run, "rl", prompts, responses)
     whole = (np.tile(part, (num_updates, 1)) for part in (prompts, responses))
-    return StepSizes((update,) * num_updates, *schedules(run, *whole), _num_rows(run))
+    num_left = rollout_sizes(run)[0].num_slots if run.config.rl.carry_over else 0
+    return StepSizes((update,) * num_updates, *schedules(run, *whole), _num_rows(run), num_left)
 
 
 def expected_step(run: Run, mean_response: float) -> StepSizes:

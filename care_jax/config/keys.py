@@ -112,8 +112,8 @@ _STAGES = _each(
     at_least=1,
 )
 _OFFLOADED = _each(
-    lambda name: name in ("reference", "optimizer"),
-    "have the form of ('reference', 'optimizer'), of which each may be left out",
+    lambda name: name in ("reference", "optimizer", "rollouts"),
+    "have the form of ('reference', 'optimizer', 'rollouts'), of which each may be left out",
 )
 _BUCKETS = _each(
     lambda bucket: _matches(bucket, (512, 2048)) and bucket[0] >= 1 and bucket[1] >= 0,

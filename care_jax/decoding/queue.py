@@ -124,7 +124,7 @@ class InFlight:
     draws: UInt32[np.ndarray, "n 2"]  # data of the key of each request's draw
     rollouts: Rollouts  # of these requests so far, as numpy; embeddings are sums
     scheduler: Scheduler
-    slots: Slots | None  # in host memory if the devices have any
+    slots: Slots | None  # on the devices, or offloaded to host memory
 
     def aged(self) -> InFlight:
         """The same, one step later."""
@@ -144,6 +144,10 @@ class DecodeQueue:
 
     A prompt is known by its number, its index plus a multiple of `period`; it differs from those of
     all other prompts in flight.
+
+    Args:
+        max_age: see `Scheduler`.
+        is_offloaded: the slots of `in_flight` are kept in host memory.
     """
 
     def __init__(
@@ -154,9 +158,11 @@ class DecodeQueue:
         clock: DeviceClock,
         *,
         max_age: int = 0,
+        is_offloaded: bool = False,
     ):
         self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
-        self.num_steps, self.in_flight, self._max_age = 0, None, max_age
+        self.num_steps, self.in_flight = 0, None
+        self._max_age, self._is_offloaded = max_age, is_offloaded
 
     def decode(
         self,
@@ -236,7 +242,7 @@ class DecodeQueue:
         """What the step leaves to the next, with as few slots as hold it."""
         if slots is not None and (kept := scheduler.compact()) is not None:
             slots = self._keep(slots, kept)
-        if slots is not None and sharding.has_host_memory(self.programs.options.mesh):
+        if slots is not None and self._is_offloaded:
             slots = jax.device_put(slots, sharding.on_host(sharding.of(slots)))
         left, rollouts = buffer.left()
         requests, numbers = [buffer.requests[i] for i in left], buffer.numbers[left]

@@ -139,8 +139,12 @@ def compile_rollout(
     """The jitted functions of a rollout, compiled once per shape; `clock` measures their time."""
     rl, care = run.config.rl, run.config.care
     programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
+    carried: Any = {
+        "max_age": rl.max_age,
+        "is_offloaded": "rollouts" in run.config.model.offload,
+    }
     first, second = (
-        DecodeQueue(programs, run.policy.prompts, sizes, clock, max_age=rl.max_age)
+        DecodeQueue(programs, run.policy.prompts, sizes, clock, **carried)
         for sizes in rollout_sizes(run)
     )
 

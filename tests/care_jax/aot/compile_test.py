@@ -252,7 +252,9 @@ def test_the_step_of_a_mean_is_told_beside_the_worst():
     assert f"{line}1330 decode steps, 580 if no row were idle." in text
     assert "rl.carry_over" not in text
     result = dataclasses.replace(result, carried=3 * GIB)
-    assert "rl.carry_over keeps up to 3.00 GiB per chip of slots in host" in aot.report(result)
+    assert "rl.carry_over keeps up to 3.00 GiB per chip of slots on it" in aot.report(result)
+    result = dataclasses.replace(result, is_offloaded=True)
+    assert "of slots in host memory between steps." in aot.report(result)
 
 
 def test_bytes_between_chips_are_told_by_program_and_collective():

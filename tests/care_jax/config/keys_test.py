@@ -66,7 +66,7 @@ REFUSED = (
     ("sharding_rules", (("batch",),), "have the form of (('batch', ('data', 'fsdp')),)"),
     ("decode_sharding_rules", (("batch", 3),), "have the form of"),
     ("data.train.parts", ("jsonl",), "have the form of"),
-    ("model.offload", (None,), "have the form of ('reference', 'optimizer')"),
+    ("model.offload", (None,), "have the form of ('reference', 'optimizer', 'rollouts')"),
     ("profile_steps", (3,), "have the form of (3, 5), or be ()"),
     ("evaluate.judge_prices", ("free",), "have the form of (0.15, 0.6)"),
     ("evaluate.benchmarks", ("mmmu",), "be pairs (name, path), as in (('mmmu', "),
