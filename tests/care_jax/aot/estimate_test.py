@@ -156,9 +156,10 @@ def test_updates_run_the_microbatches_of_the_plan_at_the_length_of_its_rows(shal
     )
 
 
-def test_what_is_carried_over_goes_to_the_host_and_back(shallow, step):
+def test_offloaded_rollouts_go_to_the_host_and_back(shallow, step):
     settings = config()
     settings.rl.carry_over, settings.rl.decode_prompts = 0.05, 64
+    settings.model.offload = ("rollouts",)
     result = estimate(settings, "v5e:2x2", 12.0)
     num_calls = len(step[0].decoding.calls) + len(step[0].reflecting.calls)
     moved = sum(result.seconds["host"].values()) - 4e-3 * num_calls
