@@ -57,7 +57,7 @@ from care_jax.report.metrics import MetricWriter
 from care_jax.rewards.verifier import Verifier
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
 from care_jax.rl.rollout import compile_decoder, compile_rollout, gather_groups, rollout_sizes
-from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
+from care_jax.rl.update_batch import copy_reference, put_scored, train_batch
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
 from care_jax.run.run import make_adamw, open_run, start_state
@@ -144,7 +144,8 @@ class Ours:
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
         self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
-        self.rollout = self._forced(compile_rollout(self.run, DeviceClock()), lengths)
+        self.clock = DeviceClock()
+        self.rollout = self._forced(compile_rollout(self.run, self.clock), lengths)
         prompts = self.run.policy.prompts
         self.batches = Batches(
             make_examples(prompts), prompts, batch_size=NUM_PROMPTS, seed=0, num_workers=2
@@ -178,9 +179,9 @@ class Ours:
         groups = rl.assign_credit(update, choose_mixed(draws))
         everyone = gather_groups(groups)
         assert everyone.num_trained.sum() == self.num_trained
-        batch, _ = train_batch(run, groups, everyone)
-        [batch] = with_logprobs(run, update.score, [batch], self.state.params, self.reference)
-        placed = jax.device_put(batch, run.train_batch_sharding)
+        packed, params = [train_batch(run, groups, everyone)], self.state.params
+        scored = put_scored(run, update.score, packed, params, self.reference, self.clock)
+        [(_, _, placed)] = scored
         self.state, metrics = update.update(self.state, placed)
         assert np.isfinite(jax.device_get(metrics)["grad_norm"])
         return rolled_out - began, time.perf_counter() - rolled_out

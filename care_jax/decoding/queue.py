@@ -109,13 +109,20 @@ class DecodeQueue:
     """Decodes prompts with the sizes and settings of one configuration.
 
     `prompts` pads the policy's prompts, `clock` measures the device time of the programs, and
-    `num_steps` counts the decode steps so far; a step advances all rows.
+    `num_steps` counts the decode steps so far; a step advances all rows. `meanwhile` is called
+    whenever the devices have begun to decode: it does other work of the host.
     """
 
     def __init__(
-        self, programs: DecodePrograms, prompts: PromptBuilder, sizes: Sizes, clock: DeviceClock
+        self,
+        programs: DecodePrograms,
+        prompts: PromptBuilder,
+        sizes: Sizes,
+        clock: DeviceClock,
+        meanwhile: Callable[[], None] = lambda: None,
     ):
         self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
+        self.meanwhile = meanwhile
         self.num_steps = 0
 
     def decode(
@@ -150,6 +157,7 @@ class DecodeQueue:
             slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.indices)
+            self.meanwhile()
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()
