@@ -66,7 +66,7 @@ from care_jax.rl.rollout import (
     gather_groups,
     rollout_sizes,
 )
-from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
+from care_jax.rl.update_batch import copy_reference, put_scored, train_batch
 from care_jax.run import weights
 from care_jax.run.policy import policy_of
 from care_jax.run.run import make_adamw, open_run, start_state
@@ -162,8 +162,8 @@ class Ours:
         self.reference = copy_reference(self.run, params)
         self.state = start_state(self.run, params, adamw)
         self.update = rl.compile_update(self.run, adamw, sharding.of(self.state))
-        self.lengths = lengths
-        self.rollout = self._forced(compile_rollout(self.run, DeviceClock()))
+        self.lengths, self.clock = lengths, DeviceClock()
+        self.rollout = self._forced(compile_rollout(self.run, self.clock))
         prompts = self.run.policy.prompts
         examples, offset = make_examples(prompts), carry_over.num_carried(self.run)
         self.batches = Batches(
@@ -210,9 +210,9 @@ class Ours:
         assert (everyone.num_trained > 0).all()
         if going_on is None:
             assert everyone.num_trained.sum() == self.lengths[number].sum()
-        batch, _ = train_batch(run, groups, everyone)
-        [batch] = with_logprobs(run, update.score, [batch], self.state.params, self.reference)
-        placed = jax.device_put(batch, run.train_batch_sharding)
+        packed, params = [train_batch(run, groups, everyone)], self.state.params
+        scored = put_scored(run, update.score, packed, params, self.reference, self.clock)
+        [(_, _, placed)] = scored
         self.state, metrics, _ = update.update(self.state, placed)
         assert np.isfinite(jax.device_get(metrics)["grad_norm"])
         return rolled_out - began, time.perf_counter() - rolled_out

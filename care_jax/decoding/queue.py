@@ -146,6 +146,7 @@ class DecodeQueue:
     all other prompts in flight.
 
     Args:
+        meanwhile: called whenever the devices have begun to decode; does other work of the host.
         max_age: see `Scheduler`.
         is_offloaded: the slots of `in_flight` are kept in host memory.
     """
@@ -157,11 +158,12 @@ class DecodeQueue:
         sizes: Sizes,
         clock: DeviceClock,
         *,
+        meanwhile: Callable[[], None] = lambda: None,
         max_age: int = 0,
         is_offloaded: bool = False,
     ):
         self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
-        self.num_steps, self.in_flight = 0, None
+        self.num_steps, self.in_flight, self._meanwhile = 0, None, meanwhile
         self._max_age, self._is_offloaded = max_age, is_offloaded
 
     def decode(
@@ -219,6 +221,7 @@ class DecodeQueue:
             slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.indices)
+            self._meanwhile()
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,9 +25,14 @@ class DeviceClock:
         """Registers a program just called, by any output that is not donated to another program."""
         self._waiter.submit(self._wait, result, time.perf_counter())
 
+    def reading(self) -> Future[tuple[float, float]]:
+        """When all programs watched so far were done, as of `time.perf_counter`, and their busy
+        seconds; does not wait for them."""
+        return self._waiter.submit(lambda: (self._ready, self._busy))
+
     def busy_seconds(self) -> float:
         """Busy seconds of all programs watched so far; waits until they are done."""
-        return self._waiter.submit(lambda: self._busy).result()
+        return self.reading().result()[1]
 
     def _wait(self, result: Any, called: float) -> None:
         jax.block_until_ready(result)

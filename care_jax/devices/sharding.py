@@ -347,16 +347,19 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     """
     num_local = len(local_rows(num_shards(sharding), sharding))
 
-    def put(path: jax.tree_util.KeyPath, array: Any) -> jax.Array:
+    def check(path: jax.tree_util.KeyPath, array: Any) -> None:
         if array.ndim == 0 or array.shape[0] % num_local:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} of shape {array.shape} must have a leading "
                 f"axis divisible by {num_local} shards ({' x '.join(sharding.spec[0])} of this "
                 "process)"
             )
-        return jax.make_array_from_process_local_data(sharding, array)
 
-    return jax.tree_util.tree_map_with_path(put, batch)
+    for path, array in jax.tree_util.tree_leaves_with_path(batch):
+        check(path, array)
+    if jax.process_count() == 1:
+        return jax.device_put(batch, sharding)  # all arrays in one call, which is faster
+    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)
 
 
 def put_ahead(batches: Iterable[Any], sharding: NamedSharding) -> Iterator[Any]:

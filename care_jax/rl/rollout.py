@@ -134,17 +134,24 @@ def rollout_sizes(run: Run) -> tuple[Sizes, Sizes]:
 
 
 def compile_rollout(
-    run: Run, clock: DeviceClock, attention: DecodingAttention | None = None
+    run: Run,
+    clock: DeviceClock,
+    attention: DecodingAttention | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> RolloutPrograms:
-    """The jitted functions of a rollout, compiled once per shape; `clock` measures their time."""
+    """The jitted functions of a rollout, compiled once per shape.
+
+    `clock` measures their time. `meanwhile` is work of the host that is called while they run.
+    """
     rl, care = run.config.rl, run.config.care
     programs = compile_decoder(run, temperature=rl.temperature, top_p=rl.top_p, attention=attention)
-    carried: Any = {
+    options: Any = {
+        "meanwhile": meanwhile,
         "max_age": rl.max_age,
         "is_offloaded": "rollouts" in run.config.model.offload,
     }
     first, second = (
-        DecodeQueue(programs, run.policy.prompts, sizes, clock, **carried)
+        DecodeQueue(programs, run.policy.prompts, sizes, clock, **options)
         for sizes in rollout_sizes(run)
     )
 

@@ -52,16 +52,18 @@ class StepLog:
         self._report.begin(self.stage.start)
         self._collapse = CollapseWatch()
         self._limit = FailureLimit(self.verifier, self.run.config.verifier.max_failed)
-        self._tail = 0.0  # seconds that logging the previous step took on the host
+        self._seconds = 0.0  # that logging the last step took
 
     def begin(self, step: int) -> None:
         """Called before the rollouts."""
-        self._began, self._counted = time.perf_counter(), dict(self.verifier.counts)
-        self._busy = self.clock.busy_seconds()
-        profile_steps(self.run, step)
+        self._counted = dict(self.verifier.counts)
+        if not self.stage.is_behind:  # else the step began when the last one's updates were done
+            self._began = time.perf_counter() - self._seconds, self.clock.busy_seconds()
+        profile_steps(self.run, step, self.clock)
 
     def rolled_out(self, step: int) -> None:
         """Called between rollouts and updates; raises RewardFailed if too little was judged."""
+        self.stage.catch_up()
         counts = {name: n - self._counted[name] for name, n in self.verifier.counts.items()}
         everywhere = distributed.gather_json(counts)
         self._verdicts = {name: sum(each[name] for each in everywhere) for name in counts}
@@ -80,6 +82,10 @@ class StepLog:
             is_compared = is_compared & sampled.is_fresh
         self._first = sampled.old_logp, logp, is_compared, sampled.rows.branch
 
+    def updating(self) -> None:
+        """Called when the updates have been called, and may still run."""
+        self._updated = self.clock.reading()
+
     def write(
         self,
         step: int,
@@ -89,21 +95,27 @@ class StepLog:
         plans: Sequence[RowPlan],
         updates: Sequence[Mapping[str, float]],
     ) -> None:
-        """Called after the updates; raises FloatingPointError if a metric is not finite.
+        """Called after `updating`; raises FloatingPointError if a metric is not finite.
+
+        A step takes from the end of the last one's updates to the end of its own.
 
         Args:
             draws: the rollout batches of this process.
             groups, everyone: the groups trained on, of this process and of all processes.
-            plans, updates: packing plan and metrics of each update; {} if it was skipped.
+            plans, updates: packing plan and metrics of each update; {} if it was skipped. The
+                stage may have updates that were not read yet.
         """
-        run, ended = self.run, time.perf_counter()
+        run, began = self.run, time.perf_counter()
+        updates = [*updates, *self.stage.read()]
         drawn = everyone
         if len(draws) > 1:  # rollout metrics need all: the groups trained on are selected by acc
             drawn = Groups.concatenate([gather_groups(each) for each in draws])
         num_sampled = int((drawn.rollouts.is_valid & ~drawn.rollouts.is_forced).sum())
         self.stage.counters["num_decoded"] += num_sampled
-        rolling, training = self._rolled_out - self._began, ended - self._rolled_out
-        busy = self.clock.busy_seconds() - self._busy
+        ended, busy = self._updated.result()
+        rolling, training = self._rolled_out - self._began[0], ended - self._rolled_out
+        idle = 1 - (busy - self._began[1]) / (ended - self._began[0])
+        self._began = ended, busy
         applied = [metrics for metrics in updates if metrics]
         metrics = (
             group_metrics(run, drawn, everyone, len(draws))
@@ -118,7 +130,7 @@ class StepLog:
                 "train_tokens_per_second": int(everyone.num_trained.sum()) / training,
                 "rollout_seconds": rolling,
                 "train_seconds": training,
-                "device_idle": 1 - busy / (self._tail + rolling + training),
+                "device_idle": idle,
             }
             | ages_of(run, groups)
             | fill_of(plans)
@@ -130,11 +142,11 @@ class StepLog:
             print_line(warning)
         shown = self._report.add(step, groups, is_logged=self.stage.is_logged(step))
         run.metrics.show("rl", step, shown)
-        self._tail = time.perf_counter() - ended
+        self._seconds = time.perf_counter() - began
 
     def close(self) -> None:
         """Called after the last step."""
-        profile_steps(self.run, self.run.config.rl.num_steps)
+        profile_steps(self.run, self.run.config.rl.num_steps, self.clock)
 
     def _verifier_metrics(self, draws: Sequence[Groups]) -> dict[str, float]:
         """Means of the reward function's components, and the verifier's counts of the step."""
@@ -228,14 +240,17 @@ def fill_of(plans: Sequence[RowPlan]) -> dict[str, float]:
     return fill
 
 
-def profile_steps(run: Run, step: int) -> None:
+def profile_steps(run: Run, step: int, clock: DeviceClock) -> None:
     """Starts or stops the trace of `config.profile_steps`; called before each step.
 
-    The trace is written to `workdir/profile`, for TensorBoard's profiler or Perfetto.
+    Waits for the last step, which may still run. The trace is written to `workdir/profile`, for
+    TensorBoard's profiler or Perfetto.
     """
     if not run.config.profile_steps:
         return
     first, last = run.config.profile_steps
+    if step in (first, last + 1):
+        clock.busy_seconds()
     if step == first:
         jax.profiler.start_trace(run.workdir / "profile")
     elif step == last + 1:

@@ -1,8 +1,9 @@
 """Builds the packed batches of a step's updates from its groups (host).
 
 A tree is a prompt with the responses that are trained on; the trees of an update are packed into
-rows. Other responses are not packed, nor prompts left without any. `with_logprobs` adds the
-log-probabilities that need the trainer's forward pass: under the reference and under π_old.
+rows. Other responses are not packed, nor prompts left without any. `put_scored` adds the
+log-probabilities that need the trainer's forward pass: under the reference and under π_old. A batch
+is laid out while the devices work on the one before.
 
 Letters: N prompts of an update, B those of this process.
 """
@@ -10,7 +11,7 @@ Letters: N prompts of an update, B those of this process.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 
 from care_jax.batch import Groups, TrainBatch
 from care_jax.devices import distributed, sharding
+from care_jax.devices.device_clock import DeviceClock
 from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import RowPlan, TreeSizes, plan_rows
 from care_jax.run.run import Run
@@ -91,22 +93,62 @@ def copy_reference(run: Run, params: backbone.Params) -> backbone.Params | None:
     return jax.tree.map(jnp.copy, params)
 
 
-def with_logprobs(
+def put_scored(
     run: Run,
     score: Callable,
-    batches: Sequence[TrainBatch],
+    packed: Iterable[tuple[TrainBatch, RowPlan]],
     params: backbone.Params,
     reference: backbone.Params | None,
-) -> list[TrainBatch]:
-    """Fills in, on the host, log-probabilities under the reference and, if needed, under π_old.
+    clock: DeviceClock,
+) -> Iterator[tuple[TrainBatch, RowPlan, TrainBatch]]:
+    """Puts batches on the devices, with log-probabilities under the reference and under π_old.
 
     The sampler records log-probabilities at temperature 1 for all sampling settings, which serve as
     π_old. The trainer recomputes them if rl.old_logp = "trainer", or if reflected rows are trained
-    without the context they were sampled with.
+    without the context they were sampled with. All batches are scored before the first is yielded.
 
-    `params` are those before the first update, `score` is of `stages.rl.UpdatePrograms`,
-    `reference` from `copy_reference`.
+    Each batch is laid out and put while the devices work on the one before. They hold two at most,
+    if the caller takes a batch only after they are done with the one before the last.
+
+    Args:
+        score: of `stages.rl.UpdatePrograms`; `clock` measures it.
+        packed: from `train_batch`.
+        params: before the first update.
+        reference: from `copy_reference`.
+
+    Yields:
+        the batch on the host, its plan, and the batch on the devices.
     """
+    scorers = _scorers(run, params, reference)
+    if not scorers:
+        for batch, plan in packed:
+            yield batch, plan, sharding.put_batch(batch, run.train_batch_sharding)
+        return
+    found, logps = [], []
+    for batch, plan in packed:
+        jax.block_until_ready(logps[-2:-1])
+        placed = sharding.put_batch(batch, run.train_batch_sharding)
+        logps.append({name: score(scorer, placed) for name, scorer in scorers.items()})
+        clock.watch(logps[-1])
+        found.append((batch, plan))
+        del placed
+    del scorers, params, reference
+    for number, ((batch, plan), logp) in enumerate(zip(found, logps, strict=True)):
+        jax.block_until_ready(logps[-2:-1] if number == 0 else logps)
+        placed = sharding.put_batch(batch, run.train_batch_sharding)
+        yield batch, plan, dataclasses.replace(placed, **logp)
+
+
+def with_logprobs(batch: TrainBatch, on_devices: TrainBatch) -> TrainBatch:
+    """The batch on the host with the log-probabilities of the one on the devices."""
+    ref_logp, old_logp = distributed.fetch((on_devices.ref_logp, on_devices.old_logp))
+    return dataclasses.replace(batch, ref_logp=ref_logp, old_logp=old_logp)
+
+
+def _scorers(
+    run: Run, params: backbone.Params, reference: backbone.Params | None
+) -> dict[str, backbone.Params]:
+    """The parameters that give each of the log-probabilities to compute, by its field."""
     scorers = {}
     if run.objective.beta:
         if reference is None:  # LoRA: the frozen weights are the reference
@@ -116,12 +158,4 @@ def with_logprobs(
         scorers["ref_logp"] = reference
     if run.has_trainer_logp:
         scorers["old_logp"] = params
-    if not scorers:
-        return list(batches)
-
-    def scored(batch, placed):
-        logp = {name: score(scorer, placed) for name, scorer in scorers.items()}
-        return dataclasses.replace(batch, **distributed.fetch(logp))
-
-    placed = sharding.put_ahead(batches, run.train_batch_sharding)
-    return [scored(*pair) for pair in zip(batches, placed, strict=True)]
+    return scorers

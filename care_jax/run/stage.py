@@ -4,6 +4,9 @@ Step k of a checkpoint or an evaluation means after k steps. An evaluation write
 metrics.jsonl, of stage "rl_eval" or "sft_eval". It has its own RNG keys and timers, so it does not
 affect training.
 
+A step that changes no file but its logs is finished while the devices work on the next one
+(`Stage.catch_up`), always before the next step's updates and before a state is saved.
+
 A state is checked (`guards`), then evaluated, then saved, because evaluations decide which
 checkpoints are kept. A broken state ends the stage. A run that is stopped during an evaluation
 saves the step; the resumed run evaluates it, unless metrics.jsonl has the result, and adds the
@@ -91,8 +94,8 @@ class Stage:
     """One training stage, as `open_stage` yields it.
 
     `state` is the current one. `start` is 0 or the step of the restored checkpoint. `num_done`
-    steps are done. `counters` are sums saved with every checkpoint. `unfinished` gives what else
-    is saved.
+    steps are done. `counters` are sums saved with every checkpoint. `saved_beside` gives what
+    else is saved.
     """
 
     run: Run
@@ -104,7 +107,7 @@ class Stage:
     remake: Callable[[int], UpdateBatch] | None
     start: int
     in_flight: dict[str, Any] | None = None  # of the restored checkpoint, see `Restored`
-    unfinished: Callable[[], InFlightSave | None] = lambda: None
+    saved_beside: Callable[[], InFlightSave | None] = lambda: None
 
     def __post_init__(self):
         section = self.run.config[self.name]
@@ -113,7 +116,9 @@ class Stage:
         self._updates = SkippedUpdates(self.run, self.name, self.state.params, self._check.advice)
         self._pace = Pace(self._num_steps)
         self._timed = time.perf_counter(), self.start  # time and first step of the next line
-        self._unread: list[tuple[int, Any]] = []  # steps and metrics, on the devices
+        # Steps, metrics on the devices, and their batches unless `remake` rebuilds them.
+        self._unread: list[tuple[int, Any, UpdateBatch | None]] = []
+        self._unfinished: Callable[[], None] | None = None  # finishes the last step
         self._last: tuple[int, UpdateBatch] | None = None  # the last step, and its batch
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})  # the last step evaluated
         self.num_done, self.counters = self.start, Counter()
@@ -128,7 +133,7 @@ class Stage:
         if self._eval_every and self.evaluate:
             name = f"{self.name}_eval"
             self.run.metrics.begin(name, self.start + 1)
-            if self._is_evaluated() and not self.run.metrics.has_line(name, self.start):
+            if self._is_evaluated(self.start) and not self.run.metrics.has_line(name, self.start):
                 metrics = self._measure()
                 if self.start == self.checkpoints.latest_step:
                     self.checkpoints.add_metrics(self.start, metrics)
@@ -149,19 +154,29 @@ class Stage:
         `made_of` are this process's rows on the host, and their examples.
         """
         self._last = step, made_of
-        self._unread.append((step, metrics))
+        self._unread.append((step, metrics, None if self.remake else made_of))
 
-    def read(self) -> list[dict[str, float]]:
-        """The metrics of each update since the last call; {} if it was skipped."""
-        unread, self._unread = self._unread, []
-        fetched = ((step, jax.device_get(metrics)) for step, metrics in unread)
-        return [self._updates.applied(*update, self._made_of) for update in fetched]
+    def read(self, *, num_left: int = 0) -> list[dict[str, float]]:
+        """The metrics of each update since the last call; {} if it was skipped.
+
+        The last `num_left` updates are left to the next call, so that devices may still run them.
+        """
+        stop = max(len(self._unread) - num_left, 0)
+        unread, self._unread = self._unread[:stop], self._unread[stop:]
+
+        def read(step: int, metrics: Any, made_of: UpdateBatch | None) -> dict[str, float]:
+            def batch_of(step: int) -> UpdateBatch:
+                return made_of or self._made_of(step)
+
+            return self._updates.applied(step, jax.device_get(metrics), batch_of)
+
+        return [read(*update) for update in unread]
 
     def _made_of(self, step: int) -> UpdateBatch:
         """The rows and examples of a step's update, rebuilt if it was not the last."""
-        assert self._last is not None  # there was an update
+        assert self._last is not None and self.remake is not None
         last, made_of = self._last
-        return made_of if step == last or self.remake is None else self.remake(step)
+        return made_of if step == last else self.remake(step)
 
     def is_logged(self, step: int) -> bool:
         """Whether the step has a line on the console."""
@@ -185,24 +200,48 @@ class Stage:
             values = on_host({shown[name]: metrics[name] for name in shown if name in metrics})
             print_line(format_line(self.name, step, self._num_steps, values, seconds, left))
 
-    def finish(self, step: int) -> None:
-        """Checks, evaluates and saves the state after this step, if that is due."""
-        self.num_done = step + 1
-        is_saved = self.num_done % self.run.config.checkpoint_every == 0
-        is_saved |= self.num_done == self._num_steps
-        if not (is_saved or self._is_evaluated()):
+    def finish(self, step: int, write: Callable[[], None] | None = None) -> None:
+        """Logs the step by `write`; checks, evaluates and saves the state after it, if that is due.
+
+        If it is not, `write` is left to `catch_up`, and the step is unfinished until then.
+        """
+        num_done = step + 1
+
+        def finished() -> None:
+            if write is not None:
+                write()
+            self.num_done = num_done
+
+        self._unfinished = finished
+        is_saved = num_done % self.run.config.checkpoint_every == 0 or num_done == self._num_steps
+        is_due = is_saved or self._is_evaluated(num_done)
+        if is_due or write is None:
+            self.catch_up()
+        if not is_due:
             return
         self.read()
         began = time.perf_counter()
         self._check.check(self.num_done, self.state, self._loss)
-        if self._is_evaluated():
+        if self._is_evaluated(num_done):
             is_saved |= self.checkpoints.is_among_best(self._measure())
         self._timed = self._timed[0] + time.perf_counter() - began, self._timed[1]
         if is_saved:
             self.save()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the last step is still to be finished, by `catch_up`."""
+        return self._unfinished is not None
+
+    def catch_up(self) -> None:
+        """Finishes the last step if it is not yet; called while devices work on the next one."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            unfinished()
+
     def save(self) -> None:
         """Saves the state with its evaluation, if any, unless it is saved already."""
+        self.catch_up()
         if self.num_done <= (self.checkpoints.latest_step or 0):
             return
         self.read()
@@ -215,7 +254,7 @@ class Stage:
             self.run.config.seed,
             {**self.counters, **self._check.saved()},
             metrics if step == self.num_done else None,
-            self.unfinished(),
+            self.saved_beside(),
         )
 
     def _loss(self) -> float | None:
@@ -225,12 +264,12 @@ class Stage:
         placed = sharding.put_batch(self._last[1][0], self.run.train_batch_sharding)
         return float(self.nll(self.state.params, placed))
 
-    def _is_evaluated(self) -> bool:
+    def _is_evaluated(self, num_done: int) -> bool:
         if not self._eval_every or self.evaluate is None:
             return False
-        if self.num_done == 0:
+        if num_done == 0:
             return self.run.config.evaluate.at_start
-        return self.num_done % self._eval_every == 0 or self.num_done == self._num_steps
+        return num_done % self._eval_every == 0 or num_done == self._num_steps
 
     def _measure(self) -> dict[str, float]:
         assert self.evaluate is not None  # `_is_evaluated` is False without it

@@ -10,6 +10,7 @@ Letters: B prompts of this process, R rows per prompt.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -27,7 +28,7 @@ from care_jax.rl import carry_over
 from care_jax.rl.dynamic_sampling import choose_mixed, draw_groups
 from care_jax.rl.rollout import compile_rollout, gather_groups, rollout_sizes
 from care_jax.rl.step_metrics import StepLog
-from care_jax.rl.update_batch import copy_reference, train_batch, with_logprobs
+from care_jax.rl.update_batch import copy_reference, put_scored, train_batch, with_logprobs
 from care_jax.run.attention_check import decoding_attention, training_attention
 from care_jax.run.run import Run, compile_to_decode_layout, make_adamw, start_state, verifier_of
 from care_jax.run.stage import Evaluate, compile_nll, compile_score, forward_options, open_stage
@@ -55,7 +56,7 @@ def train(
     learning_rate_at, adamw = make_adamw(run, "rl")
     reference = copy_reference(run, params)
     state = start_state(run, params, adamw)
-    rollout = compile_rollout(run, clock, decoding_attention(run, rollout_sizes(run)[0]))
+    decoding = decoding_attention(run, rollout_sizes(run)[0])
     attention = training_attention(run, rl.row_tokens, rl.row_patches)
     programs = compile_update(run, adamw, sharding.of(state), attention)
     batches = Batches(
@@ -74,8 +75,9 @@ def train(
     ):
         del state  # the stage holds it, or has restored another
         log = StepLog(run, stage, clock, verifier, learning_rate_at)
+        rollout = compile_rollout(run, clock, decoding, meanwhile=stage.catch_up)
         carried = carry_over.begin(run, rollout, batches, stage)
-        stage.unfinished = lambda: carry_over.save(rollout, carried)
+        stage.saved_beside = lambda: carry_over.save(rollout, carried)
         for step, questions, prompts in stage.steps(batches):
             log.begin(step)
             going_on = carried and carried.copy()
@@ -92,25 +94,27 @@ def train(
             everyone = gather_groups(groups)
             parts = groups.split(num_updates)
             pairs = zip(parts, everyone.split(num_updates), strict=True)
-            packed, plans = zip(*(train_batch(run, *pair) for pair in pairs), strict=True)
+            packed = (train_batch(run, *pair) for pair in pairs)  # each when its turn comes
             show_part("log-probabilities")
-            sampled = packed[0]  # with the sampler's log-probabilities
-            # All batches are scored before the first update changes the policy.
-            packed = with_logprobs(run, programs.score, packed, stage.state.params, reference)
-            updates, placed = [], sharding.put_ahead(packed, run.train_batch_sharding)
-            for number, each in enumerate(zip(packed, parts, placed, strict=True), 1):
+            scored = put_scored(run, programs.score, packed, stage.state.params, reference, clock)
+            plans, updates = [], []
+            for number, each in enumerate(zip(parts, scored, strict=True), 1):
                 show_part(f"update {number} of {num_updates}")
-                batch, part, on_devices = each
+                part, (batch, plan, on_devices) = each
                 stage.state, metrics, logp = programs.update(stage.state, on_devices)
                 if number == 1:
-                    log.first_update(sampled, logp)
+                    log.first_update(batch, logp)
                 clock.watch(metrics)
+                batch = with_logprobs(batch, on_devices)
                 stage.updated(step, metrics, (batch, part.examples.tolist()))
-                updates += stage.read()
+                plans.append(plan)
+                updates += stage.read(num_left=1)  # the devices run this one
 
-            log.write(step, draws, groups, everyone, plans, updates)
+            del each, on_devices
+            log.updating()
             carried = going_on and going_on.aged()
-            stage.finish(step)
+            written = step, draws, groups, everyone, plans, updates
+            stage.finish(step, functools.partial(log.write, *written))
         log.close()
     return lora.merged(stage.state.params)
 
