@@ -25,7 +25,7 @@ class Skips(Script):
         is_broken = len(self.seen["updated"]) - 1 in self.broken
         metrics["grad_norm"] = jnp.float32(np.inf if is_broken else 2)
         metrics[BROKEN_GRADIENTS] = jnp.array([is_broken, False])  # of text.w, vision.w
-        return (state if is_broken else after), metrics, logp
+        return (state if is_broken else after), metrics, logp * jnp.where(is_broken, jnp.nan, 1)
 
 
 def skips(*broken):
