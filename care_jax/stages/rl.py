@@ -73,10 +73,11 @@ def train(
     ):
         del state  # the stage holds it, or has restored another
         log = StepLog(run, stage, clock, verifier, learning_rate_at)
-        rollout = compile_rollout(run, clock, decoding, meanwhile=stage.catch_up)
+        rollout = compile_rollout(run, clock, decoding, stage.catch_up)
         for step, questions, prompts in stage.steps(batches):
             log.begin(step)
             decode_params = programs.to_decode_layout(stage.state.params)
+            clock.watch(decode_params)
             first = step, questions, prompts
             show_part("prefill")
             draws = draw_groups(run, rollout, decode_params, batches, first, index, verifier)
