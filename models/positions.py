@@ -9,6 +9,7 @@ window, and `image_slots` points at their features in that order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +100,7 @@ def _places(grids: np.ndarray, config: VisionConfig) -> tuple[np.ndarray, np.nda
 
     Windows are numbered image by image and row by row; without windows, an image is one.
     """
-    orders = [_block_order(grid, config.merge_size) for grid in grids]
+    orders = [_block_order(*grid, config.merge_size) for grid in grids.tolist()]
     coordinates = np.concatenate([np.zeros((0, 2), np.int32), *orders], dtype=np.int32)
     images = np.repeat(np.arange(len(grids), dtype=np.int32), grids.prod(-1))
     if not config.window_size:
@@ -113,13 +114,14 @@ def _places(grids: np.ndarray, config: VisionConfig) -> tuple[np.ndarray, np.nda
 
 
 def _padded(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
-    padding = [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1)
-    return np.pad(array, padding, constant_values=value)
+    padded = np.full((length, *array.shape[1:]), value, array.dtype)
+    padded[: len(array)] = array
+    return padded
 
 
-def _block_order(grid: np.ndarray, merge: int) -> np.ndarray:
+@functools.lru_cache(maxsize=256)  # images have few sizes
+def _block_order(frames: int, height: int, width: int, merge: int) -> np.ndarray:
     """(row, column) of each patch of an image, in merge-block order."""
-    frames, height, width = (int(x) for x in grid)
     if frames != 1 or height % merge or width % merge or height * width == 0:
         raise ValueError(
             f"grid {(frames, height, width)} must be one frame of rows and columns that are "

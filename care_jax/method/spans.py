@@ -9,6 +9,7 @@ response without padding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -100,14 +101,16 @@ def parse(
         think_tag: name of the rationale's tag, "reasoning" for Qwen3-VL.
     """
     is_complete = len(tokens) > 0 and int(tokens[-1]) in eos_token_ids
-    pieces = [token_bytes[t] if t < len(token_bytes) else b"" for t in map(int, tokens)]
+    ids = np.asarray(tokens, np.int64).tolist()
+    pieces = [token_bytes[t] if t < len(token_bytes) else b"" for t in ids]
     if is_complete:
         pieces[-1] = b""
     text = b"".join(pieces)
-    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    starts = ends - np.array([len(piece) for piece in pieces], np.int64)
+    lengths = np.array([*map(len, pieces)], np.int64)
+    ends = lengths.cumsum()
+    starts = ends - lengths
 
-    tags = list(re.finditer(rb"</?(?:%s|answer)>" % re.escape(think_tag.encode()), text))
+    tags = [*_tags(think_tag).finditer(text)]
     names = [tag.group() for tag in tags]
     open_think, close_think = b"<%s>" % think_tag.encode(), b"</%s>" % think_tag.encode()
 
@@ -174,6 +177,11 @@ def closing_tag_table(
     return table
 
 
+@functools.cache
+def _tags(think_tag: str) -> re.Pattern[bytes]:
+    return re.compile(rb"</?(?:%s|answer)>" % re.escape(think_tag.encode()))
+
+
 def _overlaps(starts: np.ndarray, ends: np.ndarray, start: int, end: int) -> np.ndarray:
     """Tokens with a byte in [start, end), and tokens without text strictly inside it."""
     return (starts < end) & (ends > start)
@@ -181,7 +189,7 @@ def _overlaps(starts: np.ndarray, ends: np.ndarray, start: int, end: int) -> np.
 
 def _count_within(starts: np.ndarray, ends: np.ndarray, start: int, end: int) -> int:
     """Number of tokens with all their bytes in [start, end)."""
-    return int(np.sum((starts >= start) & (ends <= end)))
+    return int(np.count_nonzero((starts >= start) & (ends <= end)))
 
 
 def _decode(text: bytes) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from absl import logging
 
@@ -87,6 +88,7 @@ class Verifier:
         self._tolerance, self._num_decimals = tolerance, num_decimals
         self._weights, self._success, self._timeout = dict(weights), success, timeout
         self._pool = SymbolicPool(num_workers, timeout)
+        self._judge = ThreadPoolExecutor(1, "verifier")  # one thread, so that the counts are exact
         self._num_fast, self._lost, self._warned = 0, Counter[str](), set[str]()
         self._name = reward if isinstance(reward, str) else name_of(reward)
         self.problem = ""  # the reward function's last failure: its name, then what happened
@@ -163,11 +165,10 @@ class Verifier:
         """Starts judging groups of `group_size` responses; returns a function that waits.
 
         A reward function is called once per group, in the worker processes. Without one the
-        responses, which are whole texts, are judged before `begin` returns.
+        responses, which are whole texts, are judged in a thread, which waits for the workers.
         """
         if self._rewards is None:
-            verdicts = self.verify_parsed(responses, parsed, examples)
-            return lambda: verdicts
+            return self._judge.submit(self.verify_parsed, responses, parsed, examples).result
         pending = []
         for start in range(0, len(responses), group_size):
             group, example = slice(start, start + group_size), examples[start]

@@ -75,13 +75,14 @@ def train(
     ):
         del state  # the stage holds it, or has restored another
         log = StepLog(run, stage, clock, verifier, learning_rate_at)
-        rollout = compile_rollout(run, clock, decoding, meanwhile=stage.catch_up)
+        rollout = compile_rollout(run, clock, decoding, stage.catch_up)
         carried = carry_over.begin(run, rollout, batches, stage)
         stage.saved_beside = lambda: carry_over.save(rollout, carried)
         for step, questions, prompts in stage.steps(batches):
             log.begin(step)
             going_on = carried and carried.copy()
             decode_params = programs.to_decode_layout(stage.state.params)
+            clock.watch(decode_params)
             first = step, questions, prompts
             show_part("prefill")
             draws = draw_groups(

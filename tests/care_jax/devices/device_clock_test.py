@@ -49,3 +49,18 @@ def test_programs_that_wait_for_each_other_count_once(now):
     now["now"] = 5.0
     second.set()
     assert clock.busy_seconds() == 4.0
+
+
+def test_a_reading_is_of_the_programs_called_before_it(now):
+    clock, first, second = DeviceClock(), threading.Event(), threading.Event()
+    now["now"] = 1.0
+    clock.watch(first)
+    reading = clock.reading()
+    clock.watch(second)
+    assert not reading.done()
+    now["now"] = 3.0
+    first.set()
+    settle()
+    now["now"] = 5.0
+    second.set()
+    assert reading.result() == (3.0, 2.0)

@@ -9,6 +9,7 @@ import pytest
 from scripted import B, R, credit_of, groups_of
 
 from care_jax.batch import Example
+from care_jax.devices.device_clock import DeviceClock
 from care_jax.rl import update_batch
 from care_jax.rl.rollout import asked, gather_groups
 
@@ -139,6 +140,11 @@ def test_a_process_trains_on_prompts_of_another(make_run, responses, policy, mon
     assert sum((numbers_in(batch) for batch in seen), Counter()) == numbers_of(groups, (2, 3))
 
 
+def put_scored(run, score, batches, params, reference):
+    packed = ((batch, None) for batch in batches)
+    return update_batch.put_scored(run, score, packed, params, reference, DeviceClock())
+
+
 def beta(value):
     return {"care.beta": value, "grpo.beta": value}
 
@@ -163,14 +169,43 @@ def test_log_probabilities_come_from_whom_they_should(
     def score(params, batch):
         return jnp.full(shape, params)
 
-    for scored in update_batch.with_logprobs(run, score, [batch] * 2, 5.0, 7.0):
-        np.testing.assert_array_equal(scored.ref_logp, np.full(shape, 7.0))
-        np.testing.assert_array_equal(
-            scored.old_logp, np.full(shape, 5.0) if is_recomputed else sampled
-        )
+    for host, _, placed in put_scored(run, score, [batch] * 2, 5.0, 7.0):
+        assert host.old_logp is sampled
+        want = {"ref_logp": 7.0, "old_logp": 5.0 if is_recomputed else sampled}
+        for found in (placed, update_batch.with_logprobs(host, placed)):
+            for name, logp in want.items():
+                np.testing.assert_array_equal(getattr(found, name), np.broadcast_to(logp, shape))
     without_kl = make_run(beta(0.0) | changes, "without_kl")
-    (scored,) = update_batch.with_logprobs(without_kl, score, [batch], 5.0, None)
-    np.testing.assert_array_equal(scored.ref_logp, np.zeros(shape))
+    ((_, _, placed),) = put_scored(without_kl, score, [batch], 5.0, None)
+    np.testing.assert_array_equal(placed.ref_logp, np.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("kl", "order"),
+    [
+        (0.0, "lay out, yield, lay out, yield, lay out, yield"),
+        (0.1, "lay out, score, lay out, score, lay out, score, yield, yield, yield"),
+    ],
+)
+def test_a_batch_is_laid_out_when_the_devices_have_another(
+    make_run, groups, whole_batch, kl, order
+):
+    """All are scored before the first update can change the parameters."""
+    run, calls = make_run(beta(kl)), []
+    batch, _ = whole_batch(run, groups)
+
+    def packed():
+        for _ in range(3):
+            calls.append("lay out")
+            yield batch
+
+    def score(params, batch):
+        calls.append("score")
+        return batch.ref_logp
+
+    for _ in put_scored(run, score, packed(), 5.0, 7.0):
+        calls.append("yield")
+    assert ", ".join(calls) == order
 
 
 def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
@@ -184,5 +219,5 @@ def test_adapters_leave_their_reference_in_place(make_run, groups, whole_batch):
         seen.append(params)
         return batch.ref_logp
 
-    update_batch.with_logprobs(run, score, [batch], params, None)
+    list(put_scored(run, score, [batch], params, None))
     assert seen == [{"text": {"kernel": 3.0}}]

@@ -137,6 +137,26 @@ def test_a_step_saved_late_keeps_its_evaluation(run_loop, make_run, tmp_path):
         assert saved.steps == [3] and saved.best_step == 3
 
 
+def test_a_step_is_logged_behind_the_next_ones_rollouts(run_loop, make_run, tmp_path):
+    """A saved one is logged before, and so is one that a stop saves."""
+    path, logged = tmp_path / "run" / "metrics.jsonl", []
+
+    class Stopped(Script):
+        def roll_out(self, *args):
+            logged.append(len(path.read_text().splitlines()) if path.exists() else 0)
+            if len(logged) == 4:
+                raise distributed.Preempted
+            return super().roll_out(*args)
+
+    changes = {"checkpoint_every": 2}
+    with pytest.raises(distributed.Preempted):
+        run_loop(changes=changes, make_script=Stopped)
+    assert logged == [0, 0, 2, 2]
+    assert len(path.read_text().splitlines()) == 3
+    with open_checkpoints(make_run(LOOP | changes), "rl") as saved:
+        assert saved.steps == [2, 3]
+
+
 def test_the_cold_start_has_its_own_steps(make_run):
     changes = {"sft.eval_every": 5, "sft.num_steps": 12, "sft.warmup_steps": 0}
     run = make_run(changes | {"checkpoint_every": 6, "keep_checkpoints": 9})

@@ -75,10 +75,14 @@ def test_every_key_reaches_the_function_it_is_for(make_run, monkeypatch):
 
         monkeypatch.setattr(module, name, noted)
 
-    rolled, update = rollout.compile_rollout(run, None), rl.compile_update(run, None, None)
+    meanwhile = lambda: None  # noqa: E731
+    rolled = rollout.compile_rollout(run, None, None, meanwhile)
+    update = rl.compile_update(run, None, None)
     rng, index = jax.eval_shape(lambda: jax.random.key(0)), jnp.arange(2)
     assert seen["compile_decoder"] == {"temperature": 0.7, "top_p": 0.9, "attention": None}
-    first, second = (program.__self__.sizes for program in (rolled.decode, rolled.reflect))
+    queues = [program.__self__ for program in (rolled.decode, rolled.reflect)]
+    assert all(queue.meanwhile is meanwhile for queue in queues)
+    first, second = (queue.sizes for queue in queues)
     updated = run.config.rl.prompts_per_update
     assert first == Sizes(
         num_slots=run.config.rl.decode_prompts,
@@ -306,11 +310,13 @@ def test_checkpoint_of_another_backbone_is_refused(run_loop, policy, monkeypatch
 
 
 def test_the_report_shows_logged_steps_and_a_resumed_one_shows_each_once(run_loop, tmp_path):
+    """Nothing was saved, and the last step not logged, when it died."""
+    changes = {"checkpoint_every": STEPS}
     with pytest.raises(KeyboardInterrupt):
-        run_loop(dies_at=3)
+        run_loop(dies_at=3, changes=changes)
     before = data_of(tmp_path / "run")
-    assert [*before["steps"]] == before["logged"] == [0, 2]
-    script, _, metrics = run_loop()
+    assert [*before["steps"]] == before["logged"] == [0]
+    script, _, metrics = run_loop(changes=changes)
     data = data_of(tmp_path / "run")
     assert data["logged"] == [0, 2, 3] and len(data["steps"]) == 3
     assert data["stages"][0]["steps"] == [record["step"] for record in metrics]
