@@ -163,7 +163,7 @@ class DecodeQueue:
         is_offloaded: bool = False,
     ):
         self.programs, self.prompts, self.sizes, self.clock = programs, prompts, sizes, clock
-        self.num_steps, self.in_flight, self._meanwhile = 0, None, meanwhile
+        self.num_steps, self.in_flight, self.meanwhile = 0, None, meanwhile
         self._max_age, self._is_offloaded = max_age, is_offloaded
 
     def decode(
@@ -221,7 +221,7 @@ class DecodeQueue:
             slots, sampled, progress = self.programs.advance(params, slots, scheduler.refill)
             self.clock.watch(progress)
             buffer.enqueue(sampled, scheduler.indices)
-            self._meanwhile()
+            self.meanwhile()
             if finished is not None:
                 yield finished  # the devices are decoding meanwhile
             buffer.store()
