@@ -268,12 +268,13 @@ class DecodeQueue:
         """A copy of the slots on the devices, as many as before."""
         if slots is None:
             return None
-        copied: Slots = jax.tree.map(
-            lambda x: jnp.copy(jax.device_put(x, x.sharding.with_memory_kind("device"))), slots
+        placed: Slots = jax.tree.map(
+            lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")), slots
         )
         if (kept := scheduler.widen()) is None:
-            return copied
-        return self.programs.idle(self._keep(copied, np.maximum(kept, 0)), self._put(kept < 0))
+            return jax.tree.map(jnp.copy, placed)
+        placed = dataclasses.replace(placed, clock=jnp.copy(placed.clock))  # `_keep` does not
+        return self.programs.idle(self._keep(placed, np.maximum(kept, 0)), self._put(kept < 0))
 
     def _put(self, array: Shaped[np.ndarray, " B"]) -> jax.Array:
         """Puts one number per slot, known to all processes, on the devices."""
