@@ -62,7 +62,8 @@ def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
     main.run_stages(config, tmp_path)
     last = metrics_of(tmp_path)[-1]
     assert last["step"] == 1 and np.isfinite(last["loss"]) and last["grad_norm"] > 0
-    assert 0 <= last["mismatch/max"] < 1e-3  # in float32
+    if not config.rl.carry_over:  # else the first update may have older tokens alone
+        assert 0 <= last["mismatch/max"] < 1e-3  # in float32
     if config.rl.correction == "none":
         assert "correction/weight" not in last
     elif (
