@@ -314,7 +314,8 @@ class DecodeQueue:
         elif num_tokens > before:
             slots = self._widen(slots, num_tokens)
         indices = np.array([request.index for request in admitted], np.int32)
-        arrays = sharding.put_batch((prompts, draws[places], indices, budget), batch_sharding)
+        drawn = np.pad(draws, ((0, 1), (0, 0)))[places]  # place -1, padding, has the added row
+        arrays = sharding.put_batch((prompts, drawn, indices, budget), batch_sharding)
         return self.programs.admit(params, slots, *arrays, self._put(chosen))
 
     def _widen(self, slots: Slots, num_tokens: int) -> Slots:

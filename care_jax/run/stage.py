@@ -215,8 +215,7 @@ class Stage:
         self._unfinished = finished
         is_saved = num_done % self.run.config.checkpoint_every == 0 or num_done == self._num_steps
         is_due = is_saved or self._is_evaluated(num_done)
-        # Several processes gather while they log, always in the same order.
-        if is_due or write is None or jax.process_count() > 1:
+        if is_due or write is None:
             self.catch_up()
         if not is_due:
             return
