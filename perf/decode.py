@@ -40,7 +40,8 @@ except ImportError:
 import transformers
 
 from care_jax.aot.lengths import draw_responses
-from care_jax.decoding.queue import DecodePrograms, DecodeQueue, Request
+from care_jax.decoding.queue import DecodePrograms, DecodeQueue
+from care_jax.decoding.rollout_buffer import Request
 from care_jax.decoding.schedule import Sizes, WaitingPrompt
 from care_jax.decoding.simulation import Schedule, Simulation
 from care_jax.devices import xla_flags

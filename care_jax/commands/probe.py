@@ -38,7 +38,8 @@ from care_jax.batch import Example
 from care_jax.commands.reopened import Reopened, check_reflection, run_command, sample_groups
 from care_jax.config import command_line
 from care_jax.decoding import reflection
-from care_jax.decoding.queue import NO_CONTEXT, DecodeQueue
+from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.rollout_buffer import NO_CONTEXT
 from care_jax.devices import streams
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.report.metrics import wilson_interval

@@ -16,7 +16,7 @@ from care_jax.config import command_line
 from care_jax.config.checks import check_config
 from care_jax.data.pipeline import Batches
 from care_jax.data.stages import open_stage
-from care_jax.decoding.queue import Request
+from care_jax.decoding.rollout_buffer import Request
 from care_jax.devices import xla_flags
 from care_jax.method.select import Subgroup
 from care_jax.rewards.verifier import Verifier

@@ -94,7 +94,7 @@ class Refill(NamedTuple):
     num_new: Int[Any, ""]  # prompts of a shard that a prefill admits
     prefill_cost: Int[Any, ""]
     num_kept: Int[Any, ""]  # slots of a shard after halving; -1 if they are not halved
-    num_free: Int[Any, ""]  # slots that are free at least when the step may end
+    num_free: Int[Any, ""]  # fewest free slots with which the step may be over
     lost: Int[Any, ""]  # slot-steps left idle while prompts waited, since the last prefill
 
     def num_idle(
@@ -140,7 +140,8 @@ class Scheduler:
     """The waiting prompts and those in slots, of all processes; identical on each process.
 
     `chosen` are the indices of the prompts that are whole and count for this step, in the order in
-    which they became whole; `spare` of those that are whole and count for the next step.
+    which they became whole; `spare` of those that are whole and count for the next step. A prompt
+    that was carried over `max_age` times must be whole for a step to end.
     """
 
     def __init__(self, sizes: Sizes, max_age: int = 0):
@@ -164,11 +165,9 @@ class Scheduler:
     def begin(self, prompts: Sequence[WaitingPrompt], num_wanted: int | None = None) -> None:
         """Begins a step with further prompts, which wait behind those of earlier steps.
 
-        It ends once `num_wanted` prompts are whole, by default all. Prompts that were carried over
-        `max_age` times must be among them.
+        It ends once `num_wanted` prompts are whole, by default all.
         """
-        self._num_wanted, self.chosen, spare = num_wanted, [], self.spare
-        self.spare = []
+        spare, self.spare, self.chosen, self._num_wanted = self.spare, [], [], num_wanted
         self._age |= {prompt.index: 0 for prompt in prompts}
         period, last = self._sizes.period, max((p.index for p in prompts), default=-1)
         self.next_number = max(self.next_number, -(-(last + 1) // period) * period)
@@ -239,12 +238,15 @@ class Scheduler:
     def refill(self) -> Refill:
         """When the next call of `sampler.advance` should return."""
         can_halve = self._can_halve and not any(self._waiting)
+        num_free = self._indices.size
+        if self._num_wanted is not None:
+            num_free = min((self._indices < 0).sum() + self._num_missing, num_free)
         return Refill(
             np.array([len(queue) for queue in self._waiting], np.int32),
             np.int32(self._num_new_of_shard),
             np.int32(self._prefill_cost),
             np.int32(self._indices.shape[1] // 2 if can_halve else -1),
-            np.int32(min((self._indices < 0).sum() + self._num_missing, self._indices.size)),
+            np.int32(num_free),
             np.int32(self._lost),
         )
 

@@ -23,7 +23,8 @@ from jaxtyping import Int
 
 from care_jax.batch import Rollouts
 from care_jax.data.pipeline import Batches
-from care_jax.decoding.queue import DecodeQueue, InFlight, Request
+from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.rollout_buffer import InFlight, Request
 from care_jax.decoding.schedule import Scheduler
 from care_jax.devices import distributed, sharding
 from care_jax.rl.rollout import CarriedOver, RolloutPrograms, asked, rollout_sizes

@@ -28,14 +28,8 @@ from jaxtyping import Int, PRNGKeyArray, Shaped
 
 from care_jax.batch import Example, Groups, Rollouts, Subgroup
 from care_jax.decoding import reflection
-from care_jax.decoding.queue import (
-    NO_CONTEXT,
-    DecodePrograms,
-    DecodeQueue,
-    InFlight,
-    Request,
-    compile_decoding,
-)
+from care_jax.decoding.queue import DecodePrograms, DecodeQueue, compile_decoding
+from care_jax.decoding.rollout_buffer import NO_CONTEXT, InFlight, Request
 from care_jax.decoding.sampler import DecodeOptions, DecodingAttention
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, sharding

@@ -18,7 +18,8 @@ import numpy as np
 
 from care_jax.batch import Example, Rollouts
 from care_jax.benchmarks.samples import Answers
-from care_jax.decoding.queue import DecodeQueue, Request
+from care_jax.decoding.queue import DecodeQueue
+from care_jax.decoding.rollout_buffer import Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.devices import distributed, loaded_programs, sharding, streams
 from care_jax.devices.device_clock import DeviceClock

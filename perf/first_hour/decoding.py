@@ -16,7 +16,8 @@ from typing import Any
 import jax
 
 from care_jax.aot import step_sizes, workload
-from care_jax.decoding.queue import DecodePrograms, DecodeQueue, Request
+from care_jax.decoding.queue import DecodePrograms, DecodeQueue
+from care_jax.decoding.rollout_buffer import Request
 from care_jax.devices import sharding
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.prompts.builder import prompt_sizes

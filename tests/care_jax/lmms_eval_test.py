@@ -16,7 +16,7 @@ from PIL import Image
 
 from care_jax.batch import Example
 from care_jax.benchmarks import response
-from care_jax.decoding.queue import Request
+from care_jax.decoding.rollout_buffer import Request
 from care_jax.devices import sharding
 from care_jax.report.metrics import MetricWriter
 from care_jax.run import weights

@@ -12,7 +12,7 @@ from plain_decode import plain_decode
 from queued import make_answer
 
 from care_jax.decoding import sampler, schedule, simulation
-from care_jax.decoding.queue import Request
+from care_jax.decoding.rollout_buffer import Request
 from care_jax.decoding.sampler import DecodingAttention
 from care_jax.decoding.schedule import WaitingPrompt
 from care_jax.devices.sharding import make_mesh

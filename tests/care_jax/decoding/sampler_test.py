@@ -9,7 +9,7 @@ from packed import packed_plan, padded, take_back
 from queued import make_answer
 
 from care_jax.decoding import sampler
-from care_jax.decoding.queue import NO_CONTEXT, Request
+from care_jax.decoding.rollout_buffer import NO_CONTEXT, Request
 from care_jax.decoding.schedule import Sizes
 from care_jax.decoding.slots import empty_slots
 from care_jax.learning import logprobs
