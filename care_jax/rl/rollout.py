@@ -311,11 +311,13 @@ def _decode_pool(
 def _share_out(run: Run, groups: Groups, index: Int[np.ndarray, " B"]) -> Groups:
     """Gives every process as many groups as it trains on; they get these indices in the step.
 
-    The places of a shard get the groups that were decoded on it, in order. What one shard has too
-    many moves to the places of those that have too few.
+    The places of a shard get the groups that were decoded on it, in turn those of every update, so
+    that each has its part of the prompts that were carried over, which come first. What one shard
+    has too many moves to the places of those that have too few.
     """
     rl, (sizes, _) = run.config.rl, rollout_sizes(run)
-    places, held = np.arange(rl.prompts_per_step), sizes.shard_of(groups.index).tolist()
+    places = np.arange(rl.prompts_per_step).reshape(-1, rl.prompts_per_update).T.ravel()
+    held = sizes.shard_of(groups.index).tolist()
     free = [deque(places[sizes.shard_of(places) == shard]) for shard in range(sizes.num_shards)]
     everyone = distributed.gather_json(held)
     of_shard = sorted(
@@ -330,9 +332,8 @@ def _share_out(run: Run, groups: Groups, index: Int[np.ndarray, " B"]) -> Groups
         else:
             surplus.append(where)
     found |= zip(sorted(itertools.chain(*free)), surplus, strict=True)
-    owner = np.resize(
-        sharding.owners(rl.prompts_per_update, run.decode_batch_sharding), len(places)
-    )
+    owners = sharding.owners(rl.prompts_per_update, run.decode_batch_sharding)
+    owner = np.resize(owners, len(places))
     moved = [place for place, (process, _) in found.items() if process != owner[place]]
     own = {row: place for place, (process, row) in found.items() if process == jax.process_index()}
     # A process may have no group, and then not the fields of the others.

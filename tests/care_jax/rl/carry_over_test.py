@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from care_jax.batch import Groups
 from care_jax.data.pipeline import Batches
 from care_jax.devices.sharding import make_mesh
-from care_jax.rl import carry_over
-from care_jax.rl.rollout import rollout_sizes
+from care_jax.rl import carry_over, rollout
+from care_jax.rl.rollout import asked, rollout_sizes
 
 CHANGES = {"rl.prompts_per_step": 16, "rl.prompts_per_update": 8, "rl.decode_prompts": 8}
 
@@ -51,3 +52,15 @@ def test_no_prompt_of_the_stream_is_drawn_twice(carrying, questions):
     assert sorted(positions) == list(range(8 + 32))
     asked = [*first.examples, *batches.batch(0)[0]]
     assert len({example.id for example in asked}) == 24
+
+
+def test_each_update_has_its_part_of_the_prompts_that_were_carried_over(carrying, questions):
+    """Of a step's 16 groups the first 8 came from the step before, two on each shard."""
+    run = carrying(0.5)
+    batches = batches_of(run, questions)
+    carried = carry_over.drawn_first(run, batches).groups
+    new = asked(np.arange(8), *batches.at(range(8, 16)), np.arange(8, 16))
+    groups = rollout._share_out(run, Groups.concatenate([carried, new]), np.arange(16))
+    assert groups.index.tolist() == list(range(16))
+    assert sorted(groups.position.tolist()) == list(range(16))
+    assert (groups.position.reshape(2, 8) < 8).sum(1).tolist() == [4, 4]
