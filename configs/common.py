@@ -177,8 +177,8 @@ def get_config() -> ConfigDict:
     rl.max_response_tokens = 2048  # (open) T, including the forced tokens of a reflected row
     rl.temperature = 1.0  # (open)
     rl.top_p = 1.0  # (open)
-    # Prompts still in flight when a step ends, as a share of prompts_per_step. They go on in the next
-    # step, under newer weights, see docs/method.md. 0: a step waits for all of its prompts.
+    # Prompts still in flight when a step ends, as a share of prompts_per_step. They go on in the
+    # next step, under newer weights, see docs/method.md. 0: a step waits for all of its prompts.
     rl.carry_over = 0.0
     rl.max_age = 2  # steps that a prompt may be carried over before a step waits for it
     rl.learning_rate = 1e-6  # (open) peak
