@@ -184,8 +184,7 @@ MUTATIONS = (
     *_of(
         "care_jax/packing/layout.py",
         "care_jax/learning/train_step_layout_test.py::test_packing_changes_nothing",
-        ("for tree in {part.tree for part in parts} - seen:",
-         "for tree in {part.tree for part in parts}:",
+        ("sums[row] += values[part.tree] * share", "sums[row] += values[part.tree]",
          "a split prompt counts twice in the denominator"),
     ),
     *_of(

@@ -89,13 +89,18 @@ def at_tokens(values: np.ndarray, plan: RowPlan, *, fill: float | int = 0) -> np
 
 
 def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray, " B"]:
-    """Values of prompts, summed over each row; a split prompt counts in its first row only."""
-    sums, seen = np.zeros(len(plan.rows), np.float32), set()
+    """Values of prompts, summed over each row.
+
+    The parts of a split prompt, which may be in rows of several processes, have a share each, by
+    the tokens of their responses.
+    """
+    sums = np.zeros(len(plan.rows))
     for row, parts in enumerate(plan.rows):
-        for tree in {part.tree for part in parts} - seen:
-            sums[row] += values[tree]
-            seen.add(tree)
-    return sums
+        for part in parts:
+            branches = plan.sizes.branches[part.tree]
+            share = branches[list(part.branches)].sum() / branches.sum()
+            sums[row] += values[part.tree] * share
+    return sums.astype(np.float32)
 
 
 def _images(prompts, plan: RowPlan, config: BackboneConfig) -> ImagePatches | None:

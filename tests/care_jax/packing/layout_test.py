@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import take_back
 
-from care_jax.packing.layout import at_tokens, lay_out
+from care_jax.packing.layout import at_rows, at_tokens, lay_out
 from care_jax.packing.plan import plan_rows
 from care_jax.packing.trees import TreeSizes
 from care_jax.prompts.builder import TokenizedPrompt
@@ -192,8 +192,9 @@ def test_values_return_from_the_places_of_their_tokens(policy, tokenized, length
 
 
 def test_two_processes_score_all_branches_between_them(policy, tokenized):
+    """The parts of a split tree, on both, weigh as much as the whole tree does on one."""
     sizes = sizes_of(tokenized, LENGTHS)
-    values, found = responses_of(LENGTHS), 0
+    values, found, trees, weight = responses_of(LENGTHS), 0, [], 0.0
     for process in range(2):
         plan = plan_rows(
             sizes,
@@ -211,7 +212,11 @@ def test_two_processes_score_all_branches_between_them(policy, tokenized):
             rows.tokens[rows.predictor >= 0], at_tokens(values, plan)[rows.predictor >= 0]
         )
         found = found + take_back(rows.tokens, plan, T)
+        trees += plan.trees
+        weight += at_rows(np.array([1.0, 10, 100, 1000]), plan).sum()
     np.testing.assert_array_equal(found, np.where(values >= 0, values, 0))
+    assert len(trees) > len(set(trees))
+    assert weight == pytest.approx(1111)
 
 
 def test_a_plan_for_other_prompts_is_refused(policy, tokenized):
