@@ -165,6 +165,17 @@ MUTATIONS = (
          "writes to the KV cache do not wrap around"),
     ),
     *_of(
+        "care_jax/decoding/schedule.py",
+        "care_jax/decoding/queue_test.py::test_tokens_do_not_depend_on_the_schedule",
+        ("source[shard, donor] if source[shard, donor] >= 0 else donor", "donor",
+         "a slot takes over rollouts from one that holds another prompt yet"),
+    ),
+    *_of(
+        "care_jax/decoding/simulation.py", "care_jax/decoding/schedule_test.py",
+        ("num_idle = refill.num_idle(*state())\n        while", "num_idle = (0, 0)\n        while",
+         "slots that are idle when a call begins are not counted"),
+    ),
+    *_of(
         "care_jax/decoding/reflection.py", "care_jax/decoding/reflection_test.py",
         ('encode(f"<{think_tag}>{rationale}")[:max_context] + cue_tokens',
          '(encode(f"<{think_tag}>{rationale}") + cue_tokens)[:max_context]',

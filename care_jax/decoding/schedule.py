@@ -293,7 +293,9 @@ class Scheduler:
                 if left[donor] < 1:
                     break
                 end = self._end[shard, donor]
-                source[shard, slot], begin[shard, slot] = donor, end - (left[donor] + 1) // 2
+                # A donor that is new itself still holds another prompt; its donor has this one.
+                source[shard, slot] = source[shard, donor] if source[shard, donor] >= 0 else donor
+                begin[shard, slot] = end - (left[donor] + 1) // 2
                 self._end[shard, donor] = begin[shard, slot]
                 self._assign(shard, slot, self._indices[shard, donor], begin[shard, slot], end)
         if (source < 0).all():

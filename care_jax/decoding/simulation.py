@@ -117,13 +117,18 @@ class Simulation:
         left, read, next_rollout = self._left, self._read, self._next_rollout
         num_steps, refill = 0, self.scheduler.refill
         totals = np.zeros(4, int)  # the last four fields of the call
-        lost, num_idle, is_due = (int(refill.lost), 0), (0, 0), False
+        lost, is_due = (int(refill.lost), 0), False
         costs = int(refill.prefill_cost), len(left)
+
+        def state():
+            return (left == 0).all(1), np.maximum(self.scheduler.ends - next_rollout, 0)
+
+        num_idle = refill.num_idle(*state())
         while num_steps < NUM_STEPS and not is_due:
             is_active = left > 0
             passed = min(int(left[is_active].min()), NUM_STEPS - num_steps)
             for cost, spent, idle in zip(costs, lost, num_idle, strict=True):
-                passed = min(passed, math.ceil((cost - spent) / idle) if idle else passed)
+                passed = min(passed, max(math.ceil((cost - spent) / idle), 1) if idle else passed)
             num_steps += passed
             num_tokens += passed * int(self._samples[is_active].sum())
             num_rows, is_busy = is_active.sum(), is_active.any(1)
@@ -137,13 +142,12 @@ class Simulation:
             for slot, row in np.argwhere(is_active & (left == 0)).tolist():
                 read[slot, row] = 0
                 self._take_next(slot, row)
-            state = (left == 0).all(1), np.maximum(self.scheduler.ends - next_rollout, 0)
-            before, num_idle = num_idle, refill.num_idle(*state)
+            before, num_idle = num_idle, refill.num_idle(*state())
             lost = (
                 lost[0] + (passed - 1) * before[0] + num_idle[0],
                 lost[1] + (passed - 1) * before[1] + num_idle[1],
             )
-            is_due = bool(refill.is_due(*state, lost))
+            is_due = bool(refill.is_due(*state(), lost))
         self.scheduler.release((left == 0).all(1), next_rollout, lost[0])
         totals = totals.tolist()
         return Call(num_steps, num_tokens, len(left), self._num_prompt_tokens, *totals)

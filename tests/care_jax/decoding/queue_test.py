@@ -142,6 +142,7 @@ def test_tokens_are_the_same_with_the_kernels_of_decode_steps(
         (2, 2, 2),
         pytest.param(3, 5, 1, marks=pytest.mark.exhaustive),
         (16, 4, 1),
+        (32, 1, 1),  # slots take over rollouts from slots that have just done so
     ],
 )
 def test_tokens_do_not_depend_on_the_schedule(

@@ -156,6 +156,16 @@ def test_free_slots_take_over_what_was_not_begun():
     assert source == [3, -1, -1, -1] and begin[0] == 8 and end == [9, 5, 9, 8]
 
 
+def test_a_slot_takes_over_from_one_that_holds_its_prompt_already():
+    """Eleven more slots than prompts, of one row: new slots give up rollouts at once."""
+    scheduler = begun(waiting(5), sizes(16, num_rows=1, num_rollouts=7))
+    admitted(scheduler)
+    before = scheduler.indices.copy()
+    source, *_ = scheduler.share()
+    assert (source[5:] >= 0).all() and (source[source >= 0] < 5).all()
+    assert scheduler.indices[5:].tolist() == before[source[5:]].tolist()
+
+
 def test_no_rollouts_are_shared_while_prompts_wait():
     scheduler = begun(waiting(40), sizes(16))
     admitted(scheduler)
@@ -198,6 +208,15 @@ def test_rows_take_the_next_rollout_as_they_end():
     assert steps(9, 2, 5, 6, num_rows=4) == 8
     assert steps(9, 2, 5, 6, num_rows=1) == 8 + 1 + 4 + 5
     assert steps(1, 1, 1, 1) == 2  # one that ends at once still takes its turn
+
+
+def test_a_slot_that_is_idle_when_a_call_begins_counts_from_its_first_step():
+    """One of 32 slots is free from the second step on; a prefill of two costs 2 x 40 + 32."""
+    prompts = [WaitingPrompt(40, index, 4) for index in range(34)]
+    lengths = {index: np.array([400 if index else 3]) for index in range(34)}
+    shape = sizes(32, num_rows=1, num_rollouts=1, period=34)
+    schedule = simulate(shape, prompts, lengths, BUCKETS)
+    assert [call.num_steps for call in schedule.calls[:2]] == [64, 2 * 40 + 32 - 63]
 
 
 def test_shared_rollouts_are_each_decoded_once():
