@@ -172,7 +172,7 @@ MUTATIONS = (
     ),
     *_of(
         "care_jax/decoding/simulation.py", "care_jax/decoding/schedule_test.py",
-        ("num_idle = refill.num_idle(*state())\n        while", "num_idle = (0, 0)\n        while",
+        ("num_idle = refill.num_idle(*state())", "num_idle = (0, 0)",
          "slots that are idle when a call begins are not counted"),
     ),
     *_of(
