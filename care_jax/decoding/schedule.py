@@ -293,7 +293,7 @@ class Scheduler:
                 if left[donor] < 1:
                     break
                 end = self._end[shard, donor]
-                # A donor that is new itself still holds another prompt; its donor has this one.
+                # A donor that takes over itself does not hold the prompt yet; its source does.
                 source[shard, slot] = source[shard, donor] if source[shard, donor] >= 0 else donor
                 begin[shard, slot] = end - (left[donor] + 1) // 2
                 self._end[shard, donor] = begin[shard, slot]
