@@ -18,7 +18,7 @@ def source(name: str = "", **options) -> ConfigDict:
     section = ConfigDict()
     # Drawn: synthetic (charts and diagrams), readings (diagrams whose rationales state what was
     # read), word_problems (text only). Files: jsonl, parquet, arrayrecord, chartqa, geometry3k,
-    # virl39k, vision_r1_cold. "mixture": the sources in `parts`.
+    # virl39k, vision_r1_cold, gsm8k, math. "mixture": the sources in `parts`.
     section.source = name
     section.path = ""  # file, folder or hub id; empty for drawn sources and mixtures
     section.split = ""  # split of a release: train, val, test
@@ -75,7 +75,6 @@ def get_config() -> ConfigDict:
     # GPU); "auto", the kernel if there is one and it agrees with XLA when a stage starts.
     model.attention = "auto"
     model.freeze_vision = False  # (open) True: the vision tower is not trained
-    model.freeze_decoder = False  # True: only the vision tower and its merger are trained
     # The next keys trade speed or precision for memory.
     # What the backward pass rematerialises: "none"; "dots", everything except the outputs of weight
     # matmuls and attention; "layer", each layer from its input.

@@ -25,7 +25,6 @@ def get_config() -> ConfigDict:
     model.path = "runs/smollm"
     model.compute_dtype = "float32"
     model.remat = "layer"
-    model.freeze_vision = True
 
     data = config.data
     data.sft = common.source("word_problems", num_examples=8192, seed=1)
@@ -33,8 +32,7 @@ def get_config() -> ConfigDict:
     data.test = common.source("word_problems", num_examples=196, seed=3)  # 14 of each source
     data.num_workers = 1
     data.cue_share = 0.3
-    data.min_pixels, data.max_pixels = 256, 4096
-    data.buckets = ((64, 0),)  # no images
+    data.buckets = ((64, 0),)  # a text-only model
     data.system_prompt = "Work it out step by step."
     data.instruction = ""
 

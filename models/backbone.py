@@ -1,9 +1,10 @@
 """A backbone as pure functions over nested dicts of arrays; only this module calls `nnx.split`.
 
-The dict has two layouts. `init` and `load` return the training layout: {"vision", "text"}, layers
-stacked on a leading axis. `to_decode_layout` returns the decode layout: text layers in a list, with
-fused and cast weights. `encode_images`, `embed` and `unembed` take either layout, `forward` takes
-the training layout, `prefill` and `extend` take the decode layout.
+The dict has two layouts. `init` and `load` return the training layout: {"vision", "text"}, without
+"vision" if there is no tower, layers stacked on a leading axis. `to_decode_layout` returns the
+decode layout: text layers in a list, with fused and cast weights. `encode_images`, `embed` and
+`unembed` take either layout, `forward` takes the training layout, `prefill` and `extend` take the
+decode layout.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Backbone(nnx.Module):
     """Declares every parameter; computes nothing."""
 
     def __init__(self, rngs: nnx.Rngs, config: BackboneConfig, dtype: Any):
-        self.vision = vision.VisionTower(rngs, config.vision, dtype)
+        if config.vision:
+            self.vision = vision.VisionTower(rngs, config.vision, dtype)
         self.text = decoder.Decoder(rngs, config.text, dtype)
 
 
@@ -107,6 +109,8 @@ def policy_logits(
 
 def is_never_sampled(ids: Int[Array, "*V"], config: BackboneConfig) -> Bool[Array, "*V"]:
     """Image and video pad tokens."""
+    if config.vision is None:
+        return jnp.zeros(ids.shape, bool)
     return (ids == config.image_token_id) | (ids == config.video_token_id)
 
 
@@ -114,13 +118,13 @@ def to_decode_layout(params: Params, config: BackboneConfig, dtype: Any) -> Para
     """The decode layout: adapters merged, layers unstacked, weights fused and cast to `dtype`."""
     params = lora.merged(params)
     text = decoder.to_decode_layout(params["text"], config.text)
-    return jax.tree.map(lambda a: a.astype(dtype), {"vision": params["vision"], "text": text})
+    return jax.tree.map(lambda a: a.astype(dtype), {**params, "text": text})
 
 
 def decode_axes(config: BackboneConfig) -> Params:
     """The tree of `to_decode_layout` with a tuple of logical axis names at every leaf."""
     axes = logical_axes(config)
-    return {"vision": axes["vision"], "text": decoder.decode_axes(axes["text"], config.text)}
+    return {**axes, "text": decoder.decode_axes(axes["text"], config.text)}
 
 
 def text_rotary(positions: Int[Array, "*B"], config: BackboneConfig) -> Rotary:

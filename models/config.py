@@ -1,4 +1,4 @@
-"""Backbone configs, frozen and hashable, and the releases of two families: Qwen2.5-VL, Qwen3-VL.
+"""Backbone configs, frozen and hashable, their families, and the releases known by name.
 
 Only fields specific to a family have defaults: the class defaults of transformers fit none of the
 releases. `release.config_json` reads and writes a config as a Hugging Face `config.json`.
@@ -10,23 +10,29 @@ import dataclasses
 import math
 from typing import Any
 
+# Fields of `BackboneConfig` with the ids of image tokens.
+IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 VISION_ROPE_THETA = 10000.0  # base of the rotary frequencies in every release's vision tower
 
-# By family, the fields of `VisionConfig` and of `TextConfig` that all its releases share.
-FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+# By family, the fields of `VisionConfig` and of `TextConfig` that all its releases share; None for
+# a family without a tower, which reads text alone.
+FAMILIES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "qwen2_5_vl": (
         {"gated": True},
         {"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
     ),
     "qwen3_vl": ({"gated": False}, {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True}),
+    "qwen2": (None, {"qkv_bias": True, "qk_norm": False}),
+    "qwen3": (None, {"qkv_bias": False, "qk_norm": True}),
+    "llama": (None, {"qkv_bias": False, "qk_norm": False}),
 }
 
 
-def flags_of(family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def flags_of(family: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The row of `FAMILIES`; refuses an unknown family."""
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ValueError(f"family must be one of {known}, got {family!r}; choose another model")
+        raise ValueError(f"model_type must be one of {known}, got {family!r}; choose another model")
     return FAMILIES[family]
 
 
@@ -87,6 +93,28 @@ class VisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Rotary frequencies that Llama 3.1 stretches for long contexts (rope_type "llama3").
+
+    A frequency that turns fewer than `low_freq_factor` times within the original context is divided
+    by `factor`, one that turns more than `high_freq_factor` times is kept; between them the share
+    of each is linear in the number of turns.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"rope_scaling low_freq_factor {self.low_freq_factor} must be below "
+                f"high_freq_factor {self.high_freq_factor}; change them"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class TextConfig:
     """The text decoder."""
 
@@ -99,12 +127,14 @@ class TextConfig:
     vocab_size: int
     norm_eps: float  # ε of every RMSNorm
     rope_theta: float  # base of the rotary frequencies
-    mrope_section: tuple[int, int, int]  # frequencies for time, height, width; sum head_dim / 2
+    # Frequencies for time, height and width, sum head_dim / 2; without a tower all are for time.
+    mrope_section: tuple[int, int, int]
     tie_embeddings: bool  # the unembedding is the embedding table
     max_position_embeddings: int  # tokens the release was trained for; only for export
     qkv_bias: bool = True
     qk_norm: bool = False  # a per-head RMSNorm of queries and keys before the rotary embedding
     mrope_interleaved: bool = False  # time, height and width alternate, not in sections
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self):
         _check_divides("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
@@ -122,20 +152,30 @@ class TextConfig:
 
 @dataclasses.dataclass(frozen=True)
 class BackboneConfig:
-    """A vision-language backbone: vision tower, text decoder and special token ids."""
+    """A backbone: vision tower, if it has one, text decoder and special token ids."""
 
-    vision: VisionConfig
+    vision: VisionConfig | None  # None: it reads text alone
     text: TextConfig
     family: str  # the `model_type` of its releases
-    image_token_id: int  # placeholder of an image feature
-    video_token_id: int
-    vision_start_token_id: int  # before the placeholders
-    vision_end_token_id: int  # after them
-    eos_token_ids: tuple[int, ...]  # each ends a response; SFT targets end with the first
+    eos_token_ids: tuple[int, ...]  # each ends a response
     pad_token_id: int  # may be one of `eos_token_ids`, since masks mark the padding
+    # None without a tower:
+    image_token_id: int | None = None  # placeholder of an image feature
+    video_token_id: int | None = None
+    vision_start_token_id: int | None = None  # before the placeholders
+    vision_end_token_id: int | None = None  # after them
 
     def __post_init__(self):
-        flags_of(self.family)
+        flags, _ = flags_of(self.family)
+        has_tower = "no vision tower" if flags is None else "a vision tower"
+        tokens = [getattr(self, name) for name in IMAGE_TOKENS]
+        if any((part is None) != (flags is None) for part in (self.vision, *tokens)):
+            raise ValueError(
+                f"a backbone of family {self.family} must have {has_tower} and its tokens, got "
+                f"{self.vision} and {tokens}; choose another family"
+            )
+        if self.vision is None:
+            return
         if self.vision.output_size != self.text.hidden_size:
             raise ValueError(
                 f"vision output_size {self.vision.output_size} must equal text hidden_size "
@@ -147,6 +187,11 @@ class BackboneConfig:
                 f"{self.text.num_layers} decoder layers; list fewer"
             )
 
+    @property
+    def merge_size(self) -> int:
+        """Patches per side of a merge block; 1 without a tower, whose prompts have no patches."""
+        return self.vision.merge_size if self.vision else 1
+
 
 def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
@@ -156,7 +201,7 @@ def _check_divides(name: str, value: int, divisor_name: str, divisor: int) -> No
 # Further fields that all releases of a family share: of the tower, of the decoder.
 _SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
-        {"num_layers": 32, "hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14}
+        {"num_layers": 32, "hidden_size": 1280, "patch_size": 14}
         | {"window_size": 112, "full_attention_layers": (7, 15, 23, 31)},
         {"rope_theta": 1e6, "mrope_section": (16, 24, 24), "max_position_embeddings": 128000},
     ),
@@ -164,49 +209,71 @@ _SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"patch_size": 16, "num_position_embeddings": 2304},
         {"rope_theta": 5e6, "mrope_section": (24, 20, 20), "max_position_embeddings": 262144},
     ),
+    "qwen2": (
+        {},
+        {"rope_theta": 1e6, "mrope_section": (64, 0, 0), "max_position_embeddings": 32768},
+    ),
+    "qwen3": (
+        {},
+        {"rope_theta": 1e6, "mrope_section": (64, 0, 0), "max_position_embeddings": 40960},
+    ),
 }
+# Fields of the towers of Qwen3-VL: of 2B and 4B, and of the larger ones.
+_SMALL_TOWER = {"num_layers": 24, "hidden_size": 1024, "intermediate_size": 4096} | {
+    "deepstack_layers": (5, 11, 17)
+}
+_LARGE_TOWER = {"num_layers": 27, "hidden_size": 1152, "intermediate_size": 4304} | {
+    "deepstack_layers": (8, 16, 24)
+}
+_IMAGE_TOKEN_IDS = dict(zip(IMAGE_TOKENS, (151655, 151656, 151652, 151653), strict=True))
 
 
 def _release(family: str, *sizes: int, tied: bool, **tower: Any) -> BackboneConfig:
-    """A release; `sizes` are the fields of `TextConfig` up to vocab_size."""
+    """A release of Qwen; `sizes` are the fields of `TextConfig` up to vocab_size."""
     (vision_flags, text_flags), (vision, text) = FAMILIES[family], _SHARED[family]
-    tower |= {"output_size": sizes[1], "num_heads": 16, "temporal_patch_size": 2}
+    images = {}
+    if vision_flags is not None:
+        tower |= {"output_size": sizes[1], "num_heads": 16, "temporal_patch_size": 2}
+        tower |= {"in_channels": 3, "merge_size": 2}
+        images = _IMAGE_TOKEN_IDS
     return BackboneConfig(
-        vision=VisionConfig(in_channels=3, merge_size=2, **vision, **vision_flags, **tower),
+        vision=VisionConfig(**vision, **vision_flags, **tower) if vision_flags else None,
         text=TextConfig(*sizes, norm_eps=1e-6, tie_embeddings=tied, **text, **text_flags),
         family=family,
-        image_token_id=151655,
-        video_token_id=151656,
-        vision_start_token_id=151652,
-        vision_end_token_id=151653,
         eos_token_ids=(151645,),
         pad_token_id=151643,
+        **images,
     )
 
 
-QWEN2_5_VL_3B = _release("qwen2_5_vl", 36, 2048, 11008, 16, 2, 128, 151936, tied=True)
-QWEN2_5_VL_7B = _release("qwen2_5_vl", 28, 3584, 18944, 28, 4, 128, 152064, tied=False)
-QWEN3_VL_4B = _release(
-    *("qwen3_vl", 36, 2560, 9728, 32, 8, 128, 151936),
-    tied=True,
-    num_layers=24,
-    hidden_size=1024,
-    intermediate_size=4096,
-    deepstack_layers=(5, 11, 17),
-)
-QWEN3_VL_8B = _release(
-    *("qwen3_vl", 36, 4096, 12288, 32, 8, 128, 151936),
-    tied=False,
-    num_layers=27,
-    hidden_size=1152,
-    intermediate_size=4304,
-    deepstack_layers=(8, 16, 24),
-)
-
-# By hub id.
+# By hub id. For the settings of each see the release's config.json.
 RELEASES = {
-    "Qwen/Qwen2.5-VL-3B-Instruct": QWEN2_5_VL_3B,
-    "Qwen/Qwen2.5-VL-7B-Instruct": QWEN2_5_VL_7B,
-    "Qwen/Qwen3-VL-4B-Instruct": QWEN3_VL_4B,
-    "Qwen/Qwen3-VL-8B-Instruct": QWEN3_VL_8B,
+    "Qwen/Qwen2.5-VL-3B-Instruct": _release(
+        *("qwen2_5_vl", 36, 2048, 11008, 16, 2, 128, 151936), tied=True, intermediate_size=3420
+    ),
+    "Qwen/Qwen2.5-VL-7B-Instruct": _release(
+        *("qwen2_5_vl", 28, 3584, 18944, 28, 4, 128, 152064), tied=False, intermediate_size=3420
+    ),
+    "Qwen/Qwen2.5-VL-32B-Instruct": _release(
+        *("qwen2_5_vl", 64, 5120, 27648, 40, 8, 128, 152064), tied=False, intermediate_size=3456
+    ),
+    "Qwen/Qwen2.5-VL-72B-Instruct": _release(
+        *("qwen2_5_vl", 80, 8192, 29568, 64, 8, 128, 152064), tied=False, intermediate_size=3456
+    ),
+    "Qwen/Qwen3-VL-2B-Instruct": _release(
+        *("qwen3_vl", 28, 2048, 6144, 16, 8, 128, 151936), tied=True, **_SMALL_TOWER
+    ),
+    "Qwen/Qwen3-VL-4B-Instruct": _release(
+        *("qwen3_vl", 36, 2560, 9728, 32, 8, 128, 151936), tied=True, **_SMALL_TOWER
+    ),
+    "Qwen/Qwen3-VL-8B-Instruct": _release(
+        *("qwen3_vl", 36, 4096, 12288, 32, 8, 128, 151936), tied=False, **_LARGE_TOWER
+    ),
+    "Qwen/Qwen3-VL-32B-Instruct": _release(
+        *("qwen3_vl", 64, 5120, 25600, 64, 8, 128, 151936), tied=False, **_LARGE_TOWER
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": _release(
+        *("qwen2", 28, 3584, 18944, 28, 4, 128, 152064), tied=False
+    ),
+    "Qwen/Qwen3-8B": _release(*("qwen3", 36, 4096, 12288, 32, 8, 128, 151936), tied=False),
 }

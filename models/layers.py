@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.config import VISION_ROPE_THETA, TextConfig, VisionConfig
+from models.config import VISION_ROPE_THETA, RopeScaling, TextConfig, VisionConfig
 
 Params = dict[str, Any]  # nested dicts of arrays
 Axes = tuple[str | None, ...]
@@ -288,20 +288,35 @@ def text_rotary(positions: Int[Array, "... 3"], config: TextConfig) -> Rotary:
         component = np.zeros(config.head_dim // 2, int)
         for axis in (1, 2):
             component[axis : 3 * config.mrope_section[axis] : 3] = axis
-    return _cos_sin(positions[..., component], config.head_dim, config.rope_theta)
+    frequencies = _frequencies(config.head_dim, config.rope_theta)
+    if config.rope_scaling:
+        frequencies = _stretched(frequencies, config.rope_scaling)
+    return _cos_sin(positions[..., component], frequencies)
+
+
+def _stretched(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Llama 3.1's frequencies for long contexts, see `RopeScaling`."""
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return share * frequencies + (1 - share) * frequencies / scaling.factor
 
 
 def vision_rotary(coordinates: Int[Array, "... 2"], config: VisionConfig) -> Rotary:
     """Cosine and sine of the angles of a vision head: half rotate with rows, half with columns."""
     component = np.repeat(np.arange(2), config.head_dim // 4)
-    return _cos_sin(coordinates[..., component], config.head_dim // 2, VISION_ROPE_THETA)
+    frequencies = np.tile(_frequencies(config.head_dim // 2, VISION_ROPE_THETA), 2)
+    return _cos_sin(coordinates[..., component], frequencies)
 
 
-def _cos_sin(positions: Int[Array, "... half"], dim: int, theta: float) -> Rotary:
-    """Cosine and sine of positions · θ^(-2i/dim), i = 0..dim/2-1, repeated along the last axis."""
-    frequencies = (theta ** -(np.arange(0, dim, 2) / dim)).astype(np.float32)
-    frequencies = np.tile(frequencies, positions.shape[-1] // len(frequencies))
-    angle = positions.astype(jnp.float32) * frequencies
+def _frequencies(dim: int, theta: float) -> np.ndarray:
+    """θ^(-2i/dim), i = 0..dim/2-1."""
+    return theta ** -(np.arange(0, dim, 2) / dim)
+
+
+def _cos_sin(positions: Int[Array, "... half"], frequencies: np.ndarray) -> Rotary:
+    """Cosine and sine of positions · frequencies."""
+    angle = positions.astype(jnp.float32) * frequencies.astype(np.float32)
     return jnp.cos(angle), jnp.sin(angle)
 
 

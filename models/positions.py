@@ -167,7 +167,7 @@ def prompt_positions(
         ValueError: image tokens and grids disagree.
     """
     tokens, grids = np.asarray(tokens), np.asarray(grids).reshape(-1, 3)
-    merged = grids[:, 1:] // config.vision.merge_size
+    merged = grids[:, 1:] // config.merge_size
     is_image = tokens == config.image_token_id
     if is_image.sum() != merged.prod(-1).sum():
         raise ValueError(
@@ -204,8 +204,10 @@ def image_slots(
         grids: (frames, rows, columns) of each image, in patches.
     """
     is_image = np.asarray(tokens) == config.image_token_id
+    slots = np.full(len(is_image), -1, np.int32)
+    if config.vision is None:
+        return slots
     _, _, windows = _places(np.asarray(grids).reshape(-1, 3), config.vision)
     order = np.argsort(windows[:: config.vision.merge_size**2], kind="stable")
-    slots = np.full(len(is_image), -1, np.int32)
     slots[is_image] = np.argsort(order)
     return slots

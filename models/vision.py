@@ -108,6 +108,7 @@ def encode_images(
         remat: what the backward pass rematerialises, see `layers.checkpointed`.
     """
     p, tower = params["vision"], config.vision
+    assert tower is not None  # images come with a tower
     x = layers.linear(p["patch_embed"], images.patches.astype(dtype), PATCH_AXES)
     if "positions" in p:
         x = x + learned_positions(p["positions"], images).astype(dtype)

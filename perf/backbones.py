@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from models.config import QWEN2_5_VL_3B, BackboneConfig
+from models.config import RELEASES, BackboneConfig
 
+_BASE = RELEASES["Qwen/Qwen2.5-VL-3B-Instruct"]
 IMAGE_SIDE = 448  # pixels: 1024 patches of 14, 256 tokens
 
 
@@ -14,7 +15,7 @@ def medium_config(num_layers: int = 12) -> BackboneConfig:
     """
     num_vision = max(num_layers // 2, 1)
     text = dataclasses.replace(
-        QWEN2_5_VL_3B.text,
+        _BASE.text,
         num_layers=num_layers,
         hidden_size=768,
         intermediate_size=2048,
@@ -26,7 +27,7 @@ def medium_config(num_layers: int = 12) -> BackboneConfig:
         max_position_embeddings=4096,
     )
     vision = dataclasses.replace(
-        QWEN2_5_VL_3B.vision,
+        _BASE.vision,
         num_layers=num_vision,
         hidden_size=256,
         intermediate_size=684,
@@ -37,4 +38,4 @@ def medium_config(num_layers: int = 12) -> BackboneConfig:
     names = "image", "video", "vision_start", "vision_end"
     tokens = {f"{name}_token_id": 31990 + index for index, name in enumerate(names)}
     ends = {"eos_token_ids": (31994,), "pad_token_id": 31995}
-    return dataclasses.replace(QWEN2_5_VL_3B, text=text, vision=vision, **tokens, **ends)
+    return dataclasses.replace(_BASE, text=text, vision=vision, **tokens, **ends)

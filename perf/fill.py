@@ -19,7 +19,7 @@ import time
 import numpy as np
 
 from care_jax.aot.lengths import draw_prompts, draw_responses
-from care_jax.packing.plan import plan_rows
+from care_jax.packing.plan import fill_of, plan_rows
 from care_jax.packing.trees import TreeSizes
 from configs import common
 
@@ -79,15 +79,13 @@ def main() -> None:
             for sizes in batches
         ]
         seconds = (time.perf_counter() - began) / len(plans)
-        tokens = np.sum([(p.real_tokens, p.computed_tokens) for p in plans], 0)
-        patches = np.sum([(p.real_patches, p.computed_patches) for p in plans], 0)
         padded = np.sum([padded_fill(sizes, data.buckets) for sizes in batches], 0)
-        fill = np.array((tokens[0] / tokens[1], patches[0] / patches[1]))
+        fill = np.array([fill_of(plans)[name] for name in ("train_fill", "patch_fill")])
         worst = np.minimum(worst, fill)
         moved = np.mean([len(plan.moved) for plan in plans]) / args.prompts
         rows = sorted({f"{p.num_microbatches}x{p.row_tokens}" for p in plans})
         cells = (num_shards, num_processes, row_tokens, mean, sigma, rows[0])
-        figures = (fill[0], min(p.train_fill for p in plans), fill[1], moved)
+        figures = (fill[0], min(fill_of([p])["train_fill"] for p in plans), fill[1], moved)
         shapes = len({(len(p.rows), p.row_tokens, p.row_patches) for p in plans})
         cells += (*(f"{figure:.3f}" for figure in figures), shapes, f"{seconds:.2f}")
         cells += tuple(f"{real / computed:.3f}" for real, computed in padded)

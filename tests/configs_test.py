@@ -12,17 +12,18 @@ from configs import common
 
 NAMES = (
     "mixture",
+    "qwen25_7b",
     "qwen25vl_3b",
     "qwen25vl_3b_lora",
     "qwen25vl_7b",
     "qwen25vl_7b_lora",
+    "qwen3_8b",
     "qwen3vl_4b",
     "qwen3vl_4b_lora",
     "qwen3vl_8b",
     "qwen3vl_8b_lora",
     "real_images",
     "small",
-    "smollm_charts",
     "smollm_words",
     "tiny",
 )
@@ -38,7 +39,7 @@ def test_configuration_passes_the_checks_and_names_its_tags(name):
     for tag in tags:
         told = config.data.instruction.replace("{tag}", config.data.think_tag)
         assert f"<{tag}> </{tag}>" in told
-    assert (config.data.think_tag == "reasoning") == name.startswith("qwen3")
+    assert (config.data.think_tag == "reasoning") == name.startswith("qwen3vl")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_lora")])

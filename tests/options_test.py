@@ -43,6 +43,12 @@ OPTIONS = {
 }
 
 
+def by_its_bytes(self, texts, *_):
+    """In place of the verifier: one text in three is correct, so that every role occurs."""
+    accs = [float(zlib.crc32(text.encode()) % 3 == 0) for text in texts]
+    return [Verdict(acc=acc, fmt=0.0, reason="by its bytes") for acc in accs]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -51,13 +57,7 @@ OPTIONS = {
     ],
 )
 def test_every_option_of_the_loop_runs(tmp_path, monkeypatch, changes):
-    """With one text in three called correct, so that every role occurs."""
-
-    def verify_parsed(self, texts, *_):
-        accs = [float(zlib.crc32(text.encode()) % 3 == 0) for text in texts]
-        return [Verdict(acc=acc, fmt=0.0, reason="by its bytes") for acc in accs]
-
-    monkeypatch.setattr(Verifier, "verify_parsed", verify_parsed)
+    monkeypatch.setattr(Verifier, "verify_parsed", by_its_bytes)
     config = small_config(stages=("rl",), **{"rl.num_steps": 2, **changes})
     main.run_stages(config, tmp_path)
     last = metrics_of(tmp_path)[-1]
@@ -89,9 +89,34 @@ def test_an_exported_policy_is_a_release_that_runs_and_exports_the_same(tmp_path
     config.model.path, config.model.backbone = str(first / "export"), {}
     results = main.run_stages(config, second)
     assert results["start"]["num_examples"] == 12
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"):
+    files = ["config.json", "model.safetensors", "tokenizer.json"]
+    for name in files + ["preprocessor_config.json"] * (FAMILIES[family][0] is not None):
         one, other = ((folder / "export" / name).read_bytes() for folder in (first, second))
         assert one == other, name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rl.decode_rows": 2, "rl.carry_over": 0.5}),
+        pytest.param("qwen3", {"model.lora_rank": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("qwen2", {"rl.objective": "gspo"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_backbone_without_a_tower_trains_on_text(tmp_path, monkeypatch, family, changes):
+    monkeypatch.setattr(Verifier, "verify_parsed", by_its_bytes)
+    config = small_config(family, stages=("sft", "rl", "evaluate", "export"), **changes)
+    main.run_stages(config, tmp_path)
+    rows = metrics_of(tmp_path)
+    steps = [row for row in rows if row["stage"] == "rl" and "loss" in row]
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    assert all(np.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in steps)
+    assert not any("patch_fill" in row for row in rows)
+    before, after = (row["nll"] for row in (rows[0], rows[2]))
+    assert after < before  # of the cold start
+    names = exported(tmp_path).keys()
+    assert "model.layers.0.mlp.up_proj.weight" in names
+    assert not any("visual" in name for name in names)
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from care_jax.devices.sharding import make_mesh
-from configs import tiny
+from configs import common, tiny
+from models.config import FAMILIES
 
 
 @contextlib.contextmanager
@@ -24,7 +25,9 @@ def on_one_device():
 
 
 def small_config(family="qwen2_5_vl", **changes):
-    config = tiny.get_config(family)
+    """The demo's, or for a family without a tower the same decoder on word problems."""
+    has_tower = FAMILIES[family][0] is not None
+    config = tiny.get_config(family) if has_tower else _text_config(family)
     config.stages = ("sft", "rl", "evaluate")
     config.log_every = 1
     config.checkpoint_every = 2
@@ -42,6 +45,19 @@ def small_config(family="qwen2_5_vl", **changes):
     config.care.beta = config.grpo.beta = 0.02
     config.evaluate.batch_size = 8
     config.update_from_flattened_dict(changes)
+    return config
+
+
+def _text_config(family):
+    config = tiny.get_config()
+    decoder = config.model.backbone.to_dict()["text_config"] | {"rope_scaling": None}
+    config.model.backbone = {"model_type": family, "tie_word_embeddings": True, **decoder}
+    for number, name in enumerate(("sft", "train", "test")):
+        config.data[name] = common.source("word_problems", num_examples=4096, seed=number)
+    config.data.buckets = ((96, 0), (192, 0))
+    config.data.teacher_error = 0.0
+    config.sft.row_tokens, config.rl.row_tokens = 384, 512
+    config.sft.row_patches = config.rl.row_patches = 0
     return config
 
 

@@ -145,7 +145,7 @@ def test_a_command_runs_to_its_end(folder, command):
             pytest.skip(f"needs libtpu in {path}")
     if command == "smollm":
         smollm_test = imported(ROOT / "tests" / "care_jax" / "commands" / "smollm_test.py")
-        smollm_test.write_gguf(folder / "small.gguf", smollm_test.llama(7 + 256 + 1))
+        smollm_test.write_gguf(folder / "small.gguf", smollm_test.llama(smollm_test.VOCABULARY))
     result = run(folder, command, *arguments, path=path)
     assert result.returncode == 0, result.stderr[-2000:]
     assert said in result.stdout + result.stderr

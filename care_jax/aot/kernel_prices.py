@@ -51,8 +51,9 @@ def kernel_prices(
     text = run.policy.config.text
     group = text.num_heads // text.num_kv_heads
     vision = run.policy.config.vision
-    num_windowed = vision.num_layers - len(vision.full_attention_layers)
-    windowed = num_windowed / vision.num_layers if vision.window_size else 0.0
+    windowed = 0.0  # share of the tower's layers
+    if vision is not None and vision.window_size:
+        windowed = 1 - len(vision.full_attention_layers) / vision.num_layers
 
     def of_pairs(
         impl: AttentionImpl, num_rows: int, tokens: list[Spans], patches: list[Spans]
@@ -62,7 +63,9 @@ def kernel_prices(
         A kernel of the tower costs the average of its windowed and other layers.
         """
         is_gpu = impl.name == "gpu"
-        windows = [_windows(*each, vision.window_side**2) for each in patches if windowed]
+        windows = []
+        if vision is not None and windowed:
+            windows = [_windows(*each, vision.window_side**2) for each in patches]
         whole = (1 - windowed) * _num_scores(patches, 1, impl)
         pairs = {
             "decoder": _num_scores(tokens, group, impl),

@@ -10,6 +10,7 @@ measurements:
 - Images: ChartQA 800 x 560 to 850 x 600 pixels; Geometry3K 300 to 500 a side; ViRL39K log-normal in
   area (median 250,000, σ 1) and aspect ratio (σ 0.3), with one image in 94% of examples, none in
   4%, two in 2%. All are resized by `patches.target_size`. Prompts that fit no bucket are dropped.
+  A backbone that reads text alone gets questions as long as ViRL39K's.
 - Responses: log-normal with the given mean, then clipped to the cap. Half of the variance of the
   log-length is between prompts: responses to a hard question are all long.
 
@@ -41,26 +42,29 @@ def draw_prompts(
     *,
     min_pixels: int,
     max_pixels: int,
-    patch_size: int = 14,
+    patch_size: int | None = 14,
     merge_size: int = 2,
 ) -> Int[np.ndarray, "N 2"]:
     """Tokens and image patches of N prompts, each of which fits a bucket of (tokens, patches).
 
-    Images are resized to `min_pixels` to `max_pixels`. The vision tower is Qwen2.5-VL's by default.
+    Images are resized to `min_pixels` to `max_pixels`. The vision tower is Qwen2.5-VL's by default;
+    without one `patch_size` is None.
 
     Raises:
         ValueError: none of `_TRIES` drawn prompts fits.
     """
     limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-    limits["factor"] = patch_size * merge_size
     shares = np.array(list(_NUM_EXAMPLES.values())) / sum(_NUM_EXAMPLES.values())
 
     def draw() -> tuple[int, int]:
-        source = rng.choice(list(_NUM_EXAMPLES), p=shares)
-        num_patches = sum(
-            np.prod(target_size(height, width, **limits)) // patch_size**2
-            for height, width in _image_sizes(source, rng)
-        )
+        source, num_patches = "virl39k", 0
+        if patch_size is not None:
+            source = rng.choice(list(_NUM_EXAMPLES), p=shares)
+            num_patches = sum(
+                np.prod(target_size(*size, factor=patch_size * merge_size, **limits))
+                // patch_size**2
+                for size in _image_sizes(source, rng)
+            )
         text = _TEMPLATE_TOKENS + _QUESTION_TOKENS[source] * np.exp(rng.normal(-0.125, 0.5))
         return int(text + num_patches // merge_size**2), int(num_patches)
 

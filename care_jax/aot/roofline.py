@@ -69,7 +69,6 @@ def train_work(
     num_microbatches: int,
     remat: str,
     freeze_vision: bool = False,
-    freeze_decoder: bool = False,
     has_adapters: bool = False,
 ) -> Work:
     """An update: per microbatch, an all-gather in every pass and a reduce-scatter of gradients."""
@@ -77,11 +76,10 @@ def train_work(
     gathered = num_weights * layout.itemsize / layout.product_parts
     num_passes = 2 + (remat != "none")
     # Weights, two Adam moments and the gradient in float32, each read and written.
-    is_trained = not (has_adapters or freeze_decoder)
-    state = is_trained * 32 * num_weights / layout.weight_parts / layout.product_parts
-    frozen = {"freeze_vision": freeze_vision, "freeze_decoder": freeze_decoder}
+    state = (not has_adapters) * 32 * num_weights / layout.weight_parts / layout.product_parts
+    frozen = {"freeze_vision": freeze_vision, "has_adapters": has_adapters}
     return Work(
-        flops=flops.train_flops(config, packed, remat=remat, has_adapters=has_adapters, **frozen),
+        flops=flops.train_flops(config, packed, remat=remat, **frozen),
         hbm_bytes=num_microbatches * num_passes * gathered + state,
         ici_bytes=num_microbatches * (num_passes + 1) * gathered * (1 - 1 / layout.weight_parts),
         tokens=packed.scored,
@@ -105,7 +103,7 @@ def score_work(
 
 def prefill_work(config: BackboneConfig, rows: Rows, layout: Layout) -> Work:
     """Prefill: a forward of each prompt and its images."""
-    tower = rows.prompts * flops.tower_flops(config.vision, config.family, rows.patches)
+    tower = rows.prompts * flops.tower_flops(config.vision, rows.patches)
     num_tokens = rows.prompts * rows.prompt_tokens
     num_pairs = rows.prompts * flops.causal_pairs(rows.prompt_tokens)
     return Work(

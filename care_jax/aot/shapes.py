@@ -141,9 +141,9 @@ def train_batch(run: Run, size: int) -> TrainBatch:
 def _images(
     run: Run, rows_sharding: NamedSharding, size: int, num_patches: int
 ) -> ImagePatches | None:
-    if not num_patches:
-        return None
     vision = run.policy.config.vision
+    if not num_patches or vision is None:
+        return None
     patches = np.zeros((0, vision.patch_dim), jnp.dtype(run.config.model.compute_dtype))
     images = pack_images([patches], [np.zeros((0, 3), np.int32)], vision, num_patches)
     return jax.tree.map(lambda x: on_batch(rows_sharding, size, *x.shape[1:])(x.dtype), images)

@@ -188,7 +188,7 @@ def draw(
 
     Responses have `mean` tokens on average before they are clipped to `cap`.
     """
-    data, vision = run.config.data, run.policy.config.vision
+    data, config = run.config.data, run.policy.config
     rng = np.random.default_rng(seed)
     prompts = lengths.draw_prompts(
         num_prompts,
@@ -196,8 +196,8 @@ def draw(
         rng,
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
-        patch_size=vision.patch_size,
-        merge_size=vision.merge_size,
+        patch_size=config.vision.patch_size if config.vision else None,
+        merge_size=config.merge_size,
     )
     return prompts, lengths.draw_responses((num_prompts, num_rows), mean, cap, rng)
 

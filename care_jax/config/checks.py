@@ -164,12 +164,6 @@ def _check_model(model: ConfigDict, mesh: Mesh) -> None:
             f"which {mesh.local_devices[0].device_kind} does not (a GPU does in a run, but not "
             "where care_jax.aot compiles without it); set it to ()"
         )
-    if model.freeze_decoder and (model.freeze_vision or model.lora_rank):
-        raise ValueError(
-            "model.freeze_decoder needs model.freeze_vision False and model.lora_rank 0 (adapters "
-            f"are in the decoder), got {model.freeze_vision} and {model.lora_rank}; set "
-            "freeze_decoder to False, or the others to False and 0"
-        )
 
 
 def _check_row(stage: str, config: ConfigDict) -> None:

@@ -19,7 +19,16 @@ from care_jax.data.drawn.readings import ReadingsSource
 from care_jax.data.drawn.synthetic import SyntheticSource
 from care_jax.data.drawn.word_problems import WordProblems
 from care_jax.data.mixture import check_weights
-from care_jax.data.readers import chartqa, geometry3k, jsonl, parquet, shards, virl39k, vision_r1
+from care_jax.data.readers import (
+    chartqa,
+    geometry3k,
+    jsonl,
+    parquet,
+    shards,
+    virl39k,
+    vision_r1,
+    worked_math,
+)
 from care_jax.data.rows import Rows
 
 SOURCES: dict[str, Callable[..., Sequence[Example]]] = {
@@ -33,6 +42,8 @@ SOURCES: dict[str, Callable[..., Sequence[Example]]] = {
     "geometry3k": geometry3k.open_rows,
     "virl39k": virl39k.open_rows,
     "vision_r1_cold": vision_r1.open_rows,
+    "gsm8k": worked_math.open_gsm8k,
+    "math": worked_math.open_math,
 }
 MIXTURE = "mixture"  # of several sources
 

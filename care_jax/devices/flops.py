@@ -30,7 +30,6 @@ class Chip:
     dcn_bandwidth: float  # bytes per second received from other slices of TPUs or nodes of GPUs
 
 
-_TOWER_MLPS = {"qwen2_5_vl": 3, "qwen3_vl": 2}  # weight matrices of a vision MLP: gated, not gated
 # The compiler reserves some of a TPU's 16, 95 and 32 GiB. Programs get 90% of a GPU's memory
 # (XLA_PYTHON_CLIENT_MEM_FRACTION=0.9); CUDA and NCCL allocate from the rest. ICI of a GPU is NVLink
 # or PCIe 4.0 x16 in one direction. DCN is a chip's share of its host's network cards: 25, 50 and
@@ -99,15 +98,17 @@ def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored:
 
 
 def tower_flops(
-    vision: VisionConfig, family: str, num_patches: int, num_pairs: int | None = None
+    vision: VisionConfig | None, num_patches: int, num_pairs: int | None = None
 ) -> float:
-    """FLOPs of a forward of the vision tower; every window counts as full.
+    """FLOPs of a forward of the vision tower; every window counts as full. 0 without a tower.
 
     `num_pairs` are pairs of patches of the same image; None if all patches are of one image.
     """
+    if vision is None:
+        return 0.0
     D, F, N = vision.hidden_size, vision.intermediate_size, num_patches
     whole = N * N if num_pairs is None else num_pairs
-    mlp = _TOWER_MLPS[family] * D * F
+    mlp = (3 if vision.gated else 2) * D * F
     num_full = len(vision.full_attention_layers)
     num_windowed = vision.num_layers - num_full if vision.window_size else 0
     pairs = (vision.num_layers - num_windowed) * whole + num_windowed * N * vision.window_side**2
@@ -120,7 +121,7 @@ def tower_flops(
 
 def forward_flops(config: BackboneConfig, packed: Packed) -> tuple[float, float, float]:
     """FLOPs of (vision tower, decoder layers, logits) in one forward over packed trees."""
-    tower = tower_flops(config.vision, config.family, packed.patches, packed.patch_pairs)
+    tower = tower_flops(config.vision, packed.patches, packed.patch_pairs)
     layers = decoder_flops(config.text, packed.tokens, packed.pairs, 0)
     return tower, layers, decoder_flops(config.text, 0, 0, packed.scored)
 
@@ -131,20 +132,18 @@ def train_flops(
     *,
     remat: str,
     freeze_vision: bool = False,
-    freeze_decoder: bool = False,
     has_adapters: bool = False,
 ) -> float:
     """FLOPs of forward and backward, rematerialisation included.
 
     A backward pass costs two forwards: gradients of the inputs and of the weights. With adapters
-    there are no weight gradients and no backward of the vision tower; a frozen decoder has no
-    weight gradients. remat="dots" recomputes no matmul with weights, "layer" all of them; the
-    logits are always recomputed.
+    there are no weight gradients and no backward of the vision tower. remat="dots" recomputes no
+    matmul with weights, "layer" all of them; the logits are always recomputed.
     """
     tower, layers, logits = forward_flops(config, packed)
     is_recomputed = remat == "layer"
     num_tower = 1 if freeze_vision or has_adapters else 3 + is_recomputed
-    num_text = 2 if has_adapters or freeze_decoder else 3
+    num_text = 2 if has_adapters else 3
     return num_tower * tower + (num_text + is_recomputed) * layers + (num_text + 1) * logits
 
 
@@ -154,20 +153,19 @@ def model_flops(
     num_row_tokens: Int[np.ndarray, "N R"],
     *,
     freeze_vision: bool = False,
-    freeze_decoder: bool = False,
     has_adapters: bool = False,
 ) -> float:
     """Model FLOPs of one update over N prompts: three forwards of real tokens, without remat.
 
     Frozen weights have no gradient: with adapters the decoder counts two forwards and the tower
-    one, a frozen decoder counts two. `prompt_sizes` are tokens and patches of each prompt,
-    `num_row_tokens` the tokens of each response; a prompt without any counts 0.
+    one. `prompt_sizes` are tokens and patches of each prompt, `num_row_tokens` the tokens of each
+    response; a prompt without any counts 0.
     """
     is_trained = num_row_tokens.any(-1)
     (prompts, patches), rows = prompt_sizes[is_trained].T, num_row_tokens[is_trained]
     num_pairs = int(tree_pairs(prompts, rows).sum())
     num_tokens, num_scored = int(prompts.sum() + rows.sum()), int(rows.sum())
-    towers = sum(tower_flops(config.vision, config.family, int(n)) for n in patches)
+    towers = sum(tower_flops(config.vision, int(n)) for n in patches)
     decoder = decoder_flops(config.text, num_tokens, num_pairs, num_scored)
-    num_text = 2 if has_adapters or freeze_decoder else 3
+    num_text = 2 if has_adapters else 3
     return (1 if freeze_vision or has_adapters else 3) * towers + num_text * decoder

@@ -69,13 +69,11 @@ def make_optimizer(
     )
 
 
-def partition(
-    params: Params, *, freeze_vision: bool = False, freeze_decoder: bool = False
-) -> tuple[Params, Params]:
+def partition(params: Params, *, freeze_vision: bool = False) -> tuple[Params, Params]:
     """(trained, frozen) parameters. Frozen ones have no gradient, optimizer state or part in norms.
 
     With adapters (`models.lora`) only the adapters are trained. Otherwise `freeze_vision` freezes
-    the vision tower with its merger, and `freeze_decoder` the text decoder.
+    the vision tower with its merger.
     """
     flat = flatten_dict(params)
     has_adapters = any(map(lora.is_adapter, flat))
@@ -83,7 +81,7 @@ def partition(
     def is_trained(path):
         if has_adapters:
             return lora.is_adapter(path)
-        return not (freeze_vision if path[0] == "vision" else freeze_decoder)
+        return not (freeze_vision and path[0] == "vision")
 
     parts = {True: {}, False: {}}
     for path, array in flat.items():

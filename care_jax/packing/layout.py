@@ -61,7 +61,7 @@ def lay_out(
             positions[row, end:stop] = (following + offset[row, end:stop])[:, None]
             feature = image_slots(prompt.tokens, prompt.grids, config)
             slots[row, start:end] = np.where(feature >= 0, feature + num_features, -1)
-            num_features += len(prompt.patches) // config.vision.merge_size**2
+            num_features += len(prompt.patches) // config.merge_size**2
             is_first = offset[row, end:stop] == 0
             predictor[row, end:stop][is_first] = end - 1
             start = stop
@@ -105,7 +105,7 @@ def at_rows(values: Float[np.ndarray, " N"], plan: RowPlan) -> Float[np.ndarray,
 
 def _images(prompts, plan: RowPlan, config: BackboneConfig) -> ImagePatches | None:
     """The patches of each row's prompts, concatenated."""
-    if not plan.row_patches:
+    if not plan.row_patches or config.vision is None:
         return None
     dtype = next((prompts[tree].patches.dtype for tree in plan.trees), np.float32)
     no_patch, no_grid = np.zeros((0, config.vision.patch_dim), dtype), np.zeros((0, 3), np.int32)

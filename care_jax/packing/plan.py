@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -47,16 +48,6 @@ class RowPlan:
     computed_tokens: int
     real_patches: int
     computed_patches: int
-
-    @property
-    def train_fill(self) -> float:
-        """Fraction of the computed tokens that is real."""
-        return self.real_tokens / self.computed_tokens if self.computed_tokens else 1.0
-
-    @property
-    def patch_fill(self) -> float:
-        """Fraction of the computed patches that is real."""
-        return self.real_patches / self.computed_patches if self.computed_patches else 1.0
 
     @property
     def trees(self) -> list[int]:
@@ -94,6 +85,21 @@ def misfits(sizes: TreeSizes, *, row_tokens: int, row_patches: int, section: str
         f"{section}.row_patches, or leave the example out"
         for tree in np.flatnonzero((longest > row_tokens) | (patches > row_patches)).tolist()
     }
+
+
+def fill_of(plans: Sequence[RowPlan]) -> dict[str, float]:
+    """Fraction of the computed tokens and patches that is neither padding nor a repeated prompt.
+
+    A key is absent where nothing is computed, such as patches of text alone.
+    """
+    fill = {}
+    for name, of in (("train_fill", "tokens"), ("patch_fill", "patches")):
+        real, computed = (
+            sum(getattr(plan, f"{kind}_{of}") for plan in plans) for kind in ("real", "computed")
+        )
+        if computed:
+            fill[name] = real / computed
+    return fill
 
 
 def plan_rows(

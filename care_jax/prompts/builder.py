@@ -30,18 +30,20 @@ from models.positions import image_slots, pack_images, prompt_positions
 from models.release import config_json
 
 IMAGE_PLACEHOLDER = "<image>"
-_IMAGE_TOKEN = "<|image_pad|>"
+_IMAGE_TOKEN, _TURN_TOKEN = "<|image_pad|>", "<|im_start|>"
 # Processor classes named in the releases' preprocessor_config.json.
 _PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 # Config keys of a randomly initialised backbone, and the tokens whose ids they get.
-_TOKEN_NAMES = {
+_IMAGE_TOKENS = {
     "image_token_id": _IMAGE_TOKEN,
     "video_token_id": "<|video_pad|>",
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
-    "eos_token_id": "<|im_end|>",
-    "pad_token_id": "<|endoftext|>",
 }
+_TOKEN_NAMES = {**_IMAGE_TOKENS, "eos_token_id": "<|im_end|>", "pad_token_id": "<|endoftext|>"}
+# For templates that write today's date: prompts must not depend on the day of a resume. The day is
+# the one that Llama's templates fall back to.
+_DATE = "26 Jul 2024"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Opens a tokenizer folder, with the chat template that transformers' AutoProcessor uses.
 
     chat_template.json or chat_template.jinja take precedence over the tokenizer's template, which
-    is text-only in the releases of Qwen2.5-VL. A folder without any template gets Qwen2.5-VL's.
+    is text-only in the releases of Qwen2.5-VL. A folder without any template gets Qwen2.5-VL's, if
+    the tokenizer has its turns.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -78,6 +81,12 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
             "model.tokenizer at a folder with tokenizer.json, or vocab.json and merges.txt"
         ) from error
     found = processor_template(folder) or tokenizer.chat_template
+    if not found and _TURN_TOKEN not in tokenizer.get_vocab():
+        raise ValueError(
+            f"expected a chat template in {str(folder)!r}, got none, and its tokenizer has no "
+            f"{_TURN_TOKEN} for the template of Qwen; use an instruction-tuned release, or put a "
+            "chat_template.jinja there"
+        )
     tokenizer.chat_template = found or CHAT_TEMPLATE
     return tokenizer
 
@@ -104,6 +113,8 @@ def backbone_config(
     if folder:
         return config_json.from_folder(folder)
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
+    if "text_config" not in fields:  # a family without a tower
+        return config_json.from_hf({"vocab_size": len(tokenizer), **fields, **ids})
     text = {"vocab_size": len(tokenizer), **fields["text_config"]}
     return config_json.from_hf({**fields, **ids, "text_config": text})
 
@@ -112,11 +123,11 @@ class PromptBuilder:
     """Turns examples into prompts for one backbone and one tokenizer.
 
     Args:
-        tokenizer: must have a chat template that accepts content items.
+        tokenizer: must have a chat template; with a vision tower, one that accepts content items.
         config: the backbone; gives patch sizes, channel statistics and token ids.
         min_pixels, max_pixels: images are resized into this range of height x width.
         buckets: (prompt tokens P, patches N) a batch may be padded to; N in whole merge blocks, 0
-            for text alone.
+            for text alone, as always without a tower.
         system_prompt: text of the system turn; if empty, the template may insert its default.
         instruction: appended to every question on a new line; empty for none.
         think_tag: name of the rationale's tag; replaces `{tag}` in the two texts above.
@@ -145,7 +156,12 @@ class PromptBuilder:
                 f"min_pixels must be positive and at most max_pixels, got {min_pixels} and "
                 f"{max_pixels}; change data.min_pixels or data.max_pixels"
             )
-        block = config.vision.merge_size**2
+        if config.vision is None and any(n for _, n in buckets):
+            raise ValueError(
+                f"a {config.family} backbone reads text alone, so buckets must have 0 patches, got "
+                f"{tuple(buckets)}; change data.buckets, or choose a backbone with a vision tower"
+            )
+        block = config.merge_size**2
         if not buckets or any(p < 1 or n < 0 or n % block for p, n in buckets):
             raise ValueError(
                 f"buckets must be pairs of (tokens, patches) with patches in multiples of {block}, "
@@ -162,7 +178,6 @@ class PromptBuilder:
         self.system_prompt = system_prompt.replace("{tag}", think_tag)
         self.instruction = instruction.replace("{tag}", think_tag)
         self.patch_dtype = np.dtype(patch_dtype)
-        self.image_mean, self.image_std = IMAGE_STATISTICS[config.family]
         # Cached: rendering the template is slow, and questions repeat.
         self._chat_of = functools.lru_cache(maxsize=4096)(self._render)
         self._check_template()
@@ -170,6 +185,12 @@ class PromptBuilder:
     def chat(self, example: Example) -> str:
         """The prompt as text, one image token per image, up to the assistant's turn."""
         num_images, num_placed = len(example.images), example.question.count(IMAGE_PLACEHOLDER)
+        if num_images and self.config.vision is None:
+            raise ValueError(
+                f"example {example.id} of {example.source} has {num_images} images, and a "
+                f"{self.config.family} backbone reads text alone; choose other data, or a backbone "
+                "with a vision tower"
+            )
         if num_placed != num_images:
             raise ValueError(
                 f"example {example.id} of {example.source} has {num_images} images and "
@@ -181,17 +202,22 @@ class PromptBuilder:
         texts = question.split(IMAGE_PLACEHOLDER)
         if self.instruction:
             texts[-1] = f"{texts[-1]}\n{self.instruction}"
-        content = [{"type": "text", "text": texts[0]}]
-        for text in texts[1:]:
-            content += [{"type": "image"}, {"type": "text", "text": text}]
-        content = [item for item in content if item.get("text") != ""]
+        content = texts[0]  # a text-only template takes no items
+        if self.config.vision:
+            content = [{"type": "text", "text": texts[0]}]
+            for text in texts[1:]:
+                content += [{"type": "image"}, {"type": "text", "text": text}]
+            content = [item for item in content if item.get("text") != ""]
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         turns = [*system, {"role": "user", "content": content}]
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        options = {"add_generation_prompt": True, "date_string": _DATE}
+        return self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
 
     def tokenize(self, example: Example) -> TokenizedPrompt:
         """Tokens and patches of one example; raises `Unusable` if an image cannot be read."""
         tokens, vision = self.context_tokens(self.chat(example)), self.config.vision
+        if vision is None:
+            return self._without_images(tokens)
         is_image = tokens == self.config.image_token_id
         if is_image.sum() != len(example.images) or np.any(tokens == self.config.video_token_id):
             raise ValueError(
@@ -200,7 +226,8 @@ class PromptBuilder:
             )
         if not example.images:
             return self._without_images(tokens)
-        statistics: Any = {"mean": self.image_mean, "std": self.image_std}
+        mean, std = IMAGE_STATISTICS[self.config.family]
+        statistics: Any = {"mean": mean, "std": std}
         settings = {**self._limits(example), **statistics, "dtype": self.patch_dtype}
         pairs = [to_patches(open_image(image), vision, **settings) for image in example.images]
         patches, grids = zip(*pairs, strict=True)
@@ -213,13 +240,15 @@ class PromptBuilder:
 
     def measure(self, example: Example) -> tuple[int, int]:
         """Number of tokens and patches that `tokenize` would give; reads only image headers."""
+        num_text = len(self.context_tokens(self.chat(example))) - len(example.images)
         vision, limits = self.config.vision, self._limits(example)
+        if vision is None:
+            return num_text, 0
         factor = vision.patch_size * vision.merge_size
         num_pixels = 0
         for width, height in map(image_size, example.images):
             num_pixels += math.prod(target_size(height, width, factor=factor, **limits))
         num_features = num_pixels // factor**2
-        num_text = len(self.context_tokens(self.chat(example))) - len(example.images)
         return num_text + num_features, num_features * vision.merge_size**2
 
     def fits(self, prompt: TokenizedPrompt) -> bool:
@@ -282,7 +311,7 @@ class PromptBuilder:
             next_position[row] = following + len(context)
             slots[row, own] = image_slots(prompt.tokens, prompt.grids, self.config)
         images = None
-        if sizes[:, 1].any():
+        if self.config.vision and sizes[:, 1].any():
             patches, grids = [p.patches for p in prompts], [p.grids for p in prompts]
             images = pack_images(patches, grids, self.config.vision, bucket[1])
         return Prompts(tokens, is_valid, positions, next_position, slots, images)
@@ -292,11 +321,16 @@ class PromptBuilder:
         return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
     def response_tokens(self, text: str) -> Int[np.ndarray, " T"]:
-        """Tokens of a response, tags included, with the first end-of-sequence token."""
-        return np.append(self.context_tokens(text), np.int32(self.config.eos_token_ids[0]))
+        """Tokens of a response, tags included, and the end of the turn.
+
+        That is the tokenizer's end-of-sequence token, if the backbone has it as one of several: the
+        first of Llama 3's ends a document.
+        """
+        ends, end = self.config.eos_token_ids, self.tokenizer.eos_token_id
+        return np.append(self.context_tokens(text), np.int32(end if end in ends else ends[0]))
 
     def save_processor(self, folder: str | pathlib.Path) -> None:
-        """Writes the tokenizer and the image processor's settings in the layout of the releases.
+        """Writes the tokenizer, and with a tower the image processor's settings, as releases do.
 
         `AutoTokenizer` and `AutoImageProcessor` open the folder, and with torchvision, which its
         video processor requires, `AutoProcessor`.
@@ -305,6 +339,9 @@ class PromptBuilder:
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save_pretrained(folder)
         vision = self.config.vision
+        if vision is None:
+            return
+        mean, std = IMAGE_STATISTICS[self.config.family]
         settings = {
             "image_processor_type": "Qwen2VLImageProcessor",
             "processor_class": _PROCESSORS[self.config.family],
@@ -317,8 +354,8 @@ class PromptBuilder:
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
-            "image_mean": list(self.image_mean),
-            "image_std": list(self.image_std),
+            "image_mean": list(mean),
+            "image_std": list(std),
             "patch_size": vision.patch_size,
             "temporal_patch_size": vision.temporal_patch_size,
             "merge_size": vision.merge_size,
@@ -326,17 +363,26 @@ class PromptBuilder:
         (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def _check_template(self) -> None:
-        """Rejects a template that does not write one image token per image."""
+        """Rejects a template that does not write the question, with one token per image."""
+        images, wanted = 2 * IMAGE_PLACEHOLDER, f"write {_IMAGE_TOKEN} for an image"
+        advice = (
+            "so it may be text-only; put the release's chat_template.json or chat_template.jinja "
+            "beside its tokenizer_config.json"
+        )
+        if self.config.vision is None:
+            images, wanted = "", "write the system turn and the question as strings"
+            advice = "so it may need items of content; use the release's own template"
         try:
-            shown = self._render(f"{IMAGE_PLACEHOLDER}{IMAGE_PLACEHOLDER}?").count(_IMAGE_TOKEN)
-            got = f"{shown} of them for two images"
+            shown = self._render(f"{images}Which?")
+            found = shown.count(_IMAGE_TOKEN)
+            is_right = "Which?" in shown and (found == 2 or self.config.vision is None)
+            got = f"{found} of them for two images" if images else f"{shown!r:.200}"
         except Exception as error:  # a template is a program and can raise anything
-            shown, got = 0, f"{type(error).__name__} ({str(error).partition(chr(10))[0]})"
-        if shown != 2:
+            is_right, got = False, f"{type(error).__name__} ({str(error).partition(chr(10))[0]})"
+        if not is_right:
             raise ValueError(
-                f"the chat template of {self.tokenizer.name_or_path!r} must write {_IMAGE_TOKEN} "
-                f"for an image, got {got}, so it may be text-only; put the release's "
-                "chat_template.json or chat_template.jinja beside its tokenizer_config.json"
+                f"the chat template of {self.tokenizer.name_or_path!r} must {wanted}, got {got}, "
+                f"{advice}"
             )
 
     def _limits(self, example: Example) -> dict[str, int]:
@@ -347,14 +393,15 @@ class PromptBuilder:
         }
 
     def _without_images(self, tokens: Int[np.ndarray, " L"]) -> TokenizedPrompt:
-        patches = np.zeros((0, self.config.vision.patch_dim), self.patch_dtype)
+        patch_dim = self.config.vision.patch_dim if self.config.vision else 0
+        patches = np.zeros((0, patch_dim), self.patch_dtype)
         return TokenizedPrompt(tokens, np.zeros((0, 3), np.int32), patches)
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: BackboneConfig) -> None:
     """Checks that image and video tokens have the same ids in the tokenizer and the backbone."""
-    for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
-        token, expected = _TOKEN_NAMES[key], getattr(config, key)
+    for key, token in _IMAGE_TOKENS.items() if config.vision else ():
+        expected = getattr(config, key)
         actual = tokenizer.convert_tokens_to_ids(token)
         if actual != expected:
             raise ValueError(

@@ -36,14 +36,15 @@ def resized_images(
     A photo with an EXIF orientation is turned before it is resized. `given` is None if the file
     has gone since it was read.
     """
-    vision, images = config.vision, []
+    images = []
     for image, (frames, rows, columns) in zip(example.images, prompt.grids.tolist(), strict=True):
-        side = vision.patch_size
+        assert config.vision is not None  # it read the images
+        side = config.vision.patch_size
         images.append(
             {
                 "given": _given(image),
                 "resized": [columns * side, rows * side],
-                "tokens": frames * rows * columns // vision.merge_size**2,
+                "tokens": frames * rows * columns // config.merge_size**2,
             }
         )
     return images

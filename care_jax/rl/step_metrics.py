@@ -20,7 +20,7 @@ from care_jax.devices import distributed
 from care_jax.devices.device_clock import DeviceClock
 from care_jax.devices.flops import PEAK_FLOPS, model_flops
 from care_jax.method import diagnostics
-from care_jax.packing.plan import RowPlan
+from care_jax.packing.plan import RowPlan, fill_of
 from care_jax.report.console import print_line
 from care_jax.report.groups import Wording
 from care_jax.report.metrics import device_memory
@@ -198,7 +198,6 @@ def update_flops(
         prompt_sizes,
         num_row_tokens,
         freeze_vision=model.freeze_vision,
-        freeze_decoder=model.freeze_decoder,
         has_adapters=bool(model.lora_rank),
     )
 
@@ -226,18 +225,6 @@ def ages_of(run: Run, groups: Groups) -> dict[str, float]:
         total[: len(each)] += each
     shares = {f"age/{age}": float(n / total.sum()) for age, n in enumerate(total)}
     return shares | {"oldest_age": len(total) - 1}
-
-
-def fill_of(plans: Sequence[RowPlan]) -> dict[str, float]:
-    """Fraction of computed tokens and patches that are neither padding nor repeated prompts."""
-    fill = {}
-    for name, of in (("train_fill", "tokens"), ("patch_fill", "patches")):
-        real, computed = (
-            sum(getattr(plan, f"{kind}_{of}") for plan in plans) for kind in ("real", "computed")
-        )
-        if computed:
-            fill[name] = real / computed
-    return fill
 
 
 def profile_steps(run: Run, step: int, clock: DeviceClock) -> None:

@@ -73,7 +73,7 @@ def _checked(
 
     on_text = difference(None, trial_reach(num_tokens), (text.num_kv_heads, group, text.head_dim))
     on_images = 0.0
-    if num_patches:
+    if num_patches and vision is not None:
         on_images = difference(*trial_images(num_patches), (vision.num_heads, 1, vision.head_dim))
     is_close = on_text <= TOLERANCE and on_images <= TOLERANCE  # false for NaN
     print_line(

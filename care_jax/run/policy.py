@@ -41,7 +41,7 @@ class Policy:
         fields = config_json.to_hf(self.config)
         for part in ("vision_config", "text_config"):
             name = part.removesuffix("_config")
-            fields |= {f"{name}.{key}": value for key, value in fields.pop(part).items()}
+            fields |= {f"{name}.{key}": value for key, value in fields.pop(part, {}).items()}
         return fields
 
 

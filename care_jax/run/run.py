@@ -78,10 +78,7 @@ class Run:
 
     def partition(self, params: Params) -> tuple[Params, Params]:
         """(trained, frozen) parameters, see `optimizer.partition`."""
-        model = self.config.model
-        return optimizer.partition(
-            params, freeze_vision=model.freeze_vision, freeze_decoder=model.freeze_decoder
-        )
+        return optimizer.partition(params, freeze_vision=self.config.model.freeze_vision)
 
     def placed(self, function: Callable) -> Callable:
         """`function` with activations sharded for training."""

@@ -24,7 +24,7 @@ from care_jax.learning.logprobs import score_rows
 from care_jax.learning.train_step import TrainState, update
 from care_jax.method import spans
 from care_jax.packing.layout import at_tokens, lay_out
-from care_jax.packing.plan import RowPlan, TreeSizes, misfits, plan_rows
+from care_jax.packing.plan import RowPlan, TreeSizes, fill_of, misfits, plan_rows
 from care_jax.prompts.builder import TokenizedPrompt, continued, prompt_sizes
 from care_jax.report.report import Report
 from care_jax.run.attention_check import training_attention
@@ -82,7 +82,7 @@ def train(
             stage.updated(step, metrics, (batch, imitated))
             if stage.is_logged(step):  # dispatch is asynchronous between logged steps
                 metrics = stage.read()[-1] | {"learning_rate": float(learning_rate_at(step))}
-                metrics |= {"train_fill": plan.train_fill, "patch_fill": plan.patch_fill}
+                metrics |= fill_of([plan])
                 stage.log(step, metrics)
                 report.write()
             stage.finish(step)

@@ -1,9 +1,10 @@
 """Converts a Hugging Face `config.json` to a `BackboneConfig` and back.
 
-The file has two layouts. Published Qwen2.5-VL releases keep the text fields at the top level with
-`rope_theta` and `rope_scaling`. Qwen3-VL and transformers 5 nest them under `text_config`, the
-latter with `rope_parameters`. All are read. The nested layout is written, with `rope_theta` and
-`rope_scaling`, which both older and newer transformers open.
+The file has two layouts. Text-only releases and those of Qwen2.5-VL keep the text fields at the top
+level with `rope_theta` and `rope_scaling`. Qwen3-VL and transformers 5 nest them under
+`text_config` if there is a tower, and transformers 5 writes `rope_parameters`. All are read. With a
+tower the nested layout is written, always with `rope_theta` and `rope_scaling`, which both older
+and newer transformers open.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ import pathlib
 import sys
 from typing import Any
 
-from models.config import VISION_ROPE_THETA, BackboneConfig, TextConfig, VisionConfig, flags_of
+from models.config import (
+    IMAGE_TOKENS,
+    VISION_ROPE_THETA,
+    BackboneConfig,
+    RopeScaling,
+    TextConfig,
+    VisionConfig,
+    flags_of,
+)
 
-# Our name to theirs: fields of both families.
+# Our name to theirs: fields of all families.
 _VISION_FIELDS = {
     "num_layers": "depth",
     "hidden_size": "hidden_size",
@@ -45,7 +54,7 @@ class _Part:
 
     fields: dict[str, str]  # our name to theirs
     fixed: dict[str, Any]  # settings of all releases; other values are not implemented
-    written: dict[str, Any]  # further settings for export
+    written: dict[str, Any] = dataclasses.field(default_factory=dict)  # more settings for export
 
     def to_hf(self, config: VisionConfig | TextConfig) -> dict[str, Any]:
         values = {theirs: getattr(config, ours) for ours, theirs in self.fields.items()}
@@ -78,16 +87,28 @@ _TEXT = {
         fixed={"hidden_act": "silu", "attention_bias": False},
         written={"model_type": "qwen3_vl_text"},
     ),
+    "qwen2": _Part(_TEXT_FIELDS, fixed={"hidden_act": "silu", "use_sliding_window": False}),
+    "qwen3": _Part(
+        _TEXT_FIELDS | {"head_dim": "head_dim"},
+        fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    ),
+    "llama": _Part(
+        _TEXT_FIELDS, fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    ),
 }
 _ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
 }
-_ROPES = {
+# rope_scaling of the families with M-RoPE, without its sections.
+_MROPES = {
     "qwen2_5_vl": {"type": "mrope"},
     "qwen3_vl": {"rope_type": "default", "mrope_interleaved": True},
 }
-_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_ROPE_SCALING = [field.name for field in dataclasses.fields(RopeScaling)]  # names as in the file
 
 
 def from_folder(folder: str | pathlib.Path) -> BackboneConfig:
@@ -125,22 +146,24 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
         ValueError: a field is missing, or asks for something that is not implemented.
     """
     family = str(_field(config, "model_type", "config.json"))
-    flags_of(family)  # refuses other families
+    tower_flags, _ = flags_of(family)  # refuses other families
     text = _object(config, "text_config", "config.json") or config
     tie = _is_tied(config, "config.json")
     if family == "qwen2_5_vl":  # as in transformers
         tie = tie or _is_tied(text, "text_config")
-    _field(config, "vision_config", "config.json")
-    vision = _vision_from_hf(_object(config, "vision_config", "config.json"), family)
+    vision, tokens = None, {}
+    if tower_flags is not None:
+        _field(config, "vision_config", "config.json")
+        vision = _vision_from_hf(_object(config, "vision_config", "config.json"), family)
+        tokens = {name: _field(config, name, "config.json") for name in IMAGE_TOKENS}
     decoder = _text_from_hf(text, family, tie=tie)
 
     eos = _eos_token_ids(text, config, generation or {})
     pads = [text.get(name, config.get(name)) for name in ("pad_token_id", "bos_token_id")]
-    tokens = {name: _field(config, name, "config.json") for name in _TOKENS}
     tokens["pad_token_id"] = next((index for index in pads if index is not None), eos[0])
     for name, index in [*tokens.items(), *(("eos_token_id", index) for index in eos)]:
         # Image and vision ids may exceed the vocabulary here: `PromptBuilder` checks them.
-        size = sys.maxsize if name in _TOKENS else decoder.vocab_size
+        size = sys.maxsize if name in IMAGE_TOKENS else decoder.vocab_size
         kind = f"a token of the vocabulary of {decoder.vocab_size}"
         _check("config.json", name, index, kind, _is_whole(index) and index < size)
     return BackboneConfig(vision=vision, text=decoder, family=family, eos_token_ids=eos, **tokens)
@@ -148,25 +171,25 @@ def from_hf(config: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
 def to_hf(config: BackboneConfig) -> dict[str, Any]:
     """A `config.json` that transformers opens; `from_hf` of it gives this config back."""
-    family, eos = config.family, list(config.eos_token_ids)
-    section = list(config.text.mrope_section)
+    family, text, eos = config.family, config.text, list(config.eos_token_ids)
     shared = {
         "bos_token_id": config.pad_token_id,  # as in the releases
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
         "pad_token_id": config.pad_token_id,
-        "tie_word_embeddings": config.text.tie_embeddings,
+        "tie_word_embeddings": text.tie_embeddings,
     }
+    decoder = {**_TEXT[family].to_hf(text), "rope_theta": text.rope_theta}
+    top = {"architectures": [_ARCHITECTURES[family]], "model_type": family, **shared}
+    if config.vision is None:
+        scaling = text.rope_scaling
+        stretched = scaling and {"rope_type": "llama3", **dataclasses.asdict(scaling)}
+        return {**top, **decoder, "head_dim": text.head_dim, "rope_scaling": stretched}
+    section = list(text.mrope_section)
+    decoder["rope_scaling"] = {**_MROPES[family], "mrope_section": section}
     return {
-        "architectures": [_ARCHITECTURES[family]],
-        "model_type": family,
-        **{name: getattr(config, name) for name in _TOKENS},
-        **shared,
-        "text_config": {
-            **_TEXT[family].to_hf(config.text),
-            "rope_theta": config.text.rope_theta,
-            "rope_scaling": {**_ROPES[family], "mrope_section": section},
-            **shared,
-        },
+        **top,
+        **{name: getattr(config, name) for name in IMAGE_TOKENS},
+        "text_config": {**decoder, **shared},
         "vision_config": _VISION[family].to_hf(config.vision)
         | {"in_channels": config.vision.in_channels},
     }
@@ -268,10 +291,12 @@ def _check_fixed(config: dict[str, Any], fixed: dict[str, Any], where: str) -> N
 def _vision_from_hf(config: dict[str, Any], family: str) -> VisionConfig:
     _check_fixed(config, _VISION[family].fixed, "vision_config")
     _check_tower_rope(config)
+    flags, _ = flags_of(family)
+    assert flags is not None  # the family has a tower
     fields = _fields(config, _VISION[family].fields, "vision_config")
     channels = config.get("in_channels", config.get("in_chans", 3))
     _check("vision_config", "in_channels", channels, "a whole number above 0", _is_size(channels))
-    return VisionConfig(in_channels=channels, **fields, **flags_of(family)[0])
+    return VisionConfig(in_channels=channels, **fields, **flags)
 
 
 def _check_tower_rope(config: dict[str, Any]) -> None:
@@ -288,26 +313,47 @@ def _check_tower_rope(config: dict[str, Any]) -> None:
 
 
 def _text_from_hf(config: dict[str, Any], family: str, *, tie: bool) -> TextConfig:
-    _, flags = flags_of(family)
+    tower_flags, flags = flags_of(family)
     _check_fixed(config, _TEXT[family].fixed, "text_config")
-    rope = _object(config, "rope_parameters", "text_config")
-    rope = rope or _object(config, "rope_scaling", "text_config")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    kind = "'default' or 'mrope' (others are not implemented)"
-    _check("rope", "type", rope_type, kind, rope_type in ("default", "mrope"))
-    _check_fixed(rope, {"mrope_interleaved": flags["mrope_interleaved"]}, "rope_scaling")
     fields = _fields(config, _TEXT[family].fields, "text_config")
     if "head_dim" not in fields:
-        width, heads = fields["hidden_size"], fields["num_heads"]
-        fields["head_dim"], remainder = divmod(width, heads)
-        given = config.get("head_dim", fields["head_dim"])
-        kind = f"hidden_size / num_attention_heads = {width} / {heads}"
-        is_right = not remainder and given == fields["head_dim"]
-        _check("text_config", "head_dim", given, kind, is_right)
+        fields["head_dim"] = _head_dim(config, fields, is_free=tower_flags is None)
+    rope = _object(config, "rope_parameters", "text_config")
+    rope = rope or _object(config, "rope_scaling", "text_config")
+    given = {name: value for name, value in rope.items() if value is not None}
+    _check_fixed(given, {"partial_rotary_factor": 1.0}, "rope_scaling")
     theta = rope.get("rope_theta") or _field(config, "rope_theta", "text_config")
     _check("text_config", "rope_theta", theta, "a number above 0", _is_positive(theta))
-    section = _field(rope, "mrope_section", "rope_scaling")
-    is_three = _is_list(section) and len(section) == 3
-    _check("rope_scaling", "mrope_section", section, "three whole numbers", is_three)
-    rope = {"rope_theta": float(theta), "mrope_section": tuple(section)}
-    return TextConfig(tie_embeddings=tie, **fields, **rope, **flags)
+    fields["rope_theta"] = float(theta)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    known = "llama3" if tower_flags is None else "mrope"
+    kind = f"'default' or {known!r} (others are not implemented)"
+    _check("rope", "type", rope_type, kind, rope_type in ("default", known))
+    if rope_type == "llama3":
+        numbers = {name: _field(rope, name, "rope_scaling") for name in _ROPE_SCALING}
+        for name, value in numbers.items():
+            _check("rope_scaling", name, value, "a number above 0", _is_positive(value))
+        fields["rope_scaling"] = RopeScaling(**numbers)
+    if tower_flags is None:
+        fields["mrope_section"] = (fields["head_dim"] // 2, 0, 0)
+    else:
+        _check_fixed(rope, {"mrope_interleaved": flags["mrope_interleaved"]}, "rope_scaling")
+        section = _field(rope, "mrope_section", "rope_scaling")
+        is_three = _is_list(section) and len(section) == 3
+        _check("rope_scaling", "mrope_section", section, "three whole numbers", is_three)
+        fields["mrope_section"] = tuple(section)
+    return TextConfig(tie_embeddings=tie, **fields, **flags)
+
+
+def _head_dim(config: dict[str, Any], fields: dict[str, Any], *, is_free: bool) -> int:
+    """hidden_size / num_attention_heads, or any other size that is given if `is_free`."""
+    width, heads = fields["hidden_size"], fields["num_heads"]
+    given = config.get("head_dim")
+    kind = f"hidden_size / num_attention_heads = {width} / {heads}"
+    if is_free and given is not None:
+        is_even = _is_size(given) and given % 2 == 0
+        _check("text_config", "head_dim", given, "an even number above 0", is_even)
+        return given
+    given = width // heads if given is None else given
+    _check("text_config", "head_dim", given, kind, given * heads == width)
+    return given

@@ -6,8 +6,8 @@ of transformers' model that it adapts:
     base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight   [rank, inputs]
     base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_B.weight   [outputs, rank]
 
-transformers nests the decoder under `model.language_model` in both families, even where the
-release does not.
+transformers nests the decoder under `model.language_model` if there is a tower, even where the
+release does not; without one it is `model`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from models.release import transfer, weights
 
 WEIGHTS = "adapter_model.safetensors"
 _DTYPE = np.dtype(np.float32)
-# vLLM parses the last parentheses. The prefix excludes the tower's modules of the same names.
-_TARGETS = r"model\.language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+# vLLM parses these last parentheses. The prefix excludes the tower's modules of the same names.
+_TARGETS = r"\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
 def export(
@@ -51,11 +51,13 @@ def export(
         for tensor in row
     ]
     rank = next(leaf.shape[-1] for path, leaf in leaves.items() if path.endswith("lora_a"))
+    decoder = "model.language_model" if config.vision else "model"
     shapes = {}
     for tensor in adapted:
         outputs, inputs = tensor.hf_shape
-        shapes[f"{_module(tensor)}.lora_A.weight"] = (rank, inputs)
-        shapes[f"{_module(tensor)}.lora_B.weight"] = (outputs, rank)
+        module = f"base_model.model.{decoder}.{_module(tensor)}"
+        shapes[f"{module}.lora_A.weight"] = (rank, inputs)
+        shapes[f"{module}.lora_B.weight"] = (outputs, rank)
 
     def blocks() -> Iterator[np.ndarray]:
         for tensor in adapted:
@@ -74,7 +76,7 @@ def export(
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": _TARGETS,
+        "target_modules": decoder.replace(".", r"\.") + _TARGETS,
         "inference_mode": True,
     }
     if jax.process_index() == 0:
@@ -84,7 +86,6 @@ def export(
 
 
 def _module(tensor: weights.Tensor) -> str:
-    """The module of transformers' model under peft's wrapper, from its weight's name."""
+    """The module of transformers' decoder, from its weight's name."""
     name = weights.release_name(tensor.name, "qwen2_5_vl")  # the flat naming
-    name = name.removeprefix("model.").removesuffix(".weight")
-    return f"base_model.model.model.language_model.{name}"
+    return name.removeprefix("model.").removesuffix(".weight")

@@ -1,6 +1,6 @@
 """Maps Hugging Face tensors to parameters: one table for both loading and export.
 
-Some rows of the table are shared by both families, the others belong to one. A release stores a
+Some rows of the table are shared by all families, the others belong to a few. A release stores a
 kernel as [outputs, inputs] (a Conv3d with separate input axes), we store it as [*inputs, *outputs].
 All other tensors differ only in shape. A stacked parameter has one tensor per layer.
 """
@@ -21,7 +21,7 @@ from models.layers import Params
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 # (module in the release, our module, number of input axes of a kernel, else 0); {} is the layer. A
 # module's weight is our kernel, scale (of a norm) or table; its bias is our bias.
-_SHARED = (
+_TEXT = (
     ("model.embed_tokens", "text/embed", 0),
     ("model.norm", "text/norm", 0),
     ("lm_head", "text/unembed", 0),
@@ -34,13 +34,20 @@ _SHARED = (
     ("model.layers.{}.mlp.gate_proj", "text/layers/mlp/gate", 1),
     ("model.layers.{}.mlp.up_proj", "text/layers/mlp/up", 1),
     ("model.layers.{}.mlp.down_proj", "text/layers/mlp/down", 1),
+)
+_QK_NORMS = (
+    ("model.layers.{}.self_attn.q_norm", "text/layers/attention/q_norm", 0),
+    ("model.layers.{}.self_attn.k_norm", "text/layers/attention/k_norm", 0),
+)
+_TOWER = (
     ("visual.patch_embed.proj", "vision/patch_embed", 1),
     ("visual.blocks.{}.norm1", "vision/layers/attention_norm", 0),
     ("visual.blocks.{}.attn.qkv", "vision/layers/attention/qkv", 1),
     ("visual.blocks.{}.attn.proj", "vision/layers/attention/out", 2),
     ("visual.blocks.{}.norm2", "vision/layers/mlp_norm", 0),
 )
-_QWEN2_5_VL = (
+_QWEN2_5_TOWER = (
+    *_TOWER,
     ("visual.blocks.{}.mlp.gate_proj", "vision/layers/mlp/gate", 1),
     ("visual.blocks.{}.mlp.up_proj", "vision/layers/mlp/up", 1),
     ("visual.blocks.{}.mlp.down_proj", "vision/layers/mlp/down", 1),
@@ -48,9 +55,8 @@ _QWEN2_5_VL = (
     ("visual.merger.mlp.0", "vision/merger/up", 2),
     ("visual.merger.mlp.2", "vision/merger/down", 1),
 )
-_QWEN3_VL = (
-    ("model.layers.{}.self_attn.q_norm", "text/layers/attention/q_norm", 0),
-    ("model.layers.{}.self_attn.k_norm", "text/layers/attention/k_norm", 0),
+_QWEN3_TOWER = (
+    *_TOWER,
     ("visual.pos_embed", "vision/positions", 0),
     ("visual.blocks.{}.mlp.linear_fc1", "vision/layers/mlp/up", 1),
     ("visual.blocks.{}.mlp.linear_fc2", "vision/layers/mlp/down", 1),
@@ -61,9 +67,15 @@ _QWEN3_VL = (
     ("visual.deepstack_merger_list.{}.linear_fc1", "vision/deepstack/up", 2),
     ("visual.deepstack_merger_list.{}.linear_fc2", "vision/deepstack/down", 1),
 )
-_TABLES = {"qwen2_5_vl": _SHARED + _QWEN2_5_VL, "qwen3_vl": _SHARED + _QWEN3_VL}
-# Qwen3-VL releases, and files of either family written by newer transformers, nest tower and
-# decoder under "model."; both namings are read.
+_TABLES = {
+    "qwen2_5_vl": _TEXT + _QWEN2_5_TOWER,
+    "qwen3_vl": _TEXT + _QK_NORMS + _QWEN3_TOWER,
+    "qwen2": _TEXT,
+    "qwen3": _TEXT + _QK_NORMS,
+    "llama": _TEXT,
+}
+# Qwen3-VL releases, and files of both families with a tower that newer transformers wrote, nest
+# tower and decoder under "model."; both namings are read.
 _RENAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 Bounds = Sequence[tuple[int, int]]  # (start, stop) along every axis
@@ -145,8 +157,10 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
     Args:
         shapes: the parameters, or a tree of the same structure whose leaves have shapes.
     """
-    vision = config.vision
-    conv = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    conv = ()
+    if vision := config.vision:
+        patch = vision.patch_size, vision.patch_size
+        conv = (vision.in_channels, vision.temporal_patch_size, *patch)
     leaves = leaves_by_path(shapes)
     table = {}
     for name, path, num_inputs in _rows(config.family):

@@ -91,8 +91,7 @@ class Update:
         for _ in range(2):
             self.state, *_ = timed(self.state, batch)
         model = self._run.config.model
-        frozen = {"freeze_vision": model.freeze_vision, "freeze_decoder": model.freeze_decoder}
-        frozen["has_adapters"] = bool(model.lora_rank)
+        frozen = {"freeze_vision": model.freeze_vision, "has_adapters": bool(model.lora_rank)}
         num_flops = flops.model_flops(self._run.policy.config, sizes, responses, **frozen)
         row = timed.row("update", [Work(flops=num_flops)] * 2, [int(responses.sum())] * 2)
         return [row | {"fill": plan.real_tokens / plan.computed_tokens}]

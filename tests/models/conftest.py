@@ -1,4 +1,4 @@
-"""Small backbones of both families with lively random weights, and prompts for them."""
+"""Small backbones of every family with lively random weights, and prompts for them."""
 
 import dataclasses
 
@@ -8,13 +8,23 @@ import numpy as np
 import pytest
 
 from models import backbone
-from models.config import FAMILIES, BackboneConfig, TextConfig, VisionConfig
+from models.config import (
+    FAMILIES,
+    IMAGE_TOKENS,
+    BackboneConfig,
+    RopeScaling,
+    TextConfig,
+    VisionConfig,
+)
 from models.positions import ImagePatches, image_slots, pack_images, prompt_positions
 
+WITH_TOWER = [name for name, (tower, _) in FAMILIES.items() if tower is not None]
+all_families = pytest.mark.parametrize("family", FAMILIES, indirect=True)
 
-@pytest.fixture(scope="session", params=FAMILIES)
+
+@pytest.fixture(scope="session", params=WITH_TOWER)
 def family(request) -> str:
-    """Every test that asks for a backbone runs for both; one about a single family names it:
+    """Every test that asks for a backbone runs for both with a tower; others name theirs:
 
     @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
     """
@@ -23,7 +33,8 @@ def family(request) -> str:
 
 @pytest.fixture(scope="session")
 def config(family) -> BackboneConfig:
-    return {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}[family]()
+    small = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
+    return small[family]() if family in small else text_only(family)
 
 
 def qwen2_5_vl() -> BackboneConfig:
@@ -88,6 +99,15 @@ def qwen3_vl() -> BackboneConfig:
     return dataclasses.replace(other, vision=vision, text=text, family="qwen3_vl")
 
 
+def text_only(family: str) -> BackboneConfig:
+    """Heads that are not hidden_size / num_heads; Llama's rotary frequencies are stretched."""
+    scaling = RopeScaling(4.0, 1.0, 4.0, 32) if family == "llama" else None
+    changes = {"head_dim": 16, "mrope_section": (8, 0, 0), "rope_scaling": scaling}
+    text = dataclasses.replace(qwen2_5_vl().text, **changes, **FAMILIES[family][1])
+    no_images = dict.fromkeys(("vision", *IMAGE_TOKENS))
+    return dataclasses.replace(qwen2_5_vl(), text=text, family=family, **no_images)
+
+
 @pytest.fixture(scope="session")
 def tied_config(config) -> BackboneConfig:
     return dataclasses.replace(
@@ -126,7 +146,7 @@ class Batch:
     positions: jax.Array
     next_position: jax.Array
     slots: np.ndarray
-    images: ImagePatches
+    images: ImagePatches | None
     patches: list[np.ndarray]
     grids: list[np.ndarray]
 
@@ -147,7 +167,9 @@ def make_batch(config):
             texts.append(np.asarray(tokens))
             grids.append(np.array([[1, h, w] for h, w in prompt], np.int64).reshape(-1, 3))
             num = sum(h * w for h, w in prompt)
-            pixels = contrast * rng.normal(size=(num, config.vision.patch_dim))
+            pixels = contrast * rng.normal(
+                size=(num, config.vision.patch_dim if config.vision else 0)
+            )
             patches.append(pixels.astype(np.float32))
         P = max(map(len, texts))
         rows = []
@@ -164,7 +186,9 @@ def make_batch(config):
                 )
             )
         tokens, is_valid, positions, after, slots = map(np.stack, zip(*rows, strict=True))
-        images = pack_images(patches, grids, config.vision, num_patches)
+        images = None
+        if any(map(len, grids)):
+            images = pack_images(patches, grids, config.vision, num_patches)
         return Batch(
             tokens,
             is_valid,
@@ -177,3 +201,20 @@ def make_batch(config):
         )
 
     return make
+
+
+def reference_inputs(batch: Batch, config: BackboneConfig) -> dict:
+    """What transformers' processor would hand over; without the token types it ignores M-RoPE."""
+    import torch
+
+    inputs = {
+        "input_ids": torch.tensor(batch.tokens),
+        "attention_mask": torch.tensor(batch.is_valid.astype(np.int64)),
+    }
+    if config.vision:
+        is_image = batch.tokens == config.image_token_id
+        inputs["mm_token_type_ids"] = torch.tensor(is_image.astype(np.int64))
+    if any(map(len, batch.grids)):
+        inputs["pixel_values"] = torch.tensor(np.concatenate(batch.patches))
+        inputs["image_grid_thw"] = torch.tensor(np.concatenate(batch.grids))
+    return inputs

@@ -1,11 +1,12 @@
-"""Qwen2.5-VL and Qwen3-VL against transformers, float32, on random weights that hide nothing.
+"""Every family against transformers, float32, on random weights that hide nothing.
 
-Each of these mutations makes a test here fail. Of both: tanh for erf GELU in the merger; ε of the
-text norms doubled, ε of the tower's norms 1e-5; patches in raster order; row and column rotations
-swapped; M-RoPE sections reversed; the MLP norm applied before the attention; gate and up swapped;
-no rescaling by head size; image features shifted by one; padding left visible; kv heads grouped in
-the wrong order. Of Qwen2.5-VL: full attention in place of windows or the reverse; a missing q, k or
-v bias.
+Each of these mutations makes a test here fail. Of those with a tower: tanh for erf GELU in the
+merger; ε of the text norms doubled, ε of the tower's norms 1e-5; patches in raster order; row and
+column rotations swapped; M-RoPE sections reversed; the MLP norm applied before the attention; gate
+and up swapped; no rescaling by head size; image features shifted by one; padding left visible; kv
+heads grouped in the wrong order. Of Qwen2.5-VL: full attention in place of windows or the reverse;
+a missing q, k or v bias. Of those without: norms of queries and keys after the rotation; Llama's
+frequencies unscaled, or scaled by another share.
 """
 
 import jax
@@ -15,7 +16,9 @@ import pytest
 
 from models import backbone
 from models.attention.packed import causal_reach
-from models.release import config_json
+from models.config import FAMILIES
+from models.release import config_json, weights
+from tests.models.conftest import WITH_TOWER, all_families, reference_inputs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -26,10 +29,13 @@ PROMPTS = {
     "text": [[]],
     "images of several sizes": [[(6, 10), (4, 4), (2, 6)]],
     "left-padded batch": [[(4, 6)], [], [(8, 8), (2, 2)]],
+    "left-padded texts": [[], [], []],
 }
+TEXT_ONLY = [family for family in FAMILIES if family not in WITH_TOWER]
+TIED = ("untied", "tied")
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=TIED)
 def pair(request, config, tied_config, make_params, tmp_path_factory):
     """(our params, config, transformers' model with the same weights, loaded from our export)."""
     config = config if request.param == "untied" else tied_config
@@ -40,19 +46,6 @@ def pair(request, config, tied_config, make_params, tmp_path_factory):
     model, report = architecture.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     return params, config, model.eval()
-
-
-def reference_inputs(batch, config):
-    """What transformers' processor would hand over; without the token types it ignores M-RoPE."""
-    inputs = {
-        "input_ids": torch.tensor(batch.tokens),
-        "attention_mask": torch.tensor(batch.is_valid.astype(np.int64)),
-        "mm_token_type_ids": torch.tensor((batch.tokens == config.image_token_id).astype(np.int64)),
-    }
-    if any(map(len, batch.grids)):
-        inputs["pixel_values"] = torch.tensor(np.concatenate(batch.patches))
-        inputs["image_grid_thw"] = torch.tensor(np.concatenate(batch.grids))
-    return inputs
 
 
 def embedded(params, batch, config):
@@ -73,9 +66,13 @@ def logits(params, batch, config):
 
 
 @pytest.mark.parametrize(
-    ("pair", "prompts"),
-    [*(("untied", name) for name in PROMPTS), ("tied", "left-padded batch")],
-    indirect=["pair"],
+    ("family", "pair", "prompts"),
+    [
+        *((family, "untied", name) for family in WITH_TOWER for name in list(PROMPTS)[:3]),
+        *((family, "tied", "left-padded batch") for family in WITH_TOWER),
+        *((family, tied, "left-padded texts") for family in TEXT_ONLY for tied in TIED),
+    ],
+    indirect=["family", "pair"],
 )
 def test_logits_equal_transformers(pair, make_batch, prompts):
     params, config, model = pair
@@ -90,6 +87,40 @@ def test_logits_equal_transformers(pair, make_batch, prompts):
 
 
 untied = pytest.mark.parametrize("pair", ["untied"], indirect=True)
+
+
+def mixed_prompts(config):
+    """Two prompts of different lengths, with images where there is a tower."""
+    return [[(10, 6)], [(4, 4), (6, 8)]] if config.vision else [[], []]
+
+
+@all_families
+@untied
+def test_gradients_equal_transformers(pair, make_batch):
+    """Of the mean log-probability of each token that follows another, by every weight."""
+    params, config, model = pair
+    batch = make_batch(mixed_prompts(config))
+    follows = batch.is_valid[:, :-1]
+
+    def likelihood(p):
+        logp = jax.nn.log_softmax(logits(p, batch, config)[:, :-1])
+        chosen = jnp.take_along_axis(logp, batch.tokens[:, 1:, None], -1)[..., 0]
+        return jnp.where(follows, chosen, 0).sum() / follows.sum()
+
+    ours = weights.leaves_by_path(jax.jit(jax.grad(likelihood))(params))
+    model.zero_grad()
+    logp = model(**reference_inputs(batch, config)).logits[:, :-1].log_softmax(-1)
+    chosen = logp.gather(-1, torch.tensor(batch.tokens[:, 1:, None]))[..., 0]
+    chosen[torch.tensor(follows)].mean().backward()
+    named = {weights.release_name(n, config.family): p for n, p in model.named_parameters()}
+    for path, row in weights.tensors(config, params).items():
+        for tensor in row:
+            expected = named.pop(tensor.name).grad.numpy()
+            leaf = np.asarray(ours[path] if tensor.layer is None else ours[path][tensor.layer])
+            got = np.concatenate(list(tensor.rows(leaf, np.float32))).reshape(expected.shape)
+            worst = np.abs(got - expected).max() / np.abs(expected).max()
+            assert worst < 1e-3, (tensor.name, worst)
+    assert not named
 
 
 @untied
@@ -124,10 +155,11 @@ def test_positions_equal_transformers(pair, make_batch):
     np.testing.assert_array_equal(batch.next_position - batch.is_valid.sum(1), delta[:, 0].numpy())
 
 
+@all_families
 @untied
 def test_greedy_tokens_equal_transformers(pair, make_batch):
     params, config, model = pair
-    batch = make_batch([[(10, 6)], [(4, 4), (6, 8)]])
+    batch = make_batch(mixed_prompts(config))
     B, P, T = *batch.tokens.shape, 24
     with torch.no_grad():
         expected = model.generate(

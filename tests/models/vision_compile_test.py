@@ -38,7 +38,7 @@ def main() -> None:
     from care_jax.aot.topology import find_topology
     from models import backbone
     from models.attention.packed import AttentionImpl
-    from models.config import QWEN2_5_VL_7B
+    from models.config import RELEASES
     from models.positions import pack_images
 
     placed = SingleDeviceSharding(find_topology("v5e:1x1").devices[0])
@@ -48,14 +48,14 @@ def main() -> None:
         return jax.ShapeDtypeStruct(a.shape, dtype, sharding=placed)
 
     vision = dataclasses.replace(
-        QWEN2_5_VL_7B.vision,
+        RELEASES["Qwen/Qwen2.5-VL-7B-Instruct"].vision,
         num_layers=4,
         hidden_size=320,
         num_heads=4,
         intermediate_size=640,
         full_attention_layers=(1,),
     )
-    config = dataclasses.replace(QWEN2_5_VL_7B, vision=vision)
+    config = dataclasses.replace(RELEASES["Qwen/Qwen2.5-VL-7B-Instruct"], vision=vision)
 
     def loss(p, images):
         options = {"dtype": jnp.bfloat16, "remat": "layer", "attention": AttentionImpl("tpu")}

@@ -331,7 +331,7 @@ def test_what_is_frozen_costs_no_gradient(run):
     sizes, rows = np.array([[60, 16]]), np.array([[10, 5]])
     config = run.policy.config
     whole = flops.model_flops(config, sizes, rows)
-    tower = flops.tower_flops(config.vision, config.family, 16)
+    tower = flops.tower_flops(config.vision, 16)
     assert flops.model_flops(config, sizes, rows, freeze_vision=True) == whole - 2 * tower
     adapted = flops.model_flops(config, sizes, rows, has_adapters=True)
     assert adapted == pytest.approx(tower + (whole - 3 * tower) * 2 / 3)

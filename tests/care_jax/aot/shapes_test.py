@@ -16,7 +16,7 @@ from care_jax.prompts.builder import prompt_sizes
 from care_jax.rl.rollout import context_tokens
 from care_jax.run.run import Run
 from configs import tiny
-from models.config import QWEN3_VL_8B
+from models.config import RELEASES
 
 BUCKET = (96, 192)
 
@@ -93,7 +93,7 @@ def test_a_release_is_known_by_its_hub_id_alone():
     config = tiny.get_config()
     config.model.backbone = {}
     config.model.path = "Qwen/Qwen3-VL-8B-Instruct"
-    assert shapes.policy(config).config == QWEN3_VL_8B
+    assert shapes.policy(config).config == RELEASES["Qwen/Qwen3-VL-8B-Instruct"]
     config.model.path = "Qwen/Qwen9-VL"
     with pytest.raises(ValueError, match=r"'Qwen/Qwen9-VL' must be a folder .* or one of Qwen/"):
         shapes.policy(config)

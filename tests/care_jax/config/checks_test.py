@@ -111,14 +111,6 @@ REFUSED = {
         {"stages": ("export",), "verifier.reward": "no_such:f"},
         "expected verifier.reward as module:function",
     ),
-    "nothing to train": (
-        {"model.freeze_decoder": True, "model.freeze_vision": True},
-        "freeze_decoder needs .* got True and 0; set freeze_decoder to False",
-    ),
-    "adapters of a frozen decoder": (
-        {"model.freeze_decoder": True, "model.lora_rank": 4},
-        "freeze_decoder needs .* got False and 4; set freeze_decoder to False",
-    ),
     "steps in the wrong order": ({"profile_steps": (5, 3)}, "the first and the last step to trace"),
     "steps before the first": ({"profile_steps": (-1, 2)}, "the first and the last step to trace"),
     "steps after the last": ({"profile_steps": (0, 100)}, "between 0 and rl.num_steps - 1 = 99"),

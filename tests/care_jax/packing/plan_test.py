@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from care_jax.learning.train_step import split_batch
-from care_jax.packing.plan import misfits, plan_rows
+from care_jax.packing.plan import fill_of, misfits, plan_rows
 from care_jax.packing.trees import Part, TreeSizes
 
 
@@ -77,7 +77,7 @@ def test_every_branch_stands_in_one_row_with_room_for_it(sizes, microbatch_size)
     num_rows = found.num_microbatches * microbatch_size
     assert found.computed_tokens == num_rows * found.row_tokens
     assert found.computed_patches == num_rows * found.row_patches
-    assert 0 <= found.train_fill <= 1 and 0 <= found.patch_fill <= 1
+    assert all(0 <= fill <= 1 for fill in fill_of([found]).values())
 
 
 @settings(deadline=None, max_examples=40)
@@ -94,8 +94,9 @@ def test_processes_share_the_rows_of_one(sizes, seed):
         rows = [row for found in plans for row in found.rows[microbatch::number]]
         assert sorted(map(repr, rows)) == sorted(map(repr, alone.rows[microbatch::number]))
     for found, other in ((found, other) for found in plans for other in (alone, plans[0])):
-        for name in ("row_tokens", "row_patches", "num_microbatches", "train_fill", "patch_fill"):
+        for name in ("row_tokens", "row_patches", "num_microbatches"):
             assert getattr(found, name) == getattr(other, name)
+        assert fill_of([found]) == fill_of([other])
         assert found.moved == plans[0].moved and not alone.moved
     needed = [{tree for tree in found.trees if owner[tree] != p} for p, found in enumerate(plans)]
     assert plans[0].moved == tuple(sorted(needed[0] | needed[1]))
@@ -146,14 +147,14 @@ def test_the_fill_of_a_hand_example():
     found = plan(sizes, row_patches=16, token_multiple=100)
     assert found.rows == ((Part(1, (0,)), Part(2, (0, 1))), (Part(0, (0, 1)),))
     assert (found.row_tokens, found.row_patches, found.num_microbatches) == (100, 8, 2)
-    assert found.train_fill == pytest.approx(140 / 200)
-    assert found.patch_fill == 1.0
+    assert fill_of([found])["train_fill"] == pytest.approx(140 / 200)
+    assert fill_of([found])["patch_fill"] == 1.0
 
 
 def test_rows_have_the_patches_of_the_fullest():
     found = plan(make_sizes((10, 10, [90]), (10, 0, [90]), (10, 32, [90])))
     assert (found.row_patches, found.num_microbatches) == (32, 3)
-    assert found.patch_fill == pytest.approx(42 / 96)
+    assert fill_of([found])["patch_fill"] == pytest.approx(42 / 96)
 
 
 def test_a_tree_is_split_only_where_rows_get_fewer():
@@ -188,8 +189,8 @@ def test_rows_that_run_together_have_like_numbers_of_pairs():
 def test_images_are_spread_over_rows_that_run_together():
     """Ten small images and ten texts for two rows: five of each in both."""
     found = plan(make_sizes(*[(5, 8, [5])] * 10, *[(5, 0, [5])] * 10), microbatch_size=2)
-    assert (found.num_microbatches, found.row_patches, found.patch_fill) == (1, 40, 1.0)
-    assert found.train_fill == 1.0
+    assert (found.num_microbatches, found.row_patches) == (1, 40)
+    assert fill_of([found]) == {"train_fill": 1.0, "patch_fill": 1.0}
 
 
 def test_of_rows_with_like_patches_those_with_most_visible_pairs_run_together():
@@ -202,12 +203,12 @@ def test_of_rows_with_like_patches_those_with_most_visible_pairs_run_together():
 def test_rows_of_one_microbatch_are_as_short_as_their_trees():
     """Four trees of 40 for four shards: rows of 40, not one full row and three empty ones."""
     found = plan(make_sizes(*[(10, 0, [30])] * 4), microbatch_size=4)
-    assert found.row_tokens == 40 and found.train_fill == 1.0
+    assert found.row_tokens == 40 and fill_of([found])["train_fill"] == 1.0
 
 
 def test_a_row_is_filled_by_the_two_trees_that_fill_it():
     found = plan(make_sizes(*((5, 0, [n - 5]) for n in (50, 30, 20, 45, 35, 20))))
-    assert found.train_fill == 1.0 and found.num_microbatches == 2
+    assert fill_of([found])["train_fill"] == 1.0 and found.num_microbatches == 2
 
 
 def test_nothing_to_learn_from_takes_no_place():
@@ -216,7 +217,7 @@ def test_nothing_to_learn_from_takes_no_place():
     assert found.trees == [1] and found.real_tokens == 15 and found.real_patches == 4
     empty = plan(make_sizes((10, 8, [0, 0])), microbatch_size=2)
     assert empty.rows == ((), ()) and empty.num_microbatches == 0 and empty.row_patches == 0
-    assert empty.train_fill == empty.patch_fill == 1.0
+    assert fill_of([empty]) == {}
 
 
 def test_arrays_come_in_few_sizes():
@@ -255,7 +256,7 @@ def test_an_update_of_512_prompts_is_planned_at_once():
     began = time.process_time()
     found = plan_rows(sizes, row_tokens=8192, row_patches=8192, microbatch_size=64)
     assert time.process_time() - began < 5  # a fraction of a second on an idle core
-    assert found.train_fill > 0.85
+    assert fill_of([found])["train_fill"] > 0.85
 
 
 @settings(max_examples=50, deadline=None)

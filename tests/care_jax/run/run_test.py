@@ -38,7 +38,6 @@ def start(run, params):
         {},
         {"lora_rank": 2},
         {"freeze_vision": True, "moments_dtype": "bfloat16"},
-        {"freeze_decoder": True},
         {"offload": ("optimizer",)},
     ],
 )
@@ -67,8 +66,8 @@ def test_adapters_of_the_start_are_new_and_alone_have_moments(run, start, params
 def test_what_is_frozen_is_that_of_the_configuration(run, params):
     run.config.model.freeze_vision = True
     assert [list(part) for part in run.partition(params)] == [["text"], ["vision"]]
-    run.config.model.update(freeze_vision=False, freeze_decoder=True)
-    assert [list(part) for part in run.partition(params)] == [["vision"], ["text"]]
+    run.config.model.freeze_vision = False
+    assert [list(part) for part in run.partition(params)] == [["text", "vision"], []]
 
 
 # By stage: updates in its 10 steps. An RL step of 64 prompts has four updates.

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from models import backbone, lora
 from models.attention.packed import causal_reach
 from models.release import config_json, peft_folder
+from tests.models.conftest import all_families, reference_inputs
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -71,6 +72,7 @@ def our_logits(params, batch, config):
     return np.asarray(backbone.unembed(params, hidden, config))
 
 
+@all_families
 def test_peft_computes_the_logits_of_the_merged_weights(
     exported, params, config, adapted, make_batch
 ):
@@ -78,14 +80,8 @@ def test_peft_computes_the_logits_of_the_merged_weights(
     base, folder = exported
     architecture = getattr(transformers, config_json.to_hf(config)["architectures"][0])
     model = architecture.from_pretrained(base).eval()
-    batch = make_batch([[(4, 6)], [], [(8, 8), (2, 2)]])
-    inputs = {
-        "input_ids": torch.tensor(batch.tokens),
-        "attention_mask": torch.tensor(batch.is_valid.astype(np.int64)),
-        "mm_token_type_ids": torch.tensor((batch.tokens == config.image_token_id).astype(np.int64)),
-        "pixel_values": torch.tensor(np.concatenate(batch.patches)),
-        "image_grid_thw": torch.tensor(np.concatenate(batch.grids)),
-    }
+    batch = make_batch([[(4, 6)], [], [(8, 8), (2, 2)]] if config.vision else [[], []])
+    inputs = reference_inputs(batch, config)
     with torch.no_grad():
         without = model(**inputs).logits.numpy()
         wrapped = peft.PeftModel.from_pretrained(model, folder).eval()
@@ -103,6 +99,7 @@ def test_peft_computes_the_logits_of_the_merged_weights(
         np.testing.assert_array_equal(loaded[name], written[name])
 
 
+@all_families
 def test_the_folder_is_in_the_layout_that_vllm_reads(exported, config):
     """Names of lora_A and lora_B alone under the prefix it strips, and a pattern it can parse.
 
@@ -112,9 +109,8 @@ def test_the_folder_is_in_the_layout_that_vllm_reads(exported, config):
     names = load_file(folder / peft_folder.WEIGHTS)
     fields = json.loads((folder / "adapter_config.json").read_text())
     targets = re.search(r"\((.*?)\)\$?$", fields["target_modules"]).group(1).split("|")
-    layer = (
-        r"base_model\.model\.(model\.language_model\.layers\.\d+\.\w+\.(\w+))\.lora_[AB]\.weight"
-    )
+    decoder = r"model\.language_model" if config.vision else "model"
+    layer = rf"base_model\.model\.({decoder}\.layers\.\d+\.\w+\.(\w+))\.lora_[AB]\.weight"
     modules = [re.fullmatch(layer, name) for name in names]
     assert all(modules)
     assert {match.group(2) for match in modules} == set(targets)

@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from models import backbone
-from models.release import transfer, weights
+from models.release import config_json, transfer, weights
+from tests.models.conftest import all_families
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -45,6 +46,10 @@ def make_shardings(config, rules):
     return jax.tree.map(place, shapes, backbone.logical_axes(config))
 
 
+def architecture(config):
+    return getattr(transformers, config_json.to_hf(config)["architectures"][0])
+
+
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def released(request, config, tied_config, make_params, tmp_path_factory):
     """(folder that transformers wrote in several shards, params, config)."""
@@ -52,9 +57,7 @@ def released(request, config, tied_config, make_params, tmp_path_factory):
     params = make_params(config)
     ours, theirs = (tmp_path_factory.mktemp(f"{request.param}_{who}") for who in ("our", "their"))
     backbone.export(ours, params, config, jnp.float32, max_shard_bytes=70_000)
-    model, report = transformers.AutoModelForImageTextToText.from_pretrained(
-        ours, output_loading_info=True
-    )
+    model, report = architecture(config).from_pretrained(ours, output_loading_info=True)
     assert not any(report.values()), report
     assert model.dtype == torch.float32
     model.save_pretrained(theirs, max_shard_size="70KB")
@@ -62,6 +65,7 @@ def released(request, config, tied_config, make_params, tmp_path_factory):
     return theirs, params, config
 
 
+@all_families
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_device_gets_its_slice(released, layout):
     folder, params, config = released
@@ -78,6 +82,7 @@ def test_every_device_gets_its_slice(released, layout):
     jax.tree.map(check, loaded, params, shardings)
 
 
+@all_families
 def test_transformers_opens_an_export_from_eight_devices(released, tmp_path):
     """Shards and index as it writes them itself, and the same bits."""
     folder, _, config = released
@@ -91,7 +96,7 @@ def test_transformers_opens_an_export_from_eight_devices(released, tmp_path):
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in stored.values())
     assert max(sum(a.nbytes for a in tensors.values()) for tensors in files.values()) <= 40_000
 
-    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
+    model = architecture(config).from_pretrained(tmp_path)
     theirs = {
         weights.release_name(name, config.family): value
         for name, value in model.state_dict().items()
