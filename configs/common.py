@@ -101,6 +101,8 @@ def get_config() -> ConfigDict:
     config.sharding_rules = (
         ("batch", ("data", "fsdp", "tensor", "sequence")),
         ("embed", ("fsdp", "tensor", "sequence")),
+        ("expert", ("tensor", "sequence")),  # of sparse models
+        ("expert_embed", "fsdp"),
     )
     # Decoding: tensor parallel over tensor and sequence, data parallel over data and fsdp.
     config.decode_sharding_rules = (
@@ -110,6 +112,7 @@ def get_config() -> ConfigDict:
         ("kv_heads", ("tensor", "sequence")),
         ("mlp", ("tensor", "sequence")),
         ("attended_heads", ("tensor", "sequence")),
+        ("expert", ("tensor", "sequence")),
     )
 
     config.data = data = ConfigDict()

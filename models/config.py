@@ -22,6 +22,10 @@ FAMILIES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
         {"qkv_bias": True, "qk_norm": False, "mrope_interleaved": False},
     ),
     "qwen3_vl": ({"gated": False}, {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True}),
+    "qwen3_vl_moe": (
+        {"gated": False},
+        {"qkv_bias": False, "qk_norm": True, "mrope_interleaved": True},
+    ),
     "qwen2": (None, {"qkv_bias": True, "qk_norm": False}),
     "qwen3": (None, {"qkv_bias": False, "qk_norm": True}),
     "llama": (None, {"qkv_bias": False, "qk_norm": False}),
@@ -135,9 +139,17 @@ class TextConfig:
     qk_norm: bool = False  # a per-head RMSNorm of queries and keys before the rotary embedding
     mrope_interleaved: bool = False  # time, height and width alternate, not in sections
     rope_scaling: RopeScaling | None = None
+    # Of a sparse decoder, whose `intermediate_size` is the width of one expert:
+    num_experts: int = 0  # 0: dense
+    num_experts_per_token: int = 0  # chosen by the router
 
     def __post_init__(self):
         _check_divides("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
+        if self.num_experts_per_token > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_token} must not exceed num_experts "
+                f"{self.num_experts}; lower it"
+            )
         if 2 * sum(self.mrope_section) != self.head_dim:
             raise ValueError(
                 f"mrope_section {self.mrope_section} must sum to head_dim / 2 = "
@@ -209,6 +221,11 @@ _SHARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"patch_size": 16, "num_position_embeddings": 2304},
         {"rope_theta": 5e6, "mrope_section": (24, 20, 20), "max_position_embeddings": 262144},
     ),
+    "qwen3_vl_moe": (
+        {"patch_size": 16, "num_position_embeddings": 2304},
+        {"rope_theta": 5e6, "mrope_section": (24, 20, 20), "max_position_embeddings": 262144}
+        | {"num_experts": 128, "num_experts_per_token": 8},
+    ),
     "qwen2": (
         {},
         {"rope_theta": 1e6, "mrope_section": (64, 0, 0), "max_position_embeddings": 32768},
@@ -271,6 +288,12 @@ RELEASES = {
     ),
     "Qwen/Qwen3-VL-32B-Instruct": _release(
         *("qwen3_vl", 64, 5120, 25600, 64, 8, 128, 151936), tied=False, **_LARGE_TOWER
+    ),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": _release(
+        *("qwen3_vl_moe", 48, 2048, 768, 32, 4, 128, 151936), tied=False, **_LARGE_TOWER
+    ),
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": _release(
+        *("qwen3_vl_moe", 94, 4096, 1536, 64, 4, 128, 151936), tied=False, **_LARGE_TOWER
     ),
     "Qwen/Qwen2.5-7B-Instruct": _release(
         *("qwen2", 28, 3584, 18944, 28, 4, 128, 152064), tied=False

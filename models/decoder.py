@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from models import layers
+from models import experts, layers
 from models.attention.cached import attend_cached, cache_mask, keys_axis, stored_keys
 from models.attention.packed import XLA, AttentionImpl, BlockMask, attend, block_mask, causal_reach
 from models.config import BackboneConfig, TextConfig
@@ -68,7 +68,10 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = Norm(D, dtype=dtype)
         self.attention = Attention(rngs, config, dtype)
         self.mlp_norm = Norm(D, dtype=dtype)
-        self.mlp = MLP(rngs, D, F, dtype, bias=False)
+        if config.num_experts:
+            self.mlp = experts.SparseMLP(rngs, config, dtype)
+        else:
+            self.mlp = MLP(rngs, D, F, dtype, bias=False)
 
 
 class Decoder(nnx.Module):
@@ -109,7 +112,10 @@ def decoder_layer(
     y, kept = attend(q, k, v)
     y = y.reshape(*y.shape[:-3], config.num_heads, config.head_dim)
     x = x + layers.linear(p["attention"]["out"], y, OUT_AXES, num_inputs=2)
-    return x + layers.mlp(p["mlp"], layers.rms_norm(p["mlp_norm"], x, config.norm_eps)), kept
+    y = layers.rms_norm(p["mlp_norm"], x, config.norm_eps)
+    is_sparse = config.num_experts > 0
+    y = experts.sparse_mlp(p["mlp"], y, config) if is_sparse else layers.mlp(p["mlp"], y)
+    return x + y, kept
 
 
 def _project(p: Params, x: Array, config: TextConfig) -> tuple[Array, Array, Array]:
@@ -177,7 +183,7 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
 
     q, k, v become one kernel [K, G + 2, H, D]: the query heads of a kv head, then its key and its
     value, so that the fused kernel can be sharded over kv heads. gate, up become [2, F, D]; the
-    output projection becomes [D, N·H].
+    output projection becomes [D, N·H]. A sparse MLP stays as it is.
     """
     K, H = config.num_kv_heads, config.head_dim
 
@@ -189,8 +195,10 @@ def to_decode_layout(p: Params, config: TextConfig) -> Params:
         layer = jax.tree.map(lambda a: a[l], p["layers"])
         attention, mlp = layer["attention"], layer["mlp"]
         qkv = jax.tree.map(fuse_qkv, *(attention.pop(name) for name in "qkv"))
-        gate_up = jax.tree.map(lambda *pair: jnp.stack(pair, axis=-2), mlp["gate"], mlp["up"])
         attention |= {"qkv": _transposed(qkv), "out": _transposed(attention["out"], num_inputs=2)}
+        if config.num_experts:
+            return layer
+        gate_up = jax.tree.map(lambda *pair: jnp.stack(pair, axis=-2), mlp["gate"], mlp["up"])
         mlp = {"gate_up": _transposed(gate_up), "down": _transposed(mlp["down"])}
         return {**layer, "mlp": mlp}
 
@@ -205,8 +213,9 @@ def decode_axes(axes: Params, config: TextConfig) -> Params:
     qkv = ("kv_heads", None, "head_dim")
     fused = {"transposed": (*qkv, "embed")} | ({"bias": qkv} if "bias" in q else {})
     layer["attention"] |= {"qkv": fused, "out": {"transposed": ("embed", "heads")}}
-    mlp = {"gate_up": (None, "mlp", "embed"), "down": ("embed", "mlp")}
-    layer["mlp"] = {name: {"transposed": names} for name, names in mlp.items()}
+    if not config.num_experts:
+        mlp = {"gate_up": (None, "mlp", "embed"), "down": ("embed", "mlp")}
+        layer["mlp"] = {name: {"transposed": names} for name, names in mlp.items()}
     return {**axes, "layers": [layer] * config.num_layers}
 
 

@@ -8,8 +8,9 @@ used; norms and rotary embeddings run in float32.
 The dimension alphabet, here and in every einsum of this package: B batch, T query, S key, D model,
 N heads, K kv heads, G query heads per kv head, H head dim, F mlp, V vocab, P patches or prompt
 tokens, R rows per prompt, W window bins, C values of a patch, M patches merged into a feature.
-Logical axes of parameters: layers, embed, heads, kv_heads, head_dim, mlp, vocab, or None; of
-activations and caches also batch, tokens, and attended_heads (kv heads inside attention).
+Logical axes of parameters: layers, embed, heads, kv_heads, head_dim, mlp, vocab, expert,
+expert_embed, or None; of activations and caches also batch, tokens, and attended_heads (kv heads
+inside attention).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,15 +42,31 @@ Shard = Callable[[Array, Axes], Array]  # (x, its logical axes) -> x with a shar
 KernelGradient = Callable[[Array, Array], Array]
 # (gradient of a kernel, its logical axes) -> the same with each device summing over its own rows.
 Reduce = Callable[[KernelGradient, Axes], KernelGradient]
-_placed: contextvars.ContextVar[tuple[Shard, Reduce] | None] = contextvars.ContextVar(
+# (tokens, kernels of consecutive experts, number of the first) -> their part of the output.
+OfExperts = Callable[[Any, Any, Any], Array]
+# (the same, logical axes of the kernels) -> (tokens, kernels) -> the output of all experts.
+OverExperts = Callable[[OfExperts, Sequence[Axes]], Callable[[Any, Any], Array]]
+_placed: contextvars.ContextVar[tuple[Shard, Reduce, OverExperts] | None] = contextvars.ContextVar(
     "placed", default=None
 )
 
 
+def _on_one_device(of: OfExperts, axes: Sequence[Axes]) -> Callable[[Any, Any], Array]:
+    def outputs(tokens: Any, kernels: Any) -> Array:
+        return of(tokens, [kernel.astype(tokens[0].dtype) for kernel in kernels], 0)
+
+    return outputs
+
+
 @contextlib.contextmanager
-def activation_sharding(shard: Shard, reduce: Reduce = lambda of, _: of) -> Iterator[None]:
-    """Code traced inside constrains its activations with `shard`, sums gradients by `reduce`."""
-    token = _placed.set((shard, reduce))
+def activation_sharding(
+    shard: Shard, reduce: Reduce = lambda of, _: of, experts: OverExperts = _on_one_device
+) -> Iterator[None]:
+    """Code traced inside constrains its activations with `shard`, sums gradients by `reduce`.
+
+    `experts` distributes the experts of a sparse MLP.
+    """
+    token = _placed.set((shard, reduce, experts))
     try:
         yield
     finally:
@@ -60,6 +77,12 @@ def constrain(x: Array, *axes: str | None) -> Array:
     """x, sharded by its logical axes inside `activation_sharding`; unchanged outside."""
     placed = _placed.get()
     return x if placed is None else placed[0](x, axes)
+
+
+def over_experts(of: OfExperts, axes: Sequence[Axes]) -> Callable[[Any, Any], Array]:
+    """The output of all experts; inside `activation_sharding` each device computes its own."""
+    placed = _placed.get()
+    return (_on_one_device if placed is None else placed[2])(of, axes)
 
 
 def normal(rngs: nnx.Rngs, shape: Shape, axes: Axes, dtype: Any, *, fan_in: int) -> nnx.Param:

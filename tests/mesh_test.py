@@ -18,8 +18,8 @@ def verdict(text):
     return Verdict(acc=float(zlib.crc32(text.encode()) % 3 == 0), fmt=0.0, reason="by its bytes")
 
 
-def rl_metrics(workdir, mesh, monkeypatch):
-    config = tiny.get_config()
+def rl_metrics(workdir, mesh, monkeypatch, family="qwen2_5_vl"):
+    config = tiny.get_config(family)
     config.stages = ("rl",)
     config.model.backbone.text_config.num_hidden_layers = 1
     rl = config.rl
@@ -38,23 +38,32 @@ def rl_metrics(workdir, mesh, monkeypatch):
     return next(record for record in records if record["stage"] == "rl")
 
 
+@pytest.fixture(scope="module", params=["qwen2_5_vl"])
+def family(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
+def one(tmp_path_factory, family):
     with pytest.MonkeyPatch.context() as patch:
         one_device = make_mesh(1, 1, 1, devices=jax.devices()[:1])
-        metrics = rl_metrics(tmp_path_factory.mktemp("one"), one_device, patch)
+        metrics = rl_metrics(tmp_path_factory.mktemp("one"), one_device, patch, family)
     assert 0 < metrics["reward"] < 1 and metrics["reflect_rate"] > 0
     return metrics
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("family", "sizes"),
     [
-        pytest.param((2, 2, 2, 1), marks=pytest.mark.exhaustive),
-        (1, 2, 2, 2),
+        pytest.param("qwen2_5_vl", (2, 2, 2, 1), marks=pytest.mark.exhaustive),
+        ("qwen2_5_vl", (1, 2, 2, 2)),
+        # Experts over four devices, then kernels over two and experts over two.
+        pytest.param("qwen3_vl_moe", (1, 2, 2, 2), marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_vl_moe", (2, 2, 1, 2), marks=pytest.mark.exhaustive),
     ],
+    indirect=["family"],
 )
-def test_an_rl_step_is_the_same_on_every_mesh(tmp_path, monkeypatch, one, sizes):
-    many = rl_metrics(tmp_path, make_mesh(*sizes), monkeypatch)
+def test_an_rl_step_is_the_same_on_every_mesh(tmp_path, monkeypatch, one, family, sizes):
+    many = rl_metrics(tmp_path, make_mesh(*sizes), monkeypatch, family)
     for name in COMPARED:
         assert many[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name

@@ -145,8 +145,8 @@ def decode_work(
 
 
 def decoder_weights(text: TextConfig) -> int:
-    """Number of weights in the matmuls of the decoder layers and of the unembedding."""
-    D, H = text.hidden_size, text.head_dim
+    """Number of weights in the matmuls of the decoder layers, all experts, and the unembedding."""
+    D, H, E = text.hidden_size, text.head_dim, text.num_experts
     heads = 2 * text.num_heads + 2 * text.num_kv_heads
-    layer = D * H * heads + 3 * D * text.intermediate_size
+    layer = D * H * heads + D * E + 3 * D * text.intermediate_size * (E or 1)
     return text.num_layers * layer + D * text.vocab_size

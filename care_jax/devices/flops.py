@@ -90,10 +90,14 @@ def causal_pairs(num_tokens):
 
 
 def decoder_flops(text: TextConfig, num_tokens: int, num_pairs: int, num_scored: int) -> float:
-    """FLOPs of a forward of the decoder; the logits of `num_scored` tokens are computed."""
+    """FLOPs of a forward of the decoder; the logits of `num_scored` tokens are computed.
+
+    A token of a sparse decoder is computed by the experts that are chosen for it.
+    """
     D, F, H = text.hidden_size, text.intermediate_size, text.head_dim
     heads = 2 * text.num_heads + 2 * text.num_kv_heads  # q, out; k, v
-    layer = 2 * num_tokens * (D * H * heads + 3 * D * F) + 4 * text.num_heads * H * num_pairs
+    mlp = D * text.num_experts + 3 * D * F * (text.num_experts_per_token or 1)
+    layer = 2 * num_tokens * (D * H * heads + mlp) + 4 * text.num_heads * H * num_pairs
     return text.num_layers * layer + 2 * D * text.vocab_size * num_scored
 
 

@@ -32,7 +32,11 @@ from models.release import config_json
 IMAGE_PLACEHOLDER = "<image>"
 _IMAGE_TOKEN, _TURN_TOKEN = "<|image_pad|>", "<|im_start|>"
 # Processor classes named in the releases' preprocessor_config.json.
-_PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+_PROCESSORS = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
 # Config keys of a randomly initialised backbone, and the tokens whose ids they get.
 _IMAGE_TOKENS = {
     "image_token_id": _IMAGE_TOKEN,

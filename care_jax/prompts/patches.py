@@ -22,6 +22,7 @@ from models.config import VisionConfig
 IMAGE_STATISTICS = {
     "qwen2_5_vl": ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)),
     "qwen3_vl": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "qwen3_vl_moe": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 MAX_ASPECT_RATIO = 200
 

@@ -76,6 +76,9 @@ _VISION = {
         written={"model_type": "qwen3_vl"},
     ),
 }
+_VISION["qwen3_vl_moe"] = dataclasses.replace(
+    _VISION["qwen3_vl"], written={"model_type": "qwen3_vl_moe"}
+)
 _TEXT = {
     "qwen2_5_vl": _Part(
         _TEXT_FIELDS,
@@ -86,6 +89,14 @@ _TEXT = {
         _TEXT_FIELDS | {"head_dim": "head_dim"},
         fixed={"hidden_act": "silu", "attention_bias": False},
         written={"model_type": "qwen3_vl_text"},
+    ),
+    "qwen3_vl_moe": _Part(
+        _TEXT_FIELDS
+        | {"head_dim": "head_dim", "intermediate_size": "moe_intermediate_size"}
+        | {"num_experts": "num_experts", "num_experts_per_token": "num_experts_per_tok"},
+        fixed={"hidden_act": "silu", "attention_bias": False, "norm_topk_prob": True}
+        | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        written={"model_type": "qwen3_vl_moe_text"},
     ),
     "qwen2": _Part(_TEXT_FIELDS, fixed={"hidden_act": "silu", "use_sliding_window": False}),
     "qwen3": _Part(
@@ -99,6 +110,7 @@ _TEXT = {
 _ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -107,6 +119,7 @@ _ARCHITECTURES = {
 _MROPES = {
     "qwen2_5_vl": {"type": "mrope"},
     "qwen3_vl": {"rope_type": "default", "mrope_interleaved": True},
+    "qwen3_vl_moe": {"rope_type": "default", "mrope_interleaved": True},
 }
 _ROPE_SCALING = [field.name for field in dataclasses.fields(RopeScaling)]  # names as in the file
 
@@ -314,6 +327,8 @@ def _check_tower_rope(config: dict[str, Any]) -> None:
 
 def _text_from_hf(config: dict[str, Any], family: str, *, tie: bool) -> TextConfig:
     tower_flags, flags = flags_of(family)
+    if "num_local_experts" in config:  # as transformers 5 writes it
+        config = {"num_experts": config["num_local_experts"], **config}
     _check_fixed(config, _TEXT[family].fixed, "text_config")
     fields = _fields(config, _TEXT[family].fields, "text_config")
     if "head_dim" not in fields:

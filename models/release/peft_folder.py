@@ -26,8 +26,6 @@ from models.release import transfer, weights
 
 WEIGHTS = "adapter_model.safetensors"
 _DTYPE = np.dtype(np.float32)
-# vLLM parses these last parentheses. The prefix excludes the tower's modules of the same names.
-_TARGETS = r"\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
 def export(
@@ -52,6 +50,7 @@ def export(
     ]
     rank = next(leaf.shape[-1] for path, leaf in leaves.items() if path.endswith("lora_a"))
     decoder = "model.language_model" if config.vision else "model"
+    modules = "|".join(dict.fromkeys(_module(tensor).split(".")[-1] for tensor in adapted))
     shapes = {}
     for tensor in adapted:
         outputs, inputs = tensor.hf_shape
@@ -76,7 +75,8 @@ def export(
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": decoder.replace(".", r"\.") + _TARGETS,
+        # vLLM parses these parentheses. The prefix excludes the tower's modules of the same names.
+        "target_modules": decoder.replace(".", r"\.") + rf"\..*\.({modules})",
         "inference_mode": True,
     }
     if jax.process_index() == 0:

@@ -86,13 +86,13 @@ def _find(
             problems.append(f"{name} is duplicated, as {found[name].name} and {entry.name}")
         found[name] = entry
     copy = found.pop(weights.UNEMBEDDING, None) if config.text.tie_embeddings else None
-    shapes = {tensor.name: tensor.hf_shape for tensor in expected}
+    shapes = {tensor.name: (tensor.hf_shape, tensor.other_shape) for tensor in expected}
     problems += [f"missing {name}" for name in sorted(shapes.keys() - found.keys())]
     problems += [f"unused {name}" for name in sorted(found.keys() - shapes.keys())]
     for name in [name for name in shapes if name in found]:
         entry = found[name]
-        if entry.shape != shapes[name]:
-            problems.append(f"{name} has shape {entry.shape}, expected {shapes[name]}")
+        if entry.shape not in shapes[name]:
+            problems.append(f"{name} has shape {entry.shape}, expected {shapes[name][0]}")
         if entry.dtype not in (dtypes := list(DTYPES.values())):
             problems.append(f"{name} is {entry.dtype}, expected {dtypes}")
     if problems:
@@ -261,7 +261,10 @@ def _read_part(
     for i in range(0, len(row), step):
         host = _aligned_empty((len(row[i : i + step]), *shape), dtype)
         for tensor, out in zip(row[i : i + step], host, strict=True):
-            with open_tensor(entries[tensor.name]) as source:
+            entry = entries[tensor.name]
+            with open_tensor(entry) as source:
+                if entry.shape != tensor.hf_shape:
+                    source = weights.Exchanged(source)
                 tensor.read(out, source, part)
         host = host if is_stacked else host[0]
         groups.append(jax.block_until_ready([jax.device_put(host, each) for each in devices]))

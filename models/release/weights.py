@@ -31,9 +31,17 @@ _TEXT = (
     ("model.layers.{}.self_attn.v_proj", "text/layers/attention/v", 1),
     ("model.layers.{}.self_attn.o_proj", "text/layers/attention/out", 2),
     ("model.layers.{}.post_attention_layernorm", "text/layers/mlp_norm", 0),
+)
+_MLP = (
     ("model.layers.{}.mlp.gate_proj", "text/layers/mlp/gate", 1),
     ("model.layers.{}.mlp.up_proj", "text/layers/mlp/up", 1),
     ("model.layers.{}.mlp.down_proj", "text/layers/mlp/down", 1),
+)
+_EXPERTS = "text/layers/mlp/experts/"  # stored in a release as here: [experts, inputs, outputs]
+_SPARSE_MLP = (
+    ("model.layers.{}.mlp.gate", "text/layers/mlp/router", 1),
+    ("model.layers.{}.mlp.experts.gate_up_proj", f"{_EXPERTS}gate_up", 0),
+    ("model.layers.{}.mlp.experts.down_proj", f"{_EXPERTS}down", 0),
 )
 _QK_NORMS = (
     ("model.layers.{}.self_attn.q_norm", "text/layers/attention/q_norm", 0),
@@ -68,12 +76,14 @@ _QWEN3_TOWER = (
     ("visual.deepstack_merger_list.{}.linear_fc2", "vision/deepstack/down", 1),
 )
 _TABLES = {
-    "qwen2_5_vl": _TEXT + _QWEN2_5_TOWER,
-    "qwen3_vl": _TEXT + _QK_NORMS + _QWEN3_TOWER,
-    "qwen2": _TEXT,
-    "qwen3": _TEXT + _QK_NORMS,
-    "llama": _TEXT,
+    "qwen2_5_vl": _TEXT + _MLP + _QWEN2_5_TOWER,
+    "qwen3_vl": _TEXT + _MLP + _QK_NORMS + _QWEN3_TOWER,
+    "qwen3_vl_moe": _TEXT + _SPARSE_MLP + _QK_NORMS + _QWEN3_TOWER,
+    "qwen2": _TEXT + _MLP,
+    "qwen3": _TEXT + _MLP + _QK_NORMS,
+    "llama": _TEXT + _MLP,
 }
+_NESTED = ("qwen3_vl", "qwen3_vl_moe")  # families whose releases nest, see `_RENAMES`
 # Qwen3-VL releases, and files of both families with a tower that newer transformers wrote, nest
 # tower and decoder under "model."; both namings are read.
 _RENAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
@@ -97,6 +107,8 @@ class Tensor:
     def axes(self) -> tuple[tuple[int, ...], ...]:
         """For each axis of the release's tensor, the axes of `shape` that it flattens."""
         axes = tuple(range(len(self.shape)))
+        if self.path.startswith(_EXPERTS):
+            return axes[:1], axes[1:2], axes[2:]
         if self.num_inputs:
             return axes[self.num_inputs :], axes[: self.num_inputs]
         return tuple((axis,) for axis in axes) if self.path.endswith("table") else (axes,)
@@ -111,6 +123,12 @@ class Tensor:
         """Shape of the release's tensor."""
         sizes = [math.prod(self.shape[axis] for axis in group) for group in self.axes]
         return (*sizes[:-1], *(self.spread or sizes[-1:]))
+
+    @property
+    def other_shape(self) -> tuple[int, ...]:
+        """The shape in files of transformers 5, which exchanges the axes of experts' kernels."""
+        first, *others = self.hf_shape
+        return (first, *reversed(others)) if self.path.startswith(_EXPERTS) else self.hf_shape
 
     def read(self, out: np.ndarray, source: Any, part: Bounds) -> None:
         """Fills `out` with a part of the parameter, a block of the release's rows at a time.
@@ -143,6 +161,17 @@ class Tensor:
         transposed = array.transpose(self.order)
         for i, j in _blocks(len(transposed), math.prod(transposed.shape[1:])):
             yield np.ascontiguousarray(transposed[i:j], dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """A tensor of the file, `source`, with its last two axes exchanged."""
+
+    source: Any
+
+    def __getitem__(self, part: tuple[slice, slice, slice]) -> np.ndarray:
+        first, rows, columns = part
+        return self.source[first, columns, rows].swapaxes(1, 2)
 
 
 def _blocks(num_rows: int, row_size: int) -> Iterator[tuple[int, int]]:
@@ -179,6 +208,9 @@ def tensors(config: BackboneConfig, shapes: Params) -> dict[str, list[Tensor]]:
 def _rows(family: str) -> Iterator[tuple[str, str, int]]:
     """(tensor in the release, our path, number of input axes) of every module's parameters."""
     for module, path, num_inputs in _TABLES[family]:
+        if path.startswith(_EXPERTS):
+            yield release_name(module, family), path, 0
+            continue
         leaf = "kernel" if num_inputs else "scale" if path.endswith("norm") else "table"
         yield release_name(f"{module}.weight", family), f"{path}/{leaf}", num_inputs
         yield release_name(f"{module}.bias", family), f"{path}/bias", 0
@@ -189,7 +221,7 @@ def release_name(name: str, family: str) -> str:
     for nested, flat in _RENAMES:
         if name.startswith(nested):
             name = flat + name[len(nested) :]
-    if family == "qwen3_vl":
+    if family in _NESTED:
         for nested, flat in _RENAMES:
             if name.startswith(flat):
                 return nested + name[len(flat) :]

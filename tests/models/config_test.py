@@ -26,6 +26,8 @@ PUBLISHED_TEXT = {
     "qwen2.5-vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 1e6, (16, 24, 24)),
     "qwen3-vl-2b": (2048, 6144, 28, 16, 8, 151936, True, 5e6, (24, 20, 20)),
     "qwen3-vl-32b": (5120, 25600, 64, 64, 8, 151936, False, 5e6, (24, 20, 20)),
+    "qwen3-vl-30b-a3b": (2048, 768, 48, 32, 4, 151936, False, 5e6, (24, 20, 20)),
+    "qwen3-vl-235b-a22b": (4096, 1536, 94, 64, 4, 151936, False, 5e6, (24, 20, 20)),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152064, False, 1e6, (64, 0, 0)),
     "qwen3-8b": (4096, 12288, 36, 32, 8, 151936, False, 1e6, (64, 0, 0)),
 }
@@ -39,6 +41,8 @@ PUBLISHED_VISION = {
     "qwen2.5-vl-72b": (32, 1280, 3456, 8192, 14, 112, (7, 15, 23, 31), 0, ()),
     "qwen3-vl-2b": (24, 1024, 4096, 2048, 16, 0, (), 2304, (5, 11, 17)),
     "qwen3-vl-32b": (27, 1152, 4304, 5120, 16, 0, (), 2304, (8, 16, 24)),
+    "qwen3-vl-30b-a3b": (27, 1152, 4304, 2048, 16, 0, (), 2304, (8, 16, 24)),
+    "qwen3-vl-235b-a22b": (27, 1152, 4304, 4096, 16, 0, (), 2304, (8, 16, 24)),
 }
 TOKENS = {
     "vision_start_token_id": 151652,
@@ -138,6 +142,31 @@ def qwen3_release() -> dict:
     }
 
 
+def qwen3_moe_release() -> dict:
+    """Qwen3-VL-30B-A3B's config.json."""
+    release = qwen3_release()
+    release |= {"architectures": ["Qwen3VLMoeForConditionalGeneration"]}
+    release |= {"model_type": "qwen3_vl_moe", "tie_word_embeddings": False}
+    release["text_config"] |= {
+        "decoder_sparse_step": 1,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+    }
+    del release["text_config"]["tie_word_embeddings"]
+    release["vision_config"] |= {"deepstack_visual_indexes": [8, 16, 24], "depth": 27}
+    release["vision_config"] |= {"hidden_size": 1152, "intermediate_size": 4304}
+    release["vision_config"] |= {"out_hidden_size": 2048, "model_type": "qwen3_vl_moe"}
+    return release
+
+
 def qwen3_text_release() -> dict:
     """The text-only 8B release's config.json."""
     return {
@@ -201,6 +230,7 @@ def llama_release() -> dict:
 RELEASES = {
     "qwen2.5-vl-3b": qwen2_5_release(),
     "qwen3-vl-4b": qwen3_release(),
+    "qwen3-vl-30b-a3b": qwen3_moe_release(),
     "qwen3-8b": qwen3_text_release(),
     "llama-3.1-8b": llama_release(),
 }
@@ -245,6 +275,8 @@ def test_presets_have_the_published_numbers(name):
         )
         assert (vision.num_heads, vision.merge_size) == (16, 2)
     assert (text.head_dim, text.norm_eps) == (128, 1e-6)
+    experts = (128, 8) if "-a" in name else (0, 0)
+    assert (text.num_experts, text.num_experts_per_token) == experts
     tokens = TOKENS if vision else dict.fromkeys(TOKENS)
     assert {token: getattr(config, token) for token in TOKENS} == tokens
     assert (config.eos_token_ids, config.pad_token_id) == ((151645,), 151643)
@@ -422,6 +454,13 @@ REFUSED = {
             {"rope_scaling": {"mrope_section": [24, 20, 20], "mrope_interleaved": False}},
             "mrope_interleaved must be True",
         ),
+    ),
+    ("qwen3-vl-30b-a3b", "text_config"): (
+        ({"norm_topk_prob": False}, "norm_topk_prob must be True, got False, which is not"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers must be \[\], got \[0\]"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok 129 must not exceed num_experts 128"),
+        ({"num_experts": None}, "must have 'num_experts'"),
     ),
     ("qwen3-8b", ""): (
         ({"use_sliding_window": True}, "use_sliding_window must be False"),

@@ -33,7 +33,7 @@ def family(request) -> str:
 
 @pytest.fixture(scope="session")
 def config(family) -> BackboneConfig:
-    small = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
+    small = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl, "qwen3_vl_moe": qwen3_vl_moe}
     return small[family]() if family in small else text_only(family)
 
 
@@ -99,6 +99,14 @@ def qwen3_vl() -> BackboneConfig:
     return dataclasses.replace(other, vision=vision, text=text, family="qwen3_vl")
 
 
+def qwen3_vl_moe() -> BackboneConfig:
+    """Eight experts, of which a token has three."""
+    other = qwen3_vl()
+    sparse = {"num_experts": 8, "num_experts_per_token": 3, "intermediate_size": 40}
+    text = dataclasses.replace(other.text, **sparse)
+    return dataclasses.replace(other, text=text, family="qwen3_vl_moe")
+
+
 def text_only(family: str) -> BackboneConfig:
     """Heads that are not hidden_size / num_heads; Llama's rotary frequencies are stretched."""
     scaling = RopeScaling(4.0, 1.0, 4.0, 32) if family == "llama" else None
@@ -122,6 +130,7 @@ def make_params():
     def make(config: BackboneConfig) -> dict:
         rng = np.random.default_rng(0)
         spread = {"kernel": (0, 0.2), "bias": (0, 0.5), "scale": (1, 0.4), "table": (0, 0.7)}
+        spread |= {"gate_up": (0, 0.2), "down": (0, 0.2)}  # of experts
 
         def draw(path, leaf):
             return jnp.asarray(rng.normal(*spread[path[-1].key], leaf.shape), jnp.float32)

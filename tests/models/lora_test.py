@@ -52,11 +52,11 @@ def test_the_change_is_alpha_over_rank_times_the_product(adapted, params):
 
 
 def test_gpus_merge_to_the_same_weights_one_layer_at_a_time(adapted):
-    gate = adapted["text"]["layers"]["mlp"]["gate"]
-    arrays = [gate[name] for name in ("kernel", "lora_a", "lora_b", "lora_scale")]
-    expected = lora.merged(adapted)["text"]["layers"]["mlp"]["gate"]["kernel"]
+    query = adapted["text"]["layers"]["attention"]["q"]
+    arrays = [query[name] for name in ("kernel", "lora_a", "lora_b", "lora_scale")]
+    expected = lora.merged(adapted)["text"]["layers"]["attention"]["q"]["kernel"]
     np.testing.assert_allclose(lora._one_by_one(*arrays), expected, atol=1e-6)
-    assert np.abs(expected - gate["kernel"]).max() > 1e-3
+    assert np.abs(expected - query["kernel"]).max() > 1e-3
 
 
 def test_decoding_takes_the_merged_weights(adapted, config):
@@ -81,4 +81,4 @@ def test_axes_name_every_dimension(adapted, config):
 def test_adding_again_starts_anew(adapted, params):
     again = lora.add(adapted, jax.random.key(3), rank=4, alpha=4.0)
     jax.tree.map(np.testing.assert_array_equal, lora.merged(again), params)
-    assert again["text"]["layers"]["mlp"]["up"]["lora_a"].shape[-1] == 4
+    assert again["text"]["layers"]["attention"]["q"]["lora_a"].shape[-1] == 4

@@ -116,6 +116,8 @@ def test_gradients_equal_transformers(pair, make_batch):
     for path, row in weights.tensors(config, params).items():
         for tensor in row:
             expected = named.pop(tensor.name).grad.numpy()
+            if ".experts." in tensor.name:  # transformers transposes a release's when it loads them
+                expected = expected.swapaxes(1, 2)
             leaf = np.asarray(ours[path] if tensor.layer is None else ours[path][tensor.layer])
             got = np.concatenate(list(tensor.rows(leaf, np.float32))).reshape(expected.shape)
             worst = np.abs(got - expected).max() / np.abs(expected).max()

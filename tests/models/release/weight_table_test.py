@@ -17,6 +17,7 @@ from tests.models.conftest import all_families
 PREFIXES = {
     "qwen2_5_vl": ("model.", "visual."),
     "qwen3_vl": ("model.language_model.", "model.visual."),
+    "qwen3_vl_moe": ("model.language_model.", "model.visual."),
 }
 
 
@@ -48,7 +49,9 @@ def test_round_trip_is_bit_exact(params, config, tmp_path, dtype, max_shard_byte
     assert (len(shards) > 2) == (max_shard_bytes < 10**9)
     if len(shards) > 1:
         header = 12_000
-        assert max(path.stat().st_size for path in shards) < max_shard_bytes + header
+        largest = max(leaf.nbytes // config.text.num_layers for leaf in jax.tree.leaves(stored))
+        room = max(max_shard_bytes, largest)  # the kernels of all experts are one tensor
+        assert max(path.stat().st_size for path in shards) < room + header
 
 
 def test_a_smaller_export_leaves_no_old_shards(params, config, folder):
@@ -76,7 +79,7 @@ def test_every_end_of_sequence_id_comes_back_from_the_files(params, config, tmp_
     assert backbone.load(tmp_path)[1] == config
 
 
-@pytest.mark.parametrize("scheme", PREFIXES)
+@pytest.mark.parametrize("scheme", ["qwen2_5_vl", "qwen3_vl"])
 def test_both_naming_schemes_load(params, folder, prefixes, scheme):
     """transformers 4.52 and later nest both halves of Qwen2.5-VL under "model." too."""
     tensors = load_file(folder / "model.safetensors")
@@ -96,7 +99,10 @@ def test_both_naming_schemes_load(params, folder, prefixes, scheme):
 
 def test_missing_unused_and_misshapen_tensors_are_named(folder, prefixes):
     text, visual = prefixes
-    missing, unused = f"{text}layers.1.mlp.up_proj.weight", f"{text}layers.7.mlp.up_proj.weight"
+    missing, unused = (
+        f"{text}layers.1.self_attn.q_proj.weight",
+        f"{text}layers.7.self_attn.q_proj.weight",
+    )
     misshapen = f"{visual}blocks.1.attn.proj.bias"
     tensors = load_file(folder / "model.safetensors")
     del tensors[missing]

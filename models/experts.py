@@ -1,0 +1,162 @@
+"""A sparse MLP: a router chooses K of E experts for each token, which is computed by them alone.
+
+Probabilities are a softmax over all experts in float32; the K largest are kept and renormalised to
+sum 1 (Qwen3-MoE with `norm_topk_prob`). The K copies of every token are sorted by expert and
+multiplied in groups: no token is dropped, and no capacity is reserved.
+
+Logical axes of the experts' kernels are "expert" and, for the model width, "expert_embed". A device
+computes, with the experts that it holds, the tokens of all devices that hold others.
+
+Letters: E experts, K of them for a token, M copies of tokens, C and F input and output width.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jaxtyping import Array, Float, Int
+
+from models import layers
+from models.config import TextConfig
+from models.layers import Linear, Params, normal
+
+ROUTER = ("embed", None)
+UP, DOWN = ("expert", "expert_embed", None), ("expert", None, "expert_embed")
+# Tile sizes of megablox for rows, inputs and outputs; all three of its products fit a v5e's VMEM.
+_TILE_ROWS, _TILE_INPUTS, _TILE_OUTPUTS = 256, 2048, 512
+# lhs [M, C] and g [M, F] to [E, C, F], for `jax.lax.ragged_dot_general`.
+_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(),
+)
+
+
+class Experts(nnx.Module):
+    """Kernels of E gated MLPs of width F."""
+
+    def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
+        E, D, F = config.num_experts, config.hidden_size, config.intermediate_size
+        self.gate_up = normal(rngs, (E, D, 2 * F), UP, dtype, fan_in=D)
+        self.down = normal(rngs, (E, F, D), DOWN, dtype, fan_in=F)
+
+
+class SparseMLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, config: TextConfig, dtype: Any):
+        D, E = config.hidden_size, config.num_experts
+        self.router = Linear(rngs, (D,), (E,), ROUTER, dtype, bias=False)
+        self.experts = Experts(rngs, config, dtype)
+
+
+def sparse_mlp(
+    p: Params, x: Float[Array, "B ... D"], config: TextConfig
+) -> Float[Array, "B ... D"]:
+    """The weighted sum of each token's experts, down(silu(gate(x)) * up(x))."""
+    share, chosen = route(p["router"], x, config)
+    experts = p["experts"]["gate_up"], p["experts"]["down"]
+    return layers.over_experts(_computed, (UP, DOWN))((x, share, chosen), experts)
+
+
+def route(
+    router: Params, x: Float[Array, "B ... D"], config: TextConfig
+) -> tuple[Float[Array, "B ... K"], Int[Array, "B ... K"]]:
+    """Shares (float32, sum 1) and indices of the K experts of each token, by decreasing share."""
+    logits = layers.linear(router, x, ROUTER).astype(jnp.float32)
+    share, chosen = jax.lax.top_k(jax.nn.softmax(logits), config.num_experts_per_token)
+    return share / share.sum(-1, keepdims=True), chosen
+
+
+def _computed(
+    tokens: tuple[Array, Array, Array], experts: tuple[Array, Array], first: int | Array
+) -> Array:
+    """What experts first, first + 1, ... add to the output of these tokens, 0 for the others'.
+
+    Args:
+        tokens: x [B, ..., D], and share and chosen [B, ..., K] of `route`.
+        experts: gate_up [E, D, 2F] and down [E, F, D], cast to the dtype of x.
+    """
+    x, share, chosen = tokens
+    gate_up, down = experts
+    (E, D), K = gate_up.shape[:2], chosen.shape[-1]
+    expert = (chosen - first).reshape(-1)
+    is_ours = (expert >= 0) & (expert < E)
+    expert = jnp.where(is_ours, expert, E)  # copies for other experts come last
+    order = jnp.argsort(expert)
+    sizes = jnp.bincount(expert, length=E + 1)[:E].astype(jnp.int32)
+    copies = jnp.repeat(x.reshape(-1, D), K, axis=0)
+    copies = copies.at[order].get(unique_indices=True)
+    gate, up = jnp.split(grouped(copies, gate_up, sizes), 2, axis=-1)
+    y = grouped(jax.nn.silu(gate) * up, down, sizes)
+    y = y.at[jnp.argsort(order)].get(unique_indices=True)
+    # `grouped` leaves what is not ours undefined.
+    y = jnp.where(is_ours[:, None], y.astype(jnp.float32) * share.reshape(-1, 1), 0)
+    return y.reshape(-1, K, D).sum(1).astype(x.dtype).reshape(x.shape)
+
+
+@jax.custom_vjp
+def grouped(
+    lhs: Float[Array, "M C"], kernels: Float[Array, "E C F"], sizes: Int[Array, " E"]
+) -> Float[Array, "M F"]:
+    """Consecutive rows of lhs, `sizes` of them, times the kernel of their group.
+
+    The rows after the last group are not defined, and have no gradient. TPUs run megablox: for the
+    kernels' gradient the grouped products of JAX would multiply all rows by all kernels, as they do
+    on CPUs and GPUs.
+    """
+    return jax.lax.platform_dependent(
+        lhs, kernels, sizes, tpu=_megablox, default=jax.lax.ragged_dot
+    )
+
+
+def _grouped_bwd(saved, g):
+    lhs, kernels, sizes = saved
+    backward = functools.partial(_megablox, transpose_kernels=True)
+    d_lhs = jax.lax.platform_dependent(
+        g,
+        kernels,
+        sizes,
+        tpu=backward,
+        default=lambda g, kernels, sizes: jax.lax.ragged_dot(g, kernels.swapaxes(1, 2), sizes),
+    )
+    is_grouped = jnp.arange(len(g))[:, None] < sizes.sum()
+    d_kernels = jax.lax.platform_dependent(
+        lhs,
+        g,
+        sizes,
+        tpu=_megablox_by_group,
+        default=lambda lhs, g, sizes: jax.lax.ragged_dot_general(lhs, g, sizes, _BY_GROUP),
+    )
+    return jnp.where(is_grouped, d_lhs, 0), d_kernels.astype(kernels.dtype), None
+
+
+grouped.defvjp(lambda *inputs: (grouped(*inputs), inputs), _grouped_bwd)
+
+
+def _megablox(
+    lhs: Array,
+    kernels: Array,
+    sizes: Array,
+    *,
+    transpose_kernels: bool = False,
+    interpret: bool = False,
+) -> Array:
+    padded, tiling = _padded(lhs)
+    options = {"transpose_rhs": transpose_kernels, "interpret": interpret}
+    return gmm(padded, kernels, sizes, lhs.dtype, tiling, **options)[: len(lhs)]
+
+
+def _megablox_by_group(lhs: Array, g: Array, sizes: Array, *, interpret: bool = False) -> Array:
+    (lhs, tiling), (g, _) = _padded(lhs), _padded(g)
+    return tgmm(lhs.T, g, sizes, g.dtype, tiling, interpret=interpret)
+
+
+def _padded(rows: Array) -> tuple[Array, tuple[int, int, int]]:
+    """Rows in whole tiles, and the tiling."""
+    tile = _TILE_ROWS if len(rows) > 4 * _TILE_ROWS else _TILE_ROWS // 2
+    padded = jnp.pad(rows, ((0, -len(rows) % tile), (0, 0)))
+    return padded, (tile, _TILE_INPUTS, _TILE_OUTPUTS)

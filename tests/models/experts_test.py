@@ -1,0 +1,107 @@
+"""Sparse MLPs: the router's rule, grouped products and their gradients, parts of the experts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import experts
+from models.config import TextConfig
+
+CONFIG = TextConfig(
+    *(2, 16, 12, 4, 2, 4, 64),
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    mrope_section=(2, 0, 0),
+    tie_embeddings=True,
+    max_position_embeddings=64,
+    num_experts=6,
+    num_experts_per_token=2,
+)
+SIZES = {
+    "all rows": [3, 0, 7, 1, 0, 9],
+    "rows left": [0, 4, 0, 2, 0, 0],
+    "no rows": [0, 0, 0, 0, 0, 0],
+}
+
+
+@pytest.fixture
+def params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    kernels = {"gate_up": draw(6, 16, 24), "down": draw(6, 12, 16)}
+    return {"router": {"kernel": draw(16, 6)}, "experts": kernels}
+
+
+@pytest.fixture
+def x():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 16)), jnp.float32)
+
+
+def densely(params, x, config):
+    """Every expert of every token, weighted."""
+    p = params["experts"]
+    probabilities = jax.nn.softmax(x @ params["router"]["kernel"])
+    kth = jnp.sort(probabilities)[..., -config.num_experts_per_token, None]
+    share = jnp.where(probabilities >= kth, probabilities, 0)
+    share = share / share.sum(-1, keepdims=True)
+    gate, up = jnp.split(jnp.einsum("btd,edf->btef", x, p["gate_up"]), 2, axis=-1)
+    return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, p["down"], share)
+
+
+def test_the_router_keeps_the_largest_probabilities_and_renormalises_them():
+    router = {"kernel": jnp.log(jnp.array([[1.0, 8.0, 2.0, 4.0, 0.5, 0.5]]))}
+    config = dataclasses.replace(CONFIG, num_experts_per_token=3)
+    share, chosen = experts.route(router, jnp.ones((1, 1)), config)
+    assert chosen[0].tolist() == [1, 3, 2]
+    np.testing.assert_allclose(share[0], np.array([8, 4, 2]) / 14, rtol=1e-6)
+    np.testing.assert_allclose(experts.route(router, 0 * jnp.ones((1, 1)), config)[0], 1 / 3)
+
+
+def test_output_and_gradients_are_those_of_the_dense_sum(params, x):
+    def loss(mlp, params, x):
+        return (jnp.arange(16) * mlp(params, x, CONFIG)).sum()
+
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, mlp), (0, 1)))(params, x)
+        for mlp in (experts.sparse_mlp, densely)
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+    jax.tree.map(close, ours, theirs)
+    assert all(jnp.abs(leaf).max() > 0.1 for leaf in jax.tree.leaves(ours))
+
+
+def test_parts_of_the_experts_add_up_to_all(params, x):
+    """As devices that hold two and four of the six."""
+    share, chosen = experts.route(params["router"], x, CONFIG)
+    kernels = params["experts"]["gate_up"], params["experts"]["down"]
+    parts = [
+        experts._computed((x, share, chosen), [k[first:last] for k in kernels], first)
+        for first, last in ((0, 2), (2, 6))
+    ]
+    whole = experts.sparse_mlp(params, x, CONFIG)
+    np.testing.assert_allclose(sum(parts), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_megablox_and_jax_multiply_the_same_groups(sizes):
+    """Rows of groups alone: the others are not defined."""
+    rng = np.random.default_rng(2)
+    lhs, g = (jnp.asarray(rng.normal(size=(20, n)), jnp.float32) for n in (16, 24))
+    kernels = jnp.asarray(rng.normal(size=(6, 16, 24)), jnp.float32)
+    sizes, num_rows = jnp.array(sizes, jnp.int32), sum(sizes)
+    expert = np.repeat(np.arange(6), sizes)
+    expected = [lhs[i] @ kernels[e] for i, e in enumerate(expert)]
+    megablox = functools.partial(experts._megablox, interpret=True)
+    for product in (megablox, experts.grouped):
+        found = product(lhs, kernels, sizes)[:num_rows]
+        np.testing.assert_allclose(found, np.reshape(expected, (-1, 24)), rtol=1e-4, atol=1e-5)
+    d_lhs, d_kernels, _ = experts._grouped_bwd((lhs, kernels, sizes), g)
+    back = megablox(g, kernels, sizes, transpose_kernels=True)[:num_rows]
+    np.testing.assert_allclose(back, d_lhs[:num_rows], rtol=1e-4, atol=1e-5)
+    by_group = experts._megablox_by_group(lhs, g, sizes, interpret=True)
+    np.testing.assert_allclose(by_group, d_kernels, rtol=1e-4, atol=1e-5)
+    assert not d_lhs[num_rows:].any() and not d_kernels[np.array(sizes) == 0].any()
