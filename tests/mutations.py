@@ -1,4 +1,4 @@
-"""Forty one-line mistakes, each of which a test must notice: a measure of what the tests guard.
+"""Some fifty one-line mistakes, each of which a test must notice: a measure of what the tests guard.
 
     python -m tests.mutations [--only=SUBSTRING] [--jobs=1]
 
@@ -210,6 +210,31 @@ MUTATIONS = (
          "the M-RoPE sections are in reverse order"),
         ("[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]",
          "the sign of rotate_half"),
+    ),
+    *_of(
+        "models/layers.py", "models/parity_test.py::test_logits_equal_transformers",
+        ("share * frequencies + (1 - share) * frequencies / scaling.factor",
+         "(1 - share) * frequencies + share * frequencies / scaling.factor",
+         "Llama's high frequencies are stretched in place of its low ones"),
+    ),
+    *_of(
+        "models/experts.py", "models/experts_test.py",
+        ("share / share.sum(-1, keepdims=True), chosen", "share, chosen",
+         "the shares of the chosen experts are not renormalised"),
+        ("(chosen - first).reshape(-1)", "chosen.reshape(-1)",
+         "a device takes its experts for the first ones"),
+        ("jnp.where(is_grouped, d_lhs, 0)", "d_lhs + 1 * is_grouped",
+         "the gradient of grouped rows is off by one"),
+    ),
+    *_of(
+        "care_jax/devices/sharding.py", "care_jax/devices/experts_sharding_test.py",
+        ("jax.lax.axis_index(expert_axes) * whole[0].shape[0]", "jax.lax.axis_index(expert_axes)",
+         "devices number their experts by device"),
+    ),
+    *_of(
+        "care_jax/prompts/builder.py", "care_jax/prompts/text_only_test.py",
+        ("np.int32(end if end in ends else ends[0])", "np.int32(ends[0])",
+         "a taught response ends with the end of a document"),
     ),
     *_of(
         "models/positions.py", "models/positions_test.py",
