@@ -18,6 +18,7 @@ NAMES = (
     "qwen25vl_7b",
     "qwen25vl_7b_lora",
     "qwen3_8b",
+    "qwen3vl_30b",
     "qwen3vl_4b",
     "qwen3vl_4b_lora",
     "qwen3vl_8b",

@@ -1,0 +1,15 @@
+"""Qwen3-VL-30B-A3B-Instruct, a sparse model, on TPUs: CARE on JSONL files, as in the 3B's config.
+
+JAX has no grouped product for GPUs yet: there every token would be computed by all experts.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import qwen3vl_8b
+
+
+def get_config() -> ConfigDict:
+    """Cold start, CARE, evaluation and export; experts over tensor x sequence = 4 chips."""
+    config = qwen3vl_8b.get_config()
+    config.model.path = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+    return config
