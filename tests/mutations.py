@@ -1,4 +1,4 @@
-"""Some fifty one-line mistakes, each of which a test must notice: a measure of what the tests guard.
+"""One-line mistakes, each of which a test must notice: a measure of what the tests guard.
 
     python -m tests.mutations [--only=SUBSTRING] [--jobs=1]
 

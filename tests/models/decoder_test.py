@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import backbone, decoder
+from models import backbone, decoder, experts
 from models.attention.packed import attend, causal_reach
 from models.layers import rms_norm, text_rotary
 from models.vision import ImageFeatures
@@ -396,7 +396,11 @@ def test_axes_of_the_decode_layout_name_its_dimensions(config):
         "mlp": text.intermediate_size,
         "vocab": text.vocab_size,
     }
+    if text.num_experts:
+        del sizes["mlp"]  # of experts, it has no name
     name_of = {size: name for name, size in sizes.items()}
     assert len(name_of) == len(sizes)  # so that a size tells the name; all others have none
     expected = jax.tree.map(lambda shape: tuple(map(name_of.get, shape.shape)), shapes)
+    for layer in expected["layers"] if text.num_experts else ():
+        layer["mlp"]["experts"] = {"gate_up": experts.UP, "down": experts.DOWN}
     assert axes == expected

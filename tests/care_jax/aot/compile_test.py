@@ -186,7 +186,7 @@ def test_a_mistake_is_one_line():
     ("flags", "message"),
     [
         (["--topology=v5e:2x2", "--config.rl.nothing=3"], "no such key: --config.rl.nothing"),
-        (["--topology=v5e:2x2", "--config=configs/tiny.py:gpt"], "configs/tiny.py:18: configs/ti"),
+        (["--topology=v5e:2x2", "--config=configs/tiny.py:gpt"], "configs/tiny.py:19: configs/ti"),
         ([], "--topology is missing: Chips"),
     ],
 )

@@ -63,7 +63,7 @@ def test_tower_counts_windows_whole_images_and_mergers():
     pairs = 8 * 8 + 8 * 4
     assert flops.tower_flops(TOWER, 8) == 2 * dense + 4 * 8 * pairs
     deep = dataclasses.replace(
-        TOWER, window_size=0, full_attention_layers=(), deepstack_layers=(0,)
+        TOWER, window_size=0, full_attention_layers=(), deepstack_layers=(0,), gated=False
     )
     dense = 8 * (192 + 2 * 512) + 2 * 2 * (32 * 32 + 32 * 4)
     assert flops.tower_flops(deep, 8) == 2 * dense + 4 * 8 * 2 * 8 * 8

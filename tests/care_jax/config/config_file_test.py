@@ -85,7 +85,7 @@ ARM = "experiments/anchor_rule.py"
         ),
         (
             "configs/tiny.py:gpt",
-            "configs/tiny.py:18: configs/tiny.py has qwen2_5_vl and qwen3_vl, not 'gpt'",
+            "configs/tiny.py:19: configs/tiny.py has qwen2_5_vl, qwen3_vl, qwen3_vl_moe, not 'gpt'",
         ),
         (
             "configs/qwen25vl_7b.py:gpt",

@@ -104,6 +104,8 @@ def test_transformers_opens_an_export_from_eight_devices(released, tmp_path):
     assert model.dtype == torch.bfloat16 and stored.keys() <= theirs.keys()
     for name, array in stored.items():
         bits = theirs[name].view(dtype=torch.int16).numpy()
+        if ".experts." in name:  # transformers transposes a release's when it loads them
+            bits = bits.swapaxes(1, 2)
         np.testing.assert_array_equal(bits, array.view(np.int16), err_msg=name)
 
 
@@ -272,7 +274,7 @@ backbone.export(target + str(rank), params, config, "bfloat16", 40_000)
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_two_processes_load_their_parts_and_the_first_one_exports(config, make_params, tmp_path):
     stored = jax.tree.map(lambda a: a.astype(jnp.bfloat16), make_params(config))
-    backbone.export(tmp_path / "given", stored, config, max_shard_bytes=70_000)
+    backbone.export(tmp_path / "given", stored, config, max_shard_bytes=40_000)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
