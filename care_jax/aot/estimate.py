@@ -94,13 +94,19 @@ def estimate(
 
     Raises:
         ValueError: the topology is of several slices or nodes; the run has no stage "rl"; the mean
-            is missing; or a shallow program does not fit.
+            is missing; the decoder is sparse; or a shallow program does not fit.
     """
     if "rl" not in config.stages:
         raise ValueError(f'--estimate is of a step of "rl", got stages {tuple(config.stages)}')
     if mean_response is None or mean_response <= 0:
         raise ValueError(
             f"--estimate is at a mean length: give --mean_response, in tokens, got {mean_response}"
+        )
+    policy = shapes.policy(config)
+    if policy.config.text.num_experts:
+        raise ValueError(
+            f"--estimate does not price the grouped products of experts, got {policy.config.family}"
+            "; leave it out for the least time"
         )
     chips = find_topology(topology, num_slices)
     if (count := len(set(chips.slices))) > 1:
@@ -110,7 +116,7 @@ def estimate(
         )
     kind, chip = topology.partition(":")[0], chips.chip
     mesh = make_mesh(**config.mesh, devices=chips.devices, slices=chips.slices)
-    run = open_run(config, pathlib.Path(), mesh=mesh, policy=shapes.policy(config))
+    run = open_run(config, pathlib.Path(), mesh=mesh, policy=policy)
     expected = step_sizes.expected_step(run, mean_response)
     rates, peaks = _rates(kind, chip)
     shallow = [_read(run, depth, chip, expected, rates, peaks) for depth in _DEPTHS]

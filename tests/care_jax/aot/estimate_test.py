@@ -240,6 +240,12 @@ def test_what_has_no_estimate_is_refused(topology, mean, stages, reason):
         estimate(settings, topology, mean)
 
 
+def test_a_sparse_decoder_is_refused():
+    settings = tiny.get_config("qwen3_vl_moe")
+    with pytest.raises(ValueError, match="grouped products of experts, got qwen3_vl_moe; leave it"):
+        estimate(settings, "v5e:2x2", 12.0)
+
+
 def test_slices_and_nodes_are_refused(monkeypatch):
     nodes = [types.SimpleNamespace(platform="gpu", process_index=node) for node in (0, 0, 1, 1)]
     monkeypatch.setattr(estimates, "find_topology", lambda *_: Topology(CHIPS["h100"], nodes))
