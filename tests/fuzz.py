@@ -273,7 +273,7 @@ def _prompts() -> PromptBuilder:
     tokenizer = open_tokenizer("")
     return PromptBuilder(
         tokenizer,
-        backbone_config(None, config.model.backbone.to_dict(), tokenizer),
+        backbone_config(config.model.backbone.to_dict(), tokenizer),
         min_pixels=256,
         max_pixels=4096,
         buckets=config.data.buckets,

@@ -40,7 +40,7 @@ def policy(config: ConfigDict) -> Policy:
     model = config.model
     file = pathlib.Path(model.path).expanduser() / "config.json"
     if not model.path:
-        backbone = backbone_config(None, model.backbone.to_dict(), open_tokenizer(model.tokenizer))
+        backbone = backbone_config(model.backbone.to_dict(), open_tokenizer(model.tokenizer))
     elif file.is_file():
         backbone = config_json.from_folder(file.parent)
     elif model.path in RELEASES:

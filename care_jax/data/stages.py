@@ -19,6 +19,7 @@ from care_jax.data.rows import NO_RESPONSE, checked, first_usable, with_response
 from care_jax.data.sources import MIXTURE, is_drawn, named, open_section, parts_of
 from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
+from models.release import config_json
 
 SECTIONS = {"sft": "sft", "rl": "train", "evaluate": "test"}  # stage -> its section of data
 
@@ -94,11 +95,12 @@ def open_prompts(
             f"{len(fields)} fields of a backbone; set exactly one"
         )
     folder = hub.find(model.path, patterns, kind="model") if model.path else None
+    backbone = config_json.from_folder(folder) if folder else None  # before the slower tokenizer
     tokenizer = open_tokenizer(model.tokenizer or str(folder or ""))
     keys = ("min_pixels", "max_pixels", "buckets", "system_prompt", "instruction", "think_tag")
     prompts = PromptBuilder(
         tokenizer,
-        backbone_config(folder, fields, tokenizer),
+        backbone or backbone_config(fields, tokenizer),
         patch_dtype=patch_dtype,
         **{key: data[key] for key in keys},
     )

@@ -111,11 +111,9 @@ def processor_template(folder: str | pathlib.Path) -> str | dict[str, str] | Non
 
 
 def backbone_config(
-    folder: pathlib.Path | None, fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+    fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> BackboneConfig:
-    """The backbone config of a release folder; without one, `fields` plus the tokenizer's ids."""
-    if folder:
-        return config_json.from_folder(folder)
+    """The config of a backbone with random weights: fields of a config.json, and these ids."""
     ids = {key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKEN_NAMES.items()}
     if "text_config" not in fields:  # a family without a tower
         return config_json.from_hf({"vocab_size": len(tokenizer), **fields, **ids})
@@ -191,7 +189,7 @@ class PromptBuilder:
         num_images, num_placed = len(example.images), example.question.count(IMAGE_PLACEHOLDER)
         if num_images and self.config.vision is None:
             raise ValueError(
-                f"example {example.id} of {example.source} has {num_images} images, and a "
+                f"example {example.id} of {example.source} has images, and a "
                 f"{self.config.family} backbone reads text alone; choose other data, or a backbone "
                 "with a vision tower"
             )

@@ -25,7 +25,7 @@ from models.release import config_json
 
 TOKENIZER = build_tokenizer(synthetic.texts(), 1000)
 CONFIG, QWEN3_CONFIG = (
-    backbone_config(None, tiny.get_config(family).model.backbone.to_dict(), TOKENIZER)
+    backbone_config(tiny.get_config(family).model.backbone.to_dict(), TOKENIZER)
     for family in ("qwen2_5_vl", "qwen3_vl")
 )
 BUCKETS = ((96, 256), (48, 64), (64, 128))  # in no order

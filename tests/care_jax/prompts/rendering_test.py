@@ -11,7 +11,7 @@ from care_jax.prompts.rendering import image_line, rendered, resized_images
 from configs import tiny
 
 TOKENIZER = open_tokenizer("")
-CONFIG = backbone_config(None, tiny.get_config().model.backbone.to_dict(), TOKENIZER)
+CONFIG = backbone_config(tiny.get_config().model.backbone.to_dict(), TOKENIZER)
 BYTES = token_bytes(TOKENIZER, CONFIG.text.vocab_size)
 BUILDER = PromptBuilder(
     TOKENIZER,

@@ -10,8 +10,10 @@ from transformers import AutoTokenizer
 
 from care_jax.batch import Example
 from care_jax.data.drawn import synthetic
+from care_jax.data.stages import open_prompts
 from care_jax.prompts.builder import PromptBuilder, backbone_config, load_tokenizer
 from care_jax.prompts.tokenizer import build_tokenizer
+from configs import common
 from models.release import config_json
 
 FIELDS = {
@@ -43,7 +45,7 @@ def tokenizer():
 
 @pytest.fixture
 def config(tokenizer):
-    return backbone_config(None, FIELDS, tokenizer)
+    return backbone_config(FIELDS, tokenizer)
 
 
 def question(text, *images):
@@ -122,9 +124,7 @@ def test_images_are_refused_in_buckets_and_examples(config, tokenizer):
     builder = PromptBuilder(tokenizer, config, **SETTINGS)
     picture = Image.new("RGB", (32, 32))
     for ask in (builder.tokenize, builder.measure):
-        with pytest.raises(
-            ValueError, match="example 7 of made has 1 images, and a llama backbone"
-        ):
+        with pytest.raises(ValueError, match="example 7 of made has images, and a llama backbone"):
             ask(question("<image>Which?", picture))
 
 
@@ -158,3 +158,11 @@ def test_the_processor_of_an_export_is_the_tokenizer_alone(config, tokenizer, tm
     PromptBuilder(tokenizer, config, **SETTINGS).save_processor(tmp_path)
     assert not (tmp_path / "preprocessor_config.json").exists()
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+
+
+def test_a_family_that_is_not_known_is_named_before_the_tokenizer_is_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    config = common.get_config()
+    config.model.path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"must be one of .*qwen2, qwen3, llama, got 'mistral'"):
+        open_prompts(config)

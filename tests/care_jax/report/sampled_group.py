@@ -21,7 +21,7 @@ CONTEXT = "<think>one é and three"
 REPAIR = " so two</think><answer>2</answer>"
 REASONS = ("same number", "another number", "no answer span", "same text", "same number")
 CONFIG = dataclasses.replace(
-    backbone_config(None, tiny.get_config().model.backbone.to_dict(), open_tokenizer("")),
+    backbone_config(tiny.get_config().model.backbone.to_dict(), open_tokenizer("")),
     eos_token_ids=(EOS,),
     image_token_id=IMAGE,
 )
